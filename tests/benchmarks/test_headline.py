@@ -17,19 +17,21 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.bench.generator.samples import LOST, Sample
 from relaygr.bench.headline.__main__ import main
 from relaygr.bench.headline.breakeven import Demand, Verdict, outlook
+from relaygr.bench.headline.command import with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
-from relaygr.bench.headline.figures import counts_for_b, figures_of, same_load
-from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID
+from relaygr.bench.headline.figures import CONFIRMED, counts_for_b, figures_of, longest_truncation, same_load
+from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK, REUSES, at_reuse
 from relaygr.bench.headline.plan import CellPlan, save_plan
-from relaygr.bench.headline.report import write_report
-from relaygr.bench.headline.rows import RunFile, RunRow, Used, read_rows, score_columns
-from relaygr.bench.headline.rows import figures_of as columns_of
+from relaygr.bench.headline.plots import paths_at, plot_cell
+from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
+from relaygr.bench.headline.rows import RunFile, RunRow, Used, columns_of, read_dicts, read_rows, score_columns
 from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE, Bench, estimated_s
 from relaygr.bench.headline.search import highest_rate, longest_history
-from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
+from relaygr.bench.headline.systems import ABLATIONS, FLAGS, QUICK_SYSTEMS, System
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.schemas.messages import MAX_BEHAVIOURS, LatencyCoefficients
+from relaygr.settings import load_settings
 
 SAMPLE = Sample(
     row=0, part=1, user_id="u", history_length=64, ranking_us=0, lag_us=100, latency_us=40_000, status="ranked",
@@ -54,6 +56,12 @@ def row(**changes: Any) -> RunRow:
 def outcome(system: str, rates: dict[float, float], seed: int, **changes: Any) -> list[RunRow]:
     """Rows of figure B: late shares by rate."""
     return [row(system=system, seed=seed, rate_per_s=rate, late_share=late, **changes) for rate, late in rates.items()]
+
+
+def confirming(rates: dict[float, float], **changes: Any) -> list[RunRow]:
+    """Rows of five fresh seeds that confirm these rates of figure B."""
+    seeds = range(1_001, 1_006)
+    return [each for seed in seeds for each in outcome("B0", rates, seed, figure=CONFIRMED["B"], **changes)]
 
 
 class TestSearch:
@@ -147,9 +155,10 @@ class TestDecision:
 class TestRow:
     def test_every_offered_request_without_a_whole_answer_in_time_is_late(self) -> None:
         samples = [
-            *[SAMPLE] * 94,
+            *[SAMPLE] * 93,
             replace(SAMPLE, latency_us=DEADLINE_MS * 1000 + 1),
             replace(SAMPLE, path="truncated"),
+            replace(SAMPLE, history_stale=True),
             replace(SAMPLE, status="failed", path=None),
             replace(SAMPLE, status="expired", path=None),
             replace(SAMPLE, status=LOST, path=None, latency_us=None),
@@ -157,7 +166,7 @@ class TestRow:
             *[replace(SAMPLE, part=0, status=LOST, latency_us=None)] * 9,
         ]
         found = columns(samples)
-        assert (found["offered"], found["late"], found["late_share"]) == (100, 5, 0.05)
+        assert (found["offered"], found["late"], found["late_share"]) == (100, 6, 0.06)
         assert (found["truncated"], found["failed"], found["expired"], found["lost"]) == (1, 1, 1, 1)
         assert (found["hbm_share"], found["full_share"]) == (0.01, 0.95)
         assert found["offered_p99_ms"] == math.inf
@@ -207,17 +216,40 @@ class TestFigures:
         rows = outcome("B0", {10.0: 0.0, 20.0: 0.05, 40.0: 0.0}, 1)
         assert figures_of(rows, "full")[0].value == 10.0
 
-    def test_ratios_are_paired_by_seed_and_a_value_is_decided_by_five(self) -> None:
+    def test_ratios_are_paired_by_seed(self) -> None:
         rows = []
         for seed in range(1, 6):
             base = 10.0 * seed
-            rows += outcome("B0", {base: 0.001, 2 * base: 0.5}, seed) + outcome("B0", {7.0: 0.001}, seed)
+            rows += outcome("B0", {base: 0.001, 2 * base: 0.5}, seed)
             rows += outcome("R", {3 * base: 0.001, 6 * base: 0.5}, seed)
         b0, relay = figures_of(rows, "full")
-        assert (b0.value, b0.decided, b0.ratio) == (30.0, 7.0, None)
+        assert (b0.value, b0.ratio) == (30.0, None)
         assert relay.ratio is not None
         assert (relay.ratio.value, relay.ratio.low, relay.ratio.high) == (pytest.approx(3),) * 3
-        assert relay.decided is None, "no rate was run with every seed"
+
+    def test_the_runs_that_chose_a_value_do_not_decide_about_it(self) -> None:
+        searched = [each for seed in range(1, 6) for each in outcome("B0", {10.0: 0.001, 20.0: 0.5}, seed)]
+        (alone,) = figures_of(searched, "full")
+        assert (alone.value, alone.decided, alone.decision) == (10.0, None, None)
+        assert [each.decided for each in figures_of(searched + confirming({10.0: 0.001}), "full")] == [10.0]
+        (refused,) = figures_of(searched + confirming({10.0: 0.02}), "full")
+        assert refused.decided is None and refused.decision is not None and "2.00% late" in refused.decision.why
+
+    def test_a_value_above_one_that_failed_is_not_decided(self) -> None:
+        rows = outcome("B0", {40.0: 0.0}, 1) + confirming({10.0: 0.0, 20.0: 0.05, 40.0: 0.0})
+        assert [each.decided for each in figures_of(rows, "full")] == [10.0]
+
+    def test_a_confirming_run_with_wrong_scores_decides_nothing(self) -> None:
+        rows = outcome("B0", {10.0: 0.0}, 1) + confirming({10.0: 0.0}, scores_different=1)
+        (found,) = figures_of(rows, "full")
+        assert found.decided is None and found.decision is not None and found.decision.why == "seed 1001 did not pass"
+
+    def test_the_truncation_of_b1_is_what_was_decided_and_no_single_run(self) -> None:
+        lucky = [row(figure="A", history=length, seed=1) for length in (512, 1_024)]
+        rows = [*lucky, *(row(figure=CONFIRMED["A"], history=512, seed=1_000 + seed) for seed in range(1, 6))]
+        assert longest_truncation(figures_of(lucky, "full"), "centre", decides=True) == 0
+        assert longest_truncation(figures_of(rows, "full"), "centre", decides=True) == 512
+        assert longest_truncation(figures_of(lucky, "full"), "centre", decides=False) == 1_024
 
     def test_rows_of_another_mode_and_invalid_ones_do_not_count(self) -> None:
         rows = [*outcome("B0", {10.0: 0.0}, 1), row(rate_per_s=5.0, late_share=0.5, valid=False), row(mode="quick")]
@@ -236,6 +268,42 @@ class TestFigures:
         rows = outcome("B0", {5.0: 0.0, 10.0: late}, 1) + outcome("R", {5.0: 0.0, 10.0: 0.0, 20.0: 0.0}, 1)
         found = same_load(rows, "full", "centre")
         assert [(each.system, each.rate_per_s) for each in found] == [("B0", rate), ("R", rate)]
+
+    def test_the_report_says_the_ratio_at_each_share_of_returning_users_and_what_it_cost(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        for cell, best, hits in (("quick-r0", 10.0, 0.0), ("quick", 20.0, 0.55)):
+            for system, top in (("B0", 10.0), ("R", best)):
+                for each in outcome(system, {5.0: 0.0, top: 0.0, 2 * top: 0.5}, 1, cell=cell):
+                    file.add(replace(each, hbm_share=hits, preinfer_computed=8, preinfer_wasted=2), [SAMPLE])
+        write_report(tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        head = "| quick | B: requests/s |"
+        lines = [line for line in text.splitlines() if line.startswith(head)]
+        assert [line.split(" | ")[2] for line in lines] == ["0", "0.6"]
+        assert ["1.00 (one seed)" in lines[0], "2.00 (one seed)" in lines[1]] == [True, True]
+        assert all("| 25% |" in line for line in lines) and "| 55% |" in lines[1]
+        assert "B0 was not measured at half load" in text and "Energy: not readable here." in text
+
+    def test_the_report_compares_the_relay_with_a_mere_cache_and_with_the_oracle(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        for system, best in (("B0", 10.0), ("C", 20.0), ("R", 30.0), ("O", 40.0)):
+            for each in outcome(system, {best: 0.0, 2 * best: 0.5}, 1):
+                file.add(each, [SAMPLE])
+        write_report(tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        assert "| centre | B: requests/s | 1.50 (one seed) | 0.75 (one seed) |" in text
+
+    def test_paths_of_another_mode_are_not_drawn_as_those_of_a_run(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        for mode, late_ms in (("quick", 900.0), ("full", 40.0)):
+            file.add(row(mode=mode), [replace(SAMPLE, latency_us=int(late_ms * 1000))])
+        (found,) = paths_at(read_dicts(tmp_path / "paths.csv"), row(mode="full"))
+        assert float(found["q1_ms"]) == 40.0
+
+    def test_p99_is_drawn_for_each_rate_by_itself(self, tmp_path: Path) -> None:
+        rows = [row(figure="A", rate_per_s=rate, history=length) for rate in (5.0, 9.0) for length in (64, 128)]
+        made = plot_cell(tmp_path, "quick-centre", rows, [], [], [])
+        assert [each.path.name for each in made] == ["quick-centre-length-5.png", "quick-centre-length-9.png"]
 
     def test_the_report_names_a_cell_that_only_the_baseline_serves_as_lost(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
@@ -259,7 +327,7 @@ class TestFigures:
     def test_the_report_reads_the_plan_of_a_cell_with_a_dot_in_its_name(self, tmp_path: Path) -> None:
         name = "n1024-d1.5-r0.6"
         plan = CellPlan(
-            cell=name, machine="one", made_at="now", engine="cpu", full_ms=20.0, pre_ms=15.0, hit_ms=5.0,
+            cell=name, asked="", machine="one", made_at="now", engine="cpu", full_ms=20.0, pre_ms=15.0, hit_ms=5.0,
             short_full_ms=4.0, deadline_ms=40, lead_ms=45.0, half_rate_per_s=10.0, prefix_bytes=1 << 20,
             hbm_bytes=1 << 26, dram_bytes=1 << 28, coefficients=TestBreakEven.LATENCY.coefficients,
         )  # fmt: skip
@@ -270,6 +338,31 @@ class TestFigures:
         write_report(tmp_path)
         text = (tmp_path / "report.md").read_text(encoding="utf-8")
         assert f"| {name} | 1,024 |" in text and f"{name}: where the relay pays" in text
+
+
+class TestPage:
+    PAGE = f"# Page\n\nBefore.\n\n{FIGURES_BEGIN}\nold\n{FIGURES_END}\n\nAfter.\n"
+
+    def test_the_figures_of_the_last_mode_replace_what_stands_between_the_marks(self, tmp_path: Path) -> None:
+        file, page = RunFile(tmp_path), tmp_path / "page.md"
+        for mode, best in (("quick", 20.0), ("full", 30.0)):
+            for system, top in (("B0", 10.0), ("R", best)):
+                for each in outcome(system, {5.0: 0.0, top: 0.0}, 1, mode=mode, worker_over_engine=1.02):
+                    file.add(each, [SAMPLE])
+        page.write_text(self.PAGE, encoding="utf-8")
+        for _ in range(2):
+            fill_page(tmp_path, None, page)
+            text = page.read_text(encoding="utf-8")
+            assert text.startswith("# Page\n\nBefore.") and text.endswith("After.\n") and "old" not in text
+            assert text.count("3.00 (one seed)") == 1 and "2.00 (one seed)" not in text
+        fill_page(tmp_path, "quick", page)
+        assert "2.00 (one seed)" in page.read_text(encoding="utf-8")
+
+    def test_a_page_without_marks_is_refused(self, tmp_path: Path) -> None:
+        RunFile(tmp_path).add(row(), [SAMPLE])
+        (tmp_path / "page.md").write_text("text", encoding="utf-8")
+        with pytest.raises(RelayError, match="has no lines `<!-- figures: begin"):
+            fill_page(tmp_path, None, tmp_path / "page.md")
 
 
 class TestBreakEven:
@@ -302,23 +395,57 @@ class TestBreakEven:
         assert most.relay_s < 0.5 * most.full_s
 
 
-def test_cells_have_names_of_their_own_and_differ() -> None:
-    assert len(BY_NAME) == len(GRID) + 1
-    assert len({replace(cell, name="") for cell in GRID}) == len(GRID)
-    for cell in GRID:
-        cell.model()
+class TestCells:
+    def test_they_have_names_of_their_own_and_differ(self) -> None:
+        named = (QUICK, *GRID, *PUBLISHED)
+        assert len({cell.name for cell in named}) == len({replace(cell, name="") for cell in named}) == len(named)
+        for cell in named:
+            cell.model()
+            assert BY_NAME[cell.name] == cell and cell.longest_history <= MAX_BEHAVIOURS
+
+    def test_those_of_others_say_whose_they_are_and_what_differs(self) -> None:
+        assert all(cell.origin for cell in PUBLISHED)
+        assert not any(cell.origin for cell in GRID)
+
+    def test_every_cell_is_there_at_each_share_of_returning_users_with_the_same_deadline(self) -> None:
+        for cell in (QUICK, *GRID, *PUBLISHED):
+            for reuse in REUSES:
+                other = at_reuse(cell, reuse)
+                assert (BY_NAME[other.name], other.reuse) == (other, reuse)
+                assert at_reuse(other, cell.reuse).family == cell.family
+                assert (other.family, other.plan_name) == (cell.family, cell.plan_name)
+
+    def test_cells_are_measured_with_b0_and_r_at_the_other_shares(self) -> None:
+        asked = with_other_reuses((QUICK,), QUICK_SYSTEMS)
+        assert [(cell.name, systems) for cell, systems in asked] == [
+            ("quick", QUICK_SYSTEMS), ("quick-r0", (System.B0, System.R))
+        ]  # fmt: skip
+        # The grid has most of them itself.
+        names = [cell.name for cell, _ in with_other_reuses(GRID, QUICK_SYSTEMS)]
+        assert "lead-1-r0" in names and names.count("n1024-d2.5-r0") == 1
+        assert len({(BY_NAME[name].family, BY_NAME[name].reuse) for name in names}) == len(names)
 
 
-def test_systems_differ_by_their_flags() -> None:
-    assert set(FLAGS) == set(System)
-    assert {flags.events for system, flags in FLAGS.items() if system in (System.B0, System.B1, System.C)} == {False}
-    assert FLAGS[System.R].events and FLAGS[System.R].dram and not FLAGS[System.R_HBM].dram
-    assert not FLAGS[System.B0].reuse
+class TestSystems:
+    def test_they_differ_by_their_flags(self) -> None:
+        assert set(FLAGS) == set(System)
+        without = (System.B0, System.B1, System.C, System.O)
+        assert {system for system, flags in FLAGS.items() if not flags.events} == set(without)
+        assert not FLAGS[System.B0].reuse and not FLAGS[System.R].settings
+        assert len({repr(FLAGS[system]) for system in ABLATIONS}) == len(ABLATIONS)
+
+    @pytest.mark.parametrize("system", ABLATIONS[1:])
+    def test_an_ablation_is_a_setting_of_the_product_that_is_not_its_default(self, system: System) -> None:
+        assert FLAGS[system].settings
+        for name, value in FLAGS[system].settings.items():
+            section, _, key = name.partition(".")
+            assert getattr(getattr(load_settings(None, environment={}), section), key) != value
+            load_settings(None, environment={}, overrides=(f"{name}={str(value).lower()}",))
 
 
-def test_the_quick_run_takes_about_ten_minutes_and_the_full_one_says_that_it_takes_days() -> None:
-    assert 400 < estimated_s(1, QUICK_SYSTEMS, QUICK_MODE) < 750
-    assert estimated_s(len(GRID), tuple(System), FULL_MODE) > 86_400
+def test_the_quick_run_takes_a_quarter_of_an_hour_and_the_full_one_says_that_it_takes_days() -> None:
+    assert 400 < estimated_s(with_other_reuses((QUICK,), QUICK_SYSTEMS), QUICK_MODE) < 900
+    assert estimated_s(with_other_reuses(GRID, tuple(System)), FULL_MODE) > 86_400
 
 
 @pytest.mark.parametrize(
@@ -353,7 +480,7 @@ def test_a_cell_in_miniature_runs_resumes_and_is_reported(
     monkeypatch.setitem(BY_NAME, "mini", cell)
     systems = (System.B0, System.R)
     with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
-        bench.run_cells((cell,), systems)
+        bench.run_cells([(cell, systems)])
     rows = read_rows(tmp_path / "runs.csv")
     asked = [(each.system, each.figure, each.valid) for each in rows]
     assert asked == [("B0", "B", True), ("R", "B", True)]
@@ -366,7 +493,7 @@ def test_a_cell_in_miniature_runs_resumes_and_is_reported(
     assert {each.stem.rsplit("-", 1)[1] for each in (tmp_path / "samples").iterdir()} == {mode.name}
     # The same command again finds every run in the file, and starts no process.
     with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
-        bench.run_cells((cell,), systems)
+        bench.run_cells([(cell, systems)])
     assert len(read_rows(tmp_path / "runs.csv")) == 2
     write_report(tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")

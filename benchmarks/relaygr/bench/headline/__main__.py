@@ -3,10 +3,11 @@
 * A: the longest history at which the deadline holds at P99, at a fixed rate.
 * B: the highest rate at which it holds, at a fixed history.
 
-`--quick` takes about ten minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
+`--quick` takes a quarter of an hour on two cores: one cell, one seed, so its figures are indicative and decide nothing.
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--trace FILE` plays a trace of
 your own on each system. `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from
-the CSV files and measures nothing.
+the CSV files and measures nothing. `--page docs/benchmark.md` also writes the main figures (with
+`--report`: of the mode that was measured last) into that page.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -25,7 +26,7 @@ OUT = Path("benchmarks/results/headline")
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, about ten minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, a quarter of an hour.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="The grid, with seven seeds. Says first how long it takes.")
     ] = False,
@@ -49,6 +50,10 @@ def main(
         Path | None, typer.Option(help="An interaction log: users with real histories.", show_default=False)
     ] = None,
     broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Also write the main figures between the marks of this page.", show_default=False),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --full: do not ask.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results, the traces and the report.")] = OUT,
 ) -> None:
@@ -56,23 +61,22 @@ def main(
     if sum((quick, full, report, trace is not None, make_trace is not None, cells == "list")) != 1:
         raise RelayError("give one of --quick, --full, --trace FILE, --make-trace FILE, --report and --cells list")
 
+    from relaygr.bench.generator.trace import digest_of
     from relaygr.bench.headline.command import list_cells, measure, measure_trace, write_load
     from relaygr.bench.headline.grid import GRID, QUICK
-    from relaygr.bench.headline.report import write_report
+    from relaygr.bench.headline.report import fill_page, write_report
     from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, System
 
     if cells == "list":
         return list_cells()
-    if report:
-        return write_report(out)
     mode = FULL_MODE if full else QUICK_MODE
     mode = replace(mode, seeds=tuple(seed + number for number in range(len(mode.seeds))))
     if seconds is not None:
         # Runs of another length are not mixed with those that the folder has.
         mode = replace(mode, seconds=seconds, name=f"{mode.name}-{seconds:g}s")
     if interactions is not None:
-        mode = replace(mode, name=f"{mode.name}-log")
+        mode = replace(mode, name=f"{mode.name}-log-{digest_of(interactions)}")
     chosen = _chosen_cells(cells, GRID if full else (QUICK,))
     impossible: dict[System, str] = {}
     if trace is not None:
@@ -83,8 +87,13 @@ def main(
     if make_trace is not None:
         return write_load(chosen[0], make_trace, rate, mode, interactions)
     if trace is not None:
-        return measure_trace(chosen[0], wanted, trace, mode, broker, out, interactions)
-    return measure(chosen, wanted, mode, broker, out, interactions, asks=full and not yes)
+        measure_trace(chosen[0], wanted, trace, mode, broker, out, interactions)
+    elif not report and not measure(chosen, wanted, mode, broker, out, interactions, asks=full and not yes):
+        return None
+    write_report(out)
+    if page is not None:
+        fill_page(out, None if report else mode.name, page)
+    return None
 
 
 def _chosen_cells(names: str, default: tuple) -> tuple:  # type: ignore[type-arg]

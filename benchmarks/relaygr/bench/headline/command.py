@@ -1,4 +1,4 @@
-"""What the command does: it says what will be run and how long it takes, runs it, and makes the report."""
+"""What the command does: it says what will be run and how long it takes, and runs it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from rich.table import Table
 
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
-from relaygr.bench.headline.grid import GRID, QUICK, Cell
-from relaygr.bench.headline.report import write_report
+from relaygr.bench.headline.grid import GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.run import PARTITIONS, Bench, Mode, estimated_runs, estimated_s
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
@@ -29,24 +28,40 @@ def measure(
     out: Path,
     interactions: Path | None,
     asks: bool,
-) -> None:
-    """Runs the cells and writes the report."""
+) -> bool:
+    """Runs the cells. False: the user did not want to, after the estimate of the time."""
     console = Console(highlight=False)
-    runs, whole_s = estimated_runs(systems, mode) * len(cells), estimated_s(len(cells), systems, mode)
+    asked = with_other_reuses(cells, systems)
+    whole_s = estimated_s(asked, mode)
     days = f" ({whole_s / 86_400:.1f} days)" if whole_s > 86_400 else ""
     console.print(
-        f"{len(cells)} cells, systems {', '.join(systems)}, seeds {', '.join(map(str, mode.seeds))}: "
-        f"about {runs} runs, {whole_s / 60:.0f} minutes{days}"
+        f"cells {', '.join(cell.name for cell, _ in asked)}; systems {', '.join(systems)}; "
+        f"seeds {', '.join(map(str, mode.seeds))}: "
+        f"about {sum(estimated_runs(each, mode) for _, each in asked)} runs, {whole_s / 60:.0f} minutes{days}",
+        soft_wrap=True,
     )
     if not mode.decides:
         console.print("indicative: with one seed a figure may be off by a step of its search, and nothing is decided")
     if asks and not typer.confirm("Begin?"):
-        return
+        return False
     with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         with Bench(console, out, started, mode, interactions) as bench:
-            bench.run_cells(cells, systems)
-    write_report(out)
+            bench.run_cells(asked)
+    return True
+
+
+def with_other_reuses(cells: Sequence[Cell], systems: Sequence[System]) -> list[tuple[Cell, tuple[System, ...]]]:
+    """Each cell with the systems. After it, the same cell at each of `REUSES` with B0 and R, if it is not there."""
+    there = {(cell.family, cell.reuse) for cell in cells}
+    pair = tuple(system for system in systems if system in (System.B0, System.R))
+    asked: list[tuple[Cell, tuple[System, ...]]] = []
+    for cell in cells:
+        asked.append((cell, tuple(systems)))
+        others = [at_reuse(cell, reuse) for reuse in REUSES if (cell.family, reuse) not in there]
+        there |= {(other.family, other.reuse) for other in others}
+        asked += [(other, pair) for other in others if pair]
+    return asked
 
 
 def measure_trace(
@@ -58,13 +73,12 @@ def measure_trace(
     out: Path,
     interactions: Path | None,
 ) -> None:
-    """Plays a trace of others on each system, and writes the report."""
+    """Plays a trace of others on each system."""
     console = Console(highlight=False)
     with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         with Bench(console, out, started, mode, interactions) as bench:
             bench.run_trace(cell, systems, trace)
-    write_report(out)
 
 
 def write_load(cell: Cell, path: Path, rate_per_s: float, mode: Mode, interactions: Path | None) -> None:
@@ -95,7 +109,7 @@ def list_cells() -> None:
     table = Table(title="Cells; times are multiples of what the engine alone takes")
     for name in ("cell", "history", "deadline", "lead", "reuse", "return gap", "candidates", "else"):
         table.add_column(name)
-    for cell in (QUICK, *GRID):
+    for cell in (QUICK, *GRID, *PUBLISHED):
         others = {
             "growth": cell.growth,
             "zipf": cell.zipf,
@@ -108,4 +122,11 @@ def list_cells() -> None:
             f"{cell.reuse:g}", f"{cell.return_gap_s:g} s", str(cell.candidates),
             ", ".join(f"{name} {value:g}" for name, value in others.items() if value != usual[name]),
         )  # fmt: skip
-    Console(highlight=False, width=120).print(table)
+    console = Console(highlight=False, width=120)
+    console.print(table)
+    for cell in PUBLISHED:
+        console.print(f"{cell.name}: {cell.origin}", soft_wrap=True)
+    console.print(
+        f"Each cell is also there as NAME-r0 and NAME-r{REUSES[1]:g}: with other shares of returning users.",
+        soft_wrap=True,
+    )

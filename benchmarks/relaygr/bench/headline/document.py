@@ -56,9 +56,9 @@ class Picture:
 Block = Heading | Text | Bullets | Grid | Picture
 
 
-def as_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
-    """The report as Markdown. Pictures are links relative to `folder`."""
-    parts = [f"# {title}"]
+def as_markdown(blocks: Sequence[Block], folder: Path) -> str:
+    """The blocks as Markdown. Pictures are links relative to `folder`."""
+    parts = []
     for block in blocks:
         match block:
             case Heading(text):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from relaygr.bench.headline.decision import LEAST_SEEDS, Decision, Interval, decide, paired_ratio
 from relaygr.bench.headline.rows import RunRow
 from relaygr.bench.headline.systems import System
 
+SEARCHED = ("A", "B")
+CONFIRMED = {figure: f"{figure} confirmed" for figure in SEARCHED}
+"""The names of the runs with fresh seeds that confirm what a search found."""
 LEAST_DEVICE_USE = 0.3
 """Figure B counts in cells where B0 uses at least this share of the device at its highest rate. At a lower share the
 deadline, and not the work, limits B0."""
@@ -30,27 +33,36 @@ class Reached:
     is_at_least: bool
     """Whether no run failed, so that the value is that of the search's upper end."""
     decided: float | None
-    """The highest value at which the decision rule holds; None: nowhere, or too few seeds."""
+    """The highest value at which the decision rule holds with fresh seeds; None: nowhere, or too few seeds."""
     decision: Decision | None
+    """About `decided`, or else about the highest value that was asked with enough fresh seeds."""
     ratio: Interval | None
     """Paired with B0; None without a value of either."""
 
 
 def figures_of(rows: Sequence[RunRow], mode: str) -> list[Reached]:
     """All figures of one mode, in the order of the rows."""
-    own = [row for row in rows if row.mode == mode and row.figure in ("A", "B") and row.valid]
-    groups: dict[tuple[str, str, float], list[RunRow]] = {}
-    for row in own:
-        groups.setdefault((row.cell, row.figure, row.rate_per_s if row.figure == "A" else 0.0), []).append(row)
-    return [each for group, rows_of in groups.items() for each in _group(*group, rows_of)]
+    own = [row for row in rows if row.mode == mode and row.valid]
+
+    def grouped(names: Mapping[str, str]) -> dict[tuple[str, str, float], list[RunRow]]:
+        groups: dict[tuple[str, str, float], list[RunRow]] = {}
+        for row in own:
+            if row.figure in names:
+                figure = names[row.figure]
+                groups.setdefault((row.cell, figure, row.rate_per_s if figure == "A" else 0.0), []).append(row)
+        return groups
+
+    confirming = grouped({confirmed: figure for figure, confirmed in CONFIRMED.items()})
+    searched = grouped({figure: figure for figure in SEARCHED})
+    return [each for key, found in searched.items() for each in _group(*key, found, confirming.get(key, []))]
 
 
-def _group(cell: str, figure: str, rate: float, rows: Sequence[RunRow]) -> list[Reached]:
+def _group(cell: str, figure: str, rate: float, rows: Sequence[RunRow], confirming: Sequence[RunRow]) -> list[Reached]:
     value_of: Callable[[RunRow], float] = (lambda row: row.history) if figure == "A" else (lambda row: row.rate_per_s)
     systems = list(dict.fromkeys(row.system for row in rows))
     reached = {
         system: {
-            seed: highest([row for row in rows if row.system == system and row.seed == seed], value_of)
+            seed: highest({value_of(row): row.passed for row in rows if (row.system, row.seed) == (system, seed)})
             for seed in sorted({row.seed for row in rows if row.system == system})
         }
         for system in systems
@@ -58,7 +70,7 @@ def _group(cell: str, figure: str, rate: float, rows: Sequence[RunRow]) -> list[
     found = []
     for system in systems:
         own = [row for row in rows if row.system == system]
-        decided, decision = _decided(own, value_of)
+        decided, decision = _decided([row for row in confirming if row.system == system], value_of)
         base = reached.get(System.B0, {})
         found.append(
             Reached(
@@ -77,24 +89,41 @@ def _group(cell: str, figure: str, rate: float, rows: Sequence[RunRow]) -> list[
     return found
 
 
-def highest(rows: Sequence[RunRow], value_of: Callable[[RunRow], float]) -> float:
-    """The highest value that passed below the lowest that failed; 0 if none did."""
-    failed = min((value_of(row) for row in rows if not row.passed), default=float("inf"))
-    return max((value_of(row) for row in rows if row.passed and value_of(row) < failed), default=0.0)
+def highest(passed: Mapping[float, bool]) -> float:
+    """The highest value that passed below the lowest that failed; 0 if none did. The rule for one run at each value,
+    and for a decision at each.
+    """
+    failed = min((value for value, has in passed.items() if not has), default=float("inf"))
+    return max((value for value, has in passed.items() if has and value < failed), default=0.0)
 
 
 def _decided(rows: Sequence[RunRow], value_of: Callable[[RunRow], float]) -> tuple[float | None, Decision | None]:
-    """The highest value at which the rule holds, and else what it said about the highest value with enough seeds."""
-    last: Decision | None = None
-    for value in sorted({value_of(row) for row in rows}, reverse=True):
-        at = {row.seed: row for row in rows if value_of(row) == value}
-        if len(at) < LEAST_SEEDS:
-            continue
-        decision = decide([row.late_share for row in at.values()])
-        if decision.passed and all(row.passed for row in at.values()):
-            return value, decision
-        last = last or decision
-    return None, last
+    decisions: dict[float, Decision] = {}
+    for value in sorted({value_of(row) for row in rows}):
+        at = [row for row in rows if value_of(row) == value]
+        if len(at) >= LEAST_SEEDS:
+            decisions[value] = decide_rows(at)
+    if not decisions:
+        return None, None
+    best = highest({value: decision.passed for value, decision in decisions.items()})
+    return (best, decisions[best]) if best else (None, decisions[max(decisions)])
+
+
+def decide_rows(rows: Sequence[RunRow]) -> Decision:
+    """The decision rule on one row for each seed: a run may also fail for another reason than late requests."""
+    decision = decide([row.late_share for row in rows])
+    failed = next((row for row in rows if not row.passed), None)
+    if decision.passed and failed is not None:
+        return replace(decision, passed=False, why=f"seed {failed.seed} did not pass")
+    return decision
+
+
+def longest_truncation(figures: Sequence[Reached], cell: str, decides: bool) -> int:
+    """The longest history of B1: the longest at which B0 meets the deadline in figure A, as decided, or in a mode that
+    decides nothing the median of the seeds. 0: there is none.
+    """
+    base = [each for each in figures if (each.cell, each.figure, each.system) == (cell, "A", System.B0)]
+    return int(max((each.decided or 0 if decides else each.value for each in base), default=0))
 
 
 def counts_for_b(figures: Sequence[Reached], rows: Sequence[RunRow], cell: str, mode: str) -> bool:
@@ -102,28 +131,29 @@ def counts_for_b(figures: Sequence[Reached], rows: Sequence[RunRow], cell: str, 
     base = next((each for each in figures if (each.cell, each.figure, each.system) == (cell, "B", System.B0)), None)
     if base is None or not base.value:
         return False
-    at = [row for row in rows if _is(row, mode, cell, "B", System.B0) and row.rate_per_s in base.by_seed.values()]
+    at = [row for row in rows if _is(row, mode, cell, "B") and row.system == System.B0]
+    at = [row for row in at if row.rate_per_s in base.by_seed.values()]
     return bool(at) and statistics.median(row.device_use for row in at) >= LEAST_DEVICE_USE
 
 
-def same_load(rows: Sequence[RunRow], mode: str, cell: str) -> list[RunRow]:
-    """One row for each system at a rate of figure B that all of them were asked at: of these the one at which most
-    passed, the highest if there are several; the first seed.
+def same_load(rows: Sequence[RunRow], mode: str, cell: str, systems: Sequence[str] = ()) -> list[RunRow]:
+    """One row for each system (without `systems`: for all that there are) at a rate of figure B that all of them were
+    asked at: of these the one at which most passed, the highest if there are several; the first seed.
     """
-    own = [row for row in rows if row.mode == mode and row.cell == cell and row.figure == "B" and row.valid]
+    own = [row for row in rows if _is(row, mode, cell, "B") and (not systems or row.system in systems)]
     if not own:
         return []
     seed = min(row.seed for row in own)
-    systems = list(dict.fromkeys(row.system for row in own))
-    rates = [{row.rate_per_s for row in own if row.system == system and row.seed == seed} for system in systems]
+    names = list(systems or dict.fromkeys(row.system for row in own))
+    rates = [{row.rate_per_s for row in own if row.system == system and row.seed == seed} for system in names]
     shared = set.intersection(*rates)
     if not shared:
         return []
     passed = {rate: sum(row.passed for row in own if row.seed == seed and row.rate_per_s == rate) for rate in shared}
     chosen = max(shared, key=lambda rate: (passed[rate], rate))
     at = {row.system: row for row in own if row.seed == seed and row.rate_per_s == chosen}
-    return [at[system] for system in systems]
+    return [at[system] for system in names]
 
 
-def _is(row: RunRow, mode: str, cell: str, figure: str, system: str) -> bool:
-    return (row.mode, row.cell, row.figure, row.system, row.valid) == (mode, cell, figure, system, True)
+def _is(row: RunRow, mode: str, cell: str, figure: str) -> bool:
+    return (row.mode, row.cell, row.figure, row.valid) == (mode, cell, figure, True)

@@ -6,7 +6,9 @@ accelerator. `plan.py` turns them into milliseconds, and the report prints both.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import re
 from dataclasses import dataclass, replace
 
 from relaygr.worker.model.config import ModelConfig
@@ -15,6 +17,10 @@ ITEMS = 10_000
 PAGE_TOKENS = 64
 LENGTH_FACTORS = (1 / 8, 4)
 """The shortest and the longest history of figure A, as factors of the cell's median."""
+REUSES = (0.0, 0.6)
+"""Every cell is measured at these shares of returning users, too. 0.6 is the only hit rate of such a system in
+production that is public (SequenceO1).
+"""
 SHORT = 1 / 4
 """The history at which figure A takes the capacity of B0, as a factor of the cell's median."""
 
@@ -48,11 +54,29 @@ class Cell:
     dram_prefixes: int = 192
     least_deadline_ms: int = 40
     """Broker, trigger and gateway have a tail of their own, which the deadline must leave room for."""
+    planned_as: str = ""
+    """The cell whose times and sizes on this machine hold here, too. Empty: this cell has its own."""
+    origin: str = ""
+    """For a cell that others published: who, and what differs from theirs."""
+
+    @property
+    def plan_name(self) -> str:
+        return self.planned_as or self.name
+
+    @property
+    def family(self) -> Cell:
+        """Equal for cells that differ in the share of returning users alone."""
+        return replace(self, name="", planned_as="", origin="", reuse=0.0)
 
     @property
     def longest_history(self) -> int:
         """The longest history of any run, growth and spread included."""
         return int(self.history * LENGTH_FACTORS[1] * 2)
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits of what is asked."""
+        return hashlib.blake2b(repr(self.family).encode(), digest_size=4).hexdigest()
 
     def model(self) -> ModelConfig:
         """The model, the same for all systems and lengths of the cell."""
@@ -74,13 +98,24 @@ class Cell:
 
 
 CENTRE = Cell("centre", history=2_048, deadline_factor=2.5, lead_factor=3.0, reuse=0.6)
-QUICK = replace(CENTRE, name="quick", return_gap_s=3.0)
-"""The one cell of `--quick`. Its runs are short, so its users return sooner."""
+QUICK = replace(CENTRE, name="quick", deadline_factor=5.0, return_gap_s=3.0)
+"""The one cell of `--quick`. Its runs are short, so its users return sooner. At a tighter deadline B0 uses less than
+30 % of the device, so figure B would not count.
+"""
+
+
+def at_reuse(cell: Cell, reuse: float) -> Cell:
+    """The cell with another share of returning users. Its deadline, lead time and memory stay the same."""
+    if cell.reuse == reuse:
+        return cell
+    plan = cell.plan_name
+    name = f"{re.sub(r'-r[0-9.]+$', '', plan)}-r{reuse:g}"
+    return replace(cell, name=name, reuse=reuse, planned_as="" if name == plan else plan)
 
 
 def _grid() -> tuple[Cell, ...]:
     crossed = (
-        replace(CENTRE, name=f"n{n}-d{deadline:g}-r{reuse:g}", history=n, deadline_factor=deadline, reuse=reuse)
+        at_reuse(replace(CENTRE, name=f"n{n}-d{deadline:g}-r0.6", history=n, deadline_factor=deadline), reuse)
         for n, deadline, reuse in itertools.product((1_024, 2_048, 4_096), (1.5, 2.5, 4.0), (0.0, 0.6, 0.9))
     )
     one_at_a_time = (
@@ -96,4 +131,45 @@ def _grid() -> tuple[Cell, ...]:
 
 
 GRID = _grid()
-BY_NAME = {cell.name: cell for cell in (QUICK, *GRID)}
+PUBLISHED = (
+    replace(
+        CENTRE, name="unipinrec", history=992, candidates=656, layers=12,
+        origin="UniPinRec: 12 layers, 992 behaviours, 656 candidates. We do not know their width; here it is 128. They "
+        "rank batches of 8 on an L40S, here requests come one by one",
+    ),
+    replace(
+        CENTRE, name="nvidia", history=2_048, candidates=256, layers=8, heads=4, head_width=256,
+        origin="NVIDIA: 8 layers, width 1,024, 4 heads of 256, up to 4,096 tokens, 256 candidates; on an L20. For an "
+        "accelerator",
+    ),
+    replace(
+        CENTRE, name="nvidia-cpu", history=512, candidates=256, layers=8, heads=4, head_width=64,
+        origin="NVIDIA's cell scaled for a CPU: a quarter of its width and of its histories, all of its layers and "
+        "candidates",
+    ),
+    replace(
+        CENTRE, name="mtserve", history=10_000, candidates=512, layers=8, heads=4, head_width=128,
+        origin="MTServe: 8 layers, 4 heads of 128, up to 20,000 tokens, 512 candidates. For an accelerator",
+    ),
+    replace(
+        CENTRE, name="mtserve-cpu", history=1_250, candidates=512, layers=8, heads=4, head_width=32,
+        origin="MTServe's cell scaled for a CPU: a quarter of its width, an eighth of its histories, all of its layers "
+        "and candidates",
+    ),
+    replace(
+        CENTRE, name="dlrm-v3", history=6_400, candidates=2_048, layers=5, heads=4, head_width=128, growth=70,
+        origin="the sizes of MLPerf's DLRM-v3: 5 layers, 4 heads of 128, 6,400 behaviours and 70 more at each visit, "
+        "2,048 candidates; no MLPerf result, its rules forbid caching across queries. For an accelerator",
+    ),
+    replace(
+        CENTRE, name="dlrm-v3-cpu", history=1_600, candidates=512, layers=5, heads=4, head_width=32, growth=18,
+        origin="the sizes of MLPerf's DLRM-v3, scaled for a CPU: a quarter of width, histories, growth and candidates; "
+        "no MLPerf result",
+    ),
+)  # fmt: skip
+"""Cells that others published."""
+BY_NAME = {
+    cell.name: cell
+    for named in (QUICK, *GRID, *PUBLISHED)
+    for cell in (named, *(at_reuse(named, reuse) for reuse in REUSES))
+}

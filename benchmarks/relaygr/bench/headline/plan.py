@@ -30,6 +30,8 @@ class CellPlan:
     """The numbers of a cell. Times are of the engine alone: one process, pass after pass, nothing else running."""
 
     cell: str
+    asked: str
+    """A digest of the cell's definition."""
     machine: str
     made_at: str
     engine: str
@@ -90,6 +92,7 @@ def make_plan(cell: Cell, model: Path, calibration: Path) -> CellPlan:
     longest_bytes = engine.geometry.pages_for(engine.layout.tokens(cell.longest_history)) * engine.geometry.page_bytes
     return CellPlan(
         cell=cell.name,
+        asked=cell.digest,
         machine=machine(),
         made_at=now(),
         engine=f"{engine.backend} on {engine.device.description}, one thread",

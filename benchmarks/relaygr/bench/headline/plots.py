@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -16,7 +17,8 @@ from relaygr.bench.headline.systems import System
 
 COLOURS = {
     System.B0: "#6b7280", System.B1: "#a16207", System.C: "#2563eb", System.R_HBM: "#9333ea", System.R: "#dc2626",
-    System.R_ADMIT: "#f59e0b", System.O: "#059669",
+    System.R_ADMIT: "#f59e0b", System.R_ALWAYS: "#db2777", System.R_SHARE: "#0891b2", System.R_UNCUT: "#65a30d",
+    System.R_APPEND: "#78350f", System.O: "#059669",
 }  # fmt: skip
 PATHS = {"hbm": "#059669", "dram": "#2563eb", "pending": "#f59e0b", "full": "#6b7280", "not whole": "#dc2626"}
 STAGES = {
@@ -49,7 +51,9 @@ def plot_cell(
             made.append(Picture(f"{title} ({cell})", path))
 
     save("goodput", "Goodput against the offered rate", lambda axes: _goodput(axes, rows))
-    save("length", "P99 of all offered against the history's length", lambda axes: _p99(axes, rows))
+    for rate in sorted({row.rate_per_s for row in rows if row.figure == "A"}):
+        title = f"P99 of all offered against the history's length, {rate:g}/s"
+        save(f"length-{rate:g}", title, partial(_p99, [row for row in rows if row.rate_per_s == rate]))
     save("longest", "Longest history against the rate", lambda axes: _longest(axes, figures))
     save("mix", "Path mix of R against the offered rate", lambda axes: _mix(axes, rows))
     save("ccdf", "Latency by path, at the same load", lambda axes: _ccdf(axes, paths, same))
@@ -79,10 +83,9 @@ def _goodput(axes: Axes, rows: Sequence[RunRow]) -> bool:
     return drawn
 
 
-def _p99(axes: Axes, rows: Sequence[RunRow]) -> bool:
+def _p99(rows: Sequence[RunRow], axes: Axes) -> bool:
+    """`rows`: those of one rate."""
     own = [row for row in rows if row.figure == "A"]
-    if not own:
-        return False
     deadline_ms = own[0].deadline_ms
     # An infinite P99 (over 1 % without a whole answer) is drawn at the upper edge.
     _lines(axes, own, lambda row: row.history, lambda row: min(row.offered_p99_ms, 3 * deadline_ms))
@@ -130,22 +133,19 @@ def _mix(axes: Axes, rows: Sequence[RunRow]) -> bool:
     return True
 
 
-def _at(paths: Sequence[Mapping[str, str]], row: RunRow) -> list[Mapping[str, str]]:
+def paths_at(paths: Sequence[Mapping[str, str]], row: RunRow) -> list[Mapping[str, str]]:
     """The rows of `paths.csv` of this run."""
-    wanted = (row.figure, row.system, row.seed, row.rate_per_s, row.history)
-    found = [
-        each
-        for each in paths
-        if (each["figure"], each["system"], int(each["seed"]), float(each["rate_per_s"]), int(each["history"]))
-        == wanted
+    names = ("mode", "cell", "figure", "system", "variant", "history", "rate_per_s", "seed", "attempt")
+    wanted = [getattr(row, name) for name in names]
+    return [
+        each for each in paths if [type(value)(each[name]) for name, value in zip(names, wanted, strict=True)] == wanted
     ]
-    return list({each["path"]: each for each in found}.values())
 
 
 def _ccdf(axes: Axes, paths: Sequence[Mapping[str, str]], same: Sequence[RunRow]) -> bool:
     drawn = False
     for row in same:
-        for each in _at(paths, row):
+        for each in paths_at(paths, row):
             if int(each["requests"]) < 10:
                 continue
             beyond = [max(1 - quantile, 1 / int(each["requests"]) / 2) for quantile in QUANTILES]
@@ -165,7 +165,7 @@ def _ccdf(axes: Axes, paths: Sequence[Mapping[str, str]], same: Sequence[RunRow]
 def _stages(axes: Axes, paths: Sequence[Mapping[str, str]], same: Sequence[RunRow]) -> bool:
     labels, values = [], []
     for row in same:
-        own = _at(paths, row)
+        own = paths_at(paths, row)
         count = sum(int(each["requests"]) for each in own)
         if not count:
             continue

@@ -10,21 +10,19 @@ from pathlib import Path
 from rich.console import Console
 
 from relaygr.bench.headline.breakeven import Demand, Verdict, outlook
-from relaygr.bench.headline.decision import LEAST_SEEDS, Interval
+from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Picture, Text, as_html, as_markdown
 from relaygr.bench.headline.figures import Reached, counts_for_b, figures_of, same_load
-from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, Cell
+from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.rows import LAG_LIMIT, RunRow, read_dicts, read_rows
+from relaygr.bench.headline.summary import against_others, amount, baseline, by_reuse, plan_of, ratio, share
 from relaygr.bench.headline.systems import System
 from relaygr.runtime.errors import RelayError
 
 TITLE = "The headline figures"
-BASELINE_LIMIT = 1.1
-"""B0's time in the worker, as a multiple of the engine alone, above which it is no honest baseline."""
-REUSES = (0.0, 0.6)
-"""Printed beside that of the trace. 0.6 is the only public hit rate of such a system in production (SequenceO1)."""
+FIGURES_BEGIN, FIGURES_END = "<!-- figures: begin -->", "<!-- figures: end -->"
 LOADS = (0.1, 0.3, 0.6, 1.2)
 GAPS_S = (10.0, 600.0)
 OTHERS = (
@@ -45,19 +43,48 @@ def write_report(out: Path) -> None:
     if not runs.exists():
         raise RelayError(f"{runs} does not exist: run with --quick, --full or --trace FILE first")
     rows, paths = read_rows(runs), read_dicts(out / "paths.csv")
-    plans = {
+    plans = _read_plans(out)
+    blocks: list[Block] = []
+    for mode in dict.fromkeys(row.mode for row in rows):
+        blocks += _mode(out, mode, [row for row in rows if row.mode == mode], paths, plans)
+    blocks += [Heading("Figures of others"), Bullets(OTHERS)]
+    (out / "report.md").write_text(f"# {TITLE}\n\n{as_markdown(blocks, out)}", encoding="utf-8")
+    (out / "report.html").write_text(as_html(TITLE, blocks), encoding="utf-8")
+    Console(highlight=False).print(f"report: {out / 'report.md'} and {out / 'report.html'}", soft_wrap=True)
+
+
+def fill_page(out: Path, mode: str | None, page: Path) -> None:
+    """Writes the main figures of a mode (None: of that of the last run) between the marks of a page. Raises RelayError
+    without the marks.
+    """
+    every = read_rows(out / "runs.csv")
+    mode = mode or every[-1].mode
+    rows = [row for row in every if row.mode == mode]
+    before, begin, rest = page.read_text(encoding="utf-8").partition(FIGURES_BEGIN)
+    _, end, after = rest.partition(FIGURES_END)
+    if not (begin and end):
+        raise RelayError(f"{page} has no lines `{FIGURES_BEGIN}` and `{FIGURES_END}` to write between")
+    plans, figures = _read_plans(out), figures_of(rows, mode)
+    blocks: list[Block] = [_conditions(rows), by_reuse(rows, figures, mode), baseline(rows, plans)]
+    first = rows[0].cell
+    same, plan = same_load(rows, mode, first), plan_of(first, plans)
+    if same:
+        blocks += _costs(f"{first}: all systems on the same trace", same)
+    if plan is not None and first in BY_NAME:
+        blocks += _break_even(BY_NAME[first], plan, [row for row in rows if row.cell == first])
+    # The page has headings of its own.
+    told = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
+    text = as_markdown([block for block in told if not isinstance(block, Grid) or block.rows], page.parent)
+    page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def _read_plans(out: Path) -> dict[str, CellPlan]:
+    return {
         # Names of cells have dots, too.
         path.stem: load_plan(path)
         for path in sorted((out / "plans").glob("*.json"))
         if not path.name.endswith(".calibration.json")
     }
-    blocks: list[Block] = []
-    for mode in dict.fromkeys(row.mode for row in rows):
-        blocks += _mode(out, mode, [row for row in rows if row.mode == mode], paths, plans)
-    blocks += [Heading("Figures of others"), Bullets(OTHERS)]
-    (out / "report.md").write_text(as_markdown(TITLE, blocks, out), encoding="utf-8")
-    (out / "report.html").write_text(as_html(TITLE, blocks), encoding="utf-8")
-    Console(highlight=False).print(f"report: {out / 'report.md'} and {out / 'report.html'}", soft_wrap=True)
 
 
 def _mode(
@@ -65,47 +92,63 @@ def _mode(
 ) -> list[Block]:
     figures = figures_of(rows, mode)
     seeds = sorted({row.seed for row in rows})
-    blocks: list[Block] = [
-        Heading(f"Run: {mode}"),
-        Bullets(
-            [
-                f"Machine: {'; '.join(dict.fromkeys(row.machine for row in rows))}",
-                f"Broker: {'; '.join(dict.fromkeys(row.broker for row in rows))}, on the same cores",
-                f"Measured: {min(row.measured_at for row in rows)} to {max(row.measured_at for row in rows)}, "
-                f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, "
-                f"{min(row.seconds for row in rows):.0f} to {max(row.seconds for row in rows):.0f} s each",
-                "Whole pipeline: load generator, Kafka, trigger, one worker. Latencies count from the scheduled time. "
-                "Truncated, refused, expired and lost requests are late.",
-            ]
-        ),
-    ]
+    blocks: list[Block] = [Heading(f"Run: {mode}"), _conditions(rows)]
     if len(seeds) < LEAST_SEEDS:
         text = f"Indicative: {len(seeds)} of at least {LEAST_SEEDS} seeds. No figure of this run is decided."
         blocks.append(Text(text, is_note=True))
+    if figures:
+        table = by_reuse(rows, figures, mode)
+        if table.rows:
+            blocks += [Heading("R against B0, by the share of returning users"), table]
+        others = against_others(figures)
+        if others.rows:
+            text = "R / C is what pre-infer adds to a cache (goal in B: 1.5), R / O what is left to gain (goal: 0.9)."
+            blocks += [Heading("R against the others"), Text(text), others]
     blocks += _plans(rows, plans)
     if figures:
         blocks += _headlines(figures, rows, mode)
     blocks += _checks(rows, plans)
     for cell in dict.fromkeys(row.cell for row in rows):
-        same = same_load(rows, mode, cell) or [row for row in rows if row.cell == cell and row.figure[:5] == "trace"]
-        if same:
-            blocks += _costs(cell, same)
-        own_figures = [each for each in figures if each.cell == cell]
+        same = same_load(rows, mode, cell)
         own_rows = [row for row in rows if row.cell == cell and row.valid]
-        own_paths = [each for each in paths if each["cell"] == cell]
-        pictures: list[Picture] = plot_cell(out / "plots", f"{mode}-{cell}", own_rows, own_paths, own_figures, same)
+        traces = dict.fromkeys(row.figure for row in own_rows if row.figure.startswith("trace "))
+        compared = [(f"{cell}: all systems on the same trace", same)] if same else []
+        compared += [(f"{cell}: {name}", [row for row in own_rows if row.figure == name]) for name in traces]
+        for title, those in compared:
+            blocks += _costs(title, those)
+        own_figures = [each for each in figures if each.cell == cell]
+        own_paths = [each for each in paths if (each["mode"], each["cell"]) == (mode, cell)]
+        shown = compared[0][1] if compared else []
+        pictures: list[Picture] = plot_cell(out / "plots", f"{mode}-{cell}", own_rows, own_paths, own_figures, shown)
         blocks += pictures
     blocks += _every_run(rows)
     for name in dict.fromkeys(row.cell for row in rows):
-        if name in plans and name in BY_NAME:
-            blocks += _break_even(BY_NAME[name], plans[name], [row for row in rows if row.cell == name])
+        plan = plan_of(name, plans)
+        # A cell with another share of returning users has the same table.
+        if plan is not None and name in BY_NAME and not BY_NAME[name].planned_as:
+            blocks += _break_even(BY_NAME[name], plan, [row for row in rows if row.cell == name])
     return blocks
+
+
+def _conditions(rows: Sequence[RunRow]) -> Bullets:
+    seeds = sorted({row.seed for row in rows})
+    return Bullets(
+        [
+            f"Machine: {'; '.join(dict.fromkeys(row.machine for row in rows))}",
+            f"Broker: {'; '.join(dict.fromkeys(row.broker for row in rows))}, on the same cores",
+            f"Measured: {min(row.measured_at for row in rows)} to {max(row.measured_at for row in rows)}, "
+            f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, "
+            f"{min(row.seconds for row in rows):.0f} to {max(row.seconds for row in rows):.0f} s each",
+            "Whole pipeline: load generator, Kafka, trigger, one worker. Latencies count from the scheduled time. "
+            "Truncated, stale, refused, expired and lost requests are late.",
+        ]
+    )
 
 
 def _plans(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
     lines = []
     for name in dict.fromkeys(row.cell for row in rows):
-        plan, cell = plans.get(name), BY_NAME.get(name)
+        plan, cell = plan_of(name, plans), BY_NAME.get(name)
         if plan is not None and cell is not None:
             lines.append(
                 [
@@ -119,7 +162,10 @@ def _plans(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
         "cell", "median history", "layers x width", "candidates", "full, engine alone", "hit, engine alone", "deadline",
         "median lead time", "reuse asked for", "HBM + DRAM",
     )  # fmt: skip
-    return [Heading("Cells"), Grid(header, lines)] if lines else []
+    shown = [BY_NAME[line[0]] for line in lines]
+    origins = [f"{cell.name}: {cell.origin}." for cell in shown if cell.origin and not cell.planned_as]
+    notes: list[Block] = [Bullets(origins)] if origins else []
+    return [Heading("Cells"), Grid(header, lines), *notes] if lines else []
 
 
 def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str) -> list[Block]:
@@ -141,9 +187,9 @@ def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str) ->
                     f"{each.rate_per_s:g}" if figure == "A" else f"{at[0].history:,}",
                     f"{reuse:.2f}",
                     each.system,
-                    ("at least " if each.is_at_least and each.value else "") + _amount(each.value),
-                    _amount(each.decided) if each.decided is not None else "-",
-                    _ratio(each.ratio, len(each.by_seed)),
+                    ("at least " if each.is_at_least and each.value else "") + amount(each.value),
+                    amount(each.decided) if each.decided is not None else "-",
+                    ratio(each.ratio, len(each.by_seed)),
                 ]
             )
         fixed = "rate/s" if figure == "A" else "history"
@@ -176,7 +222,7 @@ def _summary(
             losing.append(f"{each.cell} ({each.ratio.value:.2f})")
         elif each.value < b0:
             # The ratio leaves out the seeds at which R reaches nothing.
-            losing.append(f"{each.cell} (median of all seeds {_amount(each.value)}, B0 {_amount(b0)})")
+            losing.append(f"{each.cell} (median of all seeds {amount(each.value)}, B0 {amount(b0)})")
     left_out = sorted({each.cell for each in own if each.system == System.R} - {cell for cell, _ in ratios})
     lines = []
     if ratios:
@@ -197,10 +243,6 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
     """What must hold before a figure may be believed."""
     invalid = [row for row in rows if not row.valid]
     lags = [row.lag_p999_ms / row.deadline_ms for row in rows]
-    half = {name: plan.half_rate_per_s for name, plan in plans.items()}
-    b0 = [row for row in rows if row.system == System.B0 and not math.isnan(row.worker_over_engine)]
-    at_half = [row for row in b0 if row.figure == "B" and row.rate_per_s == half.get(row.cell)]
-    tuned = at_half or b0
     compared, different = sum(row.scores_compared for row in rows), sum(row.scores_different for row in rows)
     worst = max((row.scores_worst_error for row in rows), default=0.0)
     foreign = statistics.median(row.foreign_cpu for row in rows)
@@ -213,22 +255,22 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
         f"Requests ranked on another history than asked for: {sum(row.stale for row in rows)}.",
         f"Cores that other processes of the machine used: median {foreign:.2f}.",
     ]
-    if tuned:
-        ratio = statistics.median(row.worker_over_engine for row in tuned)
-        verdict = "honest" if ratio <= BASELINE_LIMIT else "too slow for an honest baseline"
-        lines.append(
-            f"B0 at {'half load' if at_half else 'all loads'}: its time in the worker, without the queue, is "
-            f"{ratio:.2f} times that of the engine alone (limit {BASELINE_LIMIT}): {verdict}."
-        )
-    return [Heading("Checks"), Bullets(lines)]
+    blocks: list[Block] = [Heading("Checks"), Bullets(lines)]
+    honest = baseline(rows, plans)
+    if honest.rows:
+        text = "B0's time in the worker at half load, without the queue, over that of the engine alone:"
+        blocks += [Text(text), honest]
+    else:
+        blocks.append(Text("B0 was not measured at half load, so nothing says that it is an honest baseline.", True))
+    return blocks
 
 
-def _costs(cell: str, same: Sequence[RunRow]) -> list[Block]:
+def _costs(title: str, same: Sequence[RunRow]) -> list[Block]:
     first = same[0]
-    where = f"{first.rate_per_s:g}/s, {first.history:,} behaviours, seed {first.seed}"
+    where = f"{first.rate_per_s:g}/s, {first.history:,} behaviours, reuse {first.reuse:.2f}, seed {first.seed}"
     lines = [
         [
-            row.system, f"{row.late_share:.1%}", f"{row.p50_ms:.0f} / {row.p99_ms:.0f}",
+            row.system, f"{row.late_share:.1%}", f"{row.p50_ms:.0f} / {row.p99_ms:.0f}", share(row.hit_share),
             f"{row.hbm_share:.0%} / {row.dram_share:.0%} / {row.pending_share:.0%} / {row.full_share:.0%}",
             str(row.truncated), f"{row.cached_token_share:.0%}", f"{row.device_s_per_1000:.1f}",
             f"{row.preinfer_device_s / row.device_s:.0%}" if row.device_s else "-", f"{row.device_use:.0%}",
@@ -238,12 +280,15 @@ def _costs(cell: str, same: Sequence[RunRow]) -> list[Block]:
         for row in same
     ]  # fmt: skip
     header = (
-        "system", "late", "P50 / P99 of whole, ms", "hbm / dram / pending / full", "truncated", "tokens cached",
+        "system", "late", "P50 / P99 of whole, ms", "hits", "hbm / dram / pending / full", "truncated", "tokens cached",
         "device s per 1,000", "of it pre-infer", "device use", "prefixes computed / wasted", "reloads",
         "cores: worker / trigger / broker / load",
     )  # fmt: skip
-    note = "Device times and prefixes include the warm-up of the run. Energy was not read."
-    return [Heading(f"{cell}: all systems on the same trace ({where})"), Grid(header, lines), Text(note)]
+    energies = {row.system: row.energy_j_per_1000 for row in same if not math.isnan(row.energy_j_per_1000)}
+    told = ", ".join(f"{system} {joules:,.0f} J" for system, joules in energies.items())
+    energy = f"Energy of the processors per 1,000 rankings: {told}." if told else "Energy: not readable here."
+    note = f"Device times, energy and prefixes include the warm-up of the run. {energy}"
+    return [Heading(f"{title} ({where})"), Grid(header, lines), Text(note)]
 
 
 def _every_run(rows: Sequence[RunRow]) -> list[Block]:
@@ -322,17 +367,3 @@ def _break_even(cell: Cell, plan: CellPlan, rows: Sequence[RunRow]) -> list[Bloc
             device,
         ),
     ]
-
-
-def _ratio(interval: Interval | None, seeds: int) -> str:
-    """A seed at which one of the systems reached nothing has no ratio, so the number of those that have one is told."""
-    if interval is None:
-        return "-"
-    if math.isnan(interval.low):
-        return f"{interval.value:.2f} (one seed{f' of {seeds}' if seeds > 1 else ''})"
-    of = f"; {interval.seeds} of {seeds} seeds" if interval.seeds < seeds else ""
-    return f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f}{of})"
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -38,7 +38,9 @@ class RunRow:
     mode: str
     cell: str
     figure: str
-    """A (the length varies), B (the rate varies), or tune (variants of B0)."""
+    """A (the length varies) and B (the rate varies), `A confirmed` and `B confirmed` (what these found, with fresh
+    seeds), tune (variants of B0), short (capacity of B0 at the short history of A), or a trace of others.
+    """
     system: str
     variant: str
     history: int
@@ -90,6 +92,8 @@ class RunRow:
     device_use: float
     device_s_per_1000: float
     """For a thousand ranked requests."""
+    energy_j_per_1000: float
+    """Energy of the machine's processors, whatever used it, for a thousand ranked requests. NaN: not readable."""
     preinfer_jobs: int
     preinfer_computed: int
     preinfer_wasted: int
@@ -116,6 +120,16 @@ class RunRow:
         return self.queue_growth > QUEUE_GROWTH
 
     @property
+    def hit_share(self) -> float:
+        """Offered requests that found their prefix, or waited for the job that computed it."""
+        return self.hbm_share + self.dram_share + self.pending_share
+
+    @property
+    def wasted_share(self) -> float:
+        """Of the computed prefixes, those that no request used. NaN without any."""
+        return self.preinfer_wasted / self.preinfer_computed if self.preinfer_computed else math.nan
+
+    @property
     def key(self) -> tuple[object, ...]:
         """The question that this row answers, without its attempt."""
         asked = (self.figure, self.system, self.variant, self.history, self.rate_per_s, self.seed)
@@ -131,11 +145,12 @@ class Used:
     preinfer_jobs: int = 0
     preinfer_computed: int = 0
     preinfer_wasted: int = 0
+    energy_j: float = math.nan
     cores: Mapping[str, float] | None = None
     foreign_cpu: float = math.nan
 
 
-def figures_of(
+def columns_of(
     samples: Sequence[Sample],
     deadline_ms: int,
     seconds: float,
@@ -201,6 +216,7 @@ def figures_of(
         "preinfer_device_s": used.preinfer_device_s,
         "device_use": used.device_s / whole_s if whole_s else 0.0,
         "device_s_per_1000": 1000 * used.device_s / rankings if rankings else math.nan,
+        "energy_j_per_1000": 1000 * used.energy_j / rankings if rankings else math.nan,
         "preinfer_jobs": used.preinfer_jobs,
         "preinfer_computed": used.preinfer_computed,
         "preinfer_wasted": used.preinfer_wasted,
@@ -249,12 +265,15 @@ def quantile_rows(row: RunRow, samples: Sequence[Sample]) -> list[dict[str, typi
         }  # fmt: skip
         found.append(
             {
+                "mode": row.mode,
                 "cell": row.cell,
                 "figure": row.figure,
                 "system": row.system,
+                "variant": row.variant,
                 "history": row.history,
                 "rate_per_s": row.rate_per_s,
                 "seed": row.seed,
+                "attempt": row.attempt,
                 "path": path,
                 "requests": len(own),
                 **{f"q{quantile:g}_ms": round(float(np.quantile(latencies, quantile)), 3) for quantile in QUANTILES},

@@ -19,14 +19,16 @@ from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from relaygr.bench.energy import read_energy_uj, used_j
 from relaygr.bench.generator.player import Player, Requests, Run
 from relaygr.bench.generator.samples import Sample, read_samples
-from relaygr.bench.generator.trace import MEASURED, WARM_UP, Trace, read_trace, write_trace
-from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
-from relaygr.bench.headline.decision import LEAST_SEEDS, decide
-from relaygr.bench.headline.grid import ITEMS, LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
+from relaygr.bench.generator.trace import MEASURED, WARM_UP, Trace, digest_of, read_trace, write_trace
+from relaygr.bench.generator.workload import Workload, make_trace, reuse_of, with_reuse
+from relaygr.bench.headline.decision import LEAST_SEEDS
+from relaygr.bench.headline.figures import CONFIRMED, decide_rows, figures_of, longest_truncation
+from relaygr.bench.headline.grid import ITEMS, LENGTH_FACTORS, PAGE_TOKENS, REUSES, SHORT, Cell
 from relaygr.bench.headline.plan import A_LOADS, CellPlan, load_plan, make_plan, save_plan
-from relaygr.bench.headline.rows import RunFile, RunRow, Used, figures_of, score_columns
+from relaygr.bench.headline.rows import RunFile, RunRow, Used, columns_of, score_columns
 from relaygr.bench.headline.search import Found, highest_rate, longest_history, snapped
 from relaygr.bench.headline.systems import FLAGS, System
 from relaygr.bench.pipeline.run import MeasuredWindow
@@ -47,6 +49,9 @@ LONGEST_RUN = 5
 POOL = 16
 """Users of the oracle, all of them ready in HBM."""
 POOL_BUDGET_MS = 30_000
+FRESH_SEEDS = 1_000
+"""Runs that confirm a value have the seeds of the search plus a multiple of this."""
+CONFIRMATIONS = 6
 LONGEST_TUNE_FACTOR = 16
 """Rates are searched up to this multiple of the half load, times two."""
 RUN_OVERHEAD_S = 4.0
@@ -113,6 +118,10 @@ class Point:
     seed: int
 
 
+Asked = Sequence[tuple[Cell, Sequence[System]]]
+"""Cells, and the systems of each."""
+
+
 def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
     """About how many runs one cell takes."""
     bisections = math.ceil(math.log2(math.log(2) / math.log(mode.resolution)))
@@ -125,10 +134,12 @@ def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
     return tuning + rates + lengths + short + decided
 
 
-def estimated_s(cells: int, systems: Sequence[System], mode: Mode) -> float:
-    """About the time of all cells."""
-    starts = len(systems) + len(mode.variants)
-    return cells * (PLAN_S + starts * START_S + estimated_runs(systems, mode) * mode.run_s)
+def estimated_s(asked: Asked, mode: Mode) -> float:
+    """About the time of these cells."""
+    plans = len({cell.plan_name for cell, _ in asked})
+    starts = sum(len(systems) + len(mode.variants) for _, systems in asked)
+    runs = sum(estimated_runs(systems, mode) for _, systems in asked)
+    return plans * PLAN_S + starts * START_S + runs * mode.run_s
 
 
 class Bench:
@@ -167,10 +178,10 @@ class Bench:
 
     # -- cells
 
-    def run_cells(self, cells: Sequence[Cell], systems: Sequence[System]) -> None:
+    def run_cells(self, asked: Asked) -> None:
         """Runs all figures of all cells."""
-        self._progress.update(self._bar, total=estimated_runs(systems, self._mode) * len(cells))
-        for cell in cells:
+        self._progress.update(self._bar, total=sum(estimated_runs(systems, self._mode) for _, systems in asked))
+        for cell, systems in asked:
             plan = self.plan(cell)
             self._describe(cell, plan)
             variant = self._tuned(cell, plan) if System.B0 in systems else "uncut"
@@ -179,7 +190,9 @@ class Bench:
                 self._figures(cell, plan, system, variant, short_rate)
 
     def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path) -> None:
-        """Plays a trace of others on each system, without a search."""
+        """Plays a trace of others on each system, without a search. Unless its users are those of a log, B0 and R then
+        play it with other shares of returning users.
+        """
         plan = self.plan(cell)
         self._describe(cell, plan)
         read = read_trace(trace)
@@ -193,14 +206,24 @@ class Bench:
         if not len(measured):
             raise RelayError(f"{trace}: every row is warm-up (part 0)")
         seconds = max(1e-3, float(measured.max() - measured.min()) / 1e6)
-        point = Point(f"trace {trace.name}", int(np.median(read.history_length)), snapped(len(measured) / seconds), 0)
-        self._progress.update(self._bar, total=len(systems))
+        # A file that was changed asks another question.
+        figure = f"trace {trace.name} {digest_of(trace)}"
+        point = Point(figure, int(np.median(read.history_length)), snapped(len(measured) / seconds), 0)
+        pair = [system for system in systems if system in (System.B0, System.R)]
+        reuses = REUSES if self._interactions is None else ()
+        self._progress.update(self._bar, total=len(systems) + len(pair) * len(reuses))
         for system in systems:
             self._row(cell, plan, system, "uncut", point, trace)
+        for reuse in reuses:
+            path = self._out / "traces" / f"{figure.replace(' ', '-')}-reuse{reuse:g}.parquet"
+            write_trace(with_reuse(read, reuse), path)
+            for system in pair:
+                other = replace(point, figure=f"{figure} at reuse {reuse:g}")
+                self._row(cell, plan, system, "uncut", other, path)
 
     def plan(self, cell: Cell) -> CellPlan:
         """The plan of the cell in this folder, made now if there is none. Raises RelayError for another machine's."""
-        path = self._out / "plans" / f"{cell.name}.json"
+        path = self._out / "plans" / f"{cell.plan_name}.json"
         self._model, self._calibration = self._work / cell.name / "model", self._work / cell.name / "calibration.json"
         if not path.exists():
             self._progress.update(self._bar, description=f"{cell.name}: measuring the engine alone")
@@ -211,6 +234,8 @@ class Bench:
         plan = load_plan(path)
         if plan.machine != machine():
             raise RelayError(f"{path} was made on {plan.machine}, this is {machine()}: give another folder with --out")
+        if plan.asked != cell.digest:
+            raise RelayError(f"{path} was made for another definition of {cell.name}: give another folder with --out")
         save_checkpoint(self._model, cell.model(), random_checkpoint(cell.model(), seed=0).tensors)
         shutil.copyfile(path.with_suffix(".calibration.json"), self._calibration)
         return plan
@@ -245,9 +270,9 @@ class Bench:
 
     def _figures(self, cell: Cell, plan: CellPlan, system: System, variant: str, short_rate: float) -> None:
         if system is System.B1:
-            self._limit = self._b0_longest(cell)
+            self._limit = longest_truncation(figures_of(self.file.rows, self._mode.name), cell.name, self._mode.decides)
             if not self._limit:
-                self._console.print(f"{cell.name}: no history meets the deadline on B0, so there is no B1")
+                self._console.print(f"{cell.name}: no history was found at which B0 meets the deadline: there is no B1")
                 return
         half, seeds, steps = plan.half_rate_per_s, self._mode.seeds, self._mode.steps
 
@@ -260,17 +285,17 @@ class Bench:
         def history_passes(seed: int, rate: float, history: float) -> bool:
             return asked("A", seed, history, rate).passed
 
-        def at_rate(rate: float) -> list[RunRow]:
-            return [asked("B", seed, cell.history, rate) for seed in seeds]
+        def confirms_rate(seed: int, rate: float) -> RunRow:
+            return asked(CONFIRMED["B"], seed, cell.history, rate)
 
-        def at_history(rate: float, history: float) -> list[RunRow]:
-            return [asked("A", seed, history, rate) for seed in seeds]
+        def confirms_history(rate: float, seed: int, history: float) -> RunRow:
+            return asked(CONFIRMED["A"], seed, history, rate)
 
         lowest, highest = half / 16, half * LONGEST_TUNE_FACTOR
         rates = [
             highest_rate(partial(rate_passes, seed), half, self._mode.resolution, lowest, highest) for seed in seeds
         ]
-        self._settle(rates, at_rate, lambda rate: snapped(rate / self._mode.resolution))
+        self._confirm(rates, confirms_rate, lambda rate: snapped(rate / self._mode.resolution))
         if system is System.B1:
             return  # Its length is fixed.
         shortest, longest = (int(cell.history * factor) for factor in LENGTH_FACTORS)
@@ -280,36 +305,30 @@ class Bench:
                 longest_history(partial(history_passes, seed, rate), shortest, longest, PAGE_TOKENS, steps)
                 for seed in seeds
             ]
-            self._settle(lengths, partial(at_history, rate), lambda history: history - PAGE_TOKENS)
+            self._confirm(lengths, partial(confirms_history, rate), lambda history: history - PAGE_TOKENS)
 
-    def _settle(
+    def _confirm(
         self,
         found: Sequence[Found],
-        run_all: Callable[[float], list[RunRow]],
+        run_at: Callable[[int, float], RunRow],
         lower: Callable[[float], float],
     ) -> None:
-        """Runs every seed at the lowest of their highest values, and goes lower until the decision rule holds."""
+        """Decides about the lowest of the seeds' highest values, and goes lower until the decision rule holds.
+
+        A value was chosen because its runs passed, so these say too much good of it: each decision has seeds that no
+        other run had.
+        """
         reached = [each.passed for each in found if each.passed is not None]
         if not self._mode.decides or len(reached) < len(found):
             return
         value = min(reached)
-        for _ in range(6):
-            rows = run_all(value)
-            if all(row.passed for row in rows) and decide([row.late_share for row in rows]).passed:
+        for step in range(1, CONFIRMATIONS + 1):
+            rows = [run_at(seed + step * FRESH_SEEDS, value) for seed in self._mode.seeds]
+            if decide_rows(rows).passed:
                 return
             value = lower(value)
             if value <= 0:
                 return
-
-    def _b0_longest(self, cell: Cell) -> int:
-        """The longest history at which B0 passed in figure A, in whole pages."""
-        passed = [
-            row.history
-            for row in self.file.rows
-            if (row.mode, row.cell, row.system, row.figure) == (self._mode.name, cell.name, System.B0, "A")
-            and row.passed
-        ]
-        return max(passed, default=0)
 
     # -- runs
 
@@ -359,7 +378,7 @@ class Bench:
     def _run(
         self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, attempt: int, trace: Path | None
     ) -> RunRow:
-        self._serve(cell, plan, system, variant)
+        self.serve(cell, plan, system, variant)
         self._count += 1
         name = f"run-{self._count}-{secrets.token_hex(2)}"
         path = trace or self._trace(cell, plan, point)
@@ -372,11 +391,18 @@ class Bench:
         samples_path = self._samples_path(cell, system, variant, point)
         run = Run(name, path, samples_path, plan.deadline_ms, FLAGS[system].events, plan.lead_ms, SCORES_EVERY)
         samples_path.parent.mkdir(parents=True, exist_ok=True)
-        window = MeasuredWindow(self._player.begun(name), self._roles, at_begin=self._reading)
+        energy: list[dict[Path, int]] = []
+
+        def at_begin() -> Reading:
+            energy.append(read_energy_uj())
+            return self._reading()
+
+        window = MeasuredWindow(self._player.begun(name), self._roles, at_begin)
         self._player.play(run, window.sample)
+        energy_j = used_j(energy[0], read_energy_uj()) if energy else math.nan
         samples = read_samples(samples_path)
         after = self._reading()
-        used = _used(window, after)
+        used = _used(window, after, energy_j)
         scored = cell.suffix + cell.candidates
         engine_us = {each.row: plan.full_us(each.history_length, scored, cell.history) for each in samples}
         measured = played.retrieval_us[played.part != WARM_UP]
@@ -394,7 +420,7 @@ class Bench:
             rate_per_s=point.rate_per_s,
             seed=point.seed,
             attempt=attempt,
-            **figures_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us),
+            **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us),
             **score_columns(samples, self._reference(cell, system, point)),
         )
         self.file.add(row, samples)
@@ -477,16 +503,16 @@ class Bench:
 
     # -- processes
 
-    def _serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> None:
-        """Has the processes of this system running."""
+    def serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> Settings:
+        """Has the processes of this system running, and returns their settings."""
         wanted = (cell.name, system, variant)
         if self._served == wanted:
-            return
+            return self._settings
         self._close()
         self._progress.update(self._bar, description=f"{cell.name} {system}: starting")
         folder = self._work / f"stack-{self._count}-{secrets.token_hex(2)}"
         folder.mkdir(parents=True)
-        settings = self._settings(cell, plan, system, variant, folder)
+        settings = self._settings = self._settings_of(cell, plan, system, variant, folder)
         flags = FLAGS[system]
         quiet = Console(quiet=True)
         self._workers = self._stack.enter_context(
@@ -494,12 +520,13 @@ class Bench:
         )
         self._player = self._stack.enter_context(Player(folder / "load", settings, Requests(ITEMS, self._interactions)))
         self._served, self._warm_pools = wanted, set()
+        return settings
 
     def _close(self) -> None:
         self._served = ()
         self._stack.close()
 
-    def _settings(self, cell: Cell, plan: CellPlan, system: System, variant: str, folder: Path) -> Settings:
+    def _settings_of(self, cell: Cell, plan: CellPlan, system: System, variant: str, folder: Path) -> Settings:
         flags, model = FLAGS[system], self._model
         hbm_bytes = plan.hbm_bytes
         if system is System.O:
@@ -510,28 +537,28 @@ class Bench:
             limited = cell.model().model_copy(update={"max_prefix_behaviours": self._limit})
             save_checkpoint(model, limited, random_checkpoint(cell.model(), seed=0).tensors)
         # Full inference needs no cuts: they cost it time.
-        own: dict[str, Any] = {} if flags.reuse else {"max_chunk_tokens": cell.longest_history}
+        own: dict[str, Any] = {} if flags.chunks else {"max_chunk_tokens": cell.longest_history}
         if system is System.B0:
             own |= TUNED[variant]
         prefix = f"headline-{cell.name}-{system.value.lower()}-{secrets.token_hex(2)}"
         kafka = self._broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
-        admission = {} if flags.bounded else {"load_limit": 1.0, "footprint_reserve": 0.0}
-        return Settings.model_validate(
-            {
-                **kafka.model_dump(),
-                "log": {"level": "warning"},
-                "admission": admission,
-                "worker": {
-                    "model": model,
-                    "calibration": self._calibration if system is not System.B1 else None,
-                    "page_tokens": PAGE_TOKENS,
-                    "hbm_bytes": ByteSize(hbm_bytes),
-                    "dram_bytes": ByteSize(plan.dram_bytes if flags.dram else 0),
-                    "history_max_bytes": ByteSize(2 << 30),
-                    **own,
-                },
-            }
-        )
+        values: dict[str, Any] = {
+            **kafka.model_dump(),
+            "log": {"level": "warning"},
+            "worker": {
+                "model": model,
+                "calibration": self._calibration if system is not System.B1 else None,
+                "page_tokens": PAGE_TOKENS,
+                "hbm_bytes": ByteSize(hbm_bytes),
+                "dram_bytes": ByteSize(plan.dram_bytes if flags.reuse else 0),
+                "history_max_bytes": ByteSize(2 << 30),
+                **own,
+            },
+        }
+        for name, value in flags.settings.items():
+            section, _, key = name.partition(".")
+            values.setdefault(section, {})[key] = value
+        return Settings.model_validate(values)
 
     def _reading(self) -> Reading:
         return self._workers.worker_readings()[0]
@@ -540,7 +567,7 @@ class Bench:
         return {self._player.pid: "load"} | self._workers.roles()
 
 
-def _used(window: MeasuredWindow, after: Reading) -> Used:
+def _used(window: MeasuredWindow, after: Reading, energy_j: float) -> Used:
     def total(name: str, **labels: str) -> float:
         return after.total(name, **labels) - window.before.total(name, **labels)
 
@@ -550,6 +577,7 @@ def _used(window: MeasuredWindow, after: Reading) -> Used:
         preinfer_jobs=int(total(_JOBS)),
         preinfer_computed=int(total(_JOBS, outcome="computed")),
         preinfer_wasted=int(total(_WASTED)),
+        energy_j=energy_j,
         cores=window.cpu_per_second(),
         foreign_cpu=window.foreign_cpu_per_second(),
     )

@@ -1,36 +1,43 @@
 """The systems that are compared. They differ in the settings below, in whether retrieval events are sent, and in
 nothing else: weights, types, kernels, memory, topics and the load generator are the same.
 
-| system | what | retrieval events | settings |
-|---|---|---|---|
-| B0 | full inference at ranking, without chunks, its batches tuned | no | `worker.reuse_prefixes=false` |
-| B1 | B0 on a model whose longest history is what meets the deadline: what production does today | no | as B0 |
-| C | cache across requests, no pre-infer | no | |
-| R-hbm | the relay without DRAM | yes | `worker.dram_bytes=0` |
-| R | the relay | yes | |
-| R-admit | R without a bound on pre-infer | yes | `admission.load_limit=1`, `admission.footprint_reserve=0` |
-| O | oracle: the K,V of every request is ready in HBM, and computing it cost nothing | no | HBM for all users |
-
-The ablations *no single flight*, *unbounded reloads*, *random routing* and *no append* are left out: the product has no
-setting for them, and random routing shows nothing with one worker.
+Ablations that no setting of the product allows are left out: no single flight, reloads without a bound, another order
+than that of deadlines. Random routing shows nothing with one worker.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 class System(enum.StrEnum):
     """A compared system."""
 
     B0 = "B0"
+    """Full inference at ranking, without chunks, its batches tuned."""
     B1 = "B1"
+    """B0 on a model whose longest history is what meets the deadline: what production does today."""
     C = "C"
+    """A cache across requests, no pre-infer."""
     R_HBM = "R-hbm"
+    """The relay without DRAM."""
     R = "R"
+    """The relay."""
+    R_ALWAYS = "R-always"
+    """Pre-infer for every impression, whether full inference would meet its deadline or not."""
     R_ADMIT = "R-admit"
+    """Pre-infer without a bound on load and memory."""
+    R_SHARE = "R-share"
+    """Pre-infer only in the time that ranking leaves."""
+    R_UNCUT = "R-uncut"
+    """A prefix is computed in one piece."""
+    R_APPEND = "R-append"
+    """A history that grew is computed in full."""
     O = "O"  # noqa: E741 - its name in the literature
+    """The oracle: the K,V of every request is ready in HBM, and computing it cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +47,31 @@ class SystemFlags:
     events: bool = False
     """Whether retrieval events are sent and a trigger runs."""
     reuse: bool = True
-    dram: bool = True
-    bounded: bool = True
-    """Whether admission bounds pre-infer."""
+    chunks: bool = True
+    """Whether a prefix may be computed in several chunks."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the product's settings have instead."""
 
 
 FLAGS = {
-    System.B0: SystemFlags(reuse=False, dram=False),
-    System.B1: SystemFlags(reuse=False, dram=False),
+    System.B0: SystemFlags(reuse=False, chunks=False),
+    System.B1: SystemFlags(reuse=False, chunks=False),
     System.C: SystemFlags(),
-    System.R_HBM: SystemFlags(events=True, dram=False),
+    System.R_HBM: SystemFlags(events=True, settings={"worker.dram_bytes": 0}),
     System.R: SystemFlags(events=True),
-    System.R_ADMIT: SystemFlags(events=True, bounded=False),
-    System.O: SystemFlags(dram=False),
+    System.R_ALWAYS: SystemFlags(events=True, settings={"trigger.only_at_risk": False}),
+    System.R_ADMIT: SystemFlags(
+        events=True, settings={"admission.load_limit": 1.0, "admission.footprint_reserve": 0.0}
+    ),
+    System.R_SHARE: SystemFlags(events=True, settings={"admission.preinfer_share": 0.0}),
+    System.R_UNCUT: SystemFlags(
+        events=True, chunks=False, settings={"worker.chunk_ms": 60_000.0, "worker.longest_chunk_ms": 60_000.0}
+    ),
+    System.R_APPEND: SystemFlags(events=True, settings={"worker.extend_prefixes": False}),
+    System.O: SystemFlags(settings={"worker.dram_bytes": 0}),
 }
-QUICK_SYSTEMS = (System.B0, System.C, System.R, System.O)
 """B0 is the first in every order: the others are compared with it."""
+QUICK_SYSTEMS = (System.B0, System.C, System.R, System.O)
+ABLATIONS = (
+    System.R, System.R_HBM, System.R_ALWAYS, System.R_ADMIT, System.R_SHARE, System.R_UNCUT, System.R_APPEND,
+)  # fmt: skip

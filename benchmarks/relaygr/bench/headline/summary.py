@@ -1,0 +1,133 @@
+"""The tables that come first in a report: what was reached, at each share of returning users, and what it cost."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from relaygr.bench.headline.decision import Interval, paired_ratio
+from relaygr.bench.headline.document import Grid
+from relaygr.bench.headline.figures import Reached, same_load
+from relaygr.bench.headline.grid import BY_NAME
+from relaygr.bench.headline.plan import CellPlan
+from relaygr.bench.headline.rows import RunRow
+from relaygr.bench.headline.systems import System
+
+BASELINE_LIMIT = 1.1
+"""B0's time in the worker, as a multiple of the engine alone, above which it is no honest baseline."""
+_TITLES = {"A": "A: longest history at {:g}/s", "B": "B: requests/s"}
+
+
+def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> Grid:
+    """R and B0 in each figure. Cells that differ in the share of returning users alone stand together.
+
+    The costs are those of runs of figure B on the same trace.
+    """
+    lines = []
+    for relay in sorted((each for each in figures if each.system == System.R), key=_place):
+        same = [each for each in figures if _question(each) == _question(relay)]
+        base = next((each for each in same if each.system == System.B0), None)
+        if base is None:
+            continue
+        measured = statistics.median(row.reuse for row in rows if (row.cell, row.system) == (relay.cell, System.R))
+        cell = BY_NAME.get(relay.cell)
+        costs = same_load(rows, mode, relay.cell, (System.B0, System.R)) if relay.figure == "B" else []
+        lines.append(
+            [
+                (cell.plan_name if cell is not None else relay.cell),
+                _TITLES[relay.figure].format(relay.rate_per_s),
+                f"{cell.reuse:g}" if cell is not None else "-",
+                f"{measured:.2f}",
+                amount(base.value),
+                amount(relay.value),
+                ratio(relay.ratio, len(relay.by_seed)),
+                *_costs(costs),
+            ]
+        )
+    header = (
+        "cell", "figure", "reuse asked for", "reuse of the traces", "B0", "R", "R / B0, 95 %", "hits of R",
+        "prefixes wasted", "device s per 1,000: B0, R",
+    )  # fmt: skip
+    return Grid(header, lines)
+
+
+def against_others(figures: Sequence[Reached]) -> Grid:
+    """R over the other systems that are no ablation of it, paired by seed."""
+    others = (System.B1, System.C, System.O)
+    present = [system for system in others if any(each.system == system for each in figures)]
+    lines = []
+    for relay in sorted((each for each in figures if each.system == System.R), key=_place):
+        theirs = {each.system: each for each in figures if _question(each) == _question(relay)}
+        if not any(system in theirs for system in present):
+            continue
+        ratios = [
+            ratio(paired_ratio(relay.by_seed, theirs[system].by_seed), len(relay.by_seed)) if system in theirs else ""
+            for system in present
+        ]
+        lines.append([relay.cell, _TITLES[relay.figure].format(relay.rate_per_s), *ratios])
+    return Grid(("cell", "figure", *(f"R / {system.value}, 95 %" for system in present)), lines)
+
+
+def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
+    """B0 in the worker over the engine alone, by cell, at half load. All cells must be within `BASELINE_LIMIT`."""
+    lines = []
+    for name in dict.fromkeys(row.cell for row in rows):
+        plan = plan_of(name, plans)
+        half_per_s = math.nan if plan is None else plan.half_rate_per_s
+        at = [
+            row.worker_over_engine
+            for row in rows
+            if (row.cell, row.system, row.figure, row.rate_per_s) == (name, System.B0, "B", half_per_s)
+            and row.valid
+            and not math.isnan(row.worker_over_engine)
+        ]
+        if at:
+            found = statistics.median(at)
+            verdict = "honest" if found <= BASELINE_LIMIT else "too slow for an honest baseline"
+            lines.append([name, f"{half_per_s:g}", str(len(at)), f"{found:.2f}", f"{BASELINE_LIMIT}", verdict])
+    return Grid(("cell", "half load, requests/s", "runs", "worker / engine alone", "limit", ""), lines)
+
+
+def plan_of(cell: str, plans: Mapping[str, CellPlan]) -> CellPlan | None:
+    """The plan of the cell with this name."""
+    known = BY_NAME.get(cell)
+    return plans.get(known.plan_name if known is not None else cell)
+
+
+def ratio(interval: Interval | None, seeds: int) -> str:
+    """A seed at which one of the systems reached nothing has no ratio, so the number of those that have one is told."""
+    if interval is None:
+        return "-"
+    if math.isnan(interval.low):
+        return f"{interval.value:.2f} (one seed{f' of {seeds}' if seeds > 1 else ''})"
+    of = f"; {interval.seeds} of {seeds} seeds" if interval.seeds < seeds else ""
+    return f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f}{of})"
+
+
+def amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def share(value: float) -> str:
+    """A share in per cent; a dash for NaN."""
+    return "-" if math.isnan(value) else f"{value:.0%}"
+
+
+def _costs(same: Sequence[RunRow]) -> list[str]:
+    if not same:
+        return ["", "", ""]
+    base, relay = same
+    device = f"{base.device_s_per_1000:.1f}, {relay.device_s_per_1000:.1f} at {base.rate_per_s:g}/s"
+    return [share(relay.hit_share), share(relay.wasted_share), device]
+
+
+def _question(each: Reached) -> tuple[str, str, float]:
+    return each.cell, each.figure, each.rate_per_s
+
+
+def _place(each: Reached) -> tuple[str, str, float, float]:
+    cell = BY_NAME.get(each.cell)
+    if cell is None:
+        return each.cell, each.figure, each.rate_per_s, 0.0
+    return cell.plan_name, each.figure, each.rate_per_s, cell.reuse
