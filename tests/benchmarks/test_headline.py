@@ -284,6 +284,20 @@ class TestFigures:
         assert all("| 25% |" in line for line in lines) and "| 55% |" in lines[1]
         assert "B0 was not measured at half load" in text and "Energy: not readable here." in text
 
+    def test_every_figure_that_had_no_real_broker_says_so(self, tmp_path: Path) -> None:
+        for folder, broker in (("kafka", "Apache Kafka 4"), ("embedded", "librdkafka's embedded cluster")):
+            file = RunFile(tmp_path / folder)
+            for each in outcome("B0", {10.0: 0.0}, 1, broker=broker) + outcome("R", {10.0: 0.0}, 1, broker=broker):
+                file.add(each, [SAMPLE])
+            write_report(tmp_path / folder)
+        kafka, embedded = (
+            (tmp_path / folder / "report.md").read_text(encoding="utf-8").splitlines()
+            for folder in ("kafka", "embedded")
+        )
+        assert not [line for line in kafka if "no real broker" in line]
+        figures = [line for line in embedded if line.startswith(("![", "## R against", "## A:", "## B:", "## centre:"))]
+        assert len(figures) > 3 and all("; no real broker" in line for line in figures)
+
     def test_the_report_compares_the_relay_with_a_mere_cache_and_with_the_oracle(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
         for system, best in (("B0", 10.0), ("C", 20.0), ("R", 30.0), ("O", 40.0)):

@@ -34,8 +34,11 @@ def plot_cell(
     paths: Sequence[Mapping[str, str]],
     figures: Sequence[Reached],
     same: Sequence[RunRow],
+    transport: str = "",
 ) -> list[Picture]:
-    """Writes the plots for which there are rows. `rows`, `paths` and `figures`: those of the cell and mode."""
+    """Writes the plots for which there are rows. `rows`, `paths` and `figures`: those of the cell and mode. `transport`
+    stands in each title.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     made: list[Picture] = []
 
@@ -44,11 +47,11 @@ def plot_cell(
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         if draw(axes):
-            axes.set_title(f"{title} ({cell})", fontsize=11)
+            axes.set_title(f"{title} ({cell}{transport})", fontsize=11)
             axes.grid(alpha=0.3)
             path = folder / f"{cell}-{name}.png"
             figure.savefig(path, dpi=110)
-            made.append(Picture(f"{title} ({cell})", path))
+            made.append(Picture(f"{title} ({cell}{transport})", path))
 
     save("goodput", "Goodput against the offered rate", lambda axes: _goodput(axes, rows))
     for rate in sorted({row.rate_per_s for row in rows if row.figure == "A"}):

@@ -22,6 +22,8 @@ from relaygr.bench.headline.systems import System
 from relaygr.runtime.errors import RelayError
 
 TITLE = "The headline figures"
+EMBEDDED = "embedded cluster"
+"""A part of a broker's description that says that it is none."""
 FIGURES_BEGIN, FIGURES_END = "<!-- figures: begin -->", "<!-- figures: end -->"
 LOADS = (0.1, 0.3, 0.6, 1.2)
 GAPS_S = (10.0, 600.0)
@@ -69,7 +71,7 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     first = rows[0].cell
     same, plan = same_load(rows, mode, first), plan_of(first, plans)
     if same:
-        blocks += _costs(f"{first}: all systems on the same trace", same)
+        blocks += _costs(f"{first}: all systems on the same trace{_transport(rows)}", same)
     if plan is not None and first in BY_NAME:
         # The table of verdicts. The report has the device seconds, too.
         blocks += _break_even(BY_NAME[first], plan, [row for row in rows if row.cell == first])[:3]
@@ -92,7 +94,7 @@ def _mode(
     out: Path, mode: str, rows: Sequence[RunRow], paths: Sequence[dict[str, str]], plans: dict[str, CellPlan]
 ) -> list[Block]:
     figures = figures_of(rows, mode)
-    seeds = sorted({row.seed for row in rows})
+    seeds, transport = sorted({row.seed for row in rows}), _transport(rows)
     blocks: list[Block] = [Heading(f"Run: {mode}"), _conditions(rows)]
     if len(seeds) < LEAST_SEEDS:
         text = f"Indicative: {len(seeds)} of at least {LEAST_SEEDS} seeds. No figure of this run is decided."
@@ -100,14 +102,14 @@ def _mode(
     if figures:
         table = by_reuse(rows, figures, mode)
         if table.rows:
-            blocks += [Heading("R against B0, by the share of returning users"), table]
+            blocks += [Heading(f"R against B0, by the share of returning users{transport}"), table]
         others = against_others(figures)
         if others.rows:
             text = "R / C is what pre-infer adds to a cache (goal in B: 1.5), R / O what is left to gain (goal: 0.9)."
-            blocks += [Heading("R against the others"), Text(text), others]
+            blocks += [Heading(f"R against the others{transport}"), Text(text), others]
     blocks += _plans(rows, plans)
     if figures:
-        blocks += _headlines(figures, rows, mode)
+        blocks += _headlines(figures, rows, mode, transport)
     blocks += _checks(rows, plans)
     for cell in dict.fromkeys(row.cell for row in rows):
         same = same_load(rows, mode, cell)
@@ -116,11 +118,13 @@ def _mode(
         compared = [(f"{cell}: all systems on the same trace", same)] if same else []
         compared += [(f"{cell}: {name}", [row for row in own_rows if row.figure == name]) for name in traces]
         for title, those in compared:
-            blocks += _costs(title, those)
+            blocks += _costs(title + transport, those)
         own_figures = [each for each in figures if each.cell == cell]
         own_paths = [each for each in paths if (each["mode"], each["cell"]) == (mode, cell)]
         shown = compared[0][1] if compared else []
-        pictures: list[Picture] = plot_cell(out / "plots", f"{mode}-{cell}", own_rows, own_paths, own_figures, shown)
+        pictures: list[Picture] = plot_cell(
+            out / "plots", f"{mode}-{cell}", own_rows, own_paths, own_figures, shown, transport
+        )
         blocks += pictures
     blocks += _every_run(rows)
     for name in dict.fromkeys(row.cell for row in rows):
@@ -140,10 +144,20 @@ def _conditions(rows: Sequence[RunRow]) -> Bullets:
             f"Measured: {min(row.measured_at for row in rows)} to {max(row.measured_at for row in rows)}, "
             f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, "
             f"{min(row.seconds for row in rows):.0f} to {max(row.seconds for row in rows):.0f} s each",
+            *(
+                ["No real broker: messages go through librdkafka's own cluster, in memory and without replicas"]
+                if _transport(rows)
+                else []
+            ),
             "Whole pipeline: load generator, Kafka, trigger, one worker. Latencies count from the scheduled time. "
             "Truncated, stale, refused, expired and lost requests are late.",
         ]
     )
+
+
+def _transport(rows: Sequence[RunRow]) -> str:
+    """What every figure says if there was no real broker."""
+    return "; no real broker" if any(EMBEDDED in row.broker for row in rows) else ""
 
 
 def _plans(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
@@ -169,7 +183,7 @@ def _plans(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
     return [Heading("Cells"), Grid(header, lines), *notes] if lines else []
 
 
-def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str) -> list[Block]:
+def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str, transport: str) -> list[Block]:
     blocks: list[Block] = []
     for figure, title in (
         ("A", "A: longest median history with 99 % of the offered requests in time, at a fixed rate"),
@@ -195,7 +209,7 @@ def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str) ->
             )
         fixed = "rate/s" if figure == "A" else "history"
         header = ("cell", fixed, "reuse of the trace", "system", "median of the seeds", "decided", "ratio to B0, 95 %")
-        blocks += [Heading(title), Grid(header, lines), *_summary(own, figures, rows, mode, figure)]
+        blocks += [Heading(title + transport), Grid(header, lines), *_summary(own, figures, rows, mode, figure)]
     return blocks
 
 

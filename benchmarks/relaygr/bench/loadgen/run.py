@@ -32,9 +32,13 @@ USERS: Final = 64
 BUDGET_MS: Final = 60_000
 """So long that every request is computed whole: the load generator judges the latency."""
 READ_WITHIN_S: Final = 60.0
+LEAST_REQUESTS: Final = 459
+"""With fewer, the load generator finds no result valid: too few to be sure of a P99."""
 _SUMMARY: Final = "mlperf_log_summary.txt"
 _WANTED: Final = {
     "result": r"Result is : (\w+)",
+    "limit_met": r"Performance constraints satisfied : (\w+)",
+    "enough_requests": r"Early stopping satisfied: (\w+)",
     "completed_per_s": r"Completed samples per second\s*: ([\d.]+)",
     "p50_ns": r"50\.00 percentile latency \(ns\)\s*: (\d+)",
     "p99_ns": r"99\.00 percentile latency \(ns\)\s*: (\d+)",
@@ -72,7 +76,8 @@ def run_loadgen(cell_name: str, load: float, seconds: float, broker: str, out: P
     }  # fmt: skip
     append_rows(out / "results.csv", [row])
     console.print(
-        f"{found['result']}: {found['completed_per_s']:.3g} requests/s, P50 {found['p50_ms']:.1f} ms, "
+        f"{found['result']} (limit {'met' if found['limit_met'] else 'not met'}, "
+        f"{'enough' if found['enough_requests'] else 'too few'} requests): {found['completed_per_s']:.3g} requests/s, P50 {found['p50_ms']:.1f} ms, "
         f"P99 {found['p99_ms']:.1f} ms; {system.not_whole} of {len(system.sent)} without a whole answer.\n"
         "Unverified, not an MLPerf result.",
         soft_wrap=True,
@@ -89,6 +94,8 @@ def read_summary(text: str) -> dict[str, Any]:
     values = {name: match.group(1) for name, match in found.items() if match is not None}
     return {
         "result": values["result"],
+        "limit_met": values["limit_met"] == "Yes",
+        "enough_requests": values["enough_requests"] == "Yes",
         "completed_per_s": float(values["completed_per_s"]),
         "p50_ms": int(values["p50_ns"]) / 1e6,
         "p99_ms": int(values["p99_ns"]) / 1e6,
@@ -193,7 +200,7 @@ def _test(system: _SystemUnderTest, rate_per_s: float, limit_ms: int, seconds: f
     wanted.server_target_latency_ns = limit_ms * 1_000_000
     wanted.server_target_latency_percentile = 0.99
     wanted.min_duration_ms = round(seconds * 1000)
-    wanted.min_query_count = 1
+    wanted.min_query_count = LEAST_REQUESTS
     logs = loadgen.LogSettings()
     logs.log_output.outdir = str(out)
     logs.enable_trace = False
