@@ -78,7 +78,8 @@ def run_loadgen(cell_name: str, load: float, seconds: float, broker: str, out: P
     console.print(
         f"{found['result']} (limit {'met' if found['limit_met'] else 'not met'}, "
         f"{'enough' if found['enough_requests'] else 'too few'} requests): {found['completed_per_s']:.3g} requests/s, "
-        f"P50 {found['p50_ms']:.1f} ms, P99 {found['p99_ms']:.1f} ms; {system.not_whole} of {len(system.sent)} without a whole answer.\n"
+        f"P50 {found['p50_ms']:.1f} ms, P99 {found['p99_ms']:.1f} ms; "
+        f"{system.not_whole} of {len(system.sent)} without a whole answer.\n"
         "Unverified, not an MLPerf result.",
         soft_wrap=True,
     )
