@@ -76,7 +76,7 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
         # The table of verdicts. The report has the device seconds, too.
         blocks += _break_even(BY_NAME[first], plan, [row for row in rows if row.cell == first])[:3]
     # The page has headings of its own.
-    told = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
+    told: list[Block] = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
     text = as_markdown([block for block in told if not isinstance(block, Grid) or block.rows], page.parent)
     page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
 

@@ -214,12 +214,13 @@ class Bench:
         self._progress.update(self._bar, total=len(systems) + len(pair) * len(reuses))
         for system in systems:
             self._row(cell, plan, system, "uncut", point, trace)
+        others = {}
         for reuse in reuses:
-            path = self._out / "traces" / f"{figure.replace(' ', '-')}-reuse{reuse:g}.parquet"
-            write_trace(with_reuse(read, reuse), path)
-            for system in pair:
-                other = replace(point, figure=f"{figure} at reuse {reuse:g}")
-                self._row(cell, plan, system, "uncut", other, path)
+            others[reuse] = self._out / "traces" / f"{figure.replace(' ', '-')}-r{reuse:g}.parquet"
+            write_trace(with_reuse(read, reuse), others[reuse])
+        for system in pair:
+            for reuse, path in others.items():
+                self._row(cell, plan, system, "uncut", replace(point, figure=f"{figure} at reuse {reuse:g}"), path)
 
     def plan(self, cell: Cell) -> CellPlan:
         """The plan of the cell in this folder, made now if there is none. Raises RelayError for another machine's."""
