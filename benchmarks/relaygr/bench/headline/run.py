@@ -156,6 +156,8 @@ class Bench:
         self._count = 0
         self._limit = 0
         """The longest history of B1."""
+        self._settings = Settings()
+        """Those of the processes that run now."""
 
     def __enter__(self) -> Bench:
         self._work = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="relaygr-headline-")))
