@@ -150,9 +150,14 @@ def reuse_of(trace: Trace) -> float:
 
 
 def with_reuse(trace: Trace, reuse: float) -> Trace:
-    """The trace with other users, so that about this share of the impressions is of users who came before. Times,
-    lengths and sizes stay. An impression keeps its user where it can.
+    """The trace with other users, so that about this share of the measured impressions is of users who came before.
+    Times, lengths and sizes stay. An impression keeps its user where it can.
     """
+    own_reuse = reuse_of(trace)
+    # Fewer returning users: some of their impressions go to new ones. More: some of the new users' to those seen before.
+    stays = min(1.0, reuse / own_reuse) if own_reuse else 1.0
+    joins = max(0.0, (reuse - own_reuse) / (1 - own_reuse)) if own_reuse < 1 else 0.0
+    came: set[str] = set()
     random = np.random.default_rng(12)
     prefix = "new-"
     while any(user.startswith(prefix) for user in trace.user_id):
@@ -162,7 +167,9 @@ def with_reuse(trace: Trace, reuse: float) -> Trace:
     users = []
     for row, (own, length) in enumerate(zip(trace.user_id, trace.history_length.tolist(), strict=True)):
         place = bisect.bisect_right(shortest_first, (length, chr(0x10FFFF)))
-        if random.random() < reuse and place:
+        comes_again = random.random() < (stays if own in came else joins)
+        came.add(own)
+        if comes_again and place:
             # A history never becomes shorter. Of the others, the nearest is that of the user who came with it.
             user = own if seen.get(own, length + 1) <= length else shortest_first[place - 1][1]
             del shortest_first[bisect.bisect_left(shortest_first, (seen[user], user))]

@@ -75,8 +75,6 @@ def main(
     if seconds is not None:
         # Runs of another length are not mixed with those that the folder has.
         mode = replace(mode, seconds=seconds, name=f"{mode.name}-{seconds:g}s")
-    if interactions is not None:
-        mode = replace(mode, name=f"{mode.name}-log-{digest_of(interactions)}")
     chosen = _chosen_cells(cells, GRID if full else (QUICK,))
     impossible: dict[System, str] = {}
     if trace is not None:
@@ -84,6 +82,8 @@ def main(
     if trace is not None or interactions is not None:
         impossible[System.O] = "O ranks synthetic users of its own: it plays neither --trace nor --interactions"
     wanted = _chosen_systems(systems, tuple(System) if full else QUICK_SYSTEMS, impossible)
+    if interactions is not None:
+        mode = replace(mode, name=f"{mode.name}-log-{digest_of(interactions)}")
     if make_trace is not None:
         return write_load(chosen[0], make_trace, rate, mode, interactions)
     if trace is not None:
