@@ -154,7 +154,7 @@ def with_reuse(trace: Trace, reuse: float) -> Trace:
     Times, lengths and sizes stay. An impression keeps its user where it can.
     """
     own_reuse = reuse_of(trace)
-    # Fewer returning users: some of their impressions go to new ones. More: some of the new users' to those seen before.
+    # Fewer returning users: some of their impressions go to new ones. More: some of new users go to those seen before.
     stays = min(1.0, reuse / own_reuse) if own_reuse else 1.0
     joins = max(0.0, (reuse - own_reuse) / (1 - own_reuse)) if own_reuse < 1 else 0.0
     came: set[str] = set()
