@@ -10,9 +10,7 @@ import pytest
 from relaygr.bench.generator.trace import read_trace
 from relaygr.bench.headline.grid import BY_NAME, CENTRE
 from relaygr.bench.loadgen.run import LEAST_REQUESTS, USERS, read_summary, run_loadgen
-from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
-from relaygr.settings import Settings
 
 SUMMARY = """
 Completed samples per second    : 14.85
@@ -44,13 +42,12 @@ def test_an_unknown_cell_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_of_its_requests_is_answered_in_full_and_kept_in_a_trace(
-    embedded_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlperf_loadgen")
     mini = replace(CENTRE, name="mini", history=128, heads=1, head_width=16, layers=1, candidates=16)
     monkeypatch.setitem(BY_NAME, "mini", replace(mini, least_deadline_ms=20_000))
-    bootstrap = Settings.model_validate(embedded_broker.settings().model_dump()).bootstrap
-    assert run_loadgen("mini", 0.2, 1.0, bootstrap, tmp_path)
+    assert run_loadgen("mini", 0.2, 1.0, "embedded", tmp_path)
     trace = read_trace(tmp_path / "trace.parquet")
     assert len(set(trace.user_id)) == USERS and len(trace) >= LEAST_REQUESTS
     (line,) = (tmp_path / "results.csv").read_text(encoding="utf-8").splitlines()[1:]
