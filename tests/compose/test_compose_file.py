@@ -107,6 +107,15 @@ def test_a_worker_with_a_standby_has_room_for_the_tier_that_they_share() -> None
         assert size_bytes(services()[name]["shm_size"]) >= 1.1 * worker.dram_bytes
 
 
+def test_the_gateway_asks_for_a_token_and_brings_none() -> None:
+    """A token in a published file is no secret: without one of the machine's own, the gateway refuses to start."""
+    values = {key: str(value) for key, value in environment_of("gateway").items()}
+    gateway = load(None, values).settings.gateway
+    assert (gateway.is_local, gateway.token) == (False, None)
+    assert [port.rpartition(":")[2] for port in services()["gateway"]["ports"]] == [str(gateway.listen_port)]
+    assert int(services()["gateway"]["stop_grace_period"].removesuffix("s")) >= 2 * gateway.drain_s
+
+
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_worker_is_given_time_to_drain(name: str) -> None:
     drain_s = load(None, {key: str(value) for key, value in environment_of(name).items()}).settings.worker.drain_s
@@ -117,7 +126,7 @@ def test_processes_wait_for_topics_and_traffic_waits_for_those_that_answer_it() 
     done, healthy = "service_completed_successfully", "service_healthy"
     needs = {name: service.get("depends_on", {}) for name, service in services().items()}
     assert needs["topics"]["broker"]["condition"] == healthy
-    for name in ("trigger", "lag", *WORKERS):
+    for name in ("trigger", "lag", "gateway", *WORKERS):
         assert needs[name]["topics"]["condition"] == done
     for name in WORKERS:
         assert needs[name]["model"]["condition"] == done

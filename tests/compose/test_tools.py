@@ -15,7 +15,7 @@ from tests.worlds.compose import ALERTS, COMPOSE, PROMETHEUS
 
 CASES = Path(__file__).with_name("alerts_cases.yaml")
 ENTRYPOINT = COMPOSE / "entrypoint.sh"
-PROFILES = ("ui", "monitoring", "cuda", "npu")
+PROFILES = ("gateway", "ui", "monitoring", "cuda", "npu")
 
 
 @pytest.fixture
