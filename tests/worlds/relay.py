@@ -50,8 +50,11 @@ COEFFICIENTS = LatencyCoefficients(
 )  # fmt: skip
 
 
-def make_model(folder: Path, seed: int = 7) -> Path:
-    """A small random checkpoint with a contextual feature and two tasks, and its calibration beside it."""
+COUNTRY = ContextualFeature(name="country", cardinality=8)
+
+
+def make_model(folder: Path, seed: int = 7, contextual_features: tuple[ContextualFeature, ...] = (COUNTRY,)) -> Path:
+    """A small random checkpoint with two tasks, and its calibration beside it."""
     config = ModelConfig(
         embedding_dim=32,
         num_heads=2,
@@ -62,7 +65,7 @@ def make_model(folder: Path, seed: int = 7) -> Path:
         vocabulary_size=VOCABULARY,
         num_actions=4,
         num_positions=MAX_PREFIX + 64,
-        contextual_features=(ContextualFeature(name="country", cardinality=8),),
+        contextual_features=contextual_features,
         tasks=(Task(name="click"), Task(name="watch", kind=TaskKind.REGRESSION)),
         max_prefix_behaviours=MAX_PREFIX,
         max_suffix_behaviours=32,

@@ -198,6 +198,7 @@ class ConsumerLoop:
         self._last_poll_us = self._message_at_us = self._clock.monotonic_us()
         self._state = LoopState.RUNNING
         _BROKER_REACHABLE.labels(self._name).set(int(self._broker_reachable))
+        _PAUSED.labels(self._name).set(0)
         self._thread.start()
 
     # Called by any thread.

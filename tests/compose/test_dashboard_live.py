@@ -1,0 +1,100 @@
+"""Every query of the dashboard and every rule, asked of a Prometheus that scrapes a relay under traffic."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from relaygr.bench.standby.pair import await_pair
+from relaygr.devbroker import LocalBroker
+from relaygr.schemas.topics import Topic
+from tests.leftovers import owned_by_a_fixture
+from tests.promised import unavailable
+from tests.worlds.compose import ALERTS, panel_expressions
+from tests.worlds.prometheus import LivePrometheus, live_prometheus
+from tests.worlds.relay import START_TIMEOUT_S, RawGateway, Relay, make_model, own_topics, wait_until
+
+pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(300)]
+
+VARIABLES = {"$__rate_interval": "30s", "$worker": ".*", "$deadline_ms": "2000"}
+"""What Grafana puts into a query."""
+TRAFFIC = {
+    "rate_per_s": 20,
+    "users": 24,
+    "items": 500,
+    "history_median": 200,
+    "history_max": 512,
+    "candidates": 32,
+    "suffix": 8,
+    "budget_ms": 2000,
+    "settle_s": 0,
+}
+EMPTY = {
+    'sum by (reason) (rate(relaygr_cache_reloads_declined_total{instance=~"$worker"}[$__rate_interval]))': (
+        "a reload is declined only if it is slower than the computation, or if too many wait"
+    ),
+}
+"""Query -> why it may have no series in a healthy relay. All others must have something to draw."""
+
+
+@pytest.fixture(scope="module")
+def prometheus(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePrometheus]:
+    """It scrapes a worker whose standby has taken over, a trigger, the lag monitor and traffic."""
+    if shutil.which("prometheus") is None:
+        unavailable("prometheus", "prometheus is not installed")
+    folder = tmp_path_factory.mktemp("dashboard")
+    model = make_model(folder / "model", contextual_features=())
+    with ExitStack() as stack:
+        kafka = stack.enter_context(own_topics(real_broker))
+        # HBM holds a few users' prefixes, so that some are spilled and reloaded.
+        relay = stack.enter_context(Relay(kafka, folder / "relay", model))
+        worker = relay.start_worker(command=["worker", "--standby"])
+        trigger = relay.start_trigger()
+        lag = relay.processes.start("lag", ["lag", "serve"], "lag")
+        relay.await_ready(worker, trigger, lag)
+        settings = [f"traffic.{name}={value}" for name, value in TRAFFIC.items()]
+        traffic = relay.processes.start("traffic", ["traffic"], "traffic", settings)
+        stack.enter_context(owned_by_a_fixture(relay.process_ids))
+        targets = {child.name.partition("-")[0]: {child.name: child.port} for child in (worker, trigger, lag, traffic)}
+        live = stack.enter_context(live_prometheus(folder, targets, [ALERTS]))
+        # What healthy processes never show: a dead letter, and a successor.
+        with closing(RawGateway(kafka)) as gateway:
+            gateway.send(Topic.RANKING, b"no request")
+        wait_until("prefixes are in DRAM", lambda: live.shows('relaygr_cache_entries{tier="dram"} > 0'))
+        os.kill(await_pair(worker.port, START_TIMEOUT_S).active, signal.SIGKILL)
+        yield live
+
+
+def test_every_panel_has_something_to_draw_or_a_reason_for_not(prometheus: LivePrometheus) -> None:
+    waiting = {expression: title for title, expression in panel_expressions()}
+
+    def has_points(expression: str) -> bool:
+        for name, value in VARIABLES.items():
+            expression = expression.replace(name, value)
+        return prometheus.shows(expression)
+
+    def empty() -> dict[str, str]:
+        for expression in [each for each in waiting if has_points(each) or each in EMPTY]:
+            del waiting[expression]
+        return waiting
+
+    try:
+        wait_until("every panel has something to draw", lambda: not empty())
+    except AssertionError:
+        assert waiting == {}, "these panels are empty"
+
+
+def test_every_rule_is_evaluated(prometheus: LivePrometheus) -> None:
+    wait_until("every rule was evaluated", lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()))
+    rules = prometheus.rules()
+    assert rules
+    assert {rule["name"]: rule["lastError"] for rule in rules if rule["health"] != "ok"} == {}
+
+
+def test_only_queries_of_the_dashboard_are_explained() -> None:
+    assert set(EMPTY) <= {expression for _, expression in panel_expressions()}
