@@ -4,19 +4,21 @@
 #   make test PYTEST_ARGS="tests/schemas -x"   pytest's
 #   make test TEST_PROCESSES=4                 tests side by side in so many processes; 0: in pytest's own
 #   make demo DEMO_ARGS="--broker kafka"       the demo's
+#   make sbom EXTRAS=npu,trigger,lag           the extras of the listed environment
 
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= auto
 DEMO_ARGS ?=
+EXTRAS ?= worker,trigger,lag,gateway
 PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$candidate -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$candidate && break; \
 	done)
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES)
 
-.PHONY: help demo test test-main test-fast lint format docs site clean
+.PHONY: help demo test test-main test-fast lint format docs site dist sbom clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -53,8 +55,22 @@ docs: $(VENV)/.installed-test ## generate messages.md, settings.md, asyncapi.jso
 site: $(VENV)/.installed-test ## build the documentation's site into build/site
 	$(BIN)/mkdocs build
 
+dist: $(VENV)/.installed-test ## build and check the source archive and the wheel in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
+sbom: dist ## list what the wheel installs, in dist/relaygr.cdx.json (CycloneDX)
+	rm -rf build/sbom
+	$(PYTHON) -m venv build/sbom/installed
+	build/sbom/installed/bin/python -m pip install $(PIP_ARGS) --constraint constraints.txt "$$(ls dist/*.whl)[$(EXTRAS)]"
+	$(PYTHON) -m venv build/sbom/tool
+	build/sbom/tool/bin/python -m pip install $(PIP_ARGS) "cyclonedx-bom>=7,<8"
+	build/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file dist/relaygr.cdx.json build/sbom/installed
+
 clean: ## remove the virtual environment and what the tools left
-	rm -rf $(VENV) build/site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One call of pip for all extras, so that it resolves once.
 $(VENV)/.installed-test: $(VENV)/.made pyproject.toml

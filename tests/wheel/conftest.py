@@ -1,4 +1,4 @@
-"""The wheel of this checkout, built and installed once."""
+"""The release of this checkout, built and installed once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheel.wheel_world import Environment, build_wheel, make_environment
+from tests.wheel.wheel_world import Environment, Release, build_release, make_environment
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """The files that `make dist` makes."""
+    return build_release(tmp_path_factory.mktemp("release"))
+
+
+@pytest.fixture(scope="session")
+def wheel(release: Release) -> Path:
     """The wheel's file."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+    return release.wheel
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,7 @@
-"""The wheel of this checkout: built, and installed into environments of its own beside the libraries of this one."""
+"""The release of this checkout: built, and installed into environments of its own beside the libraries of this one."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 110
+
+
+@dataclass(frozen=True)
+class Release:
+    """The files that are published."""
+
+    source: Path
+    wheel: Path
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,11 @@ class Environment:
         )
 
 
-def build_wheel(folder: Path) -> Path:
-    """Builds the wheel into `folder`, with the hatchling that is installed here if there is one."""
-    isolation = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") is not None else []
-    _pip("wheel", "--no-deps", *isolation, "--wheel-dir", str(folder), str(ROOT))
-    [wheel] = folder.glob("*.whl")
-    return wheel
+def build_release(folder: Path) -> Release:
+    """Builds the source archive into `folder`, and the wheel from it, with the hatchling that is installed here."""
+    _run("build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    [source], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return Release(source, wheel)
 
 
 def make_environment(folder: Path, wheel: Path) -> Environment:
@@ -49,7 +55,8 @@ def make_environment(folder: Path, wheel: Path) -> Environment:
     [packages] = folder.glob("lib/python*/site-packages")
     libraries = [path for path in sys.path if "site-packages" in path]
     (packages / "libraries.pth").write_text("\n".join(libraries) + "\n", encoding="utf-8")
-    _pip("install", "--no-deps", "--no-index", "--target", str(packages), str(wheel))
+    quiet = ("--quiet", "--disable-pip-version-check")
+    _run("pip", *quiet, "install", "--no-deps", "--no-index", "--target", str(packages), str(wheel))
     return Environment(folder / "bin" / "python", packages)
 
 
@@ -63,7 +70,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+def _run(module: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
