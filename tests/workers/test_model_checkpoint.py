@@ -145,6 +145,17 @@ def test_files_that_are_not_there_or_broken_are_refused_with_their_path(tmp_path
         load_checkpoint(tmp_path)
 
 
+def test_weights_that_cannot_be_opened_are_refused_with_the_systems_reason(tmp_path: Path) -> None:
+    """For safetensors a file without the right to read it is a file that is not there."""
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    weights = tmp_path / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(weights)
+    with pytest.raises(RelayError, match=r"model\.safetensors cannot be read: .*Too many levels of symbolic links"):
+        load_checkpoint(tmp_path)
+
+
 def test_half_precision_weights_become_float32_and_tables_stay_as_they_are(tmp_path: Path) -> None:
     config = small_config(contextual_features=(ContextualFeature(name="country", cardinality=3),))
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in random_checkpoint(config, 0).tensors.items()}

@@ -28,11 +28,10 @@ packages=ca-certificates,python3,python3-venv,openjdk-17-jre-headless,netcat-ope
     docker build --tag stand-in/kafka:1 --file - "$work/kafka" <<'DOCKERFILE'
 FROM stand-in/debian:1
 RUN useradd --create-home appuser \
-    && install --directory --owner=appuser /opt/kafka /var/lib/kafka/data /mnt/shared/config /etc/kafka/docker
+    && install --directory --owner=appuser /opt/kafka /var/lib/kafka/data
 COPY --chown=appuser . /opt/kafka/
-RUN cd /etc/kafka/docker && touch server.properties && echo 'Configuration: {}' > log4j2.yaml && cp log4j2.yaml tools-log4j2.yaml
 USER appuser
-VOLUME ["/var/lib/kafka/data", "/mnt/shared/config"]
+VOLUME ["/var/lib/kafka/data"]
 CMD ["/opt/kafka/start-kafka.sh"]
 DOCKERFILE
 

@@ -205,6 +205,8 @@ _STORED_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "I64": 8}
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], _Stamp | None]:
     """The tensors, mapped, and the record of them; None if another tool wrote the file."""
     try:
+        # safetensors says of each file that it cannot open that there is none.
+        path.open("rb").close()
         tensors, stamp = load_file(path), _read_stamp(path)
     except (OSError, SafetensorError) as error:
         raise RelayError(f"{path} cannot be read: {error}.") from error
