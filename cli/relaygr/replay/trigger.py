@@ -14,7 +14,7 @@ a replay compares policies; it does not simulate queueing, as `relaygr simulate`
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -54,7 +54,7 @@ class PolicyResult:
     """Device time of the jobs."""
     ranking_us: float = 0.0
     """Device time of the ranking requests."""
-    decisions: Counter[str] = field(default_factory=Counter)
+    decisions: dict[str, int] = field(default_factory=dict)
 
     @property
     def device_us(self) -> float:
@@ -120,7 +120,8 @@ class _Replay:
         result, event = self._result, line.event
         decision = self._handler.admit(event, line.partition, line.at_us)
         result.events += 1
-        result.decisions[decision.reason.value] += 1
+        reason = decision.reason.value
+        result.decisions[reason] = result.decisions.get(reason, 0) + 1
         owner = self._fleet.owner_of(line.partition, line.at_us)
         job = None
         if decision.admit:

@@ -53,6 +53,8 @@ _GAUGE_INTERVAL_S = 0.5
 _FLUSH_S = 2.0
 _DECIDE_US = 1_000_000
 _STOP_S = 5.0
+_FLEET_US = 3_000_000
+_FLEET_POLL_S = 0.02
 _WAITING = "waiting for group and offsets"
 
 
@@ -185,8 +187,15 @@ class TriggerApp:
         self._reader.start()
         self.tail.start()
         await self._app.start()
+        await self._await_fleet()
         self._feeding = asyncio.create_task(self._feed.run(self._events, self._take_reports), name="events")
         self._gauges = asyncio.create_task(self._set_gauges(), name="gauges")
+
+    async def _await_fleet(self) -> None:
+        """Waits until the owners are known, since without them a new process would admit by length alone."""
+        ends_us = self._clock.monotonic_us() + _FLEET_US
+        while not self._reader.caught_up and self._reader.refusal is None and self._clock.monotonic_us() < ends_us:
+            await asyncio.sleep(_FLEET_POLL_S)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Starts, and returns within seconds after `stop` is set, also during the start.

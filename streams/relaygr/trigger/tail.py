@@ -30,9 +30,10 @@ log = structlog.get_logger()
 PORTION: Final = 32
 """Jobs that the deciding thread takes at once: about a millisecond."""
 _MOST_WAITING: Final = 4096
-"""Jobs that wait to be taken. Of more, the oldest are dropped."""
+"""Jobs that are read at once, and that wait to be taken. Of more, the oldest are dropped."""
 _POLL_S: Final = 0.2
-_REQUEST_TIMEOUT_S: Final = 5.0
+_TAIL: Final = -2000
+"""librdkafka's offset for the end of a partition; a lower one begins so many messages before it."""
 _READ_S: Final = 30.0
 
 
@@ -94,17 +95,14 @@ class JobsTail:
         # The client reports the end of each partition.
         consumer = make_assigned_consumer(self._kafka, self._client_id, options={"enable.partition.eof": True})
         try:
-            since_ms = (self._clock.wall_us() - self._rebuild_us) // 1000
-            asked = [TopicPartition(self._topic, partition, since_ms) for partition in sorted(partitions)]
-            places = consumer.offsets_for_times(asked, timeout=_REQUEST_TIMEOUT_S)
-            open_partitions = {place.partition for place in places if place.offset >= 0}
-            if open_partitions:
-                consumer.assign([place for place in places if place.offset >= 0])
-                self._read_to_end(consumer, open_partitions)
+            start = _TAIL - max(1, _MOST_WAITING // len(partitions))
+            consumer.assign([TopicPartition(self._topic, partition, start) for partition in sorted(partitions)])
+            self._read_to_end(consumer, set(partitions))
         finally:
             consumer.close()
 
     def _read_to_end(self, consumer: Consumer, partitions: set[int]) -> None:
+        since_us = self._clock.wall_us() - self._rebuild_us
         count, until_us = 0, self._clock.monotonic_us() + round(_READ_S * 1e6)
         while partitions and not self._stopping.is_set() and self._clock.monotonic_us() < until_us:
             message = consumer.poll(_POLL_S)
@@ -114,10 +112,12 @@ class JobsTail:
             assert partition is not None
             if error is None:
                 try:
-                    self._jobs.append((decode(PreInferJob, message.value()), partition))
-                    count += 1
+                    job = decode(PreInferJob, message.value())
                 except DecodeError:
                     continue
+                if job.decided_at_us >= since_us:
+                    self._jobs.append((job, partition))
+                    count += 1
             elif error.code() == KafkaError._PARTITION_EOF:
                 partitions.discard(partition)
             elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
