@@ -214,7 +214,9 @@ class Requests:
         request, resolver = work.request, self._context.resolver
         scored = Scored(int(request.suffix.items.size), int(request.candidates.size))
         try:
-            history = resolver.history(request.user_id, wanted_by(request), request.history, work.received.partition)
+            history = resolver.history(
+                request.user_id, request.history_version or wanted_by(request), request.history, work.received.partition
+            )
         except HistoryMismatchError as error:
             self._fail(work, FailureReason.UNDECODABLE, str(error))
             return None

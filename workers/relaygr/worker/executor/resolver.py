@@ -132,7 +132,8 @@ class PrefixResolver:
             tokens=engine.layout.tokens(chain.length),
             scored_tokens=followed_by * engine.layout.tokens_per_behaviour + scored.candidates,
             version=resolved.version,
-            stale=resolved.is_stale,
+            # `is_stale`, without a call for each request.
+            stale=resolved.status is HistoryStatus.STALE or resolved.has_gap,
             loading=resolved.loading,
             revision=engine.revision,
             for_one_impression=folded or rules.uses_query_time,
