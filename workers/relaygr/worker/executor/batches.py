@@ -29,7 +29,8 @@ class _Batch:
     """The requests of one forward. Times are predicted, in µs on the worker's monotonic clock."""
 
     works: list[RankingWork]
-    plan: BatchPlan
+    plan: BatchPlan | None
+    """None without works."""
 
 
 class Batches:
@@ -47,7 +48,7 @@ class Batches:
         by itself now, because the forward with both failed.
         """
         batch = self._take(now_us, first)
-        return self._rank(batch, batch.plan.must_end_us - batch.plan.ends_us) if batch.works else None
+        return self._rank(batch, batch.plan.must_end_us - batch.plan.ends_us) if batch.plan is not None else None
 
     def can_rank_beside_chunk(self) -> bool:
         """Whether a ready request could be ranked in the forward of the next pre-infer chunk."""
@@ -101,18 +102,20 @@ class Batches:
         answer_us = backlog.answer_us
         latency = self._parts.corrector.model
         must_pay = latency.shared_us is not None and backlog.patience >= 1.0
-        batch = _Batch([], BatchPlan(float(now_us), settings.max_batch_rows))
+        works: list[RankingWork] = []
+        plan: BatchPlan | None = None
+        must_end_us = float("inf")
         passed_over: list[PrefixWork | RankingWork] = []
         if first is not None:
             queue.remove(first)
-        while max(len(batch.works), len(passed_over)) < settings.max_batch_requests:
+        while max(len(works), len(passed_over)) < settings.max_batch_requests:
             work, first = first if first is not None else queue.pop(), None
             if work is None:
                 break
             if isinstance(work, PrefixWork):
                 # The prefix continues right after this batch. A longer batch could make it too late.
                 passed_over.append(work)
-                batch.plan.end_before(work.latest_start_us)
+                must_end_us = min(must_end_us, work.latest_start_us)
                 continue
             # The last request in the queue delays no other, and may be cut finer.
             caution = backlog.caution if backlog.total_us else 1.0
@@ -121,27 +124,26 @@ class Batches:
                 self._requests.reject(work)
                 continue
             # Results are written one after the other.
-            predicted_us = further_us = work.predicted_us
-            behind = 0
-            if batch.works:
-                further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens)
-                behind = len(queue)
-            request = BatchRequest(
-                alone_us=predicted_us * caution + answer_us,
-                further_us=further_us * caution + answer_us,
-                rows=work.scored_tokens,
-                answer_by_us=work.answer_by_us,
-            )
-            if not batch.plan.take(request, behind, must_pay=must_pay):
-                passed_over.append(work)
-                break
-            batch.works.append(work)
+            alone_us = work.predicted_us * caution + answer_us
+            if plan is None:
+                first_must_end_us = min(must_end_us, work.answer_by_us)
+                plan = BatchPlan(now_us + alone_us, first_must_end_us, work.scored_tokens, settings.max_batch_rows)
+            else:
+                further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * caution + answer_us
+                plan.end_before(must_end_us)
+                request = BatchRequest(alone_us, further_us, work.scored_tokens, work.answer_by_us)
+                if not plan.take(request, len(queue), must_pay=must_pay):
+                    passed_over.append(work)
+                    break
+            works.append(work)
         for other in passed_over:
             queue.push(other)
         waiting = queue.peek()
-        if waiting is not None:
-            batch.plan.end_before(waiting.latest_start_us)
-        return batch
+        if plan is not None:
+            if waiting is not None:
+                must_end_us = min(must_end_us, waiting.latest_start_us)
+            plan.must_end_us = min(plan.must_end_us, must_end_us)
+        return _Batch(works, plan)
 
     def _forward_mixed(
         self, batch: list[RankingWork], chunk: Chunk, started_us: int

@@ -30,7 +30,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Collection
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from relaygr.admission.latency import LatencyModel
@@ -270,35 +270,33 @@ class BatchRequest:
     answer_by_us: int
 
 
+@dataclass(slots=True)
 class BatchPlan:
-    """The requests of one ranking pass, taken one after the other. Times are on the worker's monotonic clock."""
+    """The requests of one ranking pass: one at first, others are taken. Times are on the worker's monotonic clock."""
 
-    def __init__(self, now_us: float, max_rows: int) -> None:
-        self.requests = 0
-        self.ends_us = now_us
-        self.must_end_us = math.inf
-        """When the first of the batch, or other work that follows it, would be late."""
-        self._rows = 0
-        self._max_rows = max_rows
+    ends_us: float
+    must_end_us: float
+    """When the first of the batch, or other work that follows it, would be late."""
+    rows: int
+    max_rows: int
+    requests: int = 1
 
     def end_before(self, time_us: float) -> None:
         """Other work must start by then."""
         self.must_end_us = min(self.must_end_us, time_us)
 
     def take(self, request: BatchRequest, behind: int, *, must_pay: bool) -> bool:
-        """Takes the request, or returns false and changes nothing. The first is taken in any case.
+        """Takes one more request, or returns false and changes nothing.
 
         `behind`: waiting work after the request. `must_pay` false: each request that ends in time is taken.
         """
-        ends_us = self.ends_us + (request.further_us if self.requests else request.alone_us)
+        ends_us = self.ends_us + request.further_us
         must_end_us = min(self.must_end_us, request.answer_by_us)
-        rows = self._rows + request.rows
-        if self.requests and (
-            ends_us > must_end_us or rows > self._max_rows or (must_pay and not self._pays(request, behind))
-        ):
+        rows = self.rows + request.rows
+        if ends_us > must_end_us or rows > self.max_rows or (must_pay and not self._pays(request, behind)):
             return False
         self.requests += 1
-        self.ends_us, self.must_end_us, self._rows = ends_us, must_end_us, rows
+        self.ends_us, self.must_end_us, self.rows = ends_us, must_end_us, rows
         return True
 
     def _pays(self, request: BatchRequest, behind: int) -> bool:
