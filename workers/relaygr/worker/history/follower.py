@@ -35,6 +35,7 @@ import lmdb
 import structlog
 from confluent_kafka import (
     OFFSET_BEGINNING,
+    OFFSET_END,
     Consumer,
     KafkaError,
     KafkaException,
@@ -43,7 +44,7 @@ from confluent_kafka import (
 )
 from prometheus_client import Counter, Gauge, Histogram
 
-from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.clients import asking_fetch_wait_ms, make_assigned_consumer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
@@ -358,7 +359,8 @@ class HistoryFollower:
                 continue
             break
         while not self._stopping.is_set():
-            consumer = make_assigned_consumer(self._kafka, self._client_id, options=_CONSUMER_OPTIONS)
+            options = {**_CONSUMER_OPTIONS, "fetch.wait.max.ms": asking_fetch_wait_ms(self._kafka)}
+            consumer = make_assigned_consumer(self._kafka, self._client_id, options=options)
             try:
                 while not self._stopping.is_set():
                     self._turn(consumer)
@@ -634,20 +636,24 @@ class HistoryFollower:
     def _mark_current(self, consumer: Consumer) -> None:
         """Asks the broker for the ends of the logs, and marks the partitions that are stored up to their end."""
         now_ms = self._clock.wall_us() // 1000
-        current = []
+        topics = (self._topic, self._behaviours)
+        wanted = [TopicPartition(topic, partition, OFFSET_END) for partition in self._followed for topic in topics]
+        ends: dict[tuple[str, int], int] = {}
         try:
-            for partition, followed in self._followed.items():
-                ends = [
-                    consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=METADATA_S)
-                    for topic in (self._topic, self._behaviours)
-                ]
-                if all(
-                    tail is not None and stored_to >= tail[1]
-                    for tail, stored_to in zip(ends, followed.stored_to, strict=True)
-                ):
-                    current.append(partition)
+            # One request for all partitions: each one waits for the fetch before it.
+            for found in consumer.offsets_for_times(wanted, timeout=METADATA_S) if wanted else []:
+                if found.error is None and found.offset >= 0:
+                    ends[found.topic, found.partition] = found.offset
         except KafkaException as error:
             log.info("ends of the history logs not known", cause=error.args[0].str())
+        current = [
+            partition
+            for partition, followed in self._followed.items()
+            if all(
+                (topic, partition) in ends and stored_to >= ends[topic, partition]
+                for topic, stored_to in zip(topics, followed.stored_to, strict=True)
+            )
+        ]
         if current:
             self._store.mark_current(current, now_ms)
         self._store.expire(now_ms - DELETED_KEPT_MS)
