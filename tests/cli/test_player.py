@@ -32,6 +32,9 @@ class ForgetfulClient:
     def publish_history(self, history):
         pass
 
+    def publish_behaviours(self, event):
+        pass
+
     def publish_retrieval(self, user_id, **fields):
         pass
 

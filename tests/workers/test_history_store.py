@@ -152,7 +152,7 @@ def test_a_record_below_the_stored_offset_is_not_applied_twice(store: HistorySto
 def test_batches_of_several_partitions_are_one_transaction(store: HistoryStore) -> None:
     broken = HistoryRecord("v", 0, history("v"))
     object.__setattr__(broken.history, "behaviours", None)
-    with pytest.raises(TypeError):
+    with pytest.raises(AttributeError):
         store.apply_all([HistoryBatch(0, (entry(0, "u"),), 1), HistoryBatch(1, (broken,), 1)])
     assert store.get("u") is None
     assert store.next_offset(0) is None
