@@ -100,8 +100,6 @@ class Batches:
         settings, queue = self._parts.settings, self._context.scheduler.ranking
         backlog = self._context.scheduler.backlog
         answer_us = backlog.answer_us
-        latency = self._parts.corrector.model
-        must_pay = latency.shared_us is not None and backlog.patience >= 1.0
         works: list[RankingWork] = []
         plan: BatchPlan | None = None
         must_end_us = float("inf")
@@ -129,6 +127,9 @@ class Batches:
                 first_must_end_us = min(must_end_us, work.answer_by_us)
                 plan = BatchPlan(now_us + alone_us, first_must_end_us, work.scored_tokens, settings.max_batch_rows)
             else:
+                # Asked here, because a request that is ranked alone needs no new model after each measurement.
+                latency = self._parts.corrector.model
+                must_pay = latency.shared_us is not None and backlog.patience >= 1.0
                 further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * caution + answer_us
                 plan.end_before(must_end_us)
                 request = BatchRequest(alone_us, further_us, work.scored_tokens, work.answer_by_us)
