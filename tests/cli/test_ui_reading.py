@@ -189,15 +189,14 @@ def test_an_answer_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch
             with connection, contextlib.suppress(OSError):
                 connection.recv(4096)
                 connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-                for _ in range(200):
+                # It ends when the reader has closed the connection.
+                while True:
                     connection.sendall(b"x")
                     time.sleep(0.02)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        started_s = time.monotonic()
         assert read_page(f"http://127.0.0.1:{slow.getsockname()[1]}/metrics") is None
-        assert time.monotonic() - started_s < 2
         thread.join()
 
 
