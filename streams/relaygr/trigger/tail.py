@@ -4,7 +4,8 @@ The jobs topic says what was sent, by whichever process. Its tail takes the plac
 written for it, and no topic kept. A thread reads it while events are decided already; the deciding thread takes the
 jobs in small portions.
 
-The right to read the jobs is not needed for anything else. Without it, the users are remembered from new events on.
+`relaygr trigger` asks for the right to read the jobs at its start. If it is taken away later, the users of partitions
+that are assigned from then on are remembered from new events on.
 """
 
 from __future__ import annotations
