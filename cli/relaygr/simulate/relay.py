@@ -22,7 +22,6 @@ from typing import Final
 import numpy as np
 import simpy
 
-from relaygr.admission.policy import DecisionReason
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import PreInferJob, RankingRequest, RetrievalEvent
 from relaygr.schemas.partitioner import users_in
@@ -139,7 +138,6 @@ class RelaySimulation:
         self._latencies_us: list[int] = []
         self._endings = bytearray()
         self.duplicates = 0
-        self.decisions: Counter[DecisionReason] = Counter()
         self._jobs: Counter[str] = Counter()
         self._found: Counter[str] = Counter()
         self._prepared: Counter[str] = Counter()
@@ -254,7 +252,6 @@ class RelaySimulation:
     def _decide(self, number: int, event: RetrievalEvent, partition: int) -> None:
         wall_us = EPOCH_US + int(self._env.now)
         decision = self._handler.admit(event, partition, wall_us)
-        self.decisions[decision.reason] += 1
         if decision.admit:
             self._after(self._hops.next(), partial(self._deliver_job, number, job_of(event, wall_us), partition))
 
