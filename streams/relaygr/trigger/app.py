@@ -53,7 +53,7 @@ _GAUGE_INTERVAL_S = 0.5
 _FLUSH_S = 2.0
 _DECIDE_US = 1_000_000
 _STOP_S = 5.0
-_FLEET_US = 3_000_000
+_FLEET_US = 10_000_000
 _FLEET_POLL_S = 0.02
 _WAITING = "waiting for group and offsets"
 
@@ -291,6 +291,7 @@ class TriggerApp:
         except Exception as error:
             log.exception("the decision on an event failed", partition=message.partition(), offset=message.offset())
             reason = DecisionReason.ERROR
+            self._forget_job(_as_bytes(message.key()))
             # Its text may name a user; the log has the traceback.
             self._dead_letter(message, reason, type(error).__name__)
         else:
