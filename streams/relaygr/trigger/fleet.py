@@ -184,15 +184,23 @@ class FleetReader:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        # The client then reports the end of the topic. Statuses arrive too often for a pause to mark the end.
+        # The client then reports the end of a topic without statuses.
         options = {"enable.partition.eof": True}
         consumer = make_assigned_consumer(self._kafka, self._client_id, options=options)
         try:
             consumer.assign([TopicPartition(self._kafka.topic(Topic.WORKERS), 0, OFFSET_BEGINNING)])
             while not self._stopping.is_set():
                 message = consumer.poll(_POLL_S)
-                if message is not None:
-                    self._read(message)
+                if message is None:
+                    continue
+                self._read(message)
+                if not self._caught_up.is_set() and message.error() is None:
+                    # With many workers, the next status always comes before a fetch without data reports the end.
+                    place = TopicPartition(self._kafka.topic(Topic.WORKERS), 0)
+                    known = consumer.get_watermark_offsets(place, cached=True)
+                    offset = message.offset()
+                    if known is not None and offset is not None and 0 <= known[1] <= offset + 1:
+                        self._caught_up.set()
         finally:
             consumer.close()
 
