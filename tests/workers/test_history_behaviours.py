@@ -140,14 +140,17 @@ def test_records_and_both_offsets_are_one_transaction(store: HistoryStore) -> No
     assert items(store) == [1, 2]
 
 
-def test_a_partition_that_is_read_again_adds_nothing_twice(store: HistoryStore) -> None:
-    entries = (snapshot(0, 1), event(0, 2), event(1, 3, position=2))
-    read(store, *entries)
-    store.rewind(0)
-    assert store.next_event(0) is None
-    outcome = read(store, *entries)
-    assert outcome.added == {Added.COVERED: 2}
-    assert items(store) == [1, 2, 3]
+def test_records_that_are_read_again_because_of_an_undelivered_dead_letter_add_nothing_twice(
+    store: HistoryStore,
+) -> None:
+    """The stored offsets stay before a dead letter, though later records are stored."""
+    entries = (snapshot(1, 1), event(1, 2), event(2, 3, position=2))
+    histories, events = entries[:1], entries[1:]
+    for added in ({Added.APPENDED: 2}, {Added.COVERED: 2}):
+        outcome = store.apply_all([HistoryBatch(0, histories, 0, events, 0)])
+        assert outcome.added == added
+        assert (store.next_offset(0), store.next_event(0)) == (None, None)
+        assert items(store) == [1, 2, 3]
 
 
 def test_duplicates_by_position_are_left_out_also_in_part(store: HistoryStore) -> None:
@@ -266,6 +269,9 @@ def test_a_full_store_refuses_a_user_whose_behaviours_do_not_fit(tmp_path: Path)
     state = opened.state(0)
     assert state is not None and state.refused >= 1
     assert state.next_event == offset
+    read(opened, event(offset, 1, user=refused[-1]), event(offset + 1, 1, user="after-that"))
+    assert has_gap(opened, refused[-1]), "its earlier behaviours were refused"
+    assert has_gap(opened, "after-that"), "nobody knows whether it had earlier ones"
     assert (tmp_path / "data.mdb").stat().st_size <= MIB
     opened.close()
 

@@ -405,6 +405,26 @@ def test_refused_records_are_read_again_once_there_is_space(kafka_settings: Kafk
     larger.close()
 
 
+def test_behaviours_that_were_refused_are_read_again_though_later_ones_were_stored(
+    kafka_settings: KafkaSettings, tmp_path: Path
+) -> None:
+    publisher = Publisher(kafka_settings)
+    users = [f"user-{number}" for number in range(4)]
+    for first in range(0, 256 * 40, 256):
+        for user in users:
+            publisher.act(user, *range(first, first + 256))
+    small = HistoryStore.open(tmp_path / "small", MIB)
+    with following(kafka_settings, small):
+        whole = [user for user in users if len(items_of(small, user) or ()) == 256 * 40]
+        assert len(whole) < len(users)
+    small.close()
+    larger = HistoryStore.open(tmp_path / "small", 32 * MIB)
+    with following(kafka_settings, larger):
+        for user in users:
+            assert items_of(larger, user) == list(range(256 * 40))
+    larger.close()
+
+
 # -- behaviours ------------------------------------------------------------------------------------
 
 

@@ -341,6 +341,27 @@ def test_a_refused_update_leaves_no_outdated_history_behind(tmp_path: Path) -> N
     opened.close()
 
 
+def test_a_batch_that_does_not_fit_as_a_whole_does_not_pass_its_offset(tmp_path: Path) -> None:
+    """Its offset stays before a dead letter that is not delivered yet, also if the records are stored one by one."""
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    records = [entry(offset, f"u{offset}", length=2000) for offset in range(40)]
+    transactions: list[int] = []
+    apply_once = opened._apply
+
+    def counted(batches: Sequence[HistoryBatch]) -> ApplyOutcome:
+        transactions.append(len(batches[0].records))
+        return apply_once(batches)
+
+    opened._apply = counted  # type: ignore[method-assign]
+    with opened._files.env.begin(), pytest.raises(StoreFullError):
+        while True:
+            apply(opened, 0, records, 3)
+    assert 1 in transactions, "stored one by one"
+    assert opened.next_offset(0) == 3
+    opened.close()
+
+
 def test_while_a_reader_holds_old_pages_nothing_is_lost_silently(tmp_path: Path) -> None:
     """LMDB reuses no page while a read transaction is open, so the file itself becomes full."""
     opened = HistoryStore.open(tmp_path, MIB)
@@ -363,12 +384,9 @@ def test_while_a_reader_holds_old_pages_nothing_is_lost_silently(tmp_path: Path)
     opened.close()
 
 
-def test_rewinding_keeps_the_users_and_forgetting_deletes_those_of_the_partition(store: HistoryStore) -> None:
+def test_forgetting_deletes_the_users_of_the_partition(store: HistoryStore) -> None:
     apply(store, 0, [entry(0, "a")], 5)
     apply(store, 1, [entry(0, "b")], 7)
-    store.rewind(0)
-    assert store.next_offset(0) is None
-    assert store.get("a") is not None
     assert store.forget(0) == 1
     assert store.get("a") is None
     assert store.get("b") is not None

@@ -4,7 +4,8 @@ The follower has a thread and a consumer of its own (`assign`, no group). Contra
 
 * `follow` sets the partitions, from any thread; the follower's thread applies them at its next turn. It reads a
   partition from the stored offsets. It reads from the beginning if no offset is stored, if a stored offset is out of
-  its log's range, or if the store is so old that deletions may have been compacted away.
+  its log's range, if the store is so old that deletions may have been compacted away, or if the store refused records
+  of the partition and has space now. Then it deletes the partition's users first.
 * Of each partition it reads the snapshots to their end first, and then the behaviours too. The order does not change
   the result, but later behaviours on top of a snapshot cost less than a snapshot below behaviours.
 * A batch and its next offsets are stored in one transaction. After any failure the follower waits and reads again
@@ -422,13 +423,9 @@ class HistoryFollower:
             self._restart(partition, "deletions_may_be_missing")
             state = None
         elif state is not None and state.refused and self._store.has_room:
-            self._store.rewind(partition)
-            _RESTARTED_PARTITIONS.labels("refused_before").inc()
-            log.info(
-                "history partition is read again: the store has free space now",
-                partition=partition,
-                refused=state.refused,
-            )
+            # Users of refused records have the behaviours after those only, so they are read anew, too.
+            self._restart(partition, "refused_before")
+            state = None
         if state is None:
             self._missed.add(partition)
             self._store.mark_current((partition,), now_ms)

@@ -200,11 +200,12 @@ class Draft:
         return cls(head, bytes(data[_HEAD.size : rows_at]), bytes(data[rows_at:]), chunk)
 
     @classmethod
-    def empty(cls, covered: Coverage) -> Draft:
-        """The history of a user without a snapshot."""
+    def empty(cls, covered: Coverage, *, has_gap: bool = False) -> Draft:
+        """The history of a user without a snapshot. `has_gap`: earlier behaviours may be missing."""
         seed = digest_chain(np.empty(0, "<i8"), Behaviours.empty()).seed
         head = Head(seed=seed, closed_digest=seed, covered_offset=covered.offset, covered_before_ms=covered.before_ms)
         head.next_event = covered.offset
+        head.flags = _HAS_GAP if has_gap else 0
         return cls(head, b"", b"", _no_chunk)
 
     @classmethod

@@ -17,8 +17,9 @@ Contract:
 * A compaction erases the bytes of deleted users from the files (`relaygr.worker.history.files`). `removed_at_ms` is the
   time of the oldest deletion whose bytes may still be there.
 * No file grows past `max_bytes`, and nothing is evicted. A record for which there is no space is refused: the
-  refusal is counted, and the user's older version is deleted, since it would be mistaken for the newest. A partition
-  with refused records can be read again from the beginning when there is free space.
+  refusal is counted, and the user's older version is deleted, since it would be mistaken for the newest. Later
+  behaviours of that user count as a history with a gap. The follower reads a partition with refused records again, from
+  the beginning and without its users, when there is free space.
 
 * Records of the behaviours topic are appended in the same transaction as both offsets. `relaygr.worker.history.records`
   says what becomes of each, and has the form of a stored history.
@@ -299,8 +300,8 @@ class HistoryStore:
     def apply_all(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
         """Stores the batches and their next offsets in one transaction, all or nothing.
 
-        Skips records below the stored offset, and never lowers the offset (`forget` and `rewind` do that). A batch
-        that does not fit is stored one record at a time. Raises StoreFullError if one record does not fit, lmdb.Error
+        Skips records below the stored offset, and never lowers the offset (`forget` does that). A batch that
+        does not fit is stored one record at a time. Raises StoreFullError if one record does not fit, lmdb.Error
         if the disk fails.
         """
         try:
@@ -313,7 +314,7 @@ class HistoryStore:
                 entries: tuple[HistoryRecord | EventRecord, ...] = (*batch.records, *batch.events)
                 for entry in entries:
                     # One by one, so that an error can report the records that were stored.
-                    outcomes.append(self._apply_one(batch.partition, entry))  # noqa: PERF401
+                    outcomes.append(self._apply_one(batch, entry))  # noqa: PERF401
                 outcomes.append(self._apply((replace(batch, records=(), events=()),)))
         except lmdb.MapFullError as error:
             text = f"the history store in {self.path} has no free page: raise worker.history_max_bytes"
@@ -389,13 +390,6 @@ class HistoryStore:
             for key in expired:
                 self._delete(txn, _DELETED, key)
         return len(expired)
-
-    def rewind(self, partition: int) -> None:
-        """Resets a partition's offsets to the beginning and keeps its users."""
-        with self._write() as txn:
-            state = _state(self._files, txn, partition)
-            if state is not None:
-                self._put_state(txn, partition, replace(state, next_offset=0, refused=0, next_event=0))
 
     def mark_current(self, partitions: Iterable[int], now_ms: int) -> None:
         """Records that these partitions are complete now, or are read without a gap from now on."""
@@ -555,20 +549,25 @@ class HistoryStore:
             if each.offset < state.next_event:
                 tally.repeated += 1
             else:
-                self._add(txn, batch.partition, each, tally)
+                may_miss = state.refused > 0 or len(tally.refused) > refused_before
+                self._add(txn, batch.partition, each, may_miss, tally)
         refused = len(tally.refused) - refused_before
         self._advance(txn, batch.partition, state, batch.next_offset, batch.next_event, refused)
 
-    def _apply_one(self, partition: int, entry: HistoryRecord | EventRecord) -> ApplyOutcome:
-        """Stores one record in its own transaction, or refuses it. Raises lmdb.MapFullError if neither is possible."""
+    def _apply_one(self, batch: HistoryBatch, entry: HistoryRecord | EventRecord) -> ApplyOutcome:
+        """Stores one record in its own transaction, or refuses it. Raises lmdb.MapFullError if neither is possible.
+
+        The offsets do not pass those of its batch, which may be before the record.
+        """
+        partition = batch.partition
         if isinstance(entry, EventRecord):
-            user_id, next_offset, next_event = entry.event.user_id, 0, entry.offset + 1
-            batch = HistoryBatch(partition, (), 0, (entry,), next_event)
+            user_id, next_offset, next_event = entry.event.user_id, 0, min(entry.offset + 1, batch.next_event)
+            alone = HistoryBatch(partition, (), 0, (entry,), next_event)
         else:
-            user_id, next_offset, next_event = entry.user_id, entry.offset + 1, 0
-            batch = HistoryBatch(partition, (entry,), next_offset)
+            user_id, next_offset, next_event = entry.user_id, min(entry.offset + 1, batch.next_offset), 0
+            alone = HistoryBatch(partition, (entry,), next_offset)
         try:
-            return self._apply((batch,))
+            return self._apply((alone,))
         except lmdb.MapFullError:
             if isinstance(entry, HistoryRecord) and entry.history is None:
                 raise
@@ -610,19 +609,24 @@ class HistoryStore:
         if entry.written_at_ms:
             self._put(txn, _DELETED, _deleted_key(partition, user), _TIME.pack(entry.written_at_ms))
         tally.deleted.append(entry.user_id)
-        if draft.head.length and self._has_room_for(txn, draft):
-            self._store(txn, partition, user, draft)
-            tally.changed.append(entry.user_id)
+        if not draft.head.length:
+            return
+        if not self._has_room_for(txn, draft):
+            tally.refused.append(entry.user_id)
+            return
+        self._store(txn, partition, user, draft)
+        tally.changed.append(entry.user_id)
 
-    def _add(self, txn: Any, partition: int, entry: EventRecord, tally: _Tally) -> None:
-        """Appends the behaviours of a record."""
+    def _add(self, txn: Any, partition: int, entry: EventRecord, may_miss: bool, tally: _Tally) -> None:
+        """Appends the behaviours of a record. `may_miss`: those before of a user without a history may be refused."""
         user_id = entry.event.user_id
         user = user_id.encode()
         draft = self._draft(txn, user)
         is_new = draft is None
         if draft is None:
             deleted = txn.get(_deleted_key(partition, user), db=self._files.deleted)
-            draft = Draft.empty(Coverage(before_ms=0 if deleted is None else _TIME.unpack(deleted)[0] + 1))
+            covered = Coverage(before_ms=0 if deleted is None else _TIME.unpack(deleted)[0] + 1)
+            draft = Draft.empty(covered, has_gap=may_miss)
         added = draft.add(entry.event, entry.offset, entry.written_at_ms)
         tally.added[added] += 1
         if added in (Added.COVERED, Added.DUPLICATE):
