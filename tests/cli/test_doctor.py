@@ -195,6 +195,17 @@ def test_the_status_that_came_quickest_tells_the_clock() -> None:
     assert statuses.workers(NOW_US)[0].offset_us == -700
 
 
+def test_a_check_that_fails_in_an_unexpected_way_says_how_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no such file system")
+
+    monkeypatch.setattr(observe, "shared_folder", broken)
+    examination = Examination(Settings())
+    [found] = examination._bounded("shared memory", 60, examination._shared_memory)
+    assert (found.verdict, found.what) == (FAIL, "the check failed: ValueError: no such file system")
+    assert not examination.is_stuck
+
+
 # -- the model ---------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import re
+import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,11 @@ from hypothesis import given
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.publish import app
+from relaygr.client import RankOutcome, RankStatus
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.publishing.json_lines import MAX_LINE_BYTES, JsonLineError, read_lines
 from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
+from relaygr.publishing.outcomes import Outcomes
 from relaygr.schemas import codec
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.json_messages import from_json, to_json
@@ -155,6 +162,46 @@ def test_requests_without_an_answer_are_outcomes_and_counted(kafka_settings: Kaf
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "timed_out"
     assert "1 timed_out (0 of them answered late, 1 not at all)" in done.stderr
+
+
+def outcome_now(status: RankStatus = RankStatus.RANKED) -> Future[RankOutcome]:
+    future: Future[RankOutcome] = Future()
+    future.set_result(RankOutcome("id", status, 1))
+    return future
+
+
+def test_after_the_reader_of_the_outcomes_has_left_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", closefd=False) as pipe, Outcomes(1) as outcomes:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        for line in (1, 2, 3):
+            outcomes.follow(line, request_of(), outcome_now)
+        outcomes.wait()
+        monkeypatch.undo()
+        assert outcomes.counts == {"ranked": 3}
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+    os.close(writing)
+
+
+def test_an_outcome_that_nobody_reads_takes_the_place_of_an_open_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    prints, is_read = threading.Event(), threading.Event()
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            prints.set()
+            assert is_read.wait(60)
+            return super().write(text)
+
+    with Outcomes(1) as outcomes:
+        monkeypatch.setattr(sys, "stdout", Slow())
+        outcomes.follow(1, request_of(), outcome_now)
+        assert prints.wait(60)
+        assert not outcomes._room.acquire(blocking=False)
+        is_read.set()
+        outcomes.wait()
+        monkeypatch.undo()
 
 
 def test_more_lines_than_may_be_in_flight_are_all_answered(kafka_settings: KafkaSettings) -> None:

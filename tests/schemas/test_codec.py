@@ -381,6 +381,8 @@ def test_messages_of_plain_sequences_equal_those_of_arrays() -> None:
     history = History("u", 1, [3], Behaviours.of(rows))  # type: ignore[arg-type]
     assert history == History("u", 1, np.array([3]), own)
     assert history.version() == History("u", 1, np.array([3]), own).version()
+    mixed = Behaviours(own.items, own.actions.tolist(), own.timestamps_ms.tolist())  # type: ignore[arg-type]
+    assert History("u", 1, np.array([3]), mixed).version() == history.version()
     assert decode(History, encode(history)) == history
     sent = request(candidates=[1, 2], suffix=Behaviours([5, 6], [1, 0], [1000, 2000]))  # type: ignore[arg-type]
     assert encode(sent) == encode(request(candidates=np.array([1, 2]), suffix=own))

@@ -159,3 +159,6 @@ def _outcome(name: str, look: Look) -> Sequence[Diagnosis]:
         return [Diagnosis(name, Verdict.FAIL, observe.no_answer(error), "look at the brokers and at the network")]
     except ModuleNotFoundError as error:
         return [Diagnosis(name, Verdict.SKIP, f"{error.name} is not installed on this machine")]
+    except Exception as error:  # The other checks go on.
+        what = f"the check failed: {type(error).__name__}: {error}"
+        return [Diagnosis(name, Verdict.FAIL, what, "look at what it names, or report it as a fault of RelayGR")]

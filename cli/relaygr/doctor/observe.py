@@ -107,9 +107,11 @@ class Statuses(Fleet):
         """Set once the topic was read to its end: later statuses were written while we read."""
 
     def apply(self, worker_id: str, status: WorkerStatus | None, now_us: int) -> None:
-        before = self.heard.pop(worker_id, None)
         if status is None or status.state is WorkerState.STOPPING:
+            self.heard.pop(worker_id, None)
             return
+        # It stays in the table meanwhile: another thread asks it whether every worker was heard.
+        before = self.heard.get(worker_id)
         now = _Heard(status)
         if self.is_live.is_set():
             offset_us = status.written_at_us - now_us

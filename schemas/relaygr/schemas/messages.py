@@ -199,9 +199,8 @@ class History:
 
     def chain(self) -> DigestChain:
         """The digest chain of features and behaviours. Lists become arrays."""
-        if type(self.features) is not np.ndarray or type(self.behaviours.items) is not np.ndarray:
-            _make_arrays(self, "features")
-            _make_arrays(self.behaviours, "items", "actions", "timestamps_ms")
+        _make_arrays(self, "features")
+        _make_arrays(self.behaviours, "items", "actions", "timestamps_ms")
         return digest_chain(self.features, self.behaviours)
 
     def version(self) -> HistoryVersion:
@@ -564,7 +563,9 @@ def _check_history(message: RetrievalEvent | PreInferJob | RankingRequest) -> No
 def _make_arrays(message: Any, *names: str) -> None:
     """Gives a writer's message arrays in the place of lists. Decoded messages have arrays."""
     for name in names:
-        object.__setattr__(message, name, _as_array(getattr(message, name)))
+        value = getattr(message, name)
+        if type(value) is not np.ndarray:
+            object.__setattr__(message, name, _as_array(value))
 
 
 def _as_array(values: Any) -> NDArray[Any]:

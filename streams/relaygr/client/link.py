@@ -269,18 +269,19 @@ class GatewayLink:
     def _on_ranking_report(
         self, entry: PendingRequest, deadline_us: int, error: KafkaError | None, message: Message
     ) -> None:
-        if entry.trace is not None:
-            entry.trace.send.reported(delivery_report(error, message))
         if error is None:
             self._ledger.acknowledged(entry)
             self._set_reachable(True)
-            return
-        if error.code() in _FINAL_ERRORS:
+        elif error.code() in _FINAL_ERRORS:
             _log.error("the broker refused a ranking request", request_id=entry.request_id, error=error.str())
-            return
-        key, value = message.key(), message.value()
-        if key is not None and value is not None:
-            self._ledger.not_delivered(entry, lambda: self.send(entry, key, value, deadline_us))
+        else:
+            key, value = message.key(), message.value()
+            if key is not None and value is not None:
+                is_sent_again = self._ledger.not_delivered(entry, lambda: self.send(entry, key, value, deadline_us))
+                if is_sent_again:
+                    return  # Its span ends with a later report.
+        if entry.trace is not None:
+            entry.trace.send.reported(delivery_report(error, message))
 
     def _send_again(self, entry: PendingRequest) -> None:
         if entry.send_again is None:
