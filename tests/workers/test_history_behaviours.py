@@ -518,8 +518,7 @@ from relaygr.schemas.messages import BehaviourEvent, Behaviours
 from relaygr.worker.history.store import EventRecord, HistoryBatch, HistoryStore, StoreOrigin
 store = HistoryStore.open(sys.argv[1], 64 << 20)
 store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1", "topic-2"))
-offset = store.next_event(0) or 0
-print("writing", flush=True)
+offset = began = store.next_event(0) or 0
 while True:
     # The item of a record is its offset.
     events = tuple(
@@ -529,6 +528,8 @@ while True:
         for at in range(offset, offset + 20)
     )
     store.apply_all([HistoryBatch(0, (), 0, events, offset + 20)])
+    if offset == began:
+        print("writing", flush=True)
     offset += 20
 """
 

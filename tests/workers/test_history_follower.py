@@ -223,8 +223,7 @@ def test_a_partition_that_another_process_read_meanwhile_may_have_lost_users(
         assert set(reported.missed) == everything
         reported.missed.clear()
         follower.follow(everything - {partition})
-        until(lambda: not follower.caught_up(partition), "left")
-        time.sleep(0.3)
+        until(lambda: partition not in follower._caught_up, "the follower's thread has left it")
         publisher.send_raw(b"user", None)
         store.apply_all([HistoryBatch(partition, (), 2)])
         follower.follow(everything)

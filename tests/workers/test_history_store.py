@@ -473,8 +473,7 @@ from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore, StoreOrigin
 store = HistoryStore.open(sys.argv[1], 16 << 20)
 store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1"))
-offset = store.next_offset(0) or 0
-print("writing", flush=True)
+offset = began = store.next_offset(0) or 0
 while True:
     # Version and length are the offset's, for both of a pair of users.
     length = offset % 500
@@ -485,6 +484,8 @@ while True:
         for at, user in enumerate(users)
     )
     store.apply_all([HistoryBatch(0, records, offset + 2), HistoryBatch(1, (), offset + 2)])
+    if offset == began:
+        print("writing", flush=True)
     offset += 2
 """
 
