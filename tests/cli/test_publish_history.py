@@ -20,6 +20,7 @@ from relaygr.schemas.codec import decode
 from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
+from relaygr.worker.history.records import Coverage, Draft, assembled
 from tests.echo_worker import read_topic
 
 LOG = "userId,movieId,rating,timestamp\n" + "".join(
@@ -149,6 +150,20 @@ def test_the_newest_behaviours_are_kept(log: Path) -> None:
     history = history_of(read, 0, Selection(max_behaviours=4))
     assert history.behaviours.items.tolist() == [30, 35, 40, 45]
     np.testing.assert_array_equal(history.behaviours.items, read.of(0).items[-4:])
+
+
+def test_behaviours_of_the_log_continue_a_history_without_the_oldest(log: Path) -> None:
+    """Both count positions from the beginning of the log, so nothing is added twice and nothing is missing."""
+    earlier = log.with_name("earlier.csv")
+    earlier.write_text("".join(f"{line}\n" for line in LOG.splitlines()[:36]))
+    draft = Draft.of_snapshot(history_of(read_interactions(earlier), 0, Selection(max_behaviours=4)), 0, Coverage())
+    read = read_interactions(log)
+    for offset, event in enumerate(publishing._events(read, None)):
+        if event.user_id == read.users[0]:
+            draft.add(event, offset, 0)
+    stored = assembled("user-0", draft.head_bytes(), [])
+    assert stored.history.behaviours.items.tolist() == [15, 20, 25, 30, 35, 40, 45]
+    assert not stored.has_gap
 
 
 class FailingProducer:

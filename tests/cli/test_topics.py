@@ -62,7 +62,7 @@ def test_too_few_partitions_for_the_workers_is_a_warning_that_does_not_fail(kafk
 def test_create_says_what_it_would_make_then_makes_it_and_then_finds_it(real_broker: LocalBroker) -> None:
     kafka = fresh(real_broker)
     planned = run(kafka, "create", "--dry-run")
-    assert (planned.exit_code, planned.stdout.count("to create"), "error" in planned.stdout) == (0, 8, False)
+    assert (planned.exit_code, planned.stdout.count("to create"), "error" in planned.stdout) == (0, 9, False)
     made = run(kafka, "create")
     assert (made.exit_code, made.stdout.count("created")) == (0, 8)
     again = run(kafka, "create")

@@ -66,10 +66,13 @@ def histories_count(interactions: Interactions, selection: Selection) -> int:
 
 def history_of(interactions: Interactions, index: int, selection: Selection) -> History:
     """The snapshot of user `index`."""
-    behaviours = interactions.of(index)[-min(selection.max_behaviours, MAX_BEHAVIOURS) :]
+    whole = interactions.of(index)
+    behaviours = whole[-min(selection.max_behaviours, MAX_BEHAVIOURS) :]
+    left_out = len(whole) - len(behaviours)
     newest_ms = int(behaviours.timestamps_ms[-1])
     number = newest_ms if selection.number is None else selection.number
-    return History(interactions.users[index], number, np.empty(0, "<i8"), behaviours)
+    # Behaviours as events name their positions in the whole log.
+    return History(interactions.users[index], number, np.empty(0, "<i8"), behaviours, left_out or None)
 
 
 def publish_histories(
