@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
@@ -90,25 +91,36 @@ class Stack:
         before = jobs_done(self.worker)
         history = history_of(user_id, length, seed)
         self.client.publish_history(history)
-        event = self.client.publish_retrieval(
-            user_id,
-            ranking_budget_ms=BUDGET_MS,
-            expected_ranking_in_ms=1_000,
-            expected_candidates=20,
-            expected_suffix=4,
-            history_version=history.version(),
-        )
 
         def ended() -> bool:
             done = jobs_done(self.worker)
             return any(done.get(outcome, 0) > before.get(outcome, 0) for outcome in outcomes)
 
-        try:
-            wait_until(f"a job {' or '.join(outcomes)}", ended)
-        except AssertionError as error:
-            decisions = reading(self.trigger).by_label("relaygr_trigger_decisions_total", "reason")
-            raise AssertionError(f"{error}: {jobs_done(self.worker)}, {decisions}") from error
-        return event.request_id
+        # While the lease of a job may hold, the trigger sends no second one of that version: the user comes again.
+        for _ in range(60):
+            held = self.decisions().get("under_way", 0)
+            event = self.client.publish_retrieval(
+                user_id,
+                ranking_budget_ms=BUDGET_MS,
+                expected_ranking_in_ms=1_000,
+                expected_candidates=20,
+                expected_suffix=4,
+                history_version=history.version(),
+            )
+            try:
+                wait_until(
+                    f"a job {' or '.join(outcomes)}",
+                    lambda held=held: ended() or self.decisions().get("under_way", 0) > held,
+                )
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {jobs_done(self.worker)}, {self.decisions()}") from error
+            if ended():
+                return event.request_id
+            time.sleep(0.5)
+        raise AssertionError(f"all jobs were held back: {self.decisions()}")
+
+    def decisions(self) -> dict[str, float]:
+        return reading(self.trigger).by_label("relaygr_trigger_decisions_total", "reason")
 
     def rank(self, user_id: str, length: int | None = None, seed: int = 0, request_id: str | None = None, **fields):
         version = None if length is None else history_of(user_id, length, seed).version()
