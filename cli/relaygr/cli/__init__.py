@@ -25,7 +25,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "trigger": CommandSpec("relaygr.cli.trigger:app", "Run the trigger; replay events under policies.", "trigger"),
     "traffic": CommandSpec("relaygr.cli.traffic:traffic", "Drive traffic and print its figures.", "cli,http"),
     "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Serve the relay over HTTP.", "gateway"),
-    "publish": CommandSpec("relaygr.cli.publish:app", "Publish retrieval events, ranking requests or histories."),
+    "publish": CommandSpec("relaygr.cli.publish:app", "Publish events, ranking requests, histories, behaviours."),
     "ui": CommandSpec("relaygr.cli.ui:ui", "Serve a live page over the cluster, for a browser.", "lag"),
     "doctor": CommandSpec("relaygr.cli.doctor:doctor", "Check everything, and say what to mend."),
     "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds.", "lag"),
