@@ -77,6 +77,9 @@ class StallingClient:
     def publish_history(self, history: Any) -> None:
         return None
 
+    def publish_behaviours(self, event: Any) -> None:
+        return None
+
     def publish_retrieval(self, user_id: str, **_: Any) -> None:
         return None
 

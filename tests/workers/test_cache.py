@@ -1044,7 +1044,7 @@ def test_a_hit_costs_as_many_steps_among_1e5_users_as_among_ten() -> None:
 def test_metadata_needs_no_torch_and_no_arena() -> None:
     """18. Metadata could not be tested where the accelerator's library was broken."""
     code = (
-        "import sys; sys.modules['torch'] = None; import relaygr.worker.cache, relaygr.worker.cache.mover; "
+        "import sys; sys.modules['torch'] = None; import relaygr.worker.cache, relaygr.worker.cache.copies; "
         "assert 'relaygr.worker.cache.arena' not in sys.modules; assert 'relaygr.worker.device' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -1055,7 +1055,7 @@ def test_the_modules_of_bytes_do_not_import_the_metadata() -> None:
     code = (
         "import sys, types; sys.modules['relaygr.worker.cache'] = types.ModuleType('relaygr.worker.cache'); "
         "sys.modules['relaygr.worker.cache'].__path__ = [__import__('relaygr.worker').worker.__path__[0] + '/cache']; "
-        "import relaygr.worker.cache.arena, relaygr.worker.cache.mover; "
+        "import relaygr.worker.cache.arena, relaygr.worker.cache.copies; "
         "assert 'relaygr.worker.cache.metadata' not in sys.modules and 'relaygr.worker.cache.cache' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_LOOK_S: Final = 0.5
 
 
 class StopSignals:
@@ -22,4 +23,10 @@ class StopSignals:
 
     def wait(self) -> None:
         """Returns once one of the signals has come."""
-        self._received.get()
+        while True:
+            # A signal that comes just before the main thread sleeps does not wake it: the handler runs after the sleep.
+            try:
+                self._received.get(timeout=_LOOK_S)
+            except Empty:
+                continue
+            return

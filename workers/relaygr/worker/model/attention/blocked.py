@@ -39,6 +39,9 @@ class BlockedAttention:
         if not spec.is_plain:
             raise ValueError("blocked attention computes the plain mask only")
         self._spec = spec
+        if spec.compute_dtype is not torch.float32:
+            # Not every CPU that has oneDNN has its products in narrow types.
+            onednn_work = math.inf
         self._onednn_work = onednn_work
         self.name = "blocked torch" if onednn_work == math.inf else "blocked oneDNN"
 
