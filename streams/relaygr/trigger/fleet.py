@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import structlog
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
 
 from relaygr.admission.policy import OwnerView
 from relaygr.kafka.clients import make_assigned_consumer
@@ -191,15 +191,9 @@ class FleetReader:
             consumer.assign([TopicPartition(self._kafka.topic(Topic.WORKERS), 0, OFFSET_BEGINNING)])
             while not self._stopping.is_set():
                 message = consumer.poll(_POLL_S)
-                if message is None:
-                    continue
-                self._read(message)
-                if not self._caught_up.is_set() and message.error() is None:
-                    # With many workers, the next status always comes before a fetch without data reports the end.
-                    place = TopicPartition(self._kafka.topic(Topic.WORKERS), 0)
-                    known = consumer.get_watermark_offsets(place, cached=True)
-                    offset = message.offset()
-                    if known is not None and offset is not None and 0 <= known[1] <= offset + 1:
+                if message is not None:
+                    self._read(message)
+                    if not self._caught_up.is_set() and _is_newest(consumer, message):
                         self._caught_up.set()
         finally:
             consumer.close()
@@ -245,3 +239,15 @@ class FleetReader:
             )
         if self._on_bad is not None:
             self._on_bad()
+
+
+def _is_newest(consumer: Consumer, message: Message) -> bool:
+    """Whether the message is the last of its partition, by the fetch that brought it.
+
+    The event of the end comes only from a fetch without data. With many workers the next status is always there first.
+    """
+    topic, partition, offset = message.topic(), message.partition(), message.offset()
+    if message.error() is not None or topic is None or partition is None or offset is None:
+        return False
+    known = consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
+    return known is not None and 0 <= known[1] <= offset + 1
