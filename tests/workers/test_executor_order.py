@@ -1,4 +1,4 @@
-"""The order of device work: least laxity, ranking first on ties, and a share for pre-infer."""
+"""The order of device work: by deadline, short work first where it harms nobody, and a share for pre-infer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.worker.executor.order import IDLE_CHUNKS, LaxityQueue, Scheduler, ShareAccount, WorkClass
+from relaygr.worker.executor.order import IDLE_CHUNKS, DeadlineQueue, Scheduler, ShareAccount, WorkClass
 
 CHUNK_US = 5_000
 
@@ -19,6 +19,7 @@ class Piece:
     work_class: WorkClass
     latest_start_us: int
     remaining_us: float = 0.0
+    runs_in_chunks: bool = True
 
 
 def ranking(latest_start_us: int) -> Piece:
@@ -33,8 +34,8 @@ def scheduler(share: float = 0.3) -> Scheduler[Piece]:
     return Scheduler(share, CHUNK_US)
 
 
-def test_the_least_laxity_goes_first_whatever_came_first():
-    queue = LaxityQueue[Piece]()
+def test_the_earliest_deadline_goes_first_whatever_came_first():
+    queue = DeadlineQueue[Piece]()
     pieces = [ranking(start) for start in (30, 10, 20)]
     for piece in pieces:
         queue.push(piece)
@@ -42,7 +43,7 @@ def test_the_least_laxity_goes_first_whatever_came_first():
 
 
 def test_a_prediction_that_changed_moves_the_work_when_pushed_again():
-    queue = LaxityQueue[Piece]()
+    queue = DeadlineQueue[Piece]()
     early, late = ranking(10), ranking(20)
     queue.push(early)
     queue.push(late)
@@ -54,7 +55,7 @@ def test_a_prediction_that_changed_moves_the_work_when_pushed_again():
 
 
 def test_removed_work_is_gone_and_the_heap_does_not_grow_with_pushes():
-    queue = LaxityQueue[Piece]()
+    queue = DeadlineQueue[Piece]()
     piece = ranking(1)
     for start in range(10_000):
         piece.latest_start_us = start
@@ -65,8 +66,8 @@ def test_removed_work_is_gone_and_the_heap_does_not_grow_with_pushes():
     assert queue.peek() is None
 
 
-def test_equal_latest_starts_keep_their_order_of_arrival():
-    queue = LaxityQueue[Piece]()
+def test_equal_deadlines_keep_their_order_of_arrival():
+    queue = DeadlineQueue[Piece]()
     pieces = [ranking(7) for _ in range(5)]
     for piece in pieces:
         queue.push(piece)
@@ -95,6 +96,72 @@ def test_more_urgent_pre_infer_waits_when_a_chunk_would_make_the_ranking_late():
     order.push(request)
     order.push(preinfer(-50_000))
     assert order.pick(0) is request
+
+
+# -- what runs is not interrupted without need -----------------------------------------------------
+
+
+def due(at_us: int, remaining_us: float, work_class: WorkClass = WorkClass.RANKING) -> Piece:
+    """Work that must end at this time."""
+    return Piece(work_class, int(at_us - remaining_us), remaining_us)
+
+
+def run_piece(order: Scheduler[Piece], piece: Piece, now_us: int) -> int:
+    """Runs one chunk of the piece, or all of a piece that is no longer than a chunk. Returns when it ended."""
+    spent_us = min(CHUNK_US, int(piece.remaining_us))
+    piece.remaining_us -= spent_us
+    piece.latest_start_us += spent_us
+    if piece.remaining_us:
+        order.push(piece)
+    else:
+        order.remove(piece)
+    order.charge(piece.work_class, spent_us, now_us + spent_us)
+    return now_us + spent_us
+
+
+def test_full_inference_is_not_interrupted_by_that_of_a_request_with_a_later_deadline():
+    order = scheduler()
+    first, second = due(200_000, 50_000), due(220_000, 50_000)
+    order.push(first)
+    now_us = run_piece(order, first, 0)
+    order.push(second)
+    while first.remaining_us:
+        assert order.pick(now_us) is first
+        now_us = run_piece(order, first, now_us)
+    assert order.pick(now_us) is second
+
+
+@pytest.mark.parametrize("work_class", [WorkClass.RANKING, WorkClass.PREINFER])
+def test_a_short_request_overtakes_longer_work_that_has_time_to_spare(work_class: WorkClass):
+    order = scheduler()
+    longer, short = due(100_000, 50_000, work_class), due(150_000, 4_000)
+    order.push(longer)
+    order.push(short)
+    assert order.pick(0) is short
+    assert order.pick(45_000) is longer, "it may be late if it waits for any more"
+
+
+def test_a_short_request_does_not_overtake_when_work_behind_the_longer_one_has_no_time_to_spare():
+    order = scheduler()
+    first, second, short = due(100_000, 50_000), due(105_000, 50_000), due(150_000, 4_000)
+    for piece in (first, second, short):
+        order.push(piece)
+    assert order.pick(0) is first
+
+
+@given(st.lists(st.tuples(st.integers(500, 60_000), st.integers(0, 40_000)), min_size=1, max_size=12))
+def test_what_ends_in_time_in_the_order_of_deadlines_ends_in_time_with_overtaking(works: list[tuple[int, int]]):
+    """Each work's deadline is when all work before it has ended, and some spare time."""
+    order, ends_us, pieces = scheduler(), 0, []
+    for remaining_us, spare_us in works:
+        ends_us += remaining_us
+        deadline_us = max(ends_us + spare_us, pieces[-1][0] if pieces else 0)
+        pieces.append((deadline_us, due(deadline_us, remaining_us)))
+        order.push(pieces[-1][1])
+    now_us = 0
+    while (piece := order.pick(now_us)) is not None:
+        now_us = run_piece(order, piece, now_us)
+        assert all(now_us <= deadline_us for deadline_us, other in pieces if other is piece)
 
 
 def test_work_that_changes_class_leaves_the_other_queue():

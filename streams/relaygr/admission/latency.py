@@ -135,6 +135,10 @@ class LatencyModel:
         attended = c.b2 * new_tokens * (2 * cached_tokens + new_tokens)
         return c.b0 + c.b1 * new_tokens + attended + c.b3 * cached_tokens
 
+    def cut_us(self, cached_tokens: int) -> float:
+        """What it costs to cut a prefix after `cached_tokens`: a further chunk, which reads their K,V again."""
+        return self.coefficients.b0 + self.coefficients.b3 * cached_tokens
+
     def hit_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Ranking on a prefix that is ready in HBM."""
         c = self.coefficients

@@ -44,7 +44,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="The first seed; the others follow it.")] = 1,
     rate: Annotated[float, typer.Option(min=0.01, help="With --make-trace: impressions/s.")] = 20.0,
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="Measured part of each run.", show_default="7; 120 with --full")
+        float | None, typer.Option(min=1, help="Measured part of each run.", show_default="8; 120 with --full")
     ] = None,
     interactions: Annotated[
         Path | None, typer.Option(help="An interaction log: users with real histories.", show_default=False)

@@ -104,7 +104,7 @@ class Mode:
         return self.seconds + self.warm_up_s + RUN_OVERHEAD_S
 
 
-QUICK_MODE = Mode("quick", (1,), 7.0, 50, 4.0, 1.5, 2, (0.3,), ("uncut",), 2, False)
+QUICK_MODE = Mode("quick", (1,), 8.0, 100, 4.0, 1.5, 2, (0.3,), ("uncut",), 2, False)
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 20.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
 
 

@@ -209,7 +209,7 @@ class Executor:
         elif backlog.busy_since_us is None:
             backlog.busy_since_us = now_us
         if isinstance(work, RankingWork):
-            self._rank(now_us)
+            self._rank(now_us, work)
         elif work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):
             self._run_chunk(work, now_us)
         return 0

@@ -1,17 +1,19 @@
 """The order of work on the device, and whether more of it can end in time. Pure decisions.
 
-Work runs by least laxity, with a guaranteed share for pre-infer.
+Work runs in the order of its deadlines, with a guaranteed share for pre-infer. For pieces that can be cut, no order
+keeps more deadlines. Least laxity (deadline - now - predicted time) first keeps as many, but work that runs gains
+laxity: the device would alternate between requests of about equal laxity, and all of them would end late in their time.
 
-Laxity is deadline - now - predicted time. `now` is the same for all work, so the order is that of the *latest start*
-(deadline - predicted time), which changes only when a prediction changes.
+Short work overtakes longer work that has time to spare: a request whose prefix is ready does not wait for the full
+inference of others. It takes at most `_OVERTAKING_PART` of that spare time, so what it overtakes is not late for it.
 
 The share is needed because a burst of ranking requests without prefixes would starve pre-infer if ranking always went
 first. The next ranking requests would then need full inference, too, and this state would never end. Time is
 counted only while pre-infer work waits, and decays with a half-life, so that an idle device earns no credit.
 
-Ranking work is admitted only if it can end in time without making admitted work late (`Backlog`). By laxity, a set of
-pieces that can be cut ends in time if it does so in the order of its deadlines, so the backlog adds demands in that
-order. Above capacity the queue therefore holds only work that will be answered, and goodput stays flat.
+Ranking work is admitted only if it can end in time without making admitted work late. `Backlog` adds the demands in
+the order of the deadlines. Above capacity the queue therefore holds only work that will be answered, and goodput stays
+flat.
 
 Above capacity alone that is not enough: every admitted request would wait until just before its deadline, where a small
 error makes it late, and only cheap requests would find room. So the more requests are refused, the shorter is the part
@@ -49,6 +51,8 @@ _LEAST_PATIENCE = 0.25
 _IMPATIENT_STEP = 0.02
 _PATIENT_STEP = 0.005
 """With these steps patience falls where more than a fifth of the requests are refused."""
+_OVERTAKING_PART = 0.5
+"""The part of the spare time of longer work that one overtaking piece may take. Several then never take all of it."""
 _PATIENCE_PER_IDLE_S = 1.0
 """A second without work restores patience, however few requests a worker answers in it."""
 
@@ -75,8 +79,23 @@ class SchedulableWork(Protocol):
     def remaining_us(self) -> float:
         """Its demand: time of the device thread that ranking work still needs, the worker's own time included."""
 
+    @property
+    def runs_in_chunks(self) -> bool:
+        """Whether other work may run before it ends."""
+
 
 W = TypeVar("W", bound=SchedulableWork)
+
+
+def _due_us(work: SchedulableWork) -> float:
+    """When the device work must have ended."""
+    return work.latest_start_us + work.remaining_us
+
+
+def _overtakes(short: SchedulableWork, longer: SchedulableWork, spare_us: float) -> bool:
+    """Whether `short` runs before `longer`, whose deadline is earlier and which can wait for `spare_us`."""
+    return 2 * short.remaining_us < longer.remaining_us and short.remaining_us <= _OVERTAKING_PART * spare_us
+
 
 IDLE_CHUNKS = 4
 """The device is idle when it ran no other work for the time of this many chunks."""
@@ -187,6 +206,19 @@ class Backlog:
                 room_us = spare_us
         return room_us
 
+    def spare_us(self, now_us: int, until_us: float, preinfer_share: float = 0.0) -> float:
+        """The largest demand of other work that may run now without making admitted work with a deadline up to
+        `until_us` late. 0 if some of it is late already.
+        """
+        slowness = max(self.pace, 1 / (1 - preinfer_share))
+        spare_us, ahead_us = math.inf, 0.0
+        for due_us, _, demand_us in self._by_deadline:
+            if due_us > until_us:
+                break
+            ahead_us += demand_us
+            spare_us = min(spare_us, (due_us - now_us) / self.caution - slowness * ahead_us)
+        return max(0.0, spare_us)
+
     @property
     def predicted_us(self) -> int:
         """The time that a new request must have left, beside its own: until the admitted work is done, and more while
@@ -258,13 +290,14 @@ class Backlog:
 class QueueEntry(Generic[W]):
     """One push of the work. A later push of the same work invalidates this one."""
 
-    latest_start_us: int
+    due_us: float
+    """When its device work must have ended."""
     sequence: int
     work: W = field(compare=False)
 
 
-class LaxityQueue(Generic[W]):
-    """Work of one class in the order of its latest start. Push work again when its prediction changed.
+class DeadlineQueue(Generic[W]):
+    """Work of one class in the order of its deadlines. Push work again when its prediction changed.
 
     `backlog`: gets the demand of the queued work.
     """
@@ -282,12 +315,12 @@ class LaxityQueue(Generic[W]):
         return (entry.work for entry in self._current.values())
 
     def push(self, work: W) -> None:
-        """Adds the work, or moves it to the place of its present latest start."""
-        entry = QueueEntry(work.latest_start_us, next(self._sequence), work)
+        """Adds the work, or moves it to the place of its present deadline."""
+        entry = QueueEntry(_due_us(work), next(self._sequence), work)
         self._current[id(work)] = entry
         heapq.heappush(self._heap, entry)
         if self._backlog is not None:
-            self._backlog.put(work, entry.latest_start_us)
+            self._backlog.put(work, work.latest_start_us)
         if len(self._heap) > 64 + 2 * len(self._current):
             self._heap = list(self._current.values())
             heapq.heapify(self._heap)
@@ -298,7 +331,7 @@ class LaxityQueue(Generic[W]):
             self._backlog.drop(work)
 
     def peek(self) -> W | None:
-        """The work with the earliest latest start."""
+        """The work with the earliest deadline."""
         while self._heap:
             entry = self._heap[0]
             if self._current.get(id(entry.work)) is entry:
@@ -307,7 +340,7 @@ class LaxityQueue(Generic[W]):
         return None
 
     def pop(self) -> W | None:
-        """Removes and returns the work with the earliest latest start."""
+        """Removes and returns the work with the earliest deadline."""
         work = self.peek()
         if work is not None:
             self.remove(work)
@@ -352,9 +385,10 @@ class Scheduler(Generic[W]):
     def __init__(self, preinfer_share: float, chunk_us: int, warm_up_share: float = 1.0) -> None:
         """`warm_up_share` of the time is the most that warm-up gets."""
         self.backlog = Backlog()
-        self.ranking: LaxityQueue[W] = LaxityQueue(self.backlog)
-        self.preinfer: LaxityQueue[W] = LaxityQueue()
-        self.warm_up: LaxityQueue[W] = LaxityQueue()
+        self.ranking: DeadlineQueue[W] = DeadlineQueue(self.backlog)
+        self.preinfer: DeadlineQueue[W] = DeadlineQueue()
+        self.warm_up: DeadlineQueue[W] = DeadlineQueue()
+        self._preinfer_share = preinfer_share
         self._warm_up_share = warm_up_share
         self._warm_up_from_us = 0
         self._share = ShareAccount(preinfer_share, tolerance_us=chunk_us)
@@ -377,10 +411,11 @@ class Scheduler(Generic[W]):
     def pick(self, now_us: int) -> W | None:
         """The work to run next, which stays in its queue; None if there is none.
 
-        Pre-infer goes first if it got less than its share. It also goes first if it is more urgent and the most urgent
-        ranking request can wait for one chunk. On ties ranking goes first. Warm-up is picked only without other work.
+        Pre-infer goes first if it got less than its share. It also goes first if its deadline is earlier, unless the
+        ranking work cannot wait for one chunk, or is short and overtakes. On ties ranking goes first. Warm-up is picked
+        only without other work.
         """
-        ranking, preinfer = self.ranking.peek(), self.preinfer.peek()
+        ranking, preinfer = self._next_ranking(now_us), self.preinfer.peek()
         if ranking is None or preinfer is None:
             other = ranking if preinfer is None else preinfer
             if other is None and self.warm_up_in_us(now_us) == 0:
@@ -389,9 +424,20 @@ class Scheduler(Generic[W]):
         if self._share.preinfer_is_owed():
             return preinfer
         can_wait = ranking.latest_start_us - now_us >= self._chunk_us
-        if can_wait and preinfer.latest_start_us < ranking.latest_start_us:
-            return preinfer
+        if can_wait and _due_us(preinfer) < _due_us(ranking):
+            spare_us = preinfer.latest_start_us - now_us
+            return ranking if _overtakes(ranking, preinfer, spare_us) else preinfer
         return ranking
+
+    def _next_ranking(self, now_us: int) -> W | None:
+        """The ranking work with the earliest deadline, or short work that may overtake it."""
+        first = self.ranking.peek()
+        if first is None or len(self.ranking) == 1 or first.remaining_us <= self._chunk_us or not first.runs_in_chunks:
+            return first
+        shortest = min(self.ranking, key=lambda work: work.remaining_us)
+        share = self._preinfer_share if len(self.preinfer) else 0.0
+        spare_us = self.backlog.spare_us(now_us, _due_us(shortest), share)
+        return shortest if _overtakes(shortest, first, spare_us) else first
 
     def warm_up_in_us(self, now_us: int) -> int:
         """Time until warm-up may run if no other work arrives; 0: now."""
@@ -406,7 +452,7 @@ class Scheduler(Generic[W]):
         self._warm_up_from_us = max(self._warm_up_from_us, now_us + pause_us)
         self._share.charge(work_class, duration_us, now_us, preinfer_waits=len(self.preinfer) > 0)
 
-    def _queue(self, work_class: WorkClass) -> LaxityQueue[W]:
+    def _queue(self, work_class: WorkClass) -> DeadlineQueue[W]:
         if work_class is WorkClass.RANKING:
             return self.ranking
         return self.preinfer if work_class is WorkClass.PREINFER else self.warm_up

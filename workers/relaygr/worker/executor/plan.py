@@ -114,7 +114,8 @@ began and when the gateway expected to send it. None for a request that arrived 
 
 
 class ExpectedArrivals:
-    """When ranking requests may arrive. Jobs announce requests; others arrive at a rate. Belongs to the device thread.
+    """When requests may arrive that a cut helps. Jobs announce requests; others that find their prefix ready arrive at
+    a rate. Full inference gains nothing from a cut, since it would not overtake. Belongs to the device thread.
 
     An announced request may arrive from a part of its announced lead time on. The part is a low quantile of the parts
     that were seen: gateways know their lead time only roughly.
@@ -123,7 +124,7 @@ class ExpectedArrivals:
     def __init__(self) -> None:
         self.announced: dict[Impression, Announcement] = {}
         self.seen: deque[tuple[Announcement | None, int]] = deque(maxlen=1024)
-        """Requests that arrived: their announcement, and the time."""
+        """Requests that arrived: their announcement, and the time. Those that nobody announced: only if a cut helps."""
         self._part = 0.5
         self._others = 0.0
         self._others_at_us = 0

@@ -97,7 +97,9 @@ class Requests:
         self.outstanding += 1
         arrivals = self._context.arrivals
         announcement = arrivals.announced.pop((request.user_id, request.request_id), None)
-        arrivals.seen.append((announcement, work.received.received_us))
+        work.was_announced = announcement is not None
+        if announcement is not None:
+            arrivals.seen.append((announcement, work.received.received_us))
         if announcement is not None and announcement[3] is not None:
             self._context.lead_times.arrived.append((work.received.received_us, request.sent_at_us, *announcement[3]))
         too_long = _too_long(request, self._context.engine.limits)
@@ -190,6 +192,8 @@ class Requests:
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None:
             if handle.complete:
+                if not work.was_announced and work.lookups == 1:
+                    self._context.arrivals.seen.append((None, work.received.received_us))
                 return self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM, now_us)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
         pending = self._reload(work, prefix, found)

@@ -218,9 +218,15 @@ class RankingWork:
     answered_us: int = 0
     """When its result was handed over; 0 before, and for a failed request."""
     lookups: int = 0
+    was_announced: bool = False
+    """Whether a job announced it."""
     is_promised: bool = False
     """Whether the backlog holds its demand although it is not in the queue, since it waits."""
     done: bool = False
+
+    @property
+    def runs_in_chunks(self) -> bool:
+        return False
 
     @property
     def sent_us(self) -> int:
@@ -262,6 +268,10 @@ class PrefixWork:
     def started(self) -> bool:
         """Whether the computation has its pages."""
         return self.pages.size > 0
+
+    @property
+    def runs_in_chunks(self) -> bool:
+        return True
 
     @property
     def work_class(self) -> WorkClass:
