@@ -84,10 +84,19 @@ def test_on_ties_ranking_goes_first():
 
 def test_more_urgent_pre_infer_goes_first_when_ranking_can_wait_for_a_chunk():
     order = scheduler()
-    order.push(ranking(CHUNK_US + 1_000))
+    order.push(ranking(2 * CHUNK_US))
     job = preinfer(1_000)
     order.push(job)
     assert order.pick(0) is job
+
+
+def test_more_urgent_pre_infer_waits_when_ranking_behind_the_first_has_no_time_to_spare():
+    order = scheduler()
+    first, second = due(100_000, 40_000), due(101_000, 60_000)
+    order.push(first)
+    order.push(second)
+    order.push(due(90_000, 20_000, WorkClass.PREINFER))
+    assert order.pick(0) is first
 
 
 def test_more_urgent_pre_infer_waits_when_a_chunk_would_make_the_ranking_late():
@@ -264,7 +273,7 @@ def _hit_ratio_after_overload(share: float) -> tuple[float, float]:
 
 def test_two_seconds_after_an_overload_of_five_the_hit_ratio_has_recovered():
     during, after = _hit_ratio_after_overload(share=0.3)
-    assert during > 0.1, "some hits stay alive in the overload itself; strictly ranking first, none do"
+    assert during > 0.05, "some hits stay alive in the overload itself; strictly ranking first, none do"
     assert after > 0.95
 
 

@@ -411,9 +411,9 @@ class Scheduler(Generic[W]):
     def pick(self, now_us: int) -> W | None:
         """The work to run next, which stays in its queue; None if there is none.
 
-        Pre-infer goes first if it got less than its share. It also goes first if its deadline is earlier, unless the
-        ranking work cannot wait for one chunk, or is short and overtakes. On ties ranking goes first. Warm-up is picked
-        only without other work.
+        Pre-infer goes first if it got less than its share. It also goes first if its deadline is earlier and a chunk
+        takes at most `_OVERTAKING_PART` of the time that all ranking work can spare; but short ranking work overtakes
+        it. On ties ranking goes first. Warm-up is picked only without other work.
         """
         ranking, preinfer = self._next_ranking(now_us), self.preinfer.peek()
         if ranking is None or preinfer is None:
@@ -423,11 +423,10 @@ class Scheduler(Generic[W]):
             return other
         if self._share.preinfer_is_owed():
             return preinfer
-        can_wait = ranking.latest_start_us - now_us >= self._chunk_us
-        if can_wait and _due_us(preinfer) < _due_us(ranking):
-            spare_us = preinfer.latest_start_us - now_us
-            return ranking if _overtakes(ranking, preinfer, spare_us) else preinfer
-        return ranking
+        if _due_us(preinfer) >= _due_us(ranking) or _overtakes(ranking, preinfer, preinfer.latest_start_us - now_us):
+            return ranking
+        can_wait = self._chunk_us <= _OVERTAKING_PART * self.backlog.spare_us(now_us, math.inf)
+        return preinfer if can_wait else ranking
 
     def _next_ranking(self, now_us: int) -> W | None:
         """The ranking work with the earliest deadline, or short work that may overtake it."""
