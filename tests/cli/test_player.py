@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 from relaygr.client import RankStatus
 from relaygr.traffic.player import Player
 from relaygr.traffic.population import SyntheticPopulation
-from relaygr.traffic.records import LOST, ImpressionRecord
+from relaygr.traffic.records import LOST, OPEN, ImpressionRecord
 from relaygr.traffic.settings import TrafficSettings
+
+
+SETTINGS = TrafficSettings(
+    duration_s=0.05, rate_per_s=100, settle_s=0, users=2, history_max=32, lead_median_ms=1, drain_s=0.1
+)
 
 
 class ForgetfulClient:
@@ -45,15 +51,44 @@ class ForgetfulClient:
         return future
 
     def drain(self, timeout_s):
+        time.sleep(timeout_s)
         return False
 
 
 def test_a_request_whose_end_nobody_tells_is_recorded_as_lost():
-    settings = TrafficSettings(duration_s=0.05, rate_per_s=100, settle_s=0, users=2, history_max=32, lead_median_ms=1)
     records: list[ImpressionRecord] = []
-    gateway = Player(ForgetfulClient, settings, SyntheticPopulation(settings), records.append)
+    gateway = Player(ForgetfulClient, SETTINGS, SyntheticPopulation(SETTINGS), records.append, lost_after_s=0)
     gateway.play()
     numbers = [record.number for record in records]
     assert numbers and sorted(numbers) == list(range(len(numbers)))
     assert {record.status for record in records} == {LOST}
     assert all(record.latency_us is None for record in records)
+
+
+def test_a_stop_waits_no_longer_than_its_setting_for_requests_that_no_worker_answers():
+    """With a client that reports lost requests after ten minutes, the player waited for them after SIGTERM."""
+    records: list[ImpressionRecord] = []
+
+    class StoppingClient(ForgetfulClient):
+        def drain(self, timeout_s):
+            gateway.stop()
+            return super().drain(timeout_s)
+
+    gateway = Player(StoppingClient, SETTINGS, SyntheticPopulation(SETTINGS), records.append, lost_after_s=600)
+    gateway.play()
+    assert {record.status for record in records} == {OPEN}
+    assert all(record.late for record in records)
+
+
+def test_a_stop_does_not_wait_for_a_place_among_the_reference_requests():
+    records: list[ImpressionRecord] = []
+
+    class StoppingClient(ForgetfulClient):
+        def submit_rank(self, user_id, candidates, **fields):
+            if "request_id" in fields:
+                gateway.stop()
+            return super().submit_rank(user_id, candidates, **fields)
+
+    gateway = Player(StoppingClient, SETTINGS, SyntheticPopulation(SETTINGS), records.append, lost_after_s=600)
+    gateway.replay(frozenset({0, 1}), 60_000, at_once=1)
+    assert [record.status for record in records] == [OPEN]

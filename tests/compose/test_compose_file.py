@@ -116,6 +116,12 @@ def test_the_gateway_asks_for_a_token_and_brings_none() -> None:
     assert int(services()["gateway"]["stop_grace_period"].removesuffix("s")) >= 2 * gateway.drain_s
 
 
+def test_the_traffic_is_given_time_to_drain_and_to_close_its_client() -> None:
+    settings = load(None, {key: str(value) for key, value in environment_of("traffic").items()}).settings
+    stops_s = settings.traffic.drain_s + settings.client.close_timeout_s
+    assert int(services()["traffic"]["stop_grace_period"].removesuffix("s")) >= stops_s + 2
+
+
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_worker_is_given_time_to_drain(name: str) -> None:
     drain_s = load(None, {key: str(value) for key, value in environment_of(name).items()}).settings.worker.drain_s

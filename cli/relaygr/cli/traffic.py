@@ -39,8 +39,9 @@ def traffic(
 ) -> None:
     """Drive open-loop traffic of returning users against the cluster, and record the answers.
 
-    It ends after traffic.duration_s, with SIGTERM or with Ctrl-C, completes the impressions that it began, and prints
-    the figures: P50 and P99 of the latency, the share of late requests, and the paths.
+    It ends after traffic.duration_s, with SIGTERM or with Ctrl-C, completes the impressions that it began (after a stop
+    within traffic.drain_s), and prints the figures: P50 and P99 of the latency, the share of late requests, and the
+    paths.
     """
     import signal
     from functools import partial

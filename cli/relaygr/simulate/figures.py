@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Outcome, Path
-from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord
+from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord
 
 
 class Ending(enum.StrEnum):
@@ -175,7 +175,7 @@ def requests_of(records: Sequence[ImpressionRecord]) -> Requests:
 def _ending(measured: ImpressionRecord) -> Ending:
     if measured.status == Outcome.RANKED and measured.path in {path.value for path in Path}:
         return Ending(measured.path)
-    if measured.status in (LOST, NOT_SENT):
+    if measured.status in (LOST, NOT_SENT, OPEN):
         return Ending.LOST
     if measured.status == Outcome.EXPIRED:
         return Ending.EXPIRED

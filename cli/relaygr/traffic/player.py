@@ -4,7 +4,7 @@ The gateway also publishes the histories of its users: the first versions before
 version before the retrieval event that names it. A user that starts again is deleted first.
 
 The latency of a request counts from its *scheduled* ranking time, even if the gateway was late. Every request ends as
-exactly one record: answered, answered late, not sent, or lost.
+exactly one record: answered, answered late, not sent, lost, or open when the player was stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, Rela
 from relaygr.schemas.messages import MAX_EVENT_BEHAVIOURS, BehaviourEvent, History, HistoryVersion
 from relaygr.schemas.record import record
 from relaygr.traffic.population import Population, history_at
-from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord, pack_scores
+from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord, pack_scores
 from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 
@@ -36,6 +36,7 @@ HISTORY_LEAD_US = 200_000
 WARM_UP_REQUESTS = 24
 _BACK_PRESSURE_S = 0.02
 _LONGEST_SLEEP_US = 200_000
+_DRAIN_STEP_S = 0.2
 
 OnRecord = Callable[[ImpressionRecord], None]
 
@@ -90,15 +91,16 @@ class Player:
         self._candidates = Candidates(settings, population)
         self._open: dict[str, _OpenRequest] = {}
         # Not a threading.Event: a signal handler must not take a lock that the main thread may hold in its wait.
-        self._stopping = False
+        self._stopped_s: float | None = None
         self._lost_after_s = lost_after_s
         self._versions: dict[int, _VersionedHistory] = {}
         self._lengths: dict[int, int] = {}
         self.recorded = 0
 
     def stop(self) -> None:
-        """Starts no more impressions. Those that have started are completed."""
-        self._stopping = True
+        """Starts no more impressions. Those that have started are completed, within `traffic.drain_s`."""
+        if self._stopped_s is None:
+            self._stopped_s = time.monotonic()
 
     def play(self) -> None:
         """Publishes the histories, warms up and plays the schedule. Returns when every request has ended."""
@@ -107,8 +109,8 @@ class Player:
             self._warm_up()
             self._settle()
             self._play(impressions(self._settings, self._population))
-            self._client.drain(self._longest_end_s())
-        self._record_open_as_lost()
+            status = self._drain(self._longest_end_s())
+        self._record_open_as(status)
 
     def replay(self, numbers: frozenset[int], budget_ms: int, at_once: int) -> None:
         """Ranks chosen impressions of the schedule again, at most `at_once` at a time, with a long deadline.
@@ -120,7 +122,8 @@ class Player:
             self._publish_first_histories()
             self._warm_up()
             for impression in self._chosen(numbers):
-                slots.acquire()
+                while not slots.acquire(timeout=_DRAIN_STEP_S) and not self._stopping:
+                    pass
                 if self._stopping:
                     break
                 self._publish_version(impression)
@@ -130,8 +133,8 @@ class Player:
                     slots.release()
                 else:
                     future.add_done_callback(lambda _: slots.release())
-            self._client.drain(budget_ms / 1000 + self._longest_end_s())
-        self._record_open_as_lost()
+            status = self._drain(budget_ms / 1000 + self._longest_end_s())
+        self._record_open_as(status)
 
     # -- the stream --------------------------------------------------------------------------------
 
@@ -304,10 +307,22 @@ class Player:
         if entry is not None:
             self._write_unanswered(entry, status)
 
-    def _record_open_as_lost(self) -> None:
-        """Records the requests without an outcome at the end as lost."""
+    def _drain(self, longest_s: float) -> str:
+        """Waits until every request has ended: at most `longest_s`, and after `stop` at most `traffic.drain_s`.
+
+        Returns the status of the requests that have not ended.
+        """
+        ends_s = time.monotonic() + longest_s
+        while (now_s := time.monotonic()) < ends_s:
+            if self._stopped_s is not None and now_s >= self._stopped_s + self._settings.drain_s:
+                return OPEN
+            if self._client.drain(min(_DRAIN_STEP_S, ends_s - now_s)):
+                break
+        return LOST
+
+    def _record_open_as(self, status: str) -> None:
         while self._open:
-            self._write_unanswered(self._open.popitem()[1], LOST)
+            self._write_unanswered(self._open.popitem()[1], status)
 
     def _write_unanswered(self, entry: _OpenRequest, status: str) -> None:
         self._emit(
@@ -358,6 +373,10 @@ class Player:
     def _emit(self, record: ImpressionRecord) -> None:
         self.recorded += 1
         self._record(record)
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stopped_s is not None
 
     def _longest_end_s(self) -> float:
         return self._settings.budget_ms / 1000 + self._lost_after_s + 1.0

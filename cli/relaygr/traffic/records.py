@@ -21,6 +21,8 @@ LOST = "lost"
 """The status of a request that no worker answered."""
 NOT_SENT = "not_sent"
 """The status of a request that the client refused because its queue was full. This happens in an outage of Kafka."""
+OPEN = "open"
+"""The status of a request without an answer when the traffic was stopped. A worker may still answer it."""
 
 
 @record(frozen=True, slots=True)

@@ -22,6 +22,9 @@ class TrafficSettings(Section):
         20.0
     )
     settle_s: Annotated[float, Field(ge=0, description="pause between the histories and the first impression")] = 2.0
+    drain_s: Annotated[
+        float, Field(ge=0, le=600, description="how long a stop waits for the answers to requests that were sent")
+    ] = 8.0
 
     users: Annotated[int, Field(ge=1, le=10_000_000, description="number of users")] = 200
     zipf_exponent: Annotated[float, Field(ge=0, le=4, description="skew of the impressions over users; 0: uniform")] = (

@@ -633,5 +633,7 @@ def _settings(broker: LocalBroker, folder: Path, plan: SoakPlan) -> Settings:
             "suffix": SUFFIX,
             "candidates": CANDIDATES,
             "budget_ms": BUDGET_MS,
+            # Longer than client.lost_after_ms: a request without an answer is to be counted as lost.
+            "drain_s": 60,
         },
     )
