@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders, traceparent_of
-from relaygr.schemas.trace_context import TraceContext
+from relaygr.schemas.trace_context import TraceContext, is_sampled
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 VALID = f"00-{TRACE}-{SPAN}-01"
@@ -52,9 +52,17 @@ def test_an_absent_header_names_nothing() -> None:
     assert TraceContext.parse(None) is None
 
 
+@pytest.mark.parametrize("flags", ["00", "01", "02", "03", "a0", "0a", "0b", "ff"])
+def test_the_flags_of_a_valid_header_alone_tell_whether_it_is_recorded(flags: str) -> None:
+    for header in (f"00-{TRACE}-{SPAN}-{flags}", f"cc-{TRACE}-{SPAN}-{flags}-more"):
+        context = TraceContext.parse(header)
+        assert context is not None and is_sampled(header.encode()) is context.is_sampled
+    assert not is_sampled(None)
+
+
 @given(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())
-def test_a_context_is_equal_after_a_round_trip(trace_id: int, span_id: int, is_sampled: bool) -> None:
-    context = TraceContext(trace_id, span_id, is_sampled)
+def test_a_context_is_equal_after_a_round_trip(trace_id: int, span_id: int, recorded: bool) -> None:
+    context = TraceContext(trace_id, span_id, recorded)
     assert TraceContext.parse(context.encode()) == context
 
 

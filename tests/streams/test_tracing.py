@@ -78,6 +78,22 @@ def test_a_parent_based_sampler_follows_the_parent(is_sampled: bool) -> None:
     assert world.tracer.begin("rank", None, "r").is_sampled is not is_sampled
 
 
+@pytest.mark.parametrize("ratio", [0.0, 1e-9, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("based", [False, True])
+@given(trace_id=st.integers(1, 2**128 - 1), near=st.integers(-2, 2))
+def test_a_ratio_samples_the_traces_that_opentelemetry_samples(
+    ratio: float, based: bool, trace_id: int, near: int
+) -> None:
+    """The client decides without a call of OpenTelemetry's sampler."""
+    root = RATIO.TraceIdRatioBased(ratio)
+    theirs = RATIO.ParentBased(root) if based else root
+    ours = OtelSampler(theirs)
+    at_the_bound = max(1, min(2**64 - 1, root.bound + near))
+    for each in (trace_id, trace_id >> 64 << 64 | at_the_bound):
+        expected = theirs.should_sample(None, each, "rank").decision is RATIO.Decision.RECORD_AND_SAMPLE
+        assert ours.is_sampled(None, each, "rank") is expected
+
+
 # -- the queue ---------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,8 @@ VALID_TRACEPARENT: Final = re.compile(
     re.DOTALL,
 )
 _SAMPLED: Final = 1
+_FLAGS_END: Final = 54
+_ODD_DIGITS: Final = b"13579bdf"
 
 
 @record(frozen=True, slots=True)
@@ -30,7 +32,9 @@ class TraceContext:
     @classmethod
     def parse(cls, header: bytes | str | None) -> TraceContext | None:
         """The context that a header names; None if the header is absent or invalid. Raises no exception."""
-        data = header.encode(errors="replace") if isinstance(header, str) else header or b""
+        if header is None:
+            return None
+        data = header.encode(errors="replace") if isinstance(header, str) else header
         found = VALID_TRACEPARENT.fullmatch(data)
         if found is None:
             return None
@@ -39,3 +43,8 @@ class TraceContext:
     def encode(self) -> bytes:
         """The value of the header, version 00."""
         return b"00-%032x-%016x-%02x" % (self.trace_id, self.span_id, _SAMPLED if self.is_sampled else 0)
+
+
+def is_sampled(header: bytes | None) -> bool:
+    """Whether a header that is valid or absent says that its trace is recorded. Much faster than `parse`."""
+    return header is not None and header[_FLAGS_END] in _ODD_DIGITS

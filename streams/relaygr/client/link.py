@@ -43,6 +43,7 @@ from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
+from relaygr.schemas.trace_context import is_sampled
 from relaygr.tracing.spans import MessagePlace
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ class GatewayLink:
             self._write_dead_letter(message, problem)
             return
         self._ledger.answered(result)
-        if self._traces is not None:
+        if self._traces is not None and is_sampled(headers.traceparent):
             place = MessagePlace(self._results_topic, self.results_partition, message.offset())
             self._traces.received(headers, place, began_us)
 

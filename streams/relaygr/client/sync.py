@@ -194,18 +194,21 @@ class RelayClient:
     ) -> None:
         """Publishes a complete retrieval event. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
         self._require_running()
-        given = TraceContext.parse(traceparent) if traceparent is not None else None
+        given = TraceContext.parse(traceparent)
         if self._traces is None:
             header = given.encode() if given is not None else None
             return self._link.events.publish_retrieval(event, on_delivery, header)
-        send = self._traces.retrieval(event, given)
+        begun = self._traces.retrieval(event, given)
+        send = begun.trace
+        if send is None:
+            return self._link.events.publish_retrieval(event, on_delivery, begun.header)
 
         def reported(report: DeliveryReport) -> None:
             send.reported(report)
             if on_delivery is not None:
                 on_delivery(report)
 
-        return self._link.events.publish_retrieval(event, reported, send.own.encode())
+        return self._link.events.publish_retrieval(event, reported, begun.header)
 
     def publish_history(self, history: History, on_delivery: OnDelivery | None = None) -> None:
         """Replaces a user's history. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
@@ -279,9 +282,8 @@ class RelayClient:
         if self._traces is None:
             entry.traceparent = given.encode() if given is not None else None
             return
-        trace = self._traces.rank(request, given)
-        entry.traceparent = trace.send.own.encode()
-        entry.trace = trace if trace.own.is_sampled else None
+        begun = self._traces.rank(request, given)
+        entry.traceparent, entry.trace = begun.header, begun.trace
 
     def _refuse_in_callback(self, name: str) -> None:
         if self._link.is_io_thread():

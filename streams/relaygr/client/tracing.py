@@ -1,15 +1,16 @@
 """The spans of a gateway: of each message that it sends or receives, and of each ranking as its caller sees it.
 
-A span's parent is the `traceparent` that the caller gives, else the current span of the caller's own OpenTelemetry.
+A span's parent is the `traceparent` that the caller gives, else the current span of the caller's own OpenTelemetry. A
+message whose trace is not recorded gets its header and nothing else, because most messages are of such traces.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from opentelemetry.trace import get_current_span
+from opentelemetry.trace import INVALID_SPAN, get_current_span
 
 from relaygr.client.outcome import DeliveryReport, RankOutcome
 from relaygr.schemas.headers import ResultHeaders
@@ -24,7 +25,7 @@ REMEMBERED_RETRIEVALS: Final = 4096
 
 @record(frozen=True, slots=True)
 class SendTrace:
-    """The span of one message on its way to the broker. `own` need not be recorded."""
+    """The span of one message on its way to the broker."""
 
     tracer: Tracer
     request_id: str
@@ -35,19 +36,18 @@ class SendTrace:
 
     def reported(self, report: DeliveryReport) -> None:
         """The broker has acknowledged or refused the message."""
-        if self.own.is_sampled:
-            self.tracer.end(
-                message_span(
-                    Operation.SEND,
-                    MessagePlace(self.topic, report.partition, report.offset),
-                    self.request_id,
-                    self.own,
-                    self.parent,
-                    self.start_us,
-                    self.tracer.clock.wall_us(),
-                    error="not_delivered" if report.error is not None else None,
-                )
+        self.tracer.end(
+            message_span(
+                Operation.SEND,
+                MessagePlace(self.topic, report.partition, report.offset),
+                self.request_id,
+                self.own,
+                self.parent,
+                self.start_us,
+                self.tracer.clock.wall_us(),
+                error="not_delivered" if report.error is not None else None,
             )
+        )
 
 
 @record(frozen=True, slots=True)
@@ -92,37 +92,53 @@ class RankTrace:
         self.send.tracer.end(span)
 
 
+T = TypeVar("T", SendTrace, RankTrace)
+
+
+@record(frozen=True, slots=True)
+class Begun(Generic[T]):
+    """A message that is sent now."""
+
+    header: bytes
+    """Its header `traceparent`."""
+    trace: T | None
+    """None if its trace is not recorded."""
+
+
 class ClientTraces:
     """The traces of one client. Any thread may call any method."""
 
     def __init__(self, tracer: Tracer, retrieval_topic: str, ranking_topic: str, results_topic: str) -> None:
         self.tracer = tracer
         self._retrieval_topic = retrieval_topic
+        self._send_retrieval = f"{Operation.SEND} {retrieval_topic}"
         self._ranking_topic = ranking_topic
         self._results_topic = results_topic
         self._retrievals: OrderedDict[str, TraceContext] = OrderedDict()
         self._lock = threading.Lock()
 
-    def retrieval(self, event: RetrievalEvent, given: TraceContext | None) -> SendTrace:
+    def retrieval(self, event: RetrievalEvent, given: TraceContext | None) -> Begun[SendTrace]:
         """The event is published now. `given`: the caller's own span."""
         parent = given or _current_span()
-        name = f"{Operation.SEND} {self._retrieval_topic}"
-        own = self.tracer.begin(name, parent, event.request_id)
-        if own.is_sampled:
-            with self._lock:
-                self._retrievals[event.request_id] = own
-                if len(self._retrievals) > REMEMBERED_RETRIEVALS:
-                    self._retrievals.popitem(last=False)
-        return SendTrace(self.tracer, event.request_id, own, parent, self.tracer.clock.wall_us(), self._retrieval_topic)
+        own = self.tracer.begin(self._send_retrieval, parent, event.request_id)
+        if not own.is_sampled:
+            return Begun(own.encode(), None)
+        with self._lock:
+            self._retrievals[event.request_id] = own
+            if len(self._retrievals) > REMEMBERED_RETRIEVALS:
+                self._retrievals.popitem(last=False)
+        now_us = self.tracer.clock.wall_us()
+        send = SendTrace(self.tracer, event.request_id, own, parent, now_us, self._retrieval_topic)
+        return Begun(own.encode(), send)
 
-    def rank(self, request: RankingRequest, given: TraceContext | None) -> RankTrace:
+    def rank(self, request: RankingRequest, given: TraceContext | None) -> Begun[RankTrace]:
         """The request is sent now. `given`: the caller's own span."""
         parent = given or _current_span()
         own = self.tracer.begin("relaygr.rank", parent, request.request_id)
-        retrieval = None
-        if own.is_sampled:
-            with self._lock:
-                retrieval = self._retrievals.pop(request.request_id, None)
+        if not own.is_sampled:
+            return Begun(own.encode(), None)
+        with self._lock:
+            retrieval = self._retrievals.pop(request.request_id, None)
         send = SendTrace(
             self.tracer,
             request.request_id,
@@ -131,12 +147,12 @@ class ClientTraces:
             self.tracer.clock.wall_us(),
             self._ranking_topic,
         )
-        return RankTrace(own, parent, retrieval, send)
+        return Begun(send.own.encode(), RankTrace(own, parent, retrieval, send))
 
     def received(self, headers: ResultHeaders, place: MessagePlace, began_us: int) -> None:
-        """A result was read; `began_us` is when its handling began. Its header says whether its trace is recorded."""
+        """A result of a recorded trace was read; `began_us` is when its handling began."""
         parent = TraceContext.parse(headers.traceparent)
-        if parent is not None and parent.is_sampled:
+        if parent is not None:
             own = self.tracer.within(parent)
             now_us = self.tracer.clock.wall_us()
             self.tracer.end(message_span(Operation.RECEIVE, place, headers.request_id, own, parent, began_us, now_us))
@@ -144,5 +160,8 @@ class ClientTraces:
 
 def _current_span() -> TraceContext | None:
     """The span of the calling program, if it uses OpenTelemetry itself."""
-    found = get_current_span().get_span_context()
+    span = get_current_span()
+    if span is INVALID_SPAN:
+        return None
+    found = span.get_span_context()
     return TraceContext(found.trace_id, found.span_id, found.trace_flags.sampled) if found.is_valid else None

@@ -15,6 +15,7 @@ spans are dropped and counted.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVI
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace import sampling as otel_sampling
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 from opentelemetry.trace import SpanKind as OtelKind
@@ -44,6 +46,8 @@ _KINDS: Final = {
 }
 _SCOPE: Final = InstrumentationScope("relaygr", __version__)
 _FOLLOWS_PARENT: Final = "remoteParentSampled:AlwaysOnSampler,remoteParentNotSampled:AlwaysOffSampler"
+_RATIO: Final = re.compile(r"(?:ParentBased\{root:)?TraceIdRatioBased\{([^{}]+)\}(?:,.*)?")
+_ID_HALF: Final = (1 << 64) - 1
 _TURN_S: Final = 0.05
 log = structlog.get_logger()
 
@@ -53,13 +57,19 @@ class OtelSampler:
 
     def __init__(self, sampler: otel_sampling.Sampler) -> None:
         self._sampler = sampler
-        # Those that OpenTelemetry calls parentbased_. To ask them takes longer than all else for a span that is not
-        # recorded.
-        self._follows_parent = _FOLLOWS_PARENT in sampler.get_description()
+        # The usual samplers are not asked: that would take longer than all else for a span that is not recorded.
+        # Those that OpenTelemetry calls parentbased_:
+        description = sampler.get_description()
+        self._follows_parent = _FOLLOWS_PARENT in description
+        # traceidratio and parentbased_traceidratio:
+        ratio = _RATIO.fullmatch(description)
+        self._root_bound = None if ratio is None else TraceIdRatioBased.get_bound_for_rate(float(ratio[1]))
 
     def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
         if parent is not None and self._follows_parent:
             return parent.is_sampled
+        if parent is None and self._root_bound is not None:
+            return trace_id & _ID_HALF < self._root_bound
         context = set_span_in_context(NonRecordingSpan(_context(parent))) if parent is not None else None
         decision = self._sampler.should_sample(context, trace_id, name).decision
         return decision is otel_sampling.Decision.RECORD_AND_SAMPLE
