@@ -27,6 +27,7 @@ from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page,
 from relaygr.bench.headline.rows import RunFile, RunRow, Used, columns_of, read_dicts, read_rows, score_columns
 from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE, Bench, estimated_s
 from relaygr.bench.headline.search import highest_rate, longest_history
+from relaygr.bench.headline.summary import by_reuse
 from relaygr.bench.headline.systems import ABLATIONS, FLAGS, QUICK_SYSTEMS, System
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
@@ -283,6 +284,14 @@ class TestFigures:
         assert ["1.00 (one seed)" in lines[0], "2.00 (one seed)" in lines[1]] == [True, True]
         assert all("| 25% |" in line for line in lines) and "| 55% |" in lines[1]
         assert "B0 was not measured at half load" in text and "Energy: not readable here." in text
+
+    def test_runs_of_another_mode_in_the_folder_do_not_change_the_table(self) -> None:
+        own = outcome("B0", {10.0: 0.0}, 1) + outcome("R", {10.0: 0.0, 20.0: 0.0}, 1, reuse=0.6)
+        other = [replace(each, mode="quick", reuse=0.1) for each in own] * 2
+        other.append(replace(own[-1], valid=False, reuse=0.9))
+        table = by_reuse(own, figures_of(own, "full"), "full")
+        assert by_reuse(other + own, figures_of(other + own, "full"), "full") == table
+        assert [line[3] for line in table.rows] == ["0.60"]
 
     def test_every_figure_that_had_no_real_broker_says_so(self, tmp_path: Path) -> None:
         for folder, broker in (("kafka", "Apache Kafka 4"), ("embedded", "librdkafka's embedded cluster")):

@@ -20,7 +20,8 @@ _TITLES = {"A": "A: longest history at {:g}/s", "B": "B: requests/s"}
 
 
 def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> Grid:
-    """R and B0 in each figure. Cells that differ in the share of returning users alone stand together.
+    """R and B0 in each figure of a mode; `rows` may have others. Cells that differ in the share of returning users alone
+    stand together.
 
     The costs are those of runs of figure B on the same trace.
     """
@@ -30,7 +31,11 @@ def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> G
         base = next((each for each in same if each.system == System.B0), None)
         if base is None:
             continue
-        measured = statistics.median(row.reuse for row in rows if (row.cell, row.system) == (relay.cell, System.R))
+        measured = statistics.median(
+            row.reuse
+            for row in rows
+            if (row.mode, row.cell, row.system, row.figure) == (mode, relay.cell, System.R, relay.figure) and row.valid
+        )
         cell = BY_NAME.get(relay.cell)
         costs = same_load(rows, mode, relay.cell, (System.B0, System.R)) if relay.figure == "B" else []
         lines.append(
