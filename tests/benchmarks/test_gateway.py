@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relaygr.bench.gateway.__main__ import main
 from relaygr.bench.gateway.run import Plan, measure_gateway, play, schedule
+from relaygr.bench.gateway.tracing import added
 
 PLAN = Plan(rate_per_s=200.0, seconds=1.0, rounds=1, warm_up_s=0.5)
 
@@ -44,3 +46,24 @@ def test_a_short_run_has_the_figures_of_both_ways(tmp_path: Path) -> None:
         assert row["gateway_cpu_ms"] > 0
     with (tmp_path / "rows.csv").open(encoding="utf-8") as file:
         assert [row["rate_per_s"] for row in csv.DictReader(file)] == ["50.0", "50.0"]
+
+
+def test_what_slows_two_clients_alike_does_not_change_what_one_takes_more() -> None:
+    random = np.random.default_rng(3)
+    shared_us = random.lognormal(6, 0.5, 400)
+    found = added(shared_us + random.normal(0, 4, 400), shared_us + 9 + random.normal(0, 4, 400))
+    assert found.low_us < 9 < found.high_us and found.high_us - found.low_us < 3
+    assert found.share == pytest.approx(found.us / np.median(shared_us), rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_short_run_has_the_cpu_time_that_tracing_adds(tmp_path: Path) -> None:
+    main(
+        broker="embedded", tracing=True, sampled=0.5, blocks=6, impressions=10,
+        out=tmp_path / "rows.csv", json=tmp_path / "row.json",
+    )  # fmt: skip
+    row = json.loads((tmp_path / "row.json").read_text(encoding="utf-8"))
+    assert row["ranked_share"] > 0 and row["off_us"] > 0
+    assert row["traced_low"] <= row["traced_share"] <= row["traced_high"]
+    with (tmp_path / "rows.csv").open(encoding="utf-8") as file:
+        assert [found["sampled"] for found in csv.DictReader(file)] == ["0.5"]

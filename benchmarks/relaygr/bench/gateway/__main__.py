@@ -16,6 +16,8 @@ from typing import Annotated
 
 import typer
 
+RESULTS = Path("benchmarks/results/gateway")
+
 
 def main(
     rate: Annotated[float, typer.Option(min=1, help="Requests a second.")] = 200.0,
@@ -23,15 +25,24 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Runs of both.")] = 3,
     warm_up: Annotated[float, typer.Option(min=0.5, help="Seconds of warm-up of each before the first round.")] = 6.0,
     broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
-    out: Annotated[Path, typer.Option(help="CSV of the rounds to append to.")] = Path(
-        "benchmarks/results/gateway/results.csv"
-    ),
+    out: Annotated[
+        Path | None, typer.Option(help="CSV to append to.", show_default="in benchmarks/results/gateway")
+    ] = None,
+    tracing: Annotated[bool, typer.Option("--tracing", help="Measure what tracing costs the client.")] = False,
+    sampled: Annotated[float, typer.Option(min=0, max=1, help="--tracing: share of recorded traces.")] = 0.01,
+    blocks: Annotated[int, typer.Option(min=6, help="--tracing: blocks of each client.")] = 120,
+    impressions: Annotated[int, typer.Option(min=1, help="--tracing: impressions a block.")] = 200,
     json: Annotated[Path | None, typer.Option(help="Writes the rounds to this file, as a list.")] = None,
 ) -> None:
-    """Measure the latency that the HTTP gateway adds to that of the client."""
+    """Measure the latency that the HTTP gateway adds to that of the client, or the CPU time that tracing adds."""
+    if tracing:
+        from relaygr.bench.gateway.tracing import TracingPlan, measure_tracing
+
+        plan = TracingPlan(sampled, blocks, impressions)
+        return measure_tracing(plan, broker, out or RESULTS / "tracing.csv", json)
     from relaygr.bench.gateway.run import Plan, measure_gateway
 
-    measure_gateway(Plan(rate, seconds, rounds, warm_up), broker, out, json)
+    return measure_gateway(Plan(rate, seconds, rounds, warm_up), broker, out or RESULTS / "results.csv", json)
 
 
 if __name__ == "__main__":
