@@ -98,7 +98,7 @@ def test_one_poll_shows_the_figures_and_that_they_are_not_judged_yet(kafka: Kafk
     commit(kafka, 1)
     code, said = lag(kafka)
     assert code == 4, said
-    assert f"{kafka.workers_group}  JUDGING  2 messages behind in 1 of" in said
+    assert f"{kafka.workers_group}  JUDGING  2 messages behind" in said and "; 1 of " in said
     [row] = [line.split() for line in said.splitlines() if line.lstrip().startswith(kafka.topic(Topic.RANKING) + " ")]
     assert row[:5] == [kafka.topic(Topic.RANKING), "0", "1", "3", "2"] and "judging" in row
 

@@ -131,7 +131,8 @@ def shown(found: LagReport, width: int = WIDTH, every: bool = False, height: int
 
 def test_lag_shows_a_summary_and_then_what_is_behind_the_most_first() -> None:
     lines = shown(report(row(0, 0, LagStatus.OK), row(1, 7), row(2, 70_000)))
-    assert lines[0].startswith("relaygr.workers  JUDGING  70,007 messages behind in 2 of 3 partitions")
+    assert lines[0].startswith("relaygr.workers  JUDGING  70,007 messages behind, 12.3")
+    assert lines[1] == "  stable, members: 2, classic protocol, range; 2 of 3 partitions are behind"
     rows = [line.split() for line in lines if "ranking-overflow" in line]
     assert [(each[1], each[2], each[4]) for each in rows] == [("2", "70000", "judging"), ("1", "7", "judging")]
 

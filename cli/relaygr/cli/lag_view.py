@@ -154,9 +154,6 @@ def _lines(part: RenderableType, width: int) -> int:
 
 def _summary(group: GroupReport) -> list[RenderableType]:
     behind = f"{group.lag:,} messages behind"
-    lagging = sum(1 for row in group.partitions if row.lag)
-    if lagging:
-        behind += f" in {lagging} of {len(group.partitions)} partitions"
     if group.max_time_lag is not None:
         behind += f", {_seconds(group.max_time_lag.seconds)} s at most"
     text = Text(group.group, style="bold")
@@ -164,9 +161,11 @@ def _summary(group: GroupReport) -> list[RenderableType]:
     text.append(f"  {behind}", style="not bold")
     members = "members unknown" if group.members is None else f"members: {group.members}"
     assignor = f", {group.assignor}" if group.assignor else ""
+    lagging = sum(1 for row in group.partitions if row.lag)
+    where = f"; {lagging} of {len(group.partitions)} partitions are behind" if lagging else ""
     parts: list[RenderableType] = [
         text,
-        Text(f"  {group.state}, {members}, {group.protocol} protocol{assignor}", style="dim"),
+        Text(f"  {group.state}, {members}, {group.protocol} protocol{assignor}{where}", style="dim"),
     ]
     unread = sum(row.unread or 0 for row in group.partitions)
     if unread:
