@@ -5,6 +5,7 @@
 #   make test TEST_PROCESSES=4                 tests side by side in so many processes; 0: in pytest's own
 #   make demo DEMO_ARGS="--broker kafka"       the demo's
 #   make sbom EXTRAS=npu,trigger,lag           the extras of the listed environment
+#   make image IMAGE=registry/relaygr:0.1.0 IMAGE_ARGS=--push PLATFORMS=linux/amd64,linux/arm64
 
 VENV ?= .venv
 PIP_ARGS ?=
@@ -12,13 +13,16 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= auto
 DEMO_ARGS ?=
 EXTRAS ?= worker,trigger,lag,gateway
+PLATFORMS ?= linux/amd64,linux/arm64
+IMAGE ?= relaygr
+IMAGE_ARGS ?= --output type=oci,dest=build/relaygr-image.tar
 PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$candidate -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$candidate && break; \
 	done)
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES)
 
-.PHONY: help demo test test-main test-fast lint format docs site dist sbom clean
+.PHONY: help demo test test-main test-fast lint format docs site dist sbom image clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -68,6 +72,12 @@ sbom: dist ## list what the wheel installs, in dist/relaygr.cdx.json (CycloneDX)
 	build/sbom/tool/bin/python -m pip install $(PIP_ARGS) "cyclonedx-bom>=7,<8"
 	build/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		--output-file dist/relaygr.cdx.json build/sbom/installed
+
+# A library without a wheel for a platform is compiled: the image with the compiler builds, the slim one runs.
+image: ## build the image for all PLATFORMS into build/ (docker buildx; other processors need QEMU in binfmt_misc)
+	mkdir -p build
+	docker buildx build --file compose/Dockerfile --platform $(PLATFORMS) --tag $(IMAGE) \
+		--build-arg BUILD_IMAGE=python:3.11-bookworm --build-arg PIP_ARGS="$(PIP_ARGS)" $(IMAGE_ARGS) .
 
 clean: ## remove the virtual environment and what the tools left
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
