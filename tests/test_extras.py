@@ -120,6 +120,7 @@ USES: dict[str, Use] = {
             "relaygr.replay.plots",
             "relaygr.simulate.plan",
             "relaygr.bench.simulated.run",
+            "relaygr.bench.sizing.run",
         )
     ),
 }
