@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,25 @@ def test_the_page_fits_its_window_and_says_what_it_draws(
     assert tab.complaints == []
     assert {address for address in tab.asked if not address.startswith(server.address)} == set()
     tab.picture(tmp_path / f"{width}-{scheme}.png")
+
+
+@pytest.mark.parametrize("shares", [(0.99, 0.91), (0.97, 0.96), (0.6, 0.5), (0.04, 0.03)])
+def test_the_labels_of_both_curves_cover_neither_a_curve_nor_each_other(
+    tab: Browser, server: UiServer, page: Page, shares: tuple[float, float]
+) -> None:
+    for title, share in zip(("relay on", "relay off"), shares, strict=True):
+        page.add_run(replace(run(title, 1), distribution=[(10.0, share / 2), (20.0, share)]), 50)
+    tab.show(server.address, 1280)
+    tab.until("document.querySelectorAll('#plot-distribution path').length == 2")
+    ends = tab.ask("[...document.querySelectorAll('#plot-distribution path')].map(each => each.getBBox().y)")
+    labels = tab.ask(
+        "[...document.querySelectorAll('#plot-distribution text')].filter(each => each.textContent.includes('whole'))"
+        ".map(each => each.getBBox()).map(({y, height}) => [y + 1, y + height - 2])"
+    )
+    assert len(labels) == len(ends) == 2
+    assert not any(top < end < bottom for end in ends for top, bottom in labels)
+    (first_top, first_bottom), (second_top, second_bottom) = labels
+    assert first_bottom <= second_top or second_bottom <= first_top
 
 
 def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page, world: UiWorld) -> None:

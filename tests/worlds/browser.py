@@ -1,126 +1,21 @@
-"""A headless Chromium, driven over the DevTools protocol."""
+"""A headless browser for tests."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import json
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-
+from relaygr.bench import browser as headless
+from relaygr.bench.browser import Browser as Browser
 from tests.promised import unavailable
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-START_S = 30.0
-_COMPLAINTS = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
-
-
-class Browser:
-    """One tab. Collects what a page writes to the console, and every address that it asks for."""
-
-    def __init__(self, port: int) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._number = 0
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self._loop.run_until_complete(self._connect(port))
-        for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
-        return self._loop.run_until_complete(self._call(method, params))
-
-    def show(self, url: str, width: int, scheme: str = "light", motion: str = "no-preference") -> None:
-        """Opens the page in a window of this width."""
-        self.resize(width)
-        features = [("prefers-color-scheme", scheme), ("prefers-reduced-motion", motion)]
-        self.call("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in features])
-        self.call("Page.navigate", url=url)
-
-    def resize(self, width: int) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
-        )
-
-    def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def until(self, expression: str, within_s: float = 20.0) -> None:
-        """Waits until the expression is true."""
-        ends_s = time.monotonic() + within_s
-        while not self.ask(expression):
-            assert time.monotonic() < ends_s, (expression, self.complaints)
-            time.sleep(0.05)
-
-    def press(self, key: str, code: int) -> None:
-        for kind in ("keyDown", "keyUp"):
-            text = {"text": "\r" if key == "Enter" else key} if kind == "keyDown" and key != "Tab" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text)
-
-    def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-
-    def close(self) -> None:
-        self._loop.run_until_complete(self._session.close())
-        self._loop.close()
-
-    async def _connect(self, port: int) -> None:
-        self._session = aiohttp.ClientSession()
-        async with self._session.get(f"http://127.0.0.1:{port}/json") as answer:
-            tabs = await answer.json()
-        (url,) = (tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
-        self._socket = await self._session.ws_connect(url, max_msg_size=0)
-
-    async def _call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        self._number += 1
-        await self._socket.send_json({"id": self._number, "method": method, "params": params})
-        while True:
-            said = json.loads((await self._socket.receive(START_S)).data)
-            if said.get("id") == self._number:
-                assert "error" not in said, said
-                result: dict[str, Any] = said["result"]
-                return result
-            if said.get("method") in _COMPLAINTS:
-                self.complaints.append(json.dumps(said["params"])[:500])
-            elif said.get("method") == "Network.requestWillBeSent":
-                self.asked.append(said["params"]["request"]["url"])
 
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
     """The test is skipped, or fails where a browser is promised, if there is none."""
-    program = next(filter(None, map(shutil.which, NAMES)), None)
+    program = headless.find_browser()
     if program is None:
-        unavailable("browser", f"none of {', '.join(NAMES)} is installed")
-    command = [
-        program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-        "--no-first-run", "--disable-background-networking", "--remote-debugging-port=0", f"--user-data-dir={folder}",
-        "about:blank",
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            tab = Browser(_port(folder / "DevToolsActivePort", process))
-            try:
-                yield tab
-            finally:
-                tab.close()
-        finally:
-            process.terminate()
-
-
-def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
-    ends_s = time.monotonic() + START_S
-    while not (file.exists() and len(file.read_text(encoding="utf-8").split()) == 2):
-        assert process.poll() is None and time.monotonic() < ends_s, "the browser did not start"
-        time.sleep(0.05)
-    return int(file.read_text(encoding="utf-8").split()[0])
+        unavailable("browser", f"none of {', '.join(headless.NAMES)} is installed")
+    with headless.browser(program, folder) as tab:
+        yield tab

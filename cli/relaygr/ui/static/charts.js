@@ -179,18 +179,30 @@ export function distribution(container, runs, deadline_ms, label) {
   if (deadline_ms) {
     root.append(svg("line", { x1: x(deadline_ms), x2: x(deadline_ms), y1: top, y2: bottom, class: "deadline" }), text(x(deadline_ms) + 5, bottom - 6, `deadline ${deadline_ms} ms`, { class: "deadline-text" }));
   }
+  const ends = runs.map((run) => run.distribution.filter(([ms]) => ms <= largest).at(-1)), labels = [];
+  // A label lies below the end of its curve, or else above it, where it covers neither a curve's end nor a label.
+  const isFree = (at) => ends.every((end) => !end || Math.abs(y(end[1]) - (at - 4)) > 9) && labels.every((label) => Math.abs(label - at) >= 14);
+  function labelAt(end) {
+    let at = y(end[1]) + 16;
+    while (!isFree(at) && at < bottom - 22) at += 2;
+    if (at < bottom - 22) return at;
+    for (at = y(end[1]) - 8; !isFree(at) && at > top + 10; ) at -= 2;
+    return at;
+  }
   runs.forEach((run, place) => {
     let drawn = `M${x(0)} ${y(0)}`;
     for (const [ms, share] of run.distribution) {
       if (ms > largest) break;
       drawn += `L${x(ms).toFixed(1)} ${y(share).toFixed(1)}`;
     }
-    const end = run.distribution.filter(([ms]) => ms <= largest).at(-1);
+    const end = ends[place];
     const tone = place === 0 ? "var(--accent)" : "var(--off)";
     // The others got no whole answer: the curve stays where it is.
     if (end) drawn += `L${width} ${y(end[1]).toFixed(1)}`;
     root.append(svg("path", { d: drawn, fill: "none", stroke: tone, "stroke-width": 2.4, "stroke-linejoin": "round" }));
-    if (end) root.append(text(width - 2, y(end[1]) + (end[1] > 0.7 ? 16 : -8), `${run.title}: ${Math.round(end[1] * 100)} % answered whole`, { "text-anchor": "end", "font-weight": 600 }));
+    if (!end) return;
+    labels.push(labelAt(end));
+    root.append(text(width - 2, labels.at(-1), `${run.title}: ${Math.round(end[1] * 100)} % answered whole`, { "text-anchor": "end", "font-weight": 600 }));
   });
 }
 
