@@ -12,7 +12,6 @@ from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.records import LOST, OPEN, ImpressionRecord
 from relaygr.traffic.settings import TrafficSettings
 
-
 SETTINGS = TrafficSettings(
     duration_s=0.05, rate_per_s=100, settle_s=0, users=2, history_max=32, lead_median_ms=1, drain_s=0.1
 )

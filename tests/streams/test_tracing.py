@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from relaygr.client.tracing import ClientTraces
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.trace_context import TRACEPARENT, TraceContext
+from relaygr.schemas.vectors.samples import MESSAGES
 from relaygr.tracing import TracingSettings, start_tracing
 from relaygr.tracing.otlp import OtelSampler, SpanExport, otel_spans
 from relaygr.tracing.spans import MessagePlace, Operation, Span, SpanKind, message_span
@@ -146,6 +148,29 @@ def test_stages_never_overlap_whatever_the_times(numbers: list[int]) -> None:
     stages = stages_of(RankingTimes(received_us, ended_us, *numbers[2:]), Stage.FULL)
     assert all(received_us <= each.start_us < each.end_us <= ended_us for each in stages)
     assert all(first.end_us <= then.start_us for first, then in itertools.pairwise(stages))
+
+
+# -- a client ----------------------------------------------------------------------------------------
+
+
+class Never(Always):
+    """Records no trace."""
+
+    def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_message_whose_trace_is_not_recorded_has_its_header_and_nothing_else(recorded: bool) -> None:
+    world = World(Always() if recorded else Never())
+    traces = ClientTraces(world.tracer, "retrieval", "ranking", "results")
+    for begun in (
+        traces.retrieval(MESSAGES["RetrievalEvent"], None),
+        traces.rank(MESSAGES["RankingRequest"], None),
+    ):
+        context = TraceContext.parse(begun.header)
+        assert context is not None and context.is_sampled is recorded
+        assert (begun.trace is not None) is recorded
 
 
 # -- a worker ----------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 Three clients run in this process: one without a tracer, one with a tracer, and a second one without, as the control.
 They take turns in short blocks of impressions (a retrieval event and a ranking request each), in another order each
 time. The CPU time of a block is that of the whole process, librdkafka's threads and the export of spans included; the
-worker, the broker and the collector are other processes. The figure is the median of the differences within a turn, so other
-work on the machine, which slows all three, hardly changes it. The difference of the control says how far the figure can
-be trusted.
+worker, the broker and the collector are other processes. The figure is the median of the differences within a turn, so
+other work on the machine, which slows all three, hardly changes it. The difference of the control says how far the
+figure can be trusted.
 
 A block sends as fast as the answers come (a few requests are open). At a lower rate a client spends more CPU time for a
 request, and the tracer does not: the share is then smaller.

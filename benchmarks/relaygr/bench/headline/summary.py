@@ -20,8 +20,8 @@ _TITLES = {"A": "A: longest history at {:g}/s", "B": "B: requests/s"}
 
 
 def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> Grid:
-    """R and B0 in each figure of a mode; `rows` may have others. Cells that differ in the share of returning users alone
-    stand together.
+    """R and B0 in each figure of a mode; `rows` may have others. Cells that differ in the share of returning users
+    alone stand together.
 
     The costs are those of runs of figure B on the same trace.
     """
