@@ -67,10 +67,16 @@ def test_the_traces_of_an_impression_are_two_that_one_sampler_treats_alike() -> 
     for number in range(200):
         retrieval = ratio.tracer.begin("send", None, f"request-{number}")
         ranking = ratio.tracer.begin("rank", None, f"request-{number}")
-        assert retrieval.trace_id != ranking.trace_id
+        assert retrieval.trace_id != ranking.trace_id or retrieval is ratio.tracer.unrecorded
         assert retrieval.is_sampled is ranking.is_sampled
         decisions.append(ranking.is_sampled)
     assert 60 < sum(decisions) < 140
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 0.999])
+def test_a_later_process_with_a_sampler_of_its_own_does_not_record_what_began_unrecorded(ratio: float) -> None:
+    began = World(OtelSampler(RATIO.TraceIdRatioBased(0.0))).tracer.begin("rank", None, "r")
+    assert not World(OtelSampler(RATIO.TraceIdRatioBased(ratio))).tracer.begin("process", began, "r").is_sampled
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])

@@ -110,6 +110,7 @@ class ClientTraces:
 
     def __init__(self, tracer: Tracer, retrieval_topic: str, ranking_topic: str, results_topic: str) -> None:
         self.tracer = tracer
+        self._unrecorded = tracer.unrecorded.encode()
         self._retrieval_topic = retrieval_topic
         self._send_retrieval = f"{Operation.SEND} {retrieval_topic}"
         self._ranking_topic = ranking_topic
@@ -122,7 +123,7 @@ class ClientTraces:
         parent = given or _current_span()
         own = self.tracer.begin(self._send_retrieval, parent, event.request_id)
         if not own.is_sampled:
-            return Begun(own.encode(), None)
+            return Begun(self._unrecorded if own is self.tracer.unrecorded else own.encode(), None)
         with self._lock:
             self._retrievals[event.request_id] = own
             if len(self._retrievals) > REMEMBERED_RETRIEVALS:
@@ -136,7 +137,7 @@ class ClientTraces:
         parent = given or _current_span()
         own = self.tracer.begin("relaygr.rank", parent, request.request_id)
         if not own.is_sampled:
-            return Begun(own.encode(), None)
+            return Begun(self._unrecorded if own is self.tracer.unrecorded else own.encode(), None)
         with self._lock:
             retrieval = self._retrievals.pop(request.request_id, None)
         send = SendTrace(

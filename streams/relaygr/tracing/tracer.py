@@ -15,6 +15,7 @@ from relaygr.schemas.trace_context import TraceContext
 from relaygr.tracing.spans import Span
 
 _HALF: Final = 64
+_LAST: Final = (1 << _HALF) - 1
 
 
 class Sampler(Protocol):
@@ -59,11 +60,22 @@ class Tracer:
         self._ended: deque[Span] = deque()
         # Ids are not secret; the system's source would be a system call for each.
         self._random = random.Random()
+        self.unrecorded = TraceContext(self._new_id() << _HALF | _LAST, self._new_id(), is_sampled=False)
+        """The context of every trace that begins here and is not recorded. Most are not, and ids take time.
+
+        A later process with a sampler by ratio of its own does not record it either.
+        """
 
     def begin(self, name: str, parent: TraceContext | None, request_id: str) -> TraceContext:
-        """The context of a new span. Without a parent it begins a trace of this impression."""
-        trace_id = parent.trace_id if parent is not None else self._new_id() << _HALF | _shared_half(request_id)
-        return TraceContext(trace_id, self._new_id(), self._sampler.is_sampled(parent, trace_id, name))
+        """The context of a new span. Without a parent it begins a trace of this impression, if that is recorded."""
+        if parent is not None:
+            return TraceContext(
+                parent.trace_id, self._new_id(), self._sampler.is_sampled(parent, parent.trace_id, name)
+            )
+        trace_id = self._new_id() << _HALF | _shared_half(request_id)
+        if not self._sampler.is_sampled(None, trace_id, name):
+            return self.unrecorded
+        return TraceContext(trace_id, self._new_id(), is_sampled=True)
 
     def within(self, context: TraceContext) -> TraceContext:
         """The context of a new span of the same trace."""
