@@ -36,6 +36,7 @@ from relaygr.traffic.records import ImpressionRecord, read_records
 from relaygr.worker.calibration import load_calibration
 
 SEED: Final = 11
+TABLE_WIDTH: Final = 110
 LEARNING_S: Final = 30.0
 LEARNING_REQUESTS: Final = 120
 SEEDS: Final = 2
@@ -143,6 +144,7 @@ def sample_of(reading: Reading, at_s: float) -> Sample:
 def compare_with_run(plan: SizingPlan, broker: str, out: Path, json_out: Path | None) -> None:
     """Calibrates, predicts, runs, prints the comparison and appends it to `out`."""
     console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
     with tempfile.TemporaryDirectory(prefix="relaygr-bench-") as name, local_broker(broker) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         bench = _Bench(console, started, Path(name), plan)
@@ -174,17 +176,18 @@ def compare_with_run(plan: SizingPlan, broker: str, out: Path, json_out: Path | 
 
 
 def lines_of(
-    settings: Settings, sizing: Sizing, recent: Sizing, simulated: Figures, alone: Figures, run: Run
+    settings: Settings, sizing: Sizing, recent: Sizing, middle: Sizing, simulated: Figures, alone: Figures, run: Run
 ) -> list[Line]:
     """The figures of a prediction and of a run with the same settings.
 
-    `sizing` keeps prefixes for the whole run, `recent` for the part of it that is counted.
+    `sizing` keeps prefixes for the whole run, `recent` for the part of it that is counted, and `middle` for as long as
+    a counted impression looks back on average.
     """
     traffic = settings.traffic
     counted = after_cold(run.records)
     measured = figures_of_records(counted, traffic.budget_ms)
     last = run.samples[-1]
-    device = recent.work.figures.full_us / 1e6 * recent.device_share * traffic.rate_per_s
+    device = middle.work.figures.full_us / 1e6 * middle.device_share * traffic.rate_per_s
     leases = float(np.mean([each.leases for each in run.samples]))
     lines = [
         Line("device load", "%", simulated.device_load.value, run.device_load, alone.device_load.value),
@@ -308,11 +311,13 @@ class _Bench:
             settings = self._at(self._plan.load * self.capacity.highest_per_s, self._plan.seconds)
             cases = [self._case(settings, each) for each in (times, MeasuredTimes())]
             simulated, alone = (simulate(case, FleetSize(1, 1, 4), runner, lambda _: None) for case in cases)
-        sizing, recent = (
-            size_of(cases[0], 1, keep_s) for keep_s in (self._plan.seconds, (1 - COLD_SHARE) * self._plan.seconds)
+        seconds = self._plan.seconds
+        sizing, recent, middle = (
+            size_of(cases[0], 1, keep_s)
+            for keep_s in (seconds, (1 - COLD_SHARE) * seconds, (1 + COLD_SHARE) / 2 * seconds)
         )
         run = self._play(settings)
-        return lines_of(settings, sizing, recent, simulated, alone, run), run
+        return lines_of(settings, sizing, recent, middle, simulated, alone, run), run
 
     def _case(self, settings: Settings, times: MeasuredTimes) -> Case:
         return case_of(settings, self._shape, self._calibration.model, times, on_cpu=True, system=System.RELAY)
