@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.worlds.otlp import collector
 from tests.worlds.relay import environment, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "relaygr", "demo", "--broker", "embedded", *arguments]
     for setting in SMALL:
         command += ["--set", setting]
@@ -38,7 +39,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        env={**environment(), "TMPDIR": str(folder / "tmp"), "COLUMNS": "200"},
+        env={**environment(), "TMPDIR": str(folder / "tmp"), "COLUMNS": "200", **variables},
         start_new_session=True,
     )
 
@@ -81,8 +82,10 @@ def test_a_demo_stopped_in_the_middle_leaves_no_process_and_no_folder(demo, fold
 
 
 def test_a_short_demo_ends_with_both_runs_side_by_side_and_its_gates(folder):
-    process = start(folder, "--seconds", "6")
-    said, _ = process.communicate(timeout=240)
+    with collector() as seen:
+        tracing = ("--set", "tracing.enabled=true")
+        process = start(folder, "--seconds", "6", *tracing, OTEL_EXPORTER_OTLP_ENDPOINT=seen.endpoint)
+        said, _ = process.communicate(timeout=240)
     assert process.returncode in (0, 1), said
     assert "Traceback" not in said, said
     for wanted in ("relay on", "relay off", "requests offered", "P99", "device seconds", "no request lost", "scores"):
@@ -94,5 +97,7 @@ def test_a_short_demo_ends_with_both_runs_side_by_side_and_its_gates(folder):
     assert lost.startswith("yes"), said
     equal = next(line for line in said.splitlines() if "cached scores equal" in line)
     assert equal.startswith("yes"), said
+    services = {span.service for span in seen.spans}
+    assert services == {"relaygr-traffic", "relaygr-trigger", "relaygr-worker"}, "every process of the demo traces"
     assert ("NO " in said) == (process.returncode == 1)
     assert not list((folder / "tmp").glob("relaygr-*"))
