@@ -10,11 +10,14 @@ import tempfile
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from relaygr.worker.model.triton.attention_kernels import attend_kernel, join_kernel, store_kernel
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.spec import SCALED
+from relaygr.worker.model.triton.attention_kernels import attend_kernel, join_kernel, round_kernel, store_kernel
 from relaygr.worker.model.triton.norm_kernels import gated_norm_kernel, norm_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -31,6 +34,8 @@ _TYPES = {
     "bucket_rate": "fp32",
     "table_ptr": "*i32",
     "slots_ptr": "*i32",
+    "k_exponents_ptr": "*u8",
+    "v_exponents_ptr": "*u8",
     "a_ptr": "*fp32",
     "x_ptr": "*fp32",
     "weight_ptr": "*fp32",
@@ -39,6 +44,8 @@ _TYPES = {
     "alpha": "fp32",
     "scale": "fp32",
 }
+_SCALES = ("k_exponents_ptr", "v_exponents_ptr")
+_SCALED = {"i8": SCALED[KvDtype.INT8], "fp8e4nv": SCALED[KvDtype.FLOAT8]}
 _BIAS: dict[str, object] = {"POSITIONS": 8191, "TIMES": True, "EDGES": 124}
 
 
@@ -130,6 +137,7 @@ def attend(
     }
     constants |= options
     absent = {name: None for name in ("k_desc", "v_desc") if not constants["TMA"]}
+    absent |= without_scales(stored)
     absent |= {"positions_ptr": None} if not constants["POSITIONS"] else {}
     if not constants["TIMES"]:
         absent |= dict.fromkeys(("key_times_ptr", "following_ptr", "times_ptr", "edges_ptr"))
@@ -144,7 +152,22 @@ def join() -> dict[str, int]:
 def store(own: str, stored: str) -> dict[str, int]:
     assert store_kernel.params[store_kernel.arg_names.index("rows")].do_not_specialize, "compiled anew for other rows"
     sizes = {"D_QK": 128, "D_V": 128, "PAD_QK": 128, "PAD_V": 128, "PAGE_TOKENS": 64, "BLOCK_M": 32}
-    return described(compiled(store_kernel, sizes, own, stored, 4, 3))
+    return described(compiled(store_kernel, sizes | scaling(stored) | without_scales(stored), own, stored, 4, 3))
+
+
+def rounded(own: str, stored: str) -> dict[str, int]:
+    kind = tl.int8 if stored == "i8" else tl.float8e4nv
+    sizes = {"HEADS": 4, "D": 128, "PAD_D": 128, "STORED": kind, "BLOCK_M": 32}
+    return described(compiled(round_kernel, sizes | scaling(stored), own, stored, 4, 3))
+
+
+def scaling(stored: str) -> dict[str, object]:
+    of_type = _SCALED.get(stored)
+    return {"POWER": of_type.power if of_type else 0, "ROUND_UP": of_type.round_up if of_type else 0}
+
+
+def without_scales(stored: str) -> dict[str, object]:
+    return {} if stored in _SCALED else dict.fromkeys(_SCALES)
 
 
 def output(own: str, keeps: int, affine: bool) -> dict[str, int]:
@@ -181,6 +204,16 @@ def main() -> None:
         "bfloat16, persistent by descriptors": attend(
             "bf16", "bf16", 128, 64, 64, 64, 4, 3, PERSISTENT=True, TMA=True, TANH=True
         ),
+        "bfloat16 on float8 pages, ranking": attend("bf16", "fp8e4nv", 128, 64, 64, 64, 4, 3),
+        "bfloat16 on float8 pages, chunk": attend("bf16", "fp8e4nv", 128, 64, 128, 64, 8, 3),
+        "bfloat16 on float8 pages, dimension 256": attend("bf16", "fp8e4nv", 256, 64, 64, 16, 8, 2),
+        "bfloat16 on float8 pages by descriptors": attend("bf16", "fp8e4nv", 128, 64, 64, 64, 4, 3, TMA=True),
+        "bfloat16 on int8 pages, ranking": attend("bf16", "i8", 128, 64, 64, 64, 4, 3),
+        "bfloat16 on int8 pages, chunk": attend("bf16", "i8", 128, 64, 128, 64, 8, 3),
+        "store bfloat16 as float8": store("bf16", "fp8e4nv"),
+        "store bfloat16 as int8": store("bf16", "i8"),
+        "round to float8": rounded("bf16", "fp8e4nv"),
+        "round to int8": rounded("fp32", "i8"),
         "join": join(),
         "input norm": norm("bf16", True),
         "input norm without weights": norm("bf16", False),

@@ -373,6 +373,25 @@ def test_bfloat16_costs_at_most_twice_what_it_costs_the_oracle(kind: str, backen
     assert 0 < ours <= 2 * theirs
 
 
+@pytest.mark.parametrize("kv_dtype", [dtype for dtype in KvDtype if dtype.is_scaled])
+@each_kind
+def test_scores_on_kv_in_8_bits_are_near_and_agree_with_and_without_the_cache(kind: str, kv_dtype: KvDtype) -> None:
+    """K,V that differ in their last bit may be rounded to another number, so scores may differ by a part of the error
+    of the type."""
+    for seed in range(3):
+        world = ContractWorld(kind, seed=seed, kv_dtype=kv_dtype)
+        user = world.user(40, 16)
+        prefix = world.prefix_of(40, 8)
+        world.pre_infer(user, prefix, [11, 30])
+        cached = world.engine.rank([world.request(user, prefix)])[0].scores
+        world.pre_infer(user, 40, [])
+        full = world.engine.rank([world.request(user, 40)])[0].scores
+        of_type = error(full, world.exact(user))
+        # Random models with a bias or soft-max are much less exact than others.
+        assert 0 < of_type <= (0.1 if kv_dtype is KvDtype.INT8 else 0.5)
+        assert error(cached, full) <= max(0.5 * of_type, TOLERANCE)
+
+
 @pytest.mark.usefixtures("exact_int8")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if HAS_ONEDNN])
 def test_int8_costs_at_most_twice_what_it_costs_the_oracle_with_and_without_the_cache(kind: str) -> None:

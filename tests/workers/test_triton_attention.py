@@ -18,6 +18,7 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.bias import bucket_edges
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment, SegmentTimes, place
+from relaygr.worker.model.attention.spec import rounding, torch_dtype
 from relaygr.worker.model.options import RelativeBias
 from relaygr.worker.model.triton import attention as triton_backend
 from relaygr.worker.model.triton import launch
@@ -114,19 +115,34 @@ def test_any_pair_of_types(compute: torch.dtype, stored: KvDtype) -> None:
 @pytest.mark.parametrize("stored", KvDtype)
 def test_chunks_are_stored_rounded_and_nothing_else_is_written(stored: KvDtype) -> None:
     forward = Forward(MIXED, stored=stored, page_tokens=5)
-    expected_k, expected_v = forward.kv.k(LAYER).clone(), forward.kv.v(LAYER).clone()
-    others = [forward.kv.k(0).clone(), forward.kv.v(0).clone()]
+    expected_k, expected_v = (pages.clone() for pages in forward.values(LAYER))
+    others = [pages.clone() for pages in forward.values(0)]
     for placed in place(forward.segments):
         segment = placed.segment
         for row, token in enumerate(range(segment.context_tokens, segment.stored_tokens), placed.start):
             page, at = int(segment.pages[token // 5]), token % 5
-            expected_k[page, :, at] = forward.k[row].to(forward.kv.dtype)
-            expected_v[page, :, at] = forward.v[row].to(forward.kv.dtype)
+            expected_k[page, :, at] = forward.rounded(forward.k[row])
+            expected_v[page, :, at] = forward.rounded(forward.v[row])
     forward.attend()
-    assert torch.equal(forward.kv.k(LAYER), expected_k)
-    assert torch.equal(forward.kv.v(LAYER), expected_v)
-    assert torch.equal(forward.kv.k(0), others[0])
-    assert torch.equal(forward.kv.v(0), others[1])
+    for found, expected in zip(
+        (*forward.values(LAYER), *forward.values(0)), (expected_k, expected_v, *others), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("stored", [dtype for dtype in KvDtype if dtype.is_scaled])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_rows_are_rounded_to_a_scaled_type_as_plain_torch_does(compute: torch.dtype, stored: KvDtype) -> None:
+    sizes = torch.logspace(-30, 30, 70)[:, None, None]
+    x = (torch.randn(70, 2, 24, generator=torch.Generator().manual_seed(0)) * sizes).to(compute)
+    x[3], x[4, 1, 5] = 0.0, float("inf")
+    x[5, 0] = torch.tensor(127.0 * 2.0**-4)
+    x[6, 0] = torch.tensor(448.0 * 2.0**3)
+    x = x.to(DEVICE.torch_device)[:, :, 3:20]
+    found, expected = launch.round_rows(x, torch_dtype(stored)), rounding(stored)(x)
+    finite = expected.isfinite()
+    assert torch.equal(finite, found.isfinite()) and int((~finite).sum()) == 17
+    assert torch.equal(found[finite], expected[finite])
 
 
 @pytest.mark.parametrize("splits", [2, 4, 16])

@@ -14,7 +14,7 @@ from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment, SegmentTimes, place
-from relaygr.worker.model.attention.spec import AttentionSpec, torch_dtype
+from relaygr.worker.model.attention.spec import AttentionSpec, rounding, scaled, widened
 from relaygr.worker.model.options import RelativeBias
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
 
@@ -88,10 +88,17 @@ class RaggedForward:
             )
             for run, need, start in zip(runs, needs, np.cumsum([0, *needs[:-1]]), strict=True)
         ]
-        elements = free_pages.size * geometry.page_bytes // geometry.dtype.size_bytes
-        values = torch.from_numpy(random.standard_normal(elements, dtype=np.float32)).to(torch_dtype(stored))
-        arena = values.view(torch.uint8).view(free_pages.size, geometry.page_bytes)
-        self.kv = PagedKv(arena.to(device.torch_device), geometry, device.sent)
+        arena = torch.empty((free_pages.size, geometry.page_bytes), dtype=torch.uint8, device=device.torch_device)
+        self.kv = PagedKv(arena, geometry, device.sent)
+        for layer in range(LAYERS):
+            for pages, exponents in self._parts(layer):
+                values = torch.from_numpy(random.standard_normal(pages.shape, dtype=np.float32)).to(arena.device)
+                if exponents is None:
+                    pages.copy_(values)
+                else:
+                    numbers, own = scaled(values, stored)
+                    pages.view(torch.uint8).copy_(numbers.view(torch.uint8))
+                    exponents.copy_(own)
         self.spec = AttentionSpec(
             heads,
             dqk,
@@ -117,15 +124,29 @@ class RaggedForward:
         self.q = z[:, : heads * dqk].unflatten(1, (heads, dqk))
         self.k = z[:, heads * dqk : 2 * heads * dqk].unflatten(1, (heads, dqk))
         self.v = z[:, 2 * heads * dqk :].unflatten(1, (heads, dv))
+        if stored.is_scaled:
+            self.k, self.v = self.rounded(self.k), self.rounded(self.v)
+
+    def _parts(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The pages of K and of V of a layer, each with its exponents."""
+        return list(zip((self.kv.k(layer), self.kv.v(layer)), self.kv.exponents(layer) or (None, None), strict=True))
+
+    def values(self, layer: int) -> list[torch.Tensor]:
+        """K and V [pages, heads, page_tokens, dim] of a layer, float32 if they are scaled."""
+        return [
+            pages if exponents is None else widened(pages, exponents, torch.float32)
+            for pages, exponents in self._parts(layer)
+        ]
 
     def expected(self) -> torch.Tensor:
         """float64 [rows, heads, dv]"""
         own_k, own_v = self.rounded(self.k).double().cpu(), self.rounded(self.v).double().cpu()
+        k_pages, v_pages = self.values(LAYER)
         parts = [torch.empty((0, *own_v.shape[1:]), dtype=torch.float64)]
         for placed in place(self.segments):
             segment, rows = placed.segment, placed.rows
-            keys = torch.cat((self.context(self.kv.k(LAYER), segment), own_k[rows]))
-            values = torch.cat((self.context(self.kv.v(LAYER), segment), own_v[rows]))
+            keys = torch.cat((self.context(k_pages, segment), own_k[rows]))
+            values = torch.cat((self.context(v_pages, segment), own_v[rows]))
             scores = torch.einsum("ihd,jhd->hij", self.q[rows].double().cpu(), keys) * self.spec.alpha
             scores += self._bias(segment)
             mask = self._mask(segment)
@@ -185,7 +206,7 @@ class RaggedForward:
         return torch.stack(found).double().cpu() if found else torch.empty((0, *pages.shape[1::2])).double()
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.kv.dtype).to(x.dtype)
+        return rounding(self.kv.geometry.dtype)(x)
 
     def error(self, ours: torch.Tensor) -> float:
         expected = self.expected()

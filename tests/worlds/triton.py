@@ -1,7 +1,7 @@
 """Triton in tests: on a GPU as it is, elsewhere under its interpreter.
 
 `conftest.py` chooses the interpreter. Triton 3.7's interpreter keeps bfloat16 as bare 16-bit integers: it multiplies
-them as such, and truncates where a GPU rounds to even. This module mends both, and teaches the interpreter the few
+them as such, and truncates where a GPU rounds to even, as it does for 8-bit floats. This module mends that, and teaches the interpreter the few
 instructions of a GPU that the kernels name, so that what is tested is what a GPU does.
 """
 
@@ -55,11 +55,19 @@ def _widened(handle: Any) -> Any:
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
+_ROUNDED = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
+
+
 def _cast_rounding(self: Any, source: Any, target: Any) -> Any:
-    if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+    if source.dtype.scalar == tl.float8e4nv:
+        numbers = torch.from_numpy(np.ascontiguousarray(source.data)).view(torch.float8_e4m3fn).float().numpy()
+        source = TensorHandle(numbers.reshape(source.data.shape), tl.float32)
+        return source if target.scalar == tl.float32 else _cast_rounding(self, source, target)
+    if source.dtype.scalar != tl.float32 or target.scalar not in _ROUNDED:
         return _cast(self, source, target)
-    rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16).view(torch.int16)
-    return TensorHandle(rounded.numpy().view(np.uint16).reshape(source.data.shape), tl.bfloat16)
+    dtype, bits = _ROUNDED[target.scalar]
+    rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(dtype).view(bits)
+    return TensorHandle(rounded.numpy().reshape(source.data.shape), target.scalar)
 
 
 class _Result:

@@ -1,4 +1,4 @@
-"""`relaygr model check-dram MODEL` and `check-compute MODEL`: the score error that inexact settings cause for a model.
+"""`relaygr model check-kv MODEL`, `check-dram` and `check-compute`: the score error of inexact settings for a model.
 
 The commands import torch only when they run, so that `--help` answers without it.
 """
@@ -13,12 +13,12 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from relaygr.cli.model_options import DeviceOption, DramKvDtypeOption, KvDtypeOption
+from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption
 from relaygr.cli.options import JsonOption
 from relaygr.cli.texts import print_json, stdout_console
 from relaygr.interactions.reading import read_interactions
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.kv import DramGeometry, DramKvDtype
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
 from relaygr.worker.settings import WorkerSettings
 
@@ -46,6 +46,40 @@ class Limits:
 
     def hold(self, error: ScoreError) -> bool:
         return error.is_within(self.max_score_error, self.min_topk_overlap)
+
+
+def check_kv_command(
+    model: Model,
+    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of K,V on the device.")] = KvDtype.INT8,
+    compute_dtype: ComputeDtypeOption = None,
+    interactions: Interactions = None,
+    users: Users = None,
+    device: DeviceOption = None,
+    max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.kv_max_score_error.")] = float(
+        _DEFAULTS["kv_max_score_error"].default
+    ),
+    min_topk_overlap: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.kv_min_topk_overlap.")
+    ] = float(_DEFAULTS["kv_min_topk_overlap"].default),
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how much K,V in fewer bits change a model's scores. The exit code is 1 beyond the limits."""
+    from relaygr.worker.model.engine import load_engine
+    from relaygr.worker.score_error import exact_kv, measure_engine_error
+
+    engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS, compute_dtype=compute_dtype)
+    wide = exact_kv(engine.compute_dtype)
+    exact = load_engine(model, device, wide, DEFAULT_PAGE_TOKENS, compute_dtype=engine.compute_dtype)
+    error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users))
+    limits = Limits(max_score_error, min_topk_overlap)
+    if as_json:
+        _print_json("kv_dtype", kv_dtype, error, limits)
+    else:
+        times = exact.geometry.page_bytes / engine.geometry.page_bytes
+        what = f"K,V {kv_dtype}, compared with {wide}"
+        _print(f"{what}: {times:.2f} times as many prefixes in the same memory", error, limits)
+    if not limits.hold(error):
+        raise typer.Exit(EXIT_ABOVE)
 
 
 def check_dram_command(
@@ -98,13 +132,13 @@ def check_compute_command(
 ) -> None:
     """Measure how much products in fewer bits change a model's scores. The exit code is 1 beyond the limits."""
     from relaygr.worker.model.engine import load_engine
-    from relaygr.worker.score_error import measure_compute_error
+    from relaygr.worker.score_error import measure_engine_error
 
     engine, exact = (
         load_engine(model, device, page_tokens=DEFAULT_PAGE_TOKENS, compute_dtype=dtype)
         for dtype in (compute_dtype, ComputeDtype.FLOAT32)
     )
-    error = measure_compute_error(engine, exact, *_sample(model, engine, interactions, users))
+    error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users))
     limits = Limits(max_score_error, min_topk_overlap)
     if as_json:
         _print_json("compute_dtype", compute_dtype, error, limits)

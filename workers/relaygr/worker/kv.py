@@ -14,10 +14,19 @@ class KvDtype(enum.StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    FLOAT8 = "float8"
+    """Sign, 4 bits of exponent, 3 of fraction (e4m3)."""
 
     @property
     def size_bytes(self) -> int:
-        return 4 if self is KvDtype.FLOAT32 else 2
+        """Of one number, without a scale."""
+        return {KvDtype.FLOAT32: 4, KvDtype.BFLOAT16: 2}.get(self, 1)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether each token and head has a scale of its own for K, and one for V."""
+        return self in (KvDtype.INT8, KvDtype.FLOAT8)
 
 
 class DramKvDtype(enum.StrEnum):
@@ -35,6 +44,10 @@ class KvGeometry:
     A page is `page_bytes` contiguous bytes with `page_tokens` tokens of every layer, one layer after the other, so that
     a layer can be copied by itself. A layer is its K as [num_heads, page_tokens, attention_dim], then its V as
     [num_heads, page_tokens, hidden_dim]. An arena is uint8 [num_pages, page_bytes].
+
+    In a scaled type, the exponents of K, uint8 [num_heads, page_tokens], and then those of V follow. The value of a
+    number is the number times 2^(exponent - 127). So rows that are appended do not change rows that are there, and a
+    value is exact in bfloat16, too.
     """
 
     num_layers: int
@@ -46,7 +59,8 @@ class KvGeometry:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * self.num_heads * (self.attention_dim + self.hidden_dim) * self.dtype.size_bytes
+        of_head = (self.attention_dim + self.hidden_dim) * self.dtype.size_bytes
+        return self.num_layers * self.num_heads * (of_head + (2 if self.dtype.is_scaled else 0))
 
     @property
     def page_bytes(self) -> int:
@@ -75,6 +89,8 @@ class DramGeometry:
       [num_heads, page_tokens, attention_dim], then V as int8 [num_heads, page_tokens, hidden_dim], then up to 3
       unused bytes, so that the next scales are aligned. The value of a number is the number times its scale. Each
       token and head has its own scale, so other rows of the page do not change it.
+
+    Pages of a scaled type are stored as they are, because no type here is smaller.
     """
 
     kv: KvGeometry
@@ -83,7 +99,8 @@ class DramGeometry:
     @property
     def is_exact(self) -> bool:
         """Whether a reloaded page has the bits that were spilled."""
-        return self.dtype is DramKvDtype.SAME or self.dtype.value == self.kv.dtype.value
+        same = self.dtype is DramKvDtype.SAME or self.dtype.value == self.kv.dtype.value
+        return same or self.kv.dtype.is_scaled
 
     @property
     def layer_bytes(self) -> int:

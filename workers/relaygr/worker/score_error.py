@@ -1,11 +1,12 @@
-"""The score error of inexact settings: a DRAM tier in fewer bits, and products in int8.
+"""The score error of inexact settings: K,V in 8 bits, a DRAM tier in fewer bits, and products in int8.
 
     K,V that were encoded and decoded     compared with    exact K,V, of the same engine
     products in int8                      compared with    products in float32, of another engine
+    K,V in 8 bits                         compared with    K,V in the type of the products, of another engine
 
 A worker with such a setting measures the error before it starts. It refuses to start if the error or the overlap is
 beyond the setting's limits (`worker.dram_max_score_error`, `worker.compute_max_score_error`, ...). `relaygr model
-check-dram` and `check-compute` measure the same on your own histories. Generated histories have random items of the
+check-kv`, `check-dram` and `check-compute` measure the same on your own histories. Generated histories have random items of the
 model's vocabulary, and random actions and features: they exercise the model's arithmetic, but do not resemble real
 users.
 """
@@ -24,7 +25,7 @@ from safetensors import safe_open
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.codec import make_codec
-from relaygr.worker.kv import DramGeometry, DramKvDtype
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
 from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint
 from relaygr.worker.model.config import ModelConfig, read_config
 from relaygr.worker.model.engine import build_engine
@@ -85,7 +86,7 @@ def measure_dram_error(
     return _error_of((scores(user) for user in users), candidates)
 
 
-def measure_compute_error(
+def measure_engine_error(
     engine: Engine, exact: Engine, users: Sequence[SampleUser], candidates: NDArray[np.int64]
 ) -> ScoreError:
     """Ranks `candidates` for each user by `exact`, then by `engine`: two engines of one model.
@@ -159,7 +160,8 @@ def require_compute_precision(
     """
     if engine.compute_dtype is not ComputeDtype.INT8:
         return None
-    error = measure_compute_error(engine, exact_engine(engine, model, device_table_bytes), *made_sample(model))
+    exact = other_engine(engine, model, engine.geometry.dtype, ComputeDtype.FLOAT32, device_table_bytes)
+    error = measure_engine_error(engine, exact, *made_sample(model))
     if error.is_within(max_score_error, min_topk_overlap):
         return error
     raise RelayError(
@@ -169,15 +171,41 @@ def require_compute_precision(
     )
 
 
-def exact_engine(engine: Engine, model: Path, device_table_bytes: int) -> Engine:
-    """The engine of the same checkpoint folder with products in float32."""
-    geometry = engine.geometry
+def require_kv_precision(
+    engine: Engine, model: Path, max_score_error: float, min_topk_overlap: float, device_table_bytes: int
+) -> ScoreError | None:
+    """Measures the error of K,V in 8 bits on generated histories; None for other types.
+
+    The model is loaded once more meanwhile. Raises RelayError beyond the limits. Binds the engine to a new arena.
+    """
+    if not engine.geometry.dtype.is_scaled:
+        return None
+    exact = other_engine(engine, model, exact_kv(engine.compute_dtype), engine.compute_dtype, device_table_bytes)
+    error = measure_engine_error(engine, exact, *made_sample(model))
+    if error.is_within(max_score_error, min_topk_overlap):
+        return error
+    raise RelayError(
+        f"worker.kv_dtype {engine.geometry.dtype} {_beyond(error, max_score_error, min_topk_overlap)} Set "
+        f"worker.kv_dtype to {exact.geometry.dtype}. Or measure the error on your own histories with `relaygr model "
+        "check-kv`, and set worker.kv_max_score_error and worker.kv_min_topk_overlap."
+    )
+
+
+def exact_kv(compute_dtype: ComputeDtype) -> KvDtype:
+    """The type of K,V that loses nothing beside these products."""
+    return KvDtype(compute_dtype.of_rows.value)
+
+
+def other_engine(
+    engine: Engine, model: Path, kv_dtype: KvDtype, compute_dtype: ComputeDtype, device_table_bytes: int
+) -> Engine:
+    """An engine of the same checkpoint folder on the same device, with other element types."""
     return build_engine(
         load_checkpoint(model),
         engine.device,
-        geometry.dtype,
-        geometry.page_tokens,
-        ComputeDtype.FLOAT32,
+        kv_dtype,
+        engine.geometry.page_tokens,
+        compute_dtype,
         device_table_bytes=device_table_bytes,
     )
 
@@ -192,8 +220,15 @@ def _beyond(error: ScoreError, max_score_error: float, min_topk_overlap: float) 
 
 def made_sample(model: Path, users: int = MADE_USERS, seed: int = 0) -> tuple[list[SampleUser], NDArray[np.int64]]:
     """Random users for the model in a checkpoint folder, and candidates for them."""
-    config, random = read_config(model), np.random.default_rng(seed)
-    items = known_items(model, config)
+    config = read_config(model)
+    return made_users(config, known_items(model, config), users, seed)
+
+
+def made_users(
+    config: ModelConfig, items: NDArray[np.int64], users: int = MADE_USERS, seed: int = 0
+) -> tuple[list[SampleUser], NDArray[np.int64]]:
+    """Random users of a model with these items, and candidates for them."""
+    random = np.random.default_rng(seed)
     longest = min(config.max_prefix_behaviours, MADE_BEHAVIOURS)
     made = []
     for index in range(users):

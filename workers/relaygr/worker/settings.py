@@ -48,8 +48,21 @@ class WorkerSettings(Section):
 
     page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens of one K,V page")] = 64
     kv_dtype: KvDtype | None = Field(
-        None, description="element type of stored K,V; none: bfloat16 on an accelerator that has it, float32 on a CPU"
+        None,
+        description="element type of stored K,V; none: bfloat16 on an accelerator that has it, float32 on a CPU. int8 "
+        "and float8 have a scale for each token and head, scores are approximate, and the error is checked at start",
     )
+    kv_max_score_error: Annotated[
+        float, Field(gt=0, description="largest score error by kv_dtype int8 or float8, relative to the largest score")
+    ] = 0.01
+    kv_min_topk_overlap: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="smallest part of the 10 best candidates that must stay with kv_dtype int8 or float8",
+        ),
+    ] = 0.95
     compute_dtype: ComputeDtype | None = Field(
         None,
         description="element type of the model's products; none: as for kv_dtype. int8 is for CPUs with VNNI, and for "

@@ -1,4 +1,4 @@
-"""Fused kernels around an HSTU layer's products: on CUDA, if Triton is installed and the kernels compile and run.
+"""Fused kernels around an HSTU layer's products, and for rounding K,V: on CUDA, if Triton is installed and the kernels compile and run.
 
 The *input norm* is the norm before a projection. torch's norm writes float32, and a second kernel narrows it; one
 Triton kernel reads a row once and writes it once. In float32 there is nothing to narrow, and torch's norm is used.
@@ -21,6 +21,8 @@ from typing import TypeVar
 import structlog
 import torch
 
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.spec import rounding, torch_dtype
 from relaygr.worker.model.layer_parts import LayerNorm, RowFunction, added_product
 from relaygr.worker.model.options import OutputForm
 
@@ -97,6 +99,19 @@ def input_norm(
     if dtype in (torch.float32, torch.int8):
         return plain
     return if_it_runs("input norm", projection.device, tried) or (lambda x: plain(x).to(dtype))
+
+
+def kv_rounding(dtype: KvDtype, device: torch.device) -> RowFunction:
+    """`rounding` of K or V [rows, heads, dim]. In plain torch, scaled types take ten launches."""
+    plain = rounding(dtype)
+
+    def tried() -> RowFunction:
+        from relaygr.worker.model.triton.launch import round_rows
+
+        round_rows(torch.ones((1, 1, 16), device=device), torch_dtype(dtype))
+        return lambda x: round_rows(x, torch_dtype(dtype))
+
+    return (if_it_runs("rounding of K,V", device, tried) if dtype.is_scaled else None) or plain
 
 
 _KEEPS = {OutputForm.UNORM: 0, OutputForm.U_A_UNORM: 1, OutputForm.U_NA_UNORM: 2}

@@ -14,9 +14,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.interface import AttentionPass
-from relaygr.worker.model.attention.spec import rounding
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.fused import input_norm
+from relaygr.worker.model.fused import input_norm, kv_rounding
 from relaygr.worker.model.hstu import build_hstu_layer, hstu_shapes
 from relaygr.worker.model.layer_parts import Attend, Layer, RowFunction, added_product, product
 from relaygr.worker.model.options import Family
@@ -119,9 +118,10 @@ def build_layers(config: ModelConfig, tensors: Mapping[str, torch.Tensor], compu
 class LayerStack:
     """All layers of a model."""
 
-    def __init__(self, layers: Sequence[Layer], kv_dtype: KvDtype) -> None:
+    def __init__(self, layers: Sequence[Layer], kv_dtype: KvDtype, device: torch.device | None = None) -> None:
+        """`device` None: the CPU."""
         self._layers = tuple(layers)
-        self._rounded = rounding(kv_dtype)
+        self._rounded = kv_rounding(kv_dtype, device or torch.device("cpu"))
 
     def __call__(
         self, x: torch.Tensor, attention: AttentionPass, before: Sequence[Callable[[int], None]] = ()

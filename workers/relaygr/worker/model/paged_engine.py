@@ -149,7 +149,7 @@ class PagedEngine(BaseEngine):
         }
         placement = Placement(on_host, device.sent)
         self._embedding = TokenEmbedding(config, tensors, placement)
-        stack = LayerStack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
+        stack = LayerStack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype, device.torch_device)
         self._attention = choose(
             spec_of(config, compute_dtype), relative_biases(config, tensors), self.geometry, device
         )

@@ -34,7 +34,7 @@ from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.layer_parts import use_onednn
 from relaygr.worker.process.handover import Handover, attach
 from relaygr.worker.process.memory import AllocatedMemory, allocate_memory, arena_shape, plan_memory
-from relaygr.worker.score_error import require_compute_precision, require_precision
+from relaygr.worker.score_error import ScoreError, require_compute_precision, require_kv_precision, require_precision
 from relaygr.worker.settings import StandbyMemory, WorkerConfig, WorkerSettings
 from relaygr.worker.shared.arena import make_room
 from relaygr.worker.shared.lock import ArenaLock
@@ -87,6 +87,7 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
         settings.cuda_graphs,
         int(settings.device_table_bytes),
     )
+    _check_kv(engine, settings)
     _check_compute(engine, settings)
     _check_dram(engine, settings)
     plan = plan_memory(engine, settings, own_bytes, keeps_prefixes=keeps_prefixes)
@@ -132,13 +133,21 @@ def _check_dram(engine: Engine, settings: WorkerSettings) -> None:
         settings.dram_min_topk_overlap,
     )
     if error is not None:
-        log.info(
-            "scores on reloaded prefixes are approximate",
-            dram_kv_dtype=settings.dram_kv_dtype.value,
-            max_score_error=round(error.max_score_error, 6),
-            mean_score_error=round(error.mean_score_error, 6),
-            top10_overlap=round(error.topk_overlap, 4),
-        )
+        what = "scores on reloaded prefixes are approximate"
+        _log_error(what, error, dram_kv_dtype=settings.dram_kv_dtype.value)
+
+
+def _check_kv(engine: Engine, settings: WorkerSettings) -> None:
+    """Raises RelayError if K,V in 8 bits change scores by more than the settings allow."""
+    error = require_kv_precision(
+        engine,
+        settings.model,
+        settings.kv_max_score_error,
+        settings.kv_min_topk_overlap,
+        int(settings.device_table_bytes),
+    )
+    if error is not None:
+        _log_error("scores on K,V in 8 bits are approximate", error, kv_dtype=engine.geometry.dtype.value)
 
 
 def _check_compute(engine: Engine, settings: WorkerSettings) -> None:
@@ -151,12 +160,17 @@ def _check_compute(engine: Engine, settings: WorkerSettings) -> None:
         int(settings.device_table_bytes),
     )
     if error is not None:
-        log.info(
-            "scores by products in int8 are approximate",
-            max_score_error=round(error.max_score_error, 6),
-            mean_score_error=round(error.mean_score_error, 6),
-            top10_overlap=round(error.topk_overlap, 4),
-        )
+        _log_error("scores by products in int8 are approximate", error)
+
+
+def _log_error(event: str, error: ScoreError, **setting: str) -> None:
+    log.info(
+        event,
+        **setting,
+        max_score_error=round(error.max_score_error, 6),
+        mean_score_error=round(error.mean_score_error, 6),
+        top10_overlap=round(error.topk_overlap, 4),
+    )
 
 
 def _connect(producer: Producer, config: WorkerConfig) -> None:

@@ -48,7 +48,7 @@ from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.interface import Engine, PrefixChunk
 from relaygr.worker.process.parts import Parts
 from relaygr.worker.process.prepare import Prepared
-from relaygr.worker.score_error import require_compute_precision, require_precision
+from relaygr.worker.score_error import require_compute_precision, require_kv_precision, require_precision
 from relaygr.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
@@ -311,8 +311,10 @@ def _require_fit(folder: Path, present: Engine, settings: WorkerSettings) -> Non
 
 
 def _require_memory_for_weights(folder: Path, present: Engine, settings: WorkerSettings) -> None:
-    """Both models are in memory until the swap. A model with products in int8 is compared with itself in float32."""
-    types = {present.compute_dtype, present.compute_dtype.of_rows}
+    """Both models are in memory until the swap. An inexact model is compared with itself in exact types."""
+    types = [present.compute_dtype]
+    if present.compute_dtype is not present.compute_dtype.of_rows or present.geometry.dtype.is_scaled:
+        types.append(present.compute_dtype.of_rows)
     wanted = sum(
         resident_bytes(folder, int(settings.device_table_bytes), torch_dtype(dtype), present.device.torch_device.type)
         for dtype in types
@@ -357,8 +359,15 @@ def _try(engine: Engine) -> None:
 
 
 def _require_precision(engine: Engine, settings: WorkerSettings) -> None:
-    """Raises ReloadRefusedError if products in int8 or the DRAM tier's type are too inexact for this model."""
+    """Raises ReloadRefusedError if K,V in 8 bits, products in int8 or the DRAM tier's type are too inexact for it."""
     try:
+        require_kv_precision(
+            engine,
+            settings.model,
+            settings.kv_max_score_error,
+            settings.kv_min_topk_overlap,
+            int(settings.device_table_bytes),
+        )
         require_compute_precision(
             engine,
             settings.model,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.spec import torch_dtype
+from relaygr.worker.model.attention.spec import scaled, torch_dtype, widened
 
 Send = Callable[[torch.Tensor], torch.Tensor]
 KEY_BLOCK = 512
@@ -56,15 +56,22 @@ class PagedKv:
             )
         g = geometry
         stored = arena.view(torch_dtype(g.dtype)).view(arena.shape[0], g.num_layers, -1)
-        k_elements = g.num_heads * g.page_tokens * g.attention_dim
+        k_elements, v_elements = (g.num_heads * g.page_tokens * dim for dim in (g.attention_dim, g.hidden_dim))
         self.geometry = geometry
+        self.arena = arena
         self._send: Send = send if send is not None else lambda numbers: numbers.to(arena.device)
         self._pieces = _Pieces(g)
-        self._cut = arena.view(torch_dtype(g.dtype)).view(-1, self._pieces.elements)
+        self._cut = arena.view(arena.dtype if g.dtype.is_scaled else stored.dtype).view(-1, self._pieces.elements)
         # Read blocks: memory that stays allocated, and in the processor's cache if a block is small.
         self._rooms = (self._cut.new_empty(0), self._cut.new_empty(0))
         self._k = stored[..., :k_elements].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.attention_dim)
-        self._v = stored[..., k_elements:].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.hidden_dim)
+        self._v = stored[..., k_elements : k_elements + v_elements].view(
+            -1, g.num_layers, g.num_heads, g.page_tokens, g.hidden_dim
+        )
+        self._exponents: torch.Tensor | None = None
+        if g.dtype.is_scaled:
+            rest = arena.view(*stored.shape)[..., k_elements + v_elements :]
+            self._exponents = rest.view(-1, g.num_layers, 2, g.num_heads, g.page_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +89,13 @@ class PagedKv:
     def v(self, layer: int) -> torch.Tensor:
         """V of one layer: a view [pages, heads, page_tokens, hidden_dim] of the arena."""
         return self._v[:, layer]
+
+    def exponents(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those of K and of V in one layer, views uint8 [pages, heads, page_tokens]; None without scales."""
+        if self._exponents is None:
+            return None
+        k, v = self._exponents[:, layer].unbind(1)
+        return k, v
 
     def sent(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         """A copy of host numbers on the arena's device."""
@@ -145,9 +159,18 @@ class PagedKv:
     def write(self, layer: int, slots: TokenSlots, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores the first rows of k, v [rows, heads, dim] in one layer, one row in each slot, in the stored type."""
         stored = slots.pages.shape[0]
-        if stored:
+        if not stored:
+            return
+        exponents = self.exponents(layer)
+        if exponents is None:
             self._k[:, layer][slots.pages, :, slots.places] = k[:stored].to(self._k.dtype)
             self._v[:, layer][slots.pages, :, slots.places] = v[:stored].to(self._v.dtype)
+            return
+        for rows, pages, scales in zip((k, v), (self.k(layer), self.v(layer)), exponents, strict=True):
+            numbers, own = scaled(rows[:stored], self.geometry.dtype)
+            # Not every device of torch copies 8-bit floats by index.
+            pages.view(torch.uint8)[slots.pages, :, slots.places] = numbers.view(torch.uint8)
+            scales[slots.pages, :, slots.places] = own
 
     def read(
         self, layer: int, span: PageSpan, dtype: torch.dtype, heads: slice = _ALL
@@ -159,13 +182,27 @@ class PagedKv:
         def gathered(pieces: torch.Tensor, dim: int, room: torch.Tensor) -> torch.Tensor:
             # torch warns if it has to change the size of a room that is not empty. The memory stays.
             torch.index_select(layer_start, 0, pieces.flatten(), out=room.resize_(0))
-            return room.view(pieces.shape[0], -1, dim)[:, : span.end - span.start].to(dtype)
+            return room.view(pieces.shape[0], -1, dim)[:, : span.end - span.start]
 
         k_room, v_room = self._rooms
-        return (
-            gathered(span.k_pieces[heads], g.attention_dim, k_room),
-            gathered(span.v_pieces[heads], g.hidden_dim, v_room),
-        )
+        keys = gathered(span.k_pieces[heads], g.attention_dim, k_room)
+        values = gathered(span.v_pieces[heads], g.hidden_dim, v_room)
+        if self._exponents is None:
+            return keys.to(dtype), values.to(dtype)
+        k_exponents, v_exponents = self._exponents_of(layer, span)[:, heads]
+        stored = self.dtype
+        return widened(keys.view(stored), k_exponents, dtype), widened(values.view(stored), v_exponents, dtype)
+
+    def _exponents_of(self, layer: int, span: PageSpan) -> torch.Tensor:
+        """uint8 [2, heads, tokens]: of K and of V."""
+        assert self._exponents is not None
+        g = self.geometry
+        of_page = g.num_layers * self._pieces.per_layer
+        # The pieces of a page follow one another.
+        pages = span.k_pieces[0].div(of_page, rounding_mode="floor").unique_consecutive()
+        found = self._exponents[pages, layer].permute(1, 2, 0, 3).flatten(2)
+        offset = span.start % g.page_tokens
+        return found[..., offset : offset + span.end - span.start]
 
 
 class _Pieces:
@@ -178,8 +215,11 @@ class _Pieces:
     def __init__(self, geometry: KvGeometry) -> None:
         g = self._geometry = geometry
         self._tokens = g.page_tokens if g.page_tokens <= KEY_BLOCK else math.gcd(g.page_tokens, KEY_BLOCK)
-        self.elements = self._tokens * math.gcd(g.attention_dim, g.hidden_dim)
-        self.per_layer = g.num_heads * g.page_tokens * (g.attention_dim + g.hidden_dim) // self.elements
+        elements = self._tokens * math.gcd(g.attention_dim, g.hidden_dim)
+        # The exponents of a layer are whole pieces, too.
+        per_layer = g.layer_bytes // g.dtype.size_bytes
+        self.elements = math.gcd(elements, per_layer)
+        self.per_layer = per_layer // self.elements
 
     def of_span(self, pages: NDArray[np.integer], start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Piece numbers of K and of V of tokens [start, end) in layer 0: [heads, pages, pieces], flat."""

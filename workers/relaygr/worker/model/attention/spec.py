@@ -1,4 +1,8 @@
-"""The attention of a model (sizes, scale, mask), and torch's element types."""
+"""The attention of a model (sizes, scale, mask), and torch's element types, with the scales of K,V in one byte.
+
+The scale of a row is the least power of two with which its largest number fits into the type. Then a row that has been
+rounded is rounded to itself, and a product of it may be scaled before or after: both give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,31 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import ComputeDtype
 
-_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "float8": torch.float8_e4m3fn,
+}
+_MANTISSA_BITS = 23
+_INFINITY = 0x7F800000
+"""Of float32, as its bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledType:
+    """The largest number of a type in one byte, 127 or 448, as the kernels and torch use it."""
+
+    power: int
+    """The largest power of two in it: 6 or 8."""
+    round_up: int
+    """Added to the bits of a float32, it carries into the exponent if the fraction is above that of the number."""
+
+
+SCALED = {
+    KvDtype.INT8: ScaledType(6, 0x7FFFFF - 0x7E0000),
+    KvDtype.FLOAT8: ScaledType(8, 0x7FFFFF - 0x600000),
+}
 
 
 def torch_dtype(dtype: KvDtype | ComputeDtype) -> torch.dtype:
@@ -20,14 +48,38 @@ def torch_dtype(dtype: KvDtype | ComputeDtype) -> torch.dtype:
 
 
 def rounding(dtype: KvDtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that rounds K or V as storing does: identity, or a round trip through bfloat16.
+    """The function that rounds K or V [..., dim] as storing does: identity, or a round trip through the type.
 
     Rows that are never stored (suffix, candidates) are rounded too, so that a behaviour has the same K,V in the suffix
     as in a prefix.
     """
     if dtype is KvDtype.FLOAT32:
         return lambda x: x
+    if dtype.is_scaled:
+        return lambda x: widened(*scaled(x, dtype), x.dtype)
     return lambda x: x.to(torch.bfloat16).to(x.dtype)
+
+
+def scaled(x: torch.Tensor, dtype: KvDtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [..., dim] as numbers of a scaled type, and their exponents, uint8 [...].
+
+    A row with a number that is not finite has exponent 255, and is not finite when it is widened.
+    """
+    of_type, wide = SCALED[dtype], x.float()
+    bits = wide.abs().amax(-1).view(torch.int32)
+    exponents = (((bits + of_type.round_up) >> _MANTISSA_BITS) - of_type.power).clamp_(1, 254)
+    exponents.masked_fill_(bits >= _INFINITY, 255)
+    inverse = ((254 - exponents) << _MANTISSA_BITS).view(torch.float32)
+    numbers = wide * inverse.unsqueeze(-1)
+    if dtype is KvDtype.INT8:
+        numbers.round_()
+    return numbers.to(torch_dtype(dtype)), exponents.to(torch.uint8)
+
+
+def widened(numbers: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values [..., dim] of numbers of a scaled type with their exponents [...]."""
+    scales = (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
+    return numbers.float().mul_(scales.unsqueeze(-1)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class TritonPass:
         self._blocks = blocks
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        pages = LayerPages(self._kv.k(layer), self._kv.v(layer), layer)
+        pages = LayerPages(self._kv.k(layer), self._kv.v(layer), layer, self._kv.exponents(layer))
         if self._plan.plan.shape.stores:
             store(k, v, pages, self._plan)
         block_rows = self._plan.plan.shape.block_rows

@@ -3,6 +3,7 @@
     attend_kernel   A = sum over visible keys of SiLU(alpha q.k + bias) v, times 1/N: one item (`plan.py`), one head
     join_kernel     adds the partial sums of the tiles whose keys are split
     store_kernel    stores K,V of rows in their pages, rounded to the stored type
+    round_kernel    rounds K or V of rows to a scaled type
 
 There is no soft-max, so no row maximum and no row sum: any part of the keys gives an exact partial sum, and the keys of
 a tile may be split over several programs. A key that is masked at its load has V = 0 and adds nothing; the causal half
@@ -11,7 +12,9 @@ of a segment's own rows, and a window, need a mask on the weights.
 A program loops over blocks of keys twice: first over the context, through the page table, then over the segment's own
 rows: the causal rows up to the diagonal and, with groups, the free rows from the beginning of the tile's first group.
 Blocks that no row sees are skipped. Without groups, a free row adds its own key at the end. Own rows are rounded to the
-stored type at their load, so that a row has the same values before and after it is stored.
+stored type at their load, so that a row has the same values before and after it is stored; for a scaled type
+(`KvGeometry`), `round_kernel` has rounded them. The scale of a key in a page is a power of two: it multiplies scores and
+weights, and gives the same bits as if it had multiplied K and V.
 
 Mask and bias are those of `attention/mask.py` and `attention/bias.py`, computed for each pair of a row and a key from
 their places and times. The options are compile-time constants: a model without one has no instruction for it.
@@ -54,6 +57,31 @@ def silu(x, TANH: tl.constexpr = False):
 
 
 @triton.jit
+def scale_of(exponents):
+    """2^(exponent - 127)"""
+    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled(x, POWER: tl.constexpr, ROUND_UP: tl.constexpr):
+    """Rows [rows, dim] as whole numbers or 8-bit floats, still float32, and their exponents: `spec.scaled`."""
+    x = x.to(tl.float32)
+    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+    exponents = tl.minimum(tl.maximum(((bits + ROUND_UP) >> 23) - POWER, 1), 254)
+    exponents = tl.where(bits >= 0x7F800000, 255, exponents)
+    return x * scale_of(254 - exponents)[:, None], exponents
+
+
+@triton.jit
+def rounded(numbers, stored: tl.constexpr):
+    """Numbers of `scaled` in the stored type."""
+    if stored == tl.int8:
+        # Adding 1.5 * 2^23 rounds to whole numbers, halves to even ones.
+        numbers = (numbers + 12582912.0) - 12582912.0
+    return numbers.to(stored)
+
+
+@triton.jit
 def weigh(
     scores,  # float32, for pairs of a row and a key, like the next two
     apart,  # place of the key - place of the row
@@ -88,6 +116,8 @@ def attend_item(
     v_ptr,
     k_pages_ptr,
     v_pages_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
     k_desc,
     v_desc,
     out_ptr,
@@ -162,7 +192,12 @@ def attend_item(
     v_ptr += base * v_row_stride + head * v_head_stride
     k_pages_ptr += head * k_page_head_stride
     v_pages_ptr += head * v_page_head_stride
-    stored = k_pages_ptr.dtype.element_ty
+    is_scaled: tl.constexpr = k_exponents_ptr is not None
+    # Own rows of a scaled type are rounded before.
+    stored: tl.constexpr = q_ptr.dtype.element_ty if is_scaled else k_pages_ptr.dtype.element_ty
+    if is_scaled:
+        k_exponents_ptr += head * PAGE_TOKENS
+        v_exponents_ptr += head * PAGE_TOKENS
 
     q = tl.load(q_ptr + row_at * q_row_stride + at_qk[None, :], mask=here[:, None] & in_qk[None, :], other=0.0)
     acc = tl.zeros((BLOCK_M, PAD_V), dtype=tl.float32)
@@ -215,7 +250,12 @@ def attend_item(
             place = block * BLOCK_N % PAGE_TOKENS
             k = tl.trans(k_desc.load([page, head, place, 0]).reshape(BLOCK_N, PAD_QK))
             v = v_desc.load([page, head, place, 0]).reshape(BLOCK_N, PAD_V)
+            if is_scaled:
+                k, v = k.to(tl.float32), v.to(tl.float32)
             scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * alpha
+            exponents_at = page.to(tl.int64) * k_page_stride + place + tl.arange(0, BLOCK_N)
+            if is_scaled:
+                scores *= scale_of(tl.load(k_exponents_ptr + exponents_at))[None, :]
             key_place = tl.maximum(block * BLOCK_N + tl.arange(0, BLOCK_N) - folded, 0)
             times = key_place
             if TIMES:
@@ -235,6 +275,8 @@ def attend_item(
             )
             if WINDOW > 0:
                 weights = tl.where(key_place[None, :] >= sees_from[:, None], weights, 0.0)
+            if is_scaled:
+                weights *= scale_of(tl.load(v_exponents_ptr + exponents_at))[None, :]
             acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         context_begin = tl.maximum(context_begin, whole_end)
 
@@ -247,13 +289,19 @@ def attend_item(
             place = block * BLOCK_N % PAGE_TOKENS + tl.arange(0, BLOCK_N)
             k_at = page * k_page_stride + place * D_QK
             v_at = page * v_page_stride + place * D_V
+            exponents_at = page * k_page_stride + place
         else:
             pages = tl.load(table + token // PAGE_TOKENS, mask=valid, other=0).to(tl.int64)
             k_at = pages * k_page_stride + token % PAGE_TOKENS * D_QK
             v_at = pages * v_page_stride + token % PAGE_TOKENS * D_V
+            exponents_at = pages * k_page_stride + token % PAGE_TOKENS
         k = tl.load(k_pages_ptr + k_at[None, :] + at_qk[:, None], mask=valid[None, :] & in_qk[:, None], other=0.0)
         v = tl.load(v_pages_ptr + v_at[:, None] + at_v[None, :], mask=valid[:, None] & in_v[None, :], other=0.0)
+        if is_scaled:
+            k, v = k.to(tl.float32), v.to(tl.float32)
         scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * alpha
+        if is_scaled:
+            scores *= scale_of(tl.load(k_exponents_ptr + exponents_at, mask=valid, other=0))[None, :]
         key_place = tl.maximum(token - folded, 0)
         times = key_place
         if TIMES:
@@ -273,6 +321,8 @@ def attend_item(
         )
         if WINDOW > 0:
             weights = tl.where(key_place[None, :] >= sees_from[:, None], weights, 0.0)
+        if is_scaled:
+            weights *= scale_of(tl.load(v_exponents_ptr + exponents_at, mask=valid, other=0))[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
     for block in range(tl.maximum(begin - context_blocks, 0), end_block - context_blocks):
@@ -363,6 +413,8 @@ def attend_kernel(
     v_ptr,
     k_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_QK]
     v_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_V]
+    k_exponents_ptr,  # of a scaled type: uint8 [pages, heads, PAGE_TOKENS], the pages as far apart as those of K and V
+    v_exponents_ptr,
     k_desc,  # with TMA: the same as tensor descriptors
     v_desc,
     out_ptr,  # float32 [rows and partial sums, heads, D_V]
@@ -419,6 +471,8 @@ def attend_kernel(
                 v_ptr,
                 k_pages_ptr,
                 v_pages_ptr,
+                k_exponents_ptr,
+                v_exponents_ptr,
                 k_desc,
                 v_desc,
                 out_ptr,
@@ -472,6 +526,8 @@ def attend_kernel(
             v_ptr,
             k_pages_ptr,
             v_pages_ptr,
+            k_exponents_ptr,
+            v_exponents_ptr,
             k_desc,
             v_desc,
             out_ptr,
@@ -551,6 +607,8 @@ def store_kernel(
     v_ptr,
     k_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_QK]
     v_pages_ptr,
+    k_exponents_ptr,  # of a scaled type: as for `attend_kernel`
+    v_exponents_ptr,
     slots_ptr,  # int32 [rows]: page * PAGE_TOKENS + place; below 0: not stored
     rows,
     k_row_stride,
@@ -566,6 +624,8 @@ def store_kernel(
     PAD_QK: tl.constexpr,
     PAD_V: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    POWER: tl.constexpr,  # of a scaled type: `spec.ScaledType`
+    ROUND_UP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -578,9 +638,42 @@ def store_kernel(
     at_v = tl.arange(0, PAD_V)[None, :]
     k_mask = stores & (at_qk < D_QK)
     v_mask = stores & (at_v < D_V)
-    k = tl.load(k_ptr + (row * k_row_stride + head * k_head_stride)[:, None] + at_qk, mask=k_mask)
-    v = tl.load(v_ptr + (row * v_row_stride + head * v_head_stride)[:, None] + at_v, mask=v_mask)
+    k = tl.load(k_ptr + (row * k_row_stride + head * k_head_stride)[:, None] + at_qk, mask=k_mask, other=0.0)
+    v = tl.load(v_ptr + (row * v_row_stride + head * v_head_stride)[:, None] + at_v, mask=v_mask, other=0.0)
+    if k_exponents_ptr is not None:
+        k, k_exponents = scaled(k, POWER, ROUND_UP)
+        v, v_exponents = scaled(v, POWER, ROUND_UP)
+        at = page * k_page_stride + head * PAGE_TOKENS + place
+        tl.store(k_exponents_ptr + at, k_exponents.to(tl.uint8), mask=slot >= 0)
+        tl.store(v_exponents_ptr + at, v_exponents.to(tl.uint8), mask=slot >= 0)
     k_at = page * k_page_stride + head * k_page_head_stride + place * D_QK
     v_at = page * v_page_stride + head * v_page_head_stride + place * D_V
-    tl.store(k_pages_ptr + k_at[:, None] + at_qk, k.to(k_pages_ptr.dtype.element_ty), mask=k_mask)
-    tl.store(v_pages_ptr + v_at[:, None] + at_v, v.to(v_pages_ptr.dtype.element_ty), mask=v_mask)
+    tl.store(k_pages_ptr + k_at[:, None] + at_qk, rounded(k, k_pages_ptr.dtype.element_ty), mask=k_mask)
+    tl.store(v_pages_ptr + v_at[:, None] + at_v, rounded(v, v_pages_ptr.dtype.element_ty), mask=v_mask)
+
+
+# Not specialised on the number of rows either.
+@triton.jit(do_not_specialize=["rows"])
+def round_kernel(
+    x_ptr,  # [rows, heads, D]
+    out_ptr,  # [rows, heads, D], contiguous
+    rows,
+    row_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAD_D: tl.constexpr,
+    STORED: tl.constexpr,  # the scaled type
+    POWER: tl.constexpr,
+    ROUND_UP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Rounds some rows of one head as storing them does."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1)
+    at = tl.arange(0, PAD_D)[None, :]
+    here = (row < rows)[:, None] & (at < D)
+    x = tl.load(x_ptr + (row * row_stride + head * head_stride)[:, None] + at, mask=here, other=0.0)
+    numbers, exponents = scaled(x, POWER, ROUND_UP)
+    values = rounded(numbers, STORED).to(tl.float32) * scale_of(exponents)[:, None]
+    tl.store(out_ptr + ((row * HEADS + head) * D)[:, None] + at, values.to(x.dtype), mask=here)

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from relaygr.worker.model.attention.bias import RelativeBiases
-from relaygr.worker.model.triton.attention_kernels import attend_kernel, join_kernel, store_kernel
+from relaygr.worker.model.attention.spec import SCALED, torch_dtype
+from relaygr.worker.model.triton.attention_kernels import attend_kernel, join_kernel, round_kernel, store_kernel
 from relaygr.worker.model.triton.plan import PLAIN_MASK, MaskOptions, PackedPlan
 
 BLOCK_ROWS = (16, 32, 64, 128)
@@ -121,6 +123,8 @@ class LayerPages:
     k: torch.Tensor
     v: torch.Tensor
     layer: int = 0
+    exponents: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of K and V in a scaled type: uint8 [pages, heads, page_tokens], strided views."""
 
     @property
     def page_tokens(self) -> int:
@@ -248,6 +252,7 @@ def _launch(
         v,
         pages.k,
         pages.v,
+        *(pages.exponents or (None, None)),
         *(descriptors or (None, None)),
         sums,
         device_plan.packed,
@@ -320,6 +325,7 @@ def store(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, device_plan: Devi
         v,
         pages.k,
         pages.v,
+        *(pages.exponents or (None, None)),
         device_plan.slots,
         rows,
         *k.stride()[:2],
@@ -331,8 +337,37 @@ def store(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, device_plan: Devi
         PAD_QK=triton.next_power_of_2(d_qk),
         PAD_V=triton.next_power_of_2(d_v),
         PAGE_TOKENS=pages.page_tokens,
+        **_scaling(pages.k.dtype),
         BLOCK_M=_STORE_ROWS,
     )
+
+
+def round_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """K or V [rows, heads, dim], rounded to a scaled type in one launch. The last stride of x is 1."""
+    rows, heads, dim = x.shape
+    out = torch.empty((rows, heads, dim), dtype=x.dtype, device=x.device)
+    if rows:
+        round_kernel[(triton.cdiv(rows, _STORE_ROWS), heads)](
+            x,
+            out,
+            rows,
+            *x.stride()[:2],
+            HEADS=heads,
+            D=dim,
+            PAD_D=triton.next_power_of_2(dim),
+            STORED=tl.int8 if dtype is torch.int8 else tl.float8e4nv,
+            **_scaling(dtype),
+            BLOCK_M=_STORE_ROWS,
+        )
+    return out
+
+
+def _scaling(dtype: torch.dtype) -> dict[str, int]:
+    """The constants of a scaled type for the kernels; zeros for another type."""
+    for kv_dtype, of_type in SCALED.items():
+        if torch_dtype(kv_dtype) is dtype:
+            return {"POWER": of_type.power, "ROUND_UP": of_type.round_up}
+    return {"POWER": 0, "ROUND_UP": 0}
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages, rows: int) -> None:
