@@ -1,8 +1,8 @@
 """Triton in tests: on a GPU as it is, elsewhere under its interpreter.
 
 `conftest.py` chooses the interpreter. Triton 3.7's interpreter keeps bfloat16 as bare 16-bit integers: it multiplies
-them as such, and truncates where a GPU rounds to even, as it does for 8-bit floats. This module mends that, and teaches the interpreter the few
-instructions of a GPU that the kernels name, so that what is tested is what a GPU does.
+them as such, and truncates where a GPU rounds to even, as it does for 8-bit floats. This module mends that, and teaches
+the interpreter the few instructions of a GPU that the kernels name, so that what is tested is what a GPU does.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def choose_triton(
 
 
 _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+_fp_to_fp = InterpreterBuilder.create_fp_to_fp
 
 
 def _widened(handle: Any) -> Any:
@@ -68,6 +69,12 @@ def _cast_rounding(self: Any, source: Any, target: Any) -> Any:
     dtype, bits = _ROUNDED[target.scalar]
     rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(dtype).view(bits)
     return TensorHandle(rounded.numpy().reshape(source.data.shape), target.scalar)
+
+
+def _convert(self: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    if tl.float8e4nv in (source.dtype.scalar, target.scalar):
+        return _cast_rounding(self, source, target)
+    return _fp_to_fp(self, source, target, rounding_mode)
 
 
 class _Result:
@@ -114,5 +121,6 @@ if INTERPRETED:
     # Else it computes every sum of integers twice, and throws the second away: only its debug mode asserts.
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
     InterpreterBuilder.cast_impl = _cast_rounding
+    InterpreterBuilder.create_fp_to_fp = _convert
     InterpreterBuilder.create_dot = _dot_of_numbers
     InterpreterBuilder.create_inline_asm = _inline_asm

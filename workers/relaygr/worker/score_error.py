@@ -6,9 +6,9 @@
 
 A worker with such a setting measures the error before it starts. It refuses to start if the error or the overlap is
 beyond the setting's limits (`worker.dram_max_score_error`, `worker.compute_max_score_error`, ...). `relaygr model
-check-kv`, `check-dram` and `check-compute` measure the same on your own histories. Generated histories have random items of the
-model's vocabulary, and random actions and features: they exercise the model's arithmetic, but do not resemble real
-users.
+check-kv`, `check-dram` and `check-compute` measure the same on your own histories. Generated histories have random
+items of the model's vocabulary, and random actions and features: they exercise the model's arithmetic, but do not
+resemble real users.
 """
 
 from __future__ import annotations

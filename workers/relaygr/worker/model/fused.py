@@ -1,4 +1,5 @@
-"""Fused kernels around an HSTU layer's products, and for rounding K,V: on CUDA, if Triton is installed and the kernels compile and run.
+"""Fused kernels around an HSTU layer's products, and for rounding K,V: on CUDA, if Triton is installed and the kernels
+compile and run.
 
 The *input norm* is the norm before a projection. torch's norm writes float32, and a second kernel narrows it; one
 Triton kernel reads a row once and writes it once. In float32 there is nothing to narrow, and torch's norm is used.

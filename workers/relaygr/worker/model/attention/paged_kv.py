@@ -197,9 +197,9 @@ class PagedKv:
         """uint8 [2, heads, tokens]: of K and of V."""
         assert self._exponents is not None
         g = self.geometry
-        of_page = g.num_layers * self._pieces.per_layer
-        # The pieces of a page follow one another.
-        pages = span.k_pieces[0].div(of_page, rounding_mode="floor").unique_consecutive()
+        count = g.pages_for(span.end) - span.start // g.page_tokens
+        first_pieces = span.k_pieces[0].view(count, -1)[:, 0]
+        pages = first_pieces.div(g.num_layers * self._pieces.per_layer, rounding_mode="floor")
         found = self._exponents[pages, layer].permute(1, 2, 0, 3).flatten(2)
         offset = span.start % g.page_tokens
         return found[..., offset : offset + span.end - span.start]

@@ -13,8 +13,8 @@ A program loops over blocks of keys twice: first over the context, through the p
 rows: the causal rows up to the diagonal and, with groups, the free rows from the beginning of the tile's first group.
 Blocks that no row sees are skipped. Without groups, a free row adds its own key at the end. Own rows are rounded to the
 stored type at their load, so that a row has the same values before and after it is stored; for a scaled type
-(`KvGeometry`), `round_kernel` has rounded them. The scale of a key in a page is a power of two: it multiplies scores and
-weights, and gives the same bits as if it had multiplied K and V.
+(`KvGeometry`), `round_kernel` has rounded them. The scale of a key in a page is a power of two: it multiplies scores
+and weights, and gives the same bits as if it had multiplied K and V.
 
 Mask and bias are those of `attention/mask.py` and `attention/bias.py`, computed for each pair of a row and a key from
 their places and times. The options are compile-time constants: a model without one has no instruction for it.
