@@ -50,11 +50,15 @@ def main(
     from relaygr.worker.device import open_device, set_threads
     from relaygr.worker.kv import KvDtype
     from relaygr.worker.model.options import ComputeDtype
+    from relaygr.worker.score_error import TOP_K
 
     element_types = {
         "float32": (ComputeDtype.FLOAT32, KvDtype.FLOAT32),
         "bfloat16": (ComputeDtype.BFLOAT16, KvDtype.BFLOAT16),
         "int8": (ComputeDtype.INT8, KvDtype.FLOAT32),
+        "float32-kv-int8": (ComputeDtype.FLOAT32, KvDtype.INT8),
+        "bfloat16-kv-int8": (ComputeDtype.BFLOAT16, KvDtype.INT8),
+        "bfloat16-kv-float8": (ComputeDtype.BFLOAT16, KvDtype.FLOAT8),
     }
     console = Console(highlight=False)
     set_threads(threads)
@@ -76,6 +80,12 @@ def main(
         figures = bench.figures()
         print_tables(console, figures)
         console.print(table(f"{shape}, {max(sizes.prefixes):,} tokens", bench.profiles()))
+        for name, error in bench.errors().items():
+            console.print(
+                f"{name}: scores change by at most {error.max_score_error:.2%} of the largest, on average by "
+                f"{error.mean_score_error:.3%}; {error.topk_overlap:.0%} of the top {TOP_K} stay",
+                soft_wrap=True,
+            )
         append_rows(out, [asdict(figure) for figure in figures])
         picture = plots / f"{shape}-{opened.torch_device.type}.png"
         plot(figures, picture)

@@ -14,7 +14,10 @@ from relaygr.worker.device import Device
 
 _PARTS = (
     ("projections", ("aten::addmm", "aten::addmm_", "aten::mm", "aten::linear")),
-    ("attention: products", ("attend_kernel", "aten::bmm", "aten::baddbmm", "scaled_dot_product", "hstu")),
+    (
+        "attention: products",
+        ("attend_kernel", "attend compiled", "aten::bmm", "aten::baddbmm", "scaled_dot_product", "hstu"),
+    ),
     # Projections, and attention's products of a large tile.
     ("products by oneDNN", ("mkldnn::_linear_pointwise", "onednn::qlinear_pointwise")),
     ("SiLU", ("aten::silu", "aten::sigmoid")),

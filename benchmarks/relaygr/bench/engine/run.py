@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from relaygr.bench.engine.figures import EngineStage, Figure, Point, Times
@@ -22,7 +23,9 @@ from relaygr.worker.model.attention.spec import torch_dtype
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
+from relaygr.worker.score_error import ScoreError, made_users, measure_engine_error
 
 PAGE_TOKENS = 64
 CHUNK_TOKENS = 2048
@@ -70,15 +73,15 @@ class SideBySide:
         checkpoint = random_checkpoint(self.config, seed=0)
         self._meters: dict[EngineVariant, EngineMeter] = {}
         self._rested: dict[EngineVariant, EngineMeter] = {}
-        self._backends: dict[str, str] = {}
+        self._engines: dict[str, Engine] = {}
         for variant in variants:
             engine = build_engine(
                 checkpoint, device, variant.kv_dtype, PAGE_TOKENS, variant.compute_dtype, variant.graphs
             )
-            bind_own_arena(engine, max(1, *sizes.batches), longest)
+            bind_own_arena(engine, max((1, *sizes.batches)), longest)
             self._meters[variant] = EngineMeter(engine)
             self._rested[variant] = EngineMeter(engine, rest=rest_between_requests)
-            self._backends[variant.name] = engine.backend
+            self._engines[variant.name] = engine
         self.times = Times()
         self._peaks: dict[torch.dtype, list[float]] = {variant.matrix_dtype: [] for variant in variants}
 
@@ -129,6 +132,12 @@ class SideBySide:
                 found[f"{name}, {variant.name}"] = shares(self._device, work)
         return found
 
+    def errors(self) -> dict[str, ScoreError]:
+        """The score error of each variant against the first, on generated users. Binds the engines to new arenas."""
+        (_, exact), *others = self._engines.items()
+        users, candidates = made_users(self.config, np.arange(self.config.vocabulary_size, dtype=np.int64))
+        return {name: measure_engine_error(engine, exact, users, candidates) for name, engine in others}
+
     def figures(self) -> list[Figure]:
         """One figure for each point, in order."""
         peaks = {variant.name: statistics.median(self._peaks[variant.matrix_dtype]) for variant in self._meters}
@@ -144,7 +153,7 @@ class SideBySide:
             machine=f"{self._device.description}, Python {platform.python_version()}, {os.cpu_count()} cores",
             torch=str(torch.__version__),
             threads=torch.get_num_threads(),
-            backend=self._backends[point.variant],
+            backend=self._engines[point.variant].backend,
             shape=point.shape,
             variant=point.variant,
             stage=point.stage,
