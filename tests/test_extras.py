@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 SHIPPED_WITH = {"annotated_types": "pydantic", "pydantic_core": "pydantic"}
 """Imported libraries that belong to another one, which is listed."""
 
-NOT_LISTED = {*OPTIONAL, "triton"}
+NOT_LISTED = {*OPTIONAL, "llvmlite", "triton"}
 """Libraries that our modules do without, or that a command asks for when one of its options needs them."""
 
 

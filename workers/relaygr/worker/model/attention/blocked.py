@@ -4,7 +4,8 @@ Only the causal half is computed, and at most one tile of [heads, rows, keys] is
 pages; the keys of a chunk's own rows are used directly.
 
 torch computes a tile of all heads in one call. Where oneDNN's float32 products are faster, each head has a product of
-its own, and reads blocks of 2048 keys: a call of oneDNN costs about 15 us, which a small product does not repay.
+its own, and reads blocks of 2048 keys: a call of oneDNN costs about 15 us, which a small product does not repay. Where
+`compiled.py` can be used, it computes the context, in place.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from relaygr.worker.model.attention.compiled import CompiledAttention
 from relaygr.worker.model.attention.interface import AttentionPass
 from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
 from relaygr.worker.model.attention.segments import Placed, Segment, place
@@ -31,8 +34,12 @@ ONEDNN_WORK = 1_000_000
 class BlockedAttention:
     """SiLU attention with the plain mask."""
 
-    def __init__(self, spec: AttentionSpec, onednn_work: float = math.inf) -> None:
+    def __init__(
+        self, spec: AttentionSpec, onednn_work: float = math.inf, compiled: CompiledAttention | None = None
+    ) -> None:
         """`onednn_work`: oneDNN computes products of at least so many multiplications (float32, on the CPU).
+
+        `compiled` computes what rows see of the context.
 
         Raises ValueError for a mask that is not the plain one.
         """
@@ -43,10 +50,13 @@ class BlockedAttention:
             # Not every CPU that has oneDNN has its products in narrow types.
             onednn_work = math.inf
         self._onednn_work = onednn_work
+        self._compiled = compiled
         self.name = "blocked torch" if onednn_work == math.inf else "blocked oneDNN"
+        if compiled is not None:
+            self.name += ", context compiled"
 
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> AttentionPass:
-        return _BlockedPass(self._spec, kv, segments, self._onednn_work)
+        return _BlockedPass(self._spec, kv, segments, self._onednn_work, self._compiled)
 
     def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - at most one block of keys is in memory
         s = self._spec
@@ -60,7 +70,14 @@ class BlockedAttention:
 
 
 class _BlockedPass:
-    def __init__(self, spec: AttentionSpec, kv: PagedKv, segments: Sequence[Segment], onednn_work: float) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        kv: PagedKv,
+        segments: Sequence[Segment],
+        onednn_work: float,
+        compiled: CompiledAttention | None,
+    ) -> None:
         assert spec.normalizer is not None
         kv.check(segments)
         self._spec = spec
@@ -69,13 +86,20 @@ class _BlockedPass:
         self._slots = kv.slots(segments)
         self._onednn_work = onednn_work
         block = KEY_BLOCK if onednn_work == math.inf else ONEDNN_KEY_BLOCK
-        self._placed = list(zip(place(segments), kv.spans(segments, block), strict=True))
+        self._compiled = compiled
+        self._tables = [segment.pages.astype(np.int64) for segment in segments] if compiled is not None else []
+        spans = kv.spans(segments, block) if compiled is None else [()] * len(segments)
+        self._placed = list(zip(place(segments), spans, strict=True))
         self._add = add_in_place if spec.compute_dtype is torch.float32 else add_widened
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self._kv.write(layer, self._slots, k, v)
         q, k, v = by_head(q * self._spec.alpha), by_head(k), by_head(v)
         sums = torch.zeros(v.shape, device=v.device)
+        if self._compiled is not None:
+            for (placed, _), table in zip(self._placed, self._tables, strict=True):
+                rows, tokens = placed.rows, placed.segment.context_tokens
+                self._compiled.add(self._kv.arena, layer, table, tokens, q[:, rows], sums[:, rows])
         for placed, spans in self._placed:
             self._from_context(layer, spans, q[:, placed.rows], sums[:, placed.rows])
             self._from_own(placed, q, k, v, sums)

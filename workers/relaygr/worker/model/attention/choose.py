@@ -6,6 +6,7 @@ an operator package of another version). Then one warning gives the reason, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from relaygr.worker.device import Device
 from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.blocked import ONEDNN_WORK, BlockedAttention
+from relaygr.worker.model.attention.compiled import CompiledAttention
 from relaygr.worker.model.attention.interface import AttentionBackend
 from relaygr.worker.model.attention.softmax import SoftmaxAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
@@ -39,7 +41,7 @@ def accelerated_attention(
         match device.torch_device.type:
             case "cuda" if spec.normalizer is not None:
                 return _triton(spec, biases, geometry, device)
-            case "npu" if spec.is_plain:
+            case "npu" if spec.is_plain and not geometry.dtype.is_scaled:
                 return _rec_sdk(spec)
             case _:
                 return None
@@ -80,7 +82,7 @@ def choose_attention(
     kind = device.torch_device.type
     for_device = accelerated_attention(spec, biases, geometry, device)
     if for_device is None:
-        choice = attention_for(spec, biases, kind)
+        choice = attention_for(spec, biases, kind, geometry)
     else:
         choice = BackendChoice(for_device, f"{', '.join(_options(spec)) or _PLAIN} on {kind}")
     log.info("attention back end", name=choice.attention.name, device=device.name, reason=choice.reason)
@@ -89,15 +91,36 @@ def choose_attention(
     return choice.attention
 
 
-def attention_for(spec: AttentionSpec, biases: RelativeBiases | None, device_type: str = "cpu") -> BackendChoice:
-    """The back end in plain torch, which runs on any device, and the reason for the choice."""
+def attention_for(
+    spec: AttentionSpec, biases: RelativeBiases | None, device_type: str = "cpu", geometry: KvGeometry | None = None
+) -> BackendChoice:
+    """The back end in plain torch, which runs on any device, and the reason for the choice.
+
+    `geometry`: of the pages that it reads, if their attention may be compiled.
+    """
     if spec.normalizer is None:
         return BackendChoice(SoftmaxAttention(spec, biases), "the family is softmax")
     if not spec.is_plain:
         return BackendChoice(TiledAttention(spec, biases), f"the reference path, for {', '.join(_options(spec))}")
-    if device_type == "cpu" and spec.compute_dtype is torch.float32 and onednn_is_faster():
-        return BackendChoice(BlockedAttention(spec, ONEDNN_WORK), f"{_PLAIN}, products by oneDNN")
-    return BackendChoice(BlockedAttention(spec), _PLAIN)
+    if device_type != "cpu" or spec.compute_dtype is not torch.float32:
+        return BackendChoice(BlockedAttention(spec), _PLAIN)
+    by_onednn = onednn_is_faster()
+    attention = BlockedAttention(spec, ONEDNN_WORK if by_onednn else math.inf, _compiled(geometry))
+    return BackendChoice(attention, f"{_PLAIN}, products by oneDNN" if by_onednn else _PLAIN)
+
+
+def _compiled(geometry: KvGeometry | None) -> CompiledAttention | None:
+    """Attention on cached K,V in machine code; None without llvmlite, and for pages and processors that do not fit."""
+    if geometry is None or not CompiledAttention.fits(geometry):
+        return None
+    try:
+        return CompiledAttention(geometry)
+    except ImportError:
+        return None
+    # LLVM may raise any error, and plain torch always works.
+    except Exception as error:
+        log.warning("attention on cached K,V is not compiled, plain torch instead", error=repr(error))
+        return None
 
 
 def _options(spec: AttentionSpec) -> list[str]:

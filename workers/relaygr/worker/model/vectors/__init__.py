@@ -23,10 +23,9 @@ from relaygr.worker.model.vectors.cases import (
     read_vectors,
 )
 from relaygr.worker.model.vectors.dlrm import run_dlrm
+from relaygr.worker.model.vectors.layers import run_cached, run_research, run_stu
 from relaygr.worker.model.vectors.masks import run_mask, run_pos
 from relaygr.worker.model.vectors.nvidia import run_nv
-from relaygr.worker.model.vectors.research import run_research
-from relaygr.worker.model.vectors.stu import run_cached, run_stu
 
 __all__ = ["KINDS", "TOLERANCE", "CaseResult", "CaseRunner", "CaseVerdict", "VectorCase", "check_case", "read_vectors"]
 
