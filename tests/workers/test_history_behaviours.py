@@ -5,17 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from relaygr.schemas.digest import digest_chain
 from relaygr.schemas.messages import MAX_BEHAVIOURS, BehaviourEvent, Behaviours, BehavioursOffset, History
@@ -203,6 +200,24 @@ def test_a_snapshot_keeps_the_behaviours_from_the_offset_that_it_names(store: Hi
     assert items(store) == [1, 2, *(100 + offset for offset in range(covers, 10))]
 
 
+@pytest.mark.parametrize("covers", [None, 0])
+def test_a_snapshot_that_lacks_refused_behaviours_leaves_a_gap(store: HistoryStore, covers: int | None) -> None:
+    read(store, snapshot(0, *range(MAX_BEHAVIOURS), covers=0, written_at_ms=5), event(0, 8, written_at_ms=20))
+    read(store, snapshot(1, 1, 2, covers=covers, number=2, written_at_ms=10))
+    assert (items(store), has_gap(store)) == ([1, 2], True)
+    read(store, snapshot(2, 1, 2, 8, covers=None if covers is None else 1, number=3, written_at_ms=30))
+    assert (items(store), has_gap(store)) == ([1, 2, 8], False)
+
+
+def test_a_snapshot_that_covers_less_than_the_one_before_leaves_a_gap(store: HistoryStore) -> None:
+    """The behaviours between are known to no store that has read the one before."""
+    read(store, snapshot(0, 1, 2, 3, covers=3, written_at_ms=5))
+    read(store, snapshot(1, 1, 2, covers=2, number=2, written_at_ms=6))
+    assert (items(store), has_gap(store)) == ([1, 2], True)
+    read(store, snapshot(2, 1, 2, 3, covers=3, number=3, written_at_ms=7))
+    assert (items(store), has_gap(store)) == ([1, 2, 3], False)
+
+
 @pytest.mark.parametrize("topic_id", [None, "another"])
 def test_a_snapshot_without_an_offset_in_this_topic_covers_older_timestamps(
     store: HistoryStore, topic_id: str | None
@@ -300,197 +315,6 @@ def test_an_older_form_of_the_store_is_emptied_and_read_again(tmp_path: Path) ->
     assert again.trust(ORIGIN) is False
     assert (again.get("ann"), again.state(0), again.user_count) == (None, None, 0)
     again.close()
-
-
-# -- in every order ----------------------------------------------------------------------------------
-
-USERS = ("ann", "bob")
-
-
-@dataclass
-class World:
-    """Both logs, and what they mean: the reference of the property tests.
-
-    A pipeline's snapshot holds the first behaviours of a user, as the log has them, and names the offset that it
-    covers. An owner's snapshot does so under the number of the snapshot before it. Both cover what the last one did.
-    """
-
-    histories: list[HistoryRecord] = field(default_factory=list)
-    events: list[EventRecord] = field(default_factory=list)
-    now_ms: int = 1000
-    item: int = 0
-
-    def tick(self) -> int:
-        self.now_ms += 1
-        return self.now_ms
-
-    def act(self, user: str, count: int, position: int | None, lateness: int) -> None:
-        new = []
-        for _ in range(count):
-            self.item += 1
-            new.append(self.item)
-        self.events.append(
-            event(len(self.events), *new, user=user, position=position, written_at_ms=self.tick(), first_ms=-lateness)
-        )
-
-    def state_at(self, user: str, events: int) -> tuple[list[int], list[int], int, bool] | None:
-        """Items, times, next position and gap of a user after these events and all of the history log."""
-        shown: list[int] = []
-        times: list[int] = []
-        following, gap, covers, before_ms, exists = 0, False, 0, 0, False
-        for entry in self.histories:
-            if entry.user_id != user:
-                continue
-            history = entry.history
-            exists = history is not None
-            if history is None:
-                shown, times, following, gap, covers, before_ms = [], [], 0, False, 0, entry.written_at_ms + 1
-            else:
-                shown = history.behaviours.items.tolist()
-                times = history.behaviours.timestamps_ms.tolist()
-                following, gap = (history.first_position or 0) + len(shown), False
-                covers = 0 if history.covers is None else history.covers.offset
-                before_ms = entry.written_at_ms if history.covers is None else 0
-        for each in self.events[:events]:
-            if each.event.user_id != user or each.offset < covers or each.written_at_ms < before_ms:
-                continue
-            position = each.event.position
-            rows = list(
-                zip(each.event.behaviours.items.tolist(), each.event.behaviours.timestamps_ms.tolist(), strict=True)
-            )
-            if position is not None:
-                rows = rows[max(0, following - position) :]
-                gap |= position > following
-                following = max(following, position)
-            for item, time_ms in rows:
-                shown.append(item)
-                times.append(max(time_ms, times[-1] if times else time_ms))
-                following += 1
-                exists = True
-        return (shown, times, following, gap) if exists else None
-
-
-class InEveryOrder(RuleBasedStateMachine):
-    """Two stores read both logs in different orders and steps. One of them is closed and opened again."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.world = World()
-        self.folders = [tempfile.TemporaryDirectory() for _ in range(2)]
-        self.stores = [HistoryStore.open(folder.name, 4 * MIB) for folder in self.folders]
-        for store in self.stores:
-            store.trust(ORIGIN)
-        self.covered = dict.fromkeys(USERS, 0)
-
-    def teardown(self) -> None:
-        for store, folder in zip(getattr(self, "stores", ()), getattr(self, "folders", ()), strict=True):
-            store.close()
-            folder.cleanup()
-
-    @rule(user=st.sampled_from(USERS), count=st.sampled_from([1, 1, 3, 70]), lateness=st.sampled_from([0, 0, 5]))
-    def behave(self, user: str, count: int, lateness: int) -> None:
-        self.world.act(user, count, None, lateness)
-
-    @rule(user=st.sampled_from(USERS), count=st.sampled_from([1, 3]), off=st.sampled_from([0, 0, 0, -2, 2]))
-    def behave_at_a_position(self, user: str, count: int, off: int) -> None:
-        state = self.world.state_at(user, len(self.world.events))
-        following = 0 if state is None else state[2]
-        self.world.act(user, count, max(0, following + off), 0)
-
-    @rule(user=st.sampled_from(USERS))
-    def producer_repeats_its_last_record(self, user: str) -> None:
-        last = next((each for each in reversed(self.world.events) if each.event.user_id == user), None)
-        if last is not None and last.event.position is not None:
-            self.world.events.append(EventRecord(last.event, len(self.world.events), self.world.tick()))
-
-    @rule(user=st.sampled_from(USERS), behind=st.integers(0, 3), by_owner=st.booleans(), mends=st.booleans())
-    def snapshot(self, user: str, behind: int, by_owner: bool, mends: bool) -> None:
-        covers = max(self.covered[user], len(self.world.events) - behind)
-        state = self.world.state_at(user, covers)
-        if state is None:
-            return
-        shown, times, following, gap = state
-        before = [each.history for each in self.world.histories if each.user_id == user]
-        number = before[-1].number if before and before[-1] is not None else 0
-        if gap and (by_owner or not mends):
-            return  # An owner with a gap writes none: only the pipeline can mend it.
-        while gap and len(shown) < following:
-            shown, times = [-1 - len(shown), *shown], [min(times), *times]
-        history = History(
-            user, number if by_owner else number + 1, FEATURES,
-            Behaviours(np.array(shown, "<i8"), np.array(shown, "<i8").astype("<u2"), np.array(times, "<i8")),
-            following - len(shown), BehavioursOffset(0, covers, "topic-2"),
-        )  # fmt: skip
-        self.covered[user] = covers
-        self.world.histories.append(HistoryRecord(user, len(self.world.histories), history, self.world.tick()))
-
-    @rule(user=st.sampled_from(USERS))
-    def snapshot_without_an_offset(self, user: str) -> None:
-        state = self.world.state_at(user, len(self.world.events))
-        if state is None or state[3]:
-            return
-        shown, times, following, _ = state
-        new = Behaviours(np.array(shown, "<i8"), np.array(shown, "<i8").astype("<u2"), np.array(times, "<i8"))
-        history = History(user, 2**40, FEATURES, new, following - len(shown))
-        self.covered[user] = len(self.world.events)
-        self.world.histories.append(HistoryRecord(user, len(self.world.histories), history, self.world.tick()))
-
-    @rule(user=st.sampled_from(USERS))
-    def delete(self, user: str) -> None:
-        self.covered[user] = len(self.world.events)
-        self.world.histories.append(tombstone(len(self.world.histories), self.world.tick(), user))
-
-    @rule(which=st.integers(0, 1), histories=st.integers(0, 3), events=st.integers(0, 5))
-    def read_on(self, which: int, histories: int, events: int) -> None:
-        store, state = self.stores[which], self.stores[which].state(0) or PartitionState(0, 0, 0)
-        records = tuple(self.world.histories[state.next_offset :][:histories])
-        new = tuple(self.world.events[state.next_event :][:events])
-        store.apply_all([HistoryBatch(0, records, state.next_offset + len(records), new, state.next_event + len(new))])
-
-    @rule()
-    def reopen(self) -> None:
-        self.stores[0].close()
-        self.stores[0] = HistoryStore.open(self.folders[0].name, 4 * MIB)
-        assert self.stores[0].trust(ORIGIN)
-
-    @rule()
-    def compact(self) -> None:
-        while not self.stores[0].compact():
-            pass
-
-    @rule()
-    def read_to_the_end(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            fresh = HistoryStore.open(folder, 4 * MIB)
-            fresh.trust(ORIGIN)
-            # As Kafka leaves the log: the last record of each user.
-            last = {entry.user_id: entry for entry in self.world.histories}
-            read(fresh, *last.values())
-            for store in (fresh, *self.stores):
-                state = store.state(0) or PartitionState(0, 0, 0)
-                read(store, *self.world.histories[state.next_offset :], *self.world.events[state.next_event :])
-                for user in USERS:
-                    self.agrees(store, user)
-            fresh.close()
-
-    @invariant()
-    def every_history_is_whole(self) -> None:
-        for store in getattr(self, "stores", ()):
-            for user in USERS:
-                items(store, user)
-
-    def agrees(self, store: HistoryStore, user: str) -> None:
-        expected, stored = self.world.state_at(user, len(self.world.events)), store.get(user)
-        assert (stored is None) == (expected is None)
-        if stored is not None and expected is not None:
-            shown, times, _, gap = expected
-            assert stored.history.behaviours.items.tolist() == shown
-            assert stored.history.behaviours.timestamps_ms.tolist() == times
-            assert stored.has_gap == gap
-
-
-TestInEveryOrder = InEveryOrder.TestCase
-TestInEveryOrder.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=30, deadline=None)

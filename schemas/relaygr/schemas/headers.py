@@ -9,6 +9,7 @@ skip each other's results without decoding them.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 
 from relaygr.schemas.codec import DecodeError, DecodeReason
@@ -38,8 +39,12 @@ DEAD_LETTERED_AT_US = "dead_lettered_at_us"
 WORKERS_GROUP = "workers_group"
 """Header of a worker's status: the consumer group of the worker."""
 
+REPEATED_TOMBSTONE = "repeated_tombstone"
+"""Header of a tombstone that a worker repeats: next offset, time and topic id, with spaces between."""
+
 MAX_HEADER_BYTES = 512
 _HEADER_TEXT = Text(MAX_HEADER_BYTES)
+_REPEATED = re.compile(rb"(\d{1,18}) (\d{1,18}) ([!-~]{0,64})")
 
 
 @record(frozen=True, slots=True)
@@ -106,6 +111,34 @@ class ResultHeaders:
             gateway_id=_text(values, GATEWAY_ID),
             traceparent=traceparent if traceparent and VALID_TRACEPARENT.fullmatch(traceparent) else None,
         )
+
+
+@record(frozen=True, slots=True)
+class RepeatedTombstone:
+    """Header of a tombstone that a worker writes because a snapshot of the deleted user came after the first one."""
+
+    next_offset: int
+    """First offset of the history topic of which the worker had read no record of this user. If another one came
+    between, the tombstone deletes nothing."""
+    written_at_ms: int
+    """The timestamp of the first tombstone; ms since the epoch."""
+    topic_id: str
+    """The id of the history topic; in another one the offset means nothing."""
+
+    def encode(self) -> Headers:
+        return [(REPEATED_TOMBSTONE, f"{self.next_offset} {self.written_at_ms} {self.topic_id}".encode())]
+
+    @classmethod
+    def decode(cls, raw: RawHeaders) -> RepeatedTombstone | None:
+        """None without the header. Raises DecodeError if it is malformed."""
+        data = next((value for name, value in raw or () if name == REPEATED_TOMBSTONE), None)
+        if data is None:
+            return None
+        found = _REPEATED.fullmatch(data if isinstance(data, bytes) else data.encode())
+        if found is None:
+            raise DecodeError(DecodeReason.INVALID_FIELD, f"header {REPEATED_TOMBSTONE} is malformed")
+        next_offset, written_at_ms, topic_id = found.groups()
+        return cls(int(next_offset), int(written_at_ms), topic_id.decode())
 
 
 def workers_group_of(raw: RawHeaders) -> str | None:

@@ -23,6 +23,7 @@ MAX_SUFFIX_BEHAVIOURS = 4_096
 MAX_CANDIDATES = 16_384
 MAX_TASKS = 16
 MAX_EVENT_BEHAVIOURS = 256
+MAX_CONTINUED = 32_768
 MAX_POSITION = 2**53 - 1
 MAX_FEATURES = 64
 MAX_PARTITIONS = 4_096
@@ -178,6 +179,51 @@ class BehavioursOffset:
 
 
 @record(frozen=True, slots=True, eq=False)
+class Continuation:
+    """What a worker adds to a snapshot that it writes, so that other workers treat it as what it was made of.
+
+    The arrays are of the last behaviours, those that came as records of the behaviours topic: an older snapshot of the
+    feature pipeline may come later, and keeps those of them that it does not cover.
+    """
+
+    next_offset: Annotated[
+        int, UInt(), "first offset of the history topic of which the worker had read no record of this user"
+    ]
+    written_at_ms: Annotated[
+        int, UInt("ms since the epoch"), "timestamp of the pipeline's snapshot that it continues; 0: none"
+    ]
+    covered_offset: Annotated[int, UInt(), "first offset of the behaviours topic that the arrays may have"]
+    covered_before_ms: Annotated[
+        int, UInt("ms since the epoch"), "records of the behaviours topic with an older timestamp were covered; 0: none"
+    ]
+    offsets: Annotated[
+        Int64Array, Packed("<i8", MAX_CONTINUED, "last behaviours"), "offset of the record of each of these behaviours"
+    ]
+    recorded_at_ms: Annotated[
+        Int64Array, Packed("<i8", MAX_CONTINUED, "last behaviours"), "timestamp of that record in its log"
+    ]
+    positions: Annotated[
+        Int64Array, Packed("<i8", MAX_CONTINUED, "last behaviours"), "position that the record gave; -1: none"
+    ]
+    sent_times_ms: Annotated[
+        Int64Array,
+        Packed("<i8", MAX_CONTINUED, "last behaviours"),
+        "time of the behaviour as it was sent, which may decrease",
+    ]
+    topic_id: Annotated[
+        str | None, Text(64), "id that the cluster gave the history topic; in another topic the offsets mean nothing"
+    ] = None
+
+    def check(self) -> None:
+        sizes = {self.offsets.size, self.recorded_at_ms.size, self.positions.size, self.sent_times_ms.size}
+        if len(sizes) != 1:
+            raise FieldError(": the arrays have different lengths")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Continuation) and _as_comparable(self) == _as_comparable(other)
+
+
+@record(frozen=True, slots=True, eq=False)
 class History:
     """A user's long-term behaviours and features at one version: a value of the history topic, or inline."""
 
@@ -196,6 +242,11 @@ class History:
         BehavioursOffset | None,
         "the records of the behaviours topic that this snapshot includes; absent: those with an older timestamp",
     ] = None
+    continues: Annotated[Continuation | None, "set by a worker that saves a history; pipelines leave it out"] = None
+
+    def check(self) -> None:
+        if self.continues is not None and self.continues.offsets.size > len(self.behaviours):
+            raise FieldError(".continues: more entries than behaviours")
 
     def chain(self) -> DigestChain:
         """The digest chain of features and behaviours. Lists become arrays."""
@@ -213,7 +264,8 @@ class History:
             and (self.user_id, self.number) == (other.user_id, other.number)
             and np.array_equal(self.features, other.features)
             and self.behaviours == other.behaviours
-            and (self.first_position, self.covers) == (other.first_position, other.covers)
+            and (self.first_position, self.covers, self.continues)
+            == (other.first_position, other.covers, other.continues)
         )
 
 

@@ -67,6 +67,9 @@ class TopicSpec:
     partitions: int | None = None
     """A fixed partition count; None: the deployment's partition count."""
     max_compaction_lag_ms: int | None = None
+    min_compaction_lag_ms: int | None = None
+    """How long a compacted topic keeps a record after a newer one of its key; None: the cluster's default, not at all.
+    """
     delete_retention_ms: int | None = None
     """How long a compacted topic keeps a tombstone; None: the cluster's default, a day."""
     durable: bool = False
@@ -90,6 +93,8 @@ class TopicSpec:
         }
         if self.max_compaction_lag_ms is not None:
             config["max.compaction.lag.ms"] = str(self.max_compaction_lag_ms)
+        if self.min_compaction_lag_ms is not None:
+            config["min.compaction.lag.ms"] = str(self.min_compaction_lag_ms)
         if self.delete_retention_ms is not None:
             config["delete.retention.ms"] = str(self.delete_retention_ms)
         return config
@@ -111,10 +116,11 @@ CATALOGUE: dict[Topic, TopicSpec] = {
         _minutes(Topic.RANKING, "user id", "gateway", "workers (group)", "RankingRequest", True),
         _minutes(Topic.RESULTS, "request id", "workers", "gateway (assign, no group)", "RankingResult", False),
         TopicSpec(
-            Topic.HISTORY, "user id", "feature pipeline", "workers (assign, no group)", "History",
+            Topic.HISTORY, "user id", "feature pipeline, workers", "workers (assign, no group)", "History",
             Cleanup.COMPACT, retention_ms=-1, segment_ms=60 * _MINUTE_MS, segment_bytes=256 * _MIB,
             max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES, co_partitioned=True,
-            max_compaction_lag_ms=2 * 60 * _MINUTE_MS, durable=True,
+            # An owner has that long to repeat a record that an older snapshot of a worker came after.
+            max_compaction_lag_ms=2 * 60 * _MINUTE_MS, min_compaction_lag_ms=30 * _MINUTE_MS, durable=True,
             # Longer than a record stays in `behaviours` (retention and a segment): a worker that reads an old record
             # must find the tombstone that came after it.
             delete_retention_ms=9 * _DAY_MS,

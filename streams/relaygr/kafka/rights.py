@@ -82,7 +82,7 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
         Topic.PREINFER: ("Read",),
         Topic.RANKING: ("Read",),
         Topic.RESULTS: ("Write",),
-        Topic.HISTORY: ("Read",),
+        Topic.HISTORY: ("Read", "Write"),
         Topic.BEHAVIOURS: ("Read",),
         Topic.WORKERS: ("Write",),
         Topic.DEAD_LETTERS: ("Write",),

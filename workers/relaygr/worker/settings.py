@@ -144,6 +144,26 @@ class WorkerSettings(Section):
     history_max_bytes: ByteSize = Field(
         ByteSize(4096 * _MIB), ge=_MIB, description="size limit of the user-history store"
     )
+    snapshot_behaviours: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="the owner saves a history on the history topic when so many of its behaviours are in no "
+            "snapshot, while it has no ranking requests",
+        ),
+    ] = 1024
+    snapshot_after_s: Annotated[
+        float,
+        Field(
+            ge=1,
+            le=6 * 24 * 3600,
+            description="age of a behaviour in no snapshot at which the owner saves the history; the behaviours topic "
+            "keeps 7 days",
+        ),
+    ] = 5 * 24 * 3600.0
+    snapshot_bytes_per_s: ByteSize = Field(
+        ByteSize(_MIB), ge=0, description="rate at which a worker saves histories; 0: it saves none"
+    )
     anchor_behaviours: Annotated[
         int,
         Field(

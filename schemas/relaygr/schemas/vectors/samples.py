@@ -16,6 +16,7 @@ from relaygr.schemas.messages import (
     BehaviourEvent,
     Behaviours,
     BehavioursOffset,
+    Continuation,
     FailureReason,
     FullPathReport,
     History,
@@ -95,6 +96,22 @@ MESSAGES: dict[str, Any] = {
     "History": HISTORY,
     "History, with its place in the behaviours topic": replace(
         HISTORY, first_position=40, covers=BehavioursOffset(5, 1_000_000, "Zb1XmZp3QyS3mF8cT7i2Pw")
+    ),
+    "History, saved by a worker": replace(
+        HISTORY,
+        first_position=40,
+        covers=BehavioursOffset(5, 1_000_000, "Zb1XmZp3QyS3mF8cT7i2Pw"),
+        continues=Continuation(
+            next_offset=12,
+            written_at_ms=1_700_000_000_000,
+            covered_offset=900_000,
+            covered_before_ms=0,
+            offsets=np.array([999_999], "<i8"),
+            recorded_at_ms=np.array([1_700_000_000_001], "<i8"),
+            positions=np.array([-1], "<i8"),
+            sent_times_ms=np.array([1_700_000_000_000], "<i8"),
+            topic_id="aQ2XmZp3QyS3mF8cT7i2Pw",
+        ),
     ),
     "BehaviourEvent": BehaviourEvent("user-é", BEHAVIOURS),
     "BehaviourEvent, with its position": BehaviourEvent("user-é", BEHAVIOURS[:1], 42),

@@ -20,6 +20,7 @@ The follower has a thread and a consumer of its own (`assign`, no group). Contra
 * `forget` deletes the histories of partitions that another worker owns for good.
 * Half of `erase_within_s` after a deletion the follower begins to compact the store, a slice each turn. The follower of
   a standby does not: it was never told to follow.
+* Histories of partitions that have caught up are saved on the history topic (`relaygr.worker.history.snapshots`).
 * `on_missed` gets partitions whose deletions the follower may not have seen: they are read from the beginning, or
   another process has moved their stored offsets meanwhile.
 """
@@ -47,15 +48,18 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from relaygr.kafka.clients import asking_fetch_wait_ms, make_assigned_consumer
 from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.fields import FieldError, Text
+from relaygr.schemas.headers import RawHeaders, RepeatedTombstone
 from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic
+from relaygr.worker.history.snapshots import SnapshotLimits, SnapshotWriter
 from relaygr.worker.history.store import (
     ApplyOutcome,
     EventRecord,
@@ -102,7 +106,7 @@ _USER_ID = Text(256)
 _RECORDS = Counter(
     "relaygr_history_records_total",
     "Records read from the history topic: applied, deleted (tombstones), older or repeated (skipped; of both topics), "
-    "refused (the store is full), rejected (to dead letters)",
+    "superseded (of a worker, another record came before it), refused (the store is full), rejected (to dead letters)",
     ["outcome"],
 )
 _EVENTS = Counter(
@@ -158,14 +162,15 @@ def read_record(
     partition_count: int,
     offset: int,
     written_at_ms: int = 0,
+    headers: RawHeaders = None,
 ) -> HistoryRecord | Rejected:
     """The decoded snapshot, or why it is rejected. A value of None is a tombstone; an empty value is not."""
     user_id = _user_of(key, partition, partition_count)
     if isinstance(user_id, Rejected):
         return user_id
-    if value is None:
-        return HistoryRecord(user_id, offset, None, written_at_ms)
     try:
+        if value is None:
+            return HistoryRecord(user_id, offset, None, written_at_ms, RepeatedTombstone.decode(headers))
         history = decode(History, value)
     except DecodeError as error:
         return Rejected(error.reason, str(error))
@@ -283,7 +288,10 @@ class HistoryFollower:
         on_deleting: Callable[[str], object] = lambda _: None,
         on_missed: Callable[[frozenset[int]], object] = lambda _: None,
         erase_within_s: float = 900.0,
+        snapshots: SnapshotLimits | None = None,
+        is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`snapshots`: when histories are saved; None: never. `is_idle`: see `SnapshotWriter`."""
         self._kafka = kafka
         self._store = store
         self._dead_letters = dead_letters
@@ -294,6 +302,8 @@ class HistoryFollower:
         self._on_missed = on_missed
         self._erase_after_ms = int(erase_within_s * 1000 / 2)
         self._clock = clock or SystemClock()
+        limits = snapshots or SnapshotLimits(bytes_per_s=0)
+        self._snapshots = SnapshotWriter(kafka, store, client_id, limits, self._clock, is_idle)
         self._topic = kafka.topic(Topic.HISTORY)
         self._behaviours = kafka.topic(Topic.BEHAVIOURS)
         self._thread = threading.Thread(target=self._run, name="history-follower", daemon=True)
@@ -368,6 +378,7 @@ class HistoryFollower:
                 self._dead_letters.flush(RETRY_S)
                 self._collect_reports()
                 self._flush(consumer)
+                self._snapshots.close(RETRY_S)
             except Exception:
                 log.exception("history follower failed: it reads again from the stored offsets")
                 _FAILURES.inc()
@@ -391,6 +402,7 @@ class HistoryFollower:
         self._do_periodic_work(consumer)
         self._forget_moved()
         self._erase_deleted()
+        self._snapshots.turn(self._caught_up & self._wanted)
 
     def _origin(self) -> StoreOrigin:
         topics = [self._topic, self._behaviours]
@@ -471,7 +483,11 @@ class HistoryFollower:
         content = message.key(), message.value(), partition, self._kafka.partitions
         written_at_ms = max(0, message.timestamp()[1])
         read.read_to = offset + 1
-        entry = (read_event if is_event else read_record)(*content, offset, written_at_ms)
+        entry = (
+            read_event(*content, offset, written_at_ms)
+            if is_event
+            else read_record(*content, offset, written_at_ms, headers_of(message))
+        )
         if isinstance(entry, EventRecord):
             followed.events.append(entry)
         elif isinstance(entry, HistoryRecord):
@@ -540,6 +556,7 @@ class HistoryFollower:
             ("deleted", len(outcome.deleted)),
             ("refused", len(outcome.refused)),
             ("older", outcome.older),
+            ("superseded", outcome.superseded),
             ("repeated", outcome.repeated),
         ):
             _RECORDS.labels(name).inc(count)

@@ -9,9 +9,12 @@ most 3 KB) and, once in 64 behaviours, the last chunk. All parts are little-endi
     chunk:  block digests, 16 bytes each | items i64 | times i64 | actions u16
             | offsets u64 | written_at_ms u64 | positions i64
 
-The *base* is the part that came with a snapshot. Only behaviours after the base have an origin: the offset and the
-timestamp of their record in the behaviours topic, and their position (-1: none). A later snapshot or tombstone needs it
-to keep the behaviours that it does not cover.
+The *base* is the part that came with a snapshot of the feature pipeline. Only behaviours after the base, the *tail*,
+have an origin: the offset and the timestamp of their record in the behaviours topic, and their position (-1: none). A
+later snapshot or tombstone needs it to keep the behaviours that it does not cover.
+
+A worker's snapshot (`saved`) has the tail with its origins, so it changes nothing but where a new worker begins. The
+oldest part of a tail, which no later snapshot may still leave out, becomes a part of the base.
 
 A history is a function of its base and of the records after it, in the order of the log, whatever is read first:
 
@@ -23,7 +26,8 @@ A history is a function of its base and of the records after it, in the order of
 * Times are stored as they were sent. A reader raises a time that is below an earlier one to that, since times of a
   history never decrease.
 
-All this holds if each snapshot covers at least what the one before it did.
+If a snapshot of the pipeline covers less than the base did, or lacks behaviours for which there was no space, the
+history counts as stale until a snapshot covers them.
 """
 
 from __future__ import annotations
@@ -39,7 +43,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain, digest_chain
-from relaygr.schemas.messages import MAX_BEHAVIOURS, BehaviourEvent, Behaviours, History
+from relaygr.schemas.messages import (
+    MAX_BEHAVIOURS,
+    MAX_CONTINUED,
+    BehaviourEvent,
+    Behaviours,
+    BehavioursOffset,
+    Continuation,
+    History,
+)
 from relaygr.schemas.record import record
 from relaygr.worker.history.resolve import StoredHistory
 
@@ -47,14 +59,15 @@ CHUNK: Final = 56 * BLOCK
 """Behaviours of a full chunk: without origins it fills 16 pages of LMDB."""
 NO_POSITION: Final = -1
 _NEVER_MS: Final = -(2**63)
-_HEAD: Final = struct.Struct("<QQQQQQqqIIHHI16s16s")
+_HEAD: Final = struct.Struct("<QQQQQQqqIIHHI16s16sQQQQ")
 _ROW: Final = np.dtype(
     [("item", "<i8"), ("time", "<i8"), ("offset", "<u8"), ("written", "<u8"), ("position", "<i8"), ("action", "<u2")]
 )
 _PACKED_ROW: Final = struct.Struct("<qqQQqH")
-_NEWEST_AT: Final = 48
 _HAS_GAP: Final = 1
 _HAS_LATE: Final = 2
+_SUPERSEDED: Final = 4
+_DELETED: Final = 8
 _DIGESTS: Final = tuple(struct.Struct(f"{DIGEST_BYTES}s" * count) for count in range(CHUNK // BLOCK + 1))
 
 
@@ -101,10 +114,19 @@ class Head:
     """Behaviours that came with the snapshot."""
     feature_count: int = 0
     flags: int = 0
-    spare: int = 0
+    unsaved: int = 0
+    """Behaviours that the last snapshot in the log does not have."""
     seed: bytes = bytes(DIGEST_BYTES)
     closed_digest: bytes = bytes(DIGEST_BYTES)
     """The digest before the open block."""
+    next_snapshot: int = 0
+    """Records of the history topic below this offset were read."""
+    unsaved_since_ms: int = 0
+    """The oldest timestamp of the records of the unsaved behaviours."""
+    missing_offset: int = 0
+    """Some records below this offset were not stored, and no snapshot has covered them yet; 0: none."""
+    missing_before_ms: int = 0
+    """No record with this timestamp or a later one is among them."""
 
     @classmethod
     def read(cls, data: bytes | memoryview) -> Head:
@@ -127,9 +149,13 @@ class Head:
             self.base,
             self.feature_count,
             self.flags,
-            self.spare,
+            self.unsaved,
             self.seed,
             self.closed_digest,
+            self.next_snapshot,
+            self.unsaved_since_ms,
+            self.missing_offset,
+            self.missing_before_ms,
         )
 
     @property
@@ -145,15 +171,19 @@ class Head:
     def has_gap(self) -> bool:
         return bool(self.flags & _HAS_GAP)
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether the last record in the log is an older state, which must not be the one that a new worker finds."""
+        return bool(self.flags & _SUPERSEDED)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the user was deleted, and an older snapshot came after the tombstone."""
+        return bool(self.flags & _DELETED)
+
     def covers(self, offset: int, written_at_ms: int) -> bool:
         """Whether a record of the behaviours topic is covered."""
         return offset < self.covered_offset or written_at_ms < self.covered_before_ms
-
-
-def newest_ms_of(head: bytes | memoryview) -> int | None:
-    """The time of the newest behaviour; ms since the epoch; None without behaviours."""
-    newest_ms: int = struct.unpack_from("<q", head, _NEWEST_AT)[0]
-    return None if newest_ms == _NEVER_MS else newest_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +230,12 @@ class Draft:
         return cls(head, bytes(data[_HEAD.size : rows_at]), bytes(data[rows_at:]), chunk)
 
     @classmethod
-    def empty(cls, covered: Coverage, *, has_gap: bool = False) -> Draft:
-        """The history of a user without a snapshot. `has_gap`: earlier behaviours may be missing."""
+    def empty(cls, covered: Coverage, next_snapshot: int = 0) -> Draft:
+        """The history of a user without a snapshot."""
         seed = digest_chain(np.empty(0, "<i8"), Behaviours.empty()).seed
         head = Head(seed=seed, closed_digest=seed, covered_offset=covered.offset, covered_before_ms=covered.before_ms)
         head.next_event = covered.offset
-        head.flags = _HAS_GAP if has_gap else 0
+        head.next_snapshot = next_snapshot
         return cls(head, b"", b"", _no_chunk)
 
     @classmethod
@@ -244,6 +274,67 @@ class Draft:
         draft._rows = bytearray(rows.tobytes())
         return draft
 
+    @classmethod
+    def of_saved(cls, history: History, tail: Continuation) -> Draft:
+        """The history of a worker's snapshot, which names its offset in the behaviours topic."""
+        base = len(history.behaviours) - tail.offsets.size
+        covered = Coverage(tail.covered_offset, tail.covered_before_ms)
+        draft = cls.of_snapshot(
+            History(history.user_id, history.number, history.features, history.behaviours[:base], history.first_position),
+            tail.written_at_ms,
+            covered,
+        )
+        for row in zip(
+            history.behaviours.items[base:].tolist(),
+            tail.sent_times_ms.tolist(),
+            tail.offsets.tolist(),
+            tail.recorded_at_ms.tolist(),
+            tail.positions.tolist(),
+            history.behaviours.actions[base:].tolist(),
+            strict=True,
+        ):
+            draft._append(*row)
+        head = draft.head
+        assert history.covers is not None
+        head.next_event = history.covers.offset
+        head.unsaved = head.unsaved_since_ms = 0
+        return draft
+
+    def saved(self, user_id: str, next_event: int, partition: int, topic_ids: tuple[str, str], fold_ms: int) -> History:
+        """The snapshot that a worker writes of this history, which has no gap.
+
+        `next_event`: the records of the partition below this offset were read. `topic_ids`: of the histories and of the
+        behaviours. Records with a timestamp before `fold_ms` become a part of the base.
+        """
+        head = self.head
+        shown = assembled(user_id, self.head_bytes(), [self._read_chunk(index) for index in range(head.chunks)]).history
+        rows = np.array(list(self._origins()), np.int64).reshape(-1, 6)
+        covered_offset = head.covered_offset
+        folded = max(_leading(rows[:, 3] < fold_ms), len(rows) - MAX_CONTINUED)
+        if folded > 0:
+            covered_offset = max(covered_offset, int(rows[folded - 1, 2]) + 1)
+            rows = rows[_leading(rows[:, 2] < covered_offset) :]
+        history_id, behaviours_id = topic_ids
+        return History(
+            user_id,
+            head.number,
+            shown.features,
+            shown.behaviours,
+            head.next_position - head.length,
+            BehavioursOffset(partition, max(next_event, head.next_event), behaviours_id or None),
+            Continuation(
+                next_offset=head.next_snapshot,
+                written_at_ms=head.written_at_ms,
+                covered_offset=covered_offset,
+                covered_before_ms=head.covered_before_ms,
+                offsets=rows[:, 2],
+                recorded_at_ms=rows[:, 3],
+                positions=rows[:, 4],
+                sent_times_ms=rows[:, 1],
+                topic_id=history_id or None,
+            ),
+        )
+
     def head_bytes(self) -> bytes:
         """The head to store."""
         return b"".join((self.head.pack(), self._features, self._rows))
@@ -262,7 +353,7 @@ class Draft:
         if repeated > 0:
             items, times, actions = items[repeated:], times[repeated:], actions[repeated:]
         if head.length + len(items) > MAX_BEHAVIOURS:
-            head.flags |= _HAS_GAP
+            self.miss(offset + 1, written_at_ms + 1)
             return Added.TOO_LONG
         for index, (item, time_ms, action) in enumerate(zip(items, times, actions, strict=True)):
             at = NO_POSITION if position is None else position + max(0, repeated) + index
@@ -274,21 +365,48 @@ class Draft:
 
     def keep_after(self, before: Draft) -> None:
         """Adds the behaviours of the history before this one that this one does not cover."""
-        head = self.head
+        head, old = self.head, before.head
+        next_event = head.next_event
         for item, time_ms, offset, written_at_ms, position, action in before._origins():
             is_known = position != NO_POSITION and position < head.next_position
-            if head.covers(offset, written_at_ms) or is_known:
+            if offset < next_event or head.covers(offset, written_at_ms) or is_known:
                 continue
             if head.length == MAX_BEHAVIOURS:
-                head.flags |= _HAS_GAP
-                break
+                self.miss(offset + 1, written_at_ms + 1)
+                continue
             self._append(item, time_ms, offset, written_at_ms, position, action)
-        head.next_event = max(head.next_event, before.head.next_event)
+        head.next_event = max(next_event, old.next_event)
+        # What the snapshot covers is below `next_event`; of a worker's snapshot that is more than its base covers.
+        if old.missing_offset > next_event:
+            self.miss(old.missing_offset, old.missing_before_ms)
+        if old.covered_offset > next_event:
+            self.miss(old.covered_offset, old.written_at_ms)
+
+    def miss(self, offset: int, before_ms: int) -> None:
+        """Notes that records may be missing: some below this offset, with a timestamp before this.
+
+        Without effect if the snapshot covers all of them.
+        """
+        head = self.head
+        if offset <= head.covered_offset or before_ms <= head.covered_before_ms:
+            return
+        head.missing_offset = max(head.missing_offset, offset)
+        head.missing_before_ms = max(head.missing_before_ms, before_ms)
+        head.flags |= _HAS_GAP
+
+    def supersede(self, next_snapshot: int, *, is_deleted: bool = False) -> None:
+        """Notes that an older snapshot came after this history, or after the user's deletion."""
+        self.head.next_snapshot = next_snapshot
+        self.head.flags |= _SUPERSEDED | (_DELETED if is_deleted else 0)
 
     def _append(self, item: int, time_ms: int, offset: int, written_at_ms: int, position: int, action: int) -> None:
         head = self.head
         if position > head.next_position:
             head.flags |= _HAS_GAP
+        if not head.unsaved or written_at_ms < head.unsaved_since_ms:
+            head.unsaved_since_ms = written_at_ms
+        head.unsaved += 1
+        head.flags &= ~_DELETED
         head.next_position = 1 + (head.next_position if position == NO_POSITION else position)
         if time_ms < head.newest_ms:
             head.flags |= _HAS_LATE
@@ -391,6 +509,11 @@ def assembled(user_id: str, data: bytes | memoryview, chunks: Sequence[Any]) -> 
         ),
     )
     return StoredHistory(history, DigestChain(head.seed, tuple(blocks), head.length), head.has_gap)
+
+
+def _leading(is_so: NDArray[np.bool_]) -> int:
+    """How many of the first values are true."""
+    return int(np.argmin(is_so)) if len(is_so) and not is_so.all() else len(is_so)
 
 
 def _digest(before: bytes, items: bytes, actions: bytes, times: bytes) -> bytes:

@@ -12,6 +12,9 @@ Contract:
 * A snapshot replaces the user's stored one if its version number is not smaller, or if its timestamp in the log is
   later. So a wrong number, however large, blocks no later snapshot. A tombstone deletes. Both keep the behaviours that
   they do not cover.
+* A worker's snapshot or tombstone (`relaygr.worker.history.snapshots`) changes nothing if another record of the user
+  came after those that the worker had read. A user whose last record in the log changed nothing is *superseded*:
+  Kafka may drop the record before it, so the owner writes the stored state again.
 * `get` copies a history out of the map once and returns views of that copy. A lease may keep a history for seconds, and
   a read transaction of that length would prevent LMDB from reusing freed pages.
 * A compaction erases the bytes of deleted users from the files (`relaygr.worker.history.files`). `removed_at_ms` is the
@@ -23,11 +26,11 @@ Contract:
 
 * Records of the behaviours topic are appended in the same transaction as both offsets. `relaygr.worker.history.records`
   says what becomes of each, and has the form of a stored history.
-* For as long as old behaviours may come, a deleted user leaves a hash of the id and the time of the deletion. `expire`
-  deletes it.
+* For as long as old behaviours may come, a deleted user leaves a hash of the id, and the time and offset of the
+  deletion. `expire` deletes them.
 
 Three tables: user id -> partition; partition, user id and number -> head (0) or chunk (from 1); partition and hash of
-the user id -> time of the deletion. A user's parts and a partition's users lie side by side, so `forget` reads no other
+the user id -> time and offset of the deletion. A user's parts and a partition's users lie side by side, so `forget` reads no other
 partition. The digests are stored, so that a request hashes the open block alone.
 
 There is one `HistoryStore` for each path and process. Any thread may call its methods.
@@ -54,22 +57,23 @@ import structlog
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import check_room, private_folder
-from relaygr.schemas.messages import BehaviourEvent, History
+from relaygr.schemas.headers import RepeatedTombstone
+from relaygr.schemas.messages import BehaviourEvent, Continuation, History
 from relaygr.schemas.record import record
 from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files, claim
-from relaygr.worker.history.records import Added, Coverage, Draft, Head, assembled, newest_ms_of
+from relaygr.worker.history.records import Added, Coverage, Draft, Head, assembled
 from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
 
-LAYOUT: Final = b"relaygr.history-store.3"
+LAYOUT: Final = b"relaygr.history-store.4"
 LEAST_BYTES: Final = 1024 * 1024
 # The part of the file (1/8) that values may not use: a batch writes new pages before LMDB frees the old ones.
 _RESERVE_FRACTION: Final = 8
 _STATE = struct.Struct("<QQQQ")
 _PARTITION_KEY = struct.Struct(">I")
 _PARTITION_BYTES: Final = 4
-_TIME = struct.Struct("<Q")
+_DELETION = struct.Struct("<QQ")
 # User ids have no control characters, so that no other user's key lies between a head and its chunks.
 _PART = tuple(b"\0" + bytes((part,)) for part in range(256))
 _LAST_PART = b"\0\xff"
@@ -105,6 +109,8 @@ class HistoryRecord:
     history: History | None
     written_at_ms: int = 0
     """The record's timestamp in the log; ms since the epoch; 0: none."""
+    repeated: RepeatedTombstone | None = None
+    """Set if a worker wrote the tombstone."""
 
 
 @record(frozen=True, slots=True)
@@ -150,11 +156,22 @@ class ApplyOutcome:
     deleted: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     older: int = 0
+    superseded: int = 0
+    """Records of workers that another record had overtaken."""
     repeated: int = 0
     """Records of both topics that had been read."""
     snapshots: int = 0
     added: Mapping[Added, int] = field(default_factory=dict)
     """Records of the behaviours topic."""
+
+
+@record(frozen=True, slots=True)
+class UserHead:
+    """A user, and the head of the stored history."""
+
+    partition: int
+    user_id: str
+    head: Head
 
 
 class StoreFullError(Exception):
@@ -181,6 +198,7 @@ class HistoryStore:
         # Each deletion may copy a page. LMDB frees the old pages two transactions later.
         self._forgotten_at_once = min(_MOST_FORGOTTEN, reserve_bytes // self._page_bytes // 4)
         self._trusted = False
+        self._origin_id = ""
         self._behaviours_id = ""
         self._expired_to = b""
         self._claim: int | None = None
@@ -232,7 +250,7 @@ class HistoryStore:
                 None if (found := txn.get(key, db=files.meta)) is None else bytes(found) for key in (LAYOUT_KEY, ORIGIN)
             )
         if layout == LAYOUT and stored == origin.encode():
-            self._behaviours_id = origin.behaviours_id
+            self._origin_id, self._behaviours_id = origin.topic_id, origin.behaviours_id
             self._trusted = True
             return True
         if stored is not None:
@@ -245,7 +263,7 @@ class HistoryStore:
                 txn.drop(db, delete=False)
             txn.put(LAYOUT_KEY, LAYOUT, db=self._files.meta)
             txn.put(ORIGIN, origin.encode(), db=self._files.meta)
-        self._behaviours_id = origin.behaviours_id
+        self._origin_id, self._behaviours_id = origin.topic_id, origin.behaviours_id
         self._trusted = True
         return False
 
@@ -279,11 +297,25 @@ class HistoryStore:
         self, after: bytes, partitions: Container[int], count: int, newest: list[tuple[int, str]]
     ) -> bytes | None:
         """Adds the next users to the heap `newest`. Returns the key to continue after; None at the end."""
+        found, after_all = self.heads_after(after, partitions)
+        for each in found:
+            if each.head.length:
+                change = heapq.heappush if len(newest) < count else heapq.heappushpop
+                change(newest, (each.head.newest_ms, each.user_id))
+        return after_all
+
+    def heads_after(self, after: bytes, partitions: Container[int]) -> tuple[list[UserHead], bytes | None]:
+        """The heads of the next users of these partitions; b"": from the first one. And the key to continue after;
+        None at the end.
+
+        Looks at a bounded number of users.
+        """
+        heads: list[UserHead] = []
         with self._read() as (files, txn):
             cursor = txn.cursor(db=files.records)
             for _ in range(_SCAN_RECORDS):
                 if not cursor.set_range(after):
-                    return None
+                    return heads, None
                 key = bytes(cursor.key())
                 partition: int = _PARTITION_KEY.unpack_from(key)[0]
                 if partition not in partitions:
@@ -291,11 +323,38 @@ class HistoryStore:
                     continue
                 user = key[_PARTITION_BYTES : -len(_LAST_PART)]
                 after = key[:_PARTITION_BYTES] + user + _LAST_PART
-                newest_ms = newest_ms_of(cursor.value())
-                if newest_ms is not None:
-                    change = heapq.heappush if len(newest) < count else heapq.heappushpop
-                    change(newest, (newest_ms, user.decode()))
-        return after
+                heads.append(UserHead(partition, user.decode(), Head.read(cursor.value())))
+        return heads, after
+
+    def head(self, user_id: str) -> Head | None:
+        """The head of a user's stored history."""
+        user = user_id.encode()
+        with self._read() as (files, txn):
+            partition = txn.get(user, db=files.users)
+            if partition is None:
+                return None
+            return Head.read(txn.get(bytes(partition) + user + _PART[0], db=files.records))
+
+    def saved(self, user_id: str, fold_ms: int) -> History | None:
+        """The snapshot that a worker writes of a user, and what it covers; None for a user who is not stored.
+
+        Records with a timestamp before `fold_ms` become a part of its base: no snapshot that comes later leaves them
+        out.
+        """
+        user = user_id.encode()
+        with self._read() as (files, txn):
+            key = txn.get(user, db=files.users)
+            draft = _draft(files, txn, user)
+            if key is None or draft is None:
+                return None
+            partition: int = _PARTITION_KEY.unpack(key)[0]
+            state = _state(files, txn, partition) or PartitionState(0, 0, 0)
+            return draft.saved(user_id, state.next_event, partition, (self._origin_id, self._behaviours_id), fold_ms)
+
+    @property
+    def topic_id(self) -> str:
+        """The id of the history topic that the store is a copy of; empty before `trust`."""
+        return self._origin_id
 
     def apply_all(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
         """Stores the batches and their next offsets in one transaction, all or nothing.
@@ -383,7 +442,7 @@ class HistoryStore:
             for _ in range(_EXPIRED_AT_ONCE):
                 if not found:
                     break
-                if _TIME.unpack(cursor.value())[0] < before_ms:
+                if _DELETION.unpack(cursor.value())[0] < before_ms:
                     expired.append(bytes(cursor.key()))
                 found = cursor.next()
             self._expired_to = bytes(cursor.key()) if found else b""
@@ -544,7 +603,9 @@ class HistoryStore:
             elif entry.history is None:
                 self._remove(txn, batch.partition, entry, tally)
             else:
-                self._replace(txn, batch.partition, entry, entry.history, tally)
+                # Behaviours of a user without a history may be among the refused ones.
+                missing = state.next_event if state.refused > 0 or len(tally.refused) > refused_before else 0
+                self._replace(txn, batch.partition, entry, entry.history, missing, tally)
         for each in batch.events:
             if each.offset < state.next_event:
                 tally.repeated += 1
@@ -577,16 +638,37 @@ class HistoryStore:
             self._advance(txn, partition, state, next_offset, next_event, 1)
         return ApplyOutcome(refused=(user_id,))
 
-    def _replace(self, txn: Any, partition: int, entry: HistoryRecord, history: History, tally: _Tally) -> None:
-        """Stores a snapshot, and the behaviours that it does not cover."""
+    def _replace(
+        self, txn: Any, partition: int, entry: HistoryRecord, history: History, missing: int, tally: _Tally
+    ) -> None:
+        """Stores a snapshot, and the behaviours that it does not cover.
+
+        `missing`: if the user has no history, records of behaviours below this offset may have been refused.
+        """
         user = entry.user_id.encode()
         before = self._draft(txn, user)
-        if before is not None and _is_older(history.number, entry.written_at_ms, before.head):
-            tally.older += 1
+        read_to = self._next_snapshot(txn, partition, user, before)
+        if entry.offset < read_to:
+            tally.repeated += 1
             return
-        draft = Draft.of_snapshot(history, entry.written_at_ms, self._coverage(partition, entry, history))
+        tail = self._continuation(history, partition)
+        if tail is not None and tail.next_offset < read_to:
+            tally.superseded += 1
+            self._supersede(txn, partition, user, before, entry.offset + 1)
+            return
+        if tail is None and before is not None and _is_older(history.number, entry.written_at_ms, before.head):
+            tally.older += 1
+            self._supersede(txn, partition, user, before, entry.offset + 1)
+            return
+        if tail is None:
+            draft = Draft.of_snapshot(history, entry.written_at_ms, self._coverage(partition, entry, history))
+        else:
+            draft = Draft.of_saved(history, tail)
+        draft.head.next_snapshot = entry.offset + 1
         if before is not None:
             draft.keep_after(before)
+        elif missing > draft.head.next_event:
+            draft.miss(missing, self._clock.wall_us() // 1000)
         self._erase(txn, user)
         if not self._has_room_for(txn, draft):
             tally.refused.append(entry.user_id)
@@ -600,14 +682,24 @@ class HistoryStore:
         """Deletes a user, but for behaviours that were written after the tombstone."""
         user = entry.user_id.encode()
         before = self._draft(txn, user)
-        draft = Draft.empty(Coverage(before_ms=entry.written_at_ms + 1))
+        read_to = self._next_snapshot(txn, partition, user, before)
+        if entry.offset < read_to:
+            tally.repeated += 1
+            return
+        written_at_ms, repeated = entry.written_at_ms, entry.repeated
+        if repeated is not None and repeated.topic_id == self._origin_id:
+            if repeated.next_offset < read_to:
+                tally.superseded += 1
+                self._supersede(txn, partition, user, before, entry.offset + 1)
+                return
+            written_at_ms = repeated.written_at_ms
+        draft = Draft.empty(Coverage(before_ms=written_at_ms + 1), entry.offset + 1)
         if before is not None:
             draft.keep_after(before)
         self._erase(txn, user)
         # An earlier version may be in a free page even if the store has no record of the user.
         self._note_removal(txn)
-        if entry.written_at_ms:
-            self._put(txn, _DELETED, _deleted_key(partition, user), _TIME.pack(entry.written_at_ms))
+        self._put(txn, _DELETED, _deleted_key(partition, user), _DELETION.pack(written_at_ms, entry.offset + 1))
         tally.deleted.append(entry.user_id)
         if not draft.head.length:
             return
@@ -624,9 +716,9 @@ class HistoryStore:
         draft = self._draft(txn, user)
         is_new = draft is None
         if draft is None:
-            deleted = txn.get(_deleted_key(partition, user), db=self._files.deleted)
-            covered = Coverage(before_ms=0 if deleted is None else _TIME.unpack(deleted)[0] + 1)
-            draft = Draft.empty(covered, has_gap=may_miss)
+            draft = self._empty(txn, partition, user)
+            if may_miss:
+                draft.miss(entry.offset, entry.written_at_ms + 1)
         added = draft.add(entry.event, entry.offset, entry.written_at_ms)
         tally.added[added] += 1
         if added in (Added.COVERED, Added.DUPLICATE):
@@ -642,6 +734,35 @@ class HistoryStore:
             self._put_parts(txn, _PARTITION_KEY.pack(partition) + user, draft)
         tally.changed.append(user_id)
 
+    def _next_snapshot(self, txn: Any, partition: int, user: bytes, stored: Draft | None) -> int:
+        """The offset after the last record of the history topic that was read of a user; 0: none."""
+        return (stored or self._empty(txn, partition, user)).head.next_snapshot
+
+    def _empty(self, txn: Any, partition: int, user: bytes) -> Draft:
+        """The history of a user who is not stored, and may have been deleted."""
+        found = txn.get(_deleted_key(partition, user), db=self._files.deleted)
+        if found is None:
+            return Draft.empty(Coverage())
+        deleted_at_ms, next_snapshot = _DELETION.unpack(found)
+        return Draft.empty(Coverage(before_ms=deleted_at_ms + 1), next_snapshot)
+
+    def _supersede(self, txn: Any, partition: int, user: bytes, stored: Draft | None, next_snapshot: int) -> None:
+        """Notes that the last record in the log is not the stored state, or not the user's deletion."""
+        draft = stored or self._empty(txn, partition, user)
+        draft.supersede(next_snapshot, is_deleted=stored is None)
+        if stored is None:
+            self._put(txn, _USERS, user, _PARTITION_KEY.pack(partition))
+        self._put_parts(txn, _PARTITION_KEY.pack(partition) + user, draft)
+
+    def _continuation(self, history: History, partition: int) -> Continuation | None:
+        """How a worker's snapshot continues what was before it; None for a pipeline's, or one of other topics."""
+        tail, covers = history.continues, history.covers
+        if tail is None or covers is None or covers.partition != partition:
+            return None
+        if (tail.topic_id or "") != self._origin_id or (covers.topic_id or "") != self._behaviours_id:
+            return None
+        return tail
+
     def _coverage(self, partition: int, entry: HistoryRecord, history: History) -> Coverage:
         """What a snapshot covers. An offset in another topic or partition says nothing about ours."""
         named = history.covers
@@ -653,11 +774,7 @@ class HistoryStore:
 
     def _draft(self, txn: Any, user: bytes) -> Draft | None:
         """The stored history of a user. Its chunks are read until the transaction's next write."""
-        partition = txn.get(user, db=self._files.users)
-        if partition is None:
-            return None
-        key, table = bytes(partition) + user, self._files.records
-        return Draft.read(txn.get(key + _PART[0], db=table), lambda index: txn.get(key + _PART[1 + index], db=table))
+        return _draft(self._files, txn, user)
 
     def _store(self, txn: Any, partition: int, user: bytes, draft: Draft) -> None:
         """Stores a history of a user who has none."""
@@ -710,6 +827,7 @@ class _Tally:
     deleted: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     older: int = 0
+    superseded: int = 0
     repeated: int = 0
     snapshots: int = 0
     added: Counter[Added] = field(default_factory=Counter)
@@ -720,6 +838,7 @@ class _Tally:
             tuple(self.deleted),
             tuple(self.refused),
             self.older,
+            self.superseded,
             self.repeated,
             self.snapshots,
             dict(self.added),
@@ -731,8 +850,19 @@ def _stored(files: Files, txn: Any, user_id: str, user: bytes) -> StoredHistory 
     if partition is None:
         return None
     key, get, table = bytes(partition) + user, txn.get, files.records
-    head = get(key + _PART[0], db=table)
-    return assembled(user_id, head, [get(key + _PART[1 + index], db=table) for index in range(Head.read(head).chunks)])
+    data = get(key + _PART[0], db=table)
+    head = Head.read(data)
+    if head.is_deleted:
+        return None
+    return assembled(user_id, data, [get(key + _PART[1 + index], db=table) for index in range(head.chunks)])
+
+
+def _draft(files: Files, txn: Any, user: bytes) -> Draft | None:
+    partition = txn.get(user, db=files.users)
+    if partition is None:
+        return None
+    key, table = bytes(partition) + user, files.records
+    return Draft.read(txn.get(key + _PART[0], db=table), lambda index: txn.get(key + _PART[1 + index], db=table))
 
 
 def _state(files: Files, txn: Any, partition: int) -> PartitionState | None:
@@ -761,6 +891,7 @@ def _joined(outcomes: Iterable[ApplyOutcome]) -> ApplyOutcome:
         deleted=tuple(user for part in parts for user in part.deleted),
         refused=tuple(user for part in parts for user in part.refused),
         older=sum(part.older for part in parts),
+        superseded=sum(part.superseded for part in parts),
         repeated=sum(part.repeated for part in parts),
         snapshots=sum(part.snapshots for part in parts),
         added=dict(sum((Counter(part.added) for part in parts), Counter[Added]())),

@@ -42,6 +42,7 @@ from relaygr.worker.executor.thread import DeviceThread
 from relaygr.worker.handler import HandlerSettings, WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.resolve import StoredHistory
+from relaygr.worker.history.snapshots import SnapshotLimits
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
 from relaygr.worker.process.housekeeping import Housekeeping, StatusReport, StatusSources
@@ -117,6 +118,12 @@ class Parts:
             on_deleting=self.cache.invalidate_user,
             on_missed=lambda partitions: self.cache.invalidate_users(users_in(partitions, kafka.partitions)),
             erase_within_s=settings.erase_within_s,
+            snapshots=SnapshotLimits(
+                settings.snapshot_behaviours,
+                int(settings.snapshot_after_s * 1000),
+                int(settings.snapshot_bytes_per_s),
+            ),
+            is_idle=lambda: self.executor.ranking_outstanding == 0,
         )
         self.results = ResultWriter(
             prepared.producer,

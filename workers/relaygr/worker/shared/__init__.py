@@ -4,7 +4,7 @@
         lock                    held by the writer's process; freed when that process dies (`lock`)
         epoch                   the arena_epoch, which counts the holders of the lock (`lock`)
         fenced                  a note that the holder of the lock was fenced (`lock`)
-        dram-<shape>            the pages of the DRAM tier, and nothing else (`mapped_file`)
+        dram-<shape>            the pages of the DRAM tier, and nothing else (`arena`)
         index-<shape>           key, page table and checksums of each prefix (`index`, `record`)
         finished                the watermark of finished offsets (`relaygr.consumer.finished`)
         admin.sock              the socket for operators (`relaygr.worker.admin_socket`); ends with the process

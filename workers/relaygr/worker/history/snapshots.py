@@ -1,0 +1,253 @@
+"""Snapshots that the owner of a partition writes, so that a new worker starts from snapshot and tail.
+
+Kafka drops old behaviours. The owner saves a history on the history topic before that, and when many behaviours came
+after the last snapshot, which a new worker would have to append one by one.
+
+| reason | the history | when |
+|---|---|---|
+| `SUPERSEDED` | the last record in the log is an older one that changed nothing here | at once |
+| `OLD` | behaviours are about to leave the behaviours topic | at once |
+| `GROWN` | has many behaviours that no snapshot has | while the worker is idle |
+
+All are written within a bound of bytes a second, and only for partitions that have caught up. A history with a gap is
+not written: only the pipeline knows what is missing.
+
+Kafka does not compare and set, so an owner that lost its partition, or is slow, may write after the pipeline or its
+successor. Each of its records therefore names the records that it had read (`Continuation`, `RepeatedTombstone`). Every
+worker skips one that another record has overtaken, and the owner writes the newer state, or the tombstone, again.
+Meanwhile Kafka keeps both records (`min.compaction.lag.ms`).
+
+The follower's thread owns the writer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from prometheus_client import Counter, Gauge
+
+from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.codec import EncodeError, encode
+from relaygr.schemas.headers import Headers, RepeatedTombstone
+from relaygr.schemas.record import record
+from relaygr.schemas.topics import CATALOGUE, Topic
+from relaygr.worker.history.records import Head
+from relaygr.worker.history.store import HistoryStore
+
+log = structlog.get_logger()
+
+# No record of the behaviours topic lives longer than its retention and a segment.
+LONGEST_EVENT_MS: Final = CATALOGUE[Topic.BEHAVIOURS].retention_ms + CATALOGUE[Topic.BEHAVIOURS].segment_ms
+_BURST_S: Final = 4.0
+_MOST_WAITING: Final = 1024
+_MOST_UNDELIVERED: Final = 32
+_FAILURE_INTERVAL_US: Final = 10_000_000
+
+
+class SnapshotReason(enum.StrEnum):
+    """Why a history is saved, a metric label."""
+
+    SUPERSEDED = "superseded"
+    OLD = "old"
+    GROWN = "grown"
+
+
+@record(frozen=True, slots=True)
+class SnapshotLimits:
+    """When histories are saved, and how fast."""
+
+    behaviours: int = 1024
+    """Unsaved behaviours of a user from which the history is saved."""
+    after_ms: int = 5 * 24 * 3600 * 1000
+    """Age of an unsaved behaviour from which the history is saved."""
+    bytes_per_s: int = 1024 * 1024
+    """0: the worker saves nothing."""
+    scan_interval_s: float = 300.0
+    """Time between two looks at all histories."""
+
+
+def reason_of(head: Head, limits: SnapshotLimits, now_ms: int) -> SnapshotReason | None:
+    """Why this history must be saved now; None: it need not, or has a gap."""
+    if head.has_gap and not head.is_deleted:
+        return None
+    if head.is_superseded:
+        return SnapshotReason.SUPERSEDED
+    if head.unsaved and now_ms - head.unsaved_since_ms >= limits.after_ms:
+        return SnapshotReason.OLD
+    return SnapshotReason.GROWN if head.unsaved >= limits.behaviours else None
+
+
+class ByteBudget:
+    """A rate with a burst of a few seconds. A record may overdraw it, so that a large one is written, too."""
+
+    def __init__(self, bytes_per_s: int, now_us: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._left_bytes = bytes_per_s * _BURST_S
+        self._at_us = now_us
+
+    def has_room(self, now_us: int) -> bool:
+        passed_s = max(0, now_us - self._at_us) / 1e6
+        self._at_us = now_us
+        self._left_bytes = min(self._left_bytes + self._bytes_per_s * passed_s, self._bytes_per_s * _BURST_S)
+        return self._left_bytes > 0
+
+    def spend(self, size_bytes: int) -> None:
+        self._left_bytes -= size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What is written for a user: a value, or a tombstone with headers."""
+
+    value: bytes | None
+    headers: Headers
+
+
+_SNAPSHOTS = Counter(
+    "relaygr_history_snapshots_total",
+    "Histories that this worker saved on the history topic, by reason: superseded (an older record came last), old "
+    "(behaviours are about to leave their topic) or grown (many behaviours since the last snapshot)",
+    ["reason"],
+)
+_SNAPSHOT_BYTES = Counter("relaygr_history_snapshot_bytes_total", "Bytes of the histories that this worker saved")
+_FAILURES = Counter(
+    "relaygr_history_snapshot_failures_total", "Histories that could not be saved; the worker tries again"
+)
+_OLDEST_SECONDS = Gauge(
+    "relaygr_history_unsaved_seconds",
+    "Age of the oldest behaviour that no snapshot has, when the worker last looked at all its histories; the "
+    "behaviours topic keeps 7 days",
+)
+_UNSAVED = Gauge(
+    "relaygr_history_unsaved_users", "Users whose history was due to be saved, when the worker last looked at all"
+)
+
+
+class SnapshotWriter:
+    """Implements the module's contract. No I/O before the first history is due."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        store: HistoryStore,
+        client_id: str,
+        limits: SnapshotLimits,
+        clock: Clock,
+        is_idle: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`is_idle`: whether the worker has nothing urgent to do."""
+        self._kafka = kafka
+        self._store = store
+        self._client_id = f"{client_id}-snapshots"
+        self._topic = kafka.topic(Topic.HISTORY)
+        self._limits = limits
+        self._clock = clock
+        self._is_idle = is_idle
+        self._producer: Producer | None = None
+        self._budget = ByteBudget(limits.bytes_per_s, clock.monotonic_us())
+        self._urgent: deque[tuple[int, str]] = deque()
+        self._grown: deque[tuple[int, str]] = deque(maxlen=_MOST_WAITING)
+        self._after: bytes | None = None
+        """Where the present look at all histories goes on; None: it has ended."""
+        self._scan_at_us = 0
+        self._due = 0
+        self._oldest_ms: int | None = None
+        self._failed_at_us = -_FAILURE_INTERVAL_US
+
+    def turn(self, partitions: frozenset[int]) -> None:
+        """Looks at some histories of these partitions, and saves some of those that are due. Takes milliseconds."""
+        if not self._limits.bytes_per_s or not partitions:
+            return
+        if self._producer is not None:
+            self._producer.poll(0)
+        now_us = self._clock.monotonic_us()
+        if self._after is None and now_us >= self._scan_at_us:
+            self._after, self._due, self._oldest_ms = b"", 0, None
+        if self._after is not None and len(self._urgent) < _MOST_WAITING:
+            self._scan(partitions, now_us)
+        while self._budget.has_room(now_us) and (self._producer is None or len(self._producer) < _MOST_UNDELIVERED):
+            if self._urgent:
+                partition, user_id = self._urgent.popleft()
+            elif self._grown and self._is_idle():
+                partition, user_id = self._grown.popleft()
+            else:
+                return
+            if partition in partitions:
+                self._save(partition, user_id)
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for the delivery of written snapshots. One that is lost is due again at the next owner."""
+        if self._producer is not None:
+            self._producer.flush(timeout_s)
+
+    def _scan(self, partitions: frozenset[int], now_us: int) -> None:
+        assert self._after is not None
+        now_ms = self._clock.wall_us() // 1000
+        heads, self._after = self._store.heads_after(self._after, partitions)
+        for each in heads:
+            reason = reason_of(each.head, self._limits, now_ms)
+            if each.head.unsaved:
+                since_ms = each.head.unsaved_since_ms
+                self._oldest_ms = since_ms if self._oldest_ms is None else min(self._oldest_ms, since_ms)
+            if reason is not None:
+                self._due += 1
+                (self._grown if reason is SnapshotReason.GROWN else self._urgent).append((each.partition, each.user_id))
+        if self._after is None:
+            self._scan_at_us = now_us + int(self._limits.scan_interval_s * 1e6)
+            _UNSAVED.set(self._due)
+            _OLDEST_SECONDS.set(0 if self._oldest_ms is None else max(0, now_ms - self._oldest_ms) / 1000)
+
+    def _save(self, partition: int, user_id: str) -> None:
+        """Saves a history, if that is due still."""
+        now_ms = self._clock.wall_us() // 1000
+        head = self._store.head(user_id)
+        reason = None if head is None else reason_of(head, self._limits, now_ms)
+        if head is None or reason is None:
+            return
+        try:
+            written = self._written(user_id, head, now_ms)
+            if written is None:
+                return
+            if self._producer is None:
+                self._producer = make_producer(self._kafka, ProducerKind.DURABLE, self._client_id)
+            self._producer.produce(
+                self._topic,
+                value=written.value,
+                key=user_id.encode(),
+                partition=partition,
+                headers=written.headers,
+                on_delivery=self._delivered,
+            )
+        except (BufferError, KafkaException, EncodeError) as error:
+            self._fail(str(error))
+            return
+        size_bytes = len(written.value or b"")
+        self._budget.spend(size_bytes)
+        _SNAPSHOTS.labels(reason.value).inc()
+        _SNAPSHOT_BYTES.inc(size_bytes)
+
+    def _written(self, user_id: str, head: Head, now_ms: int) -> _Written | None:
+        if head.is_deleted:
+            header = RepeatedTombstone(head.next_snapshot, head.covered_before_ms - 1, self._store.topic_id)
+            return _Written(None, header.encode())
+        history = self._store.saved(user_id, now_ms - LONGEST_EVENT_MS)
+        return None if history is None else _Written(encode(history), [])
+
+    def _delivered(self, error: KafkaError | None, _message: Message) -> None:
+        if error is not None:
+            self._fail(error.str())
+
+    def _fail(self, cause: str) -> None:
+        _FAILURES.inc()
+        now_us = self._clock.monotonic_us()
+        if now_us - self._failed_at_us >= _FAILURE_INTERVAL_US:
+            self._failed_at_us = now_us
+            log.warning("histories cannot be saved; tries again", topic=self._topic, cause=cause)
