@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.admission.latency import (
+    MOST_LENGTH_RATIO,
     RECENT_MEASUREMENTS,
     AppendPoint,
     BatchPoint,
@@ -22,6 +23,7 @@ from relaygr.admission.latency import (
     fit_append,
     fit_full,
     fit_shared,
+    length_bucket,
     non_negative_least_squares,
 )
 from relaygr.schemas.messages import LatencyCoefficients
@@ -223,6 +225,57 @@ def test_the_quality_of_predictions_is_that_of_each_moment_and_the_slowdown_that
     assert quality.ratio_p10 < 1
     assert (quality.ratio_p50, quality.ratio_p90) == pytest.approx((1, 1), abs=0.01)
     assert corrector.quality(Stage.PRE) is None
+
+
+def test_lengths_at_which_the_formula_is_off_are_corrected_one_by_one() -> None:
+    """A fit of three terms was off by -19 to +31 % at some lengths."""
+    corrector, truth = Corrector(MODEL), {100: 1.3, 1000: 0.8, 8000: 1.0}
+    for _ in range(300):
+        for tokens, off in truth.items():
+            calibrated_us = MODEL.pre_us(tokens)
+            corrector.observe(Stage.PRE, calibrated_us, off * calibrated_us, tokens)
+    for tokens, off in truth.items():
+        assert corrector.model_at(tokens).pre_us(tokens) == pytest.approx(off * MODEL.pre_us(tokens), rel=0.03)
+    assert corrector.model_at(1000).hit_us(1000, 50) == MODEL.hit_us(1000, 50)
+    ratios = corrector.length_ratios(Stage.PRE)
+    assert ratios[length_bucket(100)] > 1.1 > 0.95 > ratios[length_bucket(1000)]
+    assert ratios[length_bucket(30_000)] == 0, "it was not measured"
+
+
+def test_a_length_without_measurements_is_predicted_as_on_average() -> None:
+    corrector = Corrector(MODEL)
+    for _ in range(100):
+        corrector.observe(Stage.FULL, 1000.0, 1500.0, 500)
+    assert corrector.model_at(5).full_us(5, 5) == pytest.approx(corrector.model.full_us(5, 5))
+
+
+def test_one_stall_at_one_length_moves_its_correction_a_little() -> None:
+    corrector = Corrector(MODEL)
+    corrector.observe(Stage.HIT, 1000.0, 1e9, 500)
+    assert corrector.length_ratios(Stage.HIT)[length_bucket(500)] < 1.15
+
+
+def test_predictions_are_off_where_no_correction_reaches() -> None:
+    corrector = Corrector(MODEL)
+    assert not corrector.is_off
+    for _ in range(RECENT_MEASUREMENTS):
+        corrector.observe(Stage.HIT, 1000.0, 40_000.0, 500)
+    assert corrector.is_off
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 1e6), st.floats(0, 1e7), st.integers(0, 2**26)), min_size=1), st.floats(0.01, 1)
+)
+def test_every_length_has_a_model_whatever_is_measured(
+    measured: list[tuple[float, float, int]], weight: float
+) -> None:
+    corrector = Corrector(MODEL, weight=weight)
+    for calibrated_us, measured_us, tokens in measured:
+        corrector.observe(Stage.PRE, calibrated_us, measured_us, tokens)
+        model = corrector.model_at(tokens)
+        assert model.pre_us(100) <= model.pre_us(200)
+        ratio = corrector.length_ratios(Stage.PRE)[length_bucket(tokens)]
+        assert 1 / MOST_LENGTH_RATIO <= ratio <= MOST_LENGTH_RATIO
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0, 1e7)), min_size=1), st.floats(0.01, 1))

@@ -220,6 +220,14 @@ def test_an_event_within_the_lead_time_of_the_same_version_makes_no_second_job()
     assert later.event(400) is DecisionReason.ADMITTED
 
 
+def test_a_job_that_the_worker_may_have_refused_holds_back_nothing_once_its_request_has_come() -> None:
+    """The trigger does not hear of the refusal. If the prefix is in HBM, the second job costs nothing."""
+    later = Later()
+    later.event(0)
+    assert later.event(79) is DecisionReason.UNDER_WAY
+    assert later.event(2) is DecisionReason.ADMITTED
+
+
 def test_a_lease_that_ends_before_the_next_request_holds_back_nothing() -> None:
     later = Later()
     later.event(0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from relaygr.admission.latency import LatencyModel
+from relaygr.admission.latency import LatencyModel, Stage, length_bucket
 from relaygr.admission.policy import (
     CachedPrefix,
     Decision,
@@ -22,7 +22,7 @@ from relaygr.admission.policy import (
     decide,
     estimate,
 )
-from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.schemas.messages import LENGTH_BUCKETS, LatencyCoefficients
 
 NOW_US = 1_700_000_000_000_000
 # 1 µs a token, without quadratic terms: full inference of n + m tokens takes n + m µs, pre-infer n, a hit m.
@@ -107,6 +107,25 @@ def test_an_impression_is_decided_by(changes: dict[str, object], owner: OwnerVie
     decision = decided(owner=owner, **changes)
     assert decision.reason == reason
     assert decision.admit is (reason in (DecisionReason.ADMITTED, DecisionReason.NO_STATUS_THRESHOLD))
+
+
+def test_costs_follow_what_the_owner_measured_at_the_length_of_the_prefix() -> None:
+    bucket = length_bucket(30_000)
+    ratios = {Stage.PRE: tuple(1.5 if each == bucket else 1.0 for each in range(LENGTH_BUCKETS))}
+    owner = dataclasses.replace(OWNER, length_ratios=ratios)
+    for behaviours, factor in ((30_000, 1.5), (1000, 1.0)):
+        impression = dataclasses.replace(AT_RISK, history_behaviours=behaviours)
+        cost, plain = (estimate(impression, behaviours, each, LIMITS, NOW_US) for each in (owner, OWNER))
+        assert cost.prepare_us == pytest.approx(factor * plain.prepare_us)
+        assert (cost.full_us, cost.hit_us) == (plain.full_us, plain.hit_us)
+
+
+def test_while_the_owners_predictions_are_off_more_is_at_risk_and_less_is_feasible() -> None:
+    off = dataclasses.replace(OWNER, predictions_off=True)
+    short = {"history_behaviours": 17_000}
+    assert [decided(owner=each, **short).reason for each in (OWNER, off)] == ["not_at_risk", "admitted"]
+    tight = {"expected_ranking_at_us": NOW_US + 32_000}
+    assert [decided(owner=each, **tight).reason for each in (OWNER, off)] == ["admitted", "infeasible"]
 
 
 def test_without_the_question_of_risk_only_the_other_rules_refuse() -> None:

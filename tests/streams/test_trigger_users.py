@@ -11,7 +11,7 @@ from relaygr.trigger.users import FIRST_VISIT, LEAST_VISITS, LastJob, ReturnGaps
 
 SECOND_US = 1_000_000
 VERSION = HistoryVersion(1, 100, b"\x01" * 16)
-JOB = LastJob(VERSION, "worker-00", 100, until_us=5 * SECOND_US)
+JOB = LastJob(VERSION, "worker-00", 100, ranking_at_us=SECOND_US, until_us=5 * SECOND_US)
 
 
 def test_of_more_users_than_fit_the_one_with_the_oldest_event_is_forgotten() -> None:

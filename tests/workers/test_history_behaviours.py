@@ -265,6 +265,16 @@ def test_the_hash_of_a_deleted_user_goes_when_no_older_behaviour_can_come(
     assert (items(store, "user-1"), items(store, "user-5")) == ([1], None)
 
 
+def test_many_hashes_of_deleted_users_are_looked_at_in_the_same_number_of_calls(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relaygr.worker.history import store as store_module
+
+    monkeypatch.setattr(store_module, "_EXPIRED_AT_ONCE", 10)
+    read(store, *(tombstone(offset, 1 + offset, f"user-{offset}") for offset in range(200)))
+    assert sum(store.expire(1000, share=0.25) for _ in range(7)) == 200
+
+
 def test_a_history_of_the_largest_length_takes_no_more_and_says_so(store: HistoryStore) -> None:
     read(store, snapshot(0, *range(MAX_BEHAVIOURS - 1), covers=0), event(0, 7))
     assert read(store, event(1, 8)).added == {Added.TOO_LONG: 1}

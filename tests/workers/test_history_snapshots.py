@@ -487,7 +487,7 @@ class InEveryOrder(RuleBasedStateMachine):
 
 
 TestInEveryOrder = InEveryOrder.TestCase
-TestInEveryOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestInEveryOrder.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 # -- on a broker -------------------------------------------------------------------------------------

@@ -13,7 +13,14 @@ from relaygr.consumer import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
-from relaygr.schemas.messages import FullPathReport, LatencyCoefficients, LeadTimeReport, WorkerState, WorkerStatus
+from relaygr.schemas.messages import (
+    FullPathReport,
+    LatencyCoefficients,
+    LeadTimeReport,
+    LengthRatios,
+    WorkerState,
+    WorkerStatus,
+)
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.model.rules import PrefixRules
 from relaygr.worker.process.housekeeping import StatusReport, StatusSources
@@ -24,6 +31,7 @@ from tests.workers.kafka_fakes import FakeProducer, refused
 GEOMETRY = KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32)
 LATENCY = LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
 LEAD_TIMES = LeadTimeReport(("default",), (0.5,), (60_000,), (80_000,))
+LENGTHS = LengthRatios((0.0, 1.5), (1.0,), ())
 FULL_PATH = FullPathReport(4000, (0.0, 1.5), (2, 1), (1, 0), ("gateway.1.1",))
 
 
@@ -54,6 +62,8 @@ def report(producer: FakeProducer, clock: ManualClock, hbm_limit: int = 4096) ->
             latency_of_prefixes=SimpleNamespace(coefficients=LATENCY),
             full_path_report=lambda latency: FULL_PATH if latency.coefficients is LATENCY else None,
             lead_time_report=lambda: LEAD_TIMES,
+            length_ratios=lambda: LENGTHS,
+            predictions_are_off=True,
         ),  # type: ignore[arg-type]
         cache=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
         waits=waits,
@@ -96,6 +106,13 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
         host=socket.gethostname(),
         metrics_url="http://127.0.0.1:9100/metrics",
     )
+
+
+def test_a_status_says_at_which_lengths_and_whether_predictions_are_off() -> None:
+    producer = FakeProducer()
+    report(producer, ManualClock()).publish()
+    status = codec.decode(WorkerStatus, producer.sent[0].value)
+    assert (status.length_ratios, status.predictions_off) == (LENGTHS, True)
 
 
 def test_a_status_gives_the_limit_of_a_tier_as_its_size() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, BinaryIO, Final
 
 import typer
 
@@ -33,6 +34,9 @@ app.command("history")(history)
 
 # Longer than the time-out of a durable producer, so that every message has its delivery report by then.
 _DELIVERY_TIMEOUT_S: Final = 35.0
+
+Publish = Callable[[Callable[[DeliveryReport], None]], None]
+"""Publishes one message. The argument gets its delivery report."""
 
 FromOption = Annotated[
     str, typer.Option("--from", metavar="FILE", help="JSON lines, see docs/publishing.md; - reads standard input.")
@@ -68,13 +72,12 @@ def retrieval(
     settings = command_settings(config, bootstrap, overrides)
     clock = SystemClock()
     ids = _request_ids(gateway_id)
-    failures: list[int] = []
     with opened(source) as stream:
         require_topics(settings, Role.GATEWAY)
         publisher = EventPublisher(settings, f"relaygr-publish-{gateway_id}")
         publisher.start()
 
-        def send(line: Line) -> None:
+        def publish(line: Line) -> Publish:
             event = retrieval_from_line(
                 line.parse(),
                 ids.new,
@@ -82,19 +85,9 @@ def retrieval(
                 ranking_budget_ms=ranking_budget_ms,
                 expected_ranking_in_ms=expected_ranking_in_ms,
             )
+            return lambda report: publisher.publish_retrieval(event, report)
 
-            def report(delivery: DeliveryReport) -> None:
-                if not delivery.delivered:
-                    failures.append(line.number)
-                    print_line(f"line {line.number}: not delivered: {delivery.error}")
-
-            when_there_is_room(lambda: publisher.publish_retrieval(event, report), publisher.poll)
-            publisher.poll()
-
-        run = send_lines(stream, send, rate, max_bad_lines, publisher.poll, show=sys.stderr.isatty())
-        wait_until(lambda: len(publisher) == 0, _DELIVERY_TIMEOUT_S, publisher.poll)
-        delivered = run.sent - len(failures) - publisher.close(0.0)
-    _finish(run, f"{delivered} of {run.sent} retrieval events delivered", failed=delivered < run.sent)
+        _publish_lines(stream, publisher, publish, rate, max_bad_lines, "retrieval events")
 
 
 @app.command()
@@ -190,26 +183,43 @@ def behaviours(
         return
     assert source is not None
     clock = SystemClock()
-    failures: list[int] = []
     with opened(source) as stream:
         publisher = EventPublisher(settings, "relaygr-publish-behaviours")
         publisher.start(Topic.BEHAVIOURS)
 
-        def send(line: Line) -> None:
+        def publish(line: Line) -> Publish:
             event = behaviours_from_line(line.parse(), clock.wall_us() // 1000)
+            return lambda report: publisher.publish_behaviours(event, report)
 
-            def report(delivery: DeliveryReport) -> None:
-                if not delivery.delivered:
-                    failures.append(line.number)
-                    print_line(f"line {line.number}: not delivered: {delivery.error}")
+        _publish_lines(stream, publisher, publish, rate, max_bad_lines, "records of behaviours")
 
-            when_there_is_room(lambda: publisher.publish_behaviours(event, report), publisher.poll)
-            publisher.poll()
 
-        run = send_lines(stream, send, rate, max_bad_lines, publisher.poll, show=sys.stderr.isatty())
-        wait_until(lambda: len(publisher) == 0, _DELIVERY_TIMEOUT_S, publisher.poll)
-        delivered = run.sent - len(failures) - publisher.close(0.0)
-    _finish(run, f"{delivered} of {run.sent} records of behaviours delivered", failed=delivered < run.sent)
+def _publish_lines(
+    stream: BinaryIO,
+    publisher: EventPublisher,
+    publish: Callable[[Line], Publish],
+    rate: float | None,
+    max_bad_lines: int,
+    what: str,
+) -> None:
+    """Publishes the message of each line and waits for the delivery reports. Raises Exit(1) if one failed."""
+    failures: list[int] = []
+
+    def send(line: Line) -> None:
+        message = publish(line)
+
+        def report(delivery: DeliveryReport) -> None:
+            if not delivery.delivered:
+                failures.append(line.number)
+                print_line(f"line {line.number}: not delivered: {delivery.error}")
+
+        when_there_is_room(lambda: message(report), publisher.poll)
+        publisher.poll()
+
+    run = send_lines(stream, send, rate, max_bad_lines, publisher.poll, show=sys.stderr.isatty())
+    wait_until(lambda: len(publisher) == 0, _DELIVERY_TIMEOUT_S, publisher.poll)
+    delivered = run.sent - len(failures) - publisher.close(0.0)
+    _finish(run, f"{delivered} of {run.sent} {what} delivered", failed=delivered < run.sent)
 
 
 def _finish(run: SendReport, text: str, failed: bool = False) -> None:

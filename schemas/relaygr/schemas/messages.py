@@ -500,6 +500,18 @@ class LatencyCoefficients:
 
 
 @record(frozen=True, slots=True)
+class LengthRatios:
+    """Measured / predicted device time by `latency`. Entry b of a list is for prefixes of 2^(b-1) to 2^b - 1 tokens.
+
+    0 stands for lengths without a measurement.
+    """
+
+    full: Annotated[tuple[float, ...], ListOf(Real(), LENGTH_BUCKETS), "full inference"]
+    pre: Annotated[tuple[float, ...], ListOf(Real(), LENGTH_BUCKETS), "pre-infer and append"]
+    hit: Annotated[tuple[float, ...], ListOf(Real(), LENGTH_BUCKETS), "ranking on a cached prefix"]
+
+
+@record(frozen=True, slots=True)
 class FullPathReport:
     """How full inference ends at a worker. Entry b of a list is for prefixes of 2^(b-1) to 2^b - 1 tokens."""
 
@@ -582,6 +594,12 @@ class WorkerStatus:
         bool | None,
         Flag(),
         "whether a prefix serves later impressions of its user, which the model's rules decide; absent: true",
+    ] = None
+    length_ratios: Annotated[
+        LengthRatios | None, "measured / predicted device times by length; absent: an older worker"
+    ] = None
+    predictions_off: Annotated[
+        bool | None, Flag(), "recent device times were mispredicted by half or more in the median; absent: not known"
     ] = None
 
 

@@ -28,10 +28,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Final, Protocol
 
-from relaygr.admission.latency import LatencyModel
+from relaygr.admission.latency import LatencyModel, Stage, length_bucket
 from relaygr.admission.lead import DEFAULT_SCENARIO, lead_shares_of
 from relaygr.admission.risk import NO_FACTORS, factors_of, risky_us
-from relaygr.schemas.messages import PreInferJob, RetrievalEvent, WorkerStatus
+from relaygr.schemas.messages import LengthRatios, PreInferJob, RetrievalEvent, WorkerStatus
 from relaygr.schemas.record import record
 
 
@@ -67,6 +67,8 @@ class DecisionReason(enum.StrEnum):
     """A bug in the trigger. The event is in dead letters, the traceback in the log."""
 
 
+OFF_CAUTION: Final = 1.25
+"""While a worker's predictions are off, more impressions count as at risk, and fewer as feasible."""
 LONGEST_LIFE_US: Final = 60_000_000
 """Workers hold a job no longer, even if its gateway's clock or unit of time is wrong."""
 
@@ -140,6 +142,10 @@ class OwnerView:
     """A low quantile of measured / expected lead time, by scenario. Absent: too few were measured lately."""
     reuses_prefixes: bool = True
     """Whether a prefix serves later impressions of its user, too."""
+    length_ratios: Mapping[Stage, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    """Measured / predicted device time by length bucket. Absent: 1 for each."""
+    predictions_off: bool = False
+    """Whether the worker's predictions were off lately."""
 
     @classmethod
     def of(cls, status: WorkerStatus) -> OwnerView:
@@ -161,7 +167,22 @@ class OwnerView:
             full_path_ratios=NO_FACTORS if report is None else factors_of(report.ratios),
             lead_shares=lead_shares_of(status.lead_times),
             reuses_prefixes=status.reuses_prefixes is not False,
+            length_ratios=_length_ratios_of(status.length_ratios),
+            predictions_off=status.predictions_off is True,
         )
+
+    def latency_at(self, prefix_tokens: int) -> LatencyModel:
+        """The latency model for prefixes of this length."""
+        if not self.length_ratios:
+            return self.latency
+        bucket = length_bucket(prefix_tokens)
+        factors = {stage: ratios[bucket] for stage, ratios in self.length_ratios.items()}
+        return self.latency if set(factors.values()) == {1.0} else self.latency.scaled(factors)
+
+    @property
+    def caution(self) -> float:
+        """The factor of predicted times in the decisions that a too short one would make wrong."""
+        return OFF_CAUTION if self.predictions_off else 1.0
 
     def prefix_tokens(self, behaviours: int) -> int:
         """Tokens of the prefix of a history. Behaviours beyond the model's limit add no tokens."""
@@ -250,6 +271,16 @@ _REFUSED = {
 }
 
 
+def _length_ratios_of(report: LengthRatios | None) -> dict[Stage, tuple[float, ...]]:
+    if report is None:
+        return {}
+    return {
+        Stage.FULL: factors_of(report.full),
+        Stage.PRE: factors_of(report.pre),
+        Stage.HIT: factors_of(report.hit),
+    }
+
+
 def estimate(
     impression: ImpressionFacts,
     behaviours: int,
@@ -263,8 +294,8 @@ def estimate(
 
     `return_chance`: that the user comes back while the owner's DRAM holds the prefix.
     """
-    latency = owner.latency
     prefix_tokens = owner.prefix_tokens(behaviours)
+    latency = owner.latency_at(prefix_tokens)
     scored_tokens = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
     cached_tokens = 0 if cached.tier is PrefixTier.NONE else min(cached.tokens, prefix_tokens)
     tail_tokens = prefix_tokens - cached_tokens
@@ -299,7 +330,7 @@ def at_risk(
     """Whether full inference would miss the ranking budget more than rarely. `margins`: by length bucket."""
     outside_us = owner.ranking_queue_p99_us if owner.outside_us is None else owner.outside_us
     full_us = risky_us(owner.latency, owner.full_path_ratios, margins, prefix_tokens, scored_tokens)
-    return outside_us + full_us > ranking_budget_us
+    return outside_us + owner.caution * full_us > ranking_budget_us
 
 
 def usable_lead_us(impression: ImpressionFacts, owner: OwnerView, lead_fraction: float, now_us: int) -> float:
@@ -386,7 +417,7 @@ def _refused_by(
     ):
         return DecisionReason.NOT_AT_RISK
     usable_us = usable_lead_us(impression, owner, limits.lead_fraction, now_us)
-    if not feasible(owner.preinfer_queue_us, cost.prepare_us, usable_us):
+    if not feasible(owner.preinfer_queue_us, owner.caution * cost.prepare_us, usable_us):
         return DecisionReason.INFEASIBLE
     refusal = None if buckets is None else buckets.admit(cost, now_us)
     return None if refusal is None else _REFUSED[refusal]

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from relaygr.admission.latency import LatencyModel
+from relaygr.admission.latency import LatencyModel, length_bucket
 from relaygr.schemas.messages import LENGTH_BUCKETS, MAX_MISSED_IDS, FullPathReport
 
 QUANTILE: Final = 0.95
@@ -41,11 +41,6 @@ HORIZON_US: Final = 10_000_000
 LEAST_SAMPLES: Final = 16
 MISSED_FOR_US: Final = 2_000_000
 """How long a report names a missed request. Several statuses name it, since one may get lost."""
-
-
-def length_bucket(prefix_tokens: int) -> int:
-    """The bucket of prefixes of this length."""
-    return min(prefix_tokens.bit_length(), LENGTH_BUCKETS - 1)
 
 
 def full_path_us(latency: LatencyModel, prefix_tokens: int, scored_tokens: int) -> float:

@@ -203,7 +203,7 @@ class EventHandler:
             return Decision(False, DecisionReason.REPEATED)
         users.seen(user_id, event.request_id, event.retrieval_at_us)
         live = users.live_job(user_id, None if owner is None else owner.worker_id, now_us)
-        if live is not None and _prepares(live, event, owner):
+        if live is not None and _prepares(live, event, owner, now_us):
             if owner is not None:
                 self._count_hit(owner, impression, live.prefix_tokens, now_us)
             return Decision(False, DecisionReason.UNDER_WAY)
@@ -212,7 +212,7 @@ class EventHandler:
         if decision.admit:
             until_us = self._lease_ends_us(impression, now_us)
             worker_id = None if owner is None else owner.worker_id
-            users.sent(user_id, LastJob(event.history_version, worker_id, tokens, until_us))
+            users.sent(user_id, LastJob(event.history_version, worker_id, tokens, event.expected_ranking_at_us, until_us))
             if owner is not None and tokens:
                 self._recent.note(owner, user_id, tokens, now_us)
         elif decision.reason is DecisionReason.NOT_AT_RISK:
@@ -233,7 +233,8 @@ class EventHandler:
         tokens = owner.prefix_tokens(impression.history_behaviours)
         until_us = self._lease_ends_us(impression, job.decided_at_us)
         self._users.seen(job.user_id, job.request_id, job.retrieval_at_us)
-        self._users.sent(job.user_id, LastJob(job.history_version, owner.worker_id, tokens, until_us))
+        last = LastJob(job.history_version, owner.worker_id, tokens, job.expected_ranking_at_us, until_us)
+        self._users.sent(job.user_id, last)
         self._recent.note(owner, job.user_id, tokens, job.decided_at_us)
 
     def _lease_ends_us(self, impression: ImpressionFacts, decided_us: int) -> int:
@@ -260,10 +261,11 @@ class EventHandler:
         self._buckets.of(owner, now_us).count_ranking(owner.latency.hit_us(tokens, scored), now_us)
 
 
-def _prepares(live: LastJob, event: RetrievalEvent, owner: OwnerView | None) -> bool:
+def _prepares(live: LastJob, event: RetrievalEvent, owner: OwnerView | None, now_us: int) -> bool:
     """Whether the live job prepares the prefix of this event, too, and its lease covers the expected request."""
     return (
-        event.history_version is not None
+        now_us < live.ranking_at_us
+        and event.history_version is not None
         and event.history_version == live.version
         and event.expected_ranking_at_us <= live.until_us
         and (owner is None or owner.reuses_prefixes)

@@ -1,8 +1,10 @@
 """What the trigger remembers of its users: their last event, their last job, and how soon users come back.
 
 * An event with the request id of the user's last event is a repeat, which a producer or a rebalance may cause.
-* A job is *live* until its lease on the worker ends at the latest. A live job of the same history version makes another
-  one needless: the prefix is under way or in HBM. Of a later version, only the new tokens are missing.
+* A job is *live* until its lease on the worker ends at the latest. Of a later history version, only the new tokens are
+  missing then. Until its ranking request is expected, it makes another one of the same version needless: the prefix is
+  under way. After that another one is sent, which costs little if the prefix is in HBM: the worker may have refused the
+  first one, which the trigger does not hear.
 * After the lease the trigger does not know where the prefix is. The next job is then sent in any case: it is the
   worker's signal to reload the prefix from DRAM.
 
@@ -34,6 +36,8 @@ class LastJob:
     version: HistoryVersion | None
     worker_id: str | None
     prefix_tokens: int
+    ranking_at_us: int
+    """When its ranking request is expected. Wall time, as in the messages."""
     until_us: int
     """When its lease ends at the latest. Wall time, as in the messages."""
 

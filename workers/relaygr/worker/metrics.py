@@ -29,10 +29,14 @@ class PredictionCollector(Collector):
     """How good the predictions of device times were lately, read from `read` at each scrape."""
 
     def __init__(
-        self, read: Callable[[Stage], PredictionQuality | None], registry: CollectorRegistry = REGISTRY
+        self,
+        read: Callable[[Stage], PredictionQuality | None],
+        length_ratios: Callable[[Stage], Sequence[float]] = lambda _: (),
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """Registers itself."""
+        """Registers itself. `length_ratios`: of a stage by length bucket; 0 for unknown ones."""
         self._read = read
+        self._length_ratios = length_ratios
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
@@ -46,7 +50,16 @@ class PredictionCollector(Collector):
             "Measured / calibrated device time of the last work of a stage, median",
             labels=["stage"],
         )
+        by_length = GaugeMetricFamily(
+            "relaygr_worker_length_ratio",
+            "Measured / predicted device time of a stage by the formula without its correction for this length, by the "
+            "fewest prefix tokens of a length bucket",
+            labels=["stage", "tokens"],
+        )
         for stage in Stage:
+            for bucket, ratio in enumerate(self._length_ratios(stage)):
+                if ratio > 0:
+                    by_length.add_metric([stage, _fewest_tokens(bucket)], ratio)
             quality = self._read(stage)
             if quality is not None:
                 slowdowns.add_metric([stage], quality.slowdown)
@@ -56,6 +69,7 @@ class PredictionCollector(Collector):
                     ratios.add_metric([stage, quantile], ratio)
         yield ratios
         yield slowdowns
+        yield by_length
 
 
 class LeadTimeCollector(Collector):
@@ -218,7 +232,7 @@ class WorkerMetrics:
         """By length bucket; 0 for unknown ones."""
         for bucket, ratio in enumerate(ratios):
             if ratio > 0:
-                self._full_path_ratio.labels(str(1 << (bucket - 1) if bucket else 0)).set(ratio)
+                self._full_path_ratio.labels(_fewest_tokens(bucket)).set(ratio)
 
     def set_needless(self, total: int) -> None:
         """The total of needlessly prepared requests so far."""
@@ -244,3 +258,7 @@ class WorkerMetrics:
 
     def result_resent(self) -> None:
         self._resent.inc()
+
+
+def _fewest_tokens(bucket: int) -> str:
+    return str(1 << (bucket - 1) if bucket else 0)

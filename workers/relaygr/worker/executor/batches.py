@@ -76,7 +76,9 @@ class Batches:
             outputs = self._forward(works)
         ended_us = self._parts.clock.monotonic_us()
         if not is_mixed:
-            self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us)
+            # Of a batch, the lengths may differ.
+            tokens = works[0].ranked_prefix_tokens if len(works) == 1 else None
+            self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us, tokens)
             self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
         for work, output in zip(works, outputs, strict=True):
             work.rank_us, work.ranked_us = ended_us - now_us, ended_us
@@ -128,7 +130,7 @@ class Batches:
                 plan = BatchPlan(now_us + alone_us, first_must_end_us, work.scored_tokens, settings.max_batch_rows)
             else:
                 # Asked here, because a request that is ranked alone needs no new model after each measurement.
-                latency = self._parts.corrector.model
+                latency = self._parts.corrector.model_at(work.ranked_prefix_tokens)
                 must_pay = latency.shared_us is not None and backlog.patience >= 1.0
                 further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * caution + answer_us
                 plan.end_before(must_end_us)

@@ -11,7 +11,7 @@ from typing import Final
 
 from relaygr.admission.latency import LatencyModel, PredictionQuality, Stage
 from relaygr.admission.lead import LeadQuantiles
-from relaygr.schemas.messages import FullPathReport, LeadTimeReport
+from relaygr.schemas.messages import FullPathReport, LeadTimeReport, LengthRatios
 from relaygr.worker.cache import Tier
 from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
@@ -152,6 +152,16 @@ class Executor:
     def prediction_quality(self, stage: Stage) -> PredictionQuality | None:
         """How good the predictions of a stage were lately. From any thread."""
         return self._parts.corrector.quality(stage)
+
+    def length_ratios(self) -> LengthRatios:
+        """Measured / predicted device times by length. From any thread."""
+        corrector = self._parts.corrector
+        return LengthRatios(*(corrector.length_ratios(stage) for stage in (Stage.FULL, Stage.PRE, Stage.HIT)))
+
+    @property
+    def predictions_are_off(self) -> bool:
+        """Whether the predictions of a stage were off lately. From any thread."""
+        return self._parts.corrector.is_off
 
     def lead_time_report(self) -> LeadTimeReport | None:
         """The lead times of recent jobs. For the thread that sends it to triggers."""

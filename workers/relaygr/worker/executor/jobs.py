@@ -162,7 +162,8 @@ class Jobs:
             coming.then.append(partial(self.pre_infer, work, prefix))
             return None
         done_tokens = base.tokens if base is not None else 0
-        prepare_us = self._context.chunking.duration_us(done_tokens, prefix.tokens, self._parts.corrector.model)
+        latency = self._parts.corrector.model_at(prefix.tokens)
+        prepare_us = self._context.chunking.duration_us(done_tokens, prefix.tokens, latency)
         refusal = self._refusal(work, prefix, now_us, done_tokens, prepare_us)
         if refusal is not None:
             if base is not None:
@@ -179,7 +180,7 @@ class Jobs:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
             return JobOutcome.EXPIRED
-        job, latency = work.job, self._parts.corrector.model
+        job, latency = work.job, self._parts.corrector.model_at(prefix.tokens)
         scored_tokens = self._context.engine.layout.tokens_per_behaviour * job.expected_suffix + job.expected_candidates
         self._context.count_ranking_passes()
         return self._parts.admission.refuse(work, prefix, done_tokens, scored_tokens, prepare_us, latency)

@@ -224,7 +224,7 @@ class Prefixes:
             return None
         layout = self._context.engine.layout
         cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
-        saved_us = self._context.chunking.duration_us(cached, stored, self._parts.corrector.model)
+        saved_us = self._context.chunking.duration_us(cached, stored, self._parts.corrector.model_at(stored))
         saved_us += self._context.scheduler.backlog.predicted_us
         now_us = self._parts.clock.monotonic_us()
         return self._parts.cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
@@ -364,14 +364,14 @@ class Prefixes:
         calibrated_us = chunk.predicted_us(corrector.calibrated)
         ended_us = self._parts.clock.monotonic_us()
         self.count(chunk, ended_us - started_us, ended_us)
-        corrector.observe(Stage.PRE, calibrated_us, self._parts.clock.monotonic_us() - started_us)
+        corrector.observe(Stage.PRE, calibrated_us, self._parts.clock.monotonic_us() - started_us, chunk.work.total_tokens)
 
     def chunk_within(self, slack_us: float, now_us: int) -> Chunk | None:
         """The next chunk of the most urgent pre-infer work that is predicted to fit into `slack_us`, with its pages."""
         work = self._context.scheduler.preinfer.peek()
         if not isinstance(work, PrefixWork):
             return None
-        latency, chunking = self._parts.corrector.model, self._context.chunking
+        latency, chunking = self._parts.corrector.model_at(work.total_tokens), self._context.chunking
         chunking = replace(chunking, chunk_us=min(self._chunk_us, slack_us))
         if self._next_chunk(work, chunking).predicted_us(latency) > slack_us:
             return None
@@ -399,7 +399,8 @@ class Prefixes:
             self._complete(work, now_us)
 
     def _next_chunk(self, work: PrefixWork, chunking: Chunking) -> Chunk:
-        return Chunk(work, chunking.end(work.done_tokens, work.total_tokens, self._parts.corrector.model))
+        latency = self._parts.corrector.model_at(work.total_tokens)
+        return Chunk(work, chunking.end(work.done_tokens, work.total_tokens, latency))
 
     # -- before a chunk ----------------------------------------------------------------------------
 
@@ -622,7 +623,7 @@ class Prefixes:
             self._parts.cache.release(handle)
 
     def _predict(self, work: PrefixWork) -> None:
-        latency = self._parts.corrector.model
+        latency = self._parts.corrector.model_at(work.total_tokens)
         work.remaining_us = self._context.chunking.duration_us(work.done_tokens, work.total_tokens, latency)
 
 

@@ -236,7 +236,7 @@ class Requests:
     def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours, scored_tokens: int) -> None:
         """Sets the ranking pass: this many tokens in pages, this suffix, and the candidates."""
         work.ranked_prefix_tokens, work.suffix, work.scored_tokens = prefix_tokens, suffix, scored_tokens
-        latency, own_us = self._parts.corrector.model, self._backlog.own_us[work.path]
+        latency, own_us = self._parts.corrector.model_at(prefix_tokens), self._backlog.own_us[work.path]
         work.predicted_us = latency.hit_us(prefix_tokens, scored_tokens)
         # Under load a request is one of a batch, and what they share is paid once.
         shared_us = latency.coefficients.c0 if latency.shared_us is None else latency.shared_us
@@ -264,7 +264,7 @@ class Requests:
             work.scored_tokens,
             handle.tokens if handle is not None else 0,
             self._time_left_us(work, now_us),
-            self._parts.corrector.model,
+            self._parts.corrector.model_at(prefix.tokens),
             self._context.chunking,
             suffix is not None,
         )
@@ -280,9 +280,8 @@ class Requests:
 
     def _cut_short(self, work: RankingWork, prefix: ResolvedPrefix, left_us: int, now_us: int) -> None:
         """There is no time for the whole prefix: ranks on the newest part of the history that fits, or rejects."""
-        plan = plan_truncation(
-            prefix.tokens, work.scored_tokens, left_us, self._parts.corrector.model, self._context.chunking
-        )
+        latency = self._parts.corrector.model_at(prefix.tokens)
+        plan = plan_truncation(prefix.tokens, work.scored_tokens, left_us, latency, self._context.chunking)
         self._serve_in_full(work, prefix, plan, now_us)
 
     def _rank_on_handle(self, work: RankingWork, handle: Handle, path: Path, now_us: int) -> None:
@@ -312,7 +311,8 @@ class Requests:
             if len(self._context.scheduler.ranking) and shorter.tokens < LEAST_KEPT_BEHIND_OTHERS * prefix.tokens:
                 return self.reject(work)
             prefix, work.path, on_scratch = shorter, Path.TRUNCATED, True
-            compute_us = self._context.chunking.duration_us(0, prefix.tokens, self._parts.corrector.model)
+            latency = self._parts.corrector.model_at(prefix.tokens)
+            compute_us = self._context.chunking.duration_us(0, prefix.tokens, latency)
         if plan.route is Route.TRUNCATE or now_us != work.looked_up_us:
             # The prediction of the look-up is for another prefix, or old.
             self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
@@ -494,7 +494,7 @@ class Requests:
 
     def _full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Predicted time of full inference in this worker: the chunks of the prefix, then the ranking pass."""
-        latency = self._parts.corrector.model
+        latency = self._parts.corrector.model_at(prefix_tokens)
         computed_us = self._context.chunking.duration_us(0, prefix_tokens, latency)
         return computed_us + latency.hit_us(prefix_tokens, scored_tokens)
 
@@ -552,8 +552,8 @@ class Requests:
         """
         size = work.ranked_prefix_tokens, work.scored_tokens
         corrector = self._parts.corrector
-        took_us = work.pre_infer_us + corrector.model.hit_us(*size)
-        corrector.observe(Stage.FULL, corrector.calibrated.full_us(*size), took_us)
+        took_us = work.pre_infer_us + corrector.model_at(size[0]).hit_us(*size)
+        corrector.observe(Stage.FULL, corrector.calibrated.full_us(*size), took_us, size[0])
 
     def reject(self, work: RankingWork) -> None:
         """Fails the request, since no route can serve it before its deadline."""

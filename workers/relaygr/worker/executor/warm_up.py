@@ -97,7 +97,8 @@ class WarmUps:
             self._is_full = True
             self._users.clear()
             return "no_room"
-        prepare_us = context.chunking.duration_us(0, prefix.tokens, self._parts.corrector.model)
+        latency = self._parts.corrector.model_at(prefix.tokens)
+        prepare_us = context.chunking.duration_us(0, prefix.tokens, latency)
         self._prefixes.compute(prefix, None, prepare_us)
         return None
 

@@ -86,6 +86,8 @@ MAX_STORE_AGE_MS: Final = 20 * 3600 * 1000
 # No record of the behaviours topic outlives the tombstones of the history topic.
 DELETED_KEPT_MS: Final = CATALOGUE[Topic.HISTORY].delete_retention_ms or MAX_STORE_AGE_MS
 CURRENT_INTERVAL_US: Final = 300 * 1_000_000
+EXPIRY_US: Final = 24 * 3600 * 1_000_000
+"""Time in which each hash of a deleted user is looked at once, however many there are."""
 GAUGE_INTERVAL_US: Final = 1_000_000
 REFUSED_INTERVAL_US: Final = 10_000_000
 METADATA_S: Final = 2.0
@@ -670,7 +672,7 @@ class HistoryFollower:
         ]
         if current:
             self._store.mark_current(current, now_ms)
-        self._store.expire(now_ms - DELETED_KEPT_MS)
+        self._store.expire(now_ms - DELETED_KEPT_MS, CURRENT_INTERVAL_US / EXPIRY_US)
 
     def _write_dead_letter(self, dead: _DeadRecord) -> None:
         def report(delivered: bool) -> None:

@@ -430,11 +430,20 @@ class HistoryStore:
             found = cursor.next()
         return keys
 
-    def expire(self, before_ms: int) -> int:
-        """Deletes the hashes of users who were deleted before this time; looks at some of them at each call.
+    def expire(self, before_ms: int, share: float = 0.0) -> int:
+        """Deletes the hashes of users who were deleted before this time.
 
-        Returns the number of those that it deleted.
+        Looks at this share of them at each call, and at least at a thousand, so the number of calls for all of them is
+        bounded. Each thousand is one transaction of a few milliseconds. Returns the number of those that it deleted.
         """
+        with self._read() as (files, txn):
+            wanted = int(txn.stat(files.deleted)["entries"] * share)
+        expired = self._expire_some(before_ms)
+        for _ in range(wanted // _EXPIRED_AT_ONCE):
+            expired += self._expire_some(before_ms)
+        return expired
+
+    def _expire_some(self, before_ms: int) -> int:
         expired: list[bytes] = []
         with self._write() as txn:
             cursor = txn.cursor(db=self._files.deleted)

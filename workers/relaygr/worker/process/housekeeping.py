@@ -102,6 +102,8 @@ class StatusReport:
             reuses_prefixes=engine.rules.is_reusable,
             host=self._host,
             metrics_url=self.metrics_url,
+            length_ratios=executor.length_ratios(),
+            predictions_off=executor.predictions_are_off,
         )
 
 

@@ -209,7 +209,7 @@ class Parts:
             clock,
         )
         CacheCollector(self.cache.stats)
-        PredictionCollector(prepared.corrector.quality)
+        PredictionCollector(prepared.corrector.quality, prepared.corrector.length_ratios)
         LeadTimeCollector(self.executor.lead_times)
         self._admin: AdminSocket | None = None
 
