@@ -9,7 +9,30 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from relaygr import schemas
+from relaygr.schemas import (
+    BehaviourEvent,
+    Behaviours,
+    BehavioursOffset,
+    Continuation,
+    FailureReason,
+    FullPathReport,
+    History,
+    HistoryVersion,
+    LatencyCoefficients,
+    LeadTimeReport,
+    LengthRatios,
+    Other,
+    Outcome,
+    Path,
+    PrefixSource,
+    PreInferJob,
+    RankingRequest,
+    RankingResult,
+    RetrievalEvent,
+    StageTimings,
+    WorkerState,
+    WorkerStatus,
+)
 from relaygr.schemas.fields import INT64_MAX, MAX_CHOICE_BYTES
 from relaygr.schemas.messages import (
     LENGTH_BUCKETS,
@@ -39,38 +62,63 @@ def texts(max_bytes: int) -> st.SearchStrategy[str]:
 
 def choices(members: type[enum.StrEnum]) -> st.SearchStrategy[Any]:
     """A value of an open choice: a member, or a text of a newer version."""
-    unknown = texts(MAX_CHOICE_BYTES).filter(lambda text: text not in set(members)).map(schemas.Other)
+    unknown = texts(MAX_CHOICE_BYTES).filter(lambda text: text not in set(members)).map(Other)
     return st.sampled_from(members) | unknown
 
 
 @st.composite
-def behaviours(draw: st.DrawFn, max_length: int = 20) -> schemas.Behaviours:
+def behaviours(draw: st.DrawFn, max_length: int = 20) -> Behaviours:
     """Behaviours whose time never falls; extreme ids and times included."""
     length = draw(st.integers(0, max_length))
     items = draw(hnp.arrays("<i8", length, elements=item_ids))
     actions = draw(hnp.arrays("<u2", length))
     times = sorted(draw(st.lists(timestamps_ms, min_size=length, max_size=length)))
-    return schemas.Behaviours(items, actions, np.array(times, dtype="<i8"))
+    return Behaviours(items, actions, np.array(times, dtype="<i8"))
 
 
 version_numbers = st.integers(0, MAX_VERSION_NUMBER)
 positions = st.integers(0, MAX_POSITION)
 covers = st.builds(
-    schemas.BehavioursOffset,
+    BehavioursOffset,
     st.integers(0, MAX_PARTITIONS),
     st.integers(0, INT64_MAX),
     st.none() | st.text("azAZ09_-", min_size=1, max_size=20),
 )
-history_versions = st.builds(schemas.HistoryVersion, version_numbers, st.integers(0, MAX_BEHAVIOURS), digests)
+history_versions = st.builds(HistoryVersion, version_numbers, st.integers(0, MAX_BEHAVIOURS), digests)
 
 
 @st.composite
-def histories(draw: st.DrawFn, user_id: str | None = None) -> schemas.History:
+def continuations(draw: st.DrawFn, most: int) -> Continuation:
+    """How a worker's snapshot of at most `most` behaviours continues others."""
+    length = draw(st.integers(0, most))
+
+    def arrays(least: int, largest: int) -> Any:
+        return draw(hnp.arrays("<i8", length, elements=st.integers(least, largest)))
+
+    return Continuation(
+        *(draw(st.integers(0, INT64_MAX)) for _ in range(4)),
+        arrays(0, INT64_MAX),
+        arrays(0, INT64_MAX),
+        arrays(-1, MAX_POSITION),
+        arrays(-INT64_MAX, INT64_MAX),
+        draw(st.none() | st.text("azAZ09_-", min_size=1, max_size=20)),
+    )
+
+
+@st.composite
+def histories(draw: st.DrawFn, user_id: str | None = None) -> History:
     """A history, of `user_id` if given."""
     user = draw(texts(256)) if user_id is None else user_id
     features = draw(hnp.arrays("<i8", st.integers(0, 8), elements=item_ids))
-    return schemas.History(
-        user, draw(version_numbers), features, draw(behaviours()), draw(st.none() | positions), draw(st.none() | covers)
+    shown = draw(behaviours())
+    return History(
+        user,
+        draw(version_numbers),
+        features,
+        shown,
+        draw(st.none() | positions),
+        draw(st.none() | covers),
+        draw(st.none() | continuations(len(shown))),
     )
 
 
@@ -103,25 +151,25 @@ def _estimates(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def behaviour_events(draw: st.DrawFn) -> schemas.BehaviourEvent:
+def behaviour_events(draw: st.DrawFn) -> BehaviourEvent:
     new = draw(behaviours().filter(lambda drawn: len(drawn) > 0))
-    return schemas.BehaviourEvent(draw(texts(256)), new, draw(st.none() | positions))
+    return BehaviourEvent(draw(texts(256)), new, draw(st.none() | positions))
 
 
 @st.composite
-def retrieval_events(draw: st.DrawFn) -> schemas.RetrievalEvent:
-    return schemas.RetrievalEvent(**_estimates(draw))
+def retrieval_events(draw: st.DrawFn) -> RetrievalEvent:
+    return RetrievalEvent(**_estimates(draw))
 
 
 @st.composite
-def preinfer_jobs(draw: st.DrawFn) -> schemas.PreInferJob:
-    return schemas.PreInferJob(**_estimates(draw), decided_at_us=draw(whole))
+def preinfer_jobs(draw: st.DrawFn) -> PreInferJob:
+    return PreInferJob(**_estimates(draw), decided_at_us=draw(whole))
 
 
 @st.composite
-def ranking_requests(draw: st.DrawFn) -> schemas.RankingRequest:
+def ranking_requests(draw: st.DrawFn) -> RankingRequest:
     user_id = draw(texts(256))
-    return schemas.RankingRequest(
+    return RankingRequest(
         request_id=draw(texts(128)),
         user_id=user_id,
         sent_at_us=draw(whole),
@@ -134,30 +182,30 @@ def ranking_requests(draw: st.DrawFn) -> schemas.RankingRequest:
 
 
 @st.composite
-def ranking_results(draw: st.DrawFn) -> schemas.RankingResult:
-    outcome = draw(st.sampled_from(schemas.Outcome))
+def ranking_results(draw: st.DrawFn) -> RankingResult:
+    outcome = draw(st.sampled_from(Outcome))
     specific: dict[str, Any] = {}
-    if outcome is schemas.Outcome.RANKED:
+    if outcome is Outcome.RANKED:
         num_tasks = draw(st.integers(1, MAX_TASKS))
         size = num_tasks * draw(st.integers(1, 10))
         specific = {
-            "path": draw(choices(schemas.Path)),
-            "prefix_source": draw(st.none() | choices(schemas.PrefixSource)),
+            "path": draw(choices(Path)),
+            "prefix_source": draw(st.none() | choices(PrefixSource)),
             "num_tasks": num_tasks,
             "scores": draw(hnp.arrays("<f4", size, elements=st.floats(-(2.0**100), 2.0**100, width=32))),
             "history_version": draw(st.none() | history_versions),
             "model_revision": draw(texts(64)),
         }
-    elif outcome is schemas.Outcome.FAILED:
-        specific = {"reason": draw(choices(schemas.FailureReason)), "detail": draw(st.none() | texts(512))}
-    return schemas.RankingResult(
+    elif outcome is Outcome.FAILED:
+        specific = {"reason": draw(choices(FailureReason)), "detail": draw(st.none() | texts(512))}
+    return RankingResult(
         request_id=draw(texts(128)),
         worker_id=draw(texts(128)),
         outcome=outcome,
         request_sent_at_us=draw(whole),
         received_at_us=draw(whole),
         sent_at_us=draw(whole),
-        timings=schemas.StageTimings(*draw(st.lists(whole, min_size=6, max_size=6))),
+        timings=StageTimings(*draw(st.lists(whole, min_size=6, max_size=6))),
         prefix_tokens=draw(whole),
         tokens_cached=draw(whole),
         history_stale=draw(st.booleans()),
@@ -169,7 +217,7 @@ def ranking_results(draw: st.DrawFn) -> schemas.RankingResult:
 
 
 full_path_reports = st.builds(
-    schemas.FullPathReport,
+    FullPathReport,
     outside_us=whole,
     ratios=st.lists(real, max_size=LENGTH_BUCKETS).map(tuple),
     prepared=st.lists(whole, max_size=LENGTH_BUCKETS).map(tuple),
@@ -177,16 +225,16 @@ full_path_reports = st.builds(
     missed=st.lists(texts(128), max_size=20).map(tuple),
 )
 lead_time_reports = st.builds(
-    schemas.LeadTimeReport,
+    LeadTimeReport,
     scenarios=st.lists(texts(64), max_size=3).map(tuple),
     low_shares=st.lists(real, max_size=3).map(tuple),
     low_us=st.lists(whole, max_size=3).map(tuple),
     median_us=st.lists(whole, max_size=3).map(tuple),
 )
 worker_statuses = st.builds(
-    schemas.WorkerStatus,
+    WorkerStatus,
     worker_id=texts(128),
-    state=choices(schemas.WorkerState),
+    state=choices(WorkerState),
     written_at_us=whole,
     assignment_epoch=whole,
     partitions=st.lists(st.integers(0, MAX_PARTITIONS), max_size=60).map(tuple),
@@ -201,24 +249,26 @@ worker_statuses = st.builds(
     dram_free_bytes=whole,
     ranking_queue_p99_us=whole,
     preinfer_queue_us=whole,
-    latency=st.builds(schemas.LatencyCoefficients, *[real] * 13),
+    latency=st.builds(LatencyCoefficients, *[real] * 13),
     full_path=st.none() | full_path_reports,
     ranking_backlog_us=st.none() | whole,
     host=st.none() | texts(255),
     metrics_url=st.none() | texts(255),
     lead_times=st.none() | lead_time_reports,
     reuses_prefixes=st.none() | st.booleans(),
+    length_ratios=st.none() | st.builds(LengthRatios, *[st.lists(real, max_size=LENGTH_BUCKETS).map(tuple)] * 3),
+    predictions_off=st.none() | st.booleans(),
 )
 
 
 def messages() -> dict[type[Any], st.SearchStrategy[Any]]:
     """A strategy for each message that is the value of a topic."""
     return {
-        schemas.RetrievalEvent: retrieval_events(),
-        schemas.PreInferJob: preinfer_jobs(),
-        schemas.RankingRequest: ranking_requests(),
-        schemas.RankingResult: ranking_results(),
-        schemas.History: histories(),
-        schemas.BehaviourEvent: behaviour_events(),
-        schemas.WorkerStatus: worker_statuses,
+        RetrievalEvent: retrieval_events(),
+        PreInferJob: preinfer_jobs(),
+        RankingRequest: ranking_requests(),
+        RankingResult: ranking_results(),
+        History: histories(),
+        BehaviourEvent: behaviour_events(),
+        WorkerStatus: worker_statuses,
     }

@@ -235,11 +235,10 @@ def test_lengths_at_which_the_formula_is_off_are_corrected_one_by_one() -> None:
             calibrated_us = MODEL.pre_us(tokens)
             corrector.observe(Stage.PRE, calibrated_us, off * calibrated_us, tokens)
     for tokens, off in truth.items():
-        assert corrector.model_at(tokens).pre_us(tokens) == pytest.approx(off * MODEL.pre_us(tokens), rel=0.03)
+        assert corrector.model_at(tokens).pre_us(tokens) == pytest.approx(off * MODEL.pre_us(tokens), rel=0.05)
+    assert corrector.model.pre_us(1000) != pytest.approx(0.8 * MODEL.pre_us(1000), rel=0.08), "the formula alone"
     assert corrector.model_at(1000).hit_us(1000, 50) == MODEL.hit_us(1000, 50)
-    ratios = corrector.length_ratios(Stage.PRE)
-    assert ratios[length_bucket(100)] > 1.1 > 0.95 > ratios[length_bucket(1000)]
-    assert ratios[length_bucket(30_000)] == 0, "it was not measured"
+    assert corrector.length_ratios(Stage.PRE)[length_bucket(30_000)] == 0, "it was not measured"
 
 
 def test_a_length_without_measurements_is_predicted_as_on_average() -> None:
@@ -257,18 +256,15 @@ def test_one_stall_at_one_length_moves_its_correction_a_little() -> None:
 
 def test_predictions_are_off_where_no_correction_reaches() -> None:
     corrector = Corrector(MODEL)
-    assert not corrector.is_off
-    for _ in range(RECENT_MEASUREMENTS):
-        corrector.observe(Stage.HIT, 1000.0, 40_000.0, 500)
-    assert corrector.is_off
+    for off in (False, True):
+        for _ in range(RECENT_MEASUREMENTS):
+            corrector.observe(Stage.HIT, 1000.0, 40_000.0 if off else 1000.0, 500)
+        quality = corrector.quality(Stage.HIT)
+        assert quality is not None and quality.is_off is off
 
 
-@given(
-    st.lists(st.tuples(st.floats(1, 1e6), st.floats(0, 1e7), st.integers(0, 2**26)), min_size=1), st.floats(0.01, 1)
-)
-def test_every_length_has_a_model_whatever_is_measured(
-    measured: list[tuple[float, float, int]], weight: float
-) -> None:
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0, 1e7), st.integers(0, 2**26)), min_size=1), st.floats(0.01, 1))
+def test_every_length_has_a_model_whatever_is_measured(measured: list[tuple[float, float, int]], weight: float) -> None:
     corrector = Corrector(MODEL, weight=weight)
     for calibrated_us, measured_us, tokens in measured:
         corrector.observe(Stage.PRE, calibrated_us, measured_us, tokens)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from relaygr.admission.lead import LEAST_SAMPLES
 from relaygr.admission.latency import length_bucket
+from relaygr.admission.lead import LEAST_SAMPLES
 from relaygr.schemas.messages import FullPathReport, Path
 from tests.worlds.executor import HIT_US, TOKEN_US, ExecutorWorld
 

@@ -20,7 +20,7 @@ from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
-from relaygr.schemas.codec import decode, encode
+from relaygr.schemas.codec import EncodeError, decode, encode
 from relaygr.schemas.headers import RepeatedTombstone
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, BehavioursOffset, History
 from relaygr.schemas.partitioner import partition_for
@@ -70,7 +70,9 @@ def new_store(tmp_path: Path) -> Iterator[Callable[[], HistoryStore]]:
         store.close()
 
 
-def written(store: HistoryStore, offset: int, user: str = "ann", written_at_ms: int = 0, fold_ms: int = 0) -> HistoryRecord:
+def written(
+    store: HistoryStore, offset: int, user: str = "ann", written_at_ms: int = 0, fold_ms: int = 0
+) -> HistoryRecord:
     """The record that the owner writes of a user."""
     head = store.head(user)
     assert head is not None
@@ -251,6 +253,20 @@ def test_no_old_behaviour_outlives_the_tombstone_of_its_user() -> None:
     most_ms = CATALOGUE[Topic.HISTORY].max_compaction_lag_ms
     assert lag_ms is not None and most_ms is not None
     assert SnapshotLimits().scan_interval_s * 1000 < lag_ms < most_ms
+
+
+@pytest.mark.parametrize("name", ["offsets", "recorded_at_ms", "positions"])
+def test_a_saved_snapshot_with_numbers_that_cannot_be_stored_is_no_message(
+    new_store: Callable[[], HistoryStore], name: str
+) -> None:
+    """The follower would stop at it for good."""
+    store = new_store()
+    read(store, event(0, 1))
+    saved = written(store, 1).history
+    assert saved is not None and saved.continues is not None
+    bad = replace(saved, continues=replace(saved.continues, **{name: np.array([-(2**40)])}))
+    with pytest.raises(EncodeError, match="continues"):
+        encode(bad)
 
 
 @pytest.mark.parametrize("value", [b"", b"1 2", b"x 2 id", b"1 -2 id", b"1 2 a b"])

@@ -24,10 +24,9 @@ from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
-from relaygr.worker.shared.arena import ArenaShape, SharedArena, TornPageError, make_room
+from relaygr.worker.shared.arena import ArenaShape, SharedArena, TornPageError, make_room, map_file
 from relaygr.worker.shared.index import HEADER_BYTES, ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
-from relaygr.worker.shared.arena import map_file
 from relaygr.worker.shared.record import IndexRecord, pack
 from tests.workers.test_shared_index import records
 from tests.worlds.cache import GEOMETRY, PAGE_TOKENS, CacheWorld, make_key

@@ -17,8 +17,8 @@ from relaygr.schemas.digest import BLOCK, DigestChain
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey
-from relaygr.worker.shared.index import ArenaIndex, IndexFault, IndexMismatch, index_bytes, slot_bytes
 from relaygr.worker.shared.arena import allocated_bytes, map_file
+from relaygr.worker.shared.index import ArenaIndex, IndexFault, IndexMismatch, index_bytes, slot_bytes
 from relaygr.worker.shared.record import IndexRecord, TornRecordError, most_bytes_per_page, pack, unpack
 
 PAGES = 12

@@ -26,10 +26,9 @@ import relaygr.worker.shared
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.cache.copies import CopyRequest
 from relaygr.worker.cache.invariants import check_invariants
-from relaygr.worker.shared.arena import ArenaJournal, SharedArena, TornPageError
+from relaygr.worker.shared.arena import ArenaJournal, MappedFile, SharedArena, TornPageError, map_file
 from relaygr.worker.shared.index import ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
-from relaygr.worker.shared.arena import MappedFile, map_file
 from tests.worlds import shared as shared_world
 from tests.worlds.cache import PAGE_TOKENS, make_key
 from tests.worlds.shared import MODEL, SHAPE, GuardedMover, SharedWorld, holds

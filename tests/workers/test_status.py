@@ -63,7 +63,6 @@ def report(producer: FakeProducer, clock: ManualClock, hbm_limit: int = 4096) ->
             full_path_report=lambda latency: FULL_PATH if latency.coefficients is LATENCY else None,
             lead_time_report=lambda: LEAD_TIMES,
             length_ratios=lambda: LENGTHS,
-            predictions_are_off=True,
         ),  # type: ignore[arg-type]
         cache=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
         waits=waits,
@@ -110,7 +109,9 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
 
 def test_a_status_says_at_which_lengths_and_whether_predictions_are_off() -> None:
     producer = FakeProducer()
-    report(producer, ManualClock()).publish()
+    own = report(producer, ManualClock())
+    own.predictions_off = True
+    own.publish()
     status = codec.decode(WorkerStatus, producer.sent[0].value)
     assert (status.length_ratios, status.predictions_off) == (LENGTHS, True)
 

@@ -300,6 +300,5 @@ class SimulatedWorker:
             full_path=executor.full_path_report(latency),
             lead_times=executor.lead_time_report(),
             length_ratios=executor.length_ratios(),
-            predictions_off=executor.predictions_are_off,
             reuses_prefixes=executor.engine.rules.is_reusable,
         )

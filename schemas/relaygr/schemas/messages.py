@@ -218,6 +218,12 @@ class Continuation:
         sizes = {self.offsets.size, self.recorded_at_ms.size, self.positions.size, self.sent_times_ms.size}
         if len(sizes) != 1:
             raise FieldError(": the arrays have different lengths")
+        if not self.offsets.size:
+            return
+        if min(self.offsets.min(), self.recorded_at_ms.min()) < 0:
+            raise FieldError(": offsets and timestamps are at least 0")
+        if self.positions.min() < -1 or self.positions.max() > MAX_POSITION:
+            raise FieldError(f".positions: they are -1 to {MAX_POSITION}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Continuation) and _as_comparable(self) == _as_comparable(other)

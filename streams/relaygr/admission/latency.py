@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from relaygr.schemas.messages import LENGTH_BUCKETS, LatencyCoefficients
 from relaygr.schemas.record import record
 
+
 def length_bucket(prefix_tokens: int) -> int:
     """The bucket of prefixes of this length: the bit length of their number of tokens."""
     return min(prefix_tokens.bit_length(), LENGTH_BUCKETS - 1)
@@ -289,8 +290,9 @@ class _Correction:
     """Measured = length ratio x (factor x calibrated + extra), for one stage.
 
     The length ratio is that of the bucket of the prefix's length: a formula of few terms is off by tens of per cent at
-    some lengths. It begins at 1, and follows measured / predicted of its bucket. `extra_us` does not depend on the size of the work. It is known only where sizes differ; otherwise it is 0. A moving
-    regression of measured / calibrated on 1 / calibrated gives both.
+    some lengths. It begins at 1, and follows measured / predicted of its bucket. `extra_us` does not depend on the size
+    of the work. It is known only where sizes differ; otherwise it is 0. A moving regression of measured / calibrated on
+    1 / calibrated gives it and the factor.
     """
 
     __slots__ = ("_counts", "_covariance", "_inverse", "_variance", "extra_us", "length_ratios", "ratio", "recent")
@@ -343,7 +345,9 @@ class _Correction:
         clipped = min(max(found, before / 2), before * 2)
         # The first measurements count more than the later ones, and yet less than the 1 that the ratio begins with.
         share = max(weight, 1 / (self._counts[bucket] + _LENGTH_PRIOR))
-        self.length_ratios[bucket] = min(max(before + share * (clipped - before), 1 / MOST_LENGTH_RATIO), MOST_LENGTH_RATIO)
+        self.length_ratios[bucket] = min(
+            max(before + share * (clipped - before), 1 / MOST_LENGTH_RATIO), MOST_LENGTH_RATIO
+        )
 
 
 @record(frozen=True, slots=True)
@@ -423,11 +427,6 @@ class Corrector:
         )
 
     @property
-    def is_off(self) -> bool:
-        """Whether the predictions of any stage are off. Any thread may call it."""
-        return any(quality.is_off for stage in Stage if (quality := self.quality(stage)) is not None)
-
-    @property
     def model(self) -> LatencyModel:
         """The corrected model, on average over all lengths."""
         model = self._model
@@ -453,9 +452,7 @@ class Corrector:
         p10, p50, p90 = (float(value) for value in np.percentile(ratios, (10, 50, 90)))
         return PredictionQuality(float(np.median(slowdowns)), p10, p50, p90, count=len(recent))
 
-    def observe(
-        self, stage: Stage, calibrated_us: float, measured_us: float, prefix_tokens: int | None = None
-    ) -> None:
+    def observe(self, stage: Stage, calibrated_us: float, measured_us: float, prefix_tokens: int | None = None) -> None:
         """Takes the measured time of finished work, and the time that `calibrated` (not `model`) predicts for it.
 
         `prefix_tokens`: the length of its prefix; None for work on several.

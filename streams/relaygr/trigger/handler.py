@@ -212,7 +212,9 @@ class EventHandler:
         if decision.admit:
             until_us = self._lease_ends_us(impression, now_us)
             worker_id = None if owner is None else owner.worker_id
-            users.sent(user_id, LastJob(event.history_version, worker_id, tokens, event.expected_ranking_at_us, until_us))
+            users.sent(
+                user_id, LastJob(event.history_version, worker_id, tokens, event.expected_ranking_at_us, until_us)
+            )
             if owner is not None and tokens:
                 self._recent.note(owner, user_id, tokens, now_us)
         elif decision.reason is DecisionReason.NOT_AT_RISK:

@@ -90,13 +90,19 @@ def measure_histories(users: int, length: int, events: int, broker: str | None, 
     table = Table(title=f"{users:,} users of {length:,} behaviours, one core")
     table.add_column("figure")
     table.add_column("", justify="right")
-    for name, value in figures.items():
+    for name, value in (figures | _derived(figures, users)).items():
         table.add_row(name, f"{value:,.1f}")
     console.print(table)
     described = {"measured_at": now(), "machine": machine(), "users": users, "length": length, "events": events}
     followed = dict.fromkeys(("follow_us", "cpu_follow_us", "follow_events_per_s"), 0.0)
     append_rows(out, [described | {name: round(value, 2) for name, value in (followed | figures).items()}])
     console.print(f"appended to {out}")
+
+
+def _derived(figures: dict[str, float], users: int) -> dict[str, float]:
+    """Figures of the whole store, and the rate of one core that does nothing else than decode and append."""
+    each_us = figures["cpu_decode_us"] + figures["cpu_append_us"]
+    return {"store_gib": figures["bytes_per_user"] * users / 2**30, "events_per_core_s": 1e6 / each_us}
 
 
 def _figures(folder: Path, users: int, length: int, events: int, kafka: KafkaSettings | None) -> dict[str, float]:

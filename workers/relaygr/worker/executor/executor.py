@@ -158,11 +158,6 @@ class Executor:
         corrector = self._parts.corrector
         return LengthRatios(*(corrector.length_ratios(stage) for stage in (Stage.FULL, Stage.PRE, Stage.HIT)))
 
-    @property
-    def predictions_are_off(self) -> bool:
-        """Whether the predictions of a stage were off lately. From any thread."""
-        return self._parts.corrector.is_off
-
     def lead_time_report(self) -> LeadTimeReport | None:
         """The lead times of recent jobs. For the thread that sends it to triggers."""
         return self._context.lead_times.report(self._parts.clock.monotonic_us())

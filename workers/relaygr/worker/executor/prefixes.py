@@ -364,7 +364,9 @@ class Prefixes:
         calibrated_us = chunk.predicted_us(corrector.calibrated)
         ended_us = self._parts.clock.monotonic_us()
         self.count(chunk, ended_us - started_us, ended_us)
-        corrector.observe(Stage.PRE, calibrated_us, self._parts.clock.monotonic_us() - started_us, chunk.work.total_tokens)
+        corrector.observe(
+            Stage.PRE, calibrated_us, self._parts.clock.monotonic_us() - started_us, chunk.work.total_tokens
+        )
 
     def chunk_within(self, slack_us: float, now_us: int) -> Chunk | None:
         """The next chunk of the most urgent pre-infer work that is predicted to fit into `slack_us`, with its pages."""

@@ -280,7 +280,9 @@ class Draft:
         base = len(history.behaviours) - tail.offsets.size
         covered = Coverage(tail.covered_offset, tail.covered_before_ms)
         draft = cls.of_snapshot(
-            History(history.user_id, history.number, history.features, history.behaviours[:base], history.first_position),
+            History(
+                history.user_id, history.number, history.features, history.behaviours[:base], history.first_position
+            ),
             tail.written_at_ms,
             covered,
         )

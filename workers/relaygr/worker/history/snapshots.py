@@ -47,7 +47,7 @@ log = structlog.get_logger()
 # No record of the behaviours topic lives longer than its retention and a segment.
 LONGEST_EVENT_MS: Final = CATALOGUE[Topic.BEHAVIOURS].retention_ms + CATALOGUE[Topic.BEHAVIOURS].segment_ms
 _BURST_S: Final = 4.0
-_MOST_WAITING: Final = 1024
+_MOST_WAITING: Final = 8192
 _MOST_UNDELIVERED: Final = 32
 _FAILURE_INTERVAL_US: Final = 10_000_000
 

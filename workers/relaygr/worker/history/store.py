@@ -30,8 +30,8 @@ Contract:
   deletion. `expire` deletes them.
 
 Three tables: user id -> partition; partition, user id and number -> head (0) or chunk (from 1); partition and hash of
-the user id -> time and offset of the deletion. A user's parts and a partition's users lie side by side, so `forget` reads no other
-partition. The digests are stored, so that a request hashes the open block alone.
+the user id -> time and offset of the deletion. A user's parts and a partition's users lie side by side, so `forget`
+reads no other partition. The digests are stored, so that a request hashes the open block alone.
 
 There is one `HistoryStore` for each path and process. Any thread may call its methods.
 """

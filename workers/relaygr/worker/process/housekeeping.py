@@ -51,12 +51,17 @@ class StatusSources:
 
 
 class StatusReport:
-    """Reads and publishes the worker's status. The poll thread owns it; the main thread sets the public attributes."""
+    """Reads and publishes the worker's status.
+
+    The poll thread owns it; the main thread sets `state` and `metrics_url`.
+    """
 
     def __init__(self, config: WorkerConfig, sources: StatusSources, clock: Clock) -> None:
         self.state = WorkerState.STARTING
         self.metrics_url: str | None = None
         """Set once the probes are served."""
+        self.predictions_off: bool | None = None
+        """Whether the predictions of a stage were off lately; None before the first look."""
         self._host = socket.gethostname() or None
         self._settings = config.worker
         self._topic = config.kafka.topic(Topic.WORKERS)
@@ -103,7 +108,7 @@ class StatusReport:
             host=self._host,
             metrics_url=self.metrics_url,
             length_ratios=executor.length_ratios(),
-            predictions_off=executor.predictions_are_off,
+            predictions_off=self.predictions_off,
         )
 
 
@@ -240,6 +245,7 @@ class Housekeeping:
         for stage in self._off - off:
             log.info("predicted device times are right again", stage=stage.value)
         self._off = off
+        self._status.predictions_off = bool(off)
 
     def _demote_others(self, partitions: frozenset[int]) -> None:
         """Runs on a thread of its own, since it visits every user in the cache."""

@@ -20,8 +20,8 @@ drops the prefix.
 
 On tmpfs a file with holes allocates memory when it is written, and a process that writes without free memory dies by
 SIGBUS. So a file is allocated as a whole when it is mapped, and a lack of memory raises an error. Mapping does not
-disturb other users of the file: a file of full size is not changed, a shorter file grows by zeros. The bytes outlive the
-process.
+disturb other users of the file: a file of full size is not changed, a shorter file grows by zeros. The bytes outlive
+the process.
 
 File names contain the shape, so a process with other settings does not disturb the owner. The files of earlier settings
 are deleted when no process holds the lock.
