@@ -439,7 +439,7 @@ class InEveryOrder(RuleBasedStateMachine):
     def read_on(self, which: int, histories: int, events: int) -> None:
         store, state = self.stores[which], self.stores[which].state(0) or PartitionState(0, 0, 0)
         records = tuple(self.world.histories[state.next_offset :][:histories])
-        new = tuple(self.world.events[state.next_event :][:events])
+        new = tuple(self.readable(self.world.events[state.next_event :][:events], state.next_offset + len(records)))
         store.apply_all([Batch(0, records, state.next_offset + len(records), new, state.next_event + len(new))])
 
     @rule()
@@ -482,6 +482,17 @@ class InEveryOrder(RuleBasedStateMachine):
         for store in getattr(self, "stores", ()):
             for user in USERS:
                 items(store, user)
+
+    def readable(self, events: list[EventRecord], histories: int) -> Iterator[EventRecord]:
+        """Those before the first that counts a deleted user's behaviours anew, if the deletion is not read yet.
+
+        Its positions would be taken for those of before the deletion. A follower reads the histories first.
+        """
+        unread = {each.user_id for each in self.world.histories[histories:] if each.history is None}
+        for each in events:
+            if each.event.position is not None and each.event.user_id in unread:
+                return
+            yield each
 
     def written(self, store: HistoryStore, user: str) -> HistoryRecord:
         old = self.world.events[-6].written_at_ms if len(self.world.events) > 5 else 0

@@ -455,9 +455,9 @@ def test_the_stored_form_is_laid_out_as_documented() -> None:
     given_history = history("u", 258, 65)
     draft = Draft.of_snapshot(given_history, 7, Coverage())
     head, behaviours = draft.head_bytes(), given_history.behaviours
-    assert len(head) == 112 + 2 * 8 + 42
+    assert len(head) == 144 + 2 * 8 + 42
     assert head[:8] == bytes([2, 1, 0, 0, 0, 0, 0, 0])
-    assert head[128:136] == behaviours.items[64:].astype("<i8").tobytes()
+    assert head[160:168] == behaviours.items[64:].astype("<i8").tobytes()
     assert draft.written == {
         0: given_history.chain().blocks[0]
         + behaviours.items[:64].astype("<i8").tobytes()
