@@ -69,7 +69,7 @@ def test_the_version_of_a_broker_shows_in_the_requests_that_it_knows(
 
 def test_a_group_protocol_that_the_broker_does_not_know_is_a_failure() -> None:
     found = judge.broker(seen_broker(KAFKA_3), GroupProtocol.CONSUMER)
-    assert verdicts(found) == [OK, FAIL] and "set group_protocol to classic" in found[1].mend
+    assert verdicts(found) == [OK, FAIL] and "set affinity to range" in found[1].mend
     assert verdicts(judge.broker(seen_broker(KAFKA_4), GroupProtocol.CONSUMER)) == [OK]
 
 

@@ -200,7 +200,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("worker.hbm_bytes=2QiB", "QiB"),
         ("worker.hbm_bytes=1KiB", "greater than or equal to 1048576"),
         ("worker.worker_id=a b", "should match pattern"),
-        ("group_protocol=new", "'classic' or 'consumer'"),
+        ("affinity=new", "'range', 'consumer_protocol' or 'one_topic'"),
         ("topic_prefix=a/b", "use 1 to 100 of a-z"),
         ("partitions", "write --set KEY=VALUE"),
         ("security.protocol=SASL_SSL", r"needs sasl_mechanism.*given: security\.protocol \(--set\)"),

@@ -22,7 +22,7 @@ from relaygr.kafka.clients import (
     make_producer,
     require_broker,
 )
-from relaygr.kafka.settings import GroupProtocol, KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.kafka.settings import Affinity, KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
@@ -233,7 +233,7 @@ def test_two_members_own_the_same_partitions_of_both_topics(kafka_settings: Kafk
 def test_the_consumer_protocol_is_a_setting(real_broker: Any) -> None:
     kafka = real_broker.settings(
         KafkaSettings(
-            topic_prefix="test-848", group_prefix="test-848", partitions=2, group_protocol=GroupProtocol.CONSUMER
+            topic_prefix="test-848", group_prefix="test-848", partitions=2, affinity=Affinity.CONSUMER_PROTOCOL
         )
     )
     real_broker.create_topics(kafka)

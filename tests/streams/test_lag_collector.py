@@ -15,7 +15,7 @@ from confluent_kafka.admin import AdminClient
 
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
-from relaygr.kafka.settings import GroupProtocol, KafkaSettings
+from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.lag import LagMonitor, LagReport, LagSettings, LagStatus, PartitionReport
 from relaygr.lag.report import TimeLagSource
 from relaygr.runtime.errors import RelayError
@@ -194,7 +194,7 @@ def test_a_member_of_one_topic_only_is_an_owner_split_and_whole_members_are_not(
 
 @pytest.mark.kafka
 def test_a_group_of_the_new_protocol_is_measured_and_its_members_are_named(real_kafka: KafkaSettings) -> None:
-    kafka = real_kafka.model_copy(update={"group_protocol": GroupProtocol.CONSUMER})
+    kafka = real_kafka.model_copy(update={"affinity": Affinity.CONSUMER_PROTOCOL})
     member = PollingMember(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
     until(lambda: member.owns(2 * PARTITIONS), "joined")
     send(kafka, Topic.RANKING, 1)

@@ -904,6 +904,9 @@ class TestTiers:
         world = CacheWorld(hbm_pages=21)
         for now_us, user in enumerate(("ann", "bob", "cid")):
             world.store(make_key(user), now_us)
+        of_two = world.cache.held_bytes(lambda user: user in {"bob", "cid"})
+        assert of_two == 2 * world.cache.held_bytes(lambda user: user == "ann") > 0
+        assert world.cache.held_bytes(lambda user: user == "dan") == 0
         assert world.cache.demote(lambda user: user in {"bob", "cid"}) == 2
         world.cache.release(world.hit(make_key("bob"), 4))
         world.store(make_key("dan"), 5)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.admission.settings import AdmissionSettings
@@ -14,6 +15,7 @@ from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.process.housekeeping import Housekeeping, StatusSources
 from relaygr.worker.settings import WorkerConfig, WorkerSettings
 
@@ -29,6 +31,10 @@ class FakeCache:
 
     def demote(self, users: Any) -> int:
         return 0
+
+    def held_bytes(self, users: Any) -> int:
+        """A byte a user."""
+        return sum(map(users, self.users))
 
     def invalidate_users(self, deleted: Any) -> int:
         self.users -= set(filter(deleted, self.users))
@@ -54,19 +60,22 @@ class World:
         self.quality: dict[Stage, PredictionQuality] = {}
         self.executor.prediction_quality = self.quality.get
         sources = StatusSources(None, loop, self.executor, self.cache, None)  # type: ignore[arg-type]
-        gauge = SimpleNamespace(set=lambda value: None)
+        self.registry = CollectorRegistry()
         self.housekeeping = Housekeeping(
             config,
             sources,
             SimpleNamespace(publish=lambda: None),  # type: ignore[arg-type]
             SimpleNamespace(follow=lambda partitions: None, forget=self.forgotten.update),  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
-            SimpleNamespace(outstanding=gauge, preinfer_queue_seconds=gauge),  # type: ignore[arg-type]
+            WorkerMetrics(self.registry),
             self.clock,
         )
 
     def own(self, *partitions: int) -> None:
         self.housekeeping.take_over(frozenset(partitions))
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"relaygr_worker_{name}_total", labels) or 0.0
 
     def after(self, seconds: float) -> None:
         self.clock.advance_us(int(seconds * 1e6))
@@ -94,6 +103,22 @@ def test_prefixes_of_a_partition_that_moved_away_are_dropped_after_a_stated_time
     world.after(3)
     assert world.partitions == {0, 1}
     assert world.forgotten == {2, 3}, "their histories are deleted too"
+
+
+def test_partitions_that_move_are_counted_with_the_bytes_that_the_worker_held_of_their_users() -> None:
+    world = World()
+    world.own(0, 1, 2, 3)
+    world.own(0, 1, 2, 3)
+    world.after(1)
+    assert world.counted("moved_partitions", direction="gained") == 4
+    assert world.counted("moved_prefix_bytes") == 0, "an assignment that changes nothing moves nothing"
+    world.own(0, 1)
+    world.own(0, 1, 2)
+    world.after(1)
+    assert world.counted("moved_partitions", direction="left") == 2
+    assert world.counted("moved_partitions", direction="gained") == 5
+    left = sum(partition_for(user.encode(), PARTITIONS) in (2, 3) for user in USERS)
+    assert world.counted("moved_prefix_bytes") == left > 0
 
 
 def test_a_worker_says_once_that_its_predictions_are_off_and_once_that_they_are_right_again() -> None:

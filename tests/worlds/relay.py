@@ -111,11 +111,13 @@ def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 60.0) ->
 
 
 @contextmanager
-def own_topics(broker: LocalBroker) -> Iterator[KafkaSettings]:
+def own_topics(broker: LocalBroker, **fields: Any) -> Iterator[KafkaSettings]:
     """Topics and groups that nobody else has, on `broker`."""
     prefix = f"test-{uuid.uuid4().hex[:12]}"
     settings = broker.settings(
-        KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS, dead_letter_bodies=True)
+        KafkaSettings(
+            topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS, dead_letter_bodies=True, **fields
+        )
     )
     broker.create_topics(settings)
     yield settings

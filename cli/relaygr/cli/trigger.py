@@ -64,7 +64,7 @@ def trigger(
         "trigger starts",
         bootstrap=settings.bootstrap,
         reads=settings.topic(Topic.RETRIEVAL),
-        writes=settings.topic(Topic.PREINFER) if own.enabled else "nothing (trigger.enabled is false)",
+        writes=settings.topic(settings.jobs_topic) if own.enabled else "nothing (trigger.enabled is false)",
         follows=settings.topic(Topic.WORKERS),
         group=settings.trigger_group,
         policy=own.policy,

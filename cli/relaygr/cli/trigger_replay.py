@@ -16,10 +16,12 @@ from rich.table import Table
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.kafka.clients import make_assigned_consumer, require_broker
+from relaygr.kafka.message_headers import headers_of
 from relaygr.replay.recording import RecordingWriter, RetrievalLine, read_recording
 from relaygr.replay.trigger import PolicyResult, replay_trigger
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
+from relaygr.schemas.headers import is_job
 from relaygr.schemas.messages import RankingRequest, RetrievalEvent, WorkerStatus
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
@@ -98,6 +100,8 @@ def _write(writer: RecordingWriter, topic: Topic, message: Message) -> bool:
         elif topic is Topic.RETRIEVAL:
             _, at_ms = message.timestamp()
             writer.retrieval(decode(RetrievalEvent, value), message.partition() or 0, at_ms * 1000)
+        elif is_job(headers_of(message)):
+            return False
         else:
             writer.ranking(decode(RankingRequest, value))
     except DecodeError:

@@ -106,7 +106,7 @@ def _leave(settings: Settings, worker_id: str) -> bool:
     group = settings.workers_group
     if settings.group_protocol is GroupProtocol.CONSUMER:
         raise RelayError(
-            "A worker leaves its group only with group_protocol=classic. Its partitions move to other workers when the "
+            "A worker cannot leave its group with affinity=consumer_protocol. Other workers get its partitions when the "
             "broker has ended its session."
         )
     has_left = leave(settings, group, worker_id)
@@ -135,7 +135,7 @@ def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[
     if settings.group_protocol is GroupProtocol.CONSUMER:
         log.warning(
             "the standby can take over only after the broker has ended the dead process's session: the broker refuses "
-            "the same group.instance.id until then. Use group_protocol=classic"
+            "the same group.instance.id until then. Use another `affinity`"
         )
     return Supervisor(settings.worker, settings.supervisor, shared_folder(_config(settings)), make_command).run()
 

@@ -71,8 +71,8 @@ def broker(seen: SeenBroker, group_protocol: GroupProtocol) -> list[Diagnosis]:
             Diagnosis(
                 "broker",
                 Verdict.FAIL,
-                "group_protocol is consumer, which this broker does not know",
-                "set group_protocol to classic, or use Kafka 4.0 or newer",
+                "affinity is consumer_protocol, but this broker does not know group.protocol=consumer",
+                "set affinity to range, or use Kafka 4.0 or newer",
             )
         )
     return found

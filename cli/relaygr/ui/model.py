@@ -296,12 +296,16 @@ class LiveModel:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def count(self, topic: Topic, partition: int, offset: int, now_us: int) -> None:
-        """Counts a received message, and those between it and the one before it."""
-        before = self._offsets.get((topic, partition))
-        self._offsets[(topic, partition)] = offset
+    def count(self, stage: Topic, partition: int, offset: int, now_us: int, topic: Topic | None = None) -> None:
+        """Counts a received message of a stage, and those between it and the one before it.
+
+        `topic`: where it was read, if that is not the stage's own topic.
+        """
+        place = (topic or stage, partition)
+        before = self._offsets.get(place)
+        self._offsets[place] = offset
         advance = 1 if before is None or offset <= before else offset - before
-        self._now(now_us).counts[topic] += advance
+        self._now(now_us).counts[stage] += advance
         self._skipped += advance - 1
 
     def unreadable(self) -> None:

@@ -29,7 +29,7 @@ from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
-from relaygr.schemas.headers import workers_group_of
+from relaygr.schemas.headers import is_job, workers_group_of
 from relaygr.schemas.messages import MAX_PARTITIONS, WorkerStatus
 from relaygr.schemas.topics import Topic
 from relaygr.ui.model import STAGES, LiveModel
@@ -74,7 +74,8 @@ class TopicReader:
         self._lock = lock
         self._monotonic_us = monotonic_us
         self._wall_us = wall_us
-        self._by_name = {kafka.topic(topic): topic for topic in (*STAGES, Topic.WORKERS)}
+        self._by_name = {kafka.topic(topic): topic for topic in (*STAGES, Topic.WORKERS) if topic in kafka.catalogue}
+        self._has_one_topic = kafka.jobs_topic is Topic.RANKING
         self._refused: dict[str, str] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ui-reader", daemon=True)
@@ -174,16 +175,19 @@ class TopicReader:
         model, now_us = self._model, self._monotonic_us()
         partition, offset = message.partition(), message.offset()
         assert partition is not None and offset is not None
-        model.count(topic, partition, offset, now_us)
-        if topic is Topic.RANKING:
+        stage = topic
+        if self._has_one_topic and topic is Topic.RANKING and is_job(headers_of(message)):
+            stage = Topic.PREINFER
+        model.count(stage, partition, offset, now_us, topic)
+        if stage is Topic.RANKING:
             ranking = read_ranking(_bytes(message.key()), headers_of(message), max(0, message.timestamp()[1]) * 1000)
             if ranking is not None:
                 return model.note_ranking(ranking, now_us)
-        elif topic is Topic.RESULTS:
+        elif stage is Topic.RESULTS:
             result = read_result(_bytes(message.value()))
             if result is not None:
                 return model.note_result(result, now_us)
-        elif topic is Topic.RETRIEVAL:
+        elif stage is Topic.RETRIEVAL:
             event = read_retrieval(_bytes(message.value()))
             if event is not None:
                 return model.note_retrieval(event, now_us)

@@ -36,6 +36,10 @@ ORIGIN_VALUE_DIGEST = "origin_value_digest"
 ORIGIN_VALUE_BYTES = "origin_value_bytes"
 DEAD_LETTERED_AT_US = "dead_lettered_at_us"
 
+KIND = "kind"
+JOB_HEADER = (KIND, b"preinfer")
+"""Header of a pre-infer job on the topic of the ranking requests. A ranking request has no header `kind`."""
+
 WORKERS_GROUP = "workers_group"
 """Header of a worker's status: the consumer group of the worker."""
 
@@ -139,6 +143,11 @@ class RepeatedTombstone:
             raise DecodeError(DecodeReason.INVALID_FIELD, f"header {REPEATED_TOMBSTONE} is malformed")
         next_offset, written_at_ms, topic_id = found.groups()
         return cls(int(next_offset), int(written_at_ms), topic_id.decode())
+
+
+def is_job(raw: RawHeaders) -> bool:
+    """Whether a message on the topic of the ranking requests is a pre-infer job."""
+    return JOB_HEADER in (raw or ())
 
 
 def workers_group_of(raw: RawHeaders) -> str | None:

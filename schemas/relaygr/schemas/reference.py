@@ -15,7 +15,7 @@ from typing import Any, get_args
 from relaygr.schemas import codec, headers, trace_context
 from relaygr.schemas.codec import Nested, field_specs
 from relaygr.schemas.messages import Message
-from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, TopicSpec
+from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, TopicSpec
 
 HEADER_SETS: dict[str, tuple[tuple[str, str], ...]] = {
     "A ranking request carries its reply address and deadline, so that a worker can answer it without its body:": (
@@ -102,6 +102,9 @@ def _lines() -> Iterator[str]:
         yield title
         yield ""
         yield from _table(("header", "meaning"), ((f"`{name}`", meaning) for name, meaning in rows))
+    yield ""
+    yield f"With `affinity=one_topic` pre-infer jobs are on `{Topic.RANKING.named()}`, with the header `{headers.KIND}`"
+    yield f"= `{headers.JOB_HEADER[1].decode()}`."
     yield ""
     yield f"Events, jobs, requests and results may also carry `{TRACE_HEADER[0]}`: {TRACE_HEADER[1].partition(';')[0]}."
     yield "A reader ignores a value that is not valid. A gateway that traces sends its own span with each message; the"

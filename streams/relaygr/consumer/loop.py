@@ -13,7 +13,9 @@ Contract:
   next owner of its partition.
 * If a `FinishedLog` is given, the loop also writes finished offsets there. At the first assignment it treats the
   offsets of the predecessor as finished, if they are plausible (`relaygr.consumer.finished`).
-* `on_assigned` gets all owned partitions and the `assignment_epoch`, which counts this process's assignments.
+* `on_assigned` gets all owned partitions and the `assignment_epoch`, which counts this process's assignments. In a
+  group whose rebalances are incremental (`is_incremental`), the loop also calls it after a revocation: the group takes
+  only the partitions that move, and another assignment need not follow.
   `status()` shows an assignment once `on_assigned` has returned: a worker whose handler does not have its partitions
   yet is not ready. Partitions that are not owned on all topics alike (an owner split) are counted and logged.
 * Any thread may call `pause` and `resume`. They take effect within `poll_timeout_ms` and persist over rebalances.
@@ -130,8 +132,10 @@ class ConsumerLoop:
         on_end: Callable[[LoopState], None] | None = None,
         finished_log: FinishedLog | None = None,
         membership: Membership | None = None,
+        is_incremental: bool = False,
     ) -> None:
         self._factory = consumer_factory
+        self._is_incremental = is_incremental
         self._membership = membership or Membership()
         self._finished_log = finished_log
         self._topics = tuple(topics)
@@ -421,24 +425,19 @@ class ConsumerLoop:
                 self._adopt_finished(consumer, self._finished_log.predecessor(), positions)
             self._finished_log.note(self._tracker.progress(positions))
         self._member_id = consumer.memberid()
-        epoch = self._epoch + 1
         self._may_rejoin = False
         self._stalled = False
         self._message_at_us = self._clock.monotonic_us()
         self._paused.difference_update(_from_kafka(partitions))  # Newly assigned partitions are not paused.
-        owned = self._tracker.owned()
-        if self._missing_topic in {tp.topic for tp in owned}:
+        if self._missing_topic in {tp.topic for tp in self._tracker.owned()}:
             self._missing_topic = None
-        # The handler comes first: a thread that reads the new ownership from `status()` may rely on the handler.
-        self._handler.on_assigned(frozenset(tp.partition for tp in owned), epoch)
-        self._epoch = epoch
-        self._note_ownership()
+        self._begin_epoch()
         self._assigned = True
         if self._owner_split:
             self._log.error(
                 "owner split: these partitions are owned on some topics only, so the jobs and requests of a user go to "
                 "different workers; every member must subscribe to the same topics, with equal partition counts and "
-                "the range assignor",
+                "the same `affinity`",
                 partitions=sorted(self._owner_split)[:20],
             )
         self._log.info("assigned", partitions=len(self._partitions), assignment_epoch=self._epoch)
@@ -452,9 +451,12 @@ class ConsumerLoop:
         self._store()
         self._let_go(gone)
         self._paused.difference_update(gone)
-        self._note_ownership()
         self._log.info("revoked", partitions=len(partitions))
         self._handler.on_revoked(frozenset(tp.partition for tp in gone))
+        if self._is_incremental and self._state in _ALIVE:
+            self._begin_epoch()
+        else:
+            self._note_ownership()
 
     def _on_lost(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         gone = _from_kafka(partitions)
@@ -536,6 +538,13 @@ class ConsumerLoop:
             messages=adopted,
             implausible_partitions=len(ahead) - len(finished),
         )
+
+    def _begin_epoch(self) -> None:
+        """The process owns other partitions than before."""
+        # The handler comes first: a thread that reads the new ownership from `status()` may rely on the handler.
+        self._handler.on_assigned(frozenset(tp.partition for tp in self._tracker.owned()), self._epoch + 1)
+        self._epoch += 1
+        self._note_ownership()
 
     def _let_go(self, gone: list[TopicPartition]) -> None:
         self._tracker.revoke(gone)

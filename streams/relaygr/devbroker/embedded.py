@@ -23,7 +23,6 @@ from relaygr.devbroker.local import LocalBroker
 from relaygr.devbroker.mock_cluster import MockCluster
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.topics import CATALOGUE
 
 LIMITS: Final = (
     "librdkafka's embedded cluster keeps the newest 5 MB of each partition, in memory, without retention, "
@@ -47,11 +46,12 @@ def embedded_broker(why: str) -> Iterator[LocalBroker]:
         bootstrap = child.receive()["bootstrap"]
 
         def create(kafka: KafkaSettings) -> None:
-            wanted = {kafka.topic(topic): spec.partition_count(kafka.partitions) for topic, spec in CATALOGUE.items()}
+            count, catalogue = kafka.partitions, kafka.catalogue
+            wanted = {kafka.topic(topic): spec.partition_count(count) for topic, spec in catalogue.items()}
             child.ask({"create": wanted})
 
         def delete(kafka: KafkaSettings) -> None:
-            child.ask({"delete": [kafka.topic(topic) for topic in CATALOGUE]})
+            child.ask({"delete": [kafka.topic(topic) for topic in kafka.catalogue]})
 
         yield LocalBroker(
             BrokerChoice.EMBEDDED,

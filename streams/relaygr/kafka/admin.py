@@ -53,7 +53,7 @@ def require_topics(kafka: KafkaSettings, role: Role) -> TopicReport:
 
     Raises RelayError if the role lacks a right or if a finding is an error.
     """
-    topics = topics_of(role)
+    topics = topics_of(role, kafka)
     found = report(_ask(kafka, topics, role), kafka, topics=topics)
     if not found.ok:
         lines = "; ".join(f"{error.what}: {error.mend}" for error in found.errors)
@@ -74,7 +74,7 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
     conflicts = count_conflicts(observed, kafka)
     if conflicts:
         raise RelayError("; ".join(f"{conflict.what}: {conflict.mend}" for conflict in conflicts))
-    missing = [topic for topic in CATALOGUE if topic not in observed.topics]
+    missing = [topic for topic in kafka.catalogue if topic not in observed.topics]
     if (missing or repair) and observed.embedded and not dry_run:
         raise RelayError(
             f"Kafka at {kafka.bootstrap} is librdkafka's embedded cluster, which supports no admin requests: "
@@ -265,7 +265,7 @@ def _await_topics(kafka: KafkaSettings, admin: AdminClient, repaired: bool) -> O
 
     The controller acknowledges a change before all brokers have it.
     """
-    names = [kafka.topic(topic) for topic in CATALOGUE]
+    names = [kafka.topic(topic) for topic in kafka.catalogue]
     ends_s = time.monotonic() + ADMIN_TIMEOUT_S
     while True:
         try:

@@ -31,7 +31,7 @@ Options = Mapping[str, Any]
 PARTITIONER: Final = "murmur2_random"
 """Java's hash. librdkafka's default gives the same partition for 8.5 % of keys only."""
 ASSIGNOR: Final = "range"
-"""The only assignor that always gives a user's partitions of both topics to the same worker."""
+"""The assignor of all groups but the workers', whose assignor the setting `affinity` gives."""
 LARGEST_MESSAGE_BYTES: Final = max(spec.max_message_bytes for spec in CATALOGUE.values())
 LARGEST_QUEUE_BYTES: Final = 16 * 1024 * 1024
 """Bound on a client's own queue, sent or received: three messages of the largest size."""
@@ -161,19 +161,19 @@ def make_group_consumer(
 ) -> Consumer:
     """A consumer in `group`, with static membership if `instance_id` is given.
 
-    Raises RelayError for an assignor other than `range`, which would split a user's partitions between workers.
+    Raises RelayError for an assignor other than that of `affinity`: it could split a user's partitions between workers.
     """
-    config = _config(
-        kafka, client_id, on_error, _consumer(asking_fetch_wait_ms(kafka)), _GROUP, _membership(kafka), options
-    )
+    assignor = kafka.affinity.assignor if group == kafka.workers_group else ASSIGNOR
+    membership = _membership(kafka, assignor)
+    config = _config(kafka, client_id, on_error, _consumer(asking_fetch_wait_ms(kafka)), _GROUP, membership, options)
     config["group.id"] = group
     if instance_id is not None:
         config["group.instance.id"] = instance_id
     for name in ("partition.assignment.strategy", "group.remote.assignor"):
-        if config.get(name, ASSIGNOR) != ASSIGNOR:
+        if config.get(name, assignor) != assignor:
             raise RelayError(
-                f"{name}={config[name]} would give a user's pre-infer jobs and ranking requests to different "
-                f"workers: leave it at {ASSIGNOR}"
+                f"{name}={config[name]} could give a user's pre-infer jobs and ranking requests to different "
+                f"workers: leave it at {assignor}, or set `affinity`"
             )
     return Consumer(config)
 
@@ -251,16 +251,16 @@ def _consumer(fetch_wait_ms: int) -> dict[str, Any]:
     return {**_CONSUMER, "fetch.wait.max.ms": fetch_wait_ms}
 
 
-def _membership(kafka: KafkaSettings) -> dict[str, Any]:
+def _membership(kafka: KafkaSettings, assignor: str) -> dict[str, Any]:
     """The group protocol's settings. With the consumer protocol, the broker sets session time-out and heartbeat."""
     # librdkafka refuses a session that is longer.
     rebalance = {"max.poll.interval.ms": max(_REBALANCE_MS, kafka.session_timeout_ms)}
     if kafka.group_protocol is GroupProtocol.CONSUMER:
-        return {"group.protocol": "consumer", "group.remote.assignor": ASSIGNOR, **rebalance}
+        return {"group.protocol": "consumer", "group.remote.assignor": assignor, **rebalance}
     return {
         **rebalance,
         "group.protocol": "classic",
-        "partition.assignment.strategy": ASSIGNOR,
+        "partition.assignment.strategy": assignor,
         "session.timeout.ms": kafka.session_timeout_ms,
         "heartbeat.interval.ms": kafka.heartbeat_interval_ms,
     }

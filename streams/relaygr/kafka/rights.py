@@ -96,15 +96,19 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
 }
 
 
-def topics_of(role: Role) -> tuple[Topic, ...]:
-    """The topics that a role uses."""
-    return tuple(_TOPICS[role])
+def topics_of(role: Role, kafka: KafkaSettings) -> dict[Topic, tuple[str, ...]]:
+    """The topics that a role uses, with the operations that it needs."""
+    needed = dict(_TOPICS[role])
+    jobs = needed.pop(Topic.PREINFER, ()) if Topic.PREINFER not in kafka.catalogue else ()
+    if jobs:
+        needed[kafka.jobs_topic] = tuple(dict.fromkeys((*needed.get(kafka.jobs_topic, ()), *jobs)))
+    return needed
 
 
 def rights_of(role: Role, kafka: KafkaSettings) -> tuple[Right, ...]:
     """The least rights of a role, on the topics and groups of these settings."""
     return (
-        *(Right(Resource.TOPIC, kafka.topic(topic), needed) for topic, needed in _TOPICS[role].items()),
+        *(Right(Resource.TOPIC, kafka.topic(topic), needed) for topic, needed in topics_of(role, kafka).items()),
         *(Right(Resource.GROUP, name, needed) for name, needed in _groups_of(role, kafka).items()),
     )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from relaygr.runtime.settings import Section
-from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, check_prefix
+from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, TopicSpec, check_prefix
 
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s,:/\[\]]+)(:[0-9]{1,5})?")
 
@@ -94,10 +95,33 @@ class Security(Section):
 
 
 class GroupProtocol(enum.StrEnum):
-    """Kafka's `group.protocol`. CONSUMER requires short heartbeats on the broker: see docs/operations.md."""
+    """Kafka's `group.protocol`."""
 
     CLASSIC = "classic"
     CONSUMER = "consumer"
+
+
+class Affinity(enum.StrEnum):
+    """How the workers' group gives the jobs and the requests of a user to the same worker."""
+
+    RANGE = "range"
+    """Two topics, the classic protocol and the assignor `range`. A standby takes over in milliseconds."""
+    CONSUMER_PROTOCOL = "consumer_protocol"
+    """Two topics, `group.protocol=consumer` and the broker's assignor `range`. It needs settings on the brokers."""
+    ONE_TOPIC = "one_topic"
+    """Jobs and requests on the ranking topic, the classic protocol and the assignor `cooperative-sticky`, which moves
+    the fewest partitions.
+    """
+
+    @property
+    def assignor(self) -> str:
+        """The assignor of the workers' group, by Kafka's name."""
+        return "cooperative-sticky" if self is Affinity.ONE_TOPIC else "range"
+
+    @property
+    def is_incremental(self) -> bool:
+        """Whether a rebalance revokes only the partitions that move, instead of all."""
+        return self is not Affinity.RANGE
 
 
 class Acks(enum.StrEnum):
@@ -134,7 +158,12 @@ class KafkaSettings(Section):
         description="replicas that have a job, request, result or status before it is acknowledged; leader: those "
         "acknowledged just before the leader dies may be lost. Events, histories and dead letters always wait for all",
     )
-    group_protocol: GroupProtocol = GroupProtocol.CLASSIC
+    affinity: Affinity = Field(
+        Affinity.RANGE,
+        description="how jobs and requests of a user reach the same worker: range, consumer_protocol "
+        "(group.protocol=consumer, needs settings on the brokers) or one_topic (cooperative-sticky, for fleets that "
+        "scale often); the same in all processes",
+    )
     session_timeout_ms: Annotated[
         int,
         Field(
@@ -214,6 +243,27 @@ class KafkaSettings(Section):
     def topic(self, topic: Topic) -> str:
         """The topic's full name."""
         return topic.named(self.topic_prefix)
+
+    @property
+    def group_protocol(self) -> GroupProtocol:
+        """Kafka's `group.protocol` of all groups."""
+        return GroupProtocol.CONSUMER if self.affinity is Affinity.CONSUMER_PROTOCOL else GroupProtocol.CLASSIC
+
+    @property
+    def jobs_topic(self) -> Topic:
+        """The topic of the pre-infer jobs."""
+        return Topic.RANKING if self.affinity is Affinity.ONE_TOPIC else Topic.PREINFER
+
+    @property
+    def worker_topics(self) -> tuple[Topic, ...]:
+        """The topics that the workers' group reads."""
+        return tuple(dict.fromkeys((self.jobs_topic, Topic.RANKING)))
+
+    @property
+    def catalogue(self) -> Mapping[Topic, TopicSpec]:
+        """The topics of this deployment: all but that of the jobs, if they are on the ranking topic."""
+        unused = {Topic.PREINFER} - set(self.worker_topics)
+        return {topic: spec for topic, spec in CATALOGUE.items() if topic not in unused}
 
     @property
     def workers_group(self) -> str:

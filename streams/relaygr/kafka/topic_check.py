@@ -8,15 +8,21 @@ or balance. A NOTE states what could not be checked.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from relaygr.kafka.settings import GroupProtocol, KafkaSettings
+from relaygr.kafka.settings import Affinity, GroupProtocol, KafkaSettings
 from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic
 
 LEAST_PARTITIONS_PER_WORKER = 8
 """With fewer, one partition is more than an eighth of a worker's load."""
+LONGEST_HEARTBEAT_MS = 1000
+"""The broker's heartbeat with which the consumer protocol hands partitions over in time; Kafka's default is 5000."""
+LONGEST_SESSION_MS = 15_000
+_HEARTBEATS_A_SESSION = 3
 _MIN_IN_SYNC = "min.insync.replicas"
+_HEARTBEAT = "group.consumer.heartbeat.interval.ms"
+_SESSION = "group.consumer.session.timeout.ms"
 
 
 class Severity(enum.StrEnum):
@@ -94,9 +100,10 @@ class TopicReport:
 
 
 def report(
-    observed: Observed, kafka: KafkaSettings, workers: int | None = None, topics: Collection[Topic] = CATALOGUE
+    observed: Observed, kafka: KafkaSettings, workers: int | None = None, topics: Collection[Topic] | None = None
 ) -> TopicReport:
-    """The report on `topics`, with the findings of `compare`."""
+    """The report on `topics` (none: those of the deployment), with the findings of `compare`."""
+    topics = kafka.catalogue if topics is None else topics
     rows = tuple(
         TopicRow(
             topic,
@@ -111,10 +118,14 @@ def report(
 
 
 def compare(
-    observed: Observed, kafka: KafkaSettings, workers: int | None = None, topics: Collection[Topic] = CATALOGUE
+    observed: Observed, kafka: KafkaSettings, workers: int | None = None, topics: Collection[Topic] | None = None
 ) -> tuple[Finding, ...]:
-    """All findings on `topics`, errors first. `workers`: how many workers will share the partitions, if known."""
-    findings = [*_existence(observed, kafka, topics), *_counts(observed, kafka)]
+    """All findings on `topics` (none: those of the deployment), errors first.
+
+    `workers`: how many workers will share the partitions, if known.
+    """
+    wanted_topics = kafka.catalogue if topics is None else topics
+    findings = [*_existence(observed, kafka, wanted_topics), *_counts(observed, kafka)]
     for topic, seen in observed.topics.items():
         findings += _replication(kafka.topic(topic), seen, kafka)
         if seen.config is not None:
@@ -123,6 +134,7 @@ def compare(
             findings += _durability(kafka.topic(topic), wanted, seen, seen.config)
     findings += _cluster(observed, kafka, workers)
     findings += _failover(observed, kafka)
+    findings += _affinity(observed, kafka)
     order = list(Severity)
     return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
 
@@ -246,6 +258,52 @@ def _failover(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
         mend = "set broker.session.timeout.ms on controllers and brokers to 2000, or raise `session_timeout_ms`"
         findings.append(Finding(Severity.WARNING, None, what, mend))
     return findings
+
+
+def _affinity(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
+    """Whether the cluster is as `affinity` needs it."""
+    if kafka.affinity is Affinity.ONE_TOPIC and Topic.PREINFER in observed.topics:
+        name = kafka.topic(Topic.PREINFER)
+        what = f"{name} exists, but no worker reads it with affinity=one_topic: jobs of a trigger with another setting"
+        return [Finding(Severity.WARNING, name, f"{what} would be lost", "delete the topic")]
+    if kafka.group_protocol is not GroupProtocol.CONSUMER or observed.embedded:
+        return []
+    config = observed.broker_config
+    if not config:
+        what = "the brokers' settings cannot be read: their group.consumer.* settings were not checked"
+        return [Finding(Severity.NOTE, None, what, "")]
+    return [
+        Finding(severity, None, what, f"{mend}, or set `affinity` to range")
+        for severity, what, mend in _consumer_protocol(config)
+    ]
+
+
+def _consumer_protocol(config: Mapping[str, str]) -> Iterator[tuple[Severity, str, str]]:
+    """Severity, problem and remedy of each broker setting that does not suit `group.protocol=consumer`."""
+    enabled = config.get("group.coordinator.rebalance.protocols", "consumer").split(",")
+    if _HEARTBEAT not in config or "consumer" not in enabled:
+        what = "affinity is consumer_protocol, but the brokers do not offer group.protocol=consumer"
+        yield Severity.ERROR, what, "use Kafka 4 with `consumer` among group.coordinator.rebalance.protocols"
+        return
+    assignors = config.get("group.consumer.assignors", Affinity.CONSUMER_PROTOCOL.assignor)
+    if Affinity.CONSUMER_PROTOCOL.assignor not in assignors.lower().replace("rangeassignor", "range").split(","):
+        what = f"group.consumer.assignors={assignors} lacks range, which keeps a user's jobs and requests together"
+        yield Severity.ERROR, what, "add range to group.consumer.assignors on the brokers"
+    heartbeat_ms, session_ms = int(config[_HEARTBEAT]), int(config.get(_SESSION, 0))
+    if heartbeat_ms > LONGEST_HEARTBEAT_MS:
+        what = (
+            f"{_HEARTBEAT}={heartbeat_ms}: partitions are handed over in steps of one heartbeat, so at each change of "
+            "workers requests would wait for seconds"
+        )
+        mend = f"set {_HEARTBEAT} and group.consumer.min.heartbeat.interval.ms to 200 on the brokers"
+        yield Severity.ERROR, what, mend
+    if 0 < session_ms < _HEARTBEATS_A_SESSION * heartbeat_ms:
+        what = f"{_SESSION}={session_ms} is less than {_HEARTBEATS_A_SESSION} heartbeats of {heartbeat_ms} ms"
+        yield Severity.ERROR, f"{what}: members would be expelled", f"raise {_SESSION} on the brokers"
+    elif session_ms > LONGEST_SESSION_MS:
+        what = f"{_SESSION}={session_ms}: for so long nobody serves the partitions of a worker that died"
+        mend = f"set {_SESSION} and group.consumer.min.session.timeout.ms to 6000 on the brokers"
+        yield Severity.WARNING, what, mend
 
 
 def _cluster(observed: Observed, kafka: KafkaSettings, workers: int | None) -> list[Finding]:

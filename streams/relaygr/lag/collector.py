@@ -65,7 +65,7 @@ _NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, own
 def group_topics(kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
     """The groups of RelayGR, and the topics of each."""
     return {
-        kafka.workers_group: (kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)),
+        kafka.workers_group: tuple(map(kafka.topic, kafka.worker_topics)),
         kafka.trigger_group: (kafka.topic(Topic.RETRIEVAL),),
         kafka.overflow_group: (kafka.topic(Topic.OVERFLOW),),
     }

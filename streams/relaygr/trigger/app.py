@@ -38,6 +38,7 @@ from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import LATENCY_BUCKETS_S, Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Check, Readiness
+from relaygr.schemas.headers import JOB_HEADER, Headers
 from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer
 from relaygr.trigger.faust_stream import EventFeed, make_app
@@ -156,7 +157,8 @@ class TriggerApp:
             self._clock,
             on_misjudged=self.metrics.misjudged,
         )
-        self._jobs_topic = kafka.topic(Topic.PREINFER)
+        self._jobs_topic = kafka.topic(kafka.jobs_topic)
+        self._job_headers: Headers = [JOB_HEADER] if kafka.jobs_topic is Topic.RANKING else []
         self._traces = (
             TriggerTraces(tracer, kafka.topic(Topic.RETRIEVAL), self._jobs_topic) if tracer is not None else None
         )
@@ -174,7 +176,7 @@ class TriggerApp:
         self._events = self._app.channel()
         self._app.agent(self._events, concurrency=1)(self._consume)
         self._feed = EventFeed(kafka, f"{name}-events", self._on_partitions, self._on_client_error, reporting)
-        topics = [kafka.topic(Topic.RETRIEVAL), kafka.topic(Topic.PREINFER)]
+        topics = [kafka.topic(Topic.RETRIEVAL), self._jobs_topic]
         self._watch = ClusterWatch(self._producer.list_topics, topics, kafka.partitions, self._clock)
         self._stopping = threading.Event()
         self._feeding: asyncio.Task[None] | None = None
@@ -307,7 +309,7 @@ class TriggerApp:
     ) -> DecisionReason:
         if decision.job is not None:
             report = self._on_delivery if trace is None else partial(self._on_traced_delivery, trace)
-            headers = [] if trace is None else trace.headers
+            headers = self._job_headers if trace is None else [*self._job_headers, *trace.headers]
             try:
                 self._producer.produce(self._jobs_topic, decision.job, key, headers=headers, on_delivery=report)
             except (BufferError, KafkaException):

@@ -20,9 +20,11 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from relaygr.kafka.client_errors import cause_of
 from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, decode
+from relaygr.schemas.headers import is_job
 from relaygr.schemas.messages import PreInferJob
 from relaygr.schemas.topics import Topic
 
@@ -44,7 +46,8 @@ class JobsTail:
     def __init__(self, kafka: KafkaSettings, clock: Clock, client_id: str, rebuild_s: float) -> None:
         """Reads the jobs of the last `rebuild_s` seconds; 0: none. No network until `start`."""
         self._kafka = kafka
-        self._topic = kafka.topic(Topic.PREINFER)
+        self._topic = kafka.topic(kafka.jobs_topic)
+        self._has_requests = kafka.jobs_topic is Topic.RANKING
         self._clock = clock
         self._client_id = client_id
         self._rebuild_us = round(rebuild_s * 1e6)
@@ -112,6 +115,8 @@ class JobsTail:
             error, partition = message.error(), message.partition()
             assert partition is not None
             if error is None:
+                if self._has_requests and not is_job(headers_of(message)):
+                    continue
                 try:
                     job = decode(PreInferJob, message.value())
                 except DecodeError:

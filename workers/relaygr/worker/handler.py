@@ -24,7 +24,7 @@ from relaygr.consumer import Received
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, DecodeReason, decode
-from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.headers import RankingHeaders, is_job
 from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.executor.executor import Executor
@@ -38,7 +38,10 @@ FURTHEST_US = MAX_BUDGET_MS * 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerSettings:
-    """The topics and times of a handler. Every topic of pre-infer jobs and rankings has `partitions` partitions."""
+    """The topics and times of a handler. Every topic of pre-infer jobs and rankings has `partitions` partitions.
+
+    `has_one_topic`: jobs come on the ranking topic, with a header.
+    """
 
     ranking_topic: str
     results_topic: str
@@ -46,6 +49,7 @@ class HandlerSettings:
     max_clock_skew_ms: int
     reply_margin_ms: float
     max_deadline_ms: int = 60_000
+    has_one_topic: bool = False
 
 
 class WorkerHandler:
@@ -79,10 +83,11 @@ class WorkerHandler:
         self._rewrite_at_us = 0
 
     def on_message(self, message: Received) -> None:
-        if message.topic == self._settings.ranking_topic:
-            self._ranking(message)
-        else:
+        settings = self._settings
+        if message.topic != settings.ranking_topic or (settings.has_one_topic and is_job(message.headers)):
             self._preinfer(message)
+        else:
+            self._ranking(message)
 
     def on_batch(self) -> None:
         self._on_work()

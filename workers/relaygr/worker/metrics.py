@@ -143,6 +143,18 @@ class WorkerMetrics:
             ["outcome"],
             registry=registry,
         )
+        moved = Counter(
+            "relaygr_worker_moved_partitions_total",
+            "Partitions that rebalances gave to this worker (gained) and took from it (left)",
+            ["direction"],
+            registry=registry,
+        )
+        self.partitions_gained, self.partitions_left = moved.labels("gained"), moved.labels("left")
+        self.moved_prefix_bytes = Counter(
+            "relaygr_worker_moved_prefix_bytes_total",
+            "K,V bytes that this worker held of users whose partitions moved to another worker",
+            registry=registry,
+        )
         self._needless = Counter(
             "relaygr_worker_preinfer_needless_total",
             "Requests ranked after a pre-infer job that full inference would have answered in time, by prediction",

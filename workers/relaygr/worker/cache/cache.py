@@ -514,6 +514,17 @@ class PrefixCache:
                         demoted += 1
         return demoted
 
+    def held_bytes(self, users: Callable[[str], bool]) -> int:
+        """Bytes of the pages of these users' prefixes, in both tiers."""
+        ledger, held = self.ledger, 0
+        remaining = self._users_that(users)
+        while batch := list(itertools.islice(remaining, _BATCH)):
+            with ledger.lock:
+                for tier, user_id in itertools.product(ledger.tiers, batch):
+                    pages = sum(len(entry.pages) for entry in tier.index.of_user(user_id))
+                    held += pages * self.page_bytes(tier.tier)
+        return held
+
     def clear(self) -> None:
         """Empties both tiers and every index, in batches."""
         self._drop_all_but(None)

@@ -22,7 +22,6 @@ from confluent_kafka import KafkaException
 from relaygr.consumer import FinishedOffsets
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.build import DramMemory
 from relaygr.worker.model.interface import Engine
@@ -71,7 +70,7 @@ class Handover:
 def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, *, keeps_prefixes: bool) -> Handover:
     """Opens or creates the files. Raises RelayError without memory for them, or without a broker."""
     kafka, settings = config.kafka, config.worker
-    topics = [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
+    topics = [kafka.topic(topic) for topic in kafka.worker_topics]
     try:
         identity = identify_topics(kafka, topics, config.client_id, kafka.connect_timeout_s)
     except KafkaException as error:

@@ -194,6 +194,7 @@ class Housekeeping:
         self._follower = follower
         self._metrics = metrics
         self._clock = clock
+        self._owned: frozenset[int] = frozenset()
         self._left_us: dict[int, int] = {}
         """When each partition of another worker was left, or found to be another's at the start."""
         self._moved_prefix_us = int(config.worker.moved_prefix_s * 1e6)
@@ -208,10 +209,14 @@ class Housekeeping:
         self._follower.follow(partitions)
         self.warm_up.begin(partitions)
         now_us = self._clock.monotonic_us()
+        left = self._owned - partitions
+        self._metrics.partitions_gained.inc(len(partitions - self._owned))
+        self._metrics.partitions_left.inc(len(left))
+        self._owned = partitions
         self._left_us = {
             other: self._left_us.get(other, now_us) for other in range(self._partitions) if other not in partitions
         }
-        threading.Thread(target=self._demote_others, args=(partitions,), name="demote", daemon=True).start()
+        threading.Thread(target=self._demote_others, args=(partitions, left), name="demote", daemon=True).start()
         self._status_at_us = 0
         log.info("owns partitions", worker_id=self._settings.worker_id, partitions=sorted(partitions))
 
@@ -247,8 +252,10 @@ class Housekeeping:
         self._off = off
         self._status.predictions_off = bool(off)
 
-    def _demote_others(self, partitions: frozenset[int]) -> None:
+    def _demote_others(self, partitions: frozenset[int], left: frozenset[int]) -> None:
         """Runs on a thread of its own, since it visits every user in the cache."""
+        if left:
+            self._metrics.moved_prefix_bytes.inc(self._cache.held_bytes(users_in(left, self._partitions)))
         mine = users_in(partitions, self._partitions)
         self._cache.demote(lambda user_id: not mine(user_id))
 

@@ -164,6 +164,7 @@ class Parts:
             HandlerSettings(
                 ranking_topic=kafka.topic(Topic.RANKING),
                 results_topic=kafka.topic(Topic.RESULTS),
+                has_one_topic=kafka.jobs_topic is Topic.RANKING,
                 partitions=kafka.partitions,
                 max_clock_skew_ms=settings.max_clock_skew_ms,
                 reply_margin_ms=settings.reply_margin_ms,
@@ -186,12 +187,13 @@ class Parts:
                 on_error=on_error,
                 options=kafka_statistics().options(kafka.statistics_interval_ms),
             ),
-            [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)],
+            [kafka.topic(topic) for topic in kafka.worker_topics],
             handler,
             clock,
             config.consumer,
             on_end=on_end.loop,
             finished_log=prepared.handover.finished,
+            is_incremental=kafka.affinity.is_incremental,
             membership=Membership(
                 may_own=lock.is_held,
                 holder=partial(holder_of, kafka, kafka.workers_group, settings.worker_id, _HOLDER_TIMEOUT_S),
@@ -204,7 +206,7 @@ class Parts:
         )
         self.watch = ClusterWatch(
             prepared.producer.list_topics,
-            [kafka.topic(topic) for topic in (Topic.PREINFER, Topic.RANKING, Topic.HISTORY, Topic.BEHAVIOURS)],
+            [kafka.topic(topic) for topic in (*kafka.worker_topics, Topic.HISTORY, Topic.BEHAVIOURS)],
             kafka.partitions,
             clock,
         )

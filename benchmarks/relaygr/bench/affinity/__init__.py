@@ -1,0 +1,21 @@
+"""Workers come and go in each mode of `affinity`, and the partitions that move are counted.
+
+member     a process with the workers' consumer loop
+fleet      the members, and who owns what
+load       impressions, and users whose K,V is held
+run        the changes, and the figures of each
+__main__   `python -m benchmarks.affinity`
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class FleetMode(enum.StrEnum):
+    """A mode of `affinity`; with `range`, also where the id of a new member sorts: last, or in the middle."""
+
+    RANGE = "range"
+    RANGE_MIDDLE = "range_middle"
+    CONSUMER_PROTOCOL = "consumer_protocol"
+    ONE_TOPIC = "one_topic"

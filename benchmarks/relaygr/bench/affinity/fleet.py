@@ -1,0 +1,114 @@
+"""The members as processes, and the partitions that each owns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from relaygr.consumer.leave import leave
+from relaygr.kafka.settings import GroupProtocol, KafkaSettings
+from relaygr.runtime.errors import RelayError
+
+_POLL_S = 0.01
+_QUIET_S = 0.5
+"""An assignment that holds for so long is the last one of a rebalance."""
+_STOP_S = 30.0
+
+Owners = Mapping[int, str]
+"""Partition -> name of its owner."""
+
+
+def range_owners(names: Sequence[str], partitions: int) -> dict[int, str]:
+    """The owners that the assignor `range` chooses: each member, in the order of the ids, gets the next ones."""
+    share, rest = divmod(partitions, len(names))
+    counts = [share + (place < rest) for place in range(len(names))]
+    owners = [name for name, count in zip(sorted(names), counts, strict=True) for _ in range(count)]
+    return dict(enumerate(owners))
+
+
+def moved(before: Owners, after: Owners) -> frozenset[int]:
+    """Partitions that a member lost which is still there."""
+    live = set(after.values())
+    return frozenset(part for part, owner in before.items() if owner in live and after[part] != owner)
+
+
+def fewest_moves(before: Owners, after: Owners) -> int:
+    """The fewest partitions that live members must give up so that the members of `after` have equal shares."""
+    names = set(after.values())
+    held = sorted((sum(owner == name for owner in before.values()) for name in names), reverse=True)
+    share, rest = divmod(len(before), len(names))
+    return sum(max(0, count - share - (place < rest)) for place, count in enumerate(held))
+
+
+@dataclass(slots=True)
+class _Process:
+    process: subprocess.Popen[str]
+    owned: frozenset[int] = frozenset()
+    changed_s: float = field(default_factory=time.monotonic)
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.owned, self.changed_s = frozenset(json.loads(line)), time.monotonic()
+
+
+class Fleet:
+    """Starts and ends members. A context manager, which ends all of them."""
+
+    def __init__(self, kafka: KafkaSettings) -> None:
+        self._kafka = kafka
+        self._members: dict[str, _Process] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in [*self._members]:
+            self.kill(name)
+
+    def start(self, name: str) -> None:
+        command = [sys.executable, "-m", "relaygr.bench.affinity.member", self._kafka.model_dump_json(), name]
+        member = _Process(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        self._members[name] = member
+        threading.Thread(target=member.read, name=f"reads {name}", daemon=True).start()
+
+    def kill(self, name: str) -> None:
+        """kill -9."""
+        process = self._members.pop(name).process
+        process.kill()
+        self._ended(process)
+
+    def stop(self, name: str) -> None:
+        """Ends the member for good. Unless the protocol forbids it, its partitions move at once."""
+        process = self._members.pop(name).process
+        process.terminate()
+        self._ended(process)
+        if self._kafka.group_protocol is GroupProtocol.CLASSIC:
+            leave(self._kafka, self._kafka.workers_group, name)
+
+    def await_owners(self, timeout_s: float) -> tuple[Owners, float]:
+        """The owners once every partition has exactly one among the members that run, and since when (monotonic s).
+
+        Every member that runs owns something then. Raises RelayError if that does not come true in time.
+        """
+        ends_s = time.monotonic() + timeout_s
+        while time.monotonic() < ends_s:
+            since_s = max(each.changed_s for each in self._members.values())
+            pairs = [(part, name) for name, each in self._members.items() for part in each.owned]
+            owners = dict(pairs)
+            is_whole = len(pairs) == len(owners) == self._kafka.partitions
+            if is_whole and len(set(owners.values())) == len(self._members) and time.monotonic() > since_s + _QUIET_S:
+                return owners, since_s
+            time.sleep(_POLL_S)
+        listed = {name: len(each.owned) for name, each in self._members.items()}
+        raise RelayError(f"{self._kafka.partitions} partitions have not one owner each after {timeout_s:g} s: {listed}")
+
+    @staticmethod
+    def _ended(process: subprocess.Popen[str]) -> None:
+        process.wait(_STOP_S)
+        assert process.stdout is not None

@@ -1,0 +1,83 @@
+"""A member of the fleet: `python -m relaygr.bench.affinity.member SETTINGS NAME`, the settings of Kafka as JSON.
+
+It is the workers' consumer loop with a handler that remembers jobs and answers requests at once. Each assignment is a
+line on the standard output: the partitions that the member owns, as a JSON list. SIGTERM stops it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+from confluent_kafka import Consumer
+
+from relaygr.consumer import ConsumerLoop, LoopState, Received
+from relaygr.kafka.client_errors import ErrorCallback
+from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.logs import configure_logging
+from relaygr.schemas.headers import is_job
+from relaygr.schemas.topics import Topic
+
+_DRAIN_S = 1.0
+_TURN_S = 0.5
+
+
+class Member:
+    """The handler of a consumer loop. A job's value is its id; a request's value is its id and that of its job."""
+
+    def __init__(self, kafka: KafkaSettings, name: str) -> None:
+        self._name = name
+        self._results = kafka.topic(Topic.RESULTS)
+        self._ranking = kafka.topic(Topic.RANKING)
+        self._jobs: dict[str, str] = {}
+        self._producer = make_producer(kafka, ProducerKind.LATENCY, name)
+
+        def consumer(on_error: ErrorCallback) -> Consumer:
+            return make_group_consumer(kafka, kafka.workers_group, name, instance_id=name, on_error=on_error)
+
+        topics = [kafka.topic(topic) for topic in kafka.worker_topics]
+        self.loop = ConsumerLoop(consumer, topics, self, name=name, is_incremental=kafka.affinity.is_incremental)
+
+    def on_message(self, message: Received) -> None:
+        user, text = (message.key or b"").decode(), (message.value or b"").decode()
+        if message.topic != self._ranking or is_job(message.headers):
+            self._jobs[user] = text
+        else:
+            request_id, job = text.split()
+            answer = [request_id, self._name, self._jobs.get(user) == job]
+            self._producer.produce(self._results, json.dumps(answer).encode(), partition=0)
+        self.loop.finish(message.token)
+
+    def on_batch(self) -> None:
+        self._producer.poll(0)
+
+    def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:  # noqa: ARG002
+        sys.stdout.write(json.dumps(sorted(partitions)) + "\n")
+        sys.stdout.flush()
+
+    def on_revoked(self, partitions: frozenset[int]) -> None:
+        pass
+
+    def on_lost(self, partitions: frozenset[int]) -> None:
+        pass
+
+    def on_tick(self, now_us: int) -> None:  # noqa: ARG002
+        self._producer.poll(0)
+
+    def run(self) -> int:
+        """Until SIGTERM or the end of the loop. Returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.loop.stop(_DRAIN_S))
+        self.loop.start()
+        while not self.loop.join(_TURN_S):
+            pass
+        self._producer.flush(1)
+        return 0 if self.loop.status().state is LoopState.STOPPED else 1
+
+
+if __name__ == "__main__":
+    # Logs go to standard error: they must not mix with the assignments.
+    configure_logging()
+    sys.exit(Member(KafkaSettings.model_validate_json(sys.argv[1]), sys.argv[2]).run())

@@ -1,0 +1,67 @@
+"""Fleets whose members join, leave, die and come back under load, in each mode of `affinity`, on a real Kafka."""
+
+from __future__ import annotations
+
+import pytest
+
+from relaygr.bench.affinity import FleetMode
+from relaygr.bench.affinity.fleet import fewest_moves, moved, range_owners
+from relaygr.bench.affinity.run import ChangeFigures, Plan, measure_mode
+from relaygr.devbroker import LocalBroker
+
+PARTITIONS = 48
+MEMBERS = [f"worker-{number:02d}" for number in range(8)]
+
+
+def moves(before: list[str], after: list[str]) -> int:
+    return len(moved(range_owners(before, PARTITIONS), range_owners(after, PARTITIONS)))
+
+
+def needed(before: list[str], after: list[str]) -> int:
+    return fewest_moves(range_owners(before, PARTITIONS), range_owners(after, PARTITIONS))
+
+
+@pytest.mark.parametrize(
+    ("new", "moves_of_range"),
+    [(["worker-99"], 18), (["worker-03-b"], 10), ([f"{name}-b" for name in MEMBERS], 24)],
+    ids=["last", "middle", "one after each"],
+)
+def test_range_moves_least_if_a_new_id_sorts_in_the_middle_or_one_after_each_old_id(
+    new: list[str], moves_of_range: int
+) -> None:
+    after = [*MEMBERS, *new]
+    assert moves(MEMBERS, after) == moves_of_range
+    assert needed(MEMBERS, after) <= moves_of_range
+    assert (len(new) == len(MEMBERS)) == (needed(MEMBERS, after) == moves_of_range)
+
+
+def test_a_member_that_comes_back_under_its_id_gets_its_partitions_again() -> None:
+    without = [name for name in MEMBERS if name != "worker-03"]
+    back = range_owners([*without, "worker-03"], PARTITIONS)
+    assert back == range_owners(MEMBERS, PARTITIONS)
+
+
+@pytest.mark.kafka
+@pytest.mark.outage
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("mode", list(FleetMode), ids=str)
+def test_jobs_and_requests_meet_again_after_each_change_and_only_what_moved_is_lost(
+    real_broker: LocalBroker, mode: FleetMode
+) -> None:
+    """`measure` raises an error if a user's request does not meet its job before a change."""
+    found = {each.change: each for each in measure_mode(real_broker, mode, Plan(3, 12, 40, 1_000))}
+    assert list(found) == ["restart", "join", "leave", "death", "return"]
+    for each in found.values():
+        assert each.unanswered == 0, "no request is lost"
+        assert each.kv_lost_mib <= each.kv_of_changed_mib < each.kv_held_mib
+        # Only impressions whose two messages were on their way while their partition moved.
+        assert each.apart <= each.requests
+    assert members(found) == [(3, 3), (3, 4), (4, 3), (3, 2), (2, 3)]
+    if mode is FleetMode.ONE_TOPIC:
+        assert {name: each.moved - each.needed for name, each in found.items() if each.moved != each.needed} == {}
+    if mode in (FleetMode.RANGE, FleetMode.RANGE_MIDDLE):
+        assert found["restart"].moved == 0, "a static id within its session keeps its partitions"
+
+
+def members(found: dict[str, ChangeFigures]) -> list[tuple[int, int]]:
+    return [(each.members_before, each.members_after) for each in found.values()]

@@ -1,0 +1,160 @@
+"""Real workers and a trigger in each mode of `affinity`, on a real Kafka, while workers come and go under load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path as FilePath
+
+import pytest
+
+from relaygr.client import LostRequest, RankOutcome, RankStatus, RelayClient
+from relaygr.demo.processes import CommandProcess
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.admin import check_topics
+from relaygr.kafka.settings import Affinity
+from relaygr.schemas.messages import Path
+from relaygr.schemas.topics import Topic
+from tests.worlds.relay import (
+    PARTITIONS,
+    Relay,
+    candidates_of,
+    history_of,
+    jobs_done,
+    new_user,
+    own_topics,
+    reading,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(280)]
+
+USERS = 24
+BUDGET_MS = 20_000
+CACHED = frozenset((Path.HBM, Path.DRAM, Path.PENDING))
+
+
+@pytest.fixture(params=list(Affinity), ids=str)
+def relay(
+    real_broker: LocalBroker, request: pytest.FixtureRequest, model: FilePath, tmp_path: FilePath
+) -> Iterator[Relay]:
+    with own_topics(real_broker, affinity=request.param) as kafka, Relay(kafka, tmp_path, model) as relay:
+        yield relay
+
+
+def owned(worker: CommandProcess) -> float:
+    return reading(worker).total("relaygr_consumer_owned_partitions")
+
+
+def await_shares(*workers: CommandProcess) -> None:
+    share = PARTITIONS / len(workers)
+    wait_until(f"{len(workers)} workers share all", lambda: all(owned(worker) == share for worker in workers))
+
+
+class Impressions:
+    """Retrieval events and ranking requests of new users with histories of their own."""
+
+    def __init__(self, client: RelayClient) -> None:
+        self._client = client
+
+    def retrieve(self, count: int) -> dict[str, str]:
+        """The users, and the request id of each."""
+        found = {}
+        for number in range(count):
+            user, history = new_user("affinity"), history_of("", 60, seed=number)
+            event = self._client.publish_retrieval(
+                user,
+                ranking_budget_ms=BUDGET_MS,
+                expected_ranking_in_ms=1_000,
+                expected_candidates=20,
+                expected_suffix=0,
+                history=history_of(user, 60, seed=number),
+                history_version=history.version(),
+            )
+            found[user] = event.request_id
+        return found
+
+    def rank(self, users: dict[str, str]) -> list[Future[RankOutcome]]:
+        return [
+            self._client.submit_rank(
+                user,
+                candidates_of(),
+                budget_ms=BUDGET_MS,
+                request_id=request_id,
+                history=history_of(user, 60, seed=number),
+            )
+            for number, (user, request_id) in enumerate(users.items())
+        ]
+
+
+def assert_all_meet(impressions: Impressions, workers: Sequence[CommandProcess]) -> None:
+    """Every job is computed at the worker that then ranks the user's request."""
+    before = jobs_done(*workers).get("computed", 0)
+    users = impressions.retrieve(USERS)
+    wait_until("all jobs computed", lambda: jobs_done(*workers).get("computed", 0) >= before + USERS)
+    outcomes = [future.result(60) for future in impressions.rank(users)]
+    assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+    assert {outcome.result.path for outcome in outcomes if outcome.result is not None} <= CACHED
+
+
+def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Relay) -> None:
+    lost: list[LostRequest] = []
+    trigger = relay.start_trigger()
+    workers = [relay.start_worker(f"worker-{number:02d}") for number in range(2)]
+    relay.await_ready(trigger, *workers)
+    await_shares(*workers)
+    with relay.client(on_lost=lost.append) as client:
+        impressions = Impressions(client)
+        assert_all_meet(impressions, workers)
+
+        # One joins, while requests of users without jobs go on.
+        during = impressions.rank(impressions.retrieve(USERS))
+        workers.append(relay.start_worker("worker-02"))
+        relay.await_ready(*workers)
+        await_shares(*workers)
+        assert {future.result(60).status for future in during} == {RankStatus.RANKED}
+        assert_all_meet(impressions, workers)
+        moved = [reading(worker).by_label("relaygr_worker_moved_partitions_total", "direction") for worker in workers]
+        assert sum(each.get("left", 0) for each in moved) >= PARTITIONS / 3
+        assert sum(reading(worker).total("relaygr_worker_moved_prefix_bytes_total") for worker in workers) > 0
+
+        # One dies.
+        during = impressions.rank(impressions.retrieve(USERS))
+        relay.kill(workers.pop(0))
+        await_shares(*workers)
+        assert {future.result(60).status for future in during} == {RankStatus.RANKED}
+        assert_all_meet(impressions, workers)
+
+        # The same id comes back, after its session.
+        workers.append(relay.start_worker("worker-00"))
+        relay.await_ready(*workers)
+        await_shares(*workers)
+        assert_all_meet(impressions, workers)
+    assert not lost
+    relay.await_all_committed(*relay.kafka.worker_topics)
+
+
+def test_the_topics_are_those_of_the_mode(relay: Relay) -> None:
+    report = check_topics(relay.kafka)
+    assert report.ok, report.errors
+    jobs_have_a_topic = relay.kafka.affinity is not Affinity.ONE_TOPIC
+    assert (Topic.PREINFER in {row.topic for row in report.rows}) == jobs_have_a_topic
+
+
+def test_a_worker_that_is_killed_and_started_again_at_once_serves_its_users(relay: Relay) -> None:
+    trigger = relay.start_trigger()
+    workers = [relay.start_worker(f"worker-{number:02d}") for number in range(2)]
+    relay.await_ready(trigger, *workers)
+    await_shares(*workers)
+    with relay.client() as client:
+        impressions = Impressions(client)
+        during = impressions.rank(impressions.retrieve(USERS))
+        relay.kill(workers.pop())
+        workers.append(relay.start_worker("worker-01"))
+        time.sleep(0.1)
+        during += impressions.rank(impressions.retrieve(USERS))
+        relay.await_ready(*workers)
+        await_shares(*workers)
+        assert {future.result(60).status for future in during} == {RankStatus.RANKED}
+        assert_all_meet(impressions, workers)
