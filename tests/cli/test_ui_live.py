@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.kafka.clients import ProducerKind, make_producer
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import encode
-from relaygr.schemas.headers import WORKERS_GROUP, RankingHeaders
+from relaygr.schemas.headers import JOB_HEADER, WORKERS_GROUP, RankingHeaders
 from relaygr.schemas.messages import Outcome, Path, PreInferJob, RankingResult, RetrievalEvent, StageTimings
 from relaygr.schemas.topics import Topic
 from relaygr.ui import reader as reader_module
@@ -69,7 +69,8 @@ class Traffic:
             path=Path.HBM, num_tasks=1, scores=np.zeros(3, "<f4"), model_revision="m",
         )  # fmt: skip
         self._send(Topic.RETRIEVAL, b"ann", encode(event))
-        self._send(Topic.PREINFER, b"ann", encode(job))
+        jobs = self._kafka.jobs_topic
+        self._send(jobs, b"ann", encode(job), [JOB_HEADER] if jobs is Topic.RANKING else None)
         self._send(Topic.RANKING, b"ann", b"body", headers.encode())
         self._send(Topic.RESULTS, name.encode(), encode(result))
         self._send(Topic.RESULTS, name.encode(), b"garbage")
@@ -103,6 +104,20 @@ def test_impressions_and_statuses_of_the_topics_are_shown(kafka_settings: KafkaS
     assert (shown.late[-1].latency_ms, shown.late[-1].budget_ms) == (70, 50)
     assert shown.unreadable >= 3 and shown.problems == []
     assert live.has_ended and live.snapshot() is live.snapshot(), "the last figures stay"
+
+
+@pytest.mark.parametrize("broker", ["embedded"], indirect=True)
+def test_jobs_on_the_ranking_topic_are_counted_as_jobs(kafka_settings: KafkaSettings) -> None:
+    kafka = kafka_settings.model_copy(update={"affinity": Affinity.ONE_TOPIC})
+    traffic = Traffic(kafka)
+    with LiveCluster(kafka, SETTINGS) as live:
+        assert until(lambda: late_of(live.snapshot()) >= 3, traffic.impression)
+        assert until(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
+
+        def counts() -> set[int]:
+            return {sum(flow.series) for flow in live.snapshot().stages if flow.stage in (Topic.PREINFER, Topic.RANKING)}
+
+        assert until(lambda: 0 not in counts(), traffic.impression)
 
 
 @pytest.mark.parametrize("broker", ["embedded"], indirect=True)

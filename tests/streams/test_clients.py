@@ -259,6 +259,15 @@ def test_an_assignor_that_splits_owners_is_refused(name: str) -> None:
         make_group_consumer(KafkaSettings(), "group", "test", options={name: "cooperative-sticky"})
 
 
+def test_one_topic_makes_the_workers_sticky_and_no_other_group() -> None:
+    kafka = KafkaSettings(affinity=Affinity.ONE_TOPIC)
+    name = "partition.assignment.strategy"
+    make_group_consumer(kafka, kafka.workers_group, "w", options={name: "cooperative-sticky"}).close()
+    make_group_consumer(kafka, kafka.trigger_group, "t", options={name: "range"}).close()
+    with pytest.raises(RelayError, match="leave it at cooperative-sticky"):
+        make_group_consumer(kafka, kafka.workers_group, "w", options={name: "range"})
+
+
 def test_a_session_may_be_longer_than_a_rebalance_waits_by_default() -> None:
     with closed_port() as port:
         kafka = KafkaSettings(bootstrap=f"127.0.0.1:{port}", session_timeout_ms=45_000)

@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from relaygr.consumer import ConsumerLoop, ConsumerSettings, LoopState, Received, Token
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from tests.bad_header import write_bad_header
@@ -54,12 +54,15 @@ class Member:
         self.partitions: frozenset[int] = frozenset()
         self.threads: set[str] = set()
         self.ended: list[LoopState] = []
-        self.topics = topics or [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
+        self.topics = topics or [kafka.topic(topic) for topic in kafka.worker_topics]
 
         def factory(on_error: object) -> Consumer:
             return make_group_consumer(kafka, kafka.workers_group, name, instance_id, on_error)  # type: ignore[arg-type]
 
-        self.loop = ConsumerLoop(factory, self.topics, self, settings=settings, name=name, on_end=self.ended.append)
+        self.loop = ConsumerLoop(
+            factory, self.topics, self, settings=settings, name=name, on_end=self.ended.append,
+            is_incremental=kafka.affinity.is_incremental,
+        )  # fmt: skip
 
     def on_message(self, message: Received) -> None:
         self.threads.add(threading.current_thread().name)
@@ -110,7 +113,7 @@ class Stage:
         self.kafka = kafka
         self.members: list[Member] = []
         self.producer: Producer = make_producer(kafka, ProducerKind.DURABLE, "test")
-        self.topics = [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
+        self.topics = [kafka.topic(topic) for topic in kafka.worker_topics]
         self.sent = 0
 
     def join(self, name: str, **options: object) -> Member:
@@ -379,3 +382,32 @@ def test_a_fenced_member_ends_at_once_and_its_successor_gets_what_it_had_in_flig
     until(lambda: len(b.work) == sent, "delivered to the successor")
     a.finish_all()
     assert stage.committed() <= sent
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("affinity", [Affinity.CONSUMER_PROTOCOL, Affinity.ONE_TOPIC], ids=str)
+def test_an_incremental_rebalance_takes_only_what_moves_and_the_handler_hears_what_stays(
+    real_broker: LocalBroker, affinity: Affinity
+) -> None:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = real_broker.settings(
+        KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=12, affinity=affinity)
+    )
+    real_broker.create_topics(kafka)
+    with staged(kafka) as stage:
+        a = stage.join("a", instance_id="worker-00", finishes=False)
+        until(lambda: len(a.partitions) == 12, "a owns all")
+        sent = stage.send(1)
+        until(lambda: len(a.work) == sent, "a reads all")
+        a.calls.clear()
+        epoch = a.loop.status().assignment_epoch
+        b = stage.join("b", instance_id="worker-01")
+        until(lambda: (len(a.partitions), len(b.partitions)) == (6, 6), "both own a half")
+        until(lambda: len(b.work) == sent / 2, "b reads what a has not finished")
+        status = a.loop.status()
+        assert "revoked 12" not in a.calls, "what stays is not taken for a moment"
+        assert max(Counter(a.work).values()) == 1, "what stays is not delivered again"
+        assert status.assignment_epoch > epoch and status.partitions == a.partitions and not status.owner_split
+        a.finish_all()
+        until(lambda: stage.committed() == sent, "both commit their own")
+    real_broker.delete_topics(kafka)

@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.kafka.topic_check import Finding, Observed, ObservedTopic, Severity, compare, count_conflicts, report
 from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic
 
 KAFKA = KafkaSettings(partitions=16)
 REPLICATED = KafkaSettings(partitions=16, replication_factor=3)
+CONSUMER_PROTOCOL = KAFKA.model_copy(update={"affinity": Affinity.CONSUMER_PROTOCOL})
+ONE_TOPIC = KAFKA.model_copy(update={"affinity": Affinity.ONE_TOPIC})
+QUICK_BROKER = {
+    "group.coordinator.rebalance.protocols": "classic,consumer,streams",
+    "group.consumer.assignors": "uniform,range",
+    "group.consumer.heartbeat.interval.ms": "200",
+    "group.consumer.session.timeout.ms": "3000",
+}
 
 
 def as_wanted(kafka: KafkaSettings = KAFKA) -> dict[Topic, ObservedTopic]:
@@ -221,3 +229,47 @@ def test_creation_is_held_up_by_counts_that_differ_but_not_by_missing_topics() -
     assert count_conflicts(Observed(topics), KAFKA) == ()
     topics[Topic.RANKING] = replace(topics[Topic.RANKING], partitions=8)
     assert len(count_conflicts(Observed(topics), KAFKA)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "what", "mend"),
+    [
+        ({"group.coordinator.rebalance.protocols": "classic"}, Severity.ERROR, "do not offer", "use Kafka 4"),
+        ({"group.consumer.heartbeat.interval.ms": None}, Severity.ERROR, "do not offer", "use Kafka 4"),
+        ({"group.consumer.assignors": "uniform"}, Severity.ERROR, "lacks range", "add range"),
+        ({"group.consumer.heartbeat.interval.ms": "5000", "group.consumer.session.timeout.ms": "15000"},
+         Severity.ERROR, "interval.ms=5000", "to 200 on the brokers, or set `affinity` to range"),
+        ({"group.consumer.session.timeout.ms": "500"}, Severity.ERROR, "less than 3 heartbeats", "raise"),
+        ({"group.consumer.session.timeout.ms": "45000"}, Severity.WARNING, "timeout.ms=45000", "to 6000"),
+    ],
+)  # fmt: skip
+def test_brokers_that_do_not_suit_the_consumer_protocol_are_found_with_what_to_set(
+    changes: dict[str, str | None], severity: Severity, what: str, mend: str
+) -> None:
+    config = {name: value for name, value in {**QUICK_BROKER, **changes}.items() if value is not None}
+    observed = Observed(as_wanted(), broker_config=config)
+    finding = only(compare(observed, CONSUMER_PROTOCOL))
+    assert finding.severity is severity
+    assert what in finding.what and mend in finding.mend
+    assert compare(observed, KAFKA) == (), "other modes do not need these settings"
+
+
+def test_brokers_set_for_the_consumer_protocol_have_no_findings() -> None:
+    assert compare(Observed(as_wanted(), broker_config=QUICK_BROKER), CONSUMER_PROTOCOL) == ()
+    long_names = {**QUICK_BROKER, "group.consumer.assignors": "org.apache.kafka.coordinator.group.assignor.RangeAssignor"}
+    assert compare(Observed(as_wanted(), broker_config=long_names), CONSUMER_PROTOCOL) == ()
+
+
+def test_brokers_whose_settings_cannot_be_read_are_noted() -> None:
+    finding = only(compare(Observed(as_wanted()), CONSUMER_PROTOCOL))
+    assert finding.severity is Severity.NOTE and "group.consumer" in finding.what
+
+
+def test_one_topic_needs_no_topic_of_jobs_and_warns_of_one_that_exists() -> None:
+    topics = as_wanted(ONE_TOPIC)
+    finding = only(compare(Observed(topics), ONE_TOPIC))
+    assert (finding.severity, finding.topic) == (Severity.WARNING, "relaygr.preinfer")
+    del topics[Topic.PREINFER]
+    found = report(Observed(topics), ONE_TOPIC)
+    assert found.findings == ()
+    assert Topic.PREINFER not in {row.topic for row in found.rows}

@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.clock import ManualClock, SystemClock
 from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
 from relaygr.schemas.codec import decode, encode
-from relaygr.schemas.headers import DEAD_LETTER_REASON
+from relaygr.schemas.headers import DEAD_LETTER_REASON, is_job
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.trigger import faust_stream, handler
@@ -150,6 +151,27 @@ async def test_a_long_history_becomes_a_job_keyed_by_its_user_on_the_users_parti
     assert message.key() == b"user-long"
     assert message.partition() == partition_for(b"user-long", kafka_settings.partitions)
     assert decode(PreInferJob, message.value()).request_id == long.request_id
+
+
+@pytest.mark.asyncio
+async def test_with_one_topic_jobs_are_on_the_ranking_topic_with_a_header_and_known_after_a_restart(
+    kafka_settings: KafkaSettings,
+) -> None:
+    kafka = kafka_settings.model_copy(update={"affinity": Affinity.ONE_TOPIC})
+    settings, sent = TriggerSettings(status_stale_ms=100_000), event("user-1", 4000)
+    async with running(kafka, settings) as bench:
+        bench.write(Topic.WORKERS, b"worker-00", encode(worker_status(kafka, SystemClock().wall_us())))
+        await wait_for(lambda: bench.app.fleet.owner_of(0, SystemClock().wall_us()) is not None)
+        bench.write(Topic.RANKING, b"user-1", b"a ranking request")
+        bench.send(sent)
+        request, job = sorted(await bench.read(Topic.RANKING, 2), key=lambda message: message.offset() or 0)
+    assert not is_job(headers_of(request)) and is_job(headers_of(job))
+    assert decode(PreInferJob, job.value()).request_id == sent.request_id
+    assert job.partition() == request.partition() == partition_for(b"user-1", kafka.partitions)
+    async with running(kafka, settings) as bench:
+        await wait_for(lambda: bench.app.tail.is_idle)
+        bench.send(sent)
+        assert await bench.decided(1) == {"repeated": 1}
 
 
 @pytest.mark.asyncio

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from relaygr.consumer import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
-from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.headers import JOB_HEADER, RankingHeaders
 from relaygr.schemas.messages import (
     MAX_BUDGET_MS,
     Behaviours,
@@ -67,7 +67,7 @@ class Sink:
 
 
 class HandlerWorld:
-    def __init__(self) -> None:
+    def __init__(self, has_one_topic: bool = False) -> None:
         self.clock = ManualClock(monotonic_us=5_000_000)
         self.sink = Sink()
         self.producer = FakeProducer()
@@ -85,6 +85,7 @@ class HandlerWorld:
                 partitions=PARTITIONS,
                 max_clock_skew_ms=SKEW_US // 1000,
                 reply_margin_ms=REPLY_MARGIN_MS,
+                has_one_topic=has_one_topic,
             ),
             self.sink,
             self.writer,
@@ -151,6 +152,21 @@ def test_a_request_becomes_work_with_its_deadline_on_our_monotonic_clock(world: 
     assert work.answer_by_us == work.deadline_us - REPLY_MARGIN_MS * 1000
     assert work.received is message
     assert not world.producer.sent and not world.finished and not world.letters.written
+
+
+def test_on_one_topic_a_header_tells_jobs_from_requests():
+    world = HandlerWorld(has_one_topic=True)
+    world.send(RANKING, codec.encode(world.job()), headers=[JOB_HEADER])
+    world.rank()
+    assert (len(world.sink.jobs), len(world.sink.rankings)) == (1, 1)
+    world.send(RANKING, codec.encode(world.job()), headers=[("kind", b"something new")])
+    assert [reason for _, reason, _ in world.letters.written] == ["invalid_field"], "neither a job nor a request"
+
+
+def test_with_two_topics_the_topic_alone_tells_jobs_from_requests(world: HandlerWorld):
+    world.send(PREINFER, codec.encode(world.job()))
+    world.send(RANKING, codec.encode(world.request(world.headers())), headers=[*world.headers().encode(), JOB_HEADER])
+    assert (len(world.sink.jobs), len(world.sink.rankings)) == (1, 1)
 
 
 def test_an_answer_is_due_earlier_while_results_take_long_to_reach_the_broker(world: HandlerWorld):

@@ -86,6 +86,9 @@ _ABSENCE_US: Final = 1_000_000
 _AFTER_ABSENCE_US: Final = 10_000_000
 _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
+# The text of UNRELEASED_INSTANCE_ID: the client reports only that the error is fatal.
+_ID_IN_USE: Final = "still used by another member"
+_ID_RETRY_S: Final = 0.2
 _REPLACED: Final = "Another process took over this group.instance.id. This process must exit and must not be restarted"
 _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
 
@@ -609,6 +612,8 @@ class ConsumerLoop:
                 self._rejoin()
                 return
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
+        elif _ID_IN_USE in error.str():
+            self._join_later()
         else:
             self._fail(LoopState.FAILED, RelayError(f"The consumer cannot continue: {cause_of(error)}"))
 
@@ -643,6 +648,21 @@ class ConsumerLoop:
         _REJOINS.labels(self._name).inc()
         self._client.close()
         self._consumer = None
+        self._subscribe()
+
+    def _join_later(self) -> None:
+        """Joins with a new consumer after a pause.
+
+        `group.protocol=consumer` refuses a static id until the session of its holder has ended, also if the holder is
+        dead, and the client that was refused is unusable.
+        """
+        now_us = self._clock.monotonic_us()
+        if now_us - self._logged_at_us.get(KafkaError.UNRELEASED_INSTANCE_ID, -_LOG_INTERVAL_US) >= _LOG_INTERVAL_US:
+            self._logged_at_us[KafkaError.UNRELEASED_INSTANCE_ID] = now_us
+            self._log.warning("the group has another member with this group.instance.id: waits for the end of its session")
+        self._client.close()
+        self._consumer = None
+        time.sleep(_ID_RETRY_S)
         self._subscribe()
 
     def _fail(self, state: LoopState, error: BaseException) -> None:

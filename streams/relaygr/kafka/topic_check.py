@@ -286,7 +286,8 @@ def _consumer_protocol(config: Mapping[str, str]) -> Iterator[tuple[Severity, st
         yield Severity.ERROR, what, "use Kafka 4 with `consumer` among group.coordinator.rebalance.protocols"
         return
     assignors = config.get("group.consumer.assignors", Affinity.CONSUMER_PROTOCOL.assignor)
-    if Affinity.CONSUMER_PROTOCOL.assignor not in assignors.lower().replace("rangeassignor", "range").split(","):
+    names = [name.rpartition(".")[2].lower().removesuffix("assignor") for name in assignors.split(",")]
+    if Affinity.CONSUMER_PROTOCOL.assignor not in names:
         what = f"group.consumer.assignors={assignors} lacks range, which keeps a user's jobs and requests together"
         yield Severity.ERROR, what, "add range to group.consumer.assignors on the brokers"
     heartbeat_ms, session_ms = int(config[_HEARTBEAT]), int(config.get(_SESSION, 0))

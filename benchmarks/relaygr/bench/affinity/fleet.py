@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from relaygr.consumer.leave import leave
 from relaygr.kafka.settings import GroupProtocol, KafkaSettings
@@ -45,15 +45,34 @@ def fewest_moves(before: Owners, after: Owners) -> int:
     return sum(max(0, count - share - (place < rest)) for place, count in enumerate(held))
 
 
-@dataclass(slots=True)
 class _Process:
-    process: subprocess.Popen[str]
-    owned: frozenset[int] = frozenset()
-    changed_s: float = field(default_factory=time.monotonic)
+    """A member's process, and the thread that reads its assignments."""
 
-    def read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+    def __init__(self, name: str, settings: str) -> None:
+        command = [sys.executable, "-m", "relaygr.bench.affinity.member", settings, name]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.owned: frozenset[int] = frozenset()
+        self.changed_s = time.monotonic()
+        self._thread = threading.Thread(target=self._read, name=f"reads {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self, number: signal.Signals) -> None:
+        """Sends the signal, and waits for the end of the process."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.send_signal(number)
+        process.wait(_STOP_S)
+        self._thread.join()
+        process.stdin.close()
+        process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             self.owned, self.changed_s = frozenset(json.loads(line)), time.monotonic()
 
 
@@ -72,22 +91,15 @@ class Fleet:
             self.kill(name)
 
     def start(self, name: str) -> None:
-        command = [sys.executable, "-m", "relaygr.bench.affinity.member", self._kafka.model_dump_json(), name]
-        member = _Process(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        self._members[name] = member
-        threading.Thread(target=member.read, name=f"reads {name}", daemon=True).start()
+        self._members[name] = _Process(name, self._kafka.model_dump_json())
 
     def kill(self, name: str) -> None:
         """kill -9."""
-        process = self._members.pop(name).process
-        process.kill()
-        self._ended(process)
+        self._members.pop(name).end(signal.SIGKILL)
 
     def stop(self, name: str) -> None:
         """Ends the member for good. Unless the protocol forbids it, its partitions move at once."""
-        process = self._members.pop(name).process
-        process.terminate()
-        self._ended(process)
+        self._members.pop(name).end(signal.SIGTERM)
         if self._kafka.group_protocol is GroupProtocol.CLASSIC:
             leave(self._kafka, self._kafka.workers_group, name)
 
@@ -98,6 +110,8 @@ class Fleet:
         """
         ends_s = time.monotonic() + timeout_s
         while time.monotonic() < ends_s:
+            if ended := [name for name, each in self._members.items() if each.has_ended]:
+                raise RelayError(f"{', '.join(ended)} ended by itself: its log is on standard error")
             since_s = max(each.changed_s for each in self._members.values())
             pairs = [(part, name) for name, each in self._members.items() for part in each.owned]
             owners = dict(pairs)
@@ -107,8 +121,3 @@ class Fleet:
             time.sleep(_POLL_S)
         listed = {name: len(each.owned) for name, each in self._members.items()}
         raise RelayError(f"{self._kafka.partitions} partitions have not one owner each after {timeout_s:g} s: {listed}")
-
-    @staticmethod
-    def _ended(process: subprocess.Popen[str]) -> None:
-        process.wait(_STOP_S)
-        assert process.stdout is not None

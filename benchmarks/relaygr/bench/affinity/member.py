@@ -1,14 +1,17 @@
 """A member of the fleet: `python -m relaygr.bench.affinity.member SETTINGS NAME`, the settings of Kafka as JSON.
 
 It is the workers' consumer loop with a handler that remembers jobs and answers requests at once. Each assignment is a
-line on the standard output: the partitions that the member owns, as a JSON list. SIGTERM stops it.
+line on the standard output: the partitions that the member owns, as a JSON list. SIGTERM stops it, and so does the end
+of its standard input, which is the end of its parent.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 
 from confluent_kafka import Consumer
 
@@ -70,11 +73,19 @@ class Member:
         """Until SIGTERM or the end of the loop. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.loop.stop(_DRAIN_S))
+        threading.Thread(target=_end_with_the_parent, daemon=True).start()
         self.loop.start()
         while not self.loop.join(_TURN_S):
             pass
         self._producer.flush(1)
         return 0 if self.loop.status().state is LoopState.STOPPED else 1
+
+
+def _end_with_the_parent() -> None:
+    # Not through `sys.stdin`, whose lock would be held when the interpreter ends.
+    while os.read(0, 1024):
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ limit: {{ add $tmpfs $history (mul $processes $each) }}
 {{- if hasKey ($settings.security | default dict) $key }}{{ fail (printf "settings.security.%s would be readable in a ConfigMap: put it into a Secret, and set RELAYGR_SECURITY__%s from it by extraEnv (or name the file of a password in settings.security.sasl_password_file)" $key (upper $key)) }}{{ end -}}
 {{- end -}}
 {{- if and (eq ($settings.affinity | default "range") "consumer_protocol") (or .Values.worker.standby .Values.worker.leaveOnStop) }}{{ fail "settings.affinity is consumer_protocol: set worker.standby and worker.leaveOnStop to false, or use another affinity" }}{{ end -}}
+{{- if and (eq ($settings.affinity | default "range") "one_topic") (or .Values.strimzi.topics .Values.strimzi.users) }}{{ fail "settings.affinity is one_topic: set strimzi.topics to false and strimzi.users to [], and grant the rights that `relaygr topics acls` prints" }}{{ end -}}
 {{- $most := .Values.worker.replicas -}}
 {{- if .Values.keda.worker.enabled }}{{ $most = .Values.keda.worker.max }}{{ end -}}
 {{- if gt (int $most) (int $settings.partitions) }}{{ fail (printf "%d workers share settings.partitions = %d partitions: plan at least 8 partitions for each worker" (int $most) (int $settings.partitions)) }}{{ end -}}
