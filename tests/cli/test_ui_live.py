@@ -115,7 +115,9 @@ def test_jobs_on_the_ranking_topic_are_counted_as_jobs(kafka_settings: KafkaSett
         assert until(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
 
         def counts() -> set[int]:
-            return {sum(flow.series) for flow in live.snapshot().stages if flow.stage in (Topic.PREINFER, Topic.RANKING)}
+            return {
+                sum(flow.series) for flow in live.snapshot().stages if flow.stage in (Topic.PREINFER, Topic.RANKING)
+            }
 
         assert until(lambda: 0 not in counts(), traffic.impression)
 

@@ -17,7 +17,6 @@ from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.topics import Topic
 from tests.bad_header import write_bad_header
 
 pytestmark = pytest.mark.slow

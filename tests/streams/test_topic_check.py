@@ -256,8 +256,9 @@ def test_brokers_that_do_not_suit_the_consumer_protocol_are_found_with_what_to_s
 
 def test_brokers_set_for_the_consumer_protocol_have_no_findings() -> None:
     assert compare(Observed(as_wanted(), broker_config=QUICK_BROKER), CONSUMER_PROTOCOL) == ()
-    long_names = {**QUICK_BROKER, "group.consumer.assignors": "org.apache.kafka.coordinator.group.assignor.RangeAssignor"}
-    assert compare(Observed(as_wanted(), broker_config=long_names), CONSUMER_PROTOCOL) == ()
+    assignors = "org.apache.kafka.coordinator.group.assignor.RangeAssignor"
+    named_by_class = {**QUICK_BROKER, "group.consumer.assignors": assignors}
+    assert compare(Observed(as_wanted(), broker_config=named_by_class), CONSUMER_PROTOCOL) == ()
 
 
 def test_brokers_whose_settings_cannot_be_read_are_noted() -> None:

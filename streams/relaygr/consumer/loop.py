@@ -659,7 +659,9 @@ class ConsumerLoop:
         now_us = self._clock.monotonic_us()
         if now_us - self._logged_at_us.get(KafkaError.UNRELEASED_INSTANCE_ID, -_LOG_INTERVAL_US) >= _LOG_INTERVAL_US:
             self._logged_at_us[KafkaError.UNRELEASED_INSTANCE_ID] = now_us
-            self._log.warning("the group has another member with this group.instance.id: waits for the end of its session")
+            self._log.warning(
+                "the group has another member with this group.instance.id: waits for the end of its session"
+            )
         self._client.close()
         self._consumer = None
         time.sleep(_ID_RETRY_S)

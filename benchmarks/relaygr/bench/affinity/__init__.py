@@ -13,9 +13,9 @@ import enum
 
 
 class FleetMode(enum.StrEnum):
-    """A mode of `affinity`; with `range`, also where the id of a new member sorts: last, or in the middle."""
+    """A mode of `affinity`; with `range`, also where the id of a new member sorts: last, or where the fewest partitions move."""
 
     RANGE = "range"
-    RANGE_MIDDLE = "range_middle"
+    RANGE_PLACED = "range_placed"
     CONSUMER_PROTOCOL = "consumer_protocol"
     ONE_TOPIC = "one_topic"

@@ -1,12 +1,12 @@
 """Changes a fleet of workers under load, in each mode of `affinity`: `python -m benchmarks.affinity --broker kafka`.
 
 The members are processes with the workers' consumer loop and its real settings. In the place of K,V each keeps the last
-pre-infer job of a user. `--rate` impressions a second send a job, and 50 ms later a ranking request, which the owner
+pre-infer job of a user. `--rate` impressions a second send a job, and 100 ms later a ranking request, which the owner
 of the partition answers: hit if it has that job. Besides, every partition has resident users with a job from before.
 
-Each mode goes through the same changes: a member is killed and started again at once (`restart`), a member joins
-(`join`) and leaves for good (`leave`), a member is killed (`death`) and comes back after its session (`return`). With
-`range`, the new member's id sorts last (`range`) or in the middle (`range_middle`). For each change:
+Each mode goes through the same changes: nothing (`none`), a member is killed and started again at once (`restart`), a
+member joins (`join`) and leaves for good (`leave`), a member is killed (`death`) and comes back after its session
+(`return`). With `range`, the new member's id sorts last, or where the fewest partitions move (`range_placed`). For each change:
 
 * moved: partitions whose owner lives and is another one now; needed: the fewest that an equal share needs;
 * kv_lost_mib: K,V of resident users whom the owner no longer knows, at 16 MiB a prefix;

@@ -37,6 +37,13 @@ def moved(before: Owners, after: Owners) -> frozenset[int]:
     return frozenset(part for part, owner in before.items() if owner in live and after[part] != owner)
 
 
+def best_new_id(names: Sequence[str], partitions: int) -> str:
+    """The id, made of that before it and `-b`, with which a new member makes `range` move the fewest partitions."""
+    before = range_owners(names, partitions)
+    ids = [f"{name}-b" for name in names]
+    return min(ids, key=lambda each: len(moved(before, range_owners([*names, each], partitions))))
+
+
 def fewest_moves(before: Owners, after: Owners) -> int:
     """The fewest partitions that live members must give up so that the members of `after` have equal shares."""
     names = set(after.values())

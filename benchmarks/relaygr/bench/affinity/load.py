@@ -18,7 +18,7 @@ from relaygr.schemas.headers import JOB_HEADER
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 
-LEAD_S = 0.05
+LEAD_S = 0.1
 """Time from the job of an impression to its ranking request."""
 _TURN_S = 0.002
 _POLL_S = 0.01

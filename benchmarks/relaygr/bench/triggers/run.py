@@ -7,13 +7,12 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 from confluent_kafka import TopicPartition
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +42,9 @@ START_S: Final = 120.0
 _POLL_S: Final = 0.05
 _SETTLE_S: Final = 2.0
 _ANSWER_S: Final = 10.0
+_TURN_S: Final = 0.005
+_ENCODE_S: Final = 40e-6
+"""An upper bound of the time to encode an event."""
 _FROM, _UNTIL = 0.15, 0.75
 """The part of a drain that is measured: all processes read, and none has run out of events."""
 
@@ -89,7 +91,8 @@ def measure_triggers(plan: Plan, broker: str, out: Path, json_file: Path | None)
             with _Run(started, Path(folder), f"triggers-{count}").running() as run:
                 rows.append(run.drain(count, plan.events * count))
                 most_per_s[count] = rows[-1].decided_per_s
-                rows.append(run.offer("steady", str(count), plan.load * most_per_s[count], plan.seconds))
+                rate_per_s = plan.load * most_per_s[count]
+                rows.append(run.offer("steady", str(count), rate_per_s, plan.seconds, lambda _: None))
         with _Run(started, Path(folder), "triggers-rebalance").running() as run:
             rate_per_s = plan.load * most_per_s[min(most_per_s)]
             rows.append(run.rebalance(rate_per_s, plan.seconds))
@@ -138,24 +141,30 @@ class _Run:
     def drain(self, count: int, events: int) -> TriggerRow:
         """`count` processes read `events` that are there already."""
         self._commit_the_start()
-        self._send(events)
+        self._send(self._encoded(events, time.time()))
+        self._producer.flush(60)
         children = [self._start() for _ in range(count)]
         counts = [(time.time(), 0)]
         while counts[-1][1] < events:
             self._processes.require_running()
             counts.append((time.time(), self._decided(children)))
             time.sleep(_POLL_S)
-        from_s, until_s = (next(at for at, seen in counts if seen >= part * events) for part in (_FROM, _UNTIL))
-        read = np.interp([from_s, until_s], *zip(*counts, strict=True))
-        return self._row("drain", str(count), 0.0, from_s, until_s, float(read[1] - read[0]), float("inf"))
+        (from_s, first), (until_s, last) = (
+            next((at, seen) for at, seen in counts if seen >= part * events) for part in (_FROM, _UNTIL)
+        )
+        return self._row("drain", str(count), 0.0, from_s, until_s, last - first, float("inf"))
 
     def offer(
-        self, phase: str, processes: str, rate_per_s: float, seconds: float, meanwhile: Callable[[float], None] | None = None
+        self, phase: str, processes: str, rate_per_s: float, seconds: float, each_turn: Callable[[float], None]
     ) -> TriggerRow:
-        """Sends `rate_per_s` events a second. `meanwhile` is called again and again, with the seconds since the start."""
-        self._paced(rate_per_s, _SETTLE_S, None)
+        """Sends `rate_per_s` events a second."""
+        count = int(rate_per_s * (_SETTLE_S + seconds))
+        begin_s = time.time() + count * _ENCODE_S
+        events = iter(self._encoded(count, begin_s, rate_per_s))
+        time.sleep(max(0.0, begin_s - time.time()))
+        self._paced(events, rate_per_s, _SETTLE_S, lambda _: None)
         ages, before, from_s = self._ages(), self._decided(self._processes.running), time.time()
-        self._paced(rate_per_s, seconds, meanwhile)
+        self._paced(events, rate_per_s, seconds, each_turn)
         until_s, after = time.time(), self._decided(self._processes.running) + self._decided_by_ended
         return self._row(phase, processes, rate_per_s, from_s, until_s, after - before, _p99_ms(ages, self._ages()))
 
@@ -174,7 +183,14 @@ class _Run:
         return self.offer("rebalance", "1 2 3 2", rate_per_s, 2 * seconds, step)
 
     def _row(
-        self, phase: str, processes: str, offered_per_s: float, from_s: float, until_s: float, decided: float, age: float
+        self,
+        phase: str,
+        processes: str,
+        offered_per_s: float,
+        from_s: float,
+        until_s: float,
+        decided: float,
+        age: float,
     ) -> TriggerRow:
         seconds = until_s - from_s
         budget = AdmissionSettings().preinfer_share * seconds * 1e6 / JOB_US
@@ -197,34 +213,40 @@ class _Run:
 
     # Events and statuses.
 
-    def _send(self, count: int) -> None:
-        now_us = time.time_ns() // 1000
-        topic = self._settings.topic(Topic.RETRIEVAL)
-        for _ in range(count):
-            number = next(self._users)
+    def _encoded(self, count: int, begin_s: float, rate_per_s: float = float("inf")) -> list[tuple[str, bytes]]:
+        """Events with their keys, to be sent from a wall time on. To encode them takes as long as to decide."""
+        found = []
+        for place in range(count):
+            number, at_us = next(self._users), int((begin_s + place / rate_per_s) * 1e6)
             event = RetrievalEvent(
-                f"bench.1.{number}", f"user-{number}", now_us, now_us + LEAD_US, BUDGET_MS, 100, 0,
+                f"bench.1.{number}", f"user-{number}", at_us, at_us + LEAD_US, BUDGET_MS, 100, 0,
                 history_version=HistoryVersion(1, 1000, bytes(16)),
             )  # fmt: skip
+            found.append((event.user_id, encode(event)))
+        return found
+
+    def _send(self, events: Iterable[tuple[str, bytes]]) -> None:
+        topic = self._settings.topic(Topic.RETRIEVAL)
+        for key, value in events:
             while True:
                 try:
-                    self._producer.produce(topic, encode(event), event.user_id)
+                    self._producer.produce(topic, value, key)
                     break
                 except BufferError:
                     self._producer.poll(_POLL_S)
         self._producer.poll(0)
-        if count > 1000:
-            self._producer.flush(30)
 
-    def _paced(self, rate_per_s: float, seconds: float, meanwhile: Callable[[float], None] | None) -> None:
+    def _paced(
+        self, events: Iterator[tuple[str, bytes]], rate_per_s: float, seconds: float, each_turn: Callable[[float], None]
+    ) -> None:
+        """Sends the next events for some seconds. `each_turn` gets the seconds so far."""
         began_s, sent = time.monotonic(), 0
         while (passed_s := time.monotonic() - began_s) < seconds:
             due = int(passed_s * rate_per_s) - sent
-            self._send(due)
+            self._send(itertools.islice(events, due))
             sent += due
-            if meanwhile is not None:
-                meanwhile(passed_s)
-            time.sleep(0.005)
+            each_turn(passed_s)
+            time.sleep(_TURN_S)
 
     def _send_statuses(self) -> None:
         status = WorkerStatus(
