@@ -26,9 +26,7 @@ def needed(before: list[str], after: list[str]) -> int:
     [(["worker-99"], 15), (["worker-04-b"], 9), ([f"{name}-b" for name in MEMBERS], 24)],
     ids=["last", "after the fifth", "one after each"],
 )
-def test_how_many_partitions_range_moves_depends_on_where_the_new_ids_sort(
-    new: list[str], moves_of_range: int
-) -> None:
+def test_how_many_partitions_range_moves_depends_on_where_the_new_ids_sort(new: list[str], moves_of_range: int) -> None:
     after = [*MEMBERS, *new]
     assert moves(MEMBERS, after) == moves_of_range
     assert needed(MEMBERS, after) <= moves_of_range

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path as FilePath
 
@@ -21,7 +21,6 @@ from tests.worlds.relay import (
     Relay,
     candidates_of,
     history_of,
-    jobs_done,
     new_user,
     own_topics,
     reading,
@@ -30,7 +29,7 @@ from tests.worlds.relay import (
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(280)]
 
-USERS = 24
+USERS = 8
 BUDGET_MS = 20_000
 CACHED = frozenset((Path.HBM, Path.DRAM, Path.PENDING))
 
@@ -88,11 +87,18 @@ class Impressions:
         ]
 
 
-def assert_all_meet(impressions: Impressions, workers: Sequence[CommandProcess]) -> None:
-    """Every job is computed at the worker that then ranks the user's request."""
-    before = jobs_done(*workers).get("computed", 0)
+def decided(trigger: CommandProcess) -> float:
+    return reading(trigger).total("relaygr_trigger_decisions_total")
+
+
+def assert_all_meet(relay: Relay, trigger: CommandProcess, impressions: Impressions) -> None:
+    """The worker that ranks a user's request is the one that prepared the user's prefix."""
+    owned_by_known = "relaygr_trigger_fleet_owned_partitions"
+    wait_until("the trigger knows every owner", lambda: reading(trigger).total(owned_by_known) == PARTITIONS)
+    before = decided(trigger)
     users = impressions.retrieve(USERS)
-    wait_until("all jobs computed", lambda: jobs_done(*workers).get("computed", 0) >= before + USERS)
+    wait_until("every event decided", lambda: decided(trigger) >= before + USERS)
+    relay.await_all_committed(relay.kafka.jobs_topic)
     outcomes = [future.result(60) for future in impressions.rank(users)]
     assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
     assert {outcome.result.path for outcome in outcomes if outcome.result is not None} <= CACHED
@@ -106,7 +112,7 @@ def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Rel
     await_shares(*workers)
     with relay.client(on_lost=lost.append) as client:
         impressions = Impressions(client)
-        assert_all_meet(impressions, workers)
+        assert_all_meet(relay, trigger, impressions)
 
         # One joins, while requests of users without jobs go on.
         during = impressions.rank(impressions.retrieve(USERS))
@@ -114,7 +120,7 @@ def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Rel
         relay.await_ready(*workers)
         await_shares(*workers)
         assert {future.result(60).status for future in during} == {RankStatus.RANKED}
-        assert_all_meet(impressions, workers)
+        assert_all_meet(relay, trigger, impressions)
         moved = [reading(worker).by_label("relaygr_worker_moved_partitions_total", "direction") for worker in workers]
         assert sum(each.get("left", 0) for each in moved) >= PARTITIONS / 3
         assert sum(reading(worker).total("relaygr_worker_moved_prefix_bytes_total") for worker in workers) > 0
@@ -124,13 +130,13 @@ def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Rel
         relay.kill(workers.pop(0))
         await_shares(*workers)
         assert {future.result(60).status for future in during} == {RankStatus.RANKED}
-        assert_all_meet(impressions, workers)
+        assert_all_meet(relay, trigger, impressions)
 
         # The same id comes back, after its session.
         workers.append(relay.start_worker("worker-00"))
         relay.await_ready(*workers)
         await_shares(*workers)
-        assert_all_meet(impressions, workers)
+        assert_all_meet(relay, trigger, impressions)
     assert not lost
     relay.await_all_committed(*relay.kafka.worker_topics)
 
@@ -157,4 +163,4 @@ def test_a_worker_that_is_killed_and_started_again_at_once_serves_its_users(rela
         relay.await_ready(*workers)
         await_shares(*workers)
         assert {future.result(60).status for future in during} == {RankStatus.RANKED}
-        assert_all_meet(impressions, workers)
+        assert_all_meet(relay, trigger, impressions)

@@ -13,10 +13,11 @@ from relaygr.devbroker import LocalBroker
 from relaygr.kafka.admin import check_topics, create_topics, delete_topics, require_topics
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.rights import Role
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.kafka.topic_check import Severity
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
+from tests.worlds.own_broker import own_broker
 
 
 def fresh(broker: LocalBroker, partitions: int = 12) -> KafkaSettings:
@@ -109,3 +110,41 @@ def test_more_replicas_than_brokers_are_refused_with_the_number_that_fits(real_b
     kafka = fresh(real_broker).model_copy(update={"replication_factor": 31})
     with pytest.raises(RelayError, match=r"replication_factor is 31, .* has \d+ broker"):
         create_topics(kafka)
+
+
+KAFKAS_DEFAULTS = {
+    "group.consumer.heartbeat.interval.ms": "5000",
+    "group.consumer.min.heartbeat.interval.ms": "5000",
+    "group.consumer.session.timeout.ms": "45000",
+    "group.consumer.min.session.timeout.ms": "45000",
+}
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize(
+    ("properties", "told"),
+    [
+        (KAFKAS_DEFAULTS, r"heartbeat\.interval\.ms=5000.*to 200 on the brokers, or set `affinity` to range"),
+        ({"group.coordinator.rebalance.protocols": "classic"}, r"do not offer group\.protocol=consumer.*use Kafka 4"),
+    ],
+    ids=["Kafka's defaults", "switched off"],
+)
+def test_a_start_with_the_consumer_protocol_is_refused_by_brokers_that_do_not_suit_it(
+    properties: dict[str, str], told: str
+) -> None:
+    with own_broker({}, properties) as broker:
+        kafka = KafkaSettings(bootstrap=broker.bootstrap, partitions=1)
+        create_topics(kafka)
+        for role in (Role.TRIGGER, Role.WORKER):
+            assert require_topics(kafka, role).ok
+            with pytest.raises(RelayError, match=told):
+                require_topics(kafka.model_copy(update={"affinity": Affinity.CONSUMER_PROTOCOL}), role)
+
+
+@pytest.mark.kafka
+def test_one_topic_creates_no_topic_of_jobs(real_broker: LocalBroker) -> None:
+    kafka = fresh(real_broker).model_copy(update={"affinity": Affinity.ONE_TOPIC})
+    found = create_topics(kafka)
+    assert found.ok and Topic.PREINFER not in {row.topic for row in found.rows}
+    assert kafka.topic(Topic.PREINFER) not in make_admin(kafka, "test").list_topics(timeout=10).topics
+    delete_topics(kafka)

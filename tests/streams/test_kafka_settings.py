@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from relaygr.kafka.clients import make_assigned_consumer, make_group_consumer
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.rights import Role, rights_of
+from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.schemas.topics import Topic
 
 
@@ -47,3 +48,19 @@ def test_each_times_largest_value_is_one_that_the_client_takes() -> None:
     for name in ("session_timeout_ms", "fetch_wait_max_ms", "connect_timeout_s"):
         with pytest.raises(ValidationError, match="less than or equal"):
             KafkaSettings.model_validate({name: 10**10})
+
+
+def test_with_one_topic_every_role_uses_the_ranking_topic_for_jobs() -> None:
+    kafka = KafkaSettings(affinity=Affinity.ONE_TOPIC)
+    assert kafka.worker_topics == (Topic.RANKING,)
+    rights = {role: {right.name: right.operations for right in rights_of(role, kafka)} for role in Role}
+    assert rights[Role.TRIGGER]["relaygr.ranking"] == ("Read", "Write")
+    assert rights[Role.WORKER]["relaygr.ranking"] == ("Read",)
+    assert not [role for role, names in rights.items() if "relaygr.preinfer" in names]
+
+
+@pytest.mark.parametrize("affinity", [Affinity.RANGE, Affinity.CONSUMER_PROTOCOL])
+def test_with_two_topics_the_workers_read_both(affinity: Affinity) -> None:
+    kafka = KafkaSettings(affinity=affinity)
+    assert kafka.worker_topics == (Topic.PREINFER, Topic.RANKING)
+    assert set(kafka.catalogue) == set(Topic)

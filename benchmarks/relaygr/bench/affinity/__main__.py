@@ -6,7 +6,8 @@ of the partition answers: hit if it has that job. Besides, every partition has r
 
 Each mode goes through the same changes: nothing (`none`), a member is killed and started again at once (`restart`), a
 member joins (`join`) and leaves for good (`leave`), a member is killed (`death`) and comes back after its session
-(`return`). With `range`, the new member's id sorts last, or where the fewest partitions move (`range_placed`). For each change:
+(`return`). With `range`, the new member's id sorts last, or where the fewest partitions move (`range_placed`). For each
+change:
 
 * moved: partitions whose owner lives and is another one now; needed: the fewest that an equal share needs;
 * kv_lost_mib: K,V of resident users whom the owner no longer knows, at 16 MiB a prefix;

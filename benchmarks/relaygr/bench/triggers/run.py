@@ -81,7 +81,7 @@ class TriggerRow:
 
 
 def measure_triggers(plan: Plan, broker: str, out: Path, json_file: Path | None) -> list[TriggerRow]:
-    """Measures every phase, prints the rows, appends them to `out`. Raises RelayError if a process does not get ready."""
+    """Measures every phase, prints the rows, appends them to `out`. Raises RelayError if a process does not start."""
     console = Console(highlight=False)
     rows: list[TriggerRow] = []
     with tempfile.TemporaryDirectory(prefix="relaygr-triggers-") as folder, local_broker(broker) as started:
