@@ -13,7 +13,9 @@ import enum
 
 
 class FleetMode(enum.StrEnum):
-    """A mode of `affinity`; with `range`, also where the id of a new member sorts: last, or where the fewest partitions move."""
+    """A mode of `affinity`. With RANGE the id of a new member sorts last, with RANGE_PLACED where the fewest partitions
+    move.
+    """
 
     RANGE = "range"
     RANGE_PLACED = "range_placed"

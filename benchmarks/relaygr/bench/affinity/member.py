@@ -20,6 +20,7 @@ from relaygr.kafka.client_errors import ErrorCallback
 from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.logs import configure_logging
+from relaygr.runtime.settings import LogLevel, LogSettings
 from relaygr.schemas.headers import is_job
 from relaygr.schemas.topics import Topic
 
@@ -90,5 +91,5 @@ def _end_with_the_parent() -> None:
 
 if __name__ == "__main__":
     # Logs go to standard error: they must not mix with the assignments.
-    configure_logging()
+    configure_logging(LogSettings(level=LogLevel.WARNING))
     sys.exit(Member(KafkaSettings.model_validate_json(sys.argv[1]), sys.argv[2]).run())

@@ -26,6 +26,7 @@ PREFIX_MIB: Final = 16
 RESIDENTS: Final = 4
 """Resident users of each partition."""
 SETTLE_S: Final = 90.0
+TABLE_WIDTH: Final = 130
 _QUIET_S: Final = 3.0
 _BEFORE_S: Final = 1.0
 _AFTER_S: Final = 1.0
@@ -75,6 +76,7 @@ def measure_affinity(
 ) -> list[ChangeFigures]:
     """Measures each mode, prints the figures, appends them to `out`. Raises RelayError if a fleet does not settle."""
     console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
     figures: list[ChangeFigures] = []
     with local_broker(broker) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)

@@ -39,6 +39,7 @@ LEAD_US: Final = 600_000_000
 TOLERANCE: Final = 0.05
 STATUS_S: Final = 0.3
 START_S: Final = 120.0
+TABLE_WIDTH: Final = 130
 _POLL_S: Final = 0.05
 _SETTLE_S: Final = 2.0
 _ANSWER_S: Final = 10.0
@@ -83,6 +84,7 @@ class TriggerRow:
 def measure_triggers(plan: Plan, broker: str, out: Path, json_file: Path | None) -> list[TriggerRow]:
     """Measures every phase, prints the rows, appends them to `out`. Raises RelayError if a process does not start."""
     console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
     rows: list[TriggerRow] = []
     with tempfile.TemporaryDirectory(prefix="relaygr-triggers-") as folder, local_broker(broker) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
