@@ -26,7 +26,7 @@ def main(
     processes: Annotated[str, typer.Option(help="Numbers of processes, comma-separated.")] = "1,2,3",
     events: Annotated[
         int, typer.Option(min=100, help="Events in the topic before a drain, for each process.")
-    ] = 150_000,
+    ] = 60_000,
     load: Annotated[float, typer.Option(min=0.1, max=1, help="Part of the drain's rate that is offered.")] = 0.8,
     seconds: Annotated[float, typer.Option(min=5, help="Length of each steady run.")] = 15.0,
     broker: Annotated[str, typer.Option(metavar="auto|kafka|docker|HOST:PORT")] = "auto",

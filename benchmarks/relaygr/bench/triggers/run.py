@@ -44,7 +44,7 @@ _POLL_S: Final = 0.05
 _SETTLE_S: Final = 2.0
 _ANSWER_S: Final = 10.0
 _TURN_S: Final = 0.005
-_ENCODE_S: Final = 40e-6
+_ENCODE_S: Final = 25e-6
 """An upper bound of the time to encode an event."""
 _FROM, _UNTIL = 0.15, 0.75
 """The part of a drain that is measured: all processes read, and none has run out of events."""
