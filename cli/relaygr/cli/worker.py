@@ -106,8 +106,8 @@ def _leave(settings: Settings, worker_id: str) -> bool:
     group = settings.workers_group
     if settings.group_protocol is GroupProtocol.CONSUMER:
         raise RelayError(
-            "A worker cannot leave its group with affinity=consumer_protocol: others get its partitions when its session "
-            "has ended."
+            "A worker cannot leave its group with affinity=consumer_protocol: others get its partitions when its "
+            "session has ended."
         )
     has_left = leave(settings, group, worker_id)
     if has_left:

@@ -8,8 +8,9 @@ decide. For each number of processes:
 * `steady`: `--load` (80 %) of that rate is offered for `--seconds`;
 
 and last `rebalance`: 80 % of what one process can read is offered while a second and a third process join and one
-stops. Jobs are counted on the topic by their time stamps; `ratio` is jobs / budget, and within 5 % a row is `kept`. The
-time from an event to its decision (P99) is that of all events of the row.
+stops. Jobs are counted on the topic by their time stamps; `ratio` is jobs / budget, and within 5 % a row is `kept`. A
+drain follows the burst with which the processes begin, so its ratio is only bounded above. The age is the time from an
+event to its decision (P99).
 
 The processes, the broker and the events share the cores of this machine.
 """

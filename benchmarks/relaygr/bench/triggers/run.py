@@ -209,7 +209,7 @@ class _Run:
             jobs=jobs,
             budget_jobs=round(budget, 1),
             ratio=round(jobs / budget, 4),
-            kept=abs(jobs / budget - 1) <= TOLERANCE,
+            kept=(1 - TOLERANCE if offered_per_s else 0) <= jobs / budget <= 1 + TOLERANCE,
             age_p99_ms=age,
         )
 
