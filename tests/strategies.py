@@ -146,6 +146,7 @@ def _estimates(draw: st.DrawFn) -> dict[str, Any]:
         "ranking_budget_ms": draw(st.integers(1, MAX_BUDGET_MS)),
         "expected_candidates": draw(st.integers(0, MAX_CANDIDATES)),
         "expected_suffix": draw(st.integers(0, MAX_SUFFIX_BEHAVIOURS)),
+        "scenario": draw(st.none() | texts(64)),
         **draw(_histories_of(user_id)),
     }
 
@@ -177,6 +178,7 @@ def ranking_requests(draw: st.DrawFn) -> RankingRequest:
         query_time_ms=draw(whole),
         candidates=draw(hnp.arrays("<i8", st.integers(1, 20), elements=item_ids)),
         suffix=draw(behaviours()),
+        scenario=draw(st.none() | texts(64)),
         **draw(_histories_of(user_id)),
     )
 

@@ -4,6 +4,9 @@ Four layers; a later layer overrides an earlier one:
 
     default < YAML file (`--config`) < environment (`RELAYGR_...`) < command line (`--set`, `--bootstrap`)
 
+The setting `scenario` names the scenario of a process. The scenario's own values override those of the file, such as
+`topic_prefix` and `worker.model`, but not those of the environment and the command line.
+
 A setting has a dotted key (`worker.hbm_bytes`) and an environment variable (`RELAYGR_WORKER__HBM_BYTES`). The
 layers are merged key by key, so a file may set one field of a section and the environment another. An unknown
 name is an error in every layer. Variables that begin with `RELAYGR_TEST_` belong to the test suite and are
@@ -25,9 +28,19 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
+from relaygr.admission.scenarios import (
+    NAME,
+    Lane,
+    ScenarioName,
+    Scenarios,
+    ScenarioSettings,
+    lane_of,
+    require_few,
+    served_by,
+)
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.client.settings import ClientSettings
 from relaygr.consumer.settings import ConsumerSettings
@@ -48,6 +61,8 @@ __all__ = ["Settings", "load_settings"]
 ENV_PREFIX = "RELAYGR_"
 TEST_ENV_PREFIX = "RELAYGR_TEST_"
 DEFAULT_ORIGIN = "default"
+CALIBRATION_FILE = "calibration.json"
+"""Beside the model of a scenario: the calibration of its workers."""
 _SERVICE_VARIABLE = re.compile(
     r"RELAYGR(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
 )
@@ -57,6 +72,15 @@ _KEY = re.compile(r"^[\w.]+")
 class Settings(KafkaSettings):
     """The root: Kafka's settings at the top level, and a section for each part of the system."""
 
+    scenario: str | None = Field(
+        None,
+        pattern=f"^{NAME}(/{NAME})?$",
+        description="SCENARIO or SCENARIO/VARIANT of this process: the entry of `scenarios` whose topics, groups and "
+        "model it uses; none: those of the scenarios without a topic_prefix",
+    )
+    scenarios: dict[ScenarioName, ScenarioSettings] = Field(
+        {}, description="the scenarios by name, such as `{home: {share: 2}, ads: {budget_ms: 30}}` (docs/scenarios.md)"
+    )
     log: LogSettings = LogSettings()
     client: ClientSettings = ClientSettings()
     consumer: ConsumerSettings = ConsumerSettings()
@@ -69,6 +93,26 @@ class Settings(KafkaSettings):
     lag: LagSettings = LagSettings()
     ui: UiSettings = UiSettings()
     tracing: TracingSettings = TracingSettings()
+
+    @field_validator("scenarios")
+    @classmethod
+    def _scenarios_are_few(cls, value: dict[str, ScenarioSettings]) -> dict[str, ScenarioSettings]:
+        return require_few(value)
+
+    @property
+    def lane(self) -> Lane | None:
+        """The topics, groups and model of `scenario`; None without one. Raises RelayError for an unknown scenario."""
+        if self.scenario is None:
+            return None
+        try:
+            return lane_of(self.scenarios, self.scenario)
+        except ValueError as error:
+            raise RelayError(f"scenario = {self.scenario}: {error}.") from error
+
+    @property
+    def served(self) -> Scenarios:
+        """The scenarios whose messages come on the topics of this process."""
+        return served_by(self.scenarios, self.lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +193,44 @@ def load(
     if bootstrap is not None:
         given["bootstrap"] = _Given(bootstrap, "--bootstrap")
     try:
-        settings = Settings.model_validate(_nest({key: entry.value for key, entry in given.items()}))
+        settings = _validated(given)
+        own = _of_scenario(settings)
+        if own:
+            first = _from_environment(environment) | _from_command_line(overrides)
+            given.update({key: entry for key, entry in own.items() if key not in first})
+            settings = _validated(given)
     except ValidationError as error:
         raise RelayError(_explain(error, given)) from None
     return LoadedSettings(settings, {key: entry.origin for key, entry in given.items()})
+
+
+def _validated(given: Mapping[str, _Given]) -> Settings:
+    return Settings.model_validate(_nest({key: entry.value for key, entry in given.items()}))
+
+
+def _of_scenario(settings: Settings) -> dict[str, _Given]:
+    """The values that the process's scenario sets in other sections."""
+    lane = settings.lane
+    if lane is None:
+        return {}
+    scenario = settings.scenarios[lane.scenario]
+    own: dict[str, Any] = {
+        "topic_prefix": lane.topic_prefix,
+        "group_prefix": lane.topic_prefix,
+        # Histories belong to users, so all scenarios read the same ones.
+        "history_prefix": None if lane.topic_prefix is None else settings.history_prefix or settings.topic_prefix,
+        "worker.recent_behaviours": scenario.recent_behaviours,
+        "traffic.budget_ms": scenario.budget_ms,
+        "traffic.candidates": scenario.candidates,
+        "traffic.suffix": scenario.suffix,
+    }
+    given = {key: value for key, value in own.items() if value is not None}
+    if lane.model is not None:
+        # A calibration of another model would be refused.
+        calibration = lane.model / CALIBRATION_FILE
+        given |= {"worker.model": lane.model, "worker.calibration": calibration if calibration.exists() else None}
+    origin = f"scenario {settings.scenario}"
+    return {key: _Given(value, origin) for key, value in given.items()}
 
 
 def apart_from_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:

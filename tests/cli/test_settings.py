@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
 from relaygr.settings import (
     DEFAULT_ORIGIN,
     LoadedSettings,
@@ -287,3 +288,57 @@ def test_a_supervisor_gives_its_children_secrets_in_the_environment_alone(monkey
     assert "security.sasl_username=me" in commands[0]
     assert "hunter2" not in " ".join(commands[0])
     assert os.environ[variable] == "hunter2"
+
+
+SCENARIOS = """
+topic_prefix: shop
+worker: {model: models/home}
+scenarios:
+  home: {share: 3, recent_behaviours: 64}
+  ads:
+    topic_prefix: shop-ads
+    model: models/ads
+    budget_ms: 30
+    variants: {b: {users: 0.1, model: models/ads-b}}
+"""
+
+
+def test_without_a_scenario_a_process_serves_those_on_its_topics(tmp_path: Path) -> None:
+    settings = from_yaml(tmp_path, SCENARIOS).settings
+    assert settings.served.keys() == {"default", "home"}
+    assert settings.topic(Topic.RANKING) == "shop.ranking"
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "model"),
+    [("ads", "shop-ads", "models/ads"), ("ads/b", "shop-ads-b", "models/ads-b"), ("home", "shop", "models/home")],
+)
+def test_a_scenario_names_topics_groups_and_model_and_shares_the_histories(
+    name: str, prefix: str, model: str, tmp_path: Path
+) -> None:
+    loaded = from_yaml(tmp_path, f"{SCENARIOS}\nscenario: {name}\n")
+    settings = loaded.settings
+    assert settings.topic(Topic.RANKING) == f"{prefix}.ranking"
+    assert settings.topic(Topic.HISTORY) == "shop.history"
+    assert settings.topic(Topic.BEHAVIOURS) == "shop.behaviours"
+    assert settings.worker.model == Path(model)
+    if prefix != "shop":
+        assert settings.workers_group == f"{prefix}.workers"
+        assert settings.served.keys() == {"ads"}
+        assert settings.traffic.budget_ms == 30
+        assert loaded.origin("worker.model") == f"scenario {name}"
+
+
+def test_the_command_line_overrides_a_scenario(tmp_path: Path) -> None:
+    file = tmp_path / "relaygr.yaml"
+    file.write_text(SCENARIOS, encoding="utf-8")
+    settings = load(file, {"RELAYGR_TOPIC_PREFIX": "other"}, ["scenario=ads", "worker.model=here"]).settings
+    assert settings.worker.model == Path("here")
+    assert settings.topic(Topic.RANKING) == "other.ranking"
+    assert settings.workers_group == "shop-ads.workers"
+
+
+@pytest.mark.parametrize("name", ["news", "ads/d"])
+def test_an_unknown_scenario_is_refused_with_those_that_exist(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match=f"scenario = {name}: .*(the settings have ads, home|it has b)"):
+        from_yaml(tmp_path, f"{SCENARIOS}\nscenario: {name}\n")

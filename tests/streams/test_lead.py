@@ -16,7 +16,7 @@ def measured(count: int, at_us: int = 0) -> LeadTimes:
     """Requests that were expected after 100 ms and came after 50, 51, 52 ... ms."""
     lead = LeadTimes()
     for number in range(count):
-        lead.arrived.append((at_us, NOW_US + 50_000 + 1_000 * number, NOW_US, NOW_US + 100_000))
+        lead.arrived["default"].append((at_us, NOW_US + 50_000 + 1_000 * number, NOW_US, NOW_US + 100_000))
     return lead
 
 
@@ -32,9 +32,20 @@ def test_few_or_old_lead_times_are_no_evidence() -> None:
     assert measured(LEAST_SAMPLES).report(HORIZON_US + 1) is None
 
 
+def test_each_scenario_has_lead_times_of_its_own() -> None:
+    lead = measured(LEAST_SAMPLES)
+    for _ in range(LEAST_SAMPLES):
+        lead.arrived["ads"].append((0, NOW_US + 20_000, NOW_US, NOW_US + 40_000))
+    lead.arrived["search"].append((0, NOW_US + 20_000, NOW_US, NOW_US + 40_000))
+    report = lead.report(0)
+    assert report is not None
+    assert report.scenarios == ("default", "ads"), "too few of the search were measured"
+    assert lead_shares_of(report)["ads"] == 0.5
+
+
 def test_events_that_expect_their_request_at_once_are_not_measured() -> None:
     lead = LeadTimes()
-    lead.arrived.extend([(0, NOW_US + 1_000, NOW_US, NOW_US)] * LEAST_SAMPLES)
+    lead.arrived["default"].extend([(0, NOW_US + 1_000, NOW_US, NOW_US)] * LEAST_SAMPLES)
     assert lead.report(0) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr.admission.buckets import BucketLimits, FleetBuckets, LeakyBucket, OwnerBuckets, ValueGate
+from relaygr.admission.buckets import ONE_SHARE, BucketLimits, FleetBuckets, OwnerBuckets, SharedBucket, ValueGate
 from relaygr.admission.latency import LatencyModel
 from relaygr.admission.policy import Estimate, OwnerView, Refusal
 from relaygr.schemas.messages import LatencyCoefficients
@@ -93,24 +93,24 @@ def test_a_prefix_larger_than_the_whole_share_of_the_cache_is_refused_for_good()
 
 
 def test_a_charge_beyond_the_burst_is_taken_when_the_account_is_empty_and_paid_off_after() -> None:
-    account = LeakyBucket(rate_per_us=1.0, burst_us=100, now_us=0)
-    assert account.has_room(250, 0)
-    account.charge(250, 0)
-    assert not account.has_room(1, 150)
-    assert account.has_room(1, 151)
+    account = SharedBucket(ONE_SHARE, rate_per_us=1.0, burst_us=100, now_us=0)
+    assert account.has_room("default", 250, 0)
+    account.charge("default", 250, 0)
+    assert not account.has_room("default", 1, 150)
+    assert account.has_room("default", 1, 151)
 
 
 def test_an_account_without_a_rate_takes_nothing() -> None:
-    account = LeakyBucket(rate_per_us=0.0, burst_us=100, now_us=0)
-    assert not account.has_room(1, 10**9)
-    assert account.has_room(0, 10**9)
+    account = SharedBucket(ONE_SHARE, rate_per_us=0.0, burst_us=100, now_us=0)
+    assert not account.has_room("default", 1, 10**9)
+    assert account.has_room("default", 0, 10**9)
 
 
 def test_a_clock_that_goes_back_neither_drains_nor_fills() -> None:
-    account = LeakyBucket(rate_per_us=1.0, burst_us=100, now_us=1000)
-    account.charge(50, 1000)
-    assert account.fill(0) == pytest.approx(0.5)
-    assert account.fill(1025) == pytest.approx(0.25)
+    account = SharedBucket(ONE_SHARE, rate_per_us=1.0, burst_us=100, now_us=1000)
+    account.charge("default", 50, 1000)
+    assert account.fill("default", 0) == pytest.approx(0.5)
+    assert account.fill("default", 1025) == pytest.approx(0.25)
 
 
 def test_the_load_bucket_leaves_ranking_its_time() -> None:
@@ -267,3 +267,78 @@ def test_a_lost_partition_takes_its_ranking_load_with_it() -> None:
         buckets.count_ranking(4_000, now_us)
     buckets.configure(CAPACITY_BYTES, 0.5, 5_000_000)
     assert buckets.ranking_load(5_000_000) == pytest.approx(0.4, rel=0.02)
+
+
+THREE = {"home": 0.5, "search": 0.3, "ads": 0.2}
+charges = st.lists(
+    st.tuples(st.integers(0, 200), st.sampled_from(sorted(THREE)), st.floats(0, 150)), min_size=1, max_size=120
+)
+
+
+@given(charges)
+def test_scenarios_together_never_take_more_than_the_whole_bucket_over_any_window(
+    wanted: list[tuple[int, str, float]],
+) -> None:
+    account = SharedBucket(THREE, rate_per_us=1.0, burst_us=100, now_us=0)
+    taken: list[tuple[int, str, float]] = []
+    now_us = 0
+    for gap_us, scenario, amount in wanted:
+        now_us += gap_us
+        if account.has_room(scenario, amount, now_us):
+            account.charge(scenario, amount, now_us)
+            taken.append((now_us, scenario, amount))
+    for first in range(len(taken)):
+        total, largest = 0.0, dict.fromkeys(THREE, 0.0)
+        for at_us, scenario, amount in taken[first:]:
+            total += amount
+            largest[scenario] = max(largest[scenario], amount)
+            assert total <= at_us - taken[first][0] + 100 + sum(largest.values()) + 1e-6
+
+
+@given(charges, st.sampled_from(sorted(THREE)))
+def test_a_scenario_gets_its_share_whatever_the_others_take(
+    others: list[tuple[int, str, float]], scenario: str
+) -> None:
+    account = SharedBucket(THREE, rate_per_us=1.0, burst_us=100, now_us=0)
+    now_us = 0
+    for gap_us, other, amount in others:
+        now_us += 10 + gap_us
+        if other != scenario and account.has_room(other, amount, now_us):
+            account.charge(other, amount, now_us)
+        # Nearly its share of what drained since the last time, and no more than its part of the burst.
+        own = 0.99 * THREE[scenario] * min(10 + gap_us, 50)
+        assert account.has_room(scenario, own, now_us)
+        account.charge(scenario, own, now_us)
+        assert account.fill(scenario, now_us) <= 1
+
+
+@pytest.mark.parametrize("scenario", sorted(THREE))
+def test_a_scenario_takes_all_while_the_others_are_idle_and_each_gets_its_share_when_all_want_more(
+    scenario: str,
+) -> None:
+    alone = SharedBucket(THREE, rate_per_us=1.0, burst_us=1_000, now_us=0)
+    taken = dict.fromkeys(THREE, 0)
+    for now_us in range(100_000):
+        if alone.has_room(scenario, 1, now_us):
+            alone.charge(scenario, 1, now_us)
+            taken[scenario] += 1
+    assert taken[scenario] == pytest.approx(100_000, rel=0.02)
+    for now_us in range(100_000, 200_000):
+        for name in THREE:
+            if alone.has_room(name, 1, now_us):
+                alone.charge(name, 1, now_us)
+                taken[name] += 1
+    taken[scenario] -= 100_000
+    assert {name: taken[name] / 100_000 for name in THREE} == pytest.approx(THREE, abs=0.02)
+
+
+def test_the_budget_of_an_owner_is_shared_by_scenario() -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, 0, {"home": 0.75, "ads": 0.25})
+    admitted = {"home": 0, "ads": 0}
+    for now_us in range(0, 20_000_000, 1_000):
+        for scenario in admitted:
+            if buckets.admit(offer(new_bytes=1, prepare_us=2_000), now_us, scenario) is None:
+                admitted[scenario] += 1
+    # rho is 0.8 of the device: 400 jobs of 2 ms each a second.
+    assert admitted["home"] == pytest.approx(0.75 * 8_000, rel=0.05)
+    assert admitted["ads"] == pytest.approx(0.25 * 8_000, rel=0.05)

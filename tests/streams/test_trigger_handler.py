@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.admission.policy import LONGEST_LIFE_US, DecisionReason
+from relaygr.admission.scenarios import ScenarioSettings
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
@@ -308,3 +309,81 @@ def test_a_returning_user_is_not_refused_for_load_that_a_reload_does_not_take() 
     reasons = [later.event(400, number) for number in range(50)]
     # Reloads are free in this model; 50 pre-infers of 41 ms would take a tenth of the device.
     assert reasons == [DecisionReason.ADMITTED] * 50
+
+
+SCENARIOS = {
+    "default": ScenarioSettings(),
+    "home": ScenarioSettings(share=3, fallback_behaviours=64),
+    "ads": ScenarioSettings(budget_ms=5, assumed_behaviours=0),
+}
+
+
+def scenario_handler(fleet: Fleet | None = None, admission: AdmissionSettings | None = None) -> EventHandler:
+    made = EventHandler(
+        TriggerSettings(),
+        admission or AdmissionSettings(),
+        fleet or Fleet(3000),
+        PARTITIONS,
+        CLOCK,
+        scenarios=SCENARIOS,
+    )
+    made.reassign(frozenset(range(PARTITIONS)))
+    return made
+
+
+def test_the_scenario_is_copied_into_the_job() -> None:
+    event = dataclasses.replace(EVENT, scenario="home")
+    decision = scenario_handler(known_fleet()).decide(KEY, encode(event), PARTITION)
+    assert decode(PreInferJob, decision.job).scenario == "home"
+    assert decision.scenario == "home"
+
+
+def test_an_event_of_an_unknown_scenario_sends_nothing() -> None:
+    event = dataclasses.replace(EVENT, scenario="news")
+    decision = scenario_handler(known_fleet()).decide(KEY, encode(event), PARTITION)
+    assert (decision.reason, decision.job, decision.scenario) == (DecisionReason.UNKNOWN_SCENARIO, None, None)
+    assert decided(event).reason is DecisionReason.UNKNOWN_SCENARIO, "without settings there is only the default one"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reason"),
+    # 10 µs a token: full inference of 1,000 behaviours takes 11 ms.
+    [(None, DecisionReason.NOT_AT_RISK), ("home", DecisionReason.NOT_AT_RISK), ("ads", DecisionReason.ADMITTED)],
+)
+def test_the_time_limit_of_the_scenario_decides_about_the_risk(scenario: str | None, reason: DecisionReason) -> None:
+    event = dataclasses.replace(with_length(1_000), scenario=scenario)
+    assert scenario_handler(known_fleet()).decide(KEY, encode(event), PARTITION).reason is reason
+
+
+@pytest.mark.parametrize(
+    ("scenario", "length", "reason"),
+    [
+        (None, 1_000, DecisionReason.BELOW_THRESHOLD),
+        ("home", 64, DecisionReason.NO_STATUS_THRESHOLD),
+        ("home", 63, DecisionReason.BELOW_THRESHOLD),
+        (None, None, DecisionReason.NO_STATUS_THRESHOLD),
+        ("ads", None, DecisionReason.NO_HISTORY),
+    ],
+)
+def test_a_scenario_has_lengths_of_its_own(scenario: str | None, length: int | None, reason: DecisionReason) -> None:
+    event = EVENT if length is None else with_length(length)
+    event = dataclasses.replace(event, scenario=scenario, **({"history_version": None} if length is None else {}))
+    assert scenario_handler().decide(KEY, encode(event), PARTITION).reason is reason
+
+
+def test_each_scenario_has_the_lead_times_that_were_measured_for_it() -> None:
+    fleet = Fleet(3000)
+    late = dataclasses.replace(STATUS, lead_times=LeadTimeReport(("ads", "home"), (0.05, 1.0), (1, 1), (1, 1)))
+    fleet.apply(STATUS.worker_id, late, NOW_US)
+    of_ads, of_home = (
+        scenario_handler(fleet).decide(KEY, encode(dataclasses.replace(EVENT, scenario=name)), PARTITION)
+        for name in ("ads", "home")
+    )
+    assert (of_ads.reason, of_home.reason) == (DecisionReason.INFEASIBLE, DecisionReason.ADMITTED)
+
+
+def test_a_scenario_that_floods_the_trigger_leaves_the_others_their_share() -> None:
+    flooded = scenario_handler(known_fleet())
+    reasons = [flooded.decide(KEY, request(number, scenario="ads"), PARTITION).reason for number in range(60)]
+    assert DecisionReason.LOAD in reasons or DecisionReason.FOOTPRINT in reasons or DecisionReason.LOW_VALUE in reasons
+    assert flooded.decide(KEY, request(100, scenario="home"), PARTITION).reason is DecisionReason.ADMITTED

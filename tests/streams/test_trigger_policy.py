@@ -58,7 +58,7 @@ class OpenBuckets:
         self.admitted: list[Estimate] = []
         self.ranking_us: list[float] = []
 
-    def admit(self, estimate: Estimate, now_us: int) -> Refusal | None:
+    def admit(self, estimate: Estimate, now_us: int, scenario: str = "default") -> Refusal | None:
         if self.refusal is None:
             self.admitted.append(estimate)
         return self.refusal

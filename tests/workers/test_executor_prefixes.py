@@ -215,3 +215,13 @@ def test_the_recent_behaviours_are_left_to_the_suffix_if_it_has_room(length: int
     assert chosen.tokens == engine.layout.tokens(prefix)
     assert chosen.scored_tokens == (length + sent - prefix) * engine.layout.tokens_per_behaviour + 10
     assert chosen.version == history.version(), "the result names the whole history"
+
+
+@pytest.mark.parametrize(("scenario", "prefix"), [("home", 128), ("ads", 200), (None, 192)])
+def test_each_scenario_has_recent_behaviours_of_its_own(scenario: str | None, prefix: int) -> None:
+    engine = make_world(small_config(max_prefix_behaviours=256, max_suffix_behaviours=100, num_positions=400)).engine
+    behaviours = random_behaviours(np.random.default_rng(3), 200)
+    history = History("u", 1, np.empty(0, "<i8"), behaviours)
+    resolver = PrefixResolver(ExecutorWorld().store, engine, 64, 64, recent_of={"home": 128, "ads": 0})
+    resolved = resolve(StoredHistory(history, history.chain()), None, None, False)
+    assert len(resolver.prefix("u", resolved, 0, Scored(0, 10), scenario=scenario).behaviours) == prefix

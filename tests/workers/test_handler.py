@@ -67,7 +67,7 @@ class Sink:
 
 
 class HandlerWorld:
-    def __init__(self, has_one_topic: bool = False) -> None:
+    def __init__(self, has_one_topic: bool = False, scenarios: tuple[str, ...] = ("default",)) -> None:
         self.clock = ManualClock(monotonic_us=5_000_000)
         self.sink = Sink()
         self.producer = FakeProducer()
@@ -76,7 +76,12 @@ class HandlerWorld:
         self.owned: list[frozenset[int]] = []
         self.registry = CollectorRegistry()
         self.writer = ResultWriter(
-            self.producer, "worker-00", SKEW_US // 1000, self.finished.append, WorkerMetrics(self.registry), self.clock
+            self.producer,
+            "worker-00",
+            SKEW_US // 1000,
+            self.finished.append,
+            WorkerMetrics(self.registry, scenarios),
+            self.clock,
         )
         self.handler = WorkerHandler(
             HandlerSettings(
@@ -86,6 +91,7 @@ class HandlerWorld:
                 max_clock_skew_ms=SKEW_US // 1000,
                 reply_margin_ms=REPLY_MARGIN_MS,
                 has_one_topic=has_one_topic,
+                scenarios=scenarios,
             ),
             self.sink,
             self.writer,
@@ -401,3 +407,49 @@ def test_no_message_raises_and_each_ends_once(topic, value, key, headers):
     world.producer.report()
     ends = len(world.finished) + len(world.sink.rankings) + len(world.sink.jobs)
     assert ends == 1
+
+
+@pytest.mark.parametrize("scenario", [None, "default", "home"])
+def test_a_request_and_a_job_of_a_known_scenario_become_work(scenario: str | None):
+    world = HandlerWorld(("default", "home"))
+    headers = world.headers()
+    request = replace(world.request(headers), scenario=scenario)
+    world.send(RANKING, codec.encode(request), headers=headers.encode())
+    world.send(PREINFER, codec.encode(replace(world.job(), scenario=scenario)))
+    assert [work.request.scenario for work in world.sink.rankings] == [scenario]
+    assert [work.job.scenario for work in world.sink.jobs] == [scenario]
+
+
+@pytest.mark.parametrize(
+    ("served", "scenario"),
+    [(("default",), "home"), (("ads",), None), (("ads",), "default"), (("default", "home"), "ads")],
+)
+def test_a_request_of_a_scenario_that_the_worker_does_not_serve_fails(served: tuple[str, ...], scenario: str | None):
+    world = HandlerWorld(served)
+    headers = world.headers()
+    world.send(RANKING, codec.encode(replace(world.request(headers), scenario=scenario)), headers=headers.encode())
+    (result,) = world.results
+    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.UNKNOWN_SCENARIO)
+    assert result.detail and repr(scenario or "default") in result.detail
+    assert not world.sink.rankings
+    world.producer.report()
+    assert len(world.finished) == 1
+
+
+def test_a_job_of_an_unknown_scenario_is_dropped_and_counted(world: HandlerWorld):
+    world.send(PREINFER, codec.encode(replace(world.job(), scenario="home")))
+    assert not world.sink.jobs
+    assert world.count("relaygr_worker_preinfer_jobs_total", outcome="unknown_scenario") == 1
+    assert len(world.finished) == 1
+
+
+def test_no_label_names_a_scenario_that_the_settings_do_not_have(world: HandlerWorld):
+    headers = world.headers()
+    world.send(RANKING, codec.encode(replace(world.request(headers), scenario="x")), headers=headers.encode())
+    labels = {
+        sample.labels["scenario"]
+        for metric in world.registry.collect()
+        for sample in metric.samples
+        if "scenario" in sample.labels
+    }
+    assert labels == {"default"}

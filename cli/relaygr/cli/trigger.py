@@ -50,7 +50,7 @@ def trigger(
         tune_interpreter()
         tracer = start_tracing(settings.tracing, "relaygr-trigger", own.instance_id)
         try:
-            app = TriggerApp(settings, own, settings.admission, tracer=tracer)
+            app = TriggerApp(settings, own, settings.admission, tracer=tracer, scenarios=settings.served)
             with ProbeServer(own.http_host, own.http_port, app.readiness):
                 await app.run(stop)
         finally:

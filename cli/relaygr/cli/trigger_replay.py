@@ -133,7 +133,7 @@ def replay(
     results = []
     for name in policy or policy_names():
         own = settings.trigger.model_copy(update={"policy": name})
-        results.append(replay_trigger(lines, own, settings.admission))
+        results.append(replay_trigger(lines, own, settings.admission, settings.served))
     if not any(result.requests for result in results):
         raise RelayError(f"{events} has no request with an event and a worker's status: record while workers run.")
     if as_json:

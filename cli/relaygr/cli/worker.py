@@ -141,7 +141,9 @@ def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[
 
 
 def _config(settings: Settings) -> WorkerConfig:
-    return WorkerConfig(settings, settings.worker, settings.admission, settings.consumer, settings.tracing)
+    return WorkerConfig(
+        settings, settings.worker, settings.admission, settings.consumer, settings.tracing, settings.served
+    )
 
 
 def _child_command(

@@ -32,7 +32,7 @@ class SeenImpression:
     """The clock of each worker that answered minus ours."""
 
 
-def send(kafka: KafkaSettings, owned: Collection[int]) -> SeenImpression:
+def send(kafka: KafkaSettings, owned: Collection[int], scenario: str | None = None) -> SeenImpression:
     """Sends the impression of a user without a history, whose partition is in `owned`. Takes `BUDGET_MS` and some more.
 
     Raises RelayError if the client cannot start, and ClientError if it cannot send.
@@ -58,6 +58,7 @@ def send(kafka: KafkaSettings, owned: Collection[int]) -> SeenImpression:
             expected_ranking_in_ms=100,
             expected_candidates=CANDIDATES,
             expected_suffix=0,
+            scenario=scenario,
         )
         outcome = client.rank(
             user,
@@ -65,6 +66,7 @@ def send(kafka: KafkaSettings, owned: Collection[int]) -> SeenImpression:
             budget_ms=BUDGET_MS,
             request_id=event.request_id,
             query_time_ms=event.retrieval_at_us // 1000,
+            scenario=scenario,
         )
         reported.wait(BUDGET_MS / 1000)
         offsets_us = {worker: round(offset.offset_us) for worker, offset in client.clock_offsets().items()}

@@ -232,6 +232,7 @@ class _Impression(TypedDict):
     history_exactly: int | None
     history_at_least: int | None
     request_id: str | None
+    scenario: str | None
     traceparent: str | None
 
 
@@ -242,6 +243,7 @@ def _impression(body: RetrievalBody | RankBody, request: Request) -> _Impression
         "history_exactly": body.history_exactly,
         "history_at_least": body.history_at_least,
         "request_id": body.request_id,
+        "scenario": body.scenario,
         "traceparent": request.headers.get(TRACEPARENT),
     }
 

@@ -30,6 +30,7 @@ from relaygr.schemas.messages import (
     History,
     HistoryVersion,
     Int64Array,
+    Scenario,
     UserId,
 )
 from relaygr.schemas.record import record
@@ -85,6 +86,7 @@ class RetrievalBody:
         int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the newest history, at least so long"
     ] = None
     request_id: Annotated[str | None, REQUEST_ID_TEXT, "id of the impression; absent: a new one"] = None
+    scenario: Scenario = None
 
 
 @record(frozen=True, slots=True, eq=False)
@@ -115,6 +117,7 @@ class RankBody:
     request_id: Annotated[
         str | None, REQUEST_ID_TEXT, "`request_id` of the answer to /v1/retrieval; absent: a new one"
     ] = None
+    scenario: Scenario = None
 
 
 def read_body(body: type[B], encoding: Encoding, data: bytes) -> B:

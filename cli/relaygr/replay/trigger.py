@@ -21,6 +21,7 @@ from typing import Final
 
 from relaygr.admission.policy import ImpressionFacts, OwnerView, PrefixTier
 from relaygr.admission.risk import full_path_us
+from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.replay.recording import RankingLine, RecordedLine, RetrievalLine, StatusLine
 from relaygr.runtime.clock import ManualClock
@@ -76,19 +77,29 @@ class _Impression:
 
 
 def replay_trigger(
-    lines: Sequence[RecordedLine], settings: TriggerSettings, admission: AdmissionSettings | None = None
+    lines: Sequence[RecordedLine],
+    settings: TriggerSettings,
+    admission: AdmissionSettings | None = None,
+    scenarios: Scenarios = ONLY_DEFAULT,
 ) -> PolicyResult:
     """The effect of `settings.policy` on lines in order of time. Raises RelayError for an unknown policy."""
-    return _Replay(settings, admission or AdmissionSettings(), lines).run(lines)
+    return _Replay(settings, admission or AdmissionSettings(), lines, scenarios).run(lines)
 
 
 class _Replay:
-    def __init__(self, settings: TriggerSettings, admission: AdmissionSettings, lines: Sequence[RecordedLine]) -> None:
+    def __init__(
+        self,
+        settings: TriggerSettings,
+        admission: AdmissionSettings,
+        lines: Sequence[RecordedLine],
+        scenarios: Scenarios,
+    ) -> None:
         self._lease_margin_us = admission.lease_margin_ms * 1000
         self._limits = settings.limits(admission.lease_margin_ms)
         self._fleet = Fleet(settings.status_stale_ms)
         partitions = {line.partition for line in lines if isinstance(line, RetrievalLine)}
-        self._handler = EventHandler(settings, admission, self._fleet, max(partitions, default=0) + 1, ManualClock())
+        count = max(partitions, default=0) + 1
+        self._handler = EventHandler(settings, admission, self._fleet, count, ManualClock(), scenarios=scenarios)
         self._handler.reassign(frozenset(partitions))
         self._dram = RecentPrefixes()
         self._hbm: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()

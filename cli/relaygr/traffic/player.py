@@ -79,13 +79,16 @@ class Player:
         population: Population,
         record: OnRecord,
         lost_after_s: float = 3.0,
+        scenario: str | None = None,
     ) -> None:
         """`client_of(on_late=..., on_lost=...)` makes the client, which the player starts and closes.
 
+        `scenario`: that of every impression.
         `lost_after_s`: time after the deadline at which the client reports an unanswered request as lost.
         """
         self._client = client_of(on_late=self._late, on_lost=self._lost)
         self._settings = settings
+        self._scenario = scenario
         self._population = population
         self._record = record
         self._candidates = Candidates(settings, population)
@@ -193,6 +196,7 @@ class Player:
                 expected_suffix=settings.suffix,
                 history_version=self._version(impression),
                 request_id=request_id,
+                scenario=self._scenario,
             )
 
     def _rank_on_schedule(self, impression: Impression, request_id: str, at_us: int) -> None:
@@ -214,6 +218,7 @@ class Player:
                 suffix=suffix_of(impression, self._settings, self._population),
                 history_version=self._version(impression),
                 request_id=request_id,
+                scenario=self._scenario,
             )
         except QueueFull:
             self._unanswered(request_id, NOT_SENT)
@@ -283,7 +288,7 @@ class Player:
         """Sends a few requests of unknown users, without records, to warm up connections, caches and compilers."""
         candidates = self._population.items[: self._settings.candidates]
         futures = [
-            self._client.submit_rank(f"warm-up-{number}", candidates, budget_ms=2_000)
+            self._client.submit_rank(f"warm-up-{number}", candidates, budget_ms=2_000, scenario=self._scenario)
             for number in range(WARM_UP_REQUESTS)
         ]
         answered = sum(future.result().status is RankStatus.RANKED for future in futures)

@@ -30,6 +30,8 @@ MAX_PARTITIONS = 4_096
 MAX_BUDGET_MS = 600_000
 LENGTH_BUCKETS = 24
 MAX_SCENARIOS = 64
+DEFAULT_SCENARIO = "default"
+"""The scenario of messages that name none."""
 MAX_MISSED_IDS = 128
 MAX_VERSION_NUMBER = 2**53 - 1
 """Exact in every language, JSON's numbers included."""
@@ -46,6 +48,12 @@ RequestId = Annotated[
 ]
 USER_ID_TEXT = Text(256)
 UserId = Annotated[str, USER_ID_TEXT, "the user; its UTF-8 bytes are the message key"]
+SCENARIO_TEXT = Text(64)
+Scenario = Annotated[
+    str | None,
+    SCENARIO_TEXT,
+    "the scenario, such as `home`, which trigger and workers have in their settings; absent: `default`",
+]
 WorkerId = Annotated[str, Text(128), "the worker: its `group.instance.id`"]
 ItemIds = Annotated[Int64Array, Packed("<i8", MAX_BEHAVIOURS, "behaviours"), "item of each behaviour, oldest first"]
 Actions = Annotated[UInt16Array, Packed("<u2", MAX_BEHAVIOURS, "behaviours"), "action code of each behaviour"]
@@ -70,6 +78,8 @@ class FailureReason(enum.StrEnum):
     OVERLOADED = "overloaded"
     UNDECODABLE = "undecodable"
     WRONG_PARTITIONER = "wrong_partitioner"
+    UNKNOWN_SCENARIO = "unknown_scenario"
+    """The worker's settings have no scenario of this name."""
     INVALID_DEADLINE = "invalid_deadline"
     TOO_LONG = "too_long"
     OUT_OF_MEMORY = "out_of_memory"
@@ -324,6 +334,7 @@ class RetrievalEvent:
         UInt("behaviours", MAX_BEHAVIOURS),
         "instead of `history_version`: the newest history, and at least so many behaviours",
     ] = None
+    scenario: Scenario = None
 
     @property
     def history_length(self) -> int | None:
@@ -355,6 +366,7 @@ class PreInferJob:
     history_at_least: Annotated[int | None, UInt("behaviours", MAX_BEHAVIOURS), "copied from the retrieval event"] = (
         None
     )
+    scenario: Annotated[str | None, SCENARIO_TEXT, "copied from the retrieval event"] = None
 
     @property
     def expires_at_us(self) -> int:
@@ -395,6 +407,7 @@ class RankingRequest:
         UInt("behaviours", MAX_BEHAVIOURS),
         "instead of `history_version`: the newest history, and at least so many behaviours",
     ] = None
+    scenario: Scenario = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankingRequest) and _as_comparable(self) == _as_comparable(other)
@@ -552,7 +565,9 @@ class FullPathReport:
 class LeadTimeReport:
     """Times from the start of retrieval to the ranking request, of recent jobs. One entry for each scenario."""
 
-    scenarios: Annotated[tuple[str, ...], ListOf(Text(64), MAX_SCENARIOS), "the scenarios; `default` without a name"]
+    scenarios: Annotated[
+        tuple[str, ...], ListOf(SCENARIO_TEXT, MAX_SCENARIOS), "the scenarios; `default` without a name"
+    ]
     low_shares: Annotated[
         tuple[float, ...], ListOf(Real(), MAX_SCENARIOS), "P10 of measured / expected time, by the gateway's clock"
     ]

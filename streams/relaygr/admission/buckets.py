@@ -16,6 +16,11 @@ into full inference, which keeps the overload going.
 **Value.** When a bucket is more than half full, an admission must save at least a certain time per byte: a quantile of
 the recently offered values, which rises with the level of the bucket. Equal values are admitted.
 
+**Scenarios.** Each has a bucket of its own within the owner's footprint and load, with its share of the drain and of
+half the burst. What drains while its bucket is empty drains the *lent* bucket instead, which has the other half of the
+burst and takes what no longer fits a scenario's own bucket. So a scenario always gets its share, whatever the others
+do, and one whose others are idle gets all. With one scenario there is no lent bucket.
+
 Each process has its own buckets per owner. Their share of the owner's budget is (partitions of the owner that are
 assigned to this process) / (partitions of the owner), so the buckets of several trigger processes add up to one budget.
 
@@ -27,9 +32,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relaygr.admission.policy import Estimate, OwnerView, Refusal
+from relaygr.schemas.messages import DEFAULT_SCENARIO
 
 _SHORT_FROM = 0.5
 """The level, as a share of the burst, above which the value threshold applies."""
@@ -38,17 +45,26 @@ _VALUE_WINDOW = 256
 _RANKING_WINDOW_US = 1_000_000.0
 """Time constant of the ranking load."""
 MAX_OWNERS = 4096
+_LENT = 0.5
+"""The part of the burst that scenarios lend each other."""
+ONE_SHARE: Mapping[str, float] = {DEFAULT_SCENARIO: 1.0}
 
 
-class LeakyBucket:
-    """A level that drains at a constant rate. The bucket has room for a charge that keeps the level within the burst.
+class SharedBucket:
+    """A leaky bucket that scenarios share: each has its part of the drain, and borrows what others do not need.
 
-    An empty bucket has room for any charge; otherwise a charge larger than the burst would never be admitted.
+    Over any window the admitted charges are at most drain × window + burst + the largest charge of each scenario.
     """
 
-    def __init__(self, rate_per_us: float, burst_us: float, now_us: int) -> None:
-        """Drains `rate_per_us` units a µs; holds `rate_per_us * burst_us` units. Raises ValueError below 0."""
-        self._level = 0.0
+    def __init__(self, shares: Mapping[str, float], rate_per_us: float, burst_us: float, now_us: int) -> None:
+        """`shares`: by scenario, 1 in sum. Drains `rate_per_us` units a µs; holds `rate_per_us * burst_us` units.
+
+        Raises ValueError for a rate or burst below 0.
+        """
+        self._shares = shares
+        self._levels = dict.fromkeys(shares, 0.0)
+        self._lent_level = 0.0
+        self._lent_part = _LENT if len(shares) > 1 else 0.0
         self._at_us = now_us
         self._set(rate_per_us, burst_us)
 
@@ -56,36 +72,59 @@ class LeakyBucket:
         if not (rate_per_us >= 0 and burst_us >= 0):
             raise ValueError(f"rate {rate_per_us} and burst {burst_us} must be at least 0")
         self._rate_per_us = rate_per_us
-        self._burst = rate_per_us * burst_us
+        burst = rate_per_us * burst_us
+        self._lent_burst = self._lent_part * burst
+        self._own_burst = burst - self._lent_burst
+        """Of all scenarios together."""
 
     def configure(self, rate_per_us: float, burst_us: float, now_us: int) -> None:
-        """Changes the rate from now on and keeps the level."""
+        """Changes the rate from now on and keeps the levels."""
         self._drain(now_us)
         self._set(rate_per_us, burst_us)
 
     def _drain(self, now_us: int) -> None:
-        if now_us > self._at_us:
-            self._level = max(0.0, self._level - (now_us - self._at_us) * self._rate_per_us)
-            self._at_us = now_us
+        if now_us <= self._at_us:
+            return
+        drained = (now_us - self._at_us) * self._rate_per_us
+        self._at_us = now_us
+        for scenario, share in self._shares.items():
+            level = self._levels[scenario] - share * drained
+            self._levels[scenario] = max(0.0, level)
+            if level < 0:
+                self._lent_level = max(0.0, self._lent_level + level)
 
-    def fill(self, now_us: int) -> float:
-        """Level / burst; 0 when empty. It exceeds 1 only after an oversized charge or a lowered rate."""
+    def fill(self, scenario: str, now_us: int) -> float:
+        """How short the scenario is: 0 when it has all its room, 1 when it has none. It exceeds 1 after an oversized
+        charge or a lowered rate. The lent bucket counts only once the scenario's own one is full.
+        """
         self._drain(now_us)
-        if self._level == 0:
+        own, burst = self._levels[scenario], self._shares[scenario] * self._own_burst
+        if own == 0:
             return 0.0
-        return self._level / self._burst if self._burst else math.inf
+        if not burst:
+            return math.inf
+        return min(own / burst, (own + self._lent_level) / (burst + self._lent_burst))
 
-    def has_room(self, charge: float, now_us: int) -> bool:
-        """Whether the bucket has room for `charge`."""
+    def has_room(self, scenario: str, charge: float, now_us: int) -> bool:
+        """Whether there is room for a charge of the scenario, in its own bucket and the lent one."""
         self._drain(now_us)
         if self._rate_per_us == 0:
             return charge == 0
-        return self._level == 0 or self._level + charge <= self._burst
+        own = self._levels[scenario]
+        # An empty bucket has room for any charge. Otherwise one that is larger than the burst would never be admitted,
+        # nor one for which the others leave no room.
+        return own == 0 or charge <= self._own_room(scenario) + max(0.0, self._lent_burst - self._lent_level)
 
-    def charge(self, amount: float, now_us: int) -> None:
-        """Adds to the level, even without room."""
+    def charge(self, scenario: str, amount: float, now_us: int) -> None:
+        """Adds to the scenario's own bucket what fits, then to the lent one, and the rest to its own, even without
+        room."""
         self._drain(now_us)
-        self._level += amount
+        lent = min(max(0.0, amount - self._own_room(scenario)), max(0.0, self._lent_burst - self._lent_level))
+        self._lent_level += lent
+        self._levels[scenario] += amount - lent
+
+    def _own_room(self, scenario: str) -> float:
+        return max(0.0, self._shares[scenario] * self._own_burst - self._levels[scenario])
 
 
 class ValueGate:
@@ -124,14 +163,21 @@ class BucketLimits:
 class OwnerBuckets:
     """The footprint and load buckets of one owner, for the share of this process. Implements `policy.Buckets`."""
 
-    def __init__(self, limits: BucketLimits, hbm_capacity_bytes: int, share: float, now_us: int) -> None:
-        """`share` in (0, 1] of the owner's whole budget."""
+    def __init__(
+        self,
+        limits: BucketLimits,
+        hbm_capacity_bytes: int,
+        share: float,
+        now_us: int,
+        scenarios: Mapping[str, float] = ONE_SHARE,
+    ) -> None:
+        """`share` in (0, 1] of the owner's whole budget. `scenarios`: their parts of it, 1 in sum."""
         self._limits = limits
         self._capacity_bytes = 0.0
         self._share = share
-        self._footprint = LeakyBucket(0.0, limits.burst_us, now_us)
-        self._load = LeakyBucket(0.0, limits.burst_us, now_us)
-        self._value = ValueGate()
+        self._footprint = SharedBucket(scenarios, 0.0, limits.burst_us, now_us)
+        self._load = SharedBucket(scenarios, 0.0, limits.burst_us, now_us)
+        self._values = {scenario: ValueGate() for scenario in scenarios}
         self._ranking_us = 0.0
         self._ranking_at_us = now_us
         self.configure(hbm_capacity_bytes, share, now_us)
@@ -155,27 +201,27 @@ class OwnerBuckets:
         self._decay_ranking(now_us)
         self._ranking_us += device_us
 
-    def admit(self, estimate: Estimate, now_us: int) -> Refusal | None:
-        """See `policy.Buckets`."""
+    def admit(self, estimate: Estimate, now_us: int, scenario: str = DEFAULT_SCENARIO) -> Refusal | None:
+        """See `policy.Buckets`. Raises KeyError for an unknown scenario."""
         self._configure_load(now_us)
-        density = estimate.saved_us_per_byte
-        self._value.observe(density)
+        density, value = estimate.saved_us_per_byte, self._values[scenario]
+        value.observe(density)
         # A prefix that is larger than the capacity never fits, whatever the burst.
         fits = estimate.new_bytes <= self._capacity_bytes
-        if not (fits and self._footprint.has_room(estimate.footprint_byte_us, now_us)):
+        if not (fits and self._footprint.has_room(scenario, estimate.footprint_byte_us, now_us)):
             return Refusal.FOOTPRINT
-        if not self._load.has_room(estimate.prepare_us, now_us):
+        if not self._load.has_room(scenario, estimate.prepare_us, now_us):
             return Refusal.LOAD
-        fill = max(self._footprint.fill(now_us), self._load.fill(now_us))
-        if density < self._value.threshold(fill):
+        fill = max(self._footprint.fill(scenario, now_us), self._load.fill(scenario, now_us))
+        if density < value.threshold(fill):
             return Refusal.LOW_VALUE
-        self.charge(estimate.footprint_byte_us, estimate.prepare_us, now_us)
+        self.charge(estimate.footprint_byte_us, estimate.prepare_us, now_us, scenario)
         return None
 
-    def charge(self, footprint_byte_us: float, device_us: float, now_us: int) -> None:
+    def charge(self, footprint_byte_us: float, device_us: float, now_us: int, scenario: str = DEFAULT_SCENARIO) -> None:
         """Charges both buckets, even without room."""
-        self._footprint.charge(footprint_byte_us, now_us)
-        self._load.charge(device_us, now_us)
+        self._footprint.charge(scenario, footprint_byte_us, now_us)
+        self._load.charge(scenario, device_us, now_us)
 
     def _configure_load(self, now_us: int) -> None:
         free = max(self._limits.preinfer_share, self._limits.load_limit - self.ranking_load(now_us))
@@ -190,8 +236,10 @@ class OwnerBuckets:
 class FleetBuckets:
     """The buckets of at most `MAX_OWNERS` owners. The owner whose buckets changed least recently is evicted."""
 
-    def __init__(self, limits: BucketLimits) -> None:
+    def __init__(self, limits: BucketLimits, scenarios: Mapping[str, float] = ONE_SHARE) -> None:
+        """`scenarios`: their parts of each owner's budget, 1 in sum."""
         self._limits = limits
+        self._scenarios = scenarios
         self._assigned: frozenset[int] = frozenset()
         self._buckets: OrderedDict[str, tuple[OwnerView | None, OwnerBuckets]] = OrderedDict()
 
@@ -209,7 +257,7 @@ class FleetBuckets:
             return known[1]
         share = self._share(owner)
         if known is None:
-            buckets = OwnerBuckets(self._limits, owner.hbm_capacity_bytes, share, now_us)
+            buckets = OwnerBuckets(self._limits, owner.hbm_capacity_bytes, share, now_us, self._scenarios)
         else:
             buckets = known[1]
             buckets.configure(owner.hbm_capacity_bytes, share, now_us)

@@ -13,15 +13,14 @@ Pure: no clock, no I/O.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from relaygr.schemas.messages import LeadTimeReport
 from relaygr.schemas.record import record
 
-DEFAULT_SCENARIO: Final = "default"
-"""The scenario of messages that name none."""
 LOW_QUANTILE: Final = 0.1
 HORIZON_US: Final = 60_000_000
 """Age above which a lead time no longer counts."""
@@ -53,28 +52,18 @@ class LeadTimes:
     """
 
     def __init__(self) -> None:
-        self.arrived: deque[ArrivedRequest] = deque(maxlen=_MOST_SAMPLES)
+        self.arrived: defaultdict[str, deque[ArrivedRequest]] = defaultdict(partial(deque, maxlen=_MOST_SAMPLES))
+        """By scenario. The worker has refused the messages of scenarios that it does not know."""
         self.latest: Mapping[str, LeadQuantiles] = {}
         """By scenario, as of the last report; without those of which few were measured lately."""
 
-    def _quantiles(self, now_us: int) -> LeadQuantiles | None:
-        pairs = [
-            (max(0, sent_us - retrieval_us), expected_us - retrieval_us)
-            for at_us, sent_us, retrieval_us, expected_us in self.arrived.copy()
-            if now_us - at_us <= HORIZON_US and expected_us > retrieval_us
-        ]
-        if len(pairs) < LEAST_SAMPLES:
-            return None
-        times = sorted(measured_us for measured_us, _ in pairs)
-        shares = sorted(measured_us / expected_us for measured_us, expected_us in pairs)
-        low, middle = int(LOW_QUANTILE * len(pairs)), len(pairs) // 2
-        return LeadQuantiles(times[low], times[middle], shares[low], shares[middle])
-
     def report(self, now_us: int) -> LeadTimeReport | None:
         """The part of the status; None while nothing is known."""
-        quantiles = self._quantiles(now_us)
-        # Messages name no scenario yet. With one, each scenario gets its own `arrived`.
-        found: dict[str, LeadQuantiles] = {} if quantiles is None else {DEFAULT_SCENARIO: quantiles}
+        found: dict[str, LeadQuantiles] = {}
+        for scenario, arrived in list(self.arrived.items()):
+            quantiles = _quantiles(arrived.copy(), now_us)
+            if quantiles is not None:
+                found[scenario] = quantiles
         self.latest = found
         if not found:
             return None
@@ -84,6 +73,21 @@ class LeadTimes:
             low_us=tuple(each.low_us for each in found.values()),
             median_us=tuple(each.median_us for each in found.values()),
         )
+
+
+def _quantiles(arrived: Iterable[ArrivedRequest], now_us: int) -> LeadQuantiles | None:
+    """None while few were measured lately."""
+    pairs = [
+        (max(0, sent_us - retrieval_us), expected_us - retrieval_us)
+        for at_us, sent_us, retrieval_us, expected_us in arrived
+        if now_us - at_us <= HORIZON_US and expected_us > retrieval_us
+    ]
+    if len(pairs) < LEAST_SAMPLES:
+        return None
+    times = sorted(measured_us for measured_us, _ in pairs)
+    shares = sorted(measured_us / expected_us for measured_us, expected_us in pairs)
+    low, middle = int(LOW_QUANTILE * len(pairs)), len(pairs) // 2
+    return LeadQuantiles(times[low], times[middle], shares[low], shares[middle])
 
 
 def lead_shares_of(report: LeadTimeReport | None) -> Mapping[str, float]:

@@ -29,9 +29,9 @@ from dataclasses import field
 from typing import Final, Protocol
 
 from relaygr.admission.latency import LatencyModel, Stage, length_bucket
-from relaygr.admission.lead import DEFAULT_SCENARIO, lead_shares_of
+from relaygr.admission.lead import lead_shares_of
 from relaygr.admission.risk import NO_FACTORS, factors_of, risky_us
-from relaygr.schemas.messages import LengthRatios, PreInferJob, RetrievalEvent, WorkerStatus
+from relaygr.schemas.messages import DEFAULT_SCENARIO, LengthRatios, PreInferJob, RetrievalEvent, WorkerStatus
 from relaygr.schemas.record import record
 
 
@@ -61,6 +61,8 @@ class DecisionReason(enum.StrEnum):
     DISABLED = "disabled"
     UNDECODABLE = "undecodable"
     MISROUTED = "misrouted"
+    UNKNOWN_SCENARIO = "unknown_scenario"
+    """The settings have no scenario of the event's name."""
     NOT_SENT = "not_sent"
     """Admitted, but the producer did not accept the job."""
     ERROR = "error"
@@ -116,6 +118,7 @@ class ImpressionFacts:
             expected_suffix=message.expected_suffix,
             expected_candidates=message.expected_candidates,
             retrieval_at_us=message.retrieval_at_us,
+            scenario=message.scenario or DEFAULT_SCENARIO,
         )
 
 
@@ -248,8 +251,8 @@ class Refusal(enum.StrEnum):
 class Buckets(Protocol):
     """The buckets of one owner, for the share of this process (`relaygr.admission.buckets.OwnerBuckets`)."""
 
-    def admit(self, estimate: Estimate, now_us: int) -> Refusal | None:
-        """Charges both buckets and returns None, or charges neither and returns the reason."""
+    def admit(self, estimate: Estimate, now_us: int, scenario: str = DEFAULT_SCENARIO) -> Refusal | None:
+        """Charges both buckets for the scenario and returns None, or charges neither and returns the reason."""
 
     def count_ranking(self, device_us: float, now_us: int) -> None:
         """Adds the device time of an expected ranking request to the ranking load."""
@@ -419,5 +422,5 @@ def _refused_by(
     usable_us = usable_lead_us(impression, owner, limits.lead_fraction, now_us)
     if not feasible(owner.preinfer_queue_us, owner.caution * cost.prepare_us, usable_us):
         return DecisionReason.INFEASIBLE
-    refusal = None if buckets is None else buckets.admit(cost, now_us)
+    refusal = None if buckets is None else buckets.admit(cost, now_us, impression.scenario)
     return None if refusal is None else _REFUSED[refusal]

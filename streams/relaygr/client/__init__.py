@@ -29,6 +29,7 @@ from relaygr.client.outcome import (
     TimeOutReason,
 )
 from relaygr.client.publisher import EventPublisher
+from relaygr.client.scenarios import ScenarioClients
 from relaygr.client.settings import ClientSettings
 from relaygr.client.sync import RelayClient
 from relaygr.schemas.version import __version__
@@ -48,6 +49,7 @@ __all__ = [
     "RankOutcome",
     "RankStatus",
     "RelayClient",
+    "ScenarioClients",
     "TimeOutReason",
     "__version__",
 ]

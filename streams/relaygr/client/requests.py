@@ -36,6 +36,8 @@ class RetrievalFields(TypedDict, total=False):
     """Instead of a version: the first behaviours, so many."""
     history_at_least: int | None
     """Instead of a version: the newest history, with at least so many behaviours."""
+    scenario: str | None
+    """The scenario, such as `home`; absent: `default`."""
     request_id: str | None
     """Absent: a new one."""
     traceparent: str | None
@@ -59,6 +61,8 @@ class RankFields(TypedDict, total=False):
     """Instead of a version: the first behaviours, so many."""
     history_at_least: int | None
     """Instead of a version: the newest history, with at least so many behaviours."""
+    scenario: str | None
+    """The scenario, such as `home`; absent: `default`."""
     request_id: str | None
     """The request id of the impression's retrieval event; absent: a new one."""
     traceparent: str | None
@@ -102,6 +106,7 @@ def retrieval_event(request_id: str, user_id: str, now_us: int, fields: Retrieva
         history=fields.get("history"),
         history_exactly=fields.get("history_exactly"),
         history_at_least=fields.get("history_at_least"),
+        scenario=fields.get("scenario"),
     )
 
 
@@ -128,6 +133,7 @@ def ranking_request(
         history=fields.get("history"),
         history_exactly=fields.get("history_exactly"),
         history_at_least=fields.get("history_at_least"),
+        scenario=fields.get("scenario"),
     )
 
 

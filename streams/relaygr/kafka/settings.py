@@ -137,6 +137,11 @@ class KafkaSettings(Section):
 
     bootstrap: str = Field("127.0.0.1:9092", description="HOST:PORT[,HOST:PORT...] of the cluster")
     topic_prefix: str = Field(DEFAULT_PREFIX, description="topics are PREFIX.retrieval, PREFIX.ranking, ...")
+    history_prefix: str | None = Field(
+        None,
+        description="history and behaviours are PREFIX.history and PREFIX.behaviours, which the processes of several "
+        "topic prefixes may share; none: topic_prefix",
+    )
     group_prefix: str = Field(DEFAULT_PREFIX, description="groups are PREFIX.workers, PREFIX.trigger, ...")
     partitions: Annotated[
         int, Field(ge=1, le=4096, description="partition count of retrieval, preinfer, ranking, history and behaviours")
@@ -202,10 +207,10 @@ class KafkaSettings(Section):
     )
     security: Security = Security()
 
-    @field_validator("topic_prefix", "group_prefix")
+    @field_validator("topic_prefix", "group_prefix", "history_prefix")
     @classmethod
-    def _prefix_is_legal(cls, value: str) -> str:
-        return check_prefix(value)
+    def _prefix_is_legal(cls, value: str | None) -> str | None:
+        return None if value is None else check_prefix(value)
 
     @field_validator("bootstrap")
     @classmethod
@@ -242,7 +247,8 @@ class KafkaSettings(Section):
 
     def topic(self, topic: Topic) -> str:
         """The topic's full name."""
-        return topic.named(self.topic_prefix)
+        shared = self.history_prefix if topic in (Topic.HISTORY, Topic.BEHAVIOURS) else None
+        return topic.named(shared or self.topic_prefix)
 
     @property
     def group_protocol(self) -> GroupProtocol:

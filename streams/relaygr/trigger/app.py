@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter as Tally
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr.admission.policy import DecisionReason
+from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.kafka.clients import ProducerKind, make_producer, require_broker
 from relaygr.kafka.dead_letters import DeadLetterWriter
@@ -39,6 +40,7 @@ from relaygr.runtime.clock import LATENCY_BUCKETS_S, Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.headers import JOB_HEADER, Headers
+from relaygr.schemas.messages import DEFAULT_SCENARIO
 from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer
 from relaygr.trigger.faust_stream import EventFeed, make_app
@@ -62,13 +64,23 @@ _WAITING = "waiting for group and offsets"
 class TriggerMetrics:
     """The metrics of a trigger process. Every event is counted under exactly one reason."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        """Registers the metrics. Raises ValueError if `registry` has them already."""
+    def __init__(self, registry: CollectorRegistry = REGISTRY, scenarios: Iterable[str] = (DEFAULT_SCENARIO,)) -> None:
+        """Registers the metrics. Raises ValueError if `registry` has them already. `scenarios`: the known ones."""
         self._shown_margins: set[int] = set()
         decisions = Counter(
             "relaygr_trigger_decisions_total", "Retrieval events by outcome", ["reason"], registry=registry
         )
         self.decisions = {reason: decisions.labels(reason.value) for reason in DecisionReason}
+        by_scenario = Counter(
+            "relaygr_trigger_scenario_events_total",
+            "Retrieval events of known scenarios, by whether a job was sent",
+            ["scenario", "admitted"],
+            registry=registry,
+        )
+        self.by_scenario = {
+            name: {admitted: by_scenario.labels(name, "yes" if admitted else "no") for admitted in (True, False)}
+            for name in scenarios
+        }
         self.event_age = Histogram(
             "relaygr_trigger_event_age_seconds",
             "Time from the start of retrieval, by the gateway's clock, to the decision",
@@ -143,11 +155,15 @@ class TriggerApp:
         clock: Clock | None = None,
         registry: CollectorRegistry = REGISTRY,
         tracer: Tracer | None = None,
+        scenarios: Scenarios = ONLY_DEFAULT,
     ) -> None:
-        """No network until `start`. Needs the running event loop. `tracer`: None while tracing is off."""
+        """No network until `start`. Needs the running event loop. `tracer`: None while tracing is off.
+
+        `scenarios`: those whose events come on the topic.
+        """
         self._kafka = kafka
         self._clock = clock or SystemClock()
-        self.metrics = TriggerMetrics(registry)
+        self.metrics = TriggerMetrics(registry, scenarios)
         self.fleet = Fleet(settings.status_stale_ms)
         self._handler = EventHandler(
             settings,
@@ -156,6 +172,7 @@ class TriggerApp:
             kafka.partitions,
             self._clock,
             on_misjudged=self.metrics.misjudged,
+            scenarios=scenarios,
         )
         self._jobs_topic = kafka.topic(kafka.jobs_topic)
         self._job_headers: Headers = [JOB_HEADER] if kafka.jobs_topic is Topic.RANKING else []
@@ -297,6 +314,9 @@ class TriggerApp:
             # Its text may name a user; the log has the traceback.
             self._dead_letter(message, reason, type(error).__name__)
         else:
+            if decision.scenario is not None:
+                is_sent = decision.job is not None and reason is decision.reason
+                self.metrics.by_scenario[decision.scenario][is_sent].inc()
             if decision.age_us is not None:
                 self.metrics.event_age.observe(decision.age_us / 1e6, trace.exemplar if trace is not None else None)
             if trace is not None:

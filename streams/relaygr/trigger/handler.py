@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 from relaygr.admission.buckets import FleetBuckets
 from relaygr.admission.policy import (
@@ -21,10 +22,11 @@ from relaygr.admission.policy import (
     PrefixTier,
 )
 from relaygr.admission.risk import RiskFeedback
+from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios, ScenarioSettings, shares_of
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode
-from relaygr.schemas.messages import PreInferJob, RetrievalEvent
+from relaygr.schemas.messages import DEFAULT_SCENARIO, PreInferJob, RetrievalEvent
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.record import record
 from relaygr.trigger.fleet import Fleet
@@ -46,6 +48,8 @@ class TriggerDecision:
     """Time from the start of retrieval (the gateway's clock) to this decision (our clock); None if undecodable."""
     request_id: str | None = None
     """None if undecodable."""
+    scenario: str | None = None
+    """A known scenario; None if undecodable, misrouted, or of an unknown one."""
 
 
 MAX_USERS_PER_OWNER = 100_000
@@ -124,20 +128,24 @@ class EventHandler:
         partition_count: int,
         clock: Clock,
         on_misjudged: Callable[[int], None] | None = None,
+        scenarios: Scenarios = ONLY_DEFAULT,
     ) -> None:
         """`on_misjudged` gets the length bucket of each request that was decided as not at risk and then missed.
+        `scenarios`: those whose events come on the topic.
 
         Raises RelayError if there is no policy of the name in the settings.
         """
         self._enabled = settings.enabled
-        self._limits = settings.limits(admission.lease_margin_ms)
-        self._policy = make_policy(settings.policy, self._limits)
+        self._lease_margin_us = admission.lease_margin_ms * 1000
+        self._rules = {
+            name: _Rules(scenario, settings, admission.lease_margin_ms) for name, scenario in scenarios.items()
+        }
         self._fleet = fleet
         self._partition_count = partition_count
         self._clock = clock
         self._recent = RecentPrefixes()
         self._users = Users(settings.remembered_users)
-        self._buckets = FleetBuckets(admission.bucket_limits())
+        self._buckets = FleetBuckets(admission.bucket_limits(), shares_of(scenarios))
         self._on_misjudged = on_misjudged
         self.feedback = RiskFeedback(settings.risk_targets())
         """The margins of the risk, from the outcomes of earlier decisions."""
@@ -161,20 +169,28 @@ class EventHandler:
             return TriggerDecision(
                 DecisionReason.MISROUTED, detail=misrouted, age_us=age_us, request_id=event.request_id
             )
+        scenario = event.scenario or DEFAULT_SCENARIO
+        if scenario not in self._rules:
+            return TriggerDecision(DecisionReason.UNKNOWN_SCENARIO, age_us=age_us, request_id=event.request_id)
         if not self._enabled:
-            return TriggerDecision(DecisionReason.DISABLED, age_us=age_us, request_id=event.request_id)
+            return TriggerDecision(
+                DecisionReason.DISABLED, age_us=age_us, request_id=event.request_id, scenario=scenario
+            )
         decision = self.admit(event, partition, now_us)
         if not decision.admit:
-            return TriggerDecision(decision.reason, age_us=age_us, request_id=event.request_id)
+            return TriggerDecision(decision.reason, age_us=age_us, request_id=event.request_id, scenario=scenario)
         try:
             job = encode(job_of(event, now_us))
-            return TriggerDecision(decision.reason, job=job, age_us=age_us, request_id=event.request_id)
+            return TriggerDecision(
+                decision.reason, job=job, age_us=age_us, request_id=event.request_id, scenario=scenario
+            )
         except EncodeError as error:
             # A job is an event with one more number, so only an event of the largest size can fail here.
             self.unsent(event.user_id)
             return TriggerDecision(
-                DecisionReason.NOT_SENT, detail=str(error), age_us=age_us, request_id=event.request_id
-            )
+                DecisionReason.NOT_SENT, detail=str(error), age_us=age_us, request_id=event.request_id,
+                scenario=scenario,
+            )  # fmt: skip
 
     def take_reports(self) -> None:
         """Takes the workers' reports of full inference since the last call."""
@@ -197,7 +213,10 @@ class EventHandler:
     def admit(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
         """The decision about an event of this partition, at this wall time."""
         owner = self._fleet.owner_of(partition, now_us)
-        impression = ImpressionFacts.of(event)
+        rules = self._rules.get(event.scenario or DEFAULT_SCENARIO)
+        if rules is None:
+            return Decision(False, DecisionReason.UNKNOWN_SCENARIO)
+        impression = rules.facts(event)
         user_id, users = event.user_id, self._users
         if users.is_repeat(user_id, event.request_id):
             return Decision(False, DecisionReason.REPEATED)
@@ -207,7 +226,7 @@ class EventHandler:
             if owner is not None:
                 self._count_hit(owner, impression, live.prefix_tokens, now_us)
             return Decision(False, DecisionReason.UNDER_WAY)
-        decision = self._policy.decide(self._case(impression, user_id, owner, live, now_us))
+        decision = rules.policy.decide(self._case(impression, user_id, owner, live, now_us))
         tokens = 0 if decision.estimate is None else decision.estimate.prefix_tokens
         if decision.admit:
             until_us = self._lease_ends_us(impression, now_us)
@@ -242,7 +261,7 @@ class EventHandler:
     def _lease_ends_us(self, impression: ImpressionFacts, decided_us: int) -> int:
         """When the lease of a job that was decided then ends at the latest."""
         expires_us = impression.expected_ranking_at_us + impression.ranking_budget_us
-        return min(expires_us, decided_us + LONGEST_LIFE_US) + self._limits.lease_margin_us
+        return min(expires_us, decided_us + LONGEST_LIFE_US) + self._lease_margin_us
 
     def _case(
         self, impression: ImpressionFacts, user_id: str, owner: OwnerView | None, live: LastJob | None, now_us: int
@@ -261,6 +280,27 @@ class EventHandler:
     def _count_hit(self, owner: OwnerView, impression: ImpressionFacts, tokens: int, now_us: int) -> None:
         scored = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
         self._buckets.of(owner, now_us).count_ranking(owner.latency.hit_us(tokens, scored), now_us)
+
+
+class _Rules:
+    """How one scenario is decided."""
+
+    def __init__(self, scenario: ScenarioSettings, settings: TriggerSettings, lease_margin_ms: int) -> None:
+        """Raises RelayError if there is no policy of the name in the settings."""
+        own = {
+            name: value
+            for name in ("fallback_behaviours", "assumed_behaviours")
+            if (value := getattr(scenario, name)) is not None
+        }
+        self.policy = make_policy(settings.policy, replace(settings.limits(lease_margin_ms), **own))
+        self._budget_us = math.inf if scenario.budget_ms is None else scenario.budget_ms * 1000
+
+    def facts(self, event: RetrievalEvent) -> ImpressionFacts:
+        """The event's metadata, with the scenario's time limit where the event has a longer one."""
+        facts = ImpressionFacts.of(event)
+        if facts.ranking_budget_us <= self._budget_us:
+            return facts
+        return replace(facts, ranking_budget_us=int(self._budget_us))
 
 
 def _prepares(live: LastJob, event: RetrievalEvent, owner: OwnerView | None, now_us: int) -> bool:
@@ -289,4 +329,5 @@ def job_of(event: RetrievalEvent, now_us: int) -> PreInferJob:
         history=event.history,
         history_exactly=event.history_exactly,
         history_at_least=event.history_at_least,
+        scenario=event.scenario,
     )

@@ -8,13 +8,14 @@ The handler never blocks. It checks a ranking message in this order:
    time, and are refused here, for a few microseconds each and without being decoded;
 4. its body;
 5. how far ahead its deadline lies;
-6. its partition.
+6. its partition;
+7. its scenario.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +26,7 @@ from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.headers import RankingHeaders, is_job
-from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, PreInferJob, RankingRequest
+from relaygr.schemas.messages import DEFAULT_SCENARIO, MAX_BUDGET_MS, FailureReason, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork
@@ -50,6 +51,7 @@ class HandlerSettings:
     reply_margin_ms: float
     max_deadline_ms: int = 60_000
     has_one_topic: bool = False
+    scenarios: Container[str] = (DEFAULT_SCENARIO,)
 
 
 class WorkerHandler:
@@ -172,6 +174,15 @@ class WorkerHandler:
                 f"message came on {received.partition}: use murmur2 on the UTF-8 bytes of the user id as the key, and "
                 f"check that the topic still has {self._settings.partitions} partitions (relaygr topics check)",
             )
+        scenario = request.scenario or DEFAULT_SCENARIO
+        if scenario not in self._settings.scenarios:
+            return self._results.without_work(
+                reply,
+                received,
+                FailureReason.UNKNOWN_SCENARIO,
+                f"this worker does not serve the scenario {scenario!r}: check `scenarios` in its settings, and the "
+                "topics that the gateway writes to",
+            )
         work = RankingWork(request, reply, received, now_wall_us, deadline_us, answer_by_us)
         if not self._executor.take_ranking(work):
             self._results.without_work(reply, received, FailureReason.OVERLOADED, NO_MEMORY)
@@ -193,6 +204,8 @@ class WorkerHandler:
         now_wall_us = self._clock.wall_us()
         if not _is_routed_to(self._partition_of(job.user_id), received, job.user_id):
             return self._results.job_done(received, JobOutcome.MISROUTED)
+        if (job.scenario or DEFAULT_SCENARIO) not in self._settings.scenarios:
+            return self._results.job_done(received, JobOutcome.UNKNOWN_SCENARIO)
         if now_wall_us > job.expires_at_us + self._skew_us:
             return self._results.job_done(received, JobOutcome.EXPIRED)
         expected_us = _monotonic(received, job.expected_ranking_at_us, now_wall_us)

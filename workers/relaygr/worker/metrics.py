@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.admission.lead import LeadQuantiles
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
-from relaygr.schemas.messages import FailureReason, Path
+from relaygr.schemas.messages import DEFAULT_SCENARIO, FailureReason, Path
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.work import JobOutcome
 
@@ -104,7 +104,9 @@ class LeadTimeCollector(Collector):
 class WorkerMetrics:
     """One instance a process; tests give a registry of their own."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY, scenarios: Iterable[str] = (DEFAULT_SCENARIO,)) -> None:
+        """`scenarios`: those that the worker serves."""
+        scenarios = tuple(scenarios)
         self._needless_total = 0
         ranked = Counter(
             "relaygr_worker_ranked_total", "Ranking requests answered with scores", ["path"], registry=registry
@@ -120,6 +122,19 @@ class WorkerMetrics:
             "Time from the receipt of a ranking request to its result",
             ["path"],
             buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        scenario_seconds = Histogram(
+            "relaygr_worker_scenario_ranking_seconds",
+            "Time from the receipt of a ranking request to its result with scores, by scenario",
+            ["scenario"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        scenario_unranked = Counter(
+            "relaygr_worker_scenario_unranked_total",
+            "Decoded ranking requests of a known scenario that were answered without scores, by scenario",
+            ["scenario"],
             registry=registry,
         )
         self.queue_seconds = Histogram(
@@ -223,6 +238,8 @@ class WorkerMetrics:
         # Children of labels are looked up once, not for each request. Callers on the path of a request use them.
         self.ranked = {path: ranked.labels(path.value) for path in Path}
         self.ranking_seconds = {path: seconds.labels(path.value) for path in Path}
+        self.scenario_seconds = {name: scenario_seconds.labels(name) for name in scenarios}
+        self.scenario_unranked = {name: scenario_unranked.labels(name) for name in scenarios}
         self.device_seconds = {work_class: device_seconds.labels(work_class.value) for work_class in WorkClass}
         self._expired = self._unranked.labels("expired")
         self._failed = {reason: self._unranked.labels(reason.value) for reason in FailureReason}

@@ -23,7 +23,15 @@ from relaygr.consumer import Received, Token
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, Template, encode
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
-from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, Path, RankingResult, StageTimings
+from relaygr.schemas.messages import (
+    DEFAULT_SCENARIO,
+    MAX_BUDGET_MS,
+    FailureReason,
+    Outcome,
+    Path,
+    RankingResult,
+    StageTimings,
+)
 from relaygr.tracing.spans import MessagePlace
 from relaygr.tracing.stages import RankingTimes, Stage, StageSpan, stages_of
 from relaygr.tracing.worker import RankingTrace, WorkerTraces
@@ -193,6 +201,7 @@ class ResultWriter:
         exemplar = trace.exemplar if trace is not None else None
         metrics.ranked[work.path].inc()
         metrics.ranking_seconds[work.path].observe(timings.total_us / 1e6, exemplar)
+        metrics.scenario_seconds[work.request.scenario or DEFAULT_SCENARIO].observe(timings.total_us / 1e6, exemplar)
         metrics.queue_seconds.observe(timings.queue_us / 1e6, exemplar)
         if work.unknown_items:
             metrics.unknown_items.inc(work.unknown_items)
@@ -304,6 +313,7 @@ class ResultWriter:
     # -- sending -----------------------------------------------------------------------------------
 
     def _unranked(self, work: RankingWork, outcome: Outcome, reason: FailureReason | None, detail: str | None) -> None:
+        self._metrics.scenario_unranked[work.request.scenario or DEFAULT_SCENARIO].inc()
         now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
         result = RankingResult(
             request_id=work.request.request_id,

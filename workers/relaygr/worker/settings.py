@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import ByteSize, Field
 
+from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
@@ -274,6 +275,15 @@ class WorkerSettings(Section):
             "worker_id; 0: reload at once",
         ),
     ] = 0.0
+    model_poll_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=3600,
+            description="how often the worker looks whether `worker.model` has other weights, and then loads them as "
+            "after SIGHUP; 0: it never looks",
+        ),
+    ] = 0.0
     status_interval_ms: Annotated[int, Field(ge=50, description="time between two status messages")] = 500
     watchdog_s: Annotated[
         float, Field(ge=1, description="time without progress on the device after which the worker exits")
@@ -318,6 +328,8 @@ class WorkerConfig:
     admission: AdmissionSettings
     consumer: ConsumerSettings
     tracing: TracingSettings = field(default_factory=TracingSettings)
+    scenarios: Scenarios = field(default_factory=lambda: ONLY_DEFAULT)
+    """Those that the worker serves."""
 
     @property
     def client_id(self) -> str:

@@ -121,6 +121,15 @@ MESSAGES: dict[str, Any] = {
     "PreInferJob, least length": PreInferJob(
         "gateway.1.7", "user-é", NOW_US, NOW_US + 80_000, 50, 512, 16, NOW_US + 900, history_at_least=2
     ),
+    "RetrievalEvent, scenario": RetrievalEvent(
+        "gateway.1.7", "user-é", NOW_US, NOW_US + 80_000, 50, 512, 16, scenario="home"
+    ),
+    "PreInferJob, scenario": PreInferJob(
+        "gateway.1.7", "user-é", NOW_US, NOW_US + 80_000, 50, 512, 16, NOW_US + 900, scenario="home"
+    ),
+    "RankingRequest, scenario": RankingRequest(
+        "gateway.1.7", "user-é", NOW_US, NOW_US + 50_000, 1_700, np.array([5], "<i8"), BEHAVIOURS, scenario="home"
+    ),
     "WorkerStatus": WorkerStatus(
         "worker-00",
         WorkerState.READY,

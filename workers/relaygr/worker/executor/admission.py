@@ -10,8 +10,10 @@ from __future__ import annotations
 from relaygr.admission.buckets import OwnerBuckets
 from relaygr.admission.latency import LatencyModel
 from relaygr.admission.policy import Estimate, Refusal
+from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios, shares_of
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
+from relaygr.schemas.messages import DEFAULT_SCENARIO
 from relaygr.worker.executor.work import JobOutcome, JobWork, ResolvedPrefix
 from relaygr.worker.kv import KvGeometry
 
@@ -26,10 +28,16 @@ class JobAdmission:
     """One worker's buckets. Belongs to the device thread."""
 
     def __init__(
-        self, settings: AdmissionSettings, hbm_capacity_bytes: int, geometry: KvGeometry, clock: Clock
+        self,
+        settings: AdmissionSettings,
+        hbm_capacity_bytes: int,
+        geometry: KvGeometry,
+        clock: Clock,
+        scenarios: Scenarios = ONLY_DEFAULT,
     ) -> None:
-        limits = settings.bucket_limits()
-        self._buckets = OwnerBuckets(limits, hbm_capacity_bytes, share=1.0, now_us=clock.monotonic_us())
+        """`scenarios`: those that the worker serves."""
+        limits, shares = settings.bucket_limits(), shares_of(scenarios)
+        self._buckets = OwnerBuckets(limits, hbm_capacity_bytes, 1.0, clock.monotonic_us(), shares)
         self._geometry = geometry
         self._lease_margin_us = settings.lease_margin_ms * 1000
         self._clock = clock
@@ -64,14 +72,16 @@ class JobAdmission:
             lead_us=work.expected_ranking_us - now_us,
             alive_us=self._alive_us(work, now_us),
         )
-        refusal = self._buckets.admit(estimate, now_us)
+        refusal = self._buckets.admit(estimate, now_us, work.job.scenario or DEFAULT_SCENARIO)
         return None if refusal is None else _OUTCOMES[refusal]
 
     def charge_reload(self, work: JobWork, tokens: int, latency: LatencyModel) -> None:
         """Charges the copy of `tokens` tokens from DRAM that has begun for the job."""
         now_us = self._clock.monotonic_us()
         size_bytes = tokens * self._geometry.bytes_per_token
-        self._buckets.charge(float(size_bytes) * self._alive_us(work, now_us), latency.reload_us(size_bytes), now_us)
+        footprint_byte_us = float(size_bytes) * self._alive_us(work, now_us)
+        scenario = work.job.scenario or DEFAULT_SCENARIO
+        self._buckets.charge(footprint_byte_us, latency.reload_us(size_bytes), now_us, scenario)
 
     def count_ranking(self, device_us: float, at_us: int) -> None:
         """Counts the device time of a ranking pass that ended at `at_us`. Pre-infer gets a part of the rest."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from relaygr.admission.latency import Corrector
 from relaygr.admission.lead import LeadTimes
 from relaygr.admission.risk import FullPathObserver
+from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.record import record
@@ -179,6 +180,7 @@ class ExecutorParts:
     results: ResultWriter
     metrics: WorkerMetrics
     clock: Clock
+    scenarios: Scenarios = field(default_factory=lambda: ONLY_DEFAULT)
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +233,11 @@ class ExecutorContext:
             engine,
             settings.anchor_behaviours,
             settings.recent_behaviours,
+            recent_of={
+                name: scenario.recent_behaviours
+                for name, scenario in self.parts.scenarios.items()
+                if scenario.recent_behaviours is not None
+            },
             extend_prefixes=settings.extend_prefixes,
         )
         self.chunking = Chunking(

@@ -91,7 +91,7 @@ class Jobs:
         if history.history is None:
             return self._end(work, JobOutcome.NO_HISTORY)
         expected = Scored(job.expected_suffix, job.expected_candidates)
-        prefix = resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected)
+        prefix = resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected, scenario=job.scenario)
         if not self._context.held_by_jobs.keep(work, prefix):
             return self._end(work, JobOutcome.SHED)
         return self._pre_infer(work, prefix)

@@ -20,7 +20,7 @@ import numpy as np
 import structlog
 
 from relaygr.admission.latency import Stage
-from relaygr.schemas.messages import Behaviours, FailureReason, Path, PrefixSource, RankingRequest
+from relaygr.schemas.messages import DEFAULT_SCENARIO, Behaviours, FailureReason, Path, PrefixSource, RankingRequest
 from relaygr.worker.cache import (
     Declined,
     DeclineReason,
@@ -101,7 +101,8 @@ class Requests:
         if announcement is not None:
             arrivals.seen.append((announcement, work.received.received_us))
         if announcement is not None and announcement[3] is not None:
-            self._context.lead_times.arrived.append((work.received.received_us, request.sent_at_us, *announcement[3]))
+            measured = work.received.received_us, request.sent_at_us, *announcement[3]
+            self._context.lead_times.arrived[request.scenario or DEFAULT_SCENARIO].append(measured)
         too_long = _too_long(request, self._context.engine.limits)
         if too_long is not None:
             return self._fail(work, FailureReason.TOO_LONG, too_long)
@@ -226,7 +227,9 @@ class Requests:
             return None
         if history.is_behind and self._waits_for_history(work, scored):
             return None
-        prefix = resolver.prefix(request.user_id, history, request.query_time_ms, scored, request.suffix)
+        prefix = resolver.prefix(
+            request.user_id, history, request.query_time_ms, scored, request.suffix, request.scenario
+        )
         if not self._context.held_by_requests.keep(work, prefix):
             self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
             return None

@@ -9,6 +9,7 @@ of a history may be left to the suffix, so that a history that grew a little has
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final, Protocol
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain, digest_chain, extend_chain
-from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.messages import DEFAULT_SCENARIO, Behaviours, History
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import BYTES_PER_TOKEN, ResolvedPrefix
@@ -58,11 +59,14 @@ class PrefixResolver:
         anchor_behaviours: int,
         recent_behaviours: int = 0,
         *,
+        recent_of: Mapping[str, int] | None = None,
         extend_prefixes: bool = True,
     ) -> None:
         """`recent_behaviours`: prefixes end at a multiple of it, itself a multiple of BLOCK; 0: at the newest one.
+        `recent_of`: the same by scenario, where it differs.
         `extend_prefixes` false: a cached prefix of a shorter history is a miss.
         """
+        self._recent_of = recent_of or {}
         self._histories = histories
         self._engine = engine
         self._recent_behaviours = recent_behaviours
@@ -85,6 +89,7 @@ class PrefixResolver:
         query_time_ms: int,
         scored: Scored,
         suffix: Behaviours = _NO_SUFFIX,
+        scenario: str | None = None,
     ) -> ResolvedPrefix:
         """The prefix of a resolved history; of an unknown one, that of a user without behaviours or features.
 
@@ -108,8 +113,9 @@ class PrefixResolver:
             chain = extend_chain(chain, behaviours)
         cut = window(history, chain, engine.limits.max_prefix_behaviours, self._anchor_behaviours)
         behaviours, chain = cut.history.behaviours, cut.chain
-        if self._recent_behaviours and rules.grows:
-            recent = chain.length % self._recent_behaviours
+        step = self._recent_of.get(scenario or DEFAULT_SCENARIO, self._recent_behaviours)
+        if step and rules.grows:
+            recent = chain.length % step
             followed_by += recent
             if recent == chain.length or followed_by > engine.limits.max_suffix_behaviours:
                 followed_by -= recent

@@ -35,6 +35,7 @@ class JobOutcome(enum.StrEnum):
     OVER_LOAD = "over_load"
     OVER_FOOTPRINT = "over_footprint"
     MISROUTED = "misrouted"
+    UNKNOWN_SCENARIO = "unknown_scenario"
     UNDECODABLE = "undecodable"
     DISABLED = "disabled"
     NOT_USABLE = "not_usable"

@@ -101,7 +101,7 @@ class Parts:
         self._clock = clock
         self._worker_id = settings.worker_id
         self._prepared = prepared
-        self.metrics = WorkerMetrics()
+        self.metrics = WorkerMetrics(scenarios=config.scenarios)
         self.cache = built.cache
         self.arena = built.hbm_arena
         self.cache.weigh_by(prepared.corrector.model.pre_us)
@@ -145,10 +145,13 @@ class Parts:
                 corrector=prepared.corrector,
                 settings=settings,
                 admission_settings=config.admission,
-                admission=JobAdmission(config.admission, int(settings.hbm_bytes), engine.geometry, clock),
+                admission=JobAdmission(
+                    config.admission, int(settings.hbm_bytes), engine.geometry, clock, config.scenarios
+                ),
                 results=self.results,
                 metrics=self.metrics,
                 clock=clock,
+                scenarios=config.scenarios,
             ),
         )
         self.device = DeviceThread(
@@ -169,6 +172,7 @@ class Parts:
                 max_clock_skew_ms=settings.max_clock_skew_ms,
                 reply_margin_ms=settings.reply_margin_ms,
                 max_deadline_ms=settings.max_deadline_ms,
+                scenarios=config.scenarios,
             ),
             self.executor,
             self.results,
