@@ -481,3 +481,25 @@ def test_a_reload_waits_for_its_turn_and_serves_meanwhile(tmp_path):
     world.await_loading()
     world.reloading.tick(None, is_active=False)
     assert world.outcomes() == {"swapped": 1}
+
+
+def test_a_worker_that_polls_loads_another_checkpoint_once(tmp_path):
+    world = Reloading(save(tmp_path, seed=0), model_poll_s=2)
+    save(tmp_path, seed=1)
+    for advance_us, expected in ((1_900_000, {}), (100_000, {"swapped": 1}), (2_000_000, {"swapped": 1})):
+        world.clock.advance_us(advance_us)
+        world.reloading.tick(world.parts, is_active=False)
+        world.await_loading()
+        world.reloading.tick(None, is_active=False)
+        assert world.outcomes() == expected
+
+
+def test_a_worker_that_polls_tries_a_broken_checkpoint_only_once(tmp_path):
+    world = Reloading(save(tmp_path, seed=0), model_poll_s=1)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    (tmp_path / WEIGHTS_FILE).write_bytes(bytes(100))
+    for _ in range(3):
+        world.clock.advance_us(1_000_000)
+        world.reloading.tick(world.parts, is_active=False)
+        world.await_loading()
+    assert world.outcomes() == {"broken": 1}

@@ -1,7 +1,7 @@
 """`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation, `compare` checks
 its scores against those of its source, `show` describes one, `verify` reads its weights whole, `bench` measures its
-times on this machine, `check-kv`, `check-dram` and `check-compute` the effect on its scores of K,V, a DRAM tier or
-products in fewer bits.
+times on this machine, `deploy` and `rollback` choose the revision that serves, `check-kv`, `check-dram` and
+`check-compute` the effect on its scores of K,V, a DRAM tier or products in fewer bits.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
@@ -22,6 +22,7 @@ from relaygr.cli.model_bench import bench_command
 from relaygr.cli.model_check import check_compute_command, check_dram_command, check_kv_command
 from relaygr.cli.model_compare import compare_command
 from relaygr.cli.model_convert import convert_command
+from relaygr.cli.model_deploy import deploy_command, rollback_command
 from relaygr.cli.options import JsonOption
 from relaygr.cli.texts import parse_task, print_json, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
@@ -37,6 +38,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, conver
 app.command("convert")(convert_command)
 app.command("compare")(compare_command)
 app.command("bench")(bench_command)
+app.command("deploy")(deploy_command)
+app.command("rollback")(rollback_command)
 app.command("check-kv")(check_kv_command)
 app.command("check-dram")(check_dram_command)
 app.command("check-compute")(check_compute_command)

@@ -4,6 +4,8 @@
     reload thread    loads and tests the new model while the old one serves (`load_beside`), then frees old prefixes
     device thread    swaps between two steps: binds the new engine to the same arena, restarts the work in progress
 
+With `worker.model_poll_s` the main thread also looks at that folder, and reloads when its weights are another file.
+
 A new revision makes every prefix of a worker cold at once. With `worker.reload_spread_s` the workers of a fleet that
 get SIGHUP together load it one after the other: each waits for its own part of that time (`reload_delay_s`).
 
@@ -123,7 +125,9 @@ class ModelReloading:
         # One thread for all reloads: each new thread would get its own arena of malloc, which keeps a model's memory.
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
-        self._file = self._loading_file = _identity(settings.model)
+        self._file = self._loading_file = self._seen_file = _identity(settings.model)
+        self._poll_us = int(settings.model_poll_s * 1e6)
+        self._poll_at_us = self._clock.monotonic_us() + self._poll_us
 
     def request(self) -> None:
         """Requests a reload. Takes no lock, so a signal handler may call it."""
@@ -143,6 +147,7 @@ class ModelReloading:
         if loaded is not None:
             self._loaded = None
             self._hand_over(loaded, parts, is_active)
+        self._poll()
         # `load_beside` compares the checkpoint with the serving model, which a swap in progress may replace.
         if self._requested and self._due_us is None:
             self._due_us = self._clock.monotonic_us() + self._delay_us
@@ -158,6 +163,17 @@ class ModelReloading:
             self._calls.put(self._load)
             if self._thread.ident is None:
                 self._thread.start()
+
+    def _poll(self) -> None:
+        """Requests a reload once for each other weights file that is found."""
+        now_us = self._clock.monotonic_us()
+        if not self._poll_us or now_us < self._poll_at_us:
+            return
+        self._poll_at_us = now_us + self._poll_us
+        found = _identity(self._settings.model)
+        if found is not None and found != self._seen_file:
+            self._seen_file = found
+            self._requested = True
 
     def close(self) -> None:
         """Ends the reload thread once it has nothing to do. Does not wait for it."""

@@ -1,0 +1,88 @@
+"""`relaygr model deploy` and `rollback`: the revision that the workers of a scenario serve, as a link in a folder.
+
+    FOLDER/REVISION/     config.json, model.safetensors: one folder for each deployed revision
+    FOLDER/current       link to the revision that serves: `worker.model` of the workers is this
+    FOLDER/previous      link to the one before
+
+Each link is replaced in one step. Workers with `worker.model_poll_s` load what `current` names within that time, and
+others at SIGHUP. A revision whose K,V have another form is refused by a running worker, which then keeps its model.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from relaygr.cli.texts import stdout_console
+from relaygr.runtime.errors import RelayError
+
+CURRENT: Final = "current"
+PREVIOUS: Final = "previous"
+
+FolderArgument = Annotated[Path, typer.Argument(help="Folder of the deployed revisions; `current` in it serves.")]
+
+
+def deploy_command(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint folder to deploy.")], folder: FolderArgument
+) -> None:
+    """Copy a checkpoint into a folder of revisions, and let it serve."""
+    stdout_console().print(f"{deploy(checkpoint, folder)} serves from {folder / CURRENT}")
+
+
+def rollback_command(folder: FolderArgument) -> None:
+    """Let the revision serve again that served before. A second rollback takes the first one back."""
+    stdout_console().print(f"{rollback(folder)} serves from {folder / CURRENT}")
+
+
+def deploy(checkpoint: Path, folder: Path) -> str:
+    """Copies the checkpoint and points `current` at the copy. Returns its revision. Raises RelayError."""
+    from relaygr.worker.model.checkpoint import load_checkpoint
+
+    revision = load_checkpoint(checkpoint).revision
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / revision
+    if not target.exists():
+        # Renamed when it is whole, so that no worker finds half a checkpoint.
+        partial = folder / f".{revision}.{secrets.token_hex(4)}"
+        try:
+            shutil.copytree(checkpoint.resolve(), partial)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    before = _target(folder, CURRENT)
+    if before != revision:
+        _point(folder, CURRENT, revision)
+        if before is not None:
+            _point(folder, PREVIOUS, before)
+    return revision
+
+
+def rollback(folder: Path) -> str:
+    """Swaps `current` and `previous`. Returns the revision that serves now. Raises RelayError if there is none."""
+    before, now = _target(folder, PREVIOUS), _target(folder, CURRENT)
+    if before is None or now is None or before == now:
+        raise RelayError(f"{folder} has no previous revision: nothing was changed.")
+    if not (folder / before).is_dir():
+        raise RelayError(f"{folder / before} does not exist any more: nothing was changed.")
+    _point(folder, CURRENT, before)
+    _point(folder, PREVIOUS, now)
+    return before
+
+
+def _target(folder: Path, name: str) -> str | None:
+    link = folder / name
+    return str(link.readlink()) if link.is_symlink() else None
+
+
+def _point(folder: Path, name: str, revision: str) -> None:
+    new = folder / f".{name}.{secrets.token_hex(4)}"
+    try:
+        new.symlink_to(revision, target_is_directory=True)
+        new.replace(folder / name)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise RelayError(f"{folder / name} cannot be made: {error.strerror}.") from error
