@@ -46,6 +46,12 @@ def demo(
         float | None, typer.Option(min=1, help="Length of each run.", show_default="24, longer at a low rate")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and records in this folder.", show_default=False)] = None,
+    scenarios: Annotated[
+        bool,
+        typer.Option(
+            "--scenarios", help="Play home feed, search and ads at the same time, with the relay on, without the page."
+        ),
+    ] = False,
     ui: Annotated[bool, typer.Option("--ui/--no-ui", help="Serve a live page of both runs.")] = True,
     stay: Annotated[
         bool | None,
@@ -69,7 +75,7 @@ def demo(
     console = Console(highlight=False)
     stays = console.is_terminal if stay is None else stay
     overridden = PlanOverrides(deadline_ms, lead_ms, rate, seconds)
-    result = run_demo(console, settings, DemoOptions(broker, overridden, model, keep, yes, ui, stays))
+    result = run_demo(console, settings, DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios))
     if not result.passed:
         raise typer.Exit(1)
 

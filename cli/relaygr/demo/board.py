@@ -307,6 +307,11 @@ def print_summary(
         f"scores     {comparison.compared} requests compared with full inference, worst error "
         f"{comparison.worst_error:.1e} of the largest score"
     )
+    print_gates(console, shown)
+
+
+def print_gates(console: Console, shown: Sequence[Gate]) -> None:
+    """Prints whether each gate was passed."""
     for gate in shown:
         mark = "[green]yes[/green]" if gate.passed else "[red]NO [/red]"
         mark, note = (mark, "") if gate.judged else ("[yellow]?  [/yellow]", " (not judged: the machine is busy)")

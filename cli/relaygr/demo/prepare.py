@@ -24,7 +24,7 @@ LONGEST_WARM_UP_S = 15.0
 CALIBRATION_FILE = "calibration.json"
 
 
-def make_model(folder: Path, settings: Settings, population: Population) -> Path:
+def make_model(folder: Path, settings: Settings, population: Population, layers: int | None = None) -> Path:
     """Makes a random model for the items of the population and the length of its longest history."""
     longest = max(8, *(len(population.sequence(index)) for index in range(population.size)))
     suffix = settings.traffic.suffix
@@ -33,7 +33,7 @@ def make_model(folder: Path, settings: Settings, population: Population) -> Path
         num_heads=3,
         attention_dim=32,
         hidden_dim=32,
-        num_layers=4,
+        num_layers=layers or 4,
         normalizer=float(longest + suffix),
         vocabulary_size=int(population.items.size),
         num_actions=64,

@@ -168,6 +168,8 @@ def _plain(section: BaseModel) -> dict[str, Any]:
 def _scalar(value: Any) -> Any:
     if isinstance(value, SecretStr):
         return value.get_secret_value()
+    if isinstance(value, dict):
+        return {name: each.model_dump(mode="json", exclude_defaults=True) for name, each in value.items()}
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):

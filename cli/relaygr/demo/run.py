@@ -22,6 +22,7 @@ from rich.prompt import Confirm
 from relaygr.demo.board import print_plan, print_summary
 from relaygr.demo.plan import DemoPlan, PlanOverrides
 from relaygr.demo.prepare import make_model, plan_for_this_machine, planned_settings, settle_s
+from relaygr.demo.scenarios import ScenarioDemo, plan_lanes, run_scenarios
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gate_views, gates
 from relaygr.devbroker import LocalBroker, local_broker
@@ -46,6 +47,8 @@ class DemoOptions:
     serve_page: bool
     stay: bool
     """Serve the page after the runs until Ctrl-C."""
+    scenarios: bool = False
+    """Play several scenarios with the relay on, in the place of one with and without the relay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,10 @@ class DemoResult:
         return all(gate.passed or not gate.judged for gate in self.gates)
 
 
-def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult:
+def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult | ScenarioDemo:
     """Runs all phases and prints their progress. Raises RelayError for errors that the user can fix."""
+    if options.scenarios:
+        return _run_scenarios(console, settings, options)
     if not options.serve_page:
         return _run(console, settings, options, None)
     page = Page("RelayGR demo")
@@ -81,17 +86,24 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
         return result
 
 
+def _run_scenarios(console: Console, settings: Settings, options: DemoOptions) -> ScenarioDemo:
+    if options.model is not None:
+        raise RelayError("--scenarios makes its models: leave out --model.")
+    with _folder(options.keep) as folder:
+        population = population_of(settings.traffic)
+        lanes = plan_lanes(console, folder, settings, population, options.overrides)
+        with _broker(console, settings, options) as broker:
+            prefix = _own_prefix(console, broker, options.assume_yes)
+            return run_scenarios(console, settings, broker, prefix, folder, population, lanes)
+
+
 def _run(console: Console, settings: Settings, options: DemoOptions, page: Page | None) -> DemoResult:
     with _folder(options.keep) as folder:
         population = population_of(settings.traffic)
         model = options.model or make_model(folder / "model", settings, population)
         plan = plan_for_this_machine(console, folder, model, settings, population, options.overrides)
         print_plan(console, plan, population.size)
-        known = settings.bootstrap if "bootstrap" in settings.model_fields_set else None
-        with local_broker(options.broker, known_bootstrap=known, kafka=settings) as broker:
-            console.print(f"broker     {broker.what}")
-            for limit in broker.limits:
-                console.print(f"           limit: {limit}", style="dim")
+        with _broker(console, settings, options) as broker:
             prefix = _own_prefix(console, broker, options.assume_yes)
             planned = planned_settings(settings, plan, model, folder, broker, population.size)
             relay_file, full_file, reference_file = (
@@ -137,6 +149,17 @@ def _server(page: Page, ui: UiSettings) -> Iterator[UiServer]:
 def _print_address(console: Console, server: UiServer, more: str = "") -> None:
     token = "" if server.token is None else f" (token {server.token})"
     console.print(f"page       {server.address}{more}{token}", soft_wrap=True)
+
+
+@contextmanager
+def _broker(console: Console, settings: Settings, options: DemoOptions) -> Iterator[LocalBroker]:
+    """The broker that the options ask for, and what it cannot show."""
+    known = settings.bootstrap if "bootstrap" in settings.model_fields_set else None
+    with local_broker(options.broker, known_bootstrap=known, kafka=settings) as broker:
+        console.print(f"broker     {broker.what}")
+        for limit in broker.limits:
+            console.print(f"           limit: {limit}", style="dim")
+        yield broker
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class DemoStack:
         """Plays the schedule once. `overrides` are for the gateway."""
         before, warm_up_before = self._device_seconds(), self._device_seconds(work_class=WorkClass.WARM_UP.value)
         tail = RecordTail(records)
-        gateway = self._start_relayed(records, overrides)
+        gateway = self.begin(records, overrides)
         if self._page is not None and self._live is not None:
             self._live.add_page(metrics_url(gateway), gateway.name)
             self._page.follow(self._live, title)
@@ -114,7 +114,7 @@ class DemoStack:
             self._owners,
             self._lag.lines if self._lag is not None else tuple,
         )
-        board.run(lambda: self._has_ended(gateway))
+        board.run(lambda: self.has_ended(gateway))
         warm_up = self._device_seconds(work_class=WorkClass.WARM_UP.value) - warm_up_before
         summary = summarise(tail.records, self._device_seconds() - before, warm_up, self._predictions())
         if self._page is not None and self._live is not None:
@@ -124,19 +124,19 @@ class DemoStack:
 
     def play_unobserved(self, records: Path, watch: Callable[[], None], overrides: Sequence[str] = ()) -> None:
         """Plays the schedule once, without the live table, which takes CPU time."""
-        gateway = self._start_relayed(records, overrides)
-        while not self._has_ended(gateway):
+        gateway = self.begin(records, overrides)
+        while not self.has_ended(gateway):
             watch()
             time.sleep(0.1)
 
-    def play_reference(self, records: Path, of: Path) -> None:
+    def play_reference(self, records: Path, of: Path, overrides: Sequence[str] = ()) -> None:
         """Ranks a sample of the impressions of an earlier run again, with a long deadline, for their scores."""
         phase = "ranking a sample again in full, to compare the scores"
         if self._page is not None:
             self._page.set_phase(phase)
         with self._console.status(phase):
-            gateway = self._start_gateway(records, ["--reference-of", str(of)])
-            while not self._has_ended(gateway):
+            gateway = self._start_gateway(records, ["--reference-of", str(of)], overrides)
+            while not self.has_ended(gateway):
                 time.sleep(0.1)
 
     def _observe(self) -> None:
@@ -161,20 +161,25 @@ class DemoStack:
             own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
         return self._processes.start(name, ["worker"], "worker", own)
 
-    def _start_relayed(self, records: Path, overrides: Sequence[str]) -> CommandProcess:
-        """A gateway for which the relay is on or off, as for the workers."""
+    def begin(self, records: Path, overrides: Sequence[str]) -> CommandProcess:
+        """Starts a gateway that plays the schedule; the relay is on or off for it, as for the workers."""
         return self._start_gateway(records, [], [f"traffic.relay={str(self._relay).lower()}", *overrides])
 
     def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> CommandProcess:
         return self._processes.start(records.stem, ["traffic", "--out", str(records), *arguments], "traffic", settings)
 
-    def _has_ended(self, child: CommandProcess) -> bool:
+    def has_ended(self, child: CommandProcess) -> bool:
+        """Whether the gateway has ended. Raises RelayError, with its log, if a process has failed."""
         self._processes.require_running()
         return child.process.poll() is not None
 
     def worker_readings(self) -> list[Reading]:
         """The metrics of each worker."""
         return [read_metrics(worker.port) for worker in self._workers]
+
+    def trigger_reading(self) -> Reading:
+        """The metrics of the trigger; none without one."""
+        return read_metrics(self._trigger.port) if self._trigger is not None else Reading()
 
     def roles(self) -> dict[int, str]:
         """`gateway`, `trigger` or `worker` of each running process, by its process id."""
@@ -186,7 +191,7 @@ class DemoStack:
 
     def _predictions(self) -> PredictionFigures:
         workers = self.worker_readings()
-        trigger = read_metrics(self._trigger.port) if self._trigger is not None else Reading()
+        trigger = self.trigger_reading()
         qualities = {stage: _mean_quality(workers, stage) for stage in Stage}
         decisions = "relaygr_trigger_decisions_total"
         return PredictionFigures(

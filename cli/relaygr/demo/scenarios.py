@@ -1,0 +1,291 @@
+"""`relaygr demo --scenarios`: three scenarios at the same time, each with figures of its own.
+
+    home, search   the same topics, trigger, worker and model; other time limits, candidates and shares
+    ads            topics, trigger, worker and a smaller model of its own, and the same histories
+
+All processes read the same entries of `scenarios`, and the setting `scenario` says which of them is theirs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.admission.scenarios import ScenarioSettings
+from relaygr.client import RelayClient
+from relaygr.demo.board import print_gates, print_plan
+from relaygr.demo.plan import DemoPlan, PlanOverrides
+from relaygr.demo.prepare import CALIBRATION_FILE, make_model, plan_for_this_machine, planned_settings, settle_s
+from relaygr.demo.stack import DemoStack
+from relaygr.demo.summary import LEAST_RANKED_SHARE, Gate, RunSummary, summarise
+from relaygr.devbroker import LocalBroker
+from relaygr.schemas.messages import FailureReason
+from relaygr.schemas.messages import Path as RankingPath
+from relaygr.settings import Settings
+from relaygr.traffic.population import Population
+from relaygr.traffic.records import read_records
+
+SHARES = {"home": 2.0, "search": 1.0, "ads": 1.0}
+"""Of the budgets, where scenarios share a worker; and of the impressions."""
+FEWER_CANDIDATES = 4
+MORE_CANDIDATES = 2
+TIGHTER = 0.9
+"""The time limit of the search, relative to that of the home feed."""
+_SMALL_LAYERS = 2
+_UNKNOWN = "unheard-of"
+_PATIENCE_MS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioRun:
+    """One scenario's settings and what became of its requests."""
+
+    name: str
+    settings: ScenarioSettings
+    topic_prefix: str
+    run: RunSummary
+    revisions: frozenset[str]
+    """Of the models that ranked its requests."""
+    jobs: int
+    events: int
+    lead_ms: float
+    """The low quantile of the measured lead times; 0: too few."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioDemo:
+    """The scenarios that ran, and the gates."""
+
+    scenarios: tuple[ScenarioRun, ...]
+    gates: tuple[Gate, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(gate.passed or not gate.judged for gate in self.gates)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLane:
+    """The model of one set of workers, and the plan for it."""
+
+    model: Path
+    folder: Path
+    plan: DemoPlan
+
+
+def plan_lanes(
+    console: Console, folder: Path, settings: Settings, population: Population, overrides: PlanOverrides
+) -> Mapping[str, PlannedLane]:
+    """Makes and calibrates both models: `home`, which the search uses too, and `ads`."""
+    lanes = {}
+    for name, layers in (("home", None), ("ads", _SMALL_LAYERS)):
+        own = folder / name
+        own.mkdir()
+        traffic = settings.traffic
+        if name == "ads":
+            traffic = traffic.model_copy(update={"candidates": MORE_CANDIDATES * traffic.candidates})
+        of_lane = settings.model_copy(update={"traffic": traffic})
+        model = make_model(own / "model", of_lane, population, layers)
+        console.print(f"model      of {name}")
+        plan = plan_for_this_machine(console, own, model, of_lane, population, overrides)
+        shutil.copy(own / CALIBRATION_FILE, model)
+        print_plan(console, plan, population.size)
+        lanes[name] = PlannedLane(model, own, plan)
+    return lanes
+
+
+def scenarios_of(settings: Settings, lanes: Mapping[str, PlannedLane], prefix: str) -> dict[str, ScenarioSettings]:
+    """The entries of `scenarios`, as a user would write them."""
+    home, ads, candidates = lanes["home"].plan, lanes["ads"], settings.traffic.candidates
+    return {
+        "home": ScenarioSettings(share=SHARES["home"], budget_ms=home.budget_ms, candidates=candidates),
+        "search": ScenarioSettings(
+            share=SHARES["search"],
+            budget_ms=max(1, round(TIGHTER * home.budget_ms)),
+            candidates=max(1, candidates // FEWER_CANDIDATES),
+        ),
+        "ads": ScenarioSettings(
+            share=SHARES["ads"],
+            budget_ms=ads.plan.budget_ms,
+            candidates=MORE_CANDIDATES * candidates,
+            topic_prefix=f"{prefix}-ads",
+            model=ads.model,
+        ),
+    }
+
+
+def run_scenarios(
+    console: Console,
+    settings: Settings,
+    broker: LocalBroker,
+    prefix: str,
+    folder: Path,
+    population: Population,
+    lanes: Mapping[str, PlannedLane],
+) -> ScenarioDemo:
+    """Starts the processes of both lanes, plays all scenarios at the same time, and prints the figures."""
+    scenarios = scenarios_of(settings, lanes, prefix)
+    planned = {
+        name: _settings_of(name, settings, scenarios, lane, broker, population, prefix) for name, lane in lanes.items()
+    }
+    records = {name: folder / f"{name}.jsonl" for name in scenarios}
+    with ExitStack() as cleanup:
+        stacks = {
+            name: cleanup.enter_context(DemoStack(console, folder, broker, own, relay=True, workers=1, observed=False))
+            for name, own in planned.items()
+        }
+        of = {name: stacks.get(name, stacks["home"]) for name in scenarios}
+        console.print(f"playing    {', '.join(scenarios)} at the same time")
+        gateways = {
+            name: of[name].begin(records[name], _traffic_of(name, lanes, population, planned)) for name in scenarios
+        }
+        while not all(of[name].has_ended(gateway) for name, gateway in gateways.items()):
+            time.sleep(0.2)
+        refusal = _ask_for_an_unknown_scenario(planned["home"], population)
+        runs = tuple(
+            _run_of(name, scenario, scenario.topic_prefix or prefix, records[name], of[name])
+            for name, scenario in scenarios.items()
+        )
+    is_busy = any(lane.plan.cores.is_busy for lane in lanes.values())
+    result = ScenarioDemo(runs, gates(runs, refusal, is_busy))
+    print_scenarios(console, result)
+    return result
+
+
+def _settings_of(
+    name: str,
+    settings: Settings,
+    scenarios: dict[str, ScenarioSettings],
+    lane: PlannedLane,
+    broker: LocalBroker,
+    population: Population,
+    prefix: str,
+) -> Settings:
+    planned = planned_settings(settings, lane.plan, lane.model, lane.folder, broker, population.size)
+    topics = scenarios[name].topic_prefix or prefix
+    # The histories of all scenarios are the same ones, and no gateway may be ahead of another.
+    traffic = planned.traffic.model_copy(update={"growth": 0})
+    return planned.model_copy(
+        update={
+            "scenario": name,
+            "scenarios": scenarios,
+            "topic_prefix": topics,
+            "group_prefix": topics,
+            "history_prefix": prefix,
+            "traffic": traffic,
+        }
+    )
+
+
+def _traffic_of(
+    name: str, lanes: Mapping[str, PlannedLane], population: Population, planned: Mapping[str, Settings]
+) -> list[str]:
+    lane = lanes.get(name, lanes["home"])
+    part = SHARES[name] / sum(SHARES.values())
+    pause_s = settle_s(planned.get(name, planned["home"]), lane.plan, population.size)
+    return [
+        f"scenario={name}",
+        f"traffic.gateway_id=gateway-{name}",
+        f"traffic.rate_per_s={max(0.5, part * lane.plan.rate_per_s):.2f}",
+        f"traffic.duration_s={lanes['home'].plan.duration_s}",
+        f"traffic.settle_s={pause_s}",
+    ]
+
+
+def _ask_for_an_unknown_scenario(settings: Settings, population: Population) -> str:
+    """How a request ends that names a scenario which no settings have."""
+    with RelayClient(settings, "gateway-unknown", settings.client) as client:
+        user = population.user_id(0)
+        outcome = client.rank(user, population.items[:1], budget_ms=_PATIENCE_MS, scenario=_UNKNOWN)
+    return f"{outcome.status.value}: {outcome.reason.value if outcome.reason is not None else 'no reason'}"
+
+
+def _run_of(name: str, scenario: ScenarioSettings, prefix: str, records: Path, stack: DemoStack) -> ScenarioRun:
+    read = list(read_records(records))
+    workers, trigger = stack.worker_readings(), stack.trigger_reading()
+    events = "relaygr_trigger_scenario_events_total"
+    return ScenarioRun(
+        name,
+        scenario,
+        prefix,
+        summarise(read, 0.0),
+        frozenset(record.model_revision for record in read if record.model_revision is not None),
+        jobs=int(trigger.total(events, scenario=name, admitted="yes")),
+        events=int(trigger.total(events, scenario=name)),
+        lead_ms=1000
+        * sum(reading.total("relaygr_worker_lead_seconds", scenario=name, quantile="0.1") for reading in workers),
+    )
+
+
+def gates(runs: tuple[ScenarioRun, ...], refusal: str, busy: bool = False) -> tuple[Gate, ...]:
+    """The conditions that the demo must fulfil. `busy`: those that depend on the machine's speed are not judged."""
+    models: dict[str, frozenset[str]] = {}
+    for each in runs:
+        models[each.topic_prefix] = models.get(each.topic_prefix, frozenset()) | each.revisions
+    distinct = frozenset[str]().union(*models.values())
+    return (
+        Gate("no request lost", not any(each.run.lost for each in runs), str(sum(each.run.lost for each in runs))),
+        *(
+            Gate(
+                f"{each.name}: at least {LEAST_RANKED_SHARE:.0%} ranked",
+                each.run.share(each.run.ranked) >= LEAST_RANKED_SHARE,
+                f"{each.run.share(each.run.ranked):.1%}",
+                not busy,
+            )
+            for each in runs
+        ),
+        Gate(
+            "each scenario got pre-infer jobs",
+            all(each.jobs for each in runs),
+            ", ".join(str(each.jobs) for each in runs),
+            not busy,
+        ),
+        Gate(
+            "one model for each set of topics",
+            len(distinct) == len(models) and all(len(found) == 1 for found in models.values()),
+            f"{len(distinct)} models on {len(models)} sets of topics",
+        ),
+        Gate(
+            "an unknown scenario is refused",
+            refusal == f"failed: {FailureReason.UNKNOWN_SCENARIO.value}",
+            refusal,
+        ),
+    )
+
+
+def print_scenarios(console: Console, result: ScenarioDemo) -> None:
+    """Prints one row for each scenario, and the gates."""
+    table = Table(title="The scenarios, at the same time", title_justify="left")
+    for name in (
+        "scenario", "topics", "limit", "candidates", "share", "offered", "late", "P50", "P99",
+        *(str(path) for path in RankingPath), "other", "jobs", "lead P10",
+    ):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("scenario", "topics") else "right")
+    for each in result.scenarios:
+        run, settings = each.run, each.settings
+        paths = [run.endings.get(path, 0) for path in RankingPath]
+        table.add_row(
+            each.name,
+            f"{each.topic_prefix}.*",
+            f"{settings.budget_ms} ms",
+            str(settings.candidates),
+            f"{settings.share:g}",
+            str(run.offered),
+            f"{run.whole.late_share:.1%}",
+            f"{run.whole.p50_ms:.1f} ms",
+            f"{run.whole.p99_ms:.1f} ms",
+            *(str(count) for count in paths),
+            str(run.offered - sum(paths)),
+            f"{each.jobs} of {each.events}",
+            f"{each.lead_ms:.0f} ms" if each.lead_ms else "-",
+        )
+    console.print()
+    console.print(table)
+    print_gates(console, result.gates)
