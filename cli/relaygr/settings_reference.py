@@ -18,6 +18,7 @@ import annotated_types
 from pydantic import ByteSize, SecretStr
 from pydantic_core import PydanticUndefined
 
+from relaygr.admission.scenarios import ScenarioName, ScenarioSettings, VariantSettings
 from relaygr.settings import SettingField, Settings, section_of, setting_fields, size_text, union_members
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -29,6 +30,8 @@ _TYPE_NAMES: dict[Any, str] = {
     Path: "path",
     ByteSize: "size, such as `2GiB`",
     SecretStr: "text, never shown",
+    dict[ScenarioName, ScenarioSettings]: "map of names to entries",
+    dict[ScenarioName, VariantSettings]: "map of names to `users` and `model`",
 }
 
 _INTRODUCTION = """\
@@ -75,8 +78,16 @@ def _lines() -> Iterator[str]:
             yield ""
             yield "| key | variable | type | default | meaning |"
             yield "|---|---|---|---|---|"
-        cells = (f"`{field.key}`", f"`{field.variable}`", _type(field), _default(field), field.info.description or "")
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        yield _row(f"`{field.key}`", f"`{field.variable}`", _type(field), _default(field), field.info.description or "")
+    yield from ("", "## An entry of `scenarios`", "", inspect.getdoc(ScenarioSettings) or "", "")
+    yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+    for name, info in ScenarioSettings.model_fields.items():
+        entry = SettingField(name, info)
+        yield _row(f"`{name}`", _type(entry), _default(entry), info.description or "")
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _about(section: str) -> str:

@@ -66,7 +66,9 @@ def test_without_a_previous_revision_nothing_changes(tmp_path: Path, checkpoints
     code, said = run("rollback", served)
     assert code == 1 and "no previous revision" in said
     assert revision_of(served / "current") == revision_of(checkpoints[0])
-    assert {path.name for path in served.iterdir()} == {"current", revision_of(checkpoints[0])}, "nothing is left behind"
+    assert {path.name for path in served.iterdir()} == {"current", revision_of(checkpoints[0])}, (
+        "nothing is left behind"
+    )
 
 
 def test_what_is_no_checkpoint_is_not_deployed(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Shop:
                     f"scenario={name}",
                     "worker.worker_id=worker-00",
                     f"worker.history_path={folder / own}",
-                    f"worker.shared_path={folder / own / 'shared'}",
+                    f"worker.shared_path={folder / f'{own}-shared'}",
                     "worker.model_poll_s=0.2",
                 ],
             )
@@ -99,7 +99,7 @@ def shop(
 ) -> Iterator[Shop]:
     with ExitStack() as cleanup:
         made = Shop(broker, module_kafka, relay, tmp_path_factory.mktemp("shop"), cleanup)
-        with owned_by_a_fixture():
+        with owned_by_a_fixture(lambda: {child.process.pid for child in made.processes.running}):
             yield made
 
 

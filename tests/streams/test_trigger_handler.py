@@ -384,6 +384,13 @@ def test_each_scenario_has_the_lead_times_that_were_measured_for_it() -> None:
 
 def test_a_scenario_that_floods_the_trigger_leaves_the_others_their_share() -> None:
     flooded = scenario_handler(known_fleet())
-    reasons = [flooded.decide(KEY, request(number, scenario="ads"), PARTITION).reason for number in range(60)]
-    assert DecisionReason.LOAD in reasons or DecisionReason.FOOTPRINT in reasons or DecisionReason.LOW_VALUE in reasons
-    assert flooded.decide(KEY, request(100, scenario="home"), PARTITION).reason is DecisionReason.ADMITTED
+
+    def reason_of(number: int, scenario: str) -> DecisionReason:
+        user = f"user-{number}"
+        event = dataclasses.replace(EVENT, user_id=user, request_id=f"g.{number}", scenario=scenario)
+        return flooded.decide(user.encode(), encode(event), partition_for(user.encode(), PARTITIONS)).reason
+
+    reasons = [reason_of(number, "ads") for number in range(60)]
+    assert reasons[0] is DecisionReason.ADMITTED
+    assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.FOOTPRINT, DecisionReason.LOW_VALUE)
+    assert reason_of(60, "home") is DecisionReason.ADMITTED

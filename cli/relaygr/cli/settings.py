@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import os
 from typing import Any
 
@@ -34,7 +35,14 @@ def show(
 
 def _plain(value: Any) -> Any:
     """The value as JSON has it: sizes in bytes, masked secrets as text."""
+    if isinstance(value, dict):
+        return _entries(value)
     return value if value is None or isinstance(value, bool | int | float) else _shown(value)
+
+
+def _entries(value: dict[str, Any]) -> dict[str, Any]:
+    """The fields of each entry that are set."""
+    return {name: each.model_dump(mode="json", exclude_defaults=True) for name, each in value.items()}
 
 
 def _shown(value: Any) -> str:
@@ -50,4 +58,6 @@ def _shown(value: Any) -> str:
         return str(value.value)
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        return json.dumps(_entries(value))
     return str(value)

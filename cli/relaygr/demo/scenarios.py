@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +33,7 @@ from relaygr.traffic.population import Population
 from relaygr.traffic.records import read_records
 
 SHARES = {"home": 2.0, "search": 1.0, "ads": 1.0}
-"""Of the budgets, where scenarios share a worker; and of the impressions."""
+"""Of the budgets and of the impressions, where scenarios share a worker."""
 FEWER_CANDIDATES = 4
 MORE_CANDIDATES = 2
 TIGHTER = 0.9
@@ -96,6 +96,8 @@ def plan_lanes(
         console.print(f"model      of {name}")
         plan = plan_for_this_machine(console, own, model, of_lane, population, overrides)
         shutil.copy(own / CALIBRATION_FILE, model)
+        # One worker for each model, and half of the rate.
+        plan = replace(plan, workers=1, rate_per_s=round(plan.rate_per_s / 2, 1))
         print_plan(console, plan, population.size)
         lanes[name] = PlannedLane(model, own, plan)
     return lanes
@@ -188,7 +190,8 @@ def _traffic_of(
     name: str, lanes: Mapping[str, PlannedLane], population: Population, planned: Mapping[str, Settings]
 ) -> list[str]:
     lane = lanes.get(name, lanes["home"])
-    part = SHARES[name] / sum(SHARES.values())
+    together = [other for other in SHARES if lanes.get(other, lanes["home"]) is lane]
+    part = SHARES[name] / sum(SHARES[other] for other in together)
     pause_s = settle_s(planned.get(name, planned["home"]), lane.plan, population.size)
     return [
         f"scenario={name}",

@@ -51,7 +51,7 @@ def embedded_broker(why: str) -> Iterator[LocalBroker]:
             child.ask({"create": wanted})
 
         def delete(kafka: KafkaSettings) -> None:
-            child.ask({"delete": [kafka.topic(topic) for topic in kafka.catalogue]})
+            child.ask({"delete": [topic.named(kafka.topic_prefix) for topic in kafka.catalogue]})
 
         yield LocalBroker(
             BrokerChoice.EMBEDDED,

@@ -93,9 +93,12 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
 
 
 def delete_topics(kafka: KafkaSettings) -> tuple[str, ...]:
-    """Deletes the catalogue's topics under this prefix and their messages. Returns the names of the deleted topics."""
+    """Deletes the catalogue's topics under this prefix and their messages. Returns the names of the deleted topics.
+
+    Histories that are shared (`history_prefix`) stay.
+    """
     cluster = require_broker(kafka)
-    names = [kafka.topic(topic) for topic in CATALOGUE if kafka.topic(topic) in cluster.topics]
+    names = [name for topic in CATALOGUE if (name := topic.named(kafka.topic_prefix)) in cluster.topics]
     if not names:
         return ()
     admin = make_admin(kafka, _CLIENT_ID)
