@@ -27,7 +27,6 @@ from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import LEAST_RANKED_SHARE, Gate, RunSummary, summarise
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.messages import FailureReason
-from relaygr.schemas.messages import Path as RankingPath
 from relaygr.settings import Settings
 from relaygr.traffic.population import Population
 from relaygr.traffic.records import read_records
@@ -264,31 +263,27 @@ def gates(runs: tuple[ScenarioRun, ...], refusal: str, busy: bool = False) -> tu
 
 
 def print_scenarios(console: Console, result: ScenarioDemo) -> None:
-    """Prints one row for each scenario, and the gates."""
+    """Prints the figures, one column for each scenario, and the gates."""
+    found = result.scenarios
     table = Table(title="The scenarios, at the same time", title_justify="left")
-    for name in (
-        "scenario", "topics", "limit", "candidates", "share", "offered", "late", "P50", "P99",
-        *(str(path) for path in RankingPath), "other", "jobs", "lead P10",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("scenario", "topics") else "right")
-    for each in result.scenarios:
-        run, settings = each.run, each.settings
-        paths = [run.endings.get(path, 0) for path in RankingPath]
-        table.add_row(
-            each.name,
-            f"{each.topic_prefix}.*",
-            f"{settings.budget_ms} ms",
-            str(settings.candidates),
-            f"{settings.share:g}",
-            str(run.offered),
-            f"{run.whole.late_share:.1%}",
-            f"{run.whole.p50_ms:.1f} ms",
-            f"{run.whole.p99_ms:.1f} ms",
-            *(str(count) for count in paths),
-            str(run.offered - sum(paths)),
-            f"{each.jobs} of {each.events}",
-            f"{each.lead_ms:.0f} ms" if each.lead_ms else "-",
-        )
+    table.add_column("")
+    for each in found:
+        table.add_column(each.name, justify="right")
+    table.add_row("topics", *(f"{each.topic_prefix}.*" for each in found))
+    table.add_row("time limit", *(f"{each.settings.budget_ms} ms" for each in found))
+    table.add_row("candidates", *(str(each.settings.candidates) for each in found))
+    table.add_row("share", *(f"{each.settings.share:g}" for each in found))
+    table.add_section()
+    table.add_row("requests offered", *(str(each.run.offered) for each in found))
+    table.add_row("late, truncated, failed or expired", *(f"{each.run.whole.late_share:.1%}" for each in found))
+    table.add_row("P50", *(f"{each.run.whole.p50_ms:.1f} ms" for each in found))
+    table.add_row("P99", *(f"{each.run.whole.p99_ms:.1f} ms" for each in found))
+    table.add_section()
+    for ending in sorted({ending for each in found for ending in each.run.endings}):
+        table.add_row(ending, *(str(each.run.endings.get(ending, 0)) for each in found))
+    table.add_section()
+    table.add_row("jobs of events", *(f"{each.jobs} of {each.events}" for each in found))
+    table.add_row("lead time, P10", *(f"{each.lead_ms:.0f} ms" if each.lead_ms else "-" for each in found))
     console.print()
     console.print(table)
     print_gates(console, result.gates)
