@@ -687,9 +687,9 @@ def test_a_job_for_a_prefix_in_dram_is_charged_the_pages_that_it_takes():
     """Otherwise jobs that compute would be admitted into room that reloaded prefixes have taken."""
     world, first = world_with_a_in_dram()
     buckets = world.executor._parts.admission._buckets
-    before = buckets._footprint._level
+    before = buckets._footprint._levels["default"]
     world.job("a", first, "r3", lead_us=100_000)
-    assert buckets._footprint._level - before == 400 * GEOMETRY.bytes_per_token * 100_000
+    assert buckets._footprint._levels["default"] - before == 400 * GEOMETRY.bytes_per_token * 100_000
     world.run()
     world.mover.finish()
     world.run()
