@@ -20,8 +20,7 @@ Nothing here imports torch.
     heartbeat   the message from child to supervisor
     link        the child's connection to its supervisor, and its time without one
     records     what outlives a supervisor: records of the children, the supervisor's lock and its socket
-    children    the supervisor's end of a child that it started or adopted
     policy      the settings and the pure decisions: which child is started, killed, replaced
-    supervisor  the loop that carries out the decisions
+    supervisor  the children that it started or adopted, and the loop that carries out the decisions
     pages       the supervisor's HTTP pages
 """
