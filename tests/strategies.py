@@ -14,6 +14,7 @@ from relaygr.schemas import (
     Behaviours,
     BehavioursOffset,
     Continuation,
+    Diverted,
     FailureReason,
     FullPathReport,
     History,
@@ -179,6 +180,17 @@ def ranking_requests(draw: st.DrawFn) -> RankingRequest:
         candidates=draw(hnp.arrays("<i8", st.integers(1, 20), elements=item_ids)),
         suffix=draw(behaviours()),
         scenario=draw(st.none() | texts(64)),
+        diverted=draw(
+            st.none()
+            | st.builds(
+                Diverted,
+                texts(128),
+                st.integers(0, MAX_BEHAVIOURS),
+                st.none() | history_versions,
+                st.booleans(),
+                st.booleans(),
+            )
+        ),
         **draw(_histories_of(user_id)),
     )
 
@@ -214,6 +226,7 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
         history_loading=draw(st.booleans()),
         unknown_items=draw(whole),
         backlog_us=draw(st.none() | whole),
+        diverted_by=draw(st.none() | texts(128)),
         **specific,
     )
 
@@ -260,6 +273,7 @@ worker_statuses = st.builds(
     reuses_prefixes=st.none() | st.booleans(),
     length_ratios=st.none() | st.builds(LengthRatios, *[st.lists(real, max_size=LENGTH_BUCKETS).map(tuple)] * 3),
     predictions_off=st.none() | st.booleans(),
+    overflow_partitions=st.none() | st.lists(st.integers(0, MAX_PARTITIONS), max_size=64).map(tuple),
 )
 
 

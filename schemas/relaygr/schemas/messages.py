@@ -33,6 +33,7 @@ MAX_SCENARIOS = 64
 DEFAULT_SCENARIO = "default"
 """The scenario of messages that name none."""
 MAX_MISSED_IDS = 128
+MAX_OVERFLOW_PARTITIONS = 64
 MAX_VERSION_NUMBER = 2**53 - 1
 """Exact in every language, JSON's numbers included."""
 
@@ -382,6 +383,21 @@ class PreInferJob:
         _check_history(self)
 
 
+@record(frozen=True, slots=True)
+class Diverted:
+    """Worker to worker, on the topic `ranking-overflow`: who passed a ranking request on, and with which history."""
+
+    worker_id: Annotated[str, Text(128), "the worker that received the request from the gateway"]
+    left_out: Annotated[
+        int,
+        UInt("behaviours", MAX_BEHAVIOURS),
+        "oldest behaviours of the prefix that are not attached, for lack of time or space",
+    ] = 0
+    history_version: Annotated[HistoryVersion | None, "the history of which `history` is the newest part"] = None
+    history_stale: Annotated[bool, Flag(), "as in the result"] = False
+    history_loading: Annotated[bool, Flag(), "as in the result"] = False
+
+
 @record(frozen=True, slots=True, eq=False)
 class RankingRequest:
     """Gateway to worker: score these candidates for this user, by this deadline."""
@@ -408,6 +424,7 @@ class RankingRequest:
         "instead of `history_version`: the newest history, and at least so many behaviours",
     ] = None
     scenario: Scenario = None
+    diverted: Annotated[Diverted | None, "set by the worker that passes the request on; absent: not diverted"] = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankingRequest) and _as_comparable(self) == _as_comparable(other)
@@ -477,6 +494,9 @@ class RankingResult:
         UInt("µs"),
         "hint of overload: the time that a new request needs because of admitted work, with its own if refused; "
         "absent: none",
+    ] = None
+    diverted_by: Annotated[
+        str | None, Text(128), "the worker that had no time for the request and passed it on; absent: not diverted"
     ] = None
 
     def __eq__(self, other: object) -> bool:
@@ -621,6 +641,12 @@ class WorkerStatus:
     ] = None
     predictions_off: Annotated[
         bool | None, Flag(), "recent device times were mispredicted by half or more in the median; absent: not known"
+    ] = None
+    overflow_partitions: Annotated[
+        tuple[int, ...] | None,
+        ListOf(UInt("", MAX_PARTITIONS), MAX_OVERFLOW_PARTITIONS),
+        "partitions of `ranking-overflow` on which the worker takes diverted requests; empty: none now, since it has "
+        "no time itself; absent: it does not read that topic",
     ] = None
 
 

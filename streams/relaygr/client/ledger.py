@@ -163,7 +163,7 @@ class Ledger:
                 problem = self._misfit(answer.entry, result)
                 if problem is None:
                     self._measure_clock(answer.entry, result, now_us)
-                    if answer.entry.partition >= 0:
+                    if answer.entry.partition >= 0 and result.diverted_by is None:
                         self._backlogs.note(answer.entry.partition, result.worker_id, now_us + (result.backlog_us or 0))
                 self._counts.invalid += problem is not None
         if problem is None:

@@ -32,6 +32,8 @@ class Role(enum.StrEnum):
     GATEWAY = "gateway"
     TRIGGER = "trigger"
     WORKER = "worker"
+    WORKER_DIVERT = "worker-divert"
+    """A worker with `worker.divert`."""
     LAG = "lag"
     UI = "ui"
     HISTORY_PUBLISHER = "history-publisher"
@@ -87,6 +89,16 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
         Topic.WORKERS: ("Write",),
         Topic.DEAD_LETTERS: ("Write",),
     },
+    Role.WORKER_DIVERT: {
+        Topic.PREINFER: ("Read",),
+        Topic.RANKING: ("Read",),
+        Topic.RESULTS: ("Write",),
+        Topic.HISTORY: ("Read",),
+        Topic.BEHAVIOURS: ("Read",),
+        Topic.OVERFLOW: ("Read", "Write"),
+        Topic.WORKERS: ("Read", "Write"),
+        Topic.DEAD_LETTERS: ("Write",),
+    },
     Role.LAG: dict.fromkeys((Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.OVERFLOW), ("Read",)),
     Role.UI: dict.fromkeys(
         (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW, Topic.WORKERS), ("Read",)
@@ -120,6 +132,7 @@ def _groups_of(role: Role, kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
         Role.GATEWAY: unjoined,
         Role.TRIGGER: {kafka.trigger_group: ("Read",), **unjoined},
         Role.WORKER: {kafka.workers_group: ("Read",), **unjoined},
+        Role.WORKER_DIVERT: {kafka.workers_group: ("Read",), kafka.overflow_group: ("Read",), **unjoined},
         Role.LAG: dict.fromkeys(measured, ("Describe",)),
         Role.UI: dict.fromkeys(measured, ("Describe",)),
     }

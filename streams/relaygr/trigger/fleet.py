@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
@@ -135,8 +135,15 @@ class Fleet:
                 self._claimants.pop(partition, None)
 
 
+class StatusView(Protocol):
+    """A view that a `FleetReader` updates."""
+
+    def apply(self, worker_id: str, status: WorkerStatus | None, now_us: int) -> None:
+        """Takes the latest status of a worker; None is its tombstone. Raises ValueError for an unusable status."""
+
+
 class FleetReader:
-    """Updates a `Fleet` from the workers topic, on its own thread.
+    """Updates a view, such as a `Fleet`, from the workers topic, on its own thread.
 
     A status that cannot be decoded or used is logged and reported to `on_bad`; the worker's earlier status then becomes
     stale. The status of a worker of another group is reported to `on_bad`, and the group is logged once. The Kafka
@@ -144,7 +151,12 @@ class FleetReader:
     """
 
     def __init__(
-        self, kafka: KafkaSettings, fleet: Fleet, clock: Clock, client_id: str, on_bad: Callable[[], None] | None = None
+        self,
+        kafka: KafkaSettings,
+        fleet: StatusView,
+        clock: Clock,
+        client_id: str,
+        on_bad: Callable[[], None] | None = None,
     ) -> None:
         """No network until `start`."""
         self._kafka = kafka

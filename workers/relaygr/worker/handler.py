@@ -28,8 +28,10 @@ from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.headers import RankingHeaders, is_job
 from relaygr.schemas.messages import DEFAULT_SCENARIO, MAX_BUDGET_MS, FailureReason, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.divert import Diverter
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork
+from relaygr.worker.metrics import DivertedEnd, WorkerMetrics
 from relaygr.worker.results import ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
@@ -68,8 +70,9 @@ class WorkerHandler:
         on_work: Callable[[], None],
         on_ownership: Callable[[frozenset[int]], None],
         on_tick: Callable[[int], None],
+        diverter: Diverter | None = None,
     ) -> None:
-        """`on_work` is called after messages were given to the executor."""
+        """`on_work` is called after messages were given to the executor. `diverter`: None while `worker.divert` is off."""
         self._settings = settings
         self._executor = executor
         self._results = results
@@ -81,6 +84,7 @@ class WorkerHandler:
         self._on_work = on_work
         self._on_ownership = on_ownership
         self._on_tick = on_tick
+        self._diverter = diverter
         self._unwritten: deque[Callable[[], None]] = deque()
         self._rewrite_at_us = 0
 
@@ -105,12 +109,15 @@ class WorkerHandler:
 
     def on_tick(self, now_us: int) -> None:
         self._results.tick(now_us)
+        self._rewrite(now_us)
+        self._on_tick(now_us)
+
+    def _rewrite(self, now_us: int) -> None:
         self._dead_letters.poll()
         if self._unwritten and now_us >= self._rewrite_at_us:
             self._rewrite_at_us = now_us + REWRITE_INTERVAL_US
             for _ in range(len(self._unwritten)):
                 self._unwritten.popleft()()
-        self._on_tick(now_us)
 
     # -- ranking -----------------------------------------------------------------------------------
 
@@ -142,14 +149,11 @@ class WorkerHandler:
                 _sent_us(received, now_wall_us),
             )
         ):
-            return self._refuse(reply, received)
+            if self._diverter is None or not self._is_diverted(reply, received, answer_by_us, self._diverter):
+                self._refuse(reply, received)
+            return None
         try:
-            request = decode(RankingRequest, received.value)
-            if (reply.request_id, reply.deadline_us) != (request.request_id, request.deadline_us):
-                raise DecodeError(
-                    DecodeReason.INVALID_FIELD,
-                    "RankingRequest: request_id or deadline_us differs from the headers",
-                )
+            request = self._decode(reply, received)
         except DecodeError as error:
             detail = f"{error.reason}: {error}"
             answer = partial(self._results.without_work, reply, received, FailureReason.UNDECODABLE, detail)
@@ -164,8 +168,8 @@ class WorkerHandler:
                 f"{self._furthest_us / 1e6:.1f} s (worker.max_deadline_ms). The clock offset (this "
                 f"worker's clock minus the gateway's) is about {(now_wall_us - request.sent_at_us) / 1e6:+.3f} s",
             )
-        partition = self._partition_of(request.user_id)
-        if not _is_routed_to(partition, received, request.user_id):
+        if not self._is_routed_here(request.user_id, received):
+            partition = self._partition_of(request.user_id)
             return self._results.without_work(
                 reply,
                 received,
@@ -187,6 +191,34 @@ class WorkerHandler:
         if not self._executor.take_ranking(work):
             self._results.without_work(reply, received, FailureReason.OVERLOADED, NO_MEMORY)
         return None
+
+    def _decode(self, reply: RankingHeaders, received: Received) -> RankingRequest:
+        """Raises DecodeError."""
+        request = decode(RankingRequest, received.value)
+        if (reply.request_id, reply.deadline_us) != (request.request_id, request.deadline_us):
+            raise DecodeError(
+                DecodeReason.INVALID_FIELD,
+                "RankingRequest: request_id or deadline_us differs from the headers",
+            )
+        return request
+
+    def _is_routed_here(self, user_id: str, received: Received) -> bool:
+        return _is_routed_to(self._partition_of(user_id), received, user_id)
+
+    def _is_diverted(self, reply: RankingHeaders, received: Received, answer_by_us: int, diverter: Diverter) -> bool:
+        """Whether another worker answers a request that is not decoded yet and finds no time here."""
+        if not diverter.may_divert():
+            return False
+        try:
+            request = self._decode(reply, received)
+        except DecodeError:
+            return False
+        if not self._is_routed_here(request.user_id, received) or request.diverted is not None:
+            return False
+        if not diverter.divert(request, reply, received, answer_by_us):
+            return False
+        self._executor.note_refused(request.user_id, request.request_id)
+        return True
 
     def _refuse(self, reply: RankingHeaders, received: Received, is_expired: bool = False) -> None:
         """Answers a request that is not decoded."""
@@ -239,6 +271,62 @@ class WorkerHandler:
 
     def _partition_of(self, user_id: str) -> int:
         return partition_for(user_id.encode(), self._settings.partitions)
+
+
+class OverflowHandler(WorkerHandler):
+    """A `relaygr.consumer.loop.Handler` for ranking requests that other workers divert to this one, on a poll thread of
+    its own. They are never diverted again. The key is the user id, but says nothing about the partition.
+    """
+
+    def __init__(
+        self,
+        settings: HandlerSettings,
+        executor: Executor,
+        results: ResultWriter,
+        dead_letters: DeadLetterWriter,
+        clock: Clock,
+        metrics: WorkerMetrics,
+        *,
+        on_refused: Callable[[], None],
+        on_user_partition: Callable[[int], None],
+    ) -> None:
+        """`on_user_partition` gets the partition of each user on the other topics, which is another worker's."""
+        super().__init__(
+            settings,
+            executor,
+            results,
+            dead_letters,
+            clock,
+            on_work=executor.mail_arrived.set,
+            on_ownership=lambda _: None,
+            on_tick=lambda _: None,
+        )
+        self._metrics = metrics
+        self._on_refused = on_refused
+        self._on_user_partition = on_user_partition
+
+    def on_message(self, message: Received) -> None:
+        self._ranking(message)
+
+    def on_tick(self, now_us: int) -> None:
+        """The other poll thread takes the delivery reports of results."""
+        self._rewrite(now_us)
+
+    def _decode(self, reply: RankingHeaders, received: Received) -> RankingRequest:
+        request = super()._decode(reply, received)
+        if request.diverted is None or request.history is None:
+            raise DecodeError(DecodeReason.INVALID_FIELD, "RankingRequest: not diverted, or without its history")
+        return request
+
+    def _is_routed_here(self, user_id: str, received: Received) -> bool:
+        self._on_user_partition(self._partition_of(user_id))
+        return received.key == user_id.encode()
+
+    def _refuse(self, reply: RankingHeaders, received: Received, is_expired: bool = False) -> None:
+        self._metrics.diverted_received[DivertedEnd.LATE if is_expired else DivertedEnd.UNRANKED].inc()
+        if not is_expired:
+            self._on_refused()
+        super()._refuse(reply, received, is_expired)
 
 
 def _user_of(received: Received) -> str:

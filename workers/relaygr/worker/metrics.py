@@ -25,6 +25,24 @@ class DiscardedWork(enum.StrEnum):
     LATE = "late"
 
 
+class DivertOutcome(enum.StrEnum):
+    """What became of a ranking request for which a worker with `worker.divert` had no time: a metric label."""
+
+    DELIVERED = "delivered"
+    UNDELIVERED = "undelivered"
+    NO_PEER = "no_peer"
+    NO_TIME = "no_time"
+    SHARE = "share"
+
+
+class DivertedEnd(enum.StrEnum):
+    """How a diverted request ended at the worker that received it: a metric label."""
+
+    RANKED = "ranked"
+    LATE = "late"
+    UNRANKED = "unranked"
+
+
 class PredictionCollector(Collector):
     """How good the predictions of device times were lately, read from `read` at each scrape."""
 
@@ -225,6 +243,21 @@ class WorkerMetrics:
             "Results produced again after a failed delivery report",
             registry=registry,
         )
+        diverted = Counter(
+            "relaygr_worker_diverted_total",
+            "Ranking requests without time on a worker with worker.divert: passed on to another worker (delivered or "
+            "undelivered), or why not: no_peer, no_time (no other would be in time) or share (worker.divert_share)",
+            ["outcome"],
+            registry=registry,
+        )
+        received = Counter(
+            "relaygr_worker_diverted_received_total",
+            "Ranking requests received from an overloaded worker, by their end: ranked, late or unranked",
+            ["outcome"],
+            registry=registry,
+        )
+        self.diverted = {outcome: diverted.labels(outcome.value) for outcome in DivertOutcome}
+        self.diverted_received = {end: received.labels(end.value) for end in DivertedEnd}
         self.outstanding = Gauge(
             "relaygr_worker_ranking_outstanding", "Ranking requests received and not yet answered", registry=registry
         )

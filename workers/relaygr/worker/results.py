@@ -168,6 +168,9 @@ class ResultWriter:
         assert prefix is not None
         now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
         timings = _timings(work, now_us)
+        path, diverted = work.path, work.request.diverted
+        if diverted is not None and diverted.left_out:
+            path = Path.TRUNCATED
         result = RankingResult(
             request_id=work.request.request_id,
             worker_id=self._worker_id,
@@ -176,7 +179,7 @@ class ResultWriter:
             received_at_us=work.received_wall_us,
             sent_at_us=now_wall_us,
             timings=timings,
-            path=work.path,
+            path=path,
             prefix_source=work.prefix_source if prefix.tokens > 0 else None,
             num_tasks=int(scores.shape[1]),
             scores=scores.reshape(-1),
@@ -188,6 +191,7 @@ class ResultWriter:
             unknown_items=work.unknown_items,
             model_revision=prefix.revision,
             backlog_us=work.backlog_us,
+            diverted_by=diverted.worker_id if diverted is not None else None,
         )
         try:
             value = encode(result)
@@ -199,8 +203,8 @@ class ResultWriter:
         if self._traces is not None:
             trace = self._trace(work.reply, work.received, result, now_us, now_wall_us, work)
         exemplar = trace.exemplar if trace is not None else None
-        metrics.ranked[work.path].inc()
-        metrics.ranking_seconds[work.path].observe(timings.total_us / 1e6, exemplar)
+        metrics.ranked[path].inc()
+        metrics.ranking_seconds[path].observe(timings.total_us / 1e6, exemplar)
         metrics.scenario_seconds[work.request.scenario or DEFAULT_SCENARIO].observe(timings.total_us / 1e6, exemplar)
         metrics.queue_seconds.observe(timings.queue_us / 1e6, exemplar)
         if work.unknown_items:
@@ -326,6 +330,7 @@ class ResultWriter:
             reason=reason,
             detail=_printable(detail),
             backlog_us=work.backlog_us,
+            diverted_by=work.request.diverted.worker_id if work.request.diverted is not None else None,
         )
         trace = None
         if self._traces is not None:

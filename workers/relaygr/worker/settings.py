@@ -15,6 +15,7 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
+from relaygr.schemas.codec import MAX_MESSAGE_BYTES
 from relaygr.schemas.digest import BLOCK
 from relaygr.schemas.messages import MAX_BUDGET_MS
 from relaygr.tracing.settings import TracingSettings
@@ -265,6 +266,21 @@ class WorkerSettings(Section):
     max_clock_skew_ms: Annotated[
         int, Field(ge=0, description="time past its deadline after which a request counts as expired")
     ] = 5
+
+    divert: bool = Field(
+        False,
+        description="pass ranking requests for which this worker has no time on to a worker that has, and take those of "
+        "other workers; needs the topic `ranking-overflow` and the rights of the role worker-divert",
+    )
+    divert_share: Annotated[
+        float, Field(gt=0, le=1, description="largest share of the received ranking requests that is diverted")
+    ] = 0.75
+    divert_history_bytes: ByteSize = Field(
+        ByteSize(512 * 1024),
+        ge=0,
+        le=MAX_MESSAGE_BYTES - 64 * 1024,
+        description="largest diverted request; of a longer history the newest part is attached",
+    )
 
     reload_spread_s: Annotated[
         float,

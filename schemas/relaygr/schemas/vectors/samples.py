@@ -17,6 +17,7 @@ from relaygr.schemas.messages import (
     Behaviours,
     BehavioursOffset,
     Continuation,
+    Diverted,
     FailureReason,
     FullPathReport,
     History,
@@ -159,6 +160,14 @@ MESSAGES["WorkerStatus, lead times"] = replace(
     lead_times=LeadTimeReport(("default",), (0.75,), (60_000,), (80_000,)),
     reuses_prefixes=False,
 )
+MESSAGES["WorkerStatus, takes diverted requests"] = replace(MESSAGES["WorkerStatus"], overflow_partitions=(3, 11))
+MESSAGES["RankingRequest, diverted"] = replace(
+    MESSAGES["RankingRequest"],
+    history_version=None,
+    history=replace(HISTORY, behaviours=BEHAVIOURS[1:], first_position=1),
+    diverted=Diverted("worker-01", 1, VERSION, history_stale=True),
+)
+MESSAGES["RankingResult, diverted"] = replace(MESSAGES["RankingResult, failed"], diverted_by="worker-01")
 
 HEADERS: dict[str, Any] = {
     "RankingHeaders": RankingHeaders("gateway.1.7", "gateway", "relaygr.results", 5, NOW_US + 130_000),

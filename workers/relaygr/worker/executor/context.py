@@ -37,6 +37,7 @@ from relaygr.worker.settings import WorkerSettings
 if TYPE_CHECKING:
     # The simulation runs the executor without torch.
     from relaygr.worker.device import Device, Event
+    from relaygr.worker.divert import Diverter
 
 W = TypeVar("W")
 
@@ -181,6 +182,8 @@ class ExecutorParts:
     metrics: WorkerMetrics
     clock: Clock
     scenarios: Scenarios = field(default_factory=lambda: ONLY_DEFAULT)
+    diverter: Diverter | None = None
+    """None: requests without time are not passed on to other workers."""
 
 
 @dataclass(slots=True, eq=False)

@@ -48,9 +48,10 @@ LEFT: Final = -1
 
 
 class Executor:
-    """One worker's device work. `take_ranking`, `take_job`, `is_hopeless` and `note_refused` are for the poll thread,
-    which then runs or wakes the executor (`DeviceThread.run_short_work`). `post` and the properties are for any thread;
-    all other methods are for the thread that runs the executor.
+    """One worker's device work. `take_ranking`, `is_hopeless` and `note_refused` are for the poll threads (that of
+    diverted requests, too), `take_job` for the one of jobs. A poll thread then runs or wakes the executor
+    (`DeviceThread.run_short_work`, `mail_arrived`). `post` and the properties are for any thread; all other methods are
+    for the thread that runs the executor.
     """
 
     def __init__(self, engine: Engine, parts: ExecutorParts) -> None:
@@ -68,6 +69,7 @@ class Executor:
         self._warm_ups = WarmUps(self._context, self._prefixes)
         self._completions = DeviceCompletions(engine.device)
         self._cleans_scratch = False
+        self._taking = threading.Lock()
         self._expire_leases()
 
     # -- any thread ----------------------------------------------------------------------------------
@@ -77,10 +79,11 @@ class Executor:
         unanswered requests has reached its bound.
         """
         request = work.request
-        if not self._context.held_by_requests.post(work, request.candidates.size + request.suffix.items.size):
-            return False
-        self.backlog.handed_over += 1
-        self._mailbox.append(partial(self._requests.submit, work))
+        with self._taking:
+            if not self._context.held_by_requests.post(work, request.candidates.size + request.suffix.items.size):
+                return False
+            self.backlog.handed_over += 1
+            self._mailbox.append(partial(self._requests.submit, work))
         if len(self._mailbox) > MANY:
             self.mail_arrived.set()
         return True

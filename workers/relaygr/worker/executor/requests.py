@@ -15,12 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
 
 from relaygr.admission.latency import Stage
-from relaygr.schemas.messages import DEFAULT_SCENARIO, Behaviours, FailureReason, Path, PrefixSource, RankingRequest
+from relaygr.schemas.messages import (
+    DEFAULT_SCENARIO,
+    Behaviours,
+    Diverted,
+    FailureReason,
+    Path,
+    PrefixSource,
+    RankingRequest,
+)
 from relaygr.worker.cache import (
     Declined,
     DeclineReason,
@@ -42,8 +51,11 @@ from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import NO_MEMORY, NO_PAGES, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
 from relaygr.worker.memory import is_out_of_memory
-from relaygr.worker.metrics import DiscardedWork
+from relaygr.worker.metrics import DiscardedWork, DivertedEnd
 from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongError
+
+if TYPE_CHECKING:
+    from relaygr.worker.divert import Diverter
 
 log = structlog.get_logger()
 
@@ -230,6 +242,8 @@ class Requests:
         prefix = resolver.prefix(
             request.user_id, history, request.query_time_ms, scored, request.suffix, request.scenario
         )
+        if request.diverted is not None:
+            _describe_as(prefix, request.diverted)
         if not self._context.held_by_requests.keep(work, prefix):
             self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
             return None
@@ -303,6 +317,9 @@ class Requests:
         """Full inference over the whole prefix or its newest part; or a rejection."""
         if plan.route is not Route.WHOLE and self._backlog.total_us:
             self._backlog.refused()
+        if plan.route is not Route.WHOLE and self._parts.diverter is not None:
+            if self._is_diverted(work, plan, self._parts.diverter):
+                return self._finish(work, ranked=False)
         if plan.route is Route.REJECT:
             return self.reject(work)
         work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
@@ -327,6 +344,16 @@ class Requests:
         work.is_promised = True
         self._backlog.put(work, work.latest_start_us)
         return self._prefixes.compute(prefix, None, compute_us, request=work, on_scratch=on_scratch)
+
+    def _is_diverted(self, work: RankingWork, plan: RoutePlan, diverter: Diverter) -> bool:
+        """Whether another worker answers the request, for which there is no time here."""
+        if self._backlog.total_us or self._backlog.handed_over > self._backlog.looked_up:
+            # Without other work the request asks for more than any worker could do.
+            diverter.note_short()
+        if work.request.diverted is not None:
+            return False
+        kept_tokens = plan.prefix_tokens if plan.route is Route.TRUNCATE else 0
+        return diverter.divert(work.request, work.reply, work.received, work.answer_by_us, kept_tokens)
 
     def _join(self, work: RankingWork, coming: PrefixWork) -> None:
         """Waits for the prefix under computation, or takes the computation over if it has not begun.
@@ -519,7 +546,8 @@ class Requests:
         if work.handle is not None and work.handle.approximate:
             self._parts.metrics.ranked_approximately()
         work.answered_us = self._parts.clock.monotonic_us()
-        self._note_ranked(work)
+        if work.request.diverted is None:
+            self._note_ranked(work)
         if work.answered_us > work.deadline_us:
             self._parts.metrics.discarded(DiscardedWork.LATE, int(work.pre_infer_us + work.predicted_us))
         self._finish(work, ranked=True)
@@ -546,7 +574,7 @@ class Requests:
     def _note_unranked(self, work: RankingWork) -> None:
         """Notes a request that was rejected or expired. Only without a pre-infer job is that the trigger's mistake."""
         request = work.request
-        if (request.user_id, request.request_id) not in self._context.prepared:
+        if (request.user_id, request.request_id) not in self._context.prepared and request.diverted is None:
             self._context.full_path.missed(request.request_id, self._parts.clock.monotonic_us())
 
     def _observe_full(self, work: RankingWork) -> None:
@@ -600,6 +628,8 @@ class Requests:
         if work.is_promised:
             self._backlog.drop(work)
         self.outstanding -= 1
+        if work.request.diverted is not None:
+            self._note_diverted(work, ranked)
         self._context.held_by_requests.end(work)
         cache, user_id, request_id = self._parts.cache, work.request.user_id, work.request.request_id
         # When it was received, which needs no look at the clock.
@@ -614,12 +644,26 @@ class Requests:
                 cache.transfers.spill(work.handle)
         self._let_go(work)
 
+    def _note_diverted(self, work: RankingWork, ranked: bool) -> None:
+        end = DivertedEnd.RANKED if ranked else DivertedEnd.UNRANKED
+        if ranked and work.answered_us > work.deadline_us:
+            end = DivertedEnd.LATE
+        self._parts.metrics.diverted_received[end].inc()
+
     def _let_go(self, work: RankingWork) -> None:
         if work.handle is not None:
             self._parts.cache.release(work.handle)
             work.handle = None
         if self._prefixes.scratch_user is work:
             self._prefixes.scratch_user = None
+
+
+def _describe_as(prefix: ResolvedPrefix, diverted: Diverted) -> None:
+    """The prefix of a diverted request: its result describes the history as the first worker resolved it. Its K,V are
+    evicted first, since the user's other requests go to the first worker.
+    """
+    prefix.version, prefix.stale = diverted.history_version, diverted.history_stale
+    prefix.loading, prefix.for_one_impression = diverted.history_loading, True
 
 
 def _lost_its_prefix(handle: Handle) -> bool:

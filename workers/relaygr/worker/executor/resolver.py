@@ -23,7 +23,7 @@ from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import BYTES_PER_TOKEN, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, Wanted, resolve, window
-from relaygr.worker.model.interface import Engine
+from relaygr.worker.model.interface import Engine, EngineLimits
 
 _NO_SUFFIX = Behaviours.empty()
 BYTES_PER_DIGEST: Final = 57
@@ -71,8 +71,7 @@ class PrefixResolver:
         self._engine = engine
         self._recent_behaviours = recent_behaviours
         self._growable = engine.rules.grows and extend_prefixes
-        # A history above the limit is cut by whole steps. A large step would leave little of one just above the limit.
-        self._anchor_behaviours = min(anchor_behaviours, max(1, engine.limits.max_prefix_behaviours // 4))
+        self._anchor_behaviours = longest_anchor(anchor_behaviours, engine.limits)
 
     def history(self, user_id: str, wanted: Wanted, inline: History | None, partition: int) -> ResolvedHistory:
         """The history to use. Raises HistoryMismatchError if the inline history is not the version that is named."""
@@ -181,6 +180,11 @@ class PrefixResolver:
         """Prefix tokens of a history that is not known yet."""
         length = wanted.length if wanted is not None else 0
         return self._engine.layout.tokens(min(length, self._engine.limits.max_prefix_behaviours))
+
+
+def longest_anchor(anchor_behaviours: int, limits: EngineLimits) -> int:
+    """The step in which a history above the model's limit is cut: a large one would leave little of one just above."""
+    return min(anchor_behaviours, max(1, limits.max_prefix_behaviours // 4))
 
 
 def _chain_at(query_time_ms: int, chain: DigestChain, behaviours: Behaviours) -> DigestChain:

@@ -54,7 +54,7 @@ class HeldMemory:
     """The memory that pieces of work keep alive, at most `max_bytes`: messages, histories and looked-up rows. A history
     counts once, even if several pieces of work share it. Work that is alone may exceed the bound.
 
-    The poll thread calls `post`, the device thread all else. Any thread may read `outstanding_bytes`.
+    One poll thread at a time calls `post`, the device thread all else. Any thread may read `outstanding_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -143,14 +143,18 @@ def window(history: History, chain: DigestChain, max_prefix_behaviours: int, anc
         raise ValueError(
             f"a window of {max_prefix_behaviours} behaviours, anchor {anchor_behaviours}: both must be at least 1"
         )
-    anchor = min(anchor_behaviours, max_prefix_behaviours)
-    excess = chain.length - max_prefix_behaviours
-    if excess <= 0:
+    start = window_start(chain.length, max_prefix_behaviours, anchor_behaviours)
+    if not start:
         return HistoryWindow(history, chain, 0)
-    start = -(-excess // anchor) * anchor
     kept = history.behaviours[start:]
     cut = History(history.user_id, history.number, history.features, kept)
     return HistoryWindow(cut, digest_chain(history.features, kept), start)
+
+
+def window_start(length: int, max_prefix_behaviours: int, anchor_behaviours: int) -> int:
+    """The number of oldest behaviours that `window` leaves out."""
+    excess, anchor = length - max_prefix_behaviours, min(anchor_behaviours, max_prefix_behaviours)
+    return -(-excess // anchor) * anchor if excess > 0 else 0
 
 
 def _of_length(stored: StoredHistory, wanted: WantedLength, loading: bool) -> ResolvedHistory:

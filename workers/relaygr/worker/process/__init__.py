@@ -42,5 +42,5 @@ def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: Supervis
 
     Raises RelayError for a mistake that the user can correct.
     """
-    require_topics(config.kafka, Role.WORKER)
+    require_topics(config.kafka, Role.WORKER_DIVERT if config.worker.divert else Role.WORKER)
     return WorkerProcess(config, is_standby=is_standby, link=link).run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -48,6 +49,8 @@ class StatusSources:
     executor: Executor
     cache: PrefixCache
     waits: QueueWaits
+    overflow_partitions: Callable[[], tuple[int, ...] | None] = lambda: None
+    """Where other workers may divert requests to; None while `worker.divert` is off."""
 
 
 class StatusReport:
@@ -68,6 +71,16 @@ class StatusReport:
         self._headers: Headers = [(WORKERS_GROUP, config.kafka.workers_group.encode())]
         self._sources = sources
         self._clock = clock
+        self._overflow_partitions: tuple[int, ...] | None = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether other workers must hear at once that diverted requests may come, or may come no longer."""
+        return self._overflow_now() != self._overflow_partitions
+
+    def _overflow_now(self) -> tuple[int, ...] | None:
+        partitions = self._sources.overflow_partitions()
+        return () if partitions and self.state is not WorkerState.READY else partitions
 
     def publish(self) -> None:
         """Never blocks. A status that cannot be sent is dropped, since the next one follows soon."""
@@ -83,6 +96,7 @@ class StatusReport:
         executor = self._sources.executor
         loop, stats, engine = self._sources.loop.status(), self._sources.cache.stats(), executor.engine
         latency = executor.latency_of_prefixes
+        self._overflow_partitions = self._overflow_now()
         return WorkerStatus(
             worker_id=self._settings.worker_id,
             state=self.state,
@@ -109,6 +123,7 @@ class StatusReport:
             metrics_url=self.metrics_url,
             length_ratios=executor.length_ratios(),
             predictions_off=self.predictions_off,
+            overflow_partitions=self._overflow_partitions,
         )
 
 
@@ -203,6 +218,9 @@ class Housekeeping:
         self._quality_at_us = 0
         self._off: frozenset[Stage] = frozenset()
         self._ranking_paused = False
+        self._owned: frozenset[int] = frozenset()
+        self.diverted_from: set[int] = set()
+        """Partitions of users whose requests were diverted here. Another poll thread adds them."""
 
     def take_over(self, partitions: frozenset[int]) -> None:
         """From now on the worker owns these partitions and no others. The prefixes of the others go after a while."""
@@ -224,8 +242,12 @@ class Housekeeping:
         """Called every few milliseconds. Monotonic µs."""
         if now_us >= self._moved_at_us:
             self._moved_at_us = now_us + _MOVED_INTERVAL_US
+            while self.diverted_from:
+                # Their prefixes are those of another worker's users, too.
+                if (partition := self.diverted_from.pop()) not in self._owned:
+                    self._left_us.setdefault(partition, now_us)
             self._drop_moved(now_us)
-        if now_us >= self._status_at_us:
+        if now_us >= self._status_at_us or self._status.is_outdated:
             self._status_at_us = now_us + self._settings.status_interval_ms * 1000
             self._status.publish()
             self._metrics.outstanding.set(self._executor.ranking_outstanding)

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import structlog
 
-from relaygr.consumer import LoopState
+from relaygr.consumer import ConsumerLoop, LoopState
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.interpreter import tune_interpreter, without_collection
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
@@ -149,7 +149,7 @@ class WorkerProcess:
         # time: computing a prefix costs less than a long wait.
         restored = threading.Event()
         parts.executor.post(lambda: _wait(restored, RESTORE_PATIENCE_S))
-        parts.loop.start()
+        parts.start_loops()
         with without_collection():
             self._prepared.handover.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
         restored.set()
@@ -183,16 +183,19 @@ class WorkerProcess:
         drain_s = 0.0 if self._exit is Exit.FAILED else self._settings.drain_s
         log.info("stopping", worker_id=self._settings.worker_id, drain_s=drain_s)
         parts.status.state = WorkerState.STOPPING
-        parts.loop.stop(drain_s)
-        self._await_loop(parts)
+        # The other loop takes the delivery reports of both.
+        for loop in (parts.overflow, parts.loop):
+            if loop is not None:
+                loop.stop(drain_s)
+                self._await_loop(loop)
         self._leave_if_fenced()
         self._send_heartbeat(ChildPhase.STOPPING, self._readiness())
         parts.send_the_rest()
 
-    def _await_loop(self, parts: Parts) -> None:
+    def _await_loop(self, loop: ConsumerLoop) -> None:
         """Waits until the loop has drained. Heartbeats continue, since the supervisor may not have sent this stop."""
         ends_s = time.monotonic() + self._settings.drain_s + 5
-        while not parts.loop.join(INTERVAL_S) and time.monotonic() < ends_s:
+        while not loop.join(INTERVAL_S) and time.monotonic() < ends_s:
             self._send_heartbeat(ChildPhase.ACTIVE, self._readiness())
 
     def _close(self) -> None:
@@ -215,7 +218,10 @@ class WorkerProcess:
             note_fenced(self._folder, self._lock)
             self._end_with(Exit.FENCED)
         elif state is LoopState.FAILED:
-            log.error("the consumer loop failed", error=str(self._parts and self._parts.loop.error))
+            parts = self._parts
+            overflow = parts.overflow if parts is not None else None
+            cause = (parts and parts.loop.error) or (overflow and overflow.error)
+            log.error("the consumer loop failed", error=str(cause))
             self._end_with(Exit.FAILED)
 
     def _leave_if_fenced(self) -> None:

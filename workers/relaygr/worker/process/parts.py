@@ -1,6 +1,8 @@
 """The parts of a worker, connected to each other, and the probes that read them.
 
     poll thread      loop -> handler -> results and executor (mailbox, short work), and housekeeping between polls
+    overflow poll    with `worker.divert`: the same for requests that other workers divert to this one
+    fleet reader     with `worker.divert`: the statuses of the other workers -> peers
     device thread    device -> executor -> results -> loop.finish (any thread may call it)
     follower         history topic -> store -> executor, through the executor's mailbox
     admin            operators' requests -> cache, and executor through its mailbox
@@ -10,36 +12,42 @@ The parts do nothing until `life` starts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import structlog
 
-from relaygr.consumer import ConsumerLoop, LoopState, Membership
+from relaygr.admission.divert import DivertPolicy, Peers
+from relaygr.consumer import ConsumerLoop, LoopState, Membership, Token
+from relaygr.consumer.interface import Handler
+from relaygr.consumer.finished import FinishedLog
 from relaygr.consumer.membership import holder_of
 from relaygr.kafka.clients import make_group_consumer
+from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.statistics import kafka_statistics
 from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.probes import Check, Readiness
-from relaygr.schemas.messages import WorkerState
+from relaygr.schemas.messages import MAX_OVERFLOW_PARTITIONS, WorkerState
 from relaygr.schemas.partitioner import users_in
 from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer
 from relaygr.tracing.worker import WorkerTraces
+from relaygr.trigger.fleet import FleetReader
 from relaygr.worker.admin_socket import SOCKET_NAME, AdminSocket, run_on
 from relaygr.worker.cache.admin import CacheAdmin, ServingModel
 from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import BuiltCache
 from relaygr.worker.cache.results import PageArray, Tier
 from relaygr.worker.cache.stats import CacheCollector
+from relaygr.worker.divert import Diverter, DivertParts
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.thread import DeviceThread
-from relaygr.worker.handler import HandlerSettings, WorkerHandler
+from relaygr.worker.handler import HandlerSettings, OverflowHandler, WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.snapshots import SnapshotLimits
@@ -59,6 +67,8 @@ log = structlog.get_logger()
 _HOLDER_TIMEOUT_S = 3.0
 _LONGEST_SILENCE_MS = 30_000
 """A poll thread that has not polled for this long counts as hung."""
+_STALE_STATUSES = 3
+"""A worker whose status is older than the time of this many counts as dead: no request is diverted to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,7 @@ class Parts:
         engine, built = prepared.engine, memory.built
         self._clock = clock
         self._worker_id = settings.worker_id
+        self._overflow_topic = kafka.topic(Topic.OVERFLOW)
         self._prepared = prepared
         self.metrics = WorkerMetrics(scenarios=config.scenarios)
         self.cache = built.cache
@@ -129,11 +140,27 @@ class Parts:
             prepared.producer,
             settings.worker_id,
             settings.max_clock_skew_ms,
-            finish=lambda token: self.loop.finish(token),
+            finish=self._finish if settings.divert else lambda token: self.loop.finish(token),
             metrics=self.metrics,
             clock=clock,
             traces=WorkerTraces(tracer) if tracer is not None else None,
         )
+        histories = _FollowedHistories(prepared.store, self.follower)
+        peers = Peers(settings.worker_id, _STALE_STATUSES * settings.status_interval_ms * 1000)
+        self.diverter: Diverter | None = None
+        if settings.divert:
+            divert = DivertParts(
+                topic=kafka.topic(Topic.OVERFLOW),
+                policy=DivertPolicy(peers, settings.divert_share),
+                producer=prepared.producer,
+                results=self.results,
+                histories=histories,
+                metrics=self.metrics,
+                clock=clock,
+                engine=lambda: self.executor.engine,
+                backlog=lambda: self.executor.backlog,
+            )
+            self.diverter = Diverter(settings, divert)
         self.executor = Executor(
             engine,
             ExecutorParts(
@@ -141,7 +168,7 @@ class Parts:
                 scratch_pages=memory.scratch_pages,
                 copy_page=partial(copy_page, built.hbm_arena),
                 zero_pages=partial(_zero_pages, built, lock),
-                histories=_FollowedHistories(prepared.store, self.follower),
+                histories=histories,
                 corrector=prepared.corrector,
                 settings=settings,
                 admission_settings=config.admission,
@@ -152,6 +179,7 @@ class Parts:
                 metrics=self.metrics,
                 clock=clock,
                 scenarios=config.scenarios,
+                diverter=self.diverter,
             ),
         )
         self.device = DeviceThread(
@@ -163,17 +191,18 @@ class Parts:
             # An accelerator's streams belong to one thread.
             shares=engine.device.is_cpu,
         )
+        handling = HandlerSettings(
+            ranking_topic=kafka.topic(Topic.RANKING),
+            results_topic=kafka.topic(Topic.RESULTS),
+            has_one_topic=kafka.jobs_topic is Topic.RANKING,
+            partitions=kafka.partitions,
+            max_clock_skew_ms=settings.max_clock_skew_ms,
+            reply_margin_ms=settings.reply_margin_ms,
+            max_deadline_ms=settings.max_deadline_ms,
+            scenarios=config.scenarios,
+        )
         handler = WorkerHandler(
-            HandlerSettings(
-                ranking_topic=kafka.topic(Topic.RANKING),
-                results_topic=kafka.topic(Topic.RESULTS),
-                has_one_topic=kafka.jobs_topic is Topic.RANKING,
-                partitions=kafka.partitions,
-                max_clock_skew_ms=settings.max_clock_skew_ms,
-                reply_margin_ms=settings.reply_margin_ms,
-                max_deadline_ms=settings.max_deadline_ms,
-                scenarios=config.scenarios,
-            ),
+            handling,
             self.executor,
             self.results,
             prepared.dead_letters,
@@ -181,29 +210,44 @@ class Parts:
             on_work=self.device.run_short_work,
             on_ownership=lambda partitions: self.housekeeping.take_over(partitions),
             on_tick=lambda now_us: self.housekeeping.tick(now_us),
+            diverter=self.diverter,
         )
-        self.loop = ConsumerLoop(
-            lambda on_error: make_group_consumer(
-                kafka,
-                kafka.workers_group,
-                config.client_id,
-                instance_id=settings.worker_id,
-                on_error=on_error,
-                options=kafka_statistics().options(kafka.statistics_interval_ms),
-            ),
-            [kafka.topic(topic) for topic in kafka.worker_topics],
+        self.loop = _loop(
+            config,
+            kafka.workers_group,
+            kafka.worker_topics,
             handler,
             clock,
-            config.consumer,
-            on_end=on_end.loop,
+            lock,
+            on_end,
             finished_log=prepared.handover.finished,
-            is_incremental=kafka.affinity.is_incremental,
-            membership=Membership(
-                may_own=lock.is_held,
-                holder=partial(holder_of, kafka, kafka.workers_group, settings.worker_id, _HOLDER_TIMEOUT_S),
-            ),
         )
-        sources = StatusSources(prepared.producer, self.loop, self.executor, self.cache, self.results.waits)
+        self.overflow: ConsumerLoop | None = None
+        self._peer_reader: FleetReader | None = None
+        self._overflow_letters = DeadLetterWriter(kafka, f"{config.client_id}-overflow")
+        if self.diverter is not None:
+            overflow_handler = OverflowHandler(
+                handling,
+                self.executor,
+                self.results,
+                self._overflow_letters,
+                clock,
+                self.metrics,
+                on_refused=self.diverter.note_short,
+                on_user_partition=lambda partition: self.housekeeping.diverted_from.add(partition),
+            )
+            self.overflow = _loop(
+                config, kafka.overflow_group, (Topic.OVERFLOW,), overflow_handler, clock, lock, on_end, name="overflow"
+            )
+            self._peer_reader = FleetReader(kafka, peers, clock, f"{config.client_id}-peers")
+        sources = StatusSources(
+            prepared.producer,
+            self.loop,
+            self.executor,
+            self.cache,
+            self.results.waits,
+            self._overflow_partitions,
+        )
         self.status = StatusReport(config, sources, clock)
         self.housekeeping = Housekeeping(
             config, sources, self.status, self.follower, prepared.store, self.metrics, clock
@@ -243,6 +287,28 @@ class Parts:
         if self._admin is not None:
             self._admin.close()
 
+    def _finish(self, token: Token) -> None:
+        """Finishes an offset of either loop."""
+        if self.overflow is not None and token.topic == self._overflow_topic:
+            self.overflow.finish(token)
+        else:
+            self.loop.finish(token)
+
+    def _overflow_partitions(self) -> tuple[int, ...] | None:
+        """Where other workers may divert requests to now."""
+        if self.overflow is None or self.diverter is None:
+            return None
+        if not self.diverter.takes_diverted():
+            return ()
+        return tuple(sorted(self.overflow.status().partitions)[:MAX_OVERFLOW_PARTITIONS])
+
+    def start_loops(self) -> None:
+        """Joins the groups."""
+        self.loop.start()
+        if self.overflow is not None and self._peer_reader is not None:
+            self.overflow.start()
+            self._peer_reader.start()
+
     def start_device_and_follower(self) -> None:
         """Both threads wait until the worker owns partitions."""
         self.watch.start()
@@ -256,6 +322,7 @@ class Parts:
         self.status.publish()
         self.results.close(1)
         self._prepared.dead_letters.flush(1)
+        self._overflow_letters.flush(1)
         self.follower.stop()
         self._prepared.follower_letters.flush(1)
 
@@ -263,6 +330,8 @@ class Parts:
         """Ends every thread but the loop's, and the cache with its trace. Safe after `send_the_rest`."""
         self.close_admin_socket()
         self.watch.stop()
+        if self._peer_reader is not None:
+            self._peer_reader.stop()
         self.housekeeping.warm_up.stop()
         self.device.stop(2)
         self.follower.stop()
@@ -281,6 +350,7 @@ class Parts:
                 Check("history", not loading, f"{len(loading)} partitions still loading" if loading else ""),
                 Check("broker", loop.broker_reachable),
                 Check("consumer", not loop.stalled and loop.state is LoopState.RUNNING, loop.state.value),
+                *([Check("overflow", self.overflow.status().assigned)] if self.overflow is not None else []),
                 Check("running", state is WorkerState.READY, state.value),
                 *self.watch.checks(),
             )
@@ -300,6 +370,42 @@ class Parts:
         """Time since the poll thread polled, and since the device thread made progress."""
         polled_us = self.loop.status().last_poll_us
         return (self._clock.monotonic_us() - polled_us) // 1000, self.device.silent_us // 1000
+
+
+def _loop(
+    config: WorkerConfig,
+    group: str,
+    topics: Sequence[Topic],
+    handler: Handler,
+    clock: Clock,
+    lock: ArenaLock,
+    on_end: OnEnd,
+    name: str = "workers",
+    finished_log: FinishedLog | None = None,
+) -> ConsumerLoop:
+    """The loop of a static member of `group`."""
+    kafka, worker_id = config.kafka, config.worker.worker_id
+    return ConsumerLoop(
+        lambda on_error: make_group_consumer(
+            kafka,
+            group,
+            config.client_id,
+            instance_id=worker_id,
+            on_error=on_error,
+            options=kafka_statistics().options(kafka.statistics_interval_ms),
+        ),
+        [kafka.topic(topic) for topic in topics],
+        handler,
+        clock,
+        config.consumer,
+        name,
+        on_end=on_end.loop,
+        finished_log=finished_log,
+        is_incremental=kafka.affinity.is_incremental,
+        membership=Membership(
+            may_own=lock.is_held, holder=partial(holder_of, kafka, group, worker_id, _HOLDER_TIMEOUT_S)
+        ),
+    )
 
 
 def _zero_pages(built: BuiltCache, lock: ArenaLock, tier: Tier, pages: PageArray) -> None:

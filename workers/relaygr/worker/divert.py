@@ -1,0 +1,199 @@
+"""Passes ranking requests for which this worker has no time on to another worker, over the topic `ranking-overflow`.
+
+`relaygr.admission.divert` decides; this module carries the decision out:
+
+* The request keeps its id, reply address and deadline, so that the other worker answers the gateway itself. It carries
+  its history inline, since the other worker does not read this user's partition.
+* The request's offset is finished on the delivery report. If this process dies before, the next owner of the partition
+  reads the request again: then two workers may answer it, and the gateway's client drops the second result.
+* If the message cannot be delivered, the request is answered `failed(overloaded)`.
+
+The poll thread asks for requests that it refuses before they are decoded, the device thread for those that find no time
+later. Both may call at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import structlog
+from confluent_kafka import KafkaException, Producer
+
+from relaygr.admission.divert import DivertPolicy, Need, NotDiverted, Target
+from relaygr.consumer import Received
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.codec import EncodeError, encode
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import Behaviours, Diverted, History, RankingRequest
+from relaygr.worker.executor.order import Backlog
+from relaygr.worker.executor.resolver import HistoryReader, longest_anchor
+from relaygr.worker.history.resolve import HistoryMismatchError, ResolvedHistory, resolve, wanted_by, window_start
+from relaygr.worker.metrics import DivertOutcome, WorkerMetrics
+from relaygr.worker.model.interface import Engine
+from relaygr.worker.results import ResultWriter
+from relaygr.worker.settings import WorkerSettings
+
+log = structlog.get_logger()
+
+LEAST_WAY_US: Final = 4_000
+"""The time from here to the device thread of another worker, if the broker is quick."""
+_BEHAVIOUR_BYTES: Final = 18
+_NOT_DIVERTED: Final = {reason: DivertOutcome(reason.value) for reason in NotDiverted}
+
+
+@dataclass(frozen=True, slots=True)
+class DivertParts:
+    """The parts of the worker that it needs. `topic`: the overflow topic. `engine` and `backlog`: the present ones."""
+
+    topic: str
+    policy: DivertPolicy
+    producer: Producer
+    results: ResultWriter
+    histories: HistoryReader
+    metrics: WorkerMetrics
+    clock: Clock
+    engine: Callable[[], Engine]
+    backlog: Callable[[], Backlog]
+
+
+class Diverter:
+    """See the module docstring."""
+
+    def __init__(self, settings: WorkerSettings, parts: DivertParts) -> None:
+        self._worker_id = settings.worker_id
+        self._history_bytes = int(settings.divert_history_bytes)
+        self._anchor_behaviours = settings.anchor_behaviours
+        self._skew_us = settings.max_clock_skew_ms * 1000
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._undecoded = 0
+        """Requests that were refused or diverted without being handed to the executor."""
+
+    def note_short(self) -> None:
+        """The worker has no time for a request, its own or a diverted one."""
+        with self._lock:
+            self._parts.policy.note_short(self._parts.clock.wall_us())
+
+    def takes_diverted(self) -> bool:
+        """Whether other workers may divert requests to this one. Any thread may ask."""
+        return self._parts.policy.takes_diverted(self._parts.clock.wall_us())
+
+    def may_divert(self) -> bool:
+        """Notes a request that is refused undecoded, and says whether to decode it for `divert`."""
+        with self._lock:
+            self._undecoded += 1
+            now_us = self._parts.clock.wall_us()
+            self._parts.policy.note_short(now_us)
+            reason = self._parts.policy.objection(self._parts.engine().revision, self._received, now_us)
+        return reason is None or self._not_diverted(reason)
+
+    def divert(
+        self,
+        request: RankingRequest,
+        reply: RankingHeaders,
+        received: Received,
+        answer_by_us: int,
+        kept_tokens: int = 0,
+    ) -> bool:
+        """Passes the request on, if that helps. False: the caller answers it.
+
+        `answer_by_us`: monotonic. `kept_tokens`: the longest prefix on which this worker could rank it; 0: none.
+        """
+        parts, engine = self._parts, self._parts.engine()
+        try:
+            resolved = self._resolve(request, received)
+        except HistoryMismatchError:
+            return False
+        history = resolved.history or History(request.user_id, 0, np.empty(0, "<i8"), Behaviours.empty())
+        limits, layout = engine.limits, engine.layout
+        anchor_behaviours = longest_anchor(self._anchor_behaviours, limits)
+        start = window_start(len(history.behaviours), limits.max_prefix_behaviours, anchor_behaviours)
+        inline = request.history.behaviours if request.history is not None else Behaviours.empty()
+        message_bytes = len(received.value or b"") - _BEHAVIOUR_BYTES * len(inline)
+        need = Need(
+            user_id=request.user_id,
+            left_us=answer_by_us - parts.clock.monotonic_us(),
+            way_us=max(LEAST_WAY_US, parts.results.deliveries.median_us),
+            behaviours=len(history.behaviours) - start,
+            most_behaviours=max(0, self._history_bytes - message_bytes) // _BEHAVIOUR_BYTES,
+            kept_behaviours=max(0, kept_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour,
+            suffix=len(request.suffix),
+            candidates=int(request.candidates.size),
+        )
+        with self._lock:
+            chosen = parts.policy.choose(need, engine.revision, self._received, parts.clock.wall_us())
+        if isinstance(chosen, NotDiverted):
+            return self._not_diverted(chosen)
+        left_out = need.behaviours - chosen.behaviours
+        message = self._message(request, resolved, history, start, left_out)
+        return self._send(message, chosen, reply, received)
+
+    @property
+    def _received(self) -> int:
+        return self._parts.backlog().handed_over + self._undecoded
+
+    def _not_diverted(self, reason: NotDiverted) -> bool:
+        self._parts.metrics.diverted[_NOT_DIVERTED[reason]].inc()
+        return False
+
+    def _resolve(self, request: RankingRequest, received: Received) -> ResolvedHistory:
+        histories = self._parts.histories
+        loading = histories.is_loading(received.partition)
+        stored = histories.get(request.user_id) if request.history is None else None
+        return resolve(stored, wanted_by(request), request.history, loading)
+
+    def _message(
+        self, request: RankingRequest, resolved: ResolvedHistory, history: History, start: int, left_out: int
+    ) -> RankingRequest:
+        """The request with its history, from behaviour `start + left_out` on."""
+        first = start + left_out
+        return replace(
+            request,
+            history=History(
+                request.user_id,
+                history.number,
+                history.features,
+                history.behaviours[first:],
+                first_position=(history.first_position or 0) + first or None,
+            ),
+            history_version=None,
+            history_exactly=None,
+            history_at_least=None,
+            diverted=Diverted(
+                self._worker_id,
+                left_out,
+                resolved.version,
+                history_stale=resolved.is_stale,
+                history_loading=resolved.loading,
+            ),
+        )
+
+    def _send(self, message: RankingRequest, target: Target, reply: RankingHeaders, received: Received) -> bool:
+        try:
+            self._parts.producer.produce(
+                self._parts.topic,
+                encode(message),
+                message.user_id.encode(),
+                partition=target.partition,
+                headers=reply.encode(),
+                on_delivery=partial(self._reported, reply, received),
+            )
+        except (BufferError, EncodeError, KafkaException) as error:
+            log.debug("a request was not diverted", error=str(error))
+            self._parts.metrics.diverted[DivertOutcome.UNDELIVERED].inc()
+            return False
+        return True
+
+    def _reported(self, reply: RankingHeaders, received: Received, error: Any, _: Any) -> None:
+        """The delivery report. The message of a failed one may be in the log nevertheless."""
+        parts = self._parts
+        parts.metrics.diverted[DivertOutcome.DELIVERED if error is None else DivertOutcome.UNDELIVERED].inc()
+        if error is None:
+            return parts.results.finish(received.token)
+        is_expired = parts.clock.wall_us() > reply.deadline_us + self._skew_us
+        return parts.results.refused(reply, received, parts.backlog().predicted_us or None, is_expired)
