@@ -64,7 +64,7 @@ class World:
         self.housekeeping = Housekeeping(
             config,
             sources,
-            SimpleNamespace(publish=lambda: None),  # type: ignore[arg-type]
+            SimpleNamespace(publish=lambda: None, is_outdated=False),  # type: ignore[arg-type]
             SimpleNamespace(follow=lambda partitions: None, forget=self.forgotten.update),  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
             WorkerMetrics(self.registry),
@@ -119,6 +119,23 @@ def test_partitions_that_move_are_counted_with_the_bytes_that_the_worker_held_of
     assert world.counted("moved_partitions", direction="gained") == 5
     left = sum(partition_for(user.encode(), PARTITIONS) in (2, 3) for user in USERS)
     assert world.counted("moved_prefix_bytes") == left > 0
+
+
+def test_prefixes_of_diverted_requests_of_other_workers_users_are_dropped_after_that_time_too() -> None:
+    world = World()
+    world.own(0, 1)
+    world.after(MOVED_S + 1)
+    world.cache.users = set(USERS)
+    world.housekeeping.diverted_from.update({1, 2})
+    world.after(2)
+    world.after(MOVED_S - 2)
+    assert world.partitions == {0, 1, 2, 3}
+    world.after(3)
+    assert world.partitions == {0, 1, 3}
+    world.housekeeping.diverted_from.add(3)
+    world.after(2)
+    world.after(MOVED_S + 1)
+    assert world.partitions == {0, 1}
 
 
 def test_a_worker_says_once_that_its_predictions_are_off_and_once_that_they_are_right_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,12 @@ LENGTHS = LengthRatios((0.0, 1.5), (1.0,), ())
 FULL_PATH = FullPathReport(4000, (0.0, 1.5), (2, 1), (1, 0), ("gateway.1.1",))
 
 
-def report(producer: FakeProducer, clock: ManualClock, hbm_limit: int = 4096) -> StatusReport:
+def report(
+    producer: FakeProducer,
+    clock: ManualClock,
+    hbm_limit: int = 4096,
+    overflow_partitions: Callable[[], tuple[int, ...] | None] = lambda: None,
+) -> StatusReport:
     """A worker that has some free pages, and requests that have waited 800 µs."""
     waits = QueueWaits()
     waits.observe(800)
@@ -66,6 +72,7 @@ def report(producer: FakeProducer, clock: ManualClock, hbm_limit: int = 4096) ->
         ),  # type: ignore[arg-type]
         cache=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
         waits=waits,
+        overflow_partitions=overflow_partitions,
     )
     settings = WorkerSettings(worker_id="worker-00", hbm_bytes=1 << 20, dram_bytes=512)  # type: ignore[arg-type]
     config = WorkerConfig(KafkaSettings(), settings, AdmissionSettings(), ConsumerSettings())
@@ -136,6 +143,20 @@ def test_a_status_gives_the_limit_of_a_tier_as_its_size() -> None:
 )
 def test_the_address_of_the_metrics_is_one_that_a_reader_can_ask(settings: WorkerSettings, url: str) -> None:
     assert settings.metrics_url_at(9100) == url
+
+
+def test_a_status_says_where_diverted_requests_go_and_is_outdated_once_that_changes() -> None:
+    producer = FakeProducer()
+    taken: list[tuple[int, ...] | None] = [(4, 9)]
+    status = report(producer, ManualClock(), overflow_partitions=lambda: taken[0])
+    assert status.is_outdated
+    told = []
+    for state, taken[0] in ((WorkerState.READY, (4, 9)), (WorkerState.READY, ()), (WorkerState.STOPPING, (4, 9))):
+        status.state = state
+        status.publish()
+        assert not status.is_outdated
+        told.append(codec.decode(WorkerStatus, producer.sent[-1].value).overflow_partitions)
+    assert told == [(4, 9), (), ()]
 
 
 @pytest.mark.parametrize("error", [BufferError("full"), refused(KafkaError._UNKNOWN_TOPIC)])

@@ -202,7 +202,9 @@ class DrivenExecutor:
 class ExecutorWorld(DrivenExecutor):
     """An executor over a fake engine, with fakes around it, and the calls that tests make."""
 
-    def __init__(self, hbm_pages: int = 128, dram_pages: int = 128, lease_margin_ms: int = 0, **settings):
+    def __init__(
+        self, hbm_pages: int = 128, dram_pages: int = 128, lease_margin_ms: int = 0, diverter=None, **settings
+    ):
         self.clock = ManualClock(monotonic_us=1_000_000)
         self.engine = FakeEngine(self.clock)
         self.mover = HeldMover()
@@ -235,6 +237,7 @@ class ExecutorWorld(DrivenExecutor):
                 metrics=WorkerMetrics(self.registry),
                 clock=self.clock,
                 admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),
+                diverter=diverter,
             ),
         )
 
@@ -246,12 +249,20 @@ class ExecutorWorld(DrivenExecutor):
         self.take_job(message, lead_us, budget_ms * 1000)
 
     def rank(
-        self, user_id="u", version=None, request_id="r", budget_us=50_000, candidates=10, history=None, looks_up=True
+        self,
+        user_id="u",
+        version=None,
+        request_id="r",
+        budget_us=50_000,
+        candidates=10,
+        history=None,
+        looks_up=True,
+        diverted=None,
     ):
         wall_us = self.clock.wall_us()
         request = RankingRequest(
             request_id, user_id, wall_us, wall_us + budget_us, 0, np.arange(candidates), behaviours_of(0), version,
-            history,
+            history, diverted=diverted,
         )  # fmt: skip
         return self.take_ranking(request, budget_us, looks_up=looks_up)
 

@@ -110,6 +110,8 @@ def _leave(settings: Settings, worker_id: str) -> bool:
             "session has ended."
         )
     has_left = leave(settings, group, worker_id)
+    if settings.worker.divert:
+        leave(settings, settings.overflow_group, worker_id)
     if has_left:
         log.info("left the group: other workers own its partitions now", worker_id=worker_id, group=group)
     else:

@@ -68,12 +68,21 @@ class Processes:
         """The processes that were started and not stopped."""
         return list(self._children)
 
-    def start(self, name: str, command: Sequence[str], section: str, settings: Sequence[str] = ()) -> CommandProcess:
-        """Starts `relaygr COMMAND`, with its probes on a free port."""
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        section: str,
+        settings: Sequence[str] = (),
+        module: Sequence[str] = ("relaygr",),
+    ) -> CommandProcess:
+        """Starts `relaygr COMMAND`, with its probes on a free port. `module`: another one that runs the command, with
+        arguments of its own.
+        """
         (port,) = free_ports(1)
         log = self._folder / f"{name}.log"
         overrides = [f"{section}.http_port={port}", *settings]
-        arguments = [sys.executable, "-m", "relaygr", *command, "--config", str(self._config)]
+        arguments = [sys.executable, "-m", *module, *command, "--config", str(self._config)]
         for override in overrides:
             arguments += ["--set", override]
         with log.open("ab") as output:

@@ -269,7 +269,7 @@ class WorkerSettings(Section):
 
     divert: bool = Field(
         False,
-        description="pass ranking requests for which this worker has no time on to a worker that has, and take those of "
+        description="pass ranking requests for which this worker has no time on to one that has, and take those of "
         "other workers; needs the topic `ranking-overflow` and the rights of the role worker-divert",
     )
     divert_share: Annotated[

@@ -21,8 +21,8 @@ import structlog
 
 from relaygr.admission.divert import DivertPolicy, Peers
 from relaygr.consumer import ConsumerLoop, LoopState, Membership, Token
-from relaygr.consumer.interface import Handler
 from relaygr.consumer.finished import FinishedLog
+from relaygr.consumer.interface import Handler
 from relaygr.consumer.membership import holder_of
 from relaygr.kafka.clients import make_group_consumer
 from relaygr.kafka.dead_letters import DeadLetterWriter

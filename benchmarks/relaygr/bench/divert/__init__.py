@@ -1,0 +1,1 @@
+"""The late requests of an unevenly loaded fleet, with and without `worker.divert`."""

@@ -1,0 +1,186 @@
+"""Three workers, of which one is slow, on both brokers: requests that it has no time for are answered by the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from relaygr.bench.divert.paced import LATENCY, set_pace
+from relaygr.bench.pipeline.run import null_settings
+from relaygr.client import RankOutcome, RankStatus
+from relaygr.demo.processes import CommandProcess
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.schemas import codec
+from relaygr.schemas.messages import RankingRequest, RankingResult
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
+from tests.worlds.relay import (
+    PARTITIONS,
+    RawGateway,
+    Relay,
+    candidates_of,
+    history_of,
+    new_user,
+    own_topics,
+    reading,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.outage, pytest.mark.timeout(300)]
+
+SLOW = 6.0
+LENGTH = 500
+"""The paced model takes about 60 ms for it, and more where it is slow."""
+
+
+@dataclass
+class Fleet:
+    """Workers whose times the test sets. The first is the one that gets the requests."""
+
+    relay: Relay
+    folder: Path
+    workers: list[CommandProcess] = field(default_factory=list)
+
+    def start(self, number: int) -> CommandProcess:
+        name = f"worker-{number:02d}"
+        pace = ["relaygr.bench.divert.paced", str(self.pace_file(number))]
+        own = [f"worker.worker_id={name}", f"worker.history_path={self.folder / name}"]
+        worker = self.relay.processes.start(name, ["worker"], "worker", own, module=pace)
+        self.workers.append(worker)
+        return worker
+
+    def pace_file(self, number: int) -> Path:
+        return self.folder / f"pace-{number}"
+
+    def users_of(self, worker: CommandProcess, count: int) -> list[str]:
+        """New users of partitions that the worker owns: it answers a request of each, calmly sent, itself."""
+        owned: set[int] = set()
+        with self.relay.client() as client:
+            probed: set[int] = set()
+            while len(probed) < PARTITIONS:
+                user = new_user("probe")
+                partition = partition_for(user.encode(), PARTITIONS)
+                if partition in probed:
+                    continue
+                probed.add(partition)
+                outcome = client.rank(user, candidates_of(), budget_ms=30_000, history=history_of(user, 10))
+                assert outcome.result is not None
+                if outcome.result.worker_id == worker.name:
+                    owned.add(partition)
+        users: list[str] = []
+        while len(users) < count:
+            user = new_user("hot")
+            if partition_for(user.encode(), PARTITIONS) in owned:
+                users.append(user)
+        return users
+
+    def diverted(self, worker: CommandProcess) -> float:
+        """Requests that this worker passed on."""
+        return reading(worker).total("relaygr_worker_diverted_total", outcome="delivered")
+
+    def overflow(self) -> list[RankingRequest]:
+        """Every message of the overflow topic so far."""
+        kafka = self.relay.kafka
+        consumer = make_assigned_consumer(kafka, "test-overflow", options={"enable.partition.eof": True})
+        name = kafka.topic(Topic.OVERFLOW)
+        places = [TopicPartition(name, partition, 0) for partition in range(kafka.partitions)]
+        consumer.assign(places)
+        found, ends = [], 0
+        while ends < len(places):
+            for message in consumer.consume(500, 0.2):
+                if message.error() is not None:
+                    ends += 1
+                else:
+                    found.append(codec.decode(RankingRequest, message.value()))
+        consumer.close()
+        return found
+
+
+@pytest.fixture
+def fleet(broker: LocalBroker, tmp_path: Path) -> Iterator[Fleet]:
+    """Three ready workers that divert, all of them quick."""
+    (tmp_path / "null").mkdir()
+    made = null_settings(broker, tmp_path / "null", 1.0, 1.0, LATENCY).worker
+    options = {"calibration": made.calibration, "dram_bytes": 0, "divert": True, "status_interval_ms": 300}
+    with own_topics(broker) as kafka, Relay(kafka, tmp_path / "relay", made.model, **options) as relay:
+        fleet = Fleet(relay, tmp_path)
+        for number in range(3):
+            fleet.start(number)
+        relay.await_ready(*fleet.workers)
+
+        def owns_some(worker: CommandProcess) -> bool:
+            owned = reading(worker).by_label("relaygr_consumer_owned_partitions", "loop")
+            return owned.get("workers", 0) > 0 and owned.get("overflow", 0) > 0
+
+        wait_until("each has partitions of both groups", lambda: all(map(owns_some, fleet.workers)))
+        yield fleet
+
+
+def results_of(outcomes: Sequence[RankOutcome]) -> list[RankingResult]:
+    return [outcome.result for outcome in outcomes if outcome.result is not None]
+
+
+def test_what_a_slow_worker_has_no_time_for_is_answered_by_the_others_once(fleet: Fleet) -> None:
+    slow = fleet.workers[0]
+    users = fleet.users_of(slow, 200)
+    set_pace(fleet.pace_file(0), SLOW)
+    gateway = RawGateway(fleet.relay.kafka)
+    sent = [gateway.rank(user, 8_000, history=history_of(user, LENGTH)) for user in users]
+    for headers in sent:
+        gateway.answer(headers)
+    set_pace(fleet.pace_file(0), 1.0)
+    time.sleep(1)
+    gateway.read()
+    answers = {request_id: results for request_id, results in gateway.answers.items()}
+    assert {len(results) for results in answers.values()} == {1}, "the caller got an answer twice"
+    diverted = [results[0] for results in answers.values() if results[0].diverted_by is not None]
+    assert {result.diverted_by for result in diverted} == {slow.name}
+    assert slow.name not in {result.worker_id for result in diverted}
+    ranked = [result for result in diverted if result.outcome == "ranked"]
+    deadlines = {headers.request_id: headers.deadline_us for headers in sent}
+    in_time = [result for result in ranked if result.sent_at_us <= deadlines[result.request_id]]
+    assert len(in_time) >= max(5, len(diverted) // 2), [f"{each.outcome} {each.reason}" for each in diverted]
+    passed_on = [request.request_id for request in fleet.overflow()]
+    assert len(passed_on) == len(set(passed_on)), "a request was diverted twice"
+    assert len(passed_on) >= len(diverted)
+    gateway.close()
+    # It has time again, and keeps its requests.
+    before = fleet.diverted(slow)
+    with fleet.relay.client() as client:
+        for user in users[:20]:
+            outcome = client.rank(user, candidates_of(), budget_ms=10_000, history=history_of(user, LENGTH))
+            assert outcome.status is RankStatus.RANKED
+            assert outcome.result is not None and outcome.result.worker_id == slow.name
+    assert fleet.diverted(slow) == before
+    fleet.relay.await_all_committed(Topic.RANKING)
+
+
+@pytest.mark.parametrize("killed", ["the one that took them", "the one that passed them on"])
+def test_a_killed_worker_loses_no_diverted_request_and_the_caller_gets_one_answer(fleet: Fleet, killed: str) -> None:
+    """Its unfinished messages are delivered again, to another worker: then two may answer, and the client takes one."""
+    slow = fleet.workers[0]
+    users = fleet.users_of(slow, 260)
+    set_pace(fleet.pace_file(0), SLOW)
+    late: list[str] = []
+    with fleet.relay.client(on_late=lambda outcome: late.append(outcome.request_id)) as client:
+        futures = [
+            client.submit_rank(user, candidates_of(), budget_ms=14_000, history=history_of(user, LENGTH))
+            for user in users
+        ]
+        wait_until("some were diverted", lambda: fleet.diverted(slow) >= 5)
+        fleet.relay.kill(slow if killed == "the one that passed them on" else fleet.workers[1])
+        set_pace(fleet.pace_file(0), 1.0)
+        outcomes = [future.result(timeout=90) for future in futures]
+        diverted = [result for result in results_of(outcomes) if result.diverted_by is not None]
+        assert diverted and all(result.worker_id != result.diverted_by for result in diverted)
+        told = {outcome.request_id for outcome in outcomes if outcome.result is not None}
+        timed_out = {outcome.request_id for outcome in outcomes if outcome.status is RankStatus.TIMED_OUT}
+        assert len(told) + len(timed_out) == len(users)
+        wait_until("the others are answered too", lambda: timed_out <= set(late), 30)
+        assert len(late) == len(set(late)) and not told & set(late), "the caller got an answer twice"
