@@ -17,6 +17,7 @@ from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.schemas import codec
+from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import RankingRequest, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
@@ -122,6 +123,15 @@ def fleet(broker: LocalBroker, tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
+def rank(gateway: RawGateway, user: str) -> RankingHeaders:
+    """Sends a request, and does not wait for its answer."""
+    headers = gateway.headers(8_000)
+    request = gateway.request(headers, user, history=history_of(user, LENGTH))
+    partition = partition_for(user.encode(), PARTITIONS)
+    gateway.send(Topic.RANKING, codec.encode(request), user.encode(), headers.encode(), partition)
+    return headers
+
+
 def results_of(outcomes: Sequence[RankOutcome]) -> list[RankingResult]:
     return [outcome.result for outcome in outcomes if outcome.result is not None]
 
@@ -131,13 +141,13 @@ def test_what_a_slow_worker_has_no_time_for_is_answered_by_the_others_once(fleet
     users = fleet.users_of(slow, 200)
     set_pace(fleet.pace_file(0), SLOW)
     gateway = RawGateway(fleet.relay.kafka)
-    sent = [gateway.rank(user, 8_000, history=history_of(user, LENGTH)) for user in users]
+    sent = [rank(gateway, user) for user in users]
     for headers in sent:
         gateway.answer(headers)
     set_pace(fleet.pace_file(0), 1.0)
     time.sleep(1)
     gateway.read()
-    answers = {request_id: results for request_id, results in gateway.answers.items()}
+    answers = gateway.answers
     assert {len(results) for results in answers.values()} == {1}, "the caller got an answer twice"
     diverted = [results[0] for results in answers.values() if results[0].diverted_by is not None]
     assert {result.diverted_by for result in diverted} == {slow.name}

@@ -106,7 +106,8 @@ class World:
             "kv_bytes_per_token", "hbm_capacity_bytes", "hbm_free_bytes", "dram_capacity_bytes", "dram_free_bytes",
             "ranking_queue_p99_us", "preinfer_queue_us",
         )  # fmt: skip
-        self.peers.apply("worker-01", WorkerStatus(**(dict.fromkeys(names, 0) | values | changes)), 0)  # type: ignore[arg-type]
+        status = WorkerStatus(**(dict.fromkeys(names, 0) | values | changes))  # type: ignore[arg-type]
+        self.peers.apply("worker-01", status, self.clock.wall_us())
 
     def request(self, version: HistoryVersion | None = None, **changes: object) -> RankingRequest:
         now_us = self.clock.wall_us()
@@ -194,13 +195,13 @@ def test_of_a_history_beyond_the_models_limit_the_same_window_is_attached_that_t
 
 
 def test_of_a_history_larger_than_the_bound_the_newest_part_is_attached() -> None:
-    world = World(divert_history_bytes=2_000)
+    world = World(divert_bytes=4_000)
     version = world.store.put("u", 300)
     assert world.divert(world.request(version))
     (sent,) = world.sent
-    assert len(sent.produced.value) <= 2_300 and sent.request.history is not None
+    assert len(sent.produced.value) <= 4_000 and sent.request.history is not None
     kept = len(sent.request.history.behaviours)
-    assert 60 <= kept < 110
+    assert 60 <= kept < 200
     assert sent.request.history.behaviours == history_of("u", 300).behaviours[300 - kept :]
     assert sent.request.diverted == Diverted("worker-00", 300 - kept, version)
 
@@ -232,8 +233,9 @@ def test_a_request_that_the_producer_refuses_stays_with_the_caller(world: World)
 
 
 def test_a_request_that_carries_another_history_than_it_names_stays_with_the_caller(world: World) -> None:
-    version = world.store.put("u", 40)
-    assert not world.divert(world.request(version, history=history_of("u", 20)))
+    version = world.store.put("u", 20)
+    other = replace(history_of("u", 20), features=np.arange(1))
+    assert not world.divert(world.request(version, history=other))
 
 
 @pytest.mark.parametrize(
@@ -341,9 +343,7 @@ class Sink(SimpleNamespace):
     """The executor, as the handlers use it: so busy that no request is answered in time."""
 
     def __init__(self, world: World, *, is_busy: bool) -> None:
-        super().__init__(
-            backlog=world.backlog, rankings=[], refused=[], mail_arrived=SimpleNamespace(set=lambda: None)
-        )
+        super().__init__(backlog=world.backlog, rankings=[], refused=[], mail_arrived=SimpleNamespace(set=lambda: None))
         self.is_busy = is_busy
         if is_busy:
             world.backlog.total_us = 1.0
@@ -416,7 +416,8 @@ def test_a_worker_that_is_short_of_time_takes_no_diverted_requests(world: World)
 def overflow_of(world: World, sink: Executor) -> tuple[OverflowHandler, set[int]]:
     others: set[int] = set()
     handler = OverflowHandler(
-        settings(), sink, world.results, FakeDeadLetters(), world.clock, WorkerMetrics(CollectorRegistry()),  # type: ignore[arg-type]
+        settings(), sink, world.results, FakeDeadLetters(), world.clock,  # type: ignore[arg-type]
+        WorkerMetrics(CollectorRegistry()),
         on_refused=world.diverter.note_short, on_user_partition=others.add,
     )  # fmt: skip
     return handler, others

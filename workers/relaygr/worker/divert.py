@@ -43,6 +43,8 @@ log = structlog.get_logger()
 LEAST_WAY_US: Final = 4_000
 """The time from here to the device thread of another worker, if the broker is quick."""
 _BEHAVIOUR_BYTES: Final = 18
+_ADDED_BYTES: Final = 768
+"""At most what the history and the first worker's name add to the request, without behaviours and features."""
 _NOT_DIVERTED: Final = {reason: DivertOutcome(reason.value) for reason in NotDiverted}
 
 
@@ -66,7 +68,7 @@ class Diverter:
 
     def __init__(self, settings: WorkerSettings, parts: DivertParts) -> None:
         self._worker_id = settings.worker_id
-        self._history_bytes = int(settings.divert_history_bytes)
+        self._largest_bytes = int(settings.divert_bytes)
         self._anchor_behaviours = settings.anchor_behaviours
         self._skew_us = settings.max_clock_skew_ms * 1000
         self._parts = parts
@@ -114,13 +116,14 @@ class Diverter:
         anchor_behaviours = longest_anchor(self._anchor_behaviours, limits)
         start = window_start(len(history.behaviours), limits.max_prefix_behaviours, anchor_behaviours)
         inline = request.history.behaviours if request.history is not None else Behaviours.empty()
-        message_bytes = len(received.value or b"") - _BEHAVIOUR_BYTES * len(inline)
+        other_bytes = len(received.value or b"") - _BEHAVIOUR_BYTES * len(inline) + _ADDED_BYTES
+        other_bytes += 8 * history.features.size
         need = Need(
             user_id=request.user_id,
             left_us=answer_by_us - parts.clock.monotonic_us(),
             way_us=max(LEAST_WAY_US, parts.results.deliveries.median_us),
             behaviours=len(history.behaviours) - start,
-            most_behaviours=max(0, self._history_bytes - message_bytes) // _BEHAVIOUR_BYTES,
+            most_behaviours=max(0, self._largest_bytes - other_bytes) // _BEHAVIOUR_BYTES,
             kept_behaviours=max(0, kept_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour,
             suffix=len(request.suffix),
             candidates=int(request.candidates.size),

@@ -72,7 +72,7 @@ class WorkerHandler:
         on_tick: Callable[[int], None],
         diverter: Diverter | None = None,
     ) -> None:
-        """`on_work` is called after messages were given to the executor. `diverter`: None while `worker.divert` is off."""
+        """`on_work` is called after messages were given to the executor. `diverter`: None without `worker.divert`."""
         self._settings = settings
         self._executor = executor
         self._results = results

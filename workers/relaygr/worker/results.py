@@ -5,7 +5,7 @@ the result is produced again, until `LATE_PATIENCE_US` after deadline + skew. Th
 result is counted as undelivered: the client counts the request as lost.
 
 The device thread calls `ranked`, `expired`, `failed` and `job_done`. The poll thread calls `refused`, `without_work`
-and `tick`; delivery reports arrive inside `tick`.
+and `tick`; delivery reports arrive inside `tick`. The poll thread of diverted requests calls the first two as well.
 """
 
 from __future__ import annotations

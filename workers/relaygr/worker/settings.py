@@ -275,7 +275,7 @@ class WorkerSettings(Section):
     divert_share: Annotated[
         float, Field(gt=0, le=1, description="largest share of the received ranking requests that is diverted")
     ] = 0.75
-    divert_history_bytes: ByteSize = Field(
+    divert_bytes: ByteSize = Field(
         ByteSize(512 * 1024),
         ge=0,
         le=MAX_MESSAGE_BYTES - 64 * 1024,

@@ -1,8 +1,8 @@
 """Loads one of three workers too much, with and without `worker.divert`: `python -m benchmarks.divert --broker kafka`.
 
-Two fleets of three workers run side by side, one with `worker.divert` and one without. They are loaded in turns, so that
-a slow minute of the machine hits both. The null model waits for as long as its latency model says (`paced.py`): three
-workers then do not compete for the cores of this machine, as three accelerators would not. There are no retrieval
+Two fleets of three workers run side by side, one with `worker.divert` and one without. They are loaded in turns, so
+that a slow minute of the machine hits both. The null model waits for as long as its latency model says (`paced.py`):
+three workers then do not compete for the cores of this machine, as three accelerators would not. There are no retrieval
 events; each user is ranked once before anything is measured.
 
 * hot user: one user sends more than one worker can answer, on top of an even load;

@@ -18,9 +18,7 @@ from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.model.engine import NullEngine
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
 
-LATENCY: Final = LatencyCoefficients(
-    a0=6_000, a1=90, a2=0, b0=1_000, b1=80, b2=0, c0=5_000, c1=90, c2=0, d0=100, d1=0
-)
+LATENCY: Final = LatencyCoefficients(a0=6_000, a1=90, a2=0, b0=1_000, b1=80, b2=0, c0=5_000, c1=90, c2=0, d0=100, d1=0)
 """512 tokens and 128 candidates: full inference takes 59 ms, a hit 17 ms alone and 12 ms more in a batch."""
 
 

@@ -254,9 +254,7 @@ def measure(console: Console, broker: LocalBroker, folder: Path, seconds: float,
     settings = null_settings(broker, folder, 1.0, 1.0, LATENCY)
     with ExitStack() as stack:
         with console.status("starting two fleets of three workers"):
-            fleets = {
-                divert: stack.enter_context(Fleet(folder, broker, settings, divert)) for divert in (False, True)
-            }
+            fleets = {divert: stack.enter_context(Fleet(folder, broker, settings, divert)) for divert in (False, True)}
         return [row for load in Load for row in _measure_load(console, load, fleets, seconds, rounds)]
 
 
@@ -288,7 +286,9 @@ def _measure_load(
 
 def _table(rows: Sequence[DivertRow]) -> Table:
     table = Table(title=f"One worker of three has too much to do, deadline {BUDGET_MS} ms")
-    for name in ("load", "divert", "requests", "late", "unranked", "truncated", "P50", "P99", "diverted", "", "lag", ""):
+    for name in (
+        "load", "divert", "requests", "late", "unranked", "truncated", "P50", "P99", "diverted", "", "lag", "",
+    ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(

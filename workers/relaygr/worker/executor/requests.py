@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -53,9 +52,6 @@ from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
 from relaygr.worker.memory import is_out_of_memory
 from relaygr.worker.metrics import DiscardedWork, DivertedEnd
 from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongError
-
-if TYPE_CHECKING:
-    from relaygr.worker.divert import Diverter
 
 log = structlog.get_logger()
 
@@ -317,9 +313,8 @@ class Requests:
         """Full inference over the whole prefix or its newest part; or a rejection."""
         if plan.route is not Route.WHOLE and self._backlog.total_us:
             self._backlog.refused()
-        if plan.route is not Route.WHOLE and self._parts.diverter is not None:
-            if self._is_diverted(work, plan, self._parts.diverter):
-                return self._finish(work, ranked=False)
+        if plan.route is not Route.WHOLE and self._is_diverted(work, plan):
+            return self._finish(work, ranked=False)
         if plan.route is Route.REJECT:
             return self.reject(work)
         work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
@@ -345,8 +340,11 @@ class Requests:
         self._backlog.put(work, work.latest_start_us)
         return self._prefixes.compute(prefix, None, compute_us, request=work, on_scratch=on_scratch)
 
-    def _is_diverted(self, work: RankingWork, plan: RoutePlan, diverter: Diverter) -> bool:
+    def _is_diverted(self, work: RankingWork, plan: RoutePlan) -> bool:
         """Whether another worker answers the request, for which there is no time here."""
+        diverter = self._parts.diverter
+        if diverter is None:
+            return False
         if self._backlog.total_us or self._backlog.handed_over > self._backlog.looked_up:
             # Without other work the request asks for more than any worker could do.
             diverter.note_short()
