@@ -89,16 +89,6 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
         Topic.WORKERS: ("Write",),
         Topic.DEAD_LETTERS: ("Write",),
     },
-    Role.WORKER_DIVERT: {
-        Topic.PREINFER: ("Read",),
-        Topic.RANKING: ("Read",),
-        Topic.RESULTS: ("Write",),
-        Topic.HISTORY: ("Read",),
-        Topic.BEHAVIOURS: ("Read",),
-        Topic.OVERFLOW: ("Read", "Write"),
-        Topic.WORKERS: ("Read", "Write"),
-        Topic.DEAD_LETTERS: ("Write",),
-    },
     Role.LAG: dict.fromkeys((Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.OVERFLOW), ("Read",)),
     Role.UI: dict.fromkeys(
         (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW, Topic.WORKERS), ("Read",)
@@ -106,6 +96,7 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
     Role.HISTORY_PUBLISHER: {Topic.HISTORY: ("Write",), Topic.BEHAVIOURS: ("Write",)},
     Role.ADMIN: dict.fromkeys(CATALOGUE, ("Create", "Delete", "DescribeConfigs", "AlterConfigs")),
 }
+_TOPICS[Role.WORKER_DIVERT] = _TOPICS[Role.WORKER] | dict.fromkeys((Topic.OVERFLOW, Topic.WORKERS), ("Read", "Write"))
 
 
 def topics_of(role: Role, kafka: KafkaSettings) -> dict[Topic, tuple[str, ...]]:

@@ -23,8 +23,8 @@ A history is a function of its base and of the records after it, in the order of
 * Behaviours with a position below the next one are duplicates and are left out. A position above it is a *gap*: the
   behaviours are appended, and the history counts as stale until a snapshot covers the gap.
 * Behaviours without a position are appended in the order of the log.
-* Known limit: if a user's positions begin anew after a deletion, behaviours that are read before the tombstone are taken
-  for duplicates. The follower reads the histories first, so this needs both within milliseconds.
+* Known limit: if a user's positions begin anew after a deletion, behaviours that are read before the tombstone count
+  as duplicates. The follower reads the histories first, so this needs both within milliseconds.
 * Times are stored as they were sent. A reader raises a time that is below an earlier one to that, since times of a
   history never decrease.
 
