@@ -218,7 +218,6 @@ class Housekeeping:
         self._quality_at_us = 0
         self._off: frozenset[Stage] = frozenset()
         self._ranking_paused = False
-        self._owned: frozenset[int] = frozenset()
         self.diverted_from: set[int] = set()
         """Partitions of users whose requests were diverted here. Another poll thread adds them."""
 
