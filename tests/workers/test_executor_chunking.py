@@ -150,7 +150,7 @@ def test_a_chunk_ends_when_the_most_urgent_request_has_to_start() -> None:
     world.run()
     world.clock.advance_us(60_000_000)
     world.engine.chunks.clear()
-    world.job("b", world.store.put("b", 500), "b1", lead_us=2_000)
+    world.job("b", world.store.put("b", 500), "b1", lead_us=1_000, budget_ms=3)
     world.rank("a", cached, "a1", budget_us=4_000)
     world.run()
     first_us = (world.engine.chunks[0][1] - world.engine.chunks[0][0]) * TOKEN_US

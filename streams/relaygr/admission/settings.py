@@ -24,7 +24,7 @@ class AdmissionSettings(Section):
     ] = 0.8
     preinfer_share: Annotated[
         float, Field(ge=0, le=0.9, description="share of device time that jobs get even if ranking needs all of it")
-    ] = 0.3
+    ] = 0.1
     burst_ms: Annotated[
         int, Field(ge=1, le=60_000, description="size of each bucket, as the time in which it drains")
     ] = 500

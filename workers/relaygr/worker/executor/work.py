@@ -140,6 +140,13 @@ class JobWork:
     held_bytes: int = 0
     held_prefix: ResolvedPrefix | None = None
 
+    @property
+    def due_us(self) -> int:
+        """When the prefix must be ready: half of the ranking budget after the request is expected. With an earlier time
+        the job would go before requests that have less time than its own request will have.
+        """
+        return (self.expected_ranking_us + self.expires_us) // 2
+
 
 @dataclass(slots=True, eq=False)
 class ResolvedPrefix:
@@ -286,7 +293,7 @@ class PrefixWork:
             return min(waiter.latest_start_us for waiter in self.waiters) - int(self.remaining_us)
         if not self.jobs:
             return 0
-        return min(job.expected_ranking_us for job in self.jobs) - int(self.remaining_us)
+        return min(job.due_us for job in self.jobs) - int(self.remaining_us)
 
 
 HoldsMemory = JobWork | RankingWork | PrefixWork
