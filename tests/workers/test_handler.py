@@ -411,7 +411,7 @@ def test_no_message_raises_and_each_ends_once(topic, value, key, headers):
 
 @pytest.mark.parametrize("scenario", [None, "default", "home"])
 def test_a_request_and_a_job_of_a_known_scenario_become_work(scenario: str | None):
-    world = HandlerWorld(("default", "home"))
+    world = HandlerWorld(scenarios=("default", "home"))
     headers = world.headers()
     request = replace(world.request(headers), scenario=scenario)
     world.send(RANKING, codec.encode(request), headers=headers.encode())
@@ -425,7 +425,7 @@ def test_a_request_and_a_job_of_a_known_scenario_become_work(scenario: str | Non
     [(("default",), "home"), (("ads",), None), (("ads",), "default"), (("default", "home"), "ads")],
 )
 def test_a_request_of_a_scenario_that_the_worker_does_not_serve_fails(served: tuple[str, ...], scenario: str | None):
-    world = HandlerWorld(served)
+    world = HandlerWorld(scenarios=served)
     headers = world.headers()
     world.send(RANKING, codec.encode(replace(world.request(headers), scenario=scenario)), headers=headers.encode())
     (result,) = world.results

@@ -93,6 +93,7 @@ class FakeParts:
     """The parts of a healthy worker."""
 
     cache = None
+    overflow = None
 
     def __init__(self, loop: FakeLoop, on_end: OnEnd) -> None:
         self.loop = loop
@@ -109,6 +110,9 @@ class FakeParts:
 
     def start_device_and_follower(self) -> None:
         pass
+
+    def start_loops(self) -> None:
+        self.loop.start()
 
     def send_the_rest(self) -> None:
         self.sent_the_rest = True
