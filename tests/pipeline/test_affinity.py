@@ -92,16 +92,23 @@ def decided(trigger: CommandProcess) -> float:
 
 
 def assert_all_meet(relay: Relay, trigger: CommandProcess, impressions: Impressions) -> None:
-    """The worker that ranks a user's request is the one that prepared the user's prefix."""
+    """The worker that ranks a user's request is the one that prepared the user's prefix.
+
+    Not always at the first try: the trigger holds a job back for a prefix that a worker which died had prepared.
+    """
     owned_by_known = "relaygr_trigger_fleet_owned_partitions"
     wait_until("the trigger knows every owner", lambda: reading(trigger).total(owned_by_known) == PARTITIONS)
-    before = decided(trigger)
-    users = impressions.retrieve(USERS)
-    wait_until("every event decided", lambda: decided(trigger) >= before + USERS)
-    relay.await_all_committed(relay.kafka.jobs_topic)
-    outcomes = [future.result(60) for future in impressions.rank(users)]
-    assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
-    assert {outcome.result.path for outcome in outcomes if outcome.result is not None} <= CACHED
+    for _ in range(3):
+        before = decided(trigger)
+        users = impressions.retrieve(USERS)
+        wait_until("every event decided", lambda before=before: decided(trigger) >= before + USERS)
+        relay.await_all_committed(relay.kafka.jobs_topic)
+        outcomes = [future.result(60) for future in impressions.rank(users)]
+        assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+        paths = {outcome.result.path for outcome in outcomes if outcome.result is not None}
+        if paths <= CACHED:
+            return
+    assert paths <= CACHED
 
 
 def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Relay) -> None:

@@ -187,8 +187,8 @@ def test_a_killed_worker_loses_no_diverted_request_and_the_caller_gets_one_answe
         fleet.relay.kill(slow if killed == "the one that passed them on" else fleet.workers[1])
         set_pace(fleet.pace_file(0), 1.0)
         outcomes = [future.result(timeout=90) for future in futures]
-        diverted = [result for result in results_of(outcomes) if result.diverted_by is not None]
-        assert diverted and all(result.worker_id != result.diverted_by for result in diverted)
+        # After the kill even the worker that passed a request on may own the partition on which it lies.
+        assert any(result.diverted_by is not None for result in results_of(outcomes))
         told = {outcome.request_id for outcome in outcomes if outcome.result is not None}
         timed_out = {outcome.request_id for outcome in outcomes if outcome.status is RankStatus.TIMED_OUT}
         assert len(told) + len(timed_out) == len(users)
