@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from relaygr.admission.scenarios import (
@@ -67,6 +67,8 @@ _SERVICE_VARIABLE = re.compile(
     r"RELAYGR(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
 )
 _KEY = re.compile(r"^[\w.]+")
+_OF_LANE = ("topic_prefix", "group_prefix", "history_prefix")
+"""What a scenario with a prefix sets, whatever else is given: topics and groups of two scenarios would mix."""
 
 
 class Settings(KafkaSettings):
@@ -98,6 +100,26 @@ class Settings(KafkaSettings):
     @classmethod
     def _scenarios_are_few(cls, value: dict[str, ScenarioSettings]) -> dict[str, ScenarioSettings]:
         return require_few(value)
+
+    @model_validator(mode="after")
+    def _prefixes_belong_to_one_model(self) -> Settings:
+        owners: dict[str, tuple[Path | None, str]] = {}
+        if self.scenario is None:
+            # Else the prefix of these settings is that of the scenario.
+            owners[self.topic_prefix] = None, "topic_prefix"
+        for name, scenario in self.scenarios.items():
+            for lane_name in (name, *(f"{name}/{variant}" for variant in scenario.variants)):
+                lane = lane_of(self.scenarios, lane_name)
+                if lane.topic_prefix is None:
+                    continue
+                model, owner = owners.setdefault(lane.topic_prefix, (lane.model, lane_name))
+                shares_it = model == lane.model and owner != "topic_prefix" and "/" not in owner + lane_name
+                if owner != lane_name and not shares_it:
+                    raise ValueError(
+                        f"scenario {lane_name} has the prefix {lane.topic_prefix!r} of {owner}, but another model or "
+                        "other users: give it a topic_prefix of its own"
+                    )
+        return self
 
     @property
     def lane(self) -> Lane | None:
@@ -197,7 +219,7 @@ def load(
         own = _of_scenario(settings)
         if own:
             first = _from_environment(environment) | _from_command_line(overrides)
-            given.update({key: entry for key, entry in own.items() if key not in first})
+            given.update({key: entry for key, entry in own.items() if key in _OF_LANE or key not in first})
             settings = _validated(given)
     except ValidationError as error:
         raise RelayError(_explain(error, given)) from None
@@ -219,7 +241,6 @@ def _of_scenario(settings: Settings) -> dict[str, _Given]:
         "group_prefix": lane.topic_prefix,
         # Histories belong to users, so all scenarios read the same ones.
         "history_prefix": None if lane.topic_prefix is None else settings.history_prefix or settings.topic_prefix,
-        "worker.recent_behaviours": scenario.recent_behaviours,
         "traffic.budget_ms": scenario.budget_ms,
         "traffic.candidates": scenario.candidates,
         "traffic.suffix": scenario.suffix,

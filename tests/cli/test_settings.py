@@ -329,13 +329,27 @@ def test_a_scenario_names_topics_groups_and_model_and_shares_the_histories(
         assert loaded.origin("worker.model") == f"scenario {name}"
 
 
-def test_the_command_line_overrides_a_scenario(tmp_path: Path) -> None:
+def test_the_command_line_overrides_a_scenario_but_not_its_topics_and_groups(tmp_path: Path) -> None:
     file = tmp_path / "relaygr.yaml"
     file.write_text(SCENARIOS, encoding="utf-8")
     settings = load(file, {"RELAYGR_TOPIC_PREFIX": "other"}, ["scenario=ads", "worker.model=here"]).settings
     assert settings.worker.model == Path("here")
-    assert settings.topic(Topic.RANKING) == "other.ranking"
+    assert settings.topic(Topic.RANKING) == "shop-ads.ranking"
+    assert settings.topic(Topic.HISTORY) == "other.history"
     assert settings.workers_group == "shop-ads.workers"
+
+
+@pytest.mark.parametrize(
+    "scenarios",
+    [
+        "ads: {topic_prefix: shop, model: models/ads}",
+        "ads: {topic_prefix: shop-ads, model: models/a}\n  news: {topic_prefix: shop-ads, model: models/b}",
+        "ads: {topic_prefix: x, model: m, variants: {b: {users: 1, model: v}}}\n  news: {topic_prefix: x-b, model: v}",
+    ],
+)
+def test_a_prefix_that_two_models_would_share_is_refused(scenarios: str, tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="give it a topic_prefix of its own"):
+        from_yaml(tmp_path, f"topic_prefix: shop\nscenarios:\n  {scenarios}\n")
 
 
 @pytest.mark.parametrize("name", ["news", "ads/d"])

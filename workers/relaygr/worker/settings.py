@@ -211,7 +211,7 @@ class WorkerSettings(Section):
         Field(
             gt=0,
             description="longest predicted device time of one chunk of a prefix while an urgent ranking request waits "
-            "or may arrive",
+            "or may arrive; more where a cut costs more than a fifth of it",
         ),
     ] = 5.0
     longest_chunk_ms: Annotated[

@@ -1,6 +1,6 @@
 """Ranking passes: which ready requests are ranked together, and which chunk of pre-infer runs in the same forward.
 
-A batch takes ready requests in the order of their latest start, as long as none of them misses its deadline because of
+A batch takes ready requests in the order of their deadlines, as long as none of them misses its deadline because of
 the others, and the batch pays (`plan.BatchPlan`). If the earliest of its deadlines leaves time, the next chunk of
 pre-infer runs in the same forward (`worker.mix_chunks`). A few candidates do not fill an accelerator, so both together
 take little longer than one.

@@ -26,6 +26,7 @@ from relaygr.consumer.interface import Handler
 from relaygr.consumer.membership import holder_of
 from relaygr.kafka.clients import make_group_consumer
 from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.settings import GroupProtocol
 from relaygr.kafka.statistics import kafka_statistics
 from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import Clock
@@ -367,8 +368,8 @@ class Parts:
         )
 
     def silence_ms(self) -> tuple[int, int]:
-        """Time since the poll thread polled, and since the device thread made progress."""
-        polled_us = self.loop.status().last_poll_us
+        """Time since the poll threads polled, and since the device thread made progress."""
+        polled_us = min(loop.status().last_poll_us for loop in (self.loop, self.overflow) if loop is not None)
         return (self._clock.monotonic_us() - polled_us) // 1000, self.device.silent_us // 1000
 
 
@@ -385,11 +386,13 @@ def _loop(
 ) -> ConsumerLoop:
     """The loop of a static member of `group`."""
     kafka, worker_id = config.kafka, config.worker.worker_id
+    # Metrics tell Kafka clients apart by their id.
+    client_id = config.client_id if group == kafka.workers_group else f"{config.client_id}-{name}"
     return ConsumerLoop(
         lambda on_error: make_group_consumer(
             kafka,
             group,
-            config.client_id,
+            client_id,
             instance_id=worker_id,
             on_error=on_error,
             options=kafka_statistics().options(kafka.statistics_interval_ms),
@@ -401,7 +404,8 @@ def _loop(
         name,
         on_end=on_end.loop,
         finished_log=finished_log,
-        is_incremental=kafka.affinity.is_incremental,
+        is_incremental=kafka.group_protocol is GroupProtocol.CONSUMER
+        or (kafka.affinity.is_incremental and group == kafka.workers_group),
         membership=Membership(
             may_own=lock.is_held, holder=partial(holder_of, kafka, group, worker_id, _HOLDER_TIMEOUT_S)
         ),
