@@ -63,7 +63,7 @@ def test_samples_count_after_the_cold_beginning_and_until_the_last_impression() 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_short_run_compares_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LEARNING_S", 5.0), ("LEARNING_REQUESTS", 60), ("IMPRESSIONS", 300), ("SEARCH_STEPS", 2)):
+    for name, value in (("LEARNING_S", 5.0), ("LEARNING_REQUESTS", 120), ("IMPRESSIONS", 300), ("SEARCH_STEPS", 2)):
         monkeypatch.setattr(f"relaygr.bench.sizing.run.{name}", value)
     compare_with_run(SizingPlan(0.5, 6.0), "embedded", tmp_path / "rows.csv", tmp_path / "rows.json")
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))}
