@@ -451,5 +451,9 @@ async def test_processes_that_join_and_leave_admit_as_much_as_one(
     # A new process knows the owners before it reads its first event.
     assert not any(each.get("no_status_threshold") for each in counts)
     assert all(each["admitted"] for each in counts)
-    alone = admitted_by_one(settings, status, kafka_settings.partitions, decided)
-    assert sum(each["admitted"] for each in counts) == pytest.approx(alone, rel=0.05)
+    # Events that the embedded cluster delivers again after a rebalance take time of this clock, and no budget.
+    again = sum(each.get("repeated", 0) for each in counts)
+    least, most = (
+        admitted_by_one(settings, status, kafka_settings.partitions, events) for events in (decided - again, decided)
+    )
+    assert 0.95 * least <= sum(each["admitted"] for each in counts) <= 1.05 * most
