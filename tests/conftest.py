@@ -8,6 +8,9 @@ there is none, its tests are skipped, or fail if a broker is promised (`tests/pr
 
 Tests marked `kafka`, `outage`, `browser`, `container` or `soak` are marked `slow` here.
 
+A slow test that fails runs once more. It drives real brokers and processes against deadlines, and a machine that stands
+still for a second makes it fail. The summary lists each test that ran again. A test that is not slow has one try.
+
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
@@ -57,6 +60,7 @@ LONGEST = {
 }
 """Files that take a minute: none of them is to be the last."""
 QUICK = "not slow"
+RERUNS_OF_A_SLOW_TEST = 1
 SLOW_LANES = ("kafka", "outage", "browser", "container", "soak")
 OPEN = pytest.StashKey[ExitStack]()
 SHARED_BROKER = pytest.StashKey[bytes]()
@@ -127,6 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(item.get_closest_marker(lane) for lane in SLOW_LANES):
             item.add_marker("slow")
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.flaky(reruns=RERUNS_OF_A_SLOW_TEST))
 
 
 def pytest_collection_finish() -> None:
