@@ -151,9 +151,9 @@ class _Run:
             self._processes.require_running()
             counts.append((time.time(), self._decided(children)))
             time.sleep(_POLL_S)
-        (from_s, first), (until_s, last) = (
-            next((at, seen) for at, seen in counts if seen >= part * events) for part in (_FROM, _UNTIL)
-        )
+        # The first is always before the second, also where everything is read between two looks.
+        from_s, first = next(look for look in reversed(counts) if look[1] < _FROM * events)
+        until_s, last = next(look for look in counts if look[1] >= _UNTIL * events)
         return self._row("drain", str(count), 0.0, from_s, until_s, last - first, float("inf"))
 
     def offer(
