@@ -11,6 +11,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
+from relaygr.bench.headline.systems import RECENT_STEP
 from relaygr.worker.model.config import ModelConfig
 
 ITEMS = 10_000
@@ -74,6 +75,11 @@ class Cell:
         return int(self.history * LENGTH_FACTORS[1] * 2)
 
     @property
+    def longest_suffix(self) -> int:
+        """With room for what R-recent ranks there."""
+        return self.suffix + RECENT_STEP
+
+    @property
     def digest(self) -> str:
         """Eight hexadecimal digits of what is asked."""
         return hashlib.blake2b(repr(self.family).encode(), digest_size=4).hexdigest()
@@ -90,9 +96,9 @@ class Cell:
             normalizer=float(self.longest_history),
             vocabulary_size=ITEMS,
             num_actions=8,
-            num_positions=self.longest_history + self.suffix + 1,
+            num_positions=self.longest_history + self.longest_suffix + 1,
             max_prefix_behaviours=self.longest_history,
-            max_suffix_behaviours=self.suffix,
+            max_suffix_behaviours=self.longest_suffix,
             max_candidates=self.candidates,
         )
 
