@@ -28,6 +28,7 @@ import gc
 import logging
 import os
 import pickle
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -75,6 +76,10 @@ sys.dont_write_bytecode = False
 # A test's broker lives for minutes: Java's second compiler and its parallel collector cost more than they save.
 os.environ.setdefault("KAFKA_OPTS", "-XX:TieredStopAtLevel=1")
 os.environ.setdefault("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC -Djava.awt.headless=true")
+
+# A shell lets what it starts in the background ignore an interrupt, and the processes of the tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for _name in [name for name in os.environ if name.startswith("RELAYGR_") and not name.startswith("RELAYGR_TEST_")]:
     del os.environ[_name]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes that Python starts once and keeps."""
 PER_THREAD = Path("/proc/self/task")

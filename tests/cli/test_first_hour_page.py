@@ -51,6 +51,7 @@ def write_log(path: Path) -> None:
 
 
 @pytest.mark.kafka
+@pytest.mark.timeout(TIMEOUT_S + 60)
 def test_the_page_can_be_typed_in(real_broker: LocalBroker, tmp_path: Path) -> None:
     prefix = f"test-{uuid.uuid4().hex[:12]}"
     kafka = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=12))

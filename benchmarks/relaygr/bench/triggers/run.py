@@ -151,9 +151,10 @@ class _Run:
             self._processes.require_running()
             counts.append((time.time(), self._decided(children)))
             time.sleep(_POLL_S)
-        # The first is always before the second, also where everything is read between two looks.
-        from_s, first = next(look for look in reversed(counts) if look[1] < _FROM * events)
-        until_s, last = next(look for look in counts if look[1] >= _UNTIL * events)
+        until = next(place for place, look in enumerate(counts) if look[1] >= _UNTIL * events)
+        # All may be read between two looks: then from the one before.
+        begin = min(next(place for place, look in enumerate(counts) if look[1] >= _FROM * events), until - 1)
+        (from_s, first), (until_s, last) = counts[begin], counts[until]
         return self._row("drain", str(count), 0.0, from_s, until_s, last - first, float("inf"))
 
     def offer(
