@@ -311,6 +311,81 @@ def test_a_returning_user_is_not_refused_for_load_that_a_reload_does_not_take() 
     assert reasons == [DecisionReason.ADMITTED] * 50
 
 
+def made_returns(fleet: Fleet, visits: int, length: int = 1_500) -> EventHandler:
+    """A handler that has seen as many visits of each of eight users, one every 15 ms, whom full inference serves."""
+    clock = ManualClock()
+    made = EventHandler(TriggerSettings(), AdmissionSettings(), fleet, PARTITIONS, clock)
+    made.reassign(frozenset(range(PARTITIONS)))
+    for number in range(8 * visits):
+        clock.advance_us(15_000)
+        user, now_us = f"user-{number % 8}", clock.wall_us()
+        event = dataclasses.replace(
+            with_length(length), request_id=f"g.{number}", user_id=user, retrieval_at_us=now_us,
+            expected_ranking_at_us=now_us + 80_000,
+        )  # fmt: skip
+        decision = made.decide(user.encode(), encode(event), partition_for(user.encode(), PARTITIONS))
+        assert decision.reason in (DecisionReason.NOT_AT_RISK, DecisionReason.LOAD)
+    return made
+
+
+def ranking_load(made: EventHandler, fleet: Fleet) -> float:
+    now_us = made._clock.wall_us()
+    owner = fleet.owner_of(PARTITION, now_us)
+    assert owner is not None
+    return made._buckets.of(owner, now_us).ranking_load(now_us)
+
+
+def test_users_whom_full_inference_serves_count_as_hits_when_they_return() -> None:
+    # 16 ms each on an owner that knows nothing of them would be more than all of its time.
+    for dram_bytes, least, most in ((0, 0.9, 1.2), (2**30, 0.05, 0.1)):
+        fleet = lasting_fleet(dram_capacity_bytes=dram_bytes)
+        assert least < ranking_load(made_returns(fleet, 60), fleet) < most
+
+
+def guessed_tokens(later: Later, fleet: Fleet) -> int:
+    """What the owner's DRAM probably holds of the user's prefix."""
+    owner = fleet.owner_of(PARTITION, later.clock.wall_us())
+    assert owner is not None
+    return later.handler._recent.guess(owner, EVENT.user_id).tokens
+
+
+@pytest.mark.parametrize("change", [{"started_at_us": NOW_US + 1}, {"model_revision": "new"}])
+def test_prefixes_that_full_inference_left_are_forgotten_with_the_owners_process_and_its_model(
+    change: dict[str, object],
+) -> None:
+    fleet = lasting_fleet(dram_capacity_bytes=2**30)
+    later = Later(fleet)
+    assert later.event(0, length=1_500) is DecisionReason.NOT_AT_RISK
+    assert guessed_tokens(later, fleet) == 1_500
+    new = dataclasses.replace(STATUS, dram_capacity_bytes=2**30, **change)  # type: ignore[arg-type]
+    fleet.apply(STATUS.worker_id, new, NOW_US)
+    assert guessed_tokens(later, fleet) == 0
+
+
+def test_a_user_for_whom_full_inference_may_have_no_time_leaves_no_prefix() -> None:
+    fleet = lasting_fleet(dram_capacity_bytes=2**30)
+    later = Later(fleet)
+    assert later.event(0, expected_ranking_at_us=NOW_US) is DecisionReason.INFEASIBLE
+    assert guessed_tokens(later, fleet) == 0
+
+
+def test_a_job_for_a_process_that_died_holds_back_nothing() -> None:
+    fleet = lasting_fleet(started_at_us=NOW_US)
+    later = Later(fleet)
+    assert [later.event(0), later.event(5)] == [DecisionReason.ADMITTED, DecisionReason.UNDER_WAY]
+    successor = dataclasses.replace(STATUS, started_at_us=NOW_US + 6_000, written_at_us=NOW_US + 6_000)
+    fleet.apply(STATUS.worker_id, successor, NOW_US + 6_000)
+    assert later.event(10) is DecisionReason.ADMITTED
+
+
+def test_a_job_from_before_the_owners_process_is_not_taken_for_one_that_is_under_way() -> None:
+    later = Later(lasting_fleet(started_at_us=NOW_US))
+    old_us = NOW_US - 1_000
+    event = decode(RetrievalEvent, request(7, expected_ranking_at_us=old_us + 80_000, retrieval_at_us=old_us))
+    later.handler.restore(job_of(event, old_us), PARTITION)
+    assert later.event(10, history_version=event.history_version) is DecisionReason.ADMITTED
+
+
 SCENARIOS = {
     "default": ScenarioSettings(),
     "home": ScenarioSettings(share=3, fallback_behaviours=64),

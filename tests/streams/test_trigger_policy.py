@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel, Stage, length_bucket
 from relaygr.admission.policy import (
+    NOTHING_CACHED,
     CachedPrefix,
     Decision,
     DecisionReason,
@@ -147,6 +148,31 @@ def test_what_is_not_at_risk_charges_no_bucket_but_its_ranking_counts_as_load() 
     decided(buckets, history_behaviours=100)
     assert buckets.admitted == []
     assert buckets.ranking_us == [100 + 110]
+
+
+@pytest.mark.parametrize(
+    ("cached", "left_us"),
+    # Full inference of 5,000 + 110 tokens, a hit and its tail, a hit, and a hit after its reload.
+    [
+        (NOTHING_CACHED, 5_110),
+        (CachedPrefix(PrefixTier.HBM, 4_900), 100 + 110),
+        (CachedPrefix(PrefixTier.HBM, 5_000), 110),
+        (CachedPrefix(PrefixTier.DRAM, 5_000), 100 + 0.01 * 50_000 + 110),
+    ],
+)
+def test_a_ranking_without_a_job_counts_what_is_not_cached(cached: CachedPrefix, left_us: float) -> None:
+    buckets = OpenBuckets()
+    short = dataclasses.replace(AT_RISK, history_behaviours=5_000)
+    assert decide(short, OWNER, buckets, LIMITS, NOW_US, cached).reason is DecisionReason.NOT_AT_RISK
+    assert buckets.ranking_us == [left_us]
+
+
+@given(cached=st.integers(0, 40_000), tier=st.sampled_from(PrefixTier), behaviours=st.integers(0, 40_000))
+def test_a_ranking_without_a_job_never_counts_more_than_full_inference(
+    cached: int, tier: PrefixTier, behaviours: int
+) -> None:
+    cost = estimate(AT_RISK, behaviours, OWNER, LIMITS, NOW_US, CachedPrefix(tier, cached))
+    assert cost.hit_us <= cost.alone_us <= cost.full_us
 
 
 def test_an_admitted_impressions_ranking_counts_as_a_hit() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +35,26 @@ def test_the_least_recent_is_forgotten_when_the_dram_is_full() -> None:
     assert recent.guess(OWNER, "user-2") is NOTHING_CACHED
     assert recent.guess(OWNER, "user-1").tokens == 400
     assert recent.guess(OWNER, "user-3").tokens == 400
+
+
+@pytest.mark.parametrize("change", [{"started_at_us": 8}, {"model_revision": "new"}])
+def test_all_is_forgotten_when_the_owners_process_or_model_changes(change: dict[str, Any]) -> None:
+    recent = RecentPrefixes()
+    for number in range(3):
+        recent.note(OWNER, f"user-{number}", 400, 0)
+    changed = dataclasses.replace(OWNER, **change)
+    assert recent.guess(changed, "user-2") is NOTHING_CACHED
+    assert recent.residence_us(changed, 9) == math.inf
+    recent.note(changed, "user-3", 400, 0)
+    assert recent.guess(changed, "user-3").tokens == 400
+    assert recent.guess(OWNER, "user-2") is NOTHING_CACHED
+
+
+def test_prefixes_that_serve_one_impression_are_not_kept() -> None:
+    recent = RecentPrefixes()
+    of_one = dataclasses.replace(OWNER, reuses_prefixes=False)
+    recent.note(of_one, "user-1", 400, 0)
+    assert recent.guess(of_one, "user-1") is NOTHING_CACHED
 
 
 def test_without_dram_nothing_is_guessed() -> None:

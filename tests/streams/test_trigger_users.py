@@ -11,7 +11,8 @@ from relaygr.trigger.users import FIRST_VISIT, LEAST_VISITS, LastJob, ReturnGaps
 
 SECOND_US = 1_000_000
 VERSION = HistoryVersion(1, 100, b"\x01" * 16)
-JOB = LastJob(VERSION, "worker-00", 100, ranking_at_us=SECOND_US, until_us=5 * SECOND_US)
+HOLDER = "worker-00", 7, "model-1"
+JOB = LastJob(VERSION, HOLDER, 100, ranking_at_us=SECOND_US, until_us=5 * SECOND_US)
 
 
 def test_of_more_users_than_fit_the_one_with_the_oldest_event_is_forgotten() -> None:
@@ -23,14 +24,15 @@ def test_of_more_users_than_fit_the_one_with_the_oldest_event_is_forgotten() -> 
     assert not users.is_repeat("bob", "r1")
 
 
-def test_a_job_is_live_for_its_owner_until_its_lease_ends() -> None:
+def test_a_job_is_live_for_its_owners_process_and_model_until_its_lease_ends() -> None:
     users = Users(2)
     users.seen("ann", "r", 0)
     users.sent("ann", JOB)
-    assert users.live_job("ann", "worker-00", JOB.until_us - 1) is JOB
-    assert users.live_job("ann", "worker-00", JOB.until_us) is None
-    assert users.live_job("ann", "worker-01", 0) is None
-    assert users.live_job("bob", "worker-00", 0) is None
+    assert users.live_job("ann", HOLDER, JOB.until_us - 1) is JOB
+    assert users.live_job("ann", HOLDER, JOB.until_us) is None
+    for other in (("worker-01", 7, "model-1"), ("worker-00", 8, "model-1"), ("worker-00", 7, "model-2"), None):
+        assert users.live_job("ann", other, 0) is None
+    assert users.live_job("bob", HOLDER, 0) is None
 
 
 def test_the_chance_of_a_return_is_the_share_of_visits_that_had_one_in_time() -> None:

@@ -147,6 +147,7 @@ class SimulatedWorker:
             self._link if dram_pages else None,
             listener=on_cache_event,
         )
+        self._started_at_us = EPOCH_US + int(env.now)
         corrector = Corrector(model.latency)
         self.cache.weigh_by(model.latency.pre_us)
         if dram:
@@ -301,4 +302,5 @@ class SimulatedWorker:
             lead_times=executor.lead_time_report(),
             length_ratios=executor.length_ratios(),
             reuses_prefixes=executor.engine.rules.is_reusable,
+            started_at_us=self._started_at_us,
         )

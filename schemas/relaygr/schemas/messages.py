@@ -648,6 +648,11 @@ class WorkerStatus:
         "partitions of `ranking-overflow` on which the worker takes diverted requests; empty: none now, since it has "
         "no time itself; absent: it does not read that topic",
     ] = None
+    started_at_us: Annotated[
+        int | None,
+        UInt("µs since the epoch"),
+        "when the worker's process started, which tells it from the process before it; absent: not known",
+    ] = None
 
 
 Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | BehaviourEvent | WorkerStatus

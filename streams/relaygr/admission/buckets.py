@@ -9,9 +9,10 @@ bytes × time alive to a leaky bucket that drains at (1 - r) × capacity bytes a
 
     max(preinfer_share, rho - ranking load)
 
-where the ranking load is a moving average over all impressions, with T_hit for admitted ones and T_full for the
-others. The guaranteed share is needed because an overload would otherwise refuse every job, which turns every ranking
-into full inference, which keeps the overload going.
+where the ranking load is a moving average over all impressions, with T_hit for admitted ones, and for the others the
+computation of what is not cached: T_full for a user without a prefix, T_append + T_hit for one whose history grew. The
+guaranteed share is needed because an overload would otherwise refuse every job, which turns every ranking into full
+inference, which keeps the overload going.
 
 **Value.** When a bucket is more than half full, an admission must save at least a certain time per byte: a quantile of
 the recently offered values, which rises with the level of the bucket. Equal values are admitted.

@@ -3,7 +3,7 @@
     at risk    outside + ratio × margin × full path > ranking budget                      (`relaygr.admission.risk`)
     feasible   queued pre-infer work + T_prepare <= usable lead time
     footprint  admitted rate × E[bytes × time alive] <= (1 - r) × cache capacity          (Little's law)
-    load       admitted rate × E[T_prepare] + ranking rate × E[T_hit or T_full] <= rho
+    load       admitted rate × E[T_prepare] + ranking rate × E[T_hit, or what is not cached] <= rho
 
 The usable lead time is a low quantile of the measured ones (`relaygr.admission.lead`), or `lead_fraction` of the
 expected one.
@@ -122,6 +122,10 @@ class ImpressionFacts:
         )
 
 
+PrefixHolder = tuple[str, int | None, str]
+"""A worker's id, when its process started, and the revision of its model. Another one holds none of its prefixes."""
+
+
 @record(frozen=True, slots=True)
 class OwnerView:
     """Input of the policy: the worker that owns a partition."""
@@ -149,6 +153,9 @@ class OwnerView:
     """Measured / predicted device time by length bucket. Absent: 1 for each."""
     predictions_off: bool = False
     """Whether the worker's predictions were off lately."""
+    started_at_us: int | None = None
+    """When the worker's process started. None: an older worker, which does not say it."""
+    model_revision: str = ""
 
     @classmethod
     def of(cls, status: WorkerStatus) -> OwnerView:
@@ -172,6 +179,8 @@ class OwnerView:
             reuses_prefixes=status.reuses_prefixes is not False,
             length_ratios=_length_ratios_of(status.length_ratios),
             predictions_off=status.predictions_off is True,
+            started_at_us=status.started_at_us,
+            model_revision=status.model_revision,
         )
 
     def latency_at(self, prefix_tokens: int) -> LatencyModel:
@@ -181,6 +190,11 @@ class OwnerView:
         bucket = length_bucket(prefix_tokens)
         factors = {stage: ratios[bucket] for stage, ratios in self.length_ratios.items()}
         return self.latency if set(factors.values()) == {1.0} else self.latency.scaled(factors)
+
+    @property
+    def holder(self) -> PrefixHolder:
+        """The process and model whose prefixes the worker holds now."""
+        return self.worker_id, self.started_at_us, self.model_revision
 
     @property
     def caution(self) -> float:
@@ -221,8 +235,15 @@ class Estimate:
     """From now to the expected ranking request; 0 or less when that time has passed."""
     alive_us: int
     """How long the bytes stay in use: until the expected ranking request plus the margin of the lease."""
+    cached_tokens: int = 0
+    """The part of the prefix that HBM or DRAM holds."""
     return_us: float = 0.0
     """Expected device time that the prefix saves at the user's next visit: chance of a return × (compute - reload)."""
+
+    @property
+    def alone_us(self) -> float:
+        """Device time of the ranking request without a job: what is not cached is computed for it."""
+        return min(self.full_us, self.prepare_us + self.hit_us) if self.cached_tokens else self.full_us
 
     @property
     def saved_us(self) -> float:
@@ -323,6 +344,7 @@ def estimate(
         new_bytes=new_tokens * owner.kv_bytes_per_token,
         lead_us=lead_us,
         alive_us=min(max(0, lead_us), LONGEST_LIFE_US) + limits.lease_margin_us,
+        cached_tokens=cached_tokens,
         return_us=return_us,
     )
 
@@ -381,7 +403,7 @@ def decide(
     cost = estimate(impression, behaviours, owner, limits, now_us, cached, return_chance)
     reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us, margins)
     if buckets is not None:
-        buckets.count_ranking(cost.hit_us if reason is None else cost.full_us, now_us)
+        buckets.count_ranking(cost.hit_us if reason is None else cost.alone_us, now_us)
     if reason is None:
         return Decision(True, DecisionReason.ADMITTED, cost)
     return Decision(False, reason, cost)

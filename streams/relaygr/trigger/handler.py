@@ -19,6 +19,7 @@ from relaygr.admission.policy import (
     DecisionReason,
     ImpressionFacts,
     OwnerView,
+    PrefixHolder,
     PrefixTier,
 )
 from relaygr.admission.risk import RiskFeedback
@@ -58,13 +59,16 @@ MAX_OWNERS = 64
 
 
 class RecentPrefixes:
-    """Estimates which prefixes the DRAM of an owner holds, from the recent admissions. Pure; not thread-safe.
+    """Estimates which prefixes the DRAM of an owner holds, from the recent decisions. Pure; not thread-safe.
 
     The job of a returning user costs a reload instead of a pre-infer. If it were charged in full, it would be refused
-    for load just when the cache is most useful, and without the job the worker would not reload the prefix. So the
-    trigger keeps the admitted prefixes of each owner, up to the owner's DRAM capacity. The least recently used prefix
-    is evicted first, as in the default cache policy. A wrong estimate costs little, because the worker decides again
-    with its real cache.
+    for load just when the cache is most useful, and without the job the worker would not reload the prefix. Full
+    inference leaves its prefix, too: if each request of such a user counted as full inference, the ranking load would
+    be overstated, and leave no room for jobs.
+
+    So the trigger keeps the prefixes of each owner, up to the owner's DRAM capacity. The least recently used prefix is
+    evicted first, as in the default cache policy. All are forgotten when the owner's process or model changes. A wrong
+    estimate costs little, because the worker decides again with its real cache.
     """
 
     def __init__(self) -> None:
@@ -72,33 +76,40 @@ class RecentPrefixes:
 
     def guess(self, owner: OwnerView, user_id: str) -> CachedPrefix:
         """The part of the user's prefix that the owner's DRAM probably holds."""
-        known = self._owners.get(owner.worker_id)
+        known = self._known(owner)
         tokens = 0 if known is None else known.tokens.get(user_id, (0, 0))[0]
         return CachedPrefix(PrefixTier.DRAM, tokens) if tokens else NOTHING_CACHED
 
     def residence_us(self, owner: OwnerView, now_us: int) -> float:
         """How long the owner's DRAM probably keeps a prefix that is not used: the age of the oldest one, if some had to
         go; otherwise infinite."""
-        known = self._owners.get(owner.worker_id)
+        known = self._known(owner)
         return math.inf if known is None else known.residence_us(now_us)
 
     def note(self, owner: OwnerView, user_id: str, tokens: int, now_us: int) -> None:
-        """Notes the admission of a prefix of `tokens` tokens on `owner`."""
-        known = self._owners.get(owner.worker_id)
+        """Notes that a prefix of `tokens` tokens is prepared, or ranked in full, on `owner`."""
+        if not owner.reuses_prefixes:
+            return
+        known = self._known(owner)
         if known is None:
-            known = self._owners[owner.worker_id] = _Owner()
+            known = self._owners[owner.worker_id] = _Owner(owner.holder)
             if len(self._owners) > MAX_OWNERS:
                 self._owners.popitem(last=False)
         self._owners.move_to_end(owner.worker_id)
         known.note(user_id, tokens, now_us, owner.dram_capacity_bytes // max(1, owner.kv_bytes_per_token))
 
+    def _known(self, owner: OwnerView) -> _Owner | None:
+        known = self._owners.get(owner.worker_id)
+        return known if known is not None and known.holder == owner.holder else None
+
 
 class _Owner:
-    """The admitted prefixes of one owner, least recently used first."""
+    """The prefixes that one process and model of an owner holds, least recently used first."""
 
-    __slots__ = ("_is_full", "_total", "tokens")
+    __slots__ = ("_is_full", "_total", "holder", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, holder: PrefixHolder) -> None:
+        self.holder = holder
         self.tokens: OrderedDict[str, tuple[int, int]] = OrderedDict()
         """Tokens of each user's prefix, and when it was noted."""
         self._total = 0
@@ -221,7 +232,8 @@ class EventHandler:
         if users.is_repeat(user_id, event.request_id):
             return Decision(False, DecisionReason.REPEATED)
         users.seen(user_id, event.request_id, event.retrieval_at_us)
-        live = users.live_job(user_id, None if owner is None else owner.worker_id, now_us)
+        holder = None if owner is None else owner.holder
+        live = users.live_job(user_id, holder, now_us)
         if live is not None and _prepares(live, event, owner, now_us):
             if owner is not None:
                 self._count_hit(owner, impression, live.prefix_tokens, now_us)
@@ -230,14 +242,14 @@ class EventHandler:
         tokens = 0 if decision.estimate is None else decision.estimate.prefix_tokens
         if decision.admit:
             until_us = self._lease_ends_us(impression, now_us)
-            worker_id = None if owner is None else owner.worker_id
-            users.sent(
-                user_id, LastJob(event.history_version, worker_id, tokens, event.expected_ranking_at_us, until_us)
-            )
-            if owner is not None and tokens:
-                self._recent.note(owner, user_id, tokens, now_us)
+            users.sent(user_id, LastJob(event.history_version, holder, tokens, event.expected_ranking_at_us, until_us))
         elif decision.reason is DecisionReason.NOT_AT_RISK:
             self.feedback.judged(event.request_id, tokens, now_us)
+        else:
+            # Full inference may have no time for all of the history, and then it leaves nothing.
+            return decision
+        if owner is not None and tokens:
+            self._recent.note(owner, user_id, tokens, now_us)
         return decision
 
     def unsent(self, user_id: str) -> None:
@@ -254,7 +266,10 @@ class EventHandler:
         tokens = owner.prefix_tokens(impression.history_behaviours)
         until_us = self._lease_ends_us(impression, job.decided_at_us)
         self._users.seen(job.user_id, job.request_id, job.retrieval_at_us)
-        last = LastJob(job.history_version, owner.worker_id, tokens, job.expected_ranking_at_us, until_us)
+        if job.decided_at_us < (owner.started_at_us or 0):
+            # It went to the process before the owner's present one.
+            return
+        last = LastJob(job.history_version, owner.holder, tokens, job.expected_ranking_at_us, until_us)
         self._users.sent(job.user_id, last)
         self._recent.note(owner, job.user_id, tokens, job.decided_at_us)
 

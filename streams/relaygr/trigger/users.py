@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
+from relaygr.admission.policy import PrefixHolder
 from relaygr.schemas.messages import HistoryVersion, PreInferJob
 from relaygr.schemas.record import record
 
@@ -31,10 +32,10 @@ _SAME_VISIT_US: Final = 1_000_000
 
 @record(frozen=True, slots=True)
 class LastJob:
-    """The newest job of a user. `worker_id`: the owner that it was sent to, None if that was unknown."""
+    """The newest job of a user. `holder`: the owner that it was sent to, None if that was unknown."""
 
     version: HistoryVersion | None
-    worker_id: str | None
+    holder: PrefixHolder | None
     prefix_tokens: int
     ranking_at_us: int
     """When its ranking request is expected. Wall time, as in the messages."""
@@ -136,11 +137,12 @@ class Users:
         user = self._users.get(job.user_id)
         return user is None or (user.visited_us < job.retrieval_at_us and user.request_id != job.request_id)
 
-    def live_job(self, user_id: str, worker_id: str | None, now_us: int) -> LastJob | None:
-        """The user's last job, if it went to this owner and its lease may still hold."""
+    def live_job(self, user_id: str, holder: PrefixHolder | None, now_us: int) -> LastJob | None:
+        """The user's last job, if it went to this owner, in the same process and for the same model, and its lease may
+        still hold."""
         user = self._users.get(user_id)
         job = None if user is None else user.job
-        return job if job is not None and job.worker_id == worker_id and now_us < job.until_us else None
+        return job if job is not None and job.holder == holder and now_us < job.until_us else None
 
     def sent(self, user_id: str, job: LastJob) -> None:
         """Notes the user's newest job."""

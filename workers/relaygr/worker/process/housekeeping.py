@@ -71,6 +71,7 @@ class StatusReport:
         self._headers: Headers = [(WORKERS_GROUP, config.kafka.workers_group.encode())]
         self._sources = sources
         self._clock = clock
+        self._started_at_us = clock.wall_us()
         self._overflow_partitions: tuple[int, ...] | None = None
 
     @property
@@ -124,6 +125,7 @@ class StatusReport:
             length_ratios=executor.length_ratios(),
             predictions_off=self.predictions_off,
             overflow_partitions=self._overflow_partitions,
+            started_at_us=self._started_at_us,
         )
 
 
