@@ -466,8 +466,8 @@ class TestSystems:
             load_settings(None, environment={}, overrides=(f"{name}={str(value).lower()}",))
 
 
-def test_the_quick_run_takes_twenty_minutes_and_the_full_one_says_that_it_takes_days() -> None:
-    assert 400 < estimated_s(with_other_reuses((QUICK,), QUICK_SYSTEMS), QUICK_MODE) < 1_300
+def test_the_quick_run_takes_25_minutes_and_the_full_one_says_that_it_takes_days() -> None:
+    assert 1_300 < estimated_s(with_other_reuses((QUICK,), QUICK_SYSTEMS), QUICK_MODE) < 1_700
     assert estimated_s(with_other_reuses(GRID, tuple(System)), FULL_MODE) > 86_400
 
 

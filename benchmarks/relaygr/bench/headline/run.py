@@ -79,6 +79,8 @@ class Mode:
     least_requests: int
     """A run at a low rate lasts longer, up to `LONGEST_RUN` times, so that its P99 means something."""
     warm_up_s: float
+    """Long enough for most returning users to come once: at first all are cold, and an overload of that start would be
+    measured."""
     resolution: float
     """Factor between the highest rate that passed and the lowest that failed."""
     steps: int
@@ -104,7 +106,7 @@ class Mode:
         return self.seconds + self.warm_up_s + RUN_OVERHEAD_S
 
 
-QUICK_MODE = Mode("quick", (1,), 8.0, 100, 4.0, 1.5, 2, (0.3,), ("uncut",), 2, False)
+QUICK_MODE = Mode("quick", (1,), 8.0, 100, 10.0, 1.5, 2, (0.3,), ("uncut",), 2, False)
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 20.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
 
 
