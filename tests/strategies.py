@@ -238,6 +238,7 @@ full_path_reports = st.builds(
     prepared=st.lists(whole, max_size=LENGTH_BUCKETS).map(tuple),
     needless=st.lists(whole, max_size=LENGTH_BUCKETS).map(tuple),
     missed=st.lists(texts(128), max_size=20).map(tuple),
+    full_outside_us=st.none() | whole,
 )
 lead_time_reports = st.builds(
     LeadTimeReport,

@@ -113,9 +113,40 @@ def test_the_time_outside_follows_the_present_load():
     assert observer.report(LINEAR, HORIZON_US + 2_000).outside_us == 1_000
 
 
+def waits_of(full_us: int, others_us: int, samples: int = LEAST_SAMPLES) -> FullPathObserver:
+    """One request in thirty takes the full path."""
+    observer = FullPathObserver()
+    for number in range(30 * samples):
+        waited = number, full_us if number % 30 == 0 else others_us
+        observer.outside.append(waited)
+        if number % 30 == 0:
+            observer.outside_full.append(waited)
+    return observer
+
+
+def test_the_full_path_waits_for_longer_than_the_work_that_overtakes_it():
+    sent = waits_of(97_000, 21_000).report(LINEAR, 1_000)
+    assert (sent.outside_us, sent.full_outside_us) == (21_000, 97_000)
+
+
+def test_the_wait_of_the_full_path_is_known_only_while_it_is_measured():
+    """An old one would put all at risk, so that no new one is measured."""
+    observer = waits_of(97_000, 21_000)
+    assert observer.report(LINEAR, HORIZON_US).full_outside_us == 97_000
+    assert observer.report(LINEAR, 2 * HORIZON_US).full_outside_us is None
+    assert waits_of(97_000, 21_000, samples=LEAST_SAMPLES - 1).report(LINEAR, 1_000).full_outside_us is None
+
+
+def test_a_prepared_request_is_not_needless_if_full_inference_would_have_waited_for_too_long():
+    for full_us, needless in ((21_000, 1), (97_000, 0)):
+        observer = waits_of(full_us, 21_000)
+        observer.prepared.append((SHORT, 0, 10 * SHORT + 10_000))
+        assert observer.report(LINEAR, 1_000).needless[SHORT_BUCKET] == needless
+
+
 def test_without_observations_nothing_is_known():
     first = FullPathObserver().report(LINEAR, 0)
-    assert first.outside_us == 0
+    assert (first.outside_us, first.full_outside_us) == (0, None)
     assert factors_of(first.ratios) == NO_FACTORS
 
 

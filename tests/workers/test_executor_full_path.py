@@ -92,3 +92,20 @@ def test_the_time_outside_device_work_counts_the_way_the_queue_and_the_reply_mar
         world.clock.advance_us(700)
         world.run()
     assert report(world).outside_us == 500 + 3_000 + 700
+
+
+def test_the_wait_of_full_inference_is_reported_beside_that_of_all_requests() -> None:
+    world = ExecutorWorld(hbm_pages=1024)
+    hit = world.store.put("hit", LENGTH)
+    world.rank("hit", hit, "first")
+    world.run()
+    for number in range(2 * LEAST_SAMPLES):
+        full = world.rank(f"u{number}", world.store.put(f"u{number}", LENGTH), f"full{number}", budget_us=20 * FULL_US)
+        for other in range(20):
+            world.rank("hit", hit, f"hit{number}.{other}")
+        world.run()
+        assert full.path is Path.FULL
+    sent = report(world)
+    assert sent.full_outside_us is not None
+    assert sent.full_outside_us > 2 * HIT_US
+    assert sent.full_outside_us >= sent.outside_us

@@ -6,7 +6,8 @@ recorded statuses. What follows from them is predicted by the latency model of t
 * A job starts when the owner's device is free of earlier jobs and rankings. What it prepares stays in HBM until its
   lease ends, and in DRAM as long as the least recently used prefixes fit.
 * A request that has no job in time takes the full path, or a reload if DRAM has its prefix.
-* A request is in time if `outside` + wait for its prefix + device time <= its budget, with `outside` of the status.
+* A request is in time if `outside` + wait for its prefix + device time <= its budget, with `outside` of the status:
+  for full inference that of the full path.
 
 The outcomes of the recorded run (margins, its pre-infer queue) are not used: they belong to the policy of that run. So
 a replay compares policies; it does not simulate queueing, as `relaygr simulate` does. Pure.
@@ -202,7 +203,7 @@ class _Replay:
         result.requests += 1
         tokens, scored = self._tokens(event, owner), owner.tokens_per_behaviour * line.suffix + line.candidates
         outside_us = owner.ranking_queue_p99_us if owner.outside_us is None else owner.outside_us
-        left_us = event.ranking_budget_ms * 1000 - outside_us
+        left_us = alone_left_us = event.ranking_budget_ms * 1000 - outside_us
         hit_us = owner.latency.hit_us(tokens, scored)
         cached, in_hbm = self._cached(owner, event.user_id, tokens, line.at_us)
         if job is not None:
@@ -211,14 +212,16 @@ class _Replay:
         alone_us = full_path_us(owner.latency, tokens, scored)
         if cached:
             alone_us = min(alone_us, self._prepare_us(owner, tokens, cached, in_hbm) + hit_us)
+        else:
+            alone_left_us = event.ranking_budget_ms * 1000 - owner.full_path_outside_us
         wait_us = 0.0 if job is None else max(0.0, job.ready_us - line.at_us)
         if job is not None and job.owner == owner.worker_id and wait_us + hit_us <= max(left_us, 0):
             took_us = hit_us
-            result.needless += alone_us <= left_us
+            result.needless += alone_us <= alone_left_us
         else:
             took_us = alone_us
             result.wasted += job is not None
-            result.missed += alone_us > left_us
+            result.missed += alone_us > alone_left_us
         result.ranking_us += took_us
         self._use(owner, took_us, line.at_us)
         self._dram.note(owner, event.user_id, tokens, line.at_us)

@@ -579,6 +579,11 @@ class FullPathReport:
         "recent requests without a pre-infer job that were truncated, rejected or late; consecutive statuses repeat "
         "an id",
     ]
+    full_outside_us: Annotated[
+        int | None,
+        UInt("µs"),
+        "`outside_us` of the requests that full inference served, which shorter work overtakes; absent: few lately",
+    ] = None
 
 
 @record(frozen=True, slots=True)

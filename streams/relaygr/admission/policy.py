@@ -143,6 +143,8 @@ class OwnerView:
     preinfer_queue_us: int
     outside_us: int | None = None
     """P95 of a ranking request's time outside device work. None: an older worker, which sends only its queue's P99."""
+    full_outside_us: int | None = None
+    """`outside_us` of the requests that full inference served. None: few lately, or an older worker."""
     full_path_ratios: tuple[float, ...] = NO_FACTORS
     """P95 of measured / predicted device time of full inference, by length bucket."""
     lead_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -174,6 +176,7 @@ class OwnerView:
             ranking_queue_p99_us=status.ranking_queue_p99_us,
             preinfer_queue_us=status.preinfer_queue_us,
             outside_us=None if report is None else report.outside_us,
+            full_outside_us=None if report is None else report.full_outside_us,
             full_path_ratios=NO_FACTORS if report is None else factors_of(report.ratios),
             lead_shares=lead_shares_of(status.lead_times),
             reuses_prefixes=status.reuses_prefixes is not False,
@@ -195,6 +198,12 @@ class OwnerView:
     def holder(self) -> PrefixHolder:
         """The process and model whose prefixes the worker holds now."""
         return self.worker_id, self.started_at_us, self.model_revision
+
+    @property
+    def full_path_outside_us(self) -> int:
+        """A high quantile of the time of full inference outside device work."""
+        outside_us = self.ranking_queue_p99_us if self.outside_us is None else self.outside_us
+        return max(outside_us, self.full_outside_us or 0)
 
     @property
     def caution(self) -> float:
@@ -353,9 +362,8 @@ def at_risk(
     owner: OwnerView, prefix_tokens: int, scored_tokens: int, ranking_budget_us: float, margins: Sequence[float]
 ) -> bool:
     """Whether full inference would miss the ranking budget more than rarely. `margins`: by length bucket."""
-    outside_us = owner.ranking_queue_p99_us if owner.outside_us is None else owner.outside_us
     full_us = risky_us(owner.latency, owner.full_path_ratios, margins, prefix_tokens, scored_tokens)
-    return outside_us + owner.caution * full_us > ranking_budget_us
+    return owner.full_path_outside_us + owner.caution * full_us > ranking_budget_us
 
 
 def usable_lead_us(impression: ImpressionFacts, owner: OwnerView, lead_fraction: float, now_us: int) -> float:

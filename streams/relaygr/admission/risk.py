@@ -3,7 +3,9 @@
     at risk    outside + ratio × margin × max(T_full, T_pre + T_hit) > ranking budget
 
 * `outside`: P95 of the time of recent ranking requests that is not device work: the way from the gateway to the
-  worker, the queue, the worker's own code, and the reply margin. The worker measures it as one sum for each request.
+  worker, the queue, the worker's own code, and the reply margin. The worker measures it as one sum for each request,
+  and once more for those that full inference served: short work overtakes them, so under load they wait far longer.
+  The larger one counts, since full inference that would have waited for too long was cut and is not measured.
 * T_pre + T_hit is the time by which the worker plans full inference; T_full is corrected by the measured ones.
 * `ratio`: P95 of measured / predicted device time of full inference, by length bucket, from the worker.
 * `margin`: the trigger's correction by length bucket, from the outcomes of its own decisions (`RiskFeedback`).
@@ -99,6 +101,8 @@ class FullPathObserver:
     def __init__(self, window: int = 512, runs_per_bucket: int = 64) -> None:
         self.outside: deque[tuple[int, float]] = deque(maxlen=window)
         """The time of each answer, and its time outside device work; of requests that did not wait for a prefix."""
+        self.outside_full: deque[tuple[int, float]] = deque(maxlen=window)
+        """Those of `outside` that full inference served."""
         self._runs: tuple[deque[_Run], ...] = tuple(deque(maxlen=runs_per_bucket) for _ in range(LENGTH_BUCKETS))
         self.prepared: deque[tuple[int, int, float]] = deque(maxlen=4096)
         """Of each request that a job prepared: prefix tokens, scored tokens, and the time in µs that it had left when
@@ -117,18 +121,22 @@ class FullPathObserver:
 
     def report(self, latency: LatencyModel, now_us: int) -> FullPathReport:
         """The report, with predictions of the latency model that the same status carries."""
+        outside_us, full_outside_us = self._outside_us(now_us), self._full_outside_us(now_us)
+        # Full inference would have begun later than the request on its prepared prefix.
+        later_us = 0.0 if full_outside_us is None else max(0.0, full_outside_us - outside_us)
         while self.prepared:
             prefix_tokens, scored_tokens, left_us = self.prepared.popleft()
             bucket = length_bucket(prefix_tokens)
             self._prepared_counts[bucket] += 1
-            if full_path_us(latency, prefix_tokens, scored_tokens) <= left_us:
+            if later_us + full_path_us(latency, prefix_tokens, scored_tokens) <= left_us:
                 self._needless_counts[bucket] += 1
         return FullPathReport(
-            outside_us=round(self._outside_us(now_us)),
+            outside_us=round(outside_us),
             ratios=self._ratios(latency),
             prepared=tuple(self._prepared_counts),
             needless=tuple(self._needless_counts),
             missed=tuple(name for at_us, name in self._missed.copy() if now_us - at_us <= MISSED_FOR_US),
+            full_outside_us=None if full_outside_us is None else round(full_outside_us),
         )
 
     def _outside_us(self, now_us: int) -> float:
@@ -137,6 +145,11 @@ class FullPathObserver:
         if len(recent) < LEAST_SAMPLES:
             recent = [outside_us for _, outside_us in observed][-LEAST_SAMPLES:]
         return max(0.0, quantile(recent, QUANTILE)) if recent else 0.0
+
+    def _full_outside_us(self, now_us: int) -> float | None:
+        """None if few were measured lately: an old wait would keep all at risk, and then no new one is measured."""
+        recent = [outside_us for at_us, outside_us in self.outside_full.copy() if now_us - at_us <= HORIZON_US]
+        return max(0.0, quantile(recent, QUANTILE)) if len(recent) >= LEAST_SAMPLES else None
 
     def _ratios(self, latency: LatencyModel) -> tuple[float, ...]:
         """By bucket. A bucket with few runs takes the quantile over all runs, and 0 (unknown) if these are few, too."""

@@ -154,6 +154,9 @@ MESSAGES: dict[str, Any] = {
 MESSAGES["WorkerStatus, full path"] = replace(
     MESSAGES["WorkerStatus"], full_path=FullPathReport(4200, (0.0, 1.25), (0, 7), (0, 2), ("gateway.1.7",))
 )
+MESSAGES["WorkerStatus, wait of the full path"] = replace(
+    MESSAGES["WorkerStatus"], full_path=FullPathReport(4200, (), (), (), (), full_outside_us=97_000)
+)
 
 MESSAGES["WorkerStatus, lead times"] = replace(
     MESSAGES["WorkerStatus"],

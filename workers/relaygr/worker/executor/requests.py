@@ -561,7 +561,10 @@ class Requests:
         if work.path in _PATHS_WITHOUT_WAIT:
             inside_us = now_us - work.received.received_us - work.pre_infer_us - work.rank_us
             sent_us = max(0, work.received_wall_us - request.sent_at_us)
-            observer.outside.append((now_us, sent_us + inside_us + work.deadline_us - work.answer_by_us))
+            outside = now_us, sent_us + inside_us + work.deadline_us - work.answer_by_us
+            observer.outside.append(outside)
+            if work.path is Path.FULL and work.pre_infer_us:
+                observer.outside_full.append(outside)
         if work.path in _FULL_PATHS and work.pre_infer_us:
             observer.ran(tokens, work.scored_tokens, work.pre_infer_us + work.rank_us)
         if has_job:
