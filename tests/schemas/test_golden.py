@@ -328,6 +328,14 @@ GOLDEN_HEADERS: dict[str, list[tuple[str, bytes]]] = {
         ("reply_partition", b"5"),
         ("deadline_us", b"1700000000130000"),
     ],
+    "RankingHeaders, diverted": [
+        ("request_id", b"gateway.1.7"),
+        ("gateway_id", b"gateway"),
+        ("reply_topic", b"relaygr.results"),
+        ("reply_partition", b"5"),
+        ("deadline_us", b"1700000000130000"),
+        ("diverted_by", b"worker-01"),
+    ],
     "ResultHeaders": [("request_id", b"gateway.1.7"), ("gateway_id", b"gateway")],
 }
 

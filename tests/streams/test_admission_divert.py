@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relaygr.admission.divert import (
     BURST,
+    CACHED_FOR_US,
     CALM_US,
+    EXAMINED_PEERS,
     NEAR_US,
+    PLACES_OF_A_USER,
     SHORT_REQUESTS,
     SHORT_WITHIN_US,
+    USED_SHARE,
     DivertPolicy,
     Need,
     NotDiverted,
     Peers,
+    Placements,
     Target,
 )
 from relaygr.schemas.fields import Other
@@ -36,6 +43,7 @@ NEED = Need(
     candidates=0,
 )  # fmt: skip
 """Full inference takes 10 ms at a peer of the usual speed."""
+NEED_WAY_US = 5_000
 
 
 class World:
@@ -96,15 +104,18 @@ def test_a_tombstone_ends_a_peer() -> None:
     ("changes", "is_diverted"),
     [
         ({}, True),
-        ({"ranking_backlog_us": 35_000}, True),
-        ({"ranking_backlog_us": 45_001}, False),
-        ({"latency": replace(LATENCY, a1=44.0, b1=44.0)}, True),
-        # With a fixed part of the time, no shorter history helps.
-        ({"latency": replace(LATENCY, a0=45_001.0)}, False),
-        ({"full_path": FullPathReport(0, (0.0,) * 10 + (9.0,), (), (), ()), "ranking_backlog_us": 43_500}, False),
+        # 5 ms of way, 10 ms of work, and at most three quarters of 50 ms in all.
+        ({"ranking_backlog_us": 22_500}, True),
+        ({"ranking_backlog_us": 22_501}, False),
+        ({"latency": replace(LATENCY, a1=32.0, b1=32.0)}, True),
+        ({"latency": replace(LATENCY, a1=33.0, b1=33.0)}, False),
+        ({"full_path": FullPathReport(0, (0.0,) * 10 + (3.0,), (), (), ()), "ranking_backlog_us": 2_000}, True),
+        ({"full_path": FullPathReport(0, (0.0,) * 10 + (3.5,), (), (), ()), "ranking_backlog_us": 2_000}, False),
     ],
 )
-def test_a_request_goes_only_where_it_can_be_answered_in_time(changes: dict[str, object], is_diverted: bool) -> None:
+def test_a_request_goes_only_where_three_quarters_of_its_time_are_enough(
+    changes: dict[str, object], is_diverted: bool
+) -> None:
     chosen = World(peer("peer-1", **changes)).choose()
     assert isinstance(chosen, Target) is is_diverted
     assert is_diverted or chosen is NotDiverted.NO_TIME
@@ -114,9 +125,10 @@ def test_a_request_without_time_for_the_way_is_not_diverted() -> None:
     assert World(STATUS).choose(replace(NEED, left_us=4_999)) is NotDiverted.NO_TIME
 
 
-def test_of_a_history_that_takes_too_long_the_newest_part_that_fits_is_attached() -> None:
-    chosen = World(STATUS).choose(replace(NEED, left_us=11_000))
-    assert chosen == replace(chosen, behaviours=600)  # 5 ms of way, and 6 ms for 600 tokens.
+@pytest.mark.parametrize("kept", [0, 600])
+def test_a_history_is_never_cut_to_save_time(kept: int) -> None:
+    assert World(STATUS).choose(replace(NEED, left_us=19_999, kept_behaviours=kept)) is NotDiverted.NO_TIME
+    assert isinstance(World(STATUS).choose(replace(NEED, left_us=20_000, kept_behaviours=kept)), Target)
 
 
 def test_a_history_that_is_larger_than_the_message_may_be_is_cut_to_its_newest_part() -> None:
@@ -124,15 +136,14 @@ def test_a_history_that_is_larger_than_the_message_may_be_is_cut_to_its_newest_p
     assert isinstance(chosen, Target) and chosen.behaviours == 700
 
 
-@pytest.mark.parametrize(("left_us", "is_diverted"), [(7_000, True), (6_980, False)])
-def test_less_than_a_fifth_of_the_history_is_not_worth_the_way(left_us: int, is_diverted: bool) -> None:
-    assert isinstance(World(STATUS).choose(replace(NEED, left_us=left_us)), Target) is is_diverted
-
-
-@pytest.mark.parametrize(("kept", "is_diverted"), [(599, True), (600, False)])
-def test_a_request_stays_where_as_much_of_its_history_can_be_ranked(kept: int, is_diverted: bool) -> None:
-    chosen = World(STATUS).choose(replace(NEED, left_us=11_000, kept_behaviours=kept))
-    assert isinstance(chosen, Target) is is_diverted
+@pytest.mark.parametrize(
+    ("fits", "kept", "is_diverted"), [(200, 0, True), (199, 0, False), (600, 599, True), (600, 600, False)]
+)
+def test_a_cut_history_is_diverted_if_enough_is_left_and_more_than_here(
+    fits: int, kept: int, is_diverted: bool
+) -> None:
+    chosen = World(STATUS).choose(replace(NEED, most_behaviours=fits, kept_behaviours=kept))
+    assert isinstance(chosen, Target) if is_diverted else chosen is NotDiverted.TOO_LARGE
 
 
 def test_a_user_without_a_history_is_diverted_too() -> None:
@@ -141,15 +152,175 @@ def test_a_user_without_a_history_is_diverted_too() -> None:
 
 
 def test_what_was_sent_to_a_peer_counts_until_its_next_status_or_until_it_can_be_done() -> None:
+    """Of 37.5 ms, 5 are the way. Full inference of another user takes 10."""
     world = World(STATUS, share=1.0)
-    assert [type(world.choose()) for _ in range(4)] == [Target] * 4
-    assert isinstance(cut := world.choose(), Target) and cut.behaviours == 500
-    assert world.choose() is NotDiverted.NO_TIME
-    world.now_us += 10_000
-    assert isinstance(cut := world.choose(), Target) and cut.behaviours == 1_000
-    world.now_us += 6_000
+    users = iter(range(100))
+
+    def send() -> bool:
+        return isinstance(world.choose(replace(NEED, user_id=f"u{next(users)}")), Target)
+
+    assert [send() for _ in range(4)] == [True, True, True, False]
+    world.now_us += NEED_WAY_US + 7_500
+    assert send() and not send()
+    world.now_us += NEED_WAY_US
     world.hear(peer("peer-1", written_at_us=world.now_us))
-    assert isinstance(chosen := world.choose(), Target) and chosen.behaviours == 1_000
+    assert [send() for _ in range(4)] == [True, True, True, False]
+
+
+# -- prefixes that a peer has ----------------------------------------------------------------------
+
+
+HIT = replace(LATENCY, b1=TOKEN_US, c0=1_000.0)
+"""A hit takes 1 ms, full inference 11."""
+
+
+def lightly(world: World, need: Need = NEED) -> bool:
+    """Whether a request fits that has time for a hit, and not for full inference."""
+    return isinstance(world.choose(replace(need, left_us=10_000)), Target)
+
+
+def settled(world: World, **changes: object) -> None:
+    """A second later: what was sent is done, and the peer says so."""
+    world.now_us += 1_000_000
+    world.hear(peer("peer-1", **({"written_at_us": world.now_us, "latency": HIT, "started_at_us": 7} | changes)))
+
+
+def world_with_a_prefix() -> World:
+    world = World(peer("peer-1", latency=HIT, started_at_us=7), share=1.0)
+    assert not lightly(world)
+    assert isinstance(world.choose(), Target)
+    settled(world)
+    return world
+
+
+def test_a_users_prefix_counts_as_a_hit_at_the_peer_that_it_was_sent_to() -> None:
+    world = world_with_a_prefix()
+    assert lightly(world)
+    assert not lightly(world, replace(NEED, user_id="another"))
+
+
+def test_a_burst_of_a_user_is_charged_once_in_full_and_then_as_hits() -> None:
+    world = World(peer("peer-1", latency=HIT), share=1.0)
+    assert [isinstance(world.choose(), Target) for _ in range(23)] == [True] * 22 + [False]
+
+
+@pytest.mark.parametrize(("more", "is_in_time"), [(150, True), (151, False)])
+def test_a_history_that_grew_is_charged_as_an_append(more: int, is_in_time: bool) -> None:
+    """7.5 ms: 5 for the way, 1 for the hit, and 10 µs for each new behaviour."""
+    world = world_with_a_prefix()
+    assert lightly(world, replace(NEED, behaviours=NEED.behaviours + more)) is is_in_time
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"started_at_us": 8}, {"started_at_us": None}, {"reuses_prefixes": False}],
+    ids=["its process is another", "its process is not known", "its model keeps no prefixes"],
+)
+def test_a_peer_has_no_prefix_any_more_if(changes: dict[str, object]) -> None:
+    world = world_with_a_prefix()
+    settled(world, **changes)
+    assert not lightly(world)
+
+
+def test_a_peer_that_serves_another_model_has_no_prefix() -> None:
+    world = world_with_a_prefix()
+    settled(world, model_revision="other")
+    world.received += 1
+    need = replace(NEED, left_us=10_000)
+    assert world.policy.choose(need, "other", world.received, world.now_us) is NotDiverted.NO_TIME
+
+
+def test_a_prefix_of_another_lineage_or_of_a_cut_history_is_no_hit() -> None:
+    world = world_with_a_prefix()
+    assert not lightly(world, replace(NEED, lineage=b"other features"))
+    world = World(peer("peer-1", latency=HIT, started_at_us=7), share=1.0)
+    assert isinstance(world.choose(replace(NEED, most_behaviours=900)), Target)
+    settled(world)
+    assert not lightly(world)
+
+
+def test_a_prefix_counts_for_a_while_only() -> None:
+    world = world_with_a_prefix()
+    world.now_us += CACHED_FOR_US - 2_000_000
+    settled(world)
+    assert lightly(world)
+    world.now_us += CACHED_FOR_US
+    settled(world)
+    assert not lightly(world)
+
+
+def test_a_users_next_requests_go_to_the_peer_with_the_prefix_also_if_another_is_idle() -> None:
+    world = World(peer("peer-1", latency=HIT), peer("peer-2", ranking_backlog_us=20_000, latency=HIT), share=1.0)
+    assert isinstance(first := world.choose(), Target) and first.worker_id == "peer-1"
+    world.now_us += 500_000
+    for name, backlog_us in (("peer-1", 25_000), ("peer-2", 0)):
+        world.hear(peer(name, written_at_us=world.now_us, ranking_backlog_us=backlog_us, latency=HIT))
+    assert isinstance(second := world.choose(), Target) and second.worker_id == "peer-1"
+    for name, backlog_us in (("peer-1", 40_000), ("peer-2", 0)):
+        world.hear(peer(name, written_at_us=world.now_us, ranking_backlog_us=backlog_us, latency=HIT))
+    assert isinstance(third := world.choose(), Target) and third.worker_id == "peer-2"
+
+
+def test_a_peer_with_the_prefix_is_found_among_many_idle_ones() -> None:
+    idle = [peer(f"idle-{number}", ranking_backlog_us=1, latency=HIT) for number in range(2 * EXAMINED_PEERS)]
+    world = World(peer("peer-1", latency=HIT), share=1.0)
+    assert isinstance(world.choose(), Target)
+    world.now_us += 100_000
+    for each in (*idle, peer("peer-1", ranking_backlog_us=10_000, latency=HIT)):
+        world.hear(replace(each, written_at_us=world.now_us))
+    assert isinstance(chosen := world.choose(), Target) and chosen.worker_id == "peer-1"
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), max_size=300))
+def test_what_is_remembered_of_users_is_bounded_and_the_oldest_goes_first(sent: list[tuple[int, int]]) -> None:
+    most = 8
+    placements = Placements(most)
+    peers = Peers("own", STALE_US)
+    for number in range(6):
+        peers.apply(f"peer-{number}", peer(f"peer-{number}"), NOW_US)
+    alive = peers.alive("model", NOW_US)
+    for user, number in sent:
+        placements.note(replace(NEED, user_id=str(user)), alive[number], NOW_US)
+        assert len(placements) <= most
+        assert placements.workers(str(user))[0] == f"peer-{number}"
+        assert len(set(placements.workers(str(user)))) <= PLACES_OF_A_USER
+    last = list(dict.fromkeys(str(user) for user, _ in reversed(sent)))[:most]
+    assert all(placements.workers(user) for user in last)
+
+
+needs = st.builds(
+    Need,
+    user_id=st.sampled_from(["a", "b", "c"]),
+    left_us=st.floats(0, 200_000),
+    way_us=st.floats(0, 20_000),
+    behaviours=st.integers(0, 4_096),
+    most_behaviours=st.integers(0, 8_192),
+    kept_behaviours=st.integers(0, 4_096),
+    suffix=st.integers(0, 64),
+    candidates=st.integers(0, 512),
+    lineage=st.sampled_from([b"x", b"y"]),
+)
+
+
+@given(
+    st.lists(st.tuples(needs, st.integers(0, 300_000)), max_size=40),
+    st.lists(st.integers(0, 100_000), min_size=1, max_size=6),
+)
+def test_no_peer_is_sent_more_than_it_can_do_in_time(requests: list[tuple[Need, int]], backlogs_us: list[int]) -> None:
+    """Whatever is asked: the chosen peer could do all the backlog it told of and the request as a hit, within three
+    quarters of the time, and no history is cut but for the size of the message.
+    """
+    world = World(share=1.0)
+    told = {f"peer-{number}": backlog_us for number, backlog_us in enumerate(backlogs_us)}
+    for need, later_us in requests:
+        world.now_us += later_us
+        for name, backlog_us in told.items():
+            status = peer(name, written_at_us=world.now_us, ranking_backlog_us=backlog_us, latency=HIT)
+            world.hear(status)
+        chosen = world.choose(need, received=1_000)
+        if isinstance(chosen, Target):
+            assert chosen.behaviours == min(need.behaviours, need.most_behaviours)
+            assert need.way_us + told[chosen.worker_id] + 1_000 <= USED_SHARE * need.left_us
 
 
 def test_a_burst_is_spread_over_the_peers() -> None:

@@ -67,6 +67,7 @@ class World:
         self.finished: list[Token] = []
         self.registry = CollectorRegistry()
         self.backlog = Backlog()
+        self.letters = FakeDeadLetters()
         self.engine = FakeEngine(self.clock)
         metrics = WorkerMetrics(self.registry)
         self.results = ResultWriter(self.producer, "worker-00", 5, self.finished.append, metrics, self.clock)
@@ -150,7 +151,8 @@ def test_a_diverted_request_is_the_same_request_with_its_history(world: World) -
     assert world.divert(request)
     (sent,) = world.sent
     assert (sent.produced.partition, sent.produced.key) == (7, b"u")
-    assert sent.produced.headers == world.message(request)[0].encode()
+    reply, _ = world.message(request)
+    assert RankingHeaders.decode(sent.produced.headers) == replace(reply, diverted_by="worker-00")
     assert sent.request == replace(
         request,
         history_version=None,
@@ -320,15 +322,21 @@ def test_a_request_that_ends_in_time_is_never_offered_to_other_workers() -> None
     assert not diverter.asked and not diverter.short
 
 
-def test_a_diverted_request_is_ranked_on_the_history_that_it_brings_and_its_prefix_goes_first() -> None:
+@pytest.mark.parametrize(("left_out", "goes_first"), [(0, False), (100, True)])
+def test_a_diverted_request_is_ranked_on_the_history_that_it_brings_and_its_whole_prefix_is_kept(
+    left_out: int, goes_first: bool
+) -> None:
+    """Where a history is cut depends on the request, so the next one rarely finds the prefix of a cut one."""
     version = HistoryVersion(9, 500, bytes(16))
     world = ExecutorWorld()
-    work = world.rank("u", history=history_of("u", 400), diverted=Diverted("worker-07", 100, version, True, True))
+    diverted = Diverted("worker-07", left_out, version, True, True)
+    work = world.rank("u", history=history_of("u", 400), diverted=diverted)
     world.run()
     assert world.outbox.paths == [Path.FULL]
     prefix = work.prefix
     assert prefix is not None and prefix.tokens == 400
-    assert (prefix.version, prefix.stale, prefix.loading, prefix.for_one_impression) == (version, True, True, True)
+    assert (prefix.version, prefix.stale, prefix.loading) == (version, True, True)
+    assert prefix.for_one_impression is goes_first
     again = world.rank("u", request_id="r2", history=history_of("u", 400), diverted=Diverted("worker-07"))
     world.run()
     assert again.path is Path.HBM
@@ -416,7 +424,7 @@ def test_a_worker_that_is_short_of_time_takes_no_diverted_requests(world: World)
 def overflow_of(world: World, sink: Executor) -> tuple[OverflowHandler, set[int]]:
     others: set[int] = set()
     handler = OverflowHandler(
-        settings(), sink, world.results, FakeDeadLetters(), world.clock,  # type: ignore[arg-type]
+        settings(), sink, world.results, world.letters, world.clock,  # type: ignore[arg-type]
         WorkerMetrics(CollectorRegistry()),
         on_refused=world.diverter.note_short, on_user_partition=others.add,
     )  # fmt: skip
@@ -442,6 +450,25 @@ def test_a_diverted_request_that_finds_no_time_is_refused_and_the_worker_is_shor
         handler.on_message(replace(world.message(request)[1], topic=OVERFLOW))
     assert not world.sent and not world.diverter.takes_diverted()
     assert {answer.reason for answer in world.answers} == {FailureReason.OVERLOADED}
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"), [("refused", Outcome.FAILED), ("expired", Outcome.EXPIRED), ("undecodable", Outcome.FAILED)]
+)
+def test_a_diverted_request_that_is_answered_undecoded_names_the_first_worker(
+    world: World, end: str, outcome: Outcome
+) -> None:
+    handler, _ = overflow_of(world, Sink(world, is_busy=end == "refused"))  # type: ignore[arg-type]
+    assert world.divert(world.request())
+    (sent,) = world.sent
+    value = b"no message" if end == "undecodable" else sent.produced.value
+    message = received(OVERFLOW, value, b"u", sent.produced.headers, 7, 1, world.clock.monotonic_us())
+    if end == "expired":
+        world.clock.advance_us(2 * BUDGET_US)
+    handler.on_message(message)
+    world.letters.report()
+    (answer,) = world.answers
+    assert (answer.outcome, answer.diverted_by) == (outcome, "worker-00")
 
 
 @pytest.mark.parametrize("changes", [{"diverted": None}, {"history": None}])

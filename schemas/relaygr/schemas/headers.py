@@ -26,6 +26,8 @@ GATEWAY_ID = "gateway_id"
 REPLY_TOPIC = "reply_topic"
 REPLY_PARTITION = "reply_partition"
 DEADLINE_US = "deadline_us"
+DIVERTED_BY = "diverted_by"
+"""Header of a ranking request on the overflow topic: the worker that passed it on."""
 
 DEAD_LETTER_REASON = "dead_letter_reason"
 DEAD_LETTER_DETAIL = "dead_letter_detail"
@@ -48,6 +50,7 @@ REPEATED_TOMBSTONE = "repeated_tombstone"
 
 MAX_HEADER_BYTES = 512
 _HEADER_TEXT = Text(MAX_HEADER_BYTES)
+_WORKER_ID = Text(128)
 _REPEATED = re.compile(rb"(\d{1,18}) (\d{1,18}) ([!-~]{0,64})")
 
 
@@ -62,6 +65,8 @@ class RankingHeaders:
     deadline_us: int
     traceparent: bytes | None = None
     """The header of W3C Trace Context, if it is valid."""
+    diverted_by: str | None = None
+    """The worker that passed the request on, so that a result without its body names it, too."""
 
     def encode(self) -> Headers:
         headers: Headers = [
@@ -73,6 +78,8 @@ class RankingHeaders:
         ]
         if self.traceparent is not None:
             headers.append((TRACEPARENT, self.traceparent))
+        if self.diverted_by is not None:
+            headers.append((DIVERTED_BY, self.diverted_by.encode()))
         return headers
 
     @classmethod
@@ -87,6 +94,7 @@ class RankingHeaders:
             reply_topic=_repeated_text(REPLY_TOPIC, values.get(REPLY_TOPIC, b"")),
             reply_partition=_whole(values, REPLY_PARTITION, 2**31 - 1),
             deadline_us=_whole(values, DEADLINE_US, INT64_MAX),
+            diverted_by=_text(values, DIVERTED_BY, _WORKER_ID) if DIVERTED_BY in values else None,
         )
 
 
@@ -202,4 +210,4 @@ def _whole(values: dict[str, bytes], name: str, maximum: int) -> int:
     raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name} is not a whole number up to {maximum}")
 
 
-_OURS = frozenset((REQUEST_ID, GATEWAY_ID, REPLY_TOPIC, REPLY_PARTITION, DEADLINE_US))
+_OURS = frozenset((REQUEST_ID, GATEWAY_ID, REPLY_TOPIC, REPLY_PARTITION, DEADLINE_US, DIVERTED_BY))

@@ -391,7 +391,7 @@ class Diverted:
     left_out: Annotated[
         int,
         UInt("behaviours", MAX_BEHAVIOURS),
-        "oldest behaviours of the prefix that are not attached, for lack of time or space",
+        "oldest behaviours of the prefix that are not attached, for lack of space",
     ] = 0
     history_version: Annotated[HistoryVersion | None, "the history of which `history` is the newest part"] = None
     history_stale: Annotated[bool, Flag(), "as in the result"] = False

@@ -24,6 +24,7 @@ HEADER_SETS: dict[str, tuple[tuple[str, str], ...]] = {
         (headers.REPLY_TOPIC, "topic of the result"),
         (headers.REPLY_PARTITION, "partition of the result, decimal digits"),
         (headers.DEADLINE_US, "as in the body, µs since the epoch, decimal digits"),
+        (headers.DIVERTED_BY, "on `ranking-overflow` only: the worker that passed the request on; workers write it"),
     ),
     "A ranking result carries the request's ids, so that gateways that share a partition filter before decoding:": (
         (headers.REQUEST_ID, "of the request"),

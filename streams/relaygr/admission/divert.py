@@ -1,17 +1,19 @@
-"""Which ranking request an overloaded worker passes on, to which worker, and with how much of its history.
+"""Which ranking request an overloaded worker passes on, and to which worker.
 
 A worker asks for each ranking request for which its own admission finds no time (`DivertPolicy.choose`). With a request
 that it can answer in time on its whole prefix, it never asks: the cached prefix saves more time than another worker has
-to spare. The request is diverted if another worker is predicted to answer it in time without a cached prefix:
+to spare. The request is diverted if another worker is predicted to rank it on its whole history, with time to spare:
 
-    way + backlog + what was sent there since + ratio × full inference <= time left
+    way + backlog + what was sent there since + work <= 3/4 of the time left
 
-* `backlog` and the latency model are from the peer's last status, `ratio` is its P95 of measured / predicted time. What
-  this worker has sent since that status counts until the peer has had the time to do it.
-* Of the least loaded peers, those that differ by little count as equal. A user's requests go to the same one of them,
-  which has the user's prefix by then.
-* If no peer has time for the whole history, the newest part that fits is attached: at least `LEAST_KEPT` of it, and
-  more than the worker could rank itself.
+* `backlog` and the latency model are from the peer's last status. What this worker has sent since that status counts
+  until the peer has had the time to do it.
+* `work` is full inference, times the peer's P95 of measured / predicted time. Where this worker sent the user's history
+  before, the peer has cached the prefix: `work` is a hit then, or an append (`Placements`).
+* A user's requests go to a peer that has the prefix, if one has time. Else they go to one of the least loaded peers.
+  Those that differ by little count as equal, and users are spread over them.
+* A history is cut only if it is larger than the message may be: to its newest part, at least `LEAST_KEPT` of it, and
+  more than the worker could rank itself. A history is never cut to save time, since such an answer counts as late.
 
 Three bounds keep messages from going to and fro:
 
@@ -30,7 +32,7 @@ from __future__ import annotations
 import enum
 import heapq
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -43,8 +45,10 @@ BURST: Final = 16.0
 """Requests that are diverted at once, before the share counts."""
 LEAST_KEPT: Final = 0.2
 """An answer on a smaller part of the history is worth little."""
+USED_SHARE: Final = 0.75
+"""The part of the time left that a peer may be predicted to need. The rest is for hops and errors of the prediction."""
 EXAMINED_PEERS: Final = 4
-"""Peers that are judged for one request, the least loaded ones."""
+"""Peers that are judged for one request, the least loaded ones and those that have the prefix."""
 NEAR_US: Final = 3_000.0
 """Peers whose answers are predicted within this time of the earliest count as equal."""
 SHORT_REQUESTS: Final = 3
@@ -52,6 +56,12 @@ SHORT_WITHIN_US: Final = 1_000_000
 """So many requests without time within this time make a worker short of time."""
 CALM_US: Final = 2_000_000
 MOST_PEERS: Final = 4096
+MOST_USERS: Final = 16_384
+"""Users whose peers are remembered, about 10 MiB."""
+PLACES_OF_A_USER: Final = 2
+"""A user with more requests than one peer can take goes to two in turns."""
+CACHED_FOR_US: Final = 60_000_000
+"""How long after the last request a prefix counts as cached at the peer, which does not tell when it evicts one."""
 
 
 class NotDiverted(enum.StrEnum):
@@ -60,7 +70,9 @@ class NotDiverted(enum.StrEnum):
     NO_PEER = "no_peer"
     """No live worker of the same model takes diverted requests."""
     NO_TIME = "no_time"
-    """No peer could answer in time."""
+    """No peer could rank the whole history in time."""
+    TOO_LARGE = "too_large"
+    """Too little of the history fits into the message."""
     SHARE = "share"
     """The largest share was diverted already."""
 
@@ -81,6 +93,8 @@ class Need:
     """The newest ones with which the worker could rank the request itself; 0: it could not at all."""
     suffix: int
     candidates: int
+    lineage: bytes = b""
+    """The same for a history that grew. Another one has nothing in common with the prefixes that were sent before."""
 
 
 @record(frozen=True, slots=True)
@@ -101,6 +115,7 @@ class Peer:
     partitions: tuple[int, ...]
     backlog_us: int
     written_at_us: int
+    started_at_us: int | None
 
 
 class Peers:
@@ -128,6 +143,7 @@ class Peers:
             status.ranking_backlog_us or 0,
             # A writer whose clock is ahead counts as one that writes now.
             min(status.written_at_us, now_us),
+            status.started_at_us,
         )
 
     def alive(self, revision: str, now_us: int) -> list[Peer]:
@@ -191,7 +207,55 @@ class _Sent:
             self.entries.popleft()
         if not self.entries:
             return 0.0
-        return max(0.0, sum(device_us for _, device_us in self.entries) - (now_us - self.entries[0][0]))
+        worked_us = max(0.0, now_us - self.entries[0][0] - way_us)
+        return max(0.0, sum(device_us for _, device_us in self.entries) - worked_us)
+
+
+@record(frozen=True, slots=True)
+class Placed:
+    """A user's history that was sent to a process of a peer, which ranked with this model and kept the prefix."""
+
+    worker_id: str
+    started_at_us: int | None
+    revision: str
+    lineage: bytes
+    behaviours: int
+    at_us: int
+
+
+class Placements:
+    """Which peers have the prefix of which user, as far as the worker that sent it knows. Bounded."""
+
+    def __init__(self, most_users: int = MOST_USERS) -> None:
+        self._most_users = most_users
+        self._by_user: OrderedDict[str, tuple[Placed, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_user)
+
+    def workers(self, user_id: str) -> tuple[str, ...]:
+        """The peers to which the user was sent lately."""
+        return tuple(placed.worker_id for placed in self._by_user.get(user_id, ()))
+
+    def cached_behaviours(self, need: Need, peer: Peer, now_us: int) -> int:
+        """How many behaviours of this history the peer has cached; 0 if it has restarted, or serves another model."""
+        if not peer.view.reuses_prefixes:
+            return 0
+        process = peer.view.worker_id, peer.started_at_us, peer.revision, need.lineage
+        for placed in self._by_user.get(need.user_id, ()):
+            is_same = (placed.worker_id, placed.started_at_us, placed.revision, placed.lineage) == process
+            if is_same and now_us - placed.at_us <= CACHED_FOR_US:
+                return min(placed.behaviours, need.behaviours)
+        return 0
+
+    def note(self, need: Need, peer: Peer, now_us: int) -> None:
+        """The whole history is sent to the peer now."""
+        worker_id = peer.view.worker_id
+        placed = Placed(worker_id, peer.started_at_us, peer.revision, need.lineage, need.behaviours, now_us)
+        others = [each for each in self._by_user.pop(need.user_id, ()) if each.worker_id != worker_id]
+        self._by_user[need.user_id] = (placed, *others)[:PLACES_OF_A_USER]
+        if len(self._by_user) > self._most_users:
+            self._by_user.popitem(last=False)
 
 
 class DivertPolicy:
@@ -202,6 +266,7 @@ class DivertPolicy:
         self._share = ShareBound(largest_share)
         self._short = ShortOfTime()
         self._sent: dict[str, _Sent] = {}
+        self.placements = Placements()
 
     def note_short(self, now_us: int) -> None:
         """The worker has no time for a request, its own or a diverted one."""
@@ -227,58 +292,74 @@ class DivertPolicy:
             return NotDiverted.NO_PEER
         if not self._share.has_room(received):
             return NotDiverted.SHARE
-        waits = [(need.way_us + peer.backlog_us + self._sent_us(peer, need, now_us), peer) for peer in peers]
-        least_loaded = heapq.nsmallest(EXAMINED_PEERS, waits, key=lambda each: each[0])
-        if need.behaviours <= need.most_behaviours:
-            ends = [(wait_us + _full_us(peer, need, need.behaviours), peer) for wait_us, peer in least_loaded]
-            earliest_us = min(end_us for end_us, _ in ends)
-            if earliest_us <= need.left_us:
-                latest_us = min(need.left_us, earliest_us + NEAR_US)
-                near = [peer for end_us, peer in ends if end_us <= latest_us]
-                return self._send(max(near, key=lambda peer: _affinity(need, peer)), need, need.behaviours, now_us)
-        wait_us, peer = least_loaded[0]
-        behaviours = _longest(peer, need, need.left_us - wait_us)
-        if behaviours < max(1.0, LEAST_KEPT * need.behaviours) or behaviours <= need.kept_behaviours:
+        behaviours = min(need.behaviours, need.most_behaviours)
+        if behaviours < need.behaviours and behaviours < max(LEAST_KEPT * need.behaviours, 1 + need.kept_behaviours):
+            return NotDiverted.TOO_LARGE
+        options = self._options(peers, need, behaviours, now_us)
+        in_time = [each for each in options if each.end_us <= USED_SHARE * need.left_us]
+        if not in_time:
             return NotDiverted.NO_TIME
-        return self._send(peer, need, behaviours, now_us)
+        in_time = [each for each in in_time if each.is_cached] or in_time
+        latest_us = min(each.end_us for each in in_time) + NEAR_US
+        near = [each for each in in_time if each.end_us <= latest_us]
+        chosen = max(near, key=lambda each: _affinity(need, each.peer))
+        return self._send(chosen, need, behaviours, now_us)
+
+    def _options(self, peers: list[Peer], need: Need, behaviours: int, now_us: int) -> list[_Option]:
+        """The least loaded peers and those that have the user's prefix, with the predicted end of the request."""
+        waits = [(need.way_us + peer.backlog_us + self._sent_us(peer, need, now_us), peer) for peer in peers]
+        placed = self.placements.workers(need.user_id)
+        examined = heapq.nsmallest(EXAMINED_PEERS, waits, key=lambda each: each[0])
+        examined += [each for each in waits if each[1].view.worker_id in placed and each not in examined]
+        options = []
+        for wait_us, peer in examined:
+            is_whole = behaviours == need.behaviours
+            cached = self.placements.cached_behaviours(need, peer, now_us) if is_whole else 0
+            device_us = _work_us(peer, need, behaviours, cached)
+            options.append(_Option(peer, wait_us + device_us, device_us, cached > 0))
+        return options
 
     def _sent_us(self, peer: Peer, need: Need, now_us: int) -> float:
         sent = self._sent.get(peer.view.worker_id)
         return sent.left_us(peer, need.way_us, now_us) if sent is not None else 0.0
 
-    def _send(self, peer: Peer, need: Need, behaviours: int, now_us: int) -> Target:
+    def _send(self, chosen: _Option, need: Need, behaviours: int, now_us: int) -> Target:
         self._share.take()
         if len(self._sent) >= MOST_PEERS:
             self._sent.clear()
+        peer = chosen.peer
         entries = self._sent.setdefault(peer.view.worker_id, _Sent()).entries
-        entries.append((now_us, _full_us(peer, need, behaviours)))
+        entries.append((now_us, chosen.device_us))
+        if behaviours == need.behaviours > 0:
+            self.placements.note(need, peer, now_us)
         partition = peer.partitions[_affinity(need, peer) % len(peer.partitions)]
         return Target(peer.view.worker_id, partition, behaviours)
+
+
+@record(frozen=True, slots=True)
+class _Option:
+    """A peer, when it would have answered, counted from now, and the device time of that."""
+
+    peer: Peer
+    end_us: float
+    device_us: float
+    is_cached: bool
 
 
 def _is_usable(peer: Peer, revision: str, oldest_us: int) -> bool:
     return peer.written_at_us >= oldest_us and peer.revision == revision
 
 
-def _full_us(peer: Peer, need: Need, behaviours: int) -> float:
-    """Device time that full inference on so many behaviours rarely exceeds at this peer."""
+def _work_us(peer: Peer, need: Need, behaviours: int, cached: int) -> float:
+    """Device time that the request rarely exceeds at this peer, with so many behaviours cached there."""
     view = peer.view
-    scored_tokens = view.tokens_per_behaviour * need.suffix + need.candidates
-    return risky_us(view.latency, view.full_path_ratios, NO_FACTORS, view.prefix_tokens(behaviours), scored_tokens)
-
-
-def _longest(peer: Peer, need: Need, spare_us: float) -> int:
-    """The most behaviours whose full inference ends within `spare_us` and that fit into the message; 0: none do."""
-    fits, above = 0, min(need.behaviours, need.most_behaviours) + 1
-    if _full_us(peer, need, 0) > spare_us:
-        return 0
-    while above - fits > 1:
-        middle = (fits + above) // 2
-        if _full_us(peer, need, middle) <= spare_us:
-            fits = middle
-        else:
-            above = middle
-    return fits
+    tokens, scored_tokens = view.prefix_tokens(behaviours), view.tokens_per_behaviour * need.suffix + need.candidates
+    full_us = risky_us(view.latency, view.full_path_ratios, NO_FACTORS, tokens, scored_tokens)
+    if not cached:
+        return full_us
+    latency, kept_tokens = view.latency_at(tokens), view.prefix_tokens(cached)
+    append_us = latency.append_us(kept_tokens, tokens - kept_tokens) if tokens > kept_tokens else 0.0
+    return min(full_us, view.caution * (append_us + latency.hit_us(tokens, scored_tokens)))
 
 
 def _affinity(need: Need, peer: Peer) -> int:

@@ -4,6 +4,7 @@
 
 * The request keeps its id, reply address and deadline, so that the other worker answers the gateway itself. It carries
   its history inline, since the other worker does not read this user's partition.
+* The other worker keeps the prefix as any other, and the policy sends the user's next requests there.
 * The request's offset is finished on the delivery report. If this process dies before, the next owner of the partition
   reads the request again: then two workers may answer it, and the gateway's client drops the second result.
 * If the message cannot be delivered, the request is answered `failed(overloaded)`.
@@ -127,6 +128,7 @@ class Diverter:
             kept_behaviours=max(0, kept_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour,
             suffix=len(request.suffix),
             candidates=int(request.candidates.size),
+            lineage=_lineage(resolved, (history.first_position or 0) + start),
         )
         with self._lock:
             chosen = parts.policy.choose(need, engine.revision, self._received, parts.clock.wall_us())
@@ -183,7 +185,7 @@ class Diverter:
                 encode(message),
                 message.user_id.encode(),
                 partition=target.partition,
-                headers=reply.encode(),
+                headers=replace(reply, diverted_by=self._worker_id).encode(),
                 on_delivery=partial(self._reported, reply, received),
             )
         except (BufferError, EncodeError, KafkaException) as error:
@@ -200,3 +202,9 @@ class Diverter:
             return parts.results.finish(received.token)
         is_expired = parts.clock.wall_us() > reply.deadline_us + self._skew_us
         return parts.results.refused(reply, received, parts.backlog().predicted_us or None, is_expired)
+
+
+def _lineage(resolved: ResolvedHistory, first_position: int) -> bytes:
+    """The same for the prefixes of a history that grows: its features, and where the attached part begins."""
+    seed = resolved.chain.seed if resolved.chain is not None else b""
+    return seed + first_position.to_bytes(8, "little")

@@ -32,6 +32,7 @@ class DivertOutcome(enum.StrEnum):
     UNDELIVERED = "undelivered"
     NO_PEER = "no_peer"
     NO_TIME = "no_time"
+    TOO_LARGE = "too_large"
     SHARE = "share"
 
 
@@ -246,7 +247,8 @@ class WorkerMetrics:
         diverted = Counter(
             "relaygr_worker_diverted_total",
             "Ranking requests without time on a worker with worker.divert: passed on to another worker (delivered or "
-            "undelivered), or why not: no_peer, no_time (no other would be in time) or share (worker.divert_share)",
+            "undelivered), or why not: no_peer, no_time (nobody would rank the whole history in time), too_large (for "
+            "worker.divert_bytes) or share (worker.divert_share)",
             ["outcome"],
             registry=registry,
         )

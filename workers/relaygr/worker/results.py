@@ -53,7 +53,7 @@ NOWHERE_PATIENCE_US = 5_000_000
 _FEWEST_DELIVERIES: Final = 32
 _DELIVERY_MEMORY_US: Final = 2_000_000
 NO_TIME: Final = "the work that was admitted before leaves no time for this request"
-_VARYING: Final = ("request_id", "received_at_us", "sent_at_us", "backlog_us")
+_VARYING: Final = ("request_id", "received_at_us", "sent_at_us", "backlog_us", "diverted_by")
 _WORKING: Final = {
     JobOutcome.COMPUTED: Stage.PRE_INFER,
     JobOutcome.NO_ROOM: Stage.PRE_INFER,
@@ -248,6 +248,7 @@ class ResultWriter:
             received_at_us=max(0, now_wall_us - waited_us),
             sent_at_us=now_wall_us,
             backlog_us=backlog_us,
+            diverted_by=reply.diverted_by,
         )
         trace = None
         if self._traces is not None:
@@ -269,6 +270,7 @@ class ResultWriter:
             received_at_us=max(0, now_wall_us - waited_us),
             sent_at_us=now_wall_us,
             timings=StageTimings(total_us=waited_us),
+            diverted_by=reply.diverted_by,
         )
         trace = None
         if self._traces is not None:

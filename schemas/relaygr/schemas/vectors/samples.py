@@ -175,6 +175,9 @@ MESSAGES["RankingResult, diverted"] = replace(MESSAGES["RankingResult, failed"],
 
 HEADERS: dict[str, Any] = {
     "RankingHeaders": RankingHeaders("gateway.1.7", "gateway", "relaygr.results", 5, NOW_US + 130_000),
+    "RankingHeaders, diverted": RankingHeaders(
+        "gateway.1.7", "gateway", "relaygr.results", 5, NOW_US + 130_000, diverted_by="worker-01"
+    ),
     "ResultHeaders": ResultHeaders("gateway.1.7", "gateway"),
 }
 

@@ -660,11 +660,12 @@ class Requests:
 
 
 def _describe_as(prefix: ResolvedPrefix, diverted: Diverted) -> None:
-    """The prefix of a diverted request: its result describes the history as the first worker resolved it. Its K,V are
-    evicted first, since the user's other requests go to the first worker.
+    """The prefix of a diverted request: its result describes the history as the first worker resolved it. The user's
+    next diverted requests come here, too, so it is kept as any other. A cut one goes first: requests are cut unequally.
     """
     prefix.version, prefix.stale = diverted.history_version, diverted.history_stale
-    prefix.loading, prefix.for_one_impression = diverted.history_loading, True
+    prefix.loading = diverted.history_loading
+    prefix.for_one_impression = prefix.for_one_impression or diverted.left_out > 0
 
 
 def _lost_its_prefix(handle: Handle) -> bool:
