@@ -96,6 +96,27 @@ def test_a_user_needs_the_rights_of_one_role_or_of_those_asked_for() -> None:
     assert verdicts(judge.rights({Role.WORKER: ("lacks",)}, ())) == [FAIL]
 
 
+def test_a_worker_that_diverts_needs_the_rights_for_that() -> None:
+    assert judge.roles((), False) == (Role.GATEWAY, Role.TRIGGER, Role.WORKER)
+    assert judge.roles((), True) == (Role.GATEWAY, Role.TRIGGER, Role.WORKER_DIVERT)
+    assert judge.roles((Role.WORKER, Role.WORKER_DIVERT), True) == (Role.WORKER_DIVERT,)
+    assert judge.roles((Role.WORKER_DIVERT,), False) == (Role.WORKER_DIVERT,)
+
+
+def test_the_overflow_topics_rights_are_asked_for_where_workers_divert(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Role] = []
+
+    def rights(_: KafkaSettings, roles: Sequence[Role]) -> dict[Role, tuple[str, ...]]:
+        asked.extend(roles)
+        lacks = ("ann may not Write topic overflow, as a worker-divert must",)
+        return {role: lacks if role is Role.WORKER_DIVERT else () for role in roles}
+
+    monkeypatch.setattr(observe, "rights", rights)
+    found = Examination(Settings(worker=WorkerSettings(divert=True)), (Role.WORKER,))._rights()
+    assert Role.WORKER not in asked
+    assert verdicts(found) == [OK, FAIL] and "topics acls --role worker-divert" in found[1].mend
+
+
 @pytest.mark.parametrize(
     ("installed", "requirement", "verdict"),
     [

@@ -84,9 +84,11 @@ class Examination:
     def _rights(self) -> list[Diagnosis]:
         if self._is_embedded:
             return [Diagnosis("rights", Verdict.SKIP, "the embedded cluster has no rights")]
-        missing = observe.rights(self.settings, tuple(dict.fromkeys((*observe.ROLES, *self.roles))))
+        diverts = self.settings.worker.divert
+        wanted = judge.roles(self.roles, diverts) if self.roles else ()
+        missing = observe.rights(self.settings, tuple(dict.fromkeys((*judge.roles((), diverts), *wanted))))
         self._may_send = not missing[Role.GATEWAY]
-        return judge.rights(missing, self.roles)
+        return judge.rights(missing, wanted)
 
     def _trigger(self) -> list[Diagnosis]:
         members = None if self._is_embedded else observe.trigger_members(self.settings, self.settings.lag)

@@ -95,6 +95,13 @@ def topics(report: TopicReport) -> list[Diagnosis]:
     return found
 
 
+def roles(wanted: Sequence[Role], diverts: bool) -> tuple[Role, ...]:
+    """The roles to check: that of a worker is `worker-divert` where `worker.divert` is on. `wanted` empty: all."""
+    worker = Role.WORKER_DIVERT if diverts else Role.WORKER
+    asked = wanted or (Role.GATEWAY, Role.TRIGGER, Role.WORKER)
+    return tuple(dict.fromkeys(worker if role is Role.WORKER else role for role in asked))
+
+
 def rights(missing: Mapping[Role, Sequence[str]], wanted: Collection[Role]) -> list[Diagnosis]:
     """`missing`: the rights that this user lacks, by role. `wanted`: the roles that it must have; empty: any."""
     usable = [role for role, lacking in missing.items() if not lacking]

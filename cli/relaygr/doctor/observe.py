@@ -32,7 +32,6 @@ from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.lock import worker_folder
 
-ROLES: Final = (Role.GATEWAY, Role.TRIGGER, Role.WORKER)
 _API: Final = re.compile(r"ApiKey \S+ \((\d+)\) Versions (\d+)\.\.(\d+)")
 _API_S: Final = 3.0
 _QUIET_TURNS: Final = 4
