@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr.worker.device import CpuDevice
+from relaygr.worker.device import CpuDevice, set_threads
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.model import layer_parts
 from relaygr.worker.model.attention.blocked import ONEDNN_KEY_BLOCK, ONEDNN_WORK, BlockedAttention
@@ -18,7 +18,14 @@ from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.layer_parts import added_product, measure_onednn, onednn_is_faster, product, use_onednn
+from relaygr.worker.model.layer_parts import (
+    added_product,
+    measure_onednn,
+    onednn_is_faster,
+    onednn_product,
+    product,
+    use_onednn,
+)
 from relaygr.worker.model.options import ComputeDtype
 from tests.workers.engine_kinds import HAS_ONEDNN, KINDS
 
@@ -62,11 +69,30 @@ def test_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, rows: int)
 
 
 def test_torch_computes_the_products_if_it_was_built_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def missing(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
 
     monkeypatch.setattr(layer_parts, "onednn_product", missing)
     assert measure_onednn() is False
+
+
+def test_both_are_measured_as_layers_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all threads, with a weight that oneDNN lays out anew in each call, the slower one was chosen."""
+    seen: list[tuple[bool, int]] = []
+
+    def watched(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        seen.append((weight.is_mkldnn, torch.get_num_threads()))
+        return onednn_product(rows, weight, bias)
+
+    monkeypatch.setattr(layer_parts, "onednn_product", watched)
+    before = torch.get_num_threads()
+    set_threads(3)
+    try:
+        measure_onednn()
+        assert set(seen) == {(True, 1)}
+        assert torch.get_num_threads() == 3
+    finally:
+        set_threads(before)
 
 
 def test_a_process_may_take_over_the_choice_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
