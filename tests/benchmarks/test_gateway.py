@@ -12,7 +12,7 @@ import pytest
 
 from relaygr.bench.gateway.__main__ import main
 from relaygr.bench.gateway.run import Plan, measure_gateway, play, schedule
-from relaygr.bench.gateway.tracing import added
+from relaygr.bench.gateway.tracing import ROUNDS, added
 
 PLAN = Plan(rate_per_s=200.0, seconds=1.0, rounds=1, warm_up_s=0.5)
 
@@ -56,6 +56,13 @@ def test_what_slows_two_clients_alike_does_not_change_what_one_takes_more() -> N
     found = added(shared_us + random.normal(0, 4, 400), shared_us + 9 + random.normal(0, 4, 400))
     assert found.low_us < 9 < found.high_us and found.high_us - found.low_us < 3
     assert found.share == pytest.approx(found.us / np.median(shared_us), rel=0.05)
+    with_export = added(shared_us, shared_us, 2.0)
+    assert (with_export.low_us, with_export.us, with_export.high_us) == (2.0, 2.0, 2.0)
+
+
+def test_each_client_has_each_place_once() -> None:
+    for by_place in zip(*ROUNDS, strict=True):
+        assert sorted(by_place) == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -67,5 +74,6 @@ def test_a_short_run_has_the_cpu_time_that_tracing_adds(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "row.json").read_text(encoding="utf-8"))
     assert row["ranked_share"] > 0 and row["off_us"] > 0
     assert row["traced_low"] <= row["traced_share"] <= row["traced_high"]
+    assert row["export_us"] > 0
     with (tmp_path / "rows.csv").open(encoding="utf-8") as file:
         assert [found["sampled"] for found in csv.DictReader(file)] == ["0.5"]

@@ -180,10 +180,28 @@ def test_a_malformed_header_is_ignored(stack: Stack, header: bytes) -> None:
         partition_for(user.encode(), stack.relay.kafka.partitions),
     )
     assert raw.answer(with_trace).path is not None
-    # A request without a trace begins one in the worker.
-    ranking = stack.relay.kafka.topic(Topic.RANKING)
-    assert stack.spans(with_trace.request_id, f"process {ranking}")[f"process {ranking}"].parent_id == ""
     raw.close()
+    # Only a client begins traces. A later impression has come, so the one before it has not.
+    later = impression(stack, new_user("later"))
+    stack.spans(later, f"receive {stack.relay.kafka.topic(Topic.RESULTS)}", "relaygr.hit", "relaygr.pre_infer")
+    assert stack.seen.of(with_trace.request_id) == []
+
+
+def test_what_the_client_does_not_record_has_no_header_and_is_recorded_nowhere(stack: Stack) -> None:
+    """The trigger and the worker record every trace that reaches them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+        tracer = start_tracing(TracingSettings(enabled=True), "gateway", "gw-1")
+    assert tracer is not None
+    user = new_user("unrecorded")
+    client = RelayClient(stack.relay.kafka, f"gw-{uuid.uuid4().hex[:6]}", registry=CollectorRegistry(), tracer=tracer)
+    with client:
+        outcome = client.rank(user, candidates_of(), budget_ms=BUDGET_MS)
+    tracer.close()
+    assert outcome.result is not None
+    later = impression(stack, new_user("later"))
+    stack.spans(later, f"receive {stack.relay.kafka.topic(Topic.RESULTS)}", "relaygr.hit", "relaygr.pre_infer")
+    assert stack.seen.of(outcome.request_id) == []
 
 
 def test_a_latency_names_its_trace(stack: Stack) -> None:

@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from confluent_kafka import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from relaygr.client.tracing import ClientTraces
+from relaygr.client.tracing import Begun, ClientTraces, RankTrace, SendTrace
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.headers import RankingHeaders
@@ -22,14 +23,18 @@ from relaygr.tracing.spans import MessagePlace, Operation, Span, SpanKind, messa
 from relaygr.tracing.stages import RankingTimes, Stage, StageSpan, stages_of
 from relaygr.tracing.tracer import Tracer, TracerMetrics
 from relaygr.tracing.worker import REMEMBERED_JOBS, WorkerTraces
+from relaygr.trigger.traces import TriggerTraces
 from tests.worlds.otlp import Collector, collector, traceparent
 from tests.worlds.relay import wait_until
 
 RATIO = pytest.importorskip("opentelemetry.sdk.trace.sampling")
+otel_trace = pytest.importorskip("opentelemetry.trace")
 
 
 class Always:
     """Records every trace."""
+
+    root_bound: int | None = None
 
     def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
         return True
@@ -48,7 +53,8 @@ class World:
         return self.registry.get_sample_value("relaygr_tracing_spans_total", {"outcome": outcome}) or 0.0
 
     def span(self, name: str = "span") -> Span:
-        own = self.tracer.begin(name, None, "r")
+        own = self.tracer.begin(name, "r")
+        assert own is not None
         return Span(name, SpanKind.INTERNAL, own, None, 1_000_000, 2_000_000)
 
 
@@ -57,7 +63,7 @@ class World:
 
 def test_a_span_with_a_parent_is_of_its_trace() -> None:
     parent = TraceContext(7, 8, True)
-    own = World().tracer.begin("rank", parent, "r")
+    own = World().tracer.follow("rank", parent)
     assert own.trace_id == 7 and own.span_id != 8
 
 
@@ -65,25 +71,41 @@ def test_the_traces_of_an_impression_are_two_that_one_sampler_treats_alike() -> 
     ratio = World(OtelSampler(RATIO.TraceIdRatioBased(0.5)))
     decisions = []
     for number in range(200):
-        retrieval = ratio.tracer.begin("send", None, f"request-{number}")
-        ranking = ratio.tracer.begin("rank", None, f"request-{number}")
-        assert retrieval.trace_id != ranking.trace_id or retrieval is ratio.tracer.unrecorded
-        assert retrieval.is_sampled is ranking.is_sampled
-        decisions.append(ranking.is_sampled)
+        retrieval = ratio.tracer.begin("send", f"request-{number}")
+        ranking = ratio.tracer.begin("rank", f"request-{number}")
+        assert (retrieval is None) is (ranking is None)
+        if retrieval is not None and ranking is not None:
+            assert retrieval.trace_id != ranking.trace_id
+            assert retrieval.trace_id % 2**64 == ranking.trace_id % 2**64
+        decisions.append(ranking is not None)
     assert 60 < sum(decisions) < 140
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 0.999])
-def test_a_later_process_with_a_sampler_of_its_own_does_not_record_what_began_unrecorded(ratio: float) -> None:
-    began = World(OtelSampler(RATIO.TraceIdRatioBased(0.0))).tracer.begin("rank", None, "r")
-    assert not World(OtelSampler(RATIO.TraceIdRatioBased(ratio))).tracer.begin("process", began, "r").is_sampled
+@pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.01, 1_000), (0.2, 20_000), (1.0, 100_000)])
+def test_a_ratio_of_the_impressions_is_recorded_also_with_ids_in_a_row(ratio: float, expected: int) -> None:
+    """A checksum of the request id decides; the client's own ids differ in a counter and a random token."""
+    tracer = World(OtelSampler(RATIO.ParentBased(RATIO.TraceIdRatioBased(ratio)))).tracer
+    recorded = sum(tracer.begin("rank", f"gw-0.1a2b.{number}") is not None for number in range(100_000))
+    assert recorded == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("root", [RATIO.ALWAYS_ON, RATIO.ALWAYS_OFF, RATIO.TraceIdRatioBased(0.3)])
+@pytest.mark.parametrize("based", [False, True])
+def test_traces_begin_as_the_sampler_says(root: object, based: bool) -> None:
+    ours = OtelSampler(RATIO.ParentBased(root) if based else root)
+    assert ours.root_bound is not None
+    asked = World(type("Asked", (), {"root_bound": None, "is_sampled": staticmethod(ours.is_sampled)})())
+    for number in range(100):
+        request_id = f"request-{number}"
+        begun = World(ours).tracer.begin("rank", request_id)
+        assert (begun is None) is (asked.tracer.begin("rank", request_id) is None)
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_a_parent_based_sampler_follows_the_parent(is_sampled: bool) -> None:
     world = World(OtelSampler(RATIO.ParentBased(RATIO.ALWAYS_OFF if is_sampled else RATIO.ALWAYS_ON)))
-    assert world.tracer.begin("rank", TraceContext(1, 2, is_sampled), "r").is_sampled is is_sampled
-    assert world.tracer.begin("rank", None, "r").is_sampled is not is_sampled
+    assert world.tracer.follow("rank", TraceContext(1, 2, is_sampled)).is_sampled is is_sampled
+    assert (world.tracer.begin("rank", "r") is None) is is_sampled
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1e-9, 0.01, 0.5, 1.0])
@@ -162,21 +184,63 @@ def test_stages_never_overlap_whatever_the_times(numbers: list[int]) -> None:
 class Never(Always):
     """Records no trace."""
 
+    root_bound = 0
+
     def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_message_whose_trace_is_not_recorded_has_its_header_and_nothing_else(recorded: bool) -> None:
-    world = World(Always() if recorded else Never())
+def begun_by(world: World, given: TraceContext | None) -> list[Begun[SendTrace] | Begun[RankTrace] | None]:
+    """What a client begins for the two messages of an impression."""
     traces = ClientTraces(world.tracer, "retrieval", "ranking", "results")
-    for begun in (
-        traces.retrieval(MESSAGES["RetrievalEvent"], None),
-        traces.rank(MESSAGES["RankingRequest"], None),
-    ):
+    return [traces.retrieval(MESSAGES["RetrievalEvent"], given), traces.rank(MESSAGES["RankingRequest"], given)]
+
+
+def test_a_message_of_a_trace_that_begins_here_has_a_header_only_if_it_is_recorded() -> None:
+    assert begun_by(World(Never()), None) == [None, None]
+    for begun in begun_by(World(), None):
+        assert begun is not None and begun.trace is not None
         context = TraceContext.parse(begun.header)
-        assert context is not None and context.is_sampled is recorded
-        assert (begun.trace is not None) is recorded
+        assert context is not None and context.is_sampled
+
+
+@pytest.mark.parametrize("from_program", [False, True])
+def test_a_message_of_an_unrecorded_trace_of_the_caller_has_its_header_and_nothing_else(from_program: bool) -> None:
+    caller = TraceContext(7, 8, False)
+    if from_program:
+        span = otel_trace.NonRecordingSpan(otel_trace.SpanContext(7, 8, False, otel_trace.TraceFlags(0)))
+        with otel_trace.use_span(span):
+            found = begun_by(World(Never()), None)
+    else:
+        found = begun_by(World(Never()), caller)
+    for begun in found:
+        assert begun is not None and begun.trace is None
+        context = TraceContext.parse(begun.header)
+        assert context is not None and (context.trace_id, context.is_sampled) == (7, False)
+
+
+# -- triggers and workers begin no trace -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of_client", [RATIO.ALWAYS_OFF, RATIO.TraceIdRatioBased(0.5), RATIO.ALWAYS_ON])
+@pytest.mark.parametrize("downstream", [RATIO.ALWAYS_OFF, RATIO.TraceIdRatioBased(0.5), RATIO.ALWAYS_ON])
+def test_a_trigger_and_a_worker_record_exactly_what_the_client_records_whatever_their_ratio(
+    of_client: object, downstream: object
+) -> None:
+    client = World(OtelSampler(RATIO.ParentBased(of_client))).tracer
+    later = World(OtelSampler(RATIO.ParentBased(downstream))).tracer
+    events, worker = TriggerTraces(later, "events", "jobs"), WorkerTraces(later)
+    for number in range(40):
+        request_id = f"request-{number}"
+        begun = client.begin("send events", request_id)
+        header = None if begun is None else begun.encode()
+        raw = None if header is None else [(TRACEPARENT, header)]
+        event = events.event(Message(topic="events", partition=0, offset=1, headers=raw), request_id, 0)
+        job = worker.job(raw if event is None else event.headers, "jobs", request_id)
+        ranking = worker.ranking(RankingHeaders(request_id, "gw", "results", 0, 1, header), "ranking")
+        recorded = begun is not None
+        assert (event is not None and event.own.is_sampled) is recorded
+        assert (job is not None) is recorded and (ranking is not None) is recorded
 
 
 # -- a worker ----------------------------------------------------------------------------------------
@@ -193,7 +257,7 @@ def test_a_ranking_links_to_the_job_of_its_impression_once() -> None:
     assert job is not None
     job.ended(place, 10, 20, [StageSpan(Stage.PRE_INFER, 10, 20)], 0, "computed", None)
     for _ in range(2):
-        ranking = traces.ranking(reply(), "ranking")
+        ranking = traces.ranking(reply(traceparent(6)), "ranking")
         assert ranking is not None
         ranking.answered(place, 10, 20, 30, [], 0, {}, None)
     job_span, compute, first, second = world.tracer.take(10)
@@ -205,12 +269,12 @@ def test_a_worker_remembers_a_bounded_number_of_jobs() -> None:
     world = World(max_queue_spans=10**6)
     traces = WorkerTraces(world.tracer)
     for number in range(REMEMBERED_JOBS + 1):
-        job = traces.job(None, "jobs", f"r{number}")
+        job = traces.job([(TRACEPARENT, traceparent(5).encode())], "jobs", f"r{number}")
         assert job is not None
         job.ended(MessagePlace("jobs"), 0, 1, [], 0, "computed", None)
     world.tracer.take(10**6)
     for request_id in ("r0", "r1"):
-        ranking = traces.ranking(reply(request_id=request_id), "ranking")
+        ranking = traces.ranking(reply(traceparent(6), request_id), "ranking")
         assert ranking is not None
         ranking.answered(MessagePlace("ranking"), 0, 1, 1, [], 0, {}, None)
     assert [span.link is None for span in world.tracer.take(2)] == [True, False]
@@ -245,7 +309,7 @@ def test_spans_arrive_with_their_resource_parent_link_and_error(
 ) -> None:
     tracer = started()
     parent, link = TraceContext(1, 2, True), TraceContext(3, 4, True)
-    own = tracer.begin("process topic", parent, "r")
+    own = tracer.follow("process topic", parent)
     place = MessagePlace("topic", 5, 6)
     tracer.end(message_span(Operation.PROCESS, place, "r", own, parent, 10, 30, link=link, error="overloaded"))
     tracer.close()
@@ -284,7 +348,7 @@ def test_the_variables_choose_the_sampler(variables: pytest.MonkeyPatch) -> None
     variables.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
     variables.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     tracer = started()
-    assert not tracer.begin("rank", None, "r").is_sampled
+    assert tracer.begin("rank", "r") is None
     tracer.close()
 
 
@@ -333,6 +397,16 @@ def test_a_collector_that_refuses_costs_spans_and_nothing_else(
     wait_until("the next span arrives", lambda: world.count("exported") == 1)
     export.stop(5)
     assert [span.name for span in collected.spans] == ["later"]
+
+
+def test_a_full_batch_is_sent_before_its_time(collected: Collector, variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    variables.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "3")
+    tracer = started()
+    for number in range(3):
+        tracer.end(World().span(f"span-{number}"))
+    wait_until("the batch arrives", lambda: len(collected.spans) == 3)
+    tracer.close()
 
 
 def otel_resource() -> object:

@@ -242,9 +242,12 @@ class GatewayLink:
             return
         self._set_reachable(True)
         request_id = None
-        began_us = self._traces.tracer.clock.wall_us() if self._traces is not None else 0
+        began_us = 0
         try:
             headers = ResultHeaders.decode(headers_of(message))
+            is_traced = self._traces is not None and is_sampled(headers.traceparent)
+            if self._traces is not None and is_traced:
+                began_us = self._traces.tracer.clock.wall_us()
             if headers.gateway_id != self._gateway_id:
                 self._ledger.foreign(_OTHER_GATEWAY)
                 return
@@ -257,7 +260,7 @@ class GatewayLink:
             self._write_dead_letter(message, problem)
             return
         self._ledger.answered(result)
-        if self._traces is not None and is_sampled(headers.traceparent):
+        if self._traces is not None and is_traced:
             place = MessagePlace(self._results_topic, self.results_partition, message.offset())
             self._traces.received(headers, place, began_us)
 

@@ -199,9 +199,8 @@ class RelayClient:
             header = given.encode() if given is not None else None
             return self._link.events.publish_retrieval(event, on_delivery, header)
         begun = self._traces.retrieval(event, given)
-        send = begun.trace
-        if send is None:
-            return self._link.events.publish_retrieval(event, on_delivery, begun.header)
+        if begun is None or (send := begun.trace) is None:
+            return self._link.events.publish_retrieval(event, on_delivery, None if begun is None else begun.header)
 
         def reported(report: DeliveryReport) -> None:
             send.reported(report)
@@ -283,7 +282,8 @@ class RelayClient:
             entry.traceparent = given.encode() if given is not None else None
             return
         begun = self._traces.rank(request, given)
-        entry.traceparent, entry.trace = begun.header, begun.trace
+        if begun is not None:
+            entry.traceparent, entry.trace = begun.header, begun.trace
 
     def _refuse_in_callback(self, name: str) -> None:
         if self._link.is_io_thread():

@@ -1,7 +1,8 @@
 """The spans of a gateway: of each message that it sends or receives, and of each ranking as its caller sees it.
 
-A span's parent is the `traceparent` that the caller gives, else the current span of the caller's own OpenTelemetry. A
-message whose trace is not recorded gets its header and nothing else, because most messages are of such traces.
+A span's parent is the `traceparent` that the caller gives, else the current span of the caller's own OpenTelemetry.
+Without a parent a trace begins here. If it is not recorded, which is so for most messages, nothing is made or sent. An
+unrecorded trace of the caller is not ours to drop: its messages get the header, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import threading
 from collections import OrderedDict
 from typing import Final, Generic, TypeVar
 
-from opentelemetry.trace import INVALID_SPAN, get_current_span
+from opentelemetry.context import get_current
+from opentelemetry.trace import get_current_span
 
 from relaygr.client.outcome import DeliveryReport, RankOutcome
 from relaygr.schemas.headers import ResultHeaders
@@ -97,7 +99,7 @@ T = TypeVar("T", SendTrace, RankTrace)
 
 @record(frozen=True, slots=True)
 class Begun(Generic[T]):
-    """A message that is sent now."""
+    """A message of a trace that is sent now."""
 
     header: bytes
     """Its header `traceparent`."""
@@ -110,7 +112,6 @@ class ClientTraces:
 
     def __init__(self, tracer: Tracer, retrieval_topic: str, ranking_topic: str, results_topic: str) -> None:
         self.tracer = tracer
-        self._unrecorded = tracer.unrecorded.encode()
         self._retrieval_topic = retrieval_topic
         self._send_retrieval = f"{Operation.SEND} {retrieval_topic}"
         self._ranking_topic = ranking_topic
@@ -118,12 +119,14 @@ class ClientTraces:
         self._retrievals: OrderedDict[str, TraceContext] = OrderedDict()
         self._lock = threading.Lock()
 
-    def retrieval(self, event: RetrievalEvent, given: TraceContext | None) -> Begun[SendTrace]:
-        """The event is published now. `given`: the caller's own span."""
+    def retrieval(self, event: RetrievalEvent, given: TraceContext | None) -> Begun[SendTrace] | None:
+        """The event is published now. `given`: the caller's own span. None: no trace, and no header."""
         parent = given or _current_span()
-        own = self.tracer.begin(self._send_retrieval, parent, event.request_id)
+        own = self._own(self._send_retrieval, parent, event.request_id)
+        if own is None:
+            return None
         if not own.is_sampled:
-            return Begun(self._unrecorded if own is self.tracer.unrecorded else own.encode(), None)
+            return Begun(own.encode(), None)
         with self._lock:
             self._retrievals[event.request_id] = own
             if len(self._retrievals) > REMEMBERED_RETRIEVALS:
@@ -132,12 +135,14 @@ class ClientTraces:
         send = SendTrace(self.tracer, event.request_id, own, parent, now_us, self._retrieval_topic)
         return Begun(own.encode(), send)
 
-    def rank(self, request: RankingRequest, given: TraceContext | None) -> Begun[RankTrace]:
-        """The request is sent now. `given`: the caller's own span."""
+    def rank(self, request: RankingRequest, given: TraceContext | None) -> Begun[RankTrace] | None:
+        """The request is sent now. `given`: the caller's own span. None: no trace, and no header."""
         parent = given or _current_span()
-        own = self.tracer.begin("relaygr.rank", parent, request.request_id)
+        own = self._own("relaygr.rank", parent, request.request_id)
+        if own is None:
+            return None
         if not own.is_sampled:
-            return Begun(self._unrecorded if own is self.tracer.unrecorded else own.encode(), None)
+            return Begun(own.encode(), None)
         with self._lock:
             retrieval = self._retrievals.pop(request.request_id, None)
         send = SendTrace(
@@ -150,6 +155,9 @@ class ClientTraces:
         )
         return Begun(send.own.encode(), RankTrace(own, parent, retrieval, send))
 
+    def _own(self, name: str, parent: TraceContext | None, request_id: str) -> TraceContext | None:
+        return self.tracer.begin(name, request_id) if parent is None else self.tracer.follow(name, parent)
+
     def received(self, headers: ResultHeaders, place: MessagePlace, began_us: int) -> None:
         """A result of a recorded trace was read; `began_us` is when its handling began."""
         parent = TraceContext.parse(headers.traceparent)
@@ -161,8 +169,8 @@ class ClientTraces:
 
 def _current_span() -> TraceContext | None:
     """The span of the calling program, if it uses OpenTelemetry itself."""
-    span = get_current_span()
-    if span is INVALID_SPAN:
-        return None
-    found = span.get_span_context()
+    context = get_current()
+    if not context:
+        return None  # The usual case of a program without OpenTelemetry, in a third of the time.
+    found = get_current_span(context).get_span_context()
     return TraceContext(found.trace_id, found.span_id, found.trace_flags.sampled) if found.is_valid else None

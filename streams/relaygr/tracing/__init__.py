@@ -12,6 +12,10 @@ retrieval, because no stage of the ranking is a part of the retrieval. A message
 `traceparent` (`relaygr.schemas.trace_context`). The two trace ids of an impression end with the same 8 bytes, so a
 sampler by ratio records both traces or none.
 
+Only a client begins traces. A trace that it begins and does not record has no header, because at a low ratio the
+headers would cost more than all the rest. So a trigger or a worker must not begin a trace for a message without one:
+it would sample a second time what the client has decided. An unrecorded trace of the client's caller keeps its header.
+
 A thread that serves requests makes a `Span` from times that it has, and puts it into a bounded queue. One thread of the
 exporter sends the queue in batches. While tracing is off, nothing of this package is called.
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -37,7 +36,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.trace_context import TraceContext
 from relaygr.schemas.version import __version__
 from relaygr.tracing.spans import Span, SpanKind
-from relaygr.tracing.tracer import Tracer, TracerMetrics
+from relaygr.tracing.tracer import EXPORT_THREAD, Tracer, TracerMetrics
 
 _KINDS: Final = {
     SpanKind.INTERNAL: OtelKind.INTERNAL,
@@ -46,9 +45,9 @@ _KINDS: Final = {
 }
 _SCOPE: Final = InstrumentationScope("relaygr", __version__)
 _FOLLOWS_PARENT: Final = "remoteParentSampled:AlwaysOnSampler,remoteParentNotSampled:AlwaysOffSampler"
-_RATIO: Final = re.compile(r"(?:ParentBased\{root:)?TraceIdRatioBased\{([^{}]+)\}(?:,.*)?")
+_ROOT: Final = re.compile(r"(?:ParentBased\{root:)?(?:TraceIdRatioBased\{([^{}]+)\}|Always(On|Off)Sampler)(?:,.*)?")
 _ID_HALF: Final = (1 << 64) - 1
-_TURN_S: Final = 0.05
+_LAST_WAIT_S: Final = 0.05
 log = structlog.get_logger()
 
 
@@ -61,15 +60,15 @@ class OtelSampler:
         # Those that OpenTelemetry calls parentbased_:
         description = sampler.get_description()
         self._follows_parent = _FOLLOWS_PARENT in description
-        # traceidratio and parentbased_traceidratio:
-        ratio = _RATIO.fullmatch(description)
-        self._root_bound = None if ratio is None else TraceIdRatioBased.get_bound_for_rate(float(ratio[1]))
+        # traceidratio, always_on, always_off, and the same with parentbased_:
+        root = _ROOT.fullmatch(description)
+        self.root_bound = None if root is None else TraceIdRatioBased.get_bound_for_rate(_rate(root))
 
     def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
         if parent is not None and self._follows_parent:
             return parent.is_sampled
-        if parent is None and self._root_bound is not None:
-            return trace_id & _ID_HALF < self._root_bound
+        if parent is None and self.root_bound is not None:
+            return trace_id & _ID_HALF < self.root_bound
         context = set_span_in_context(NonRecordingSpan(_context(parent))) if parent is not None else None
         decision = self._sampler.should_sample(context, trace_id, name).decision
         return decision is otel_sampling.Decision.RECORD_AND_SAMPLE
@@ -86,29 +85,32 @@ class SpanExport:
         self._metrics = metrics
         self._interval_s = interval_s
         self._batch_spans = batch_spans
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._failing = False
 
     def start(self, tracer: Tracer) -> None:
-        self._thread = threading.Thread(target=self._run, args=(tracer,), name="span-export", daemon=True)
+        tracer.on_batch(self._batch_spans, self._wake.set)
+        self._thread = threading.Thread(target=self._run, args=(tracer,), name=EXPORT_THREAD, daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
         """Waits at most `timeout_s` for the last batches."""
-        self._stopping.set()
+        self._stopping = True
+        self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
             # Ends the exporter's waits between its retries.
             self._exporter.shutdown()
-            self._thread.join(_TURN_S)
+            self._thread.join(_LAST_WAIT_S)
 
     def _run(self, tracer: Tracer) -> None:
-        next_s = time.monotonic() + self._interval_s
-        while not self._stopping.wait(_TURN_S):
-            if time.monotonic() >= next_s or tracer.waiting >= self._batch_spans:
-                self._send(tracer)
-                next_s = time.monotonic() + self._interval_s
+        while not self._stopping:
+            # A thread that looked at the queue many times a second would cost a client more than its spans do.
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            self._send(tracer)
         self._send(tracer)
 
     def _send(self, tracer: Tracer) -> None:
@@ -171,6 +173,10 @@ def otel_spans(spans: Sequence[Span], resource: Resource) -> list[ReadableSpan]:
         )
         for span in spans
     ]
+
+
+def _rate(root: re.Match[str]) -> float:
+    return float(root[1]) if root[1] is not None else float(root[2] == "On")
 
 
 def _context(context: TraceContext, *, is_remote: bool = True) -> SpanContext:

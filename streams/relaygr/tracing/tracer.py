@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Final, Protocol
+from zlib import crc32
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
@@ -15,11 +16,15 @@ from relaygr.schemas.trace_context import TraceContext
 from relaygr.tracing.spans import Span
 
 _HALF: Final = 64
-_LAST: Final = (1 << _HALF) - 1
+_PREFIX_SHIFT: Final = 32
+EXPORT_THREAD: Final = "span-export"
 
 
 class Sampler(Protocol):
     """Decides at its head whether a trace is recorded."""
+
+    root_bound: int | None
+    """A trace that begins here is recorded if the last 8 bytes of its id are below this; None: `is_sampled` says."""
 
     def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
         """The decision for a span of this process. `parent`: the span in another process that it belongs to."""
@@ -58,24 +63,30 @@ class Tracer:
         self._metrics = metrics
         self._on_close = on_close
         self._ended: deque[Span] = deque()
+        self._batch_spans = max_queue_spans
+        self._on_batch: Callable[[], object] = lambda: None
         # Ids are not secret; the system's source would be a system call for each.
         self._random = random.Random()
-        self.unrecorded = TraceContext(self._new_id() << _HALF | _LAST, self._new_id(), is_sampled=False)
-        """The context of every trace that begins here and is not recorded. Most are not, and ids take time.
+        bound = sampler.root_bound
+        self._last_prefix = None if bound is None else (bound - 1) >> _PREFIX_SHIFT
+        """No trace whose prefix is above this is recorded. -1: none is; None: the sampler says."""
 
-        A later process with a sampler by ratio of its own does not record it either.
+    def begin(self, name: str, request_id: str) -> TraceContext | None:
+        """The context of the first span of a new trace of this impression; None if the trace is not recorded.
+
+        Most traces are not recorded. They are recognised without an id, a context or a call of the sampler.
         """
-
-    def begin(self, name: str, parent: TraceContext | None, request_id: str) -> TraceContext:
-        """The context of a new span. Without a parent it begins a trace of this impression, if that is recorded."""
-        if parent is not None:
-            return TraceContext(
-                parent.trace_id, self._new_id(), self._sampler.is_sampled(parent, parent.trace_id, name)
-            )
-        trace_id = self._new_id() << _HALF | _shared_half(request_id)
+        prefix = crc32(request_id.encode())
+        if self._last_prefix is not None and prefix > self._last_prefix:
+            return None
+        trace_id = self._new_id() << _HALF | _shared_half(prefix, request_id)
         if not self._sampler.is_sampled(None, trace_id, name):
-            return self.unrecorded
+            return None
         return TraceContext(trace_id, self._new_id(), is_sampled=True)
+
+    def follow(self, name: str, parent: TraceContext) -> TraceContext:
+        """The context of a new span of a trace that began in another process."""
+        return TraceContext(parent.trace_id, self._new_id(), self._sampler.is_sampled(parent, parent.trace_id, name))
 
     def within(self, context: TraceContext) -> TraceContext:
         """The context of a new span of the same trace."""
@@ -87,6 +98,12 @@ class Tracer:
             self._metrics.dropped.inc(len(spans))
         else:
             self._ended.extend(spans)
+            if len(self._ended) >= self._batch_spans:
+                self._on_batch()
+
+    def on_batch(self, batch_spans: int, call: Callable[[], object]) -> None:
+        """`call` is called, by any thread, when spans are queued and at least `batch_spans` wait. It must not block."""
+        self._batch_spans, self._on_batch = batch_spans, call
 
     @property
     def waiting(self) -> int:
@@ -105,9 +122,13 @@ class Tracer:
         return self._random.getrandbits(64) or 1
 
 
-def _shared_half(request_id: str) -> int:
-    """The last 8 bytes of the trace ids of an impression, from which a sampler by ratio decides."""
-    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest()) or 1
+def _shared_half(prefix: int, request_id: str) -> int:
+    """The last 8 bytes of the trace ids of an impression, from which a sampler by ratio decides.
+
+    A checksum is their first half, because it takes a fraction of a digest's time, and is all that most messages need.
+    """
+    rest = blake2b(request_id.encode(), digest_size=_PREFIX_SHIFT // 8).digest()
+    return prefix << _PREFIX_SHIFT | int.from_bytes(rest) or 1
 
 
 def exemplar_of(context: TraceContext) -> dict[str, str]:

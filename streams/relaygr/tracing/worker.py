@@ -25,7 +25,7 @@ class RankingTrace:
     """A ranking request of a recorded trace, until its result is delivered."""
 
     def __init__(
-        self, tracer: Tracer, parent: TraceContext | None, own: TraceContext, job: TraceContext | None, request_id: str
+        self, tracer: Tracer, parent: TraceContext, own: TraceContext, job: TraceContext | None, request_id: str
     ) -> None:
         self._tracer = tracer
         self._parent = parent
@@ -90,7 +90,9 @@ class WorkerTraces:
     def ranking(self, reply: RankingHeaders, topic: str) -> RankingTrace | None:
         """The trace of a request that is answered now; None if it is not recorded."""
         parent = TraceContext.parse(reply.traceparent)
-        own = self._tracer.begin(f"{Operation.PROCESS} {topic}", parent, reply.request_id)
+        if parent is None:
+            return None  # Only a client begins traces.
+        own = self._tracer.follow(f"{Operation.PROCESS} {topic}", parent)
         if not own.is_sampled:
             return None
         with self._lock:
@@ -100,7 +102,9 @@ class WorkerTraces:
     def job(self, headers: RawHeaders, topic: str, request_id: str) -> JobTrace | None:
         """The trace of a job that ends now; None if it is not recorded."""
         parent = TraceContext.parse(traceparent_of(headers))
-        own = self._tracer.begin(f"{Operation.PROCESS} {topic}", parent, request_id)
+        if parent is None:
+            return None
+        own = self._tracer.follow(f"{Operation.PROCESS} {topic}", parent)
         return JobTrace(self, self._tracer, parent, own, request_id) if own.is_sampled else None
 
     def remember(self, request_id: str, job: TraceContext) -> None:
@@ -117,7 +121,7 @@ class JobTrace:
 
     traces: WorkerTraces
     tracer: Tracer
-    parent: TraceContext | None
+    parent: TraceContext
     own: TraceContext
     request_id: str
 

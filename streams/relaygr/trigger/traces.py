@@ -22,7 +22,7 @@ class EventTrace:
     place: MessagePlace
     jobs_topic: str
     began_us: int
-    parent: TraceContext | None
+    parent: TraceContext
     own: TraceContext
     job: TraceContext
     """The span that sends the job."""
@@ -78,10 +78,12 @@ class TriggerTraces:
         self._events_topic = events_topic
         self._jobs_topic = jobs_topic
 
-    def event(self, message: Message, request_id: str, began_us: int) -> EventTrace:
-        """The trace of an event whose handling began at `began_us`."""
+    def event(self, message: Message, request_id: str, began_us: int) -> EventTrace | None:
+        """The trace of an event whose handling began at `began_us`; None without one: only a client begins traces."""
         parent = TraceContext.parse(traceparent_of(headers_of(message)))
-        own = self.tracer.begin(f"{Operation.PROCESS} {self._events_topic}", parent, request_id)
+        if parent is None:
+            return None
+        own = self.tracer.follow(f"{Operation.PROCESS} {self._events_topic}", parent)
         place = MessagePlace(self._events_topic, message.partition(), message.offset())
         return EventTrace(
             self.tracer, request_id, place, self._jobs_topic, began_us, parent, own, self.tracer.within(own)

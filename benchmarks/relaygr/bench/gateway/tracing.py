@@ -2,10 +2,14 @@
 
 Three clients run in this process: one without a tracer, one with a tracer, and a second one without, as the control.
 They take turns in short blocks of impressions (a retrieval event and a ranking request each), in another order each
-time. The CPU time of a block is that of the whole process, librdkafka's threads and the export of spans included; the
-worker, the broker and the collector are other processes. The figure is the median of the differences within a turn, so
-other work on the machine, which slows all three, hardly changes it. The difference of the control says how far the
-figure can be trusted.
+time. There are three rounds with new clients; in each one another place (the order of their making, and the name, from
+which the partition of the results follows) has the tracer.
+
+The CPU time of a block is that of the whole process, librdkafka's threads included; the worker, the broker and the
+collector are other processes. The figure is the median of the differences within a turn, so other work on the machine,
+which slows all three, hardly changes it. Spans are exported every few seconds, in whichever block that falls, so a
+median would leave it out: the export thread's time is taken out of the blocks, and its whole time is added to the
+traced impressions. The difference of the control says how far the figure can be trusted.
 
 A block sends as fast as the answers come (a few requests are open). At a lower rate a client spends more CPU time for a
 request, and the tracer does not: the share is then smaller.
@@ -18,13 +22,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Semaphore
 from typing import Final
 
 import numpy as np
@@ -43,11 +47,15 @@ from relaygr.runtime.errors import RelayError
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.settings import Settings
 from relaygr.tracing import Tracer, TracingSettings, start_tracing
+from relaygr.tracing.tracer import EXPORT_THREAD
 
 OPEN_REQUESTS: Final = 8
 WARM_UP_BLOCKS: Final = 3
 _RESAMPLES: Final = 2_000
 _ORDERS: Final = ((0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1))
+_OFF, _TRACED, _CONTROL = range(3)
+ROUNDS: Final = ((_OFF, _TRACED, _CONTROL), (_TRACED, _CONTROL, _OFF), (_CONTROL, _OFF, _TRACED))
+"""Which client is at each place, in each round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +87,14 @@ class TracingFigures:
 
     off_us: float
     traced: Added
+    """With the export."""
+    export_us: float
+    """Of these, the export of the spans."""
     control: Added
     ranked_share: float
 
     def row(self) -> dict[str, float]:
-        row = {"off_us": self.off_us, "ranked_share": self.ranked_share}
+        row = {"off_us": self.off_us, "ranked_share": self.ranked_share, "export_us": self.export_us}
         for name, added in (("traced", self.traced), ("control", self.control)):
             row |= {f"{name}_{key}": value for key, value in asdict(added).items()}
         return {name: round(value, 5) for name, value in row.items()}
@@ -108,13 +119,16 @@ def measure_tracing(plan: TracingPlan, broker: str, out: Path, json_out: Path | 
     console.print(f"appended to {out}")
 
 
-def added(reference_us: NDArray[np.float64], other_us: NDArray[np.float64]) -> Added:
-    """The median difference of blocks of the same turns, float64 [blocks] each, and its bootstrap interval."""
+def added(reference_us: NDArray[np.float64], other_us: NDArray[np.float64], constant_us: float = 0.0) -> Added:
+    """The median difference of blocks of the same turns, float64 [blocks] each, and its bootstrap interval.
+
+    `constant_us` is added to all three.
+    """
     differences = other_us - reference_us
     random = np.random.default_rng(0)
     drawn = random.choice(differences, (_RESAMPLES, len(differences)))
-    low_us, high_us = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    us, of_us = float(np.median(differences)), float(np.median(reference_us))
+    low_us, high_us = np.percentile(np.median(drawn, axis=1), [2.5, 97.5]) + constant_us
+    us, of_us = float(np.median(differences)) + constant_us, float(np.median(reference_us))
     return Added(us, float(low_us), float(high_us), us / of_us, float(low_us) / of_us, float(high_us) / of_us)
 
 
@@ -138,28 +152,55 @@ def _measure(console: Console, broker: LocalBroker, folder: Path, plan: TracingP
 def _blocks(settings: Settings, plan: TracingPlan, tracer: Tracer) -> TracingFigures:
     random = np.random.default_rng(7)
     impressions = _Impressions([random.permutation(10_000)[:CANDIDATES] for _ in range(USERS)], plan.impressions)
-    with ExitStack() as open_clients:
-        clients = [
-            open_clients.enter_context(
-                RelayClient(settings, f"bench-{name}", registry=CollectorRegistry(), tracer=used)
-            )
-            for name, used in (("off", None), ("traced", tracer), ("control", None))
-        ]
-        tune_interpreter()
-        for _ in range(WARM_UP_BLOCKS):
-            for client in clients:
-                impressions.cpu_us(client)
-        if not impressions.ranked:
-            raise RelayError("no request of the warm-up was ranked")
-        impressions.ranked = impressions.sent = 0
-        took_us = np.zeros((plan.blocks, len(clients)))
-        for block in range(plan.blocks):
-            for place in _ORDERS[block % len(_ORDERS)]:
-                took_us[block, place] = impressions.cpu_us(clients[place])
+    tune_interpreter()
+    took_us = np.zeros((plan.blocks, len(ROUNDS)))
+    cpu = _Cpu()
+    export_ns = 0
+    for number, places in enumerate(ROUNDS):
+        blocks = range(plan.blocks)[number :: len(ROUNDS)]
+        with ExitStack() as open_clients:
+            clients: dict[int, RelayClient] = {}
+            for place, role in enumerate(places):
+                used = tracer if role == _TRACED else None
+                client = RelayClient(settings, f"bench-{place}", registry=CollectorRegistry(), tracer=used)
+                clients[role] = open_clients.enter_context(client)
+            for _ in range(WARM_UP_BLOCKS):
+                for client in clients.values():
+                    impressions.cpu_us(client, cpu)
+            if not impressions.ranked:
+                raise RelayError("no request of the warm-up was ranked")
+            if number == 0:
+                impressions.ranked = impressions.sent = 0
+            export_ns -= cpu.export_ns()
+            for turn, block in enumerate(blocks):
+                for role in _ORDERS[turn % len(_ORDERS)]:
+                    took_us[block, role] = impressions.cpu_us(clients[role], cpu)
+            export_ns += cpu.export_ns()
+    export_us = export_ns / 1000 / (plan.blocks * plan.impressions)
     off, traced, control = took_us.T
     return TracingFigures(
-        float(np.median(off)), added(off, traced), added(off, control), impressions.ranked / impressions.sent
+        float(np.median(off)),
+        added(off, traced, export_us),
+        export_us,
+        added(off, control),
+        impressions.ranked / impressions.sent,
     )
+
+
+class _Cpu:
+    """CPU times of this process, and of its thread that exports spans."""
+
+    def __init__(self) -> None:
+        [export] = [thread for thread in threading.enumerate() if thread.name == EXPORT_THREAD]
+        assert export.ident is not None
+        self._export_clock = time.pthread_getcpuclockid(export.ident)
+
+    def export_ns(self) -> int:
+        return time.clock_gettime_ns(self._export_clock)
+
+    def rest_ns(self) -> int:
+        """All but the export."""
+        return time.process_time_ns() - self.export_ns()
 
 
 class _Impressions:
@@ -168,13 +209,13 @@ class _Impressions:
     def __init__(self, candidates: Sequence[NDArray[np.int64]], count: int) -> None:
         self._candidates = candidates
         self._count = count
-        self._free = Semaphore(OPEN_REQUESTS)
+        self._free = threading.Semaphore(OPEN_REQUESTS)
         self.sent = 0
         self.ranked = 0
 
-    def cpu_us(self, client: RelayClient) -> float:
-        """Sends a block, waits for its end, and returns the CPU time of this process in µs an impression."""
-        begun_ns = time.process_time_ns()
+    def cpu_us(self, client: RelayClient, cpu: _Cpu) -> float:
+        """Sends a block, waits for its end, and returns the CPU time without export, in µs an impression."""
+        begun_ns = cpu.rest_ns()
         for _ in range(self._count):
             self._free.acquire()
             place = self.sent % len(self._candidates)
@@ -192,7 +233,7 @@ class _Impressions:
         for _ in range(OPEN_REQUESTS):
             self._free.acquire()
         self._free.release(OPEN_REQUESTS)
-        return (time.process_time_ns() - begun_ns) / 1000 / self._count
+        return (cpu.rest_ns() - begun_ns) / 1000 / self._count
 
     def _ended(self, future: Future[RankOutcome]) -> None:
         self.ranked += future.result().status is RankStatus.RANKED
@@ -233,4 +274,7 @@ def _print(console: Console, plan: TracingPlan, figures: TracingFigures) -> None
             f"{each.low:+.2%} to {each.high:+.2%}",
         )
     console.print(table)
-    console.print(f"without a tracer: {figures.off_us:.0f} µs an impression; {figures.ranked_share:.1%} ranked")
+    console.print(
+        f"without a tracer: {figures.off_us:.0f} µs an impression; {figures.ranked_share:.1%} ranked; "
+        f"{figures.export_us:.1f} µs of the traced are export"
+    )
