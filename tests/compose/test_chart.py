@@ -46,6 +46,49 @@ CASES = {
     **{name: example(name) for name in EXAMPLES},
     "everything": merged(example("strimzi"), EVERYTHING),
     "alone": merged(example("npu"), {"worker": {"standby": False}, "settings": {"worker": {"drain_s": 40.5}}}),
+    "a scenario of its own": {
+        "settings": {
+            "bootstrap": "kafka:9092",
+            "scenario": "ads",
+            "scenarios": {"home": {"share": 2}, "ads": {"topic_prefix": "shop-ads", "budget_ms": 30}},
+        },
+        "model": {"volume": {"hostPath": {"path": "/models/ads"}}},
+    },
+    "divert, traces, an own CA": {
+        "settings": {
+            "bootstrap": "kafka-1:9094,kafka-2:9095",
+            "security": {
+                "protocol": "SSL",
+                "ca_file": "/etc/relaygr/ca/ca.crt",
+                "certificate_file": "/etc/relaygr/security/tls.crt",
+                "key_file": "/etc/relaygr/security/tls.key",
+            },
+            "worker": {"divert": True, "divert_bytes": "1MiB", "drain_s": 0},
+            "trigger": {"remembered_users": 1_000_000},
+            "tracing": {"enabled": True},
+        },
+        "security": {"secret": "client", "caSecret": "own-ca"},
+        "networkPolicy": {"enabled": True, "egress": [{"ports": [{"protocol": "TCP", "port": 4318}]}]},
+        "model": {"random": ["--layers", "1"]},
+    },
+    "one worker, shares of a GPU, no standby": {
+        "settings": {
+            "bootstrap": "kafka:9092",
+            "affinity": "consumer_protocol",
+            "worker": {"device": "cuda", "hbm_bytes": 20_000_000_000, "dram_bytes": "1.5TiB", "kv_dtype": "float8"},
+        },
+        "worker": {
+            "replicas": 1,
+            "standby": False,
+            "leaveOnStop": False,
+            "accelerator": {"resource": "nvidia.com/mig-3g.40gb", "count": 2},
+            "runtimeClassName": "nvidia",
+            "history": {"persistent": False, "size": "40Gi"},
+        },
+        "lag": {"enabled": False},
+        "topics": {"job": False},
+        "model": {"volume": {"csi": {"driver": "models.example.com"}}},
+    },
     "sizes in bytes": merged(example("cuda"), {"settings": {"worker": {"dram_bytes": 8_589_934_592}}}),
 }
 
@@ -170,6 +213,15 @@ OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", 
         ({"worker": {"terminationGracePeriodSeconds": 20}}, "terminationGracePeriodSeconds"),
         ({"keda": {"worker": {"enabled": True}}}, "keda.prometheus"),
         ({"strimzi": {"users": ["worker"]}}, "strimzi.topics"),
+        ({"settings": {"security": {"protocol": "SSL", "ca_file": "/etc/relaygr/ca/ca.crt"}}}, "security.caSecret"),
+        (
+            {
+                "settings": {"security": {"key_file": "/etc/relaygr/security/tls.key"}},
+                "security": {"roles": {"worker": {"secret": "w"}, "trigger": {"secret": "t"}, "lag": {"secret": "l"}}},
+            },
+            "security.roles.topics.secret",
+        ),
+        ({"settings": {"tracing": {"enabled": True}}, "networkPolicy": {"enabled": True}}, "networkPolicy.egress"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(helm: Helm, changes: dict[str, Any], named: str) -> None:
@@ -285,19 +337,31 @@ def test_a_disruption_takes_one_worker_at_a_time(chart: Rendered) -> None:
     assert budget["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_a_setting_of_the_trigger_does_not_restart_workers(helm: Helm) -> None:
-    before, after = helm.render(OK), helm.render(merged(OK, {"settings": {"trigger": {"lead_fraction": 0.5}}}))
-    kinds = {"worker": "StatefulSet", "trigger": "Deployment"}
+@pytest.mark.parametrize(
+    ("changes", "restarted"),
+    [
+        ({"trigger": {"lead_fraction": 0.5}}, ["trigger"]),
+        ({"worker": {"max_batch_requests": 16}}, ["worker"]),
+        ({"gateway": {"max_in_flight": 9}, "traffic": {"users": 5}}, []),
+        ({"log": {"level": "debug"}}, ["worker", "trigger", "lag"]),
+    ],
+)
+def test_a_changed_setting_restarts_the_roles_that_read_it(
+    helm: Helm, changes: dict[str, Any], restarted: list[str]
+) -> None:
+    before, after = helm.render(OK), helm.render(merged(OK, {"settings": changes}))
+    kinds = {"worker": "StatefulSet", "trigger": "Deployment", "lag": "Deployment"}
     changed = [
         role
         for role, kind in kinds.items()
         if before.named(kind, role)["spec"]["template"] != after.named(kind, role)["spec"]["template"]
     ]
-    assert changed == ["trigger"]
+    assert changed == restarted
 
 
 def test_the_probes_ask_the_port_of_the_process(chart: Rendered) -> None:
-    for role in PROCESSES:
+    assert {"worker", "trigger"} <= set(pods(chart))
+    for role in set(PROCESSES) & set(pods(chart)):
         own = container(chart, role)
         assert own["ports"] == [{"name": "http", "containerPort": 8080}]
         assert own["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}

@@ -43,6 +43,11 @@ history: {{ $history }}
 limit: {{ add $tmpfs $history (mul $processes $each) }}
 {{- end }}
 
+{{/* The roles that run with these values. */}}
+{{- define "relaygr.roles" -}}
+worker trigger{{ if .Values.lag.enabled }} lag{{ end }}{{ if and .Values.topics.job (not .Values.strimzi.topics) }} topics{{ end }}
+{{- end }}
+
 {{/* Stops with a message where values contradict each other. */}}
 {{- define "relaygr.check" -}}
 {{- $settings := .Values.settings -}}
@@ -61,6 +66,14 @@ limit: {{ add $tmpfs $history (mul $processes $each) }}
 {{- if gt (int $most) (int $settings.partitions) }}{{ fail (printf "%d workers share settings.partitions = %d partitions: plan at least 8 partitions for each worker" (int $most) (int $settings.partitions)) }}{{ end -}}
 {{- if and (not .Values.model.volume) (not .Values.model.random) }}{{ fail "model.volume is empty: name the volume with the checkpoint (config.json, model.safetensors), or set model.random to try the chart with a random model" }}{{ end -}}
 {{- if and .Values.model.volume .Values.model.random }}{{ fail "model.volume and model.random are both set: set one of them" }}{{ end -}}
+{{- range $key := list "ca_file" "certificate_file" "key_file" "sasl_password_file" "sasl_token_file" -}}
+{{- $file := get ($settings.security | default dict) $key | default "" -}}
+{{- if and (hasPrefix "/etc/relaygr/ca/" $file) (not $.Values.security.caSecret) }}{{ fail (printf "settings.security.%s is %s, but security.caSecret is empty: name the Secret with that file" $key $file) }}{{ end -}}
+{{- range $role := include "relaygr.roles" $ | splitList " " -}}
+{{- if and (hasPrefix "/etc/relaygr/security/" $file) (not (include "relaygr.secret" (dict "root" $ "role" $role))) }}{{ fail (printf "settings.security.%s is %s, but no Secret is mounted there in %s: set security.secret or security.roles.%s.secret" $key $file $role $role) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.enabled (dig "tracing" "enabled" false $settings) (not .Values.networkPolicy.egress) }}{{ fail "settings.tracing is enabled, but networkPolicy would drop its traces: allow your collector in networkPolicy.egress" }}{{ end -}}
 {{- if and .Values.worker.terminationGracePeriodSeconds (lt (float64 .Values.worker.terminationGracePeriodSeconds) (addf $settings.worker.drain_s 25)) }}{{ fail "worker.terminationGracePeriodSeconds is too short: set it to at least settings.worker.drain_s and 25 s" }}{{ end -}}
 {{- if and (or .Values.keda.trigger.enabled .Values.keda.worker.enabled) (not .Values.keda.prometheus) }}{{ fail "keda.prometheus is empty: set it to the address of Prometheus" }}{{ end -}}
 {{- if and .Values.keda.trigger.enabled (not .Values.lag.enabled) }}{{ fail "keda.trigger reads the lag monitor's metrics: set lag.enabled to true" }}{{ end -}}
@@ -84,9 +97,9 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 
 {{/* A hash of the settings that a role reads: another role's settings do not restart it. */}}
 {{- define "relaygr.checksum" -}}
-{{- $others := dict "worker" (list "trigger" "lag" "client") "trigger" (list "worker" "supervisor" "consumer" "lag" "client") "lag" (list "worker" "supervisor" "consumer" "trigger" "admission" "client") -}}
+{{- $others := dict "worker" (list "trigger" "lag") "trigger" (list "worker" "supervisor" "consumer" "lag") "lag" (list "worker" "supervisor" "consumer" "trigger" "admission") -}}
 {{- $own := deepCopy .root.Values.settings -}}
-{{- range get $others .role }}{{ $_ := unset $own . }}{{ end -}}
+{{- range concat (get $others .role) (list "client" "gateway" "traffic" "ui") }}{{ $_ := unset $own . }}{{ end -}}
 {{- toYaml $own | sha256sum -}}
 {{- end }}
 
