@@ -276,7 +276,6 @@ worker_statuses = st.builds(
     predictions_off=st.none() | st.booleans(),
     started_at_us=st.none() | whole,
     overflow_partitions=st.none() | st.lists(st.integers(0, MAX_PARTITIONS), max_size=64).map(tuple),
-    started_at_us=st.none() | whole,
 )
 
 
