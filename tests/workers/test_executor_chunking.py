@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
+from relaygr.worker.executor.plan import (
+    LEAST_CHUNK_CUTS,
+    PREDICTION_MARGIN,
+    Chunking,
+    ExpectedArrivals,
+    chunk_bound_us,
+)
 from tests.worlds.executor import TOKEN_US, ExecutorWorld
 
 LATENCY = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=0, c1=0, c2=0, d0=0, d1=0))
@@ -72,19 +78,42 @@ def test_prefixes_in_one_chunk_are_predicted_as_they_are() -> None:
 times_us = st.one_of(st.floats(-1e6, 1e6), st.just(math.inf))
 
 
-@given(st.floats(1, 1e5), st.floats(1, 1e5), times_us, times_us, st.one_of(st.floats(1, 1e7), st.just(math.inf)))
+some_us, costs_us = st.floats(1, 1e5), st.floats(0, 1e5)
+gaps_us = st.one_of(st.floats(1, 1e7), st.just(math.inf))
+
+
+@given(some_us, some_us, costs_us, times_us, times_us, gaps_us)
 def test_a_chunk_leaves_the_most_urgent_request_its_time(
-    shortest_us: float, longest_us: float, slack_us: float, arrival_us: float, others_us: float
+    shortest_us: float, longest_us: float, cut_us: float, slack_us: float, arrival_us: float, others_us: float
 ) -> None:
-    bound_us = chunk_bound_us(shortest_us, longest_us, slack_us, arrival_us, others_us)
+    bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, slack_us, arrival_us, others_us)
     assert shortest_us <= bound_us <= max(shortest_us, longest_us)
     for leaves_us in (slack_us, arrival_us, others_us):
-        assert bound_us <= max(shortest_us, leaves_us)
+        assert bound_us <= max(shortest_us, leaves_us, LEAST_CHUNK_CUTS * cut_us)
 
 
-@given(st.floats(1, 1e5), st.floats(1, 1e5))
-def test_a_chunk_is_as_long_as_allowed_while_nobody_waits_or_is_expected(shortest_us: float, longest_us: float) -> None:
-    assert chunk_bound_us(shortest_us, longest_us, math.inf, math.inf, math.inf) == max(shortest_us, longest_us)
+@given(some_us, some_us, costs_us, times_us, times_us, gaps_us)
+def test_however_dear_a_cut_is_a_chunk_takes_no_time_of_a_waiting_request(
+    shortest_us: float, longest_us: float, cut_us: float, slack_us: float, arrival_us: float, others_us: float
+) -> None:
+    bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, slack_us, arrival_us, others_us)
+    assert bound_us <= max(shortest_us, slack_us / PREDICTION_MARGIN)
+
+
+@given(some_us, some_us, costs_us, times_us, gaps_us)
+def test_a_chunk_takes_a_few_times_what_its_cut_costs_while_nobody_waits(
+    shortest_us: float, longest_us: float, cut_us: float, arrival_us: float, others_us: float
+) -> None:
+    bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, math.inf, arrival_us, others_us)
+    assert bound_us >= min(LEAST_CHUNK_CUTS * cut_us, longest_us)
+
+
+@given(some_us, some_us, costs_us)
+def test_a_chunk_is_as_long_as_allowed_while_nobody_waits_or_is_expected(
+    shortest_us: float, longest_us: float, cut_us: float
+) -> None:
+    bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, math.inf, math.inf, math.inf)
+    assert bound_us == max(shortest_us, longest_us)
 
 
 def test_an_announced_request_may_arrive_from_a_part_of_its_lead_time_on_until_it_is_overdue() -> None:

@@ -46,8 +46,6 @@ REMEMBERED_US = 120_000_000
 """Twice the longest life of a job."""
 MAX_UNCOUNTED_PASSES = 1024
 UNCUT_US = 1e12
-LEAST_CHUNK_CUTS = 5
-"""A chunk takes at least this many times what its cut costs."""
 CHUNK_WEIGHT = 0.05
 """Weight of one chunk in the size that predictions assume."""
 
@@ -258,11 +256,9 @@ class ExecutorContext:
             return self.chunking
         first = self.scheduler.ranking.peek()
         slack_us = first.latest_start_us - now_us if first is not None and first is not work else math.inf
-        # A cut costs time of its own, so chunks have at least a few times that.
         cut_us = self.parts.corrector.model.cut_us(work.done_tokens)
-        shortest_us = min(max(shortest_us, LEAST_CHUNK_CUTS * cut_us), longest_us)
         own = {(job.job.user_id, job.job.request_id) for job in work.jobs}
-        bound_us = chunk_bound_us(shortest_us, longest_us, slack_us, *self.arrivals.next_us(now_us, own))
+        bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, slack_us, *self.arrivals.next_us(now_us, own))
         # The time of a prefix grows with the number of chunks, that is with the mean of 1 / bound.
         mean = 1 / self.chunking.chunk_us + CHUNK_WEIGHT * (1 / bound_us - 1 / self.chunking.chunk_us)
         self.chunking = replace(self.chunking, chunk_us=1 / mean)
