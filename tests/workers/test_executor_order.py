@@ -66,6 +66,20 @@ def test_removed_work_is_gone_and_the_heap_does_not_grow_with_pushes():
     assert queue.peek() is None
 
 
+def test_the_share_of_pre_infer_counts_in_the_backlog_while_its_work_waits():
+    queues = scheduler(0.1)
+    piece = preinfer(10)
+    assert queues.backlog.preinfer_share == 0
+    queues.push(piece)
+    assert queues.backlog.preinfer_share == 0.1
+    queues.remove(piece)
+    assert queues.backlog.preinfer_share == 0
+    queues.push(piece)
+    piece.work_class = WorkClass.RANKING
+    queues.push(piece)
+    assert queues.backlog.preinfer_share == 0, "a request waits for it now"
+
+
 def test_equal_deadlines_keep_their_order_of_arrival():
     queue = DeadlineQueue[Piece]()
     pieces = [ranking(7) for _ in range(5)]

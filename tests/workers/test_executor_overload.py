@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import FailureReason, LatencyCoefficients, Path
 from relaygr.worker.executor.executor import MAIL_PER_STEP
-from relaygr.worker.executor.order import Backlog
+from relaygr.worker.executor.order import Backlog, Scheduler, WorkClass
 from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.model.interface import RankOutputs
 from tests.worlds.executor import ExecutorWorld, world_with_a_in_dram
@@ -310,6 +310,48 @@ def test_a_device_thread_that_others_slow_down_admits_less_until_it_rests():
     for _ in range(30):
         backlog.rest(now_us)
     assert backlog.room_us(100_000, 0) == pytest.approx(90_000, rel=0.01)
+
+
+def test_time_of_pre_infer_is_no_slow_device_thread():
+    scheduler: Scheduler[Promise] = Scheduler(0.1, chunk_us=5_000)
+    backlog, now_us = scheduler.backlog, 0
+    for _ in range(30):
+        backlog.busy_since_us, backlog.done_us = now_us, 20_000
+        now_us += 100_000
+        scheduler.charge(WorkClass.PREINFER, 50_000, now_us)
+        scheduler.charge(WorkClass.PREINFER, 30_000, now_us)
+        scheduler.charge(WorkClass.RANKING, 20_000, now_us)
+        backlog.observe_pace(now_us)
+    assert backlog.pace == 1
+
+
+@given(st.floats(0, 0.9), st.floats(1, 8), st.floats(1, 1.5), PIECES)
+def test_the_share_of_pre_infer_delays_admitted_work_once_beside_all_that_slows_the_device_thread(
+    share, pace, caution, pieces
+):
+    backlog = Backlog()
+    backlog.preinfer_share, backlog.pace, backlog.caution = share, pace, caution
+    promises = [put(backlog, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
+    last_us = max((must_end_us for must_end_us, _ in pieces), default=0)
+    ahead_us = sum(promise.remaining_us for promise in promises)
+    left_us = last_us if not pieces else (last_us - caution * pace / (1 - share) * ahead_us) / caution
+    assert backlog.room_us(last_us, 0) == pytest.approx(left_us, abs=1e-3)
+    assert backlog.predicted_us == int(ahead_us * caution * pace / (1 - share))
+
+
+def test_pre_infer_beside_hits_makes_the_device_thread_no_slower():
+    world = ExecutorWorld(hbm_pages=2048, preinfer_queue_max=64)
+    hit = world.store.put("hit", TOKENS)
+    world.rank("hit", hit, "first")
+    world.run()
+    for number in range(60):
+        world.job(f"u{number}", world.store.put(f"u{number}", TOKENS), f"j{number}", lead_us=1_000)
+        world.rank("hit", hit, f"r{number}", budget_us=10_000_000)
+    paces = []
+    while world.executor.step() == 0:
+        paces.append(world.executor.backlog.pace)
+    assert world.engine.chunks and len(paces) > 60
+    assert max(paces) == pytest.approx(1.0, abs=0.01)
 
 
 PATIENCE = st.lists(st.booleans(), max_size=300)

@@ -124,10 +124,15 @@ class Backlog:
         self.prepare_us = 0.0
         """The part of it that a look-up takes, on the average of all paths."""
         self.pace = 1.0
-        """Time in which the device thread does 1 µs of demand. It is above 1 where pre-infer, refusals, other threads
-        and the machine take time, too."""
+        """Time in which the device thread does 1 µs of demand. It is above 1 where refusals, other threads and the
+        machine take time, too. Pre-infer does not count: beyond its share it takes only time that admitted work can
+        spare."""
+        self.preinfer_share = 0.0
+        """The part of the device time that is guaranteed to pre-infer: 0 while no pre-infer waits."""
         self.done_us = 0.0
         """Demand that was done since `busy_since_us`."""
+        self.preinfer_us = 0.0
+        """Device time of pre-infer since then."""
         self.busy_since_us: int | None = None
         """Since when the device thread has not been idle."""
         self.expected_us = 0.0
@@ -167,17 +172,15 @@ class Backlog:
         self,
         must_end_us: int,
         now_us: int,
-        preinfer_share: float = 0.0,
         *,
         sent_us: int | None = None,
         unread_us: float = 0.0,
     ) -> float:
         """The largest demand of other work that then ends by `must_end_us` and makes no admitted work late.
 
-        `preinfer_share`: the part of the device time that pre-infer gets meanwhile. `sent_us`: when a new request was
-        sent. It has no room (less than 0) if it would wait for longer than `patience` allows; None for work on which
-        time was spent before. `unread_us`: demand that is ahead of it and not admitted. Work that is late already is
-        not considered.
+        `sent_us`: when a new request was sent. It has no room (less than 0) if it would wait for longer than `patience`
+        allows; None for work on which time was spent before. `unread_us`: demand that is ahead of it and not admitted.
+        Work that is late already is not considered.
         """
         left_us = must_end_us - now_us
         longest_wait_us = math.inf
@@ -189,7 +192,7 @@ class Backlog:
         if not self._entries and not unread_us:
             # Without a queue there is nothing to be cautious of, so the first request after a burst is served as ever.
             return left_us
-        slowness = self.caution * max(self.pace, 1 / (1 - preinfer_share))
+        slowness = self.caution * self.pace / (1 - self.preinfer_share)
         later = self._by_deadline[bisect.bisect_left(self._by_deadline, (must_end_us + 1,)) :]
         ahead_us = self.total_us + unread_us
         for entry in later:
@@ -210,7 +213,7 @@ class Backlog:
         """The largest demand of other work that may run now without making admitted work with a deadline up to
         `until_us` late. 0 if some of it is late already.
         """
-        slowness = max(self.pace, 1 / (1 - preinfer_share))
+        slowness = self.pace / (1 - preinfer_share)
         spare_us, ahead_us = math.inf, 0.0
         for due_us, _, demand_us in self._by_deadline:
             if due_us > until_us:
@@ -224,7 +227,7 @@ class Backlog:
         """The time that a new request must have left, beside its own: until the admitted work is done, and more while
         many requests are refused. For any thread.
         """
-        return int(self.total_us * self.caution * self.pace / self.patience)
+        return int(self.total_us * self.caution * self.pace / (1 - self.preinfer_share) / self.patience)
 
     def is_hopeless(self, must_end_us: int, now_us: int, sent_us: int | None = None) -> bool:
         """Whether a request that is still undecoded cannot be answered in time, however cheap it is. With `sent_us`: or
@@ -261,13 +264,15 @@ class Backlog:
         """Compares the demand that was done with the time that it took. The device thread was busy until now."""
         if self.busy_since_us is None:
             return
-        sample = min(max((now_us - self.busy_since_us) / self.done_us, 1.0), _MAX_PACE)
+        took_us = now_us - self.busy_since_us - self.preinfer_us
+        sample = min(max(took_us / self.done_us, 1.0), _MAX_PACE)
         self.pace += _PACE_WEIGHT * (sample - self.pace)
-        self.busy_since_us, self.done_us = now_us, 0.0
+        self.busy_since_us, self.done_us, self.preinfer_us = now_us, 0.0, 0.0
 
     def rest(self, now_us: int) -> None:
         """Notes that the device thread has nothing to do, so nothing slows it down."""
-        self.busy_since_us, self.done_us, self.idle_since_us = None, 0.0, now_us
+        self.busy_since_us, self.idle_since_us = None, now_us
+        self.done_us = self.preinfer_us = 0.0
         self.pace += _PACE_WEIGHT * (1.0 - self.pace)
 
     def wake(self, now_us: int) -> None:
@@ -305,36 +310,37 @@ class DeadlineQueue(Generic[W]):
     def __init__(self, backlog: Backlog | None = None) -> None:
         self._backlog = backlog
         self._heap: list[QueueEntry[W]] = []
-        self._current: dict[int, QueueEntry[W]] = {}
+        self.entries: dict[int, QueueEntry[W]] = {}
+        """The last push of each queued work, by its `id`."""
         self._sequence = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._current)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[W]:
-        return (entry.work for entry in self._current.values())
+        return (entry.work for entry in self.entries.values())
 
     def push(self, work: W) -> None:
         """Adds the work, or moves it to the place of its present deadline."""
         entry = QueueEntry(_due_us(work), next(self._sequence), work)
-        self._current[id(work)] = entry
+        self.entries[id(work)] = entry
         heapq.heappush(self._heap, entry)
         if self._backlog is not None:
             self._backlog.put(work, work.latest_start_us)
-        if len(self._heap) > 64 + 2 * len(self._current):
-            self._heap = list(self._current.values())
+        if len(self._heap) > 64 + 2 * len(self.entries):
+            self._heap = list(self.entries.values())
             heapq.heapify(self._heap)
 
     def remove(self, work: W) -> None:
         """Removes the work, if it is queued."""
-        if self._current.pop(id(work), None) is not None and self._backlog is not None:
+        if self.entries.pop(id(work), None) is not None and self._backlog is not None:
             self._backlog.drop(work)
 
     def peek(self) -> W | None:
         """The work with the earliest deadline."""
         while self._heap:
             entry = self._heap[0]
-            if self._current.get(id(entry.work)) is entry:
+            if self.entries.get(id(entry.work)) is entry:
                 return entry.work
             heapq.heappop(self._heap)
         return None
@@ -401,12 +407,14 @@ class Scheduler(Generic[W]):
             if other is not mine:
                 other.remove(work)
         mine.push(work)
+        self.backlog.preinfer_share = self._preinfer_share if self.preinfer.entries else 0.0
 
     def remove(self, work: W) -> None:
         """Removes the work from its queue."""
         self.ranking.remove(work)
         self.preinfer.remove(work)
         self.warm_up.remove(work)
+        self.backlog.preinfer_share = self._preinfer_share if self.preinfer.entries else 0.0
 
     def pick(self, now_us: int) -> W | None:
         """The work to run next, which stays in its queue; None if there is none.
@@ -434,8 +442,7 @@ class Scheduler(Generic[W]):
         if first is None or len(self.ranking) == 1 or first.remaining_us <= self._chunk_us or not first.runs_in_chunks:
             return first
         shortest = min(self.ranking, key=lambda work: work.remaining_us)
-        share = self._preinfer_share if len(self.preinfer) else 0.0
-        spare_us = self.backlog.spare_us(now_us, _due_us(shortest), share)
+        spare_us = self.backlog.spare_us(now_us, _due_us(shortest), self.backlog.preinfer_share)
         return shortest if _overtakes(shortest, first, spare_us) else first
 
     def warm_up_in_us(self, now_us: int) -> int:
@@ -448,6 +455,8 @@ class Scheduler(Generic[W]):
             pause_us = int(duration_us * (1 - self._warm_up_share) / self._warm_up_share)
         else:
             pause_us = IDLE_CHUNKS * self._chunk_us
+        if work_class is WorkClass.PREINFER:
+            self.backlog.preinfer_us += duration_us
         self._warm_up_from_us = max(self._warm_up_from_us, now_us + pause_us)
         self._share.charge(work_class, duration_us, now_us, preinfer_waits=len(self.preinfer) > 0)
 

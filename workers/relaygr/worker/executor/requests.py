@@ -88,7 +88,6 @@ class Requests:
         self._prefixes = prefixes
         self._backlog = context.scheduler.backlog
         settings = context.parts.settings
-        self._preinfer_share = context.parts.admission_settings.preinfer_share
         self._skew_us = settings.max_clock_skew_ms * 1000
         self._chunk_us = settings.chunk_ms * 1000
         self._longest_wait_us = settings.history_wait_ms * 1000
@@ -516,9 +515,7 @@ class Requests:
         """
         if work.is_promised:
             self._backlog.drop(work)
-        # Jobs that wait get their share of the device time meanwhile.
-        share = self._preinfer_share if len(self._context.scheduler.preinfer) else 0.0
-        return int(self._backlog.room_us(work.answer_by_us, now_us, share) - self._backlog.own_us[work.path])
+        return int(self._backlog.room_us(work.answer_by_us, now_us) - self._backlog.own_us[work.path])
 
     def _full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Predicted time of full inference in this worker: the chunks of the prefix, then the ranking pass."""
@@ -537,7 +534,8 @@ class Requests:
             self._parts.cache.invalidate_user(work.request.user_id)
             return self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
         backlog = self._backlog
-        work.backlog_us = int(backlog.total_us * backlog.caution * backlog.pace / backlog.patience) or None
+        slowness = backlog.caution * backlog.pace / (1 - backlog.preinfer_share)
+        work.backlog_us = int(backlog.total_us * slowness / backlog.patience) or None
         self._parts.results.ranked(work, outputs)
         if work.path is Path.FULL and work.pre_infer_us:
             self._observe_full(work)
