@@ -274,8 +274,8 @@ worker_statuses = st.builds(
     reuses_prefixes=st.none() | st.booleans(),
     length_ratios=st.none() | st.builds(LengthRatios, *[st.lists(real, max_size=LENGTH_BUCKETS).map(tuple)] * 3),
     predictions_off=st.none() | st.booleans(),
-    started_at_us=st.none() | whole,
     overflow_partitions=st.none() | st.lists(st.integers(0, MAX_PARTITIONS), max_size=64).map(tuple),
+    started_at_us=st.none() | whole,
 )
 
 

@@ -656,7 +656,8 @@ class WorkerStatus:
     started_at_us: Annotated[
         int | None,
         UInt("µs since the epoch"),
-        "when the worker's process started, which tells it from the process before it; absent: not known",
+        "when the worker's process started: one with another value has not the same prefixes in HBM; absent: an older "
+        "worker",
     ] = None
 
 

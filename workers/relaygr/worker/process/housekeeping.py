@@ -71,8 +71,8 @@ class StatusReport:
         self._headers: Headers = [(WORKERS_GROUP, config.kafka.workers_group.encode())]
         self._sources = sources
         self._clock = clock
-        self._started_at_us = clock.wall_us()
         self._overflow_partitions: tuple[int, ...] | None = None
+        self._started_at_us = clock.wall_us()
 
     @property
     def is_outdated(self) -> bool:
