@@ -610,6 +610,27 @@ def test_the_owner_repeats_a_tombstone_that_an_older_snapshot_came_after(
     store.close()
 
 
+def test_a_worker_that_saves_nothing_repeats_a_tombstone_nevertheless(
+    kafka_settings: KafkaSettings, tmp_path: Path
+) -> None:
+    store = HistoryStore.open(tmp_path, 16 * MIB)
+    store.trust(ORIGIN)
+    read(store, *(event(offset, offset, user="bob") for offset in range(12)))
+    read(store, snapshot(0, 1, covers=0, written_at_ms=5))
+    slow = written(store, 2)
+    read(store, tombstone(1, written_at_ms=20))
+    read(store, slow)
+    limits = replace(LIMITS, bytes_per_s=0)
+    assert reason_of(head_of(store, "bob"), limits, 10**9) is not None
+    writer = SnapshotWriter(kafka_settings, store, "test", limits, ManualClock())
+    for _ in range(3):
+        writer.turn(frozenset({0}))
+    writer.close(PATIENCE_S)
+    (message,) = records_of(kafka_settings, 1)
+    assert (message.key(), message.value()) == (b"ann", None)
+    store.close()
+
+
 def test_only_partitions_that_have_caught_up_are_saved(tmp_path: Path) -> None:
     """Without a broker: a writer that has nothing to write makes no connection."""
     store = HistoryStore.open(tmp_path, 16 * MIB)

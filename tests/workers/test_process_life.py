@@ -93,7 +93,7 @@ class FakeParts:
     """The parts of a healthy worker."""
 
     cache = None
-    overflow = None
+    overflow: FakeLoop | None = None
 
     def __init__(self, loop: FakeLoop, on_end: OnEnd) -> None:
         self.loop = loop
@@ -102,11 +102,16 @@ class FakeParts:
         self.device = SimpleNamespace(is_stuck=lambda: False)
         self.status = SimpleNamespace(state=WorkerState.STARTING)
         self.metrics = WorkerMetrics(CollectorRegistry())
+        self.reports_taken = 0
+        self.results = SimpleNamespace(tick=self._take_reports)
         self.sent_the_rest = False
         self.admin_folder: Path | None = None
 
     def open_admin_socket(self, folder: Path) -> None:
         self.admin_folder = folder
+
+    def _take_reports(self, now_us: int) -> None:
+        self.reports_taken += 1
 
     def start_device_and_follower(self) -> None:
         pass
@@ -276,6 +281,22 @@ def test_a_worker_that_is_stopped_drains(world: ProcessWorld) -> None:
     assert world.process.run() is Exit.DONE
     assert drains == [DRAIN_S]
     assert world.parts.sent_the_rest
+
+
+def test_both_loops_drain_at_once_and_the_last_one_still_gets_its_delivery_reports(world: ProcessWorld) -> None:
+    stopped: list[str] = []
+    overflow = world.parts.overflow = FakeLoop()
+    world.loop.on_stop = lambda _: stopped.append("first")
+    overflow.on_stop = lambda _: stopped.append("overflow")
+
+    def join_first() -> bool:
+        assert set(stopped) == {"first", "overflow"} and not world.parts.reports_taken
+        return True
+
+    world.loop.on_join = join_first
+    overflow.on_join = lambda: world.parts.reports_taken == 3
+    assert world.process.run() is Exit.DONE
+    assert world.parts.reports_taken == 3
 
 
 def test_a_worker_whose_device_thread_died_does_not_drain(world: ProcessWorld) -> None:

@@ -164,7 +164,9 @@ class WorkerSettings(Section):
         ),
     ] = 5 * 24 * 3600.0
     snapshot_bytes_per_s: ByteSize = Field(
-        ByteSize(_MIB), ge=0, description="rate at which a worker saves histories; 0: it saves none"
+        ByteSize(_MIB),
+        ge=0,
+        description="rate at which a worker saves histories; 0: it saves none, and repeats tombstones only",
     )
     anchor_behaviours: Annotated[
         int,
@@ -279,7 +281,7 @@ class WorkerSettings(Section):
         ByteSize(512 * 1024),
         ge=0,
         le=MAX_MESSAGE_BYTES - 64 * 1024,
-        description="largest diverted request; of a longer history the newest part is attached",
+        description="largest diverted request; of a history that does not fit the newest part is attached",
     )
 
     reload_spread_s: Annotated[

@@ -304,8 +304,9 @@ class HistoryFollower:
         self._on_missed = on_missed
         self._erase_after_ms = int(erase_within_s * 1000 / 2)
         self._clock = clock or SystemClock()
-        limits = snapshots or SnapshotLimits(bytes_per_s=0)
-        self._snapshots = SnapshotWriter(kafka, store, client_id, limits, self._clock, is_idle)
+        self._snapshots = (
+            SnapshotWriter(kafka, store, client_id, snapshots, self._clock, is_idle) if snapshots is not None else None
+        )
         self._topic = kafka.topic(Topic.HISTORY)
         self._behaviours = kafka.topic(Topic.BEHAVIOURS)
         self._thread = threading.Thread(target=self._run, name="history-follower", daemon=True)
@@ -380,7 +381,8 @@ class HistoryFollower:
                 self._dead_letters.flush(RETRY_S)
                 self._collect_reports()
                 self._flush(consumer)
-                self._snapshots.close(RETRY_S)
+                if self._snapshots is not None:
+                    self._snapshots.close(RETRY_S)
             except Exception:
                 log.exception("history follower failed: it reads again from the stored offsets")
                 _FAILURES.inc()
@@ -404,7 +406,8 @@ class HistoryFollower:
         self._do_periodic_work(consumer)
         self._forget_moved()
         self._erase_deleted()
-        self._snapshots.turn(self._caught_up & self._wanted)
+        if self._snapshots is not None:
+            self._snapshots.turn(self._caught_up & self._wanted)
 
     def _origin(self) -> StoreOrigin:
         topics = [self._topic, self._behaviours]

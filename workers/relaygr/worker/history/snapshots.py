@@ -69,7 +69,7 @@ class SnapshotLimits:
     after_ms: int = 5 * 24 * 3600 * 1000
     """Age of an unsaved behaviour from which the history is saved."""
     bytes_per_s: int = 1024 * 1024
-    """0: the worker saves nothing."""
+    """0: the worker saves no history. It still repeats tombstones."""
     scan_interval_s: float = 300.0
     """Time between two looks at all histories."""
 
@@ -155,6 +155,8 @@ class SnapshotWriter:
         self._budget = ByteBudget(limits.bytes_per_s, clock.monotonic_us())
         self._urgent: deque[tuple[int, str]] = deque()
         self._grown: deque[tuple[int, str]] = deque(maxlen=_MOST_WAITING)
+        self._deleted: deque[tuple[int, str]] = deque()
+        """Users whose tombstone must be repeated. It has no bytes, so it waits for no budget."""
         self._after: bytes | None = None
         """Where the present look at all histories goes on; None: it has ended."""
         self._scan_at_us = 0
@@ -164,17 +166,22 @@ class SnapshotWriter:
 
     def turn(self, partitions: frozenset[int]) -> None:
         """Looks at some histories of these partitions, and saves some of those that are due. Takes milliseconds."""
-        if not self._limits.bytes_per_s or not partitions:
+        if not partitions:
             return
         if self._producer is not None:
             self._producer.poll(0)
         now_us = self._clock.monotonic_us()
         if self._after is None and now_us >= self._scan_at_us:
             self._after, self._due, self._oldest_ms = b"", 0, None
-        if self._after is not None and len(self._urgent) < _MOST_WAITING:
+        if self._after is not None and max(len(self._urgent), len(self._deleted)) < _MOST_WAITING:
             self._scan(partitions, now_us)
-        while self._budget.has_room(now_us) and (self._producer is None or len(self._producer) < _MOST_UNDELIVERED):
-            if self._urgent:
+        while self._producer is None or len(self._producer) < _MOST_UNDELIVERED:
+            has_room = self._budget.has_room(now_us)
+            if self._deleted:
+                partition, user_id = self._deleted.popleft()
+            elif not has_room:
+                return
+            elif self._urgent:
                 partition, user_id = self._urgent.popleft()
             elif self._grown and self._is_idle():
                 partition, user_id = self._grown.popleft()
@@ -190,10 +197,14 @@ class SnapshotWriter:
 
     def _scan(self, partitions: frozenset[int], now_us: int) -> None:
         assert self._after is not None
-        now_ms = self._clock.wall_us() // 1000
+        now_ms, saves = self._clock.wall_us() // 1000, self._limits.bytes_per_s > 0
         heads, self._after = self._store.heads_after(self._after, partitions)
         for each in heads:
             reason = reason_of(each.head, self._limits, now_ms)
+            if each.head.is_deleted and reason is not None:
+                self._deleted.append((each.partition, each.user_id))
+            if each.head.is_deleted or not saves:
+                continue
             if each.head.unsaved:
                 since_ms = each.head.unsaved_since_ms
                 self._oldest_ms = since_ms if self._oldest_ms is None else min(self._oldest_ms, since_ms)
@@ -210,7 +221,7 @@ class SnapshotWriter:
         now_ms = self._clock.wall_us() // 1000
         head = self._store.head(user_id)
         reason = None if head is None else reason_of(head, self._limits, now_ms)
-        if head is None or reason is None:
+        if head is None or reason is None or not (head.is_deleted or self._limits.bytes_per_s):
             return
         try:
             written = self._written(user_id, head, now_ms)

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 import structlog
@@ -38,6 +39,8 @@ WARM_INTERVAL_S = 30.0
 WARM_TIMEOUT_S = 0.2
 """For each of three requests: together less than the time after which a supervisor kills a silent standby."""
 RESTORE_PATIENCE_S = 0.1
+REPORTS_S = 0.02
+"""How often delivery reports are taken while the loop of diverted requests drains alone."""
 READ_AHEAD_INTERVAL_S = 5.0
 
 WAITING = Readiness((Check("active", False, "standby: waits for the active worker's end"),))
@@ -183,19 +186,24 @@ class WorkerProcess:
         drain_s = 0.0 if self._exit is Exit.FAILED else self._settings.drain_s
         log.info("stopping", worker_id=self._settings.worker_id, drain_s=drain_s)
         parts.status.state = WorkerState.STOPPING
-        # The other loop takes the delivery reports of both.
-        for loop in (parts.overflow, parts.loop):
-            if loop is not None:
-                loop.stop(drain_s)
-                self._await_loop(loop)
+        loops = [loop for loop in (parts.loop, parts.overflow) if loop is not None]
+        for loop in loops:
+            loop.stop(drain_s)
+        # The first loop takes the delivery reports of both. When it has ended, this thread does.
+        self._await_loop(parts.loop, INTERVAL_S)
+        if parts.overflow is not None:
+            self._await_loop(parts.overflow, REPORTS_S, lambda: parts.results.tick(self._clock.monotonic_us()))
         self._leave_if_fenced()
         self._send_heartbeat(ChildPhase.STOPPING, self._readiness())
         parts.send_the_rest()
 
-    def _await_loop(self, loop: ConsumerLoop) -> None:
-        """Waits until the loop has drained. Heartbeats continue, since the supervisor may not have sent this stop."""
+    def _await_loop(self, loop: ConsumerLoop, interval_s: float, work: Callable[[], None] = lambda: None) -> None:
+        """Waits until the loop has drained, and calls `work` meanwhile. Heartbeats continue, since the supervisor may
+        not have sent this stop.
+        """
         ends_s = time.monotonic() + self._settings.drain_s + 5
-        while not loop.join(INTERVAL_S) and time.monotonic() < ends_s:
+        while not loop.join(interval_s) and time.monotonic() < ends_s:
+            work()
             self._send_heartbeat(ChildPhase.ACTIVE, self._readiness())
 
     def _close(self) -> None:
