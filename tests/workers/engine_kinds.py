@@ -17,6 +17,7 @@ from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.blocked import BlockedAttention
 from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
+from relaygr.worker.model.attention.compiled import NARROW_TILES, WIDE_TILES, CompiledAttention, tiles_of_processor
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import TiledAttention
 from relaygr.worker.model.config import ModelConfig
@@ -60,6 +61,8 @@ _FROM_END = {
 HAS_ONEDNN = bool(torch._C._has_mkldnn)
 KINDS: dict[str, ModelConfig] = {
     "meta": small_config(contextual_features=_FEATURES),
+    # Machine code needs V dimensions that are multiples of 16.
+    "meta, wide values": small_config(contextual_features=_FEATURES, hidden_dim=16),
     "meta with group norm": small_config(group_norm=True),
     "nvidia": small_config(
         inputs=InputForm.INTERLEAVED,
@@ -133,6 +136,8 @@ class Backend:
     kinds: Collection[str] = tuple(KINDS)
     """Those of its own that are worth the time."""
     device_table_bytes: int = DEVICE_TABLE_BYTES
+    page_tokens: int = 8
+    """Where a test does not choose."""
 
 
 def _tiled(spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device) -> TiledAttention:
@@ -148,6 +153,16 @@ def _blocked(onednn_work: float) -> AttentionChooser:
     return choose
 
 
+def _in_machine_code(tiles: tuple[int, ...]) -> AttentionChooser:
+    def choose(
+        spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
+    ) -> BlockedAttention:
+        fits = CompiledAttention.fits(geometry)
+        return BlockedAttention(spec, compiled=CompiledAttention(geometry, tiles) if fits else None)
+
+    return choose
+
+
 BACKENDS: dict[str, Backend] = {
     "as chosen on the CPU": Backend(CpuDevice, choose_attention, lambda _: True),
     "tiled, where blocked is chosen": Backend(CpuDevice, _tiled, lambda spec: spec.is_plain),
@@ -159,6 +174,19 @@ BACKENDS: dict[str, Backend] = {
         CpuDevice, _blocked(1), lambda spec: spec.is_plain and HAS_ONEDNN, kinds=("meta",)
     ),
 }
+HAS_MACHINE_CODE = find_spec("llvmlite") is not None and tiles_of_processor() is not None
+if HAS_MACHINE_CODE:
+    # The form for AVX-512 runs on AVX2, too, only slower.
+    BACKENDS |= {
+        f"blocked, context in machine code for {name}": Backend(
+            CpuDevice,
+            _in_machine_code(tiles),
+            lambda spec: spec.is_plain,
+            kinds=("meta, wide values",),
+            page_tokens=16,
+        )
+        for name, tiles in (("AVX-512", WIDE_TILES), ("AVX2", NARROW_TILES))
+    }
 if find_spec("triton") is not None:
     # Triton is there for Linux only.
     from tests.worlds.triton import DEVICE, INTERPRETED, choose_triton

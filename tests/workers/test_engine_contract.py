@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.model import layer_parts
 from relaygr.worker.model.attention.mask import AttentionMask, Visible
 from relaygr.worker.model.attention.segments import Segment
 from relaygr.worker.model.attention.spec import AttentionSpec, spec_of
@@ -83,7 +84,7 @@ class ContractWorld:
         kind: str | ModelConfig,
         backend: str = "as chosen on the CPU",
         seed: int = 0,
-        page_tokens: int = 8,
+        page_tokens: int | None = None,
         kv_dtype: KvDtype = KvDtype.FLOAT32,
         compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
     ) -> None:
@@ -95,7 +96,7 @@ class ContractWorld:
             self.checkpoint,
             device,
             kv_dtype,
-            page_tokens,
+            page_tokens or made.page_tokens,
             compute_dtype,
             made.choose,
             device_table_bytes=made.device_table_bytes,
@@ -223,6 +224,29 @@ def test_cached_inference_is_full_inference(
     prefix = world.prefix_of(behaviours, suffix)
     world.pre_infer(user, prefix, cuts)
     assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
+
+
+@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize(
+    "by_onednn", [False, True] if HAS_ONEDNN else [False], ids=["torch's own", "oneDNN"][: 1 + HAS_ONEDNN]
+)
+@each_kind
+def test_cached_inference_is_full_inference_with_the_products_of_either_library(
+    kind: str, by_onednn: bool, kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_parts._Choice, "uses_onednn", by_onednn)
+    world = ContractWorld(kind, seed=8, kv_dtype=kv_dtype)
+    user = world.user(40, 16)
+    prefix = world.prefix_of(40, 8)
+    world.pre_infer(user, prefix, [11, 30])
+    cached = world.engine.rank([world.request(user, prefix)])[0].scores
+    if kv_dtype is KvDtype.FLOAT32:
+        assert_exact(world, user, cached)
+        return
+    world.pre_infer(user, 40, [])
+    full = world.engine.rank([world.request(user, 40)])[0].scores
+    # K,V that differ in their last bit may be rounded to another number.
+    assert error(cached, full) <= max(0.5 * error(full, world.exact(user)), TOLERANCE)
 
 
 @settings(max_examples=80, deadline=None)
