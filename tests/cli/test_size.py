@@ -136,6 +136,7 @@ def test_the_number_of_workers_is_that_of_the_plan(calibration: Path, tmp_path: 
     assert sized["calculated"]["workers"] == sized["systems"]["relay"]["workers"]
 
 
+@pytest.mark.slow
 def test_the_tables_fit_80_columns(calibration: Path) -> None:
     said = run(
         "size", "--calibration", str(calibration), "--qps", "60", "--users", "2000000", "--length", "512:1024",

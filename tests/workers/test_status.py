@@ -114,7 +114,6 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
         host=socket.gethostname(),
         metrics_url="http://127.0.0.1:9100/metrics",
         length_ratios=LENGTHS,
-        started_at_us=clock.wall_us(),
     )
 
 
