@@ -330,13 +330,12 @@ def test_the_share_of_pre_infer_delays_admitted_work_once_beside_all_that_slows_
     share, pace, caution, pieces
 ):
     backlog = Backlog()
-    backlog.preinfer_share, backlog.pace, backlog.caution = share, pace, caution
+    backlog.pace, backlog.caution = pace, caution
     promises = [put(backlog, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
     last_us = max((must_end_us for must_end_us, _ in pieces), default=0)
     ahead_us = sum(promise.remaining_us for promise in promises)
     left_us = last_us if not pieces else (last_us - caution * pace / (1 - share) * ahead_us) / caution
-    assert backlog.room_us(last_us, 0) == pytest.approx(left_us, abs=1e-3)
-    assert backlog.predicted_us == int(ahead_us * caution * pace / (1 - share))
+    assert backlog.room_us(last_us, 0, share) == pytest.approx(left_us, abs=1e-3)
 
 
 def test_pre_infer_beside_hits_makes_the_device_thread_no_slower():

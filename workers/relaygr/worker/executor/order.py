@@ -172,15 +172,17 @@ class Backlog:
         self,
         must_end_us: int,
         now_us: int,
+        preinfer_share: float = 0.0,
         *,
         sent_us: int | None = None,
         unread_us: float = 0.0,
     ) -> float:
         """The largest demand of other work that then ends by `must_end_us` and makes no admitted work late.
 
-        `sent_us`: when a new request was sent. It has no room (less than 0) if it would wait for longer than `patience`
-        allows; None for work on which time was spent before. `unread_us`: demand that is ahead of it and not admitted.
-        Work that is late already is not considered.
+        `preinfer_share`: the part of the device time that pre-infer gets meanwhile, which `pace` leaves out. `sent_us`:
+        when a new request was sent. It has no room (less than 0) if it would wait for longer than `patience` allows;
+        None for work on which time was spent before. `unread_us`: demand that is ahead of it and not admitted. Work
+        that is late already is not considered.
         """
         left_us = must_end_us - now_us
         longest_wait_us = math.inf
@@ -192,7 +194,7 @@ class Backlog:
         if not self._entries and not unread_us:
             # Without a queue there is nothing to be cautious of, so the first request after a burst is served as ever.
             return left_us
-        slowness = self.caution * self.pace / (1 - self.preinfer_share)
+        slowness = self.caution * self.pace / (1 - preinfer_share)
         later = self._by_deadline[bisect.bisect_left(self._by_deadline, (must_end_us + 1,)) :]
         ahead_us = self.total_us + unread_us
         for entry in later:
@@ -227,7 +229,7 @@ class Backlog:
         """The time that a new request must have left, beside its own: until the admitted work is done, and more while
         many requests are refused. For any thread.
         """
-        return int(self.total_us * self.caution * self.pace / (1 - self.preinfer_share) / self.patience)
+        return int(self.total_us * self.caution * self.pace / self.patience)
 
     def is_hopeless(self, must_end_us: int, now_us: int, sent_us: int | None = None) -> bool:
         """Whether a request that is still undecoded cannot be answered in time, however cheap it is. With `sent_us`: or

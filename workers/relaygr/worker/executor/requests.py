@@ -515,7 +515,9 @@ class Requests:
         """
         if work.is_promised:
             self._backlog.drop(work)
-        return int(self._backlog.room_us(work.answer_by_us, now_us) - self._backlog.own_us[work.path])
+        # Jobs that wait get their share of the device time meanwhile.
+        room_us = self._backlog.room_us(work.answer_by_us, now_us, self._backlog.preinfer_share)
+        return int(room_us - self._backlog.own_us[work.path])
 
     def _full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Predicted time of full inference in this worker: the chunks of the prefix, then the ranking pass."""
@@ -534,8 +536,7 @@ class Requests:
             self._parts.cache.invalidate_user(work.request.user_id)
             return self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
         backlog = self._backlog
-        slowness = backlog.caution * backlog.pace / (1 - backlog.preinfer_share)
-        work.backlog_us = int(backlog.total_us * slowness / backlog.patience) or None
+        work.backlog_us = int(backlog.total_us * backlog.caution * backlog.pace / backlog.patience) or None
         self._parts.results.ranked(work, outputs)
         if work.path is Path.FULL and work.pre_infer_us:
             self._observe_full(work)
