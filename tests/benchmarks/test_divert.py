@@ -12,6 +12,7 @@ import pytest
 from relaygr.bench.divert import run
 from relaygr.bench.divert.paced import read_pace, set_pace
 from relaygr.bench.divert.run import BUDGET_MS, RATES, USERS, Load, row_of, trace_of, users_of
+from relaygr.bench.divert.simulated import SimulatedFleet
 from relaygr.bench.generator.samples import LOST, Sample
 from relaygr.schemas.partitioner import partition_for
 
@@ -67,6 +68,18 @@ def test_a_pace_is_one_until_it_is_set(tmp_path: Path) -> None:
     assert read_pace(file) == 2.5
     file.write_text("")
     assert read_pace(file) == 1.0
+
+
+@pytest.mark.parametrize("load", Load)
+def test_diverting_lowers_the_late_share_in_virtual_time(load: Load) -> None:
+    without, with_divert = (SimulatedFleet(divert) for divert in (False, True))
+    late = without.run(load, 6.0, 1)
+    row = with_divert.run(load, 6.0, 1)
+    assert late.late_share > 0.1 and late.diverted_share == 0
+    assert row.late_share < late.late_share / 4
+    assert row.diverted_share > 0.05
+    # Each request has exactly one answer, and a fleet that diverts twice raises an error.
+    assert {request.answers for fleet in (without, with_divert) for request in fleet.requests} == {1}
 
 
 @pytest.mark.slow

@@ -79,12 +79,14 @@ class SimulatedDevice:
 
     def __init__(self, clock: SimulatedClock, is_cpu: bool) -> None:
         self.is_cpu = is_cpu
+        self.pace = 1.0
+        """How many times longer its work takes than calibrated."""
         self._clock = clock
         self._busy_until_us = 0
 
     def run(self, duration_us: float) -> None:
         """Enqueues work."""
-        self._busy_until_us = max(self._busy_until_us, self._clock.now_us) + round(duration_us)
+        self._busy_until_us = max(self._busy_until_us, self._clock.now_us) + round(self.pace * duration_us)
         if self.is_cpu:
             self.settle()
 

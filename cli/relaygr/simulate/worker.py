@@ -35,6 +35,7 @@ from relaygr.simulate.times import Draws, MeasuredTimes
 from relaygr.worker.cache import CacheConfig, CacheStats, PrefixCache
 from relaygr.worker.cache.events import CacheListener, StoredEntry
 from relaygr.worker.cache.policies import TierPolicies
+from relaygr.worker.divert import Diverter
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
@@ -122,19 +123,24 @@ class SimulatedWorker:
         on_job: OnJob,
         on_cache_event: CacheListener,
         dram: list[StoredEntry] | None = None,
+        diverter: Diverter | None = None,
     ) -> None:
-        """`dram`: the entries that an earlier process of this id left in DRAM."""
+        """`dram`: the entries that an earlier process of this id left in DRAM. `diverter`: passes on what finds no time
+        here; its clock is `now_us`.
+        """
         self.worker_id = worker_id
         self.partitions: frozenset[int] = frozenset()
         self.epoch = 0
         self.is_alive = True
         self.began_us = int(env.now)
         self._env, self._spec, self._on_ranked = env, spec, on_ranked
-        self._ticket, self._is_idle = 0, True
+        self._ticket, self._is_idle, self._is_stepping = 0, True, False
+        self._diverter = diverter
         settings, model, times = spec.settings, spec.model, spec.times
         clock = self._clock = SimulatedClock(int(env.now))
+        self.device = SimulatedDevice(clock, model.is_cpu)
         engine: Any = SimulatedEngine(
-            model, SimulatedDevice(clock, model.is_cpu), Draws(times.hit_noise, random), Draws(times.pre_noise, random)
+            model, self.device, Draws(times.hit_noise, random), Draws(times.pre_noise, random)
         )
         kv = model.geometry.kv
         hbm_pages, dram_pages = (
@@ -170,9 +176,15 @@ class SimulatedWorker:
                 results=results,
                 metrics=WorkerMetrics(self._registry),
                 clock=clock,
+                diverter=diverter,
             ),
         )
         self._schedule(0)
+
+    @property
+    def now_us(self) -> int:
+        """The time of the thread that runs: the device thread is ahead of the simulation during a step."""
+        return self._clock.now_us if self._is_stepping else int(self._env.now)
 
     # -- the poll thread ---------------------------------------------------------------------------
 
@@ -190,7 +202,7 @@ class SimulatedWorker:
         self._wake()
 
     def receive_ranking(self, number: int, request: RankingRequest, partition: int) -> None:
-        """Takes a ranking request that arrived now."""
+        """Takes a ranking request that arrived now, from a gateway or diverted by another worker."""
         now_us = int(self._env.now)
         received = self._received(_RANKINGS, number, partition, now_us)
         settings, backlog = self._spec.settings, self.executor.backlog
@@ -203,12 +215,27 @@ class SimulatedWorker:
         if is_busy and now_us <= deadline_us:
             user_id, request_id = request.user_id, request.request_id
             if self.executor.is_hopeless(user_id, request_id, answer_by_us, now_us, sent_us):
+                if self._is_diverted(request, received, answer_by_us):
+                    return self._wake()
                 return self._refuse(number, request, now_us, Ending.REFUSED)
-        reply = RankingHeaders(request.request_id, "simulated", "results", 0, request.deadline_us)
+        reply = _reply_of(request)
         work = RankingWork(request, reply, received, EPOCH_US + now_us, deadline_us, answer_by_us)
         if not self.executor.take_ranking(work):
             return self._on_ranked(number, now_us, Ending.REFUSED)
         return self._wake()
+
+    def _is_diverted(self, request: RankingRequest, received: Received, answer_by_us: int) -> bool:
+        """As `WorkerHandler` does with a request that is not decoded yet."""
+        diverter = self._diverter
+        if diverter is None:
+            return False
+        if request.diverted is not None:
+            diverter.note_short()
+            return False
+        if not diverter.may_divert() or not diverter.divert(request, _reply_of(request), received, answer_by_us):
+            return False
+        self.executor.note_refused(request.user_id, request.request_id)
+        return True
 
     def _refuse(self, number: int, request: RankingRequest, now_us: int, ending: Ending) -> None:
         self.executor.note_refused(request.user_id, request.request_id)
@@ -255,8 +282,10 @@ class SimulatedWorker:
         clock.now_us = max(clock.now_us, now_us)
         self._link.advance(clock.now_us)
         idle_us: int | None = 0
+        self._is_stepping = True
         while clock.now_us == now_us and idle_us == 0:
             idle_us = self.executor.step()
+        self._is_stepping = False
         if clock.now_us > now_us:
             return self._schedule(clock.now_us - now_us)
         ends_us = self._link.next_end_us
@@ -302,5 +331,16 @@ class SimulatedWorker:
             lead_times=executor.lead_time_report(),
             length_ratios=executor.length_ratios(),
             reuses_prefixes=executor.engine.rules.is_reusable,
+            overflow_partitions=self._overflow_partitions,
             started_at_us=self._started_at_us,
         )
+
+    @property
+    def _overflow_partitions(self) -> tuple[int, ...] | None:
+        if self._diverter is None:
+            return None
+        return tuple(sorted(self.partitions)) if self._diverter.takes_diverted() else ()
+
+
+def _reply_of(request: RankingRequest) -> RankingHeaders:
+    return RankingHeaders(request.request_id, "simulated", "results", 0, request.deadline_us)

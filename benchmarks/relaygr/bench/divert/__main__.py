@@ -11,6 +11,9 @@ events; each user is ranked once before anything is measured.
 
 Late: no answer on the whole history within the deadline, as a share of all offered requests. Truncated answers count as
 late. Diverted: the share that was passed on. A row whose generator was late is not valid, and says so.
+
+`--simulated` plays the same loads in virtual time, without a broker: the product's scheduler, admission and divert
+policy, with assumed times of hops (`simulated.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +27,18 @@ import typer
 def main(
     seconds: Annotated[float, typer.Option(min=1, help="Length of each run.")] = 10.0,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each fleet for each load, in turns.")] = 3,
+    simulated: Annotated[bool, typer.Option("--simulated", help="In virtual time, without a broker.")] = False,
     broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
     out: Annotated[Path, typer.Option(help="CSV to append to.")] = Path("benchmarks/results/divert/results.csv"),
     json: Annotated[Path | None, typer.Option(help="Writes the rows to this file, as a list.")] = None,
 ) -> None:
     """Measure the late requests of an unevenly loaded fleet, with and without diverting."""
-    from relaygr.bench.divert.run import measure_divert
+    from relaygr.bench.divert.run import measure_divert, simulate_divert
 
-    measure_divert(seconds, rounds, broker, out, json)
+    if simulated:
+        simulate_divert(seconds, rounds, out, json)
+    else:
+        measure_divert(seconds, rounds, broker, out, json)
 
 
 if __name__ == "__main__":

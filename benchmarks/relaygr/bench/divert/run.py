@@ -41,6 +41,7 @@ SLOW_FACTOR: Final = 4.0
 LATEST_SEND: Final = 0.1
 """A row is valid if the generator's P99 delay is at most this part of the budget."""
 START_TIMEOUT_S: Final = 180.0
+STATUS_INTERVAL_MS: Final = 200
 SETTLE_S: Final = 3.0
 """Between two runs: longer than a worker counts as short of time, and than a status counts."""
 
@@ -156,7 +157,7 @@ class Fleet:
     def __init__(self, folder: Path, broker: LocalBroker, settings: Settings, divert: bool) -> None:
         self._name = "divert-on" if divert else "divert-off"
         prefix = own_prefix(broker, self._name)
-        worker = settings.worker.model_copy(update={"divert": divert, "status_interval_ms": 200})
+        worker = settings.worker.model_copy(update={"divert": divert, "status_interval_ms": STATUS_INTERVAL_MS})
         own = {"topic_prefix": prefix, "group_prefix": prefix, "worker": worker}
         self.settings = settings.model_copy(update=own)
         self._folder, self._broker = folder / self._name, broker
@@ -234,14 +235,37 @@ def measure_divert(seconds: float, rounds: int, broker: str, out: Path, json_out
     with tempfile.TemporaryDirectory(prefix="relaygr-bench-") as name, local_broker(broker) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         rows = measure(console, started, Path(name), seconds, rounds)
-        described = {
-            "measured_at": now(),
-            "machine": machine(),
-            "broker": started.what.split(" at ")[0],
-            "seconds": seconds,
-            "rounds": rounds,
-            "budget_ms": BUDGET_MS,
-        }
+        broker_name = started.what.split(" at ")[0]
+    _report(console, rows, broker_name, seconds, rounds, out, json_out)
+
+
+def simulate_divert(seconds: float, rounds: int, out: Path, json_out: Path | None) -> None:
+    """Simulates every load on both fleets, prints and writes the figures."""
+    from relaygr.bench.divert.simulated import simulate
+
+    console = Console(highlight=False)
+    with console.status("simulating"):
+        rows = simulate(seconds, rounds)
+    _report(console, rows, "none (simulated)", seconds, rounds, out, json_out)
+
+
+def _report(
+    console: Console,
+    rows: Sequence[DivertRow],
+    broker: str,
+    seconds: float,
+    rounds: int,
+    out: Path,
+    json_out: Path | None,
+) -> None:
+    described = {
+        "measured_at": now(),
+        "machine": machine(),
+        "broker": broker,
+        "seconds": seconds,
+        "rounds": rounds,
+        "budget_ms": BUDGET_MS,
+    }
     Console(highlight=False, width=max(console.width, 130)).print(_table(rows))
     append_rows(out, [described | asdict(row) for row in rows])
     if json_out is not None:
