@@ -132,7 +132,6 @@ class SimulatedWorker:
         self.partitions: frozenset[int] = frozenset()
         self.epoch = 0
         self.is_alive = True
-        self.began_us = int(env.now)
         self._env, self._spec, self._on_ranked = env, spec, on_ranked
         self._ticket, self._is_idle, self._is_stepping = 0, True, False
         self._diverter = diverter
