@@ -110,6 +110,8 @@ def test_a_cpu_without_the_instructions_is_refused(model: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": True})
     with pytest.raises(RelayError, match=r"int8 needs a CPU with VNNI.*set worker.compute_dtype to float32"):
         engine_of(model)
+    with pytest.raises(RelayError, match="int8 needs a CPU with VNNI"):
+        build_engine(random_checkpoint(small_config(), 0), CpuDevice(), KvDtype.FLOAT32, 16, ComputeDtype.INT8)
     for name in ("avx512_vnni", "avx_vnni", "amx_int8"):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=name: {name: True})
         assert engine_of(model).compute_dtype is ComputeDtype.INT8

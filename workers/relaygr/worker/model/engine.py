@@ -63,6 +63,7 @@ def load_engine(
         products=compute.value,
         products_from="the device" if compute_dtype is None else "the settings",
     )
+    # `build_engine` would refuse it, too, but only after the weights are read.
     if compute is ComputeDtype.INT8:
         _require_int8(opened)
     return build_engine(load_checkpoint(path), opened, kv, page_tokens, compute, graphs, device_table_bytes)
@@ -95,7 +96,12 @@ def build_engine(
     graphs: bool = False,
     device_table_bytes: int = DEVICE_TABLE_BYTES,
 ) -> Engine:
-    """An engine for a checkpoint in memory. `graphs`: run forwards from captured graphs (`graphs.py`)."""
+    """An engine for a checkpoint in memory. `graphs`: run forwards from captured graphs (`graphs.py`).
+
+    Raises RelayError if the device has no products of this type.
+    """
+    if compute_dtype is ComputeDtype.INT8:
+        _require_int8(device)
     if checkpoint.config.family is Family.NULL:
         return NullEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
     return PagedEngine(
