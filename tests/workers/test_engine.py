@@ -268,6 +268,7 @@ def test_a_loaded_engine_is_the_one_that_was_saved(tmp_path: Path) -> None:
     assert (loaded.num_tasks, loaded.limits.max_candidates) == (2, 32)
 
 
+@pytest.mark.usefixtures("exact_int8")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "compute_dtype"),
