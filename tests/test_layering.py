@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,25 @@ def test_streams_has_no_torch() -> None:
     assert offenders == []
 
 
+@pytest.mark.parametrize("package", ["schemas", "consumer", "client", "lag", "worker.cache"])
+def test_a_package_that_imports_late_has_all_its_names_and_no_others(package: str) -> None:
+    found = importlib.import_module(f"relaygr.{package}")
+    assert [name for name in found.__all__ if getattr(found, name, None) is None] == []
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = found.no_such_name
+
+
+def test_relaygr_lag_runs_without_numpy_and_torch() -> None:
+    """They take longer to import than Kafka takes to answer."""
+    script = (
+        "import sys\nfor name in ('numpy', 'torch'):\n    sys.modules[name] = None\n"
+        "from relaygr.cli.__main__ import main\nmain()\n"
+    )
+    command = [sys.executable, "-c", script, "lag", "--bootstrap", "127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3 and "127.0.0.1:1" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "absent"),
@@ -133,10 +153,13 @@ def test_streams_has_no_torch() -> None:
         ("relaygr.cli.simulate", ("torch", "faust", "lmdb", "matplotlib", "simpy")),
         ("relaygr.ui.model", ("torch", "faust", "starlette", "uvicorn", "lmdb", "matplotlib")),
         ("relaygr.ui.server", ("torch", "faust", "aiokafka", "lmdb", "matplotlib")),
-        ("relaygr.settings", ("torch", "faust", "aiokafka", "starlette", "uvicorn", "typer", "lmdb", "matplotlib")),
+        ("relaygr.settings", ("torch", "numpy", "faust", "starlette", "uvicorn", "typer", "lmdb", "matplotlib")),
+        ("relaygr.cli.lag_view", ("torch", "numpy", "faust", "aiokafka", "starlette", "uvicorn", "lmdb", "matplotlib")),
+        ("relaygr.lag", ("torch", "numpy", "faust", "aiokafka", "typer", "rich", "lmdb", "matplotlib")),
     ],
 )
 def test_a_module_can_be_imported_without(module: str, absent: tuple[str, ...]) -> None:
-    script = f"import sys\nfor name in {absent!r}:\n    sys.modules[name] = None\nimport {module}\n"
+    # With the names that a package exports, which it may import later.
+    script = f"import sys\nfor name in {absent!r}:\n    sys.modules[name] = None\nfrom {module} import *\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ from relaygr.replay.link import LinkSpeed
 from relaygr.replay.run import Candidate, ReplayEnvironment, replay
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
-from relaygr.schemas.codec import MAX_MESSAGE_BYTES
+from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 from relaygr.schemas.messages import (
     BehaviourEvent,
     FailureReason,

@@ -39,12 +39,12 @@ from relaygr.schemas.codec import (
     MAX_ENTRIES,
     MAX_LIST_ENTRIES,
     MAX_MAP_ENTRIES,
-    MAX_MESSAGE_BYTES,
     MAX_TEXT_BYTES,
     SHORT_ENTRIES,
     SMALL_MESSAGE_BYTES,
 )
 from relaygr.schemas.fields import INT64_MAX, MAX_CHOICE_BYTES, Choice, FieldError, Packed, Real, choice_label
+from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 from relaygr.schemas.messages import (
     LENGTH_BUCKETS,
     MAX_BEHAVIOURS,

@@ -60,16 +60,18 @@ def lag(
     """
     if context.invoked_subcommand is not None:
         return
-    from relaygr.cli import lag_view
-    from relaygr.lag.monitor import LagMonitor
-
     console = stdout_console()
     if lagging:
         Console(stderr=True).print("--lagging is deprecated: it is the default, and --all shows every partition.")
     try:
         settings = command_settings(config, bootstrap, overrides)
+        from relaygr.lag.monitor import LagMonitor
+
         monitor = LagMonitor(settings, settings.lag, group or ())
+        monitor.prepare()
         try:
+            from relaygr.cli import lag_view
+
             if watch:
                 report = lag_view.watch(monitor, settings, console, as_json, sort, every)
             else:

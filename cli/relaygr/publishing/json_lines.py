@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
-from relaygr.schemas.codec import MAX_MESSAGE_BYTES
+from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 
 MAX_LINE_BYTES: Final = 4 * MAX_MESSAGE_BYTES
 """Enough for a message of the largest size with its numbers as text."""

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from relaygr.runtime.settings import Section
-from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_BUDGET_MS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS
+from relaygr.schemas.limits import MAX_BEHAVIOURS, MAX_BUDGET_MS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS
 
 
 class TrafficSettings(Section):

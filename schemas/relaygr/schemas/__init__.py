@@ -3,37 +3,44 @@
 It needs msgpack and numpy only, so that a publisher can install `relaygr` without any extra.
 """
 
-from relaygr.schemas.codec import SCHEMA_VERSION, DecodeError, DecodeReason, EncodeError, decode, encode
-from relaygr.schemas.digest import DigestChain, digest_chain
-from relaygr.schemas.fields import Other
-from relaygr.schemas.headers import RankingHeaders, ResultHeaders
-from relaygr.schemas.messages import (
-    BehaviourEvent,
-    Behaviours,
-    BehavioursOffset,
-    Continuation,
-    Diverted,
-    FailureReason,
-    FullPathReport,
-    History,
-    HistoryVersion,
-    LatencyCoefficients,
-    LeadTimeReport,
-    LengthRatios,
-    Outcome,
-    Path,
-    PrefixSource,
-    PreInferJob,
-    RankingRequest,
-    RankingResult,
-    RetrievalEvent,
-    StageTimings,
-    WorkerState,
-    WorkerStatus,
-)
-from relaygr.schemas.partitioner import partition_for
-from relaygr.schemas.topics import CATALOGUE, Topic, TopicSpec
-from relaygr.schemas.version import __version__
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relaygr.schemas.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from relaygr.schemas.codec import SCHEMA_VERSION, DecodeError, DecodeReason, EncodeError, decode, encode
+    from relaygr.schemas.digest import DigestChain, digest_chain
+    from relaygr.schemas.fields import Other
+    from relaygr.schemas.headers import RankingHeaders, ResultHeaders
+    from relaygr.schemas.messages import (
+        BehaviourEvent,
+        Behaviours,
+        BehavioursOffset,
+        Continuation,
+        Diverted,
+        FailureReason,
+        FullPathReport,
+        History,
+        HistoryVersion,
+        LatencyCoefficients,
+        LeadTimeReport,
+        LengthRatios,
+        Outcome,
+        Path,
+        PrefixSource,
+        PreInferJob,
+        RankingRequest,
+        RankingResult,
+        RetrievalEvent,
+        StageTimings,
+        WorkerState,
+        WorkerStatus,
+    )
+    from relaygr.schemas.partitioner import partition_for
+    from relaygr.schemas.topics import CATALOGUE, Topic, TopicSpec
+    from relaygr.schemas.version import __version__
 
 __all__ = [
     "CATALOGUE",
@@ -75,3 +82,19 @@ __all__ = [
     "encode",
     "partition_for",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(
+        __name__,
+        __all__,
+        (
+            "relaygr.schemas.version",
+            "relaygr.schemas.topics",
+            "relaygr.schemas.partitioner",
+            "relaygr.schemas.digest",
+            "relaygr.schemas.fields",
+            "relaygr.schemas.messages",
+            "relaygr.schemas.codec",
+            "relaygr.schemas.headers",
+        ),
+    )

@@ -38,10 +38,10 @@ from typing import Any, TypeVar
 import msgpack
 
 from relaygr.schemas.fields import FieldError, FieldKind
+from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 
 SCHEMA_VERSION = 1
 _VERSION_BYTE = bytes((SCHEMA_VERSION,))
-MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_MAP_ENTRIES = 64
 MAX_LIST_ENTRIES = 4096
 MAX_TEXT_BYTES = 4096

@@ -14,24 +14,25 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from relaygr.schemas import limits
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain
 from relaygr.schemas.fields import Choice, Digest, FieldError, Flag, ListOf, Other, Packed, Real, Text, UInt
 from relaygr.schemas.record import record
 
-MAX_BEHAVIOURS = 131_072
-MAX_SUFFIX_BEHAVIOURS = 4_096
-MAX_CANDIDATES = 16_384
+# Settings take these from `limits`, which does not import numpy.
+MAX_BEHAVIOURS = limits.MAX_BEHAVIOURS
+MAX_SUFFIX_BEHAVIOURS = limits.MAX_SUFFIX_BEHAVIOURS
+MAX_CANDIDATES = limits.MAX_CANDIDATES
+MAX_FEATURES = limits.MAX_FEATURES
+MAX_BUDGET_MS = limits.MAX_BUDGET_MS
+MAX_SCENARIOS = limits.MAX_SCENARIOS
+DEFAULT_SCENARIO = limits.DEFAULT_SCENARIO
 MAX_TASKS = 16
 MAX_EVENT_BEHAVIOURS = 256
 MAX_CONTINUED = 32_768
 MAX_POSITION = 2**53 - 1
-MAX_FEATURES = 64
 MAX_PARTITIONS = 4_096
-MAX_BUDGET_MS = 600_000
 LENGTH_BUCKETS = 24
-MAX_SCENARIOS = 64
-DEFAULT_SCENARIO = "default"
-"""The scenario of messages that name none."""
 MAX_MISSED_IDS = 128
 MAX_OVERFLOW_PARTITIONS = 64
 MAX_VERSION_NUMBER = 2**53 - 1

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from relaygr.schemas import codec, headers, trace_context
 from relaygr.schemas.codec import Nested, field_specs
+from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 from relaygr.schemas.messages import Message
 from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, TopicSpec
 
@@ -68,7 +69,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield inspect.cleandoc(codec.__doc__ or "")
     yield ""
-    yield f"A message has at most {codec.MAX_MESSAGE_BYTES:,} bytes, {codec.MAX_CONTAINERS} maps and lists,"
+    yield f"A message has at most {MAX_MESSAGE_BYTES:,} bytes, {codec.MAX_CONTAINERS} maps and lists,"
     yield f"{codec.MAX_MAP_ENTRIES} names in a map, {codec.MAX_LIST_ENTRIES:,} entries in a list and"
     yield f"{codec.MAX_TEXT_BYTES:,} bytes in a text."
     yield ""

@@ -11,7 +11,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-from relaygr.schemas.codec import MAX_MESSAGE_BYTES
+from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 
 DEFAULT_PARTITIONS = 48
 DEFAULT_PREFIX = "relaygr"

@@ -21,7 +21,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from relaygr.runtime.settings import Section
 from relaygr.schemas.digest import BLOCK
-from relaygr.schemas.messages import (
+from relaygr.schemas.limits import (
     DEFAULT_SCENARIO,
     MAX_BEHAVIOURS,
     MAX_BUDGET_MS,

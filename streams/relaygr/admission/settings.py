@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from relaygr.admission.buckets import BucketLimits
 from relaygr.runtime.settings import Section
+
+if TYPE_CHECKING:
+    from relaygr.admission.buckets import BucketLimits
 
 
 class AdmissionSettings(Section):
@@ -31,6 +33,9 @@ class AdmissionSettings(Section):
 
     def bucket_limits(self) -> BucketLimits:
         """The settings as the buckets take them."""
+        # Imports numpy, which a command that only reads settings does not need.
+        from relaygr.admission.buckets import BucketLimits
+
         return BucketLimits(
             footprint_reserve=self.footprint_reserve,
             load_limit=self.load_limit,

@@ -14,25 +14,32 @@ metrics.py       the metrics relaygr_gateway_*
 tracing.py       the spans of a gateway, if it is given a tracer
 """
 
-from relaygr.client.aio import AsyncRelayClient
-from relaygr.client.clock_offset import ClockOffset
-from relaygr.client.metrics import ClientStatistics
-from relaygr.client.outcome import (
-    ClientError,
-    DeliveryReport,
-    LostRequest,
-    MessageRefused,
-    NotRunning,
-    QueueFull,
-    RankOutcome,
-    RankStatus,
-    TimeOutReason,
-)
-from relaygr.client.publisher import EventPublisher
-from relaygr.client.scenarios import ScenarioClients
-from relaygr.client.settings import ClientSettings
-from relaygr.client.sync import RelayClient
-from relaygr.schemas.version import __version__
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relaygr.schemas.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from relaygr.client.aio import AsyncRelayClient
+    from relaygr.client.clock_offset import ClockOffset
+    from relaygr.client.metrics import ClientStatistics
+    from relaygr.client.outcome import (
+        ClientError,
+        DeliveryReport,
+        LostRequest,
+        MessageRefused,
+        NotRunning,
+        QueueFull,
+        RankOutcome,
+        RankStatus,
+        TimeOutReason,
+    )
+    from relaygr.client.publisher import EventPublisher
+    from relaygr.client.scenarios import ScenarioClients
+    from relaygr.client.settings import ClientSettings
+    from relaygr.client.sync import RelayClient
+    from relaygr.schemas.version import __version__
 
 __all__ = [
     "AsyncRelayClient",
@@ -53,3 +60,20 @@ __all__ = [
     "TimeOutReason",
     "__version__",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(
+        __name__,
+        __all__,
+        (
+            "relaygr.client.settings",
+            "relaygr.client.outcome",
+            "relaygr.client.clock_offset",
+            "relaygr.client.metrics",
+            "relaygr.client.publisher",
+            "relaygr.client.sync",
+            "relaygr.client.aio",
+            "relaygr.client.scenarios",
+            "relaygr.schemas.version",
+        ),
+    )

@@ -10,7 +10,9 @@ importable. Its arguments and its result are pickled and go through a socket, so
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import os
 import pickle
 import resource
@@ -36,7 +38,7 @@ T = TypeVar("T")
 
 START_S: Final = 30.0
 """Time for the start of the child on a busy machine."""
-_SERVE: Final = "import sys; from relaygr.kafka.admin_process import serve; serve(int(sys.argv[1]))"
+_SERVE: Final = "import sys; from relaygr.kafka.admin_process import serve; serve(int(sys.argv[1]), sys.argv[2])"
 _LAST_WORDS_BYTES: Final = 500
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -45,13 +47,19 @@ class AdminProcess:
     """A child process with an admin client. One call at a time. Any thread may call `close`, more than once, too."""
 
     def __init__(self, kafka: KafkaSettings, client_id: str) -> None:
-        """The first call starts the child."""
+        """`start` or the first call starts the child."""
         # Without the sections of other settings, whose modules the child would import.
         self._kafka = KafkaSettings(**{name: getattr(kafka, name) for name in KafkaSettings.model_fields})
         self._client_id = client_id
         self._child: _Child | None = None
         self._closed = False
         self._calling = threading.Lock()
+
+    def start(self, module: str) -> None:
+        """Starts the child now, without a wait. It imports `module`, of the functions to come, meanwhile."""
+        with self._calling:
+            if self._child is None and not self._closed:
+                self._child = _Child(self._kafka, self._client_id, module)
 
     def call(
         self, timeout_s: float, function: Callable[Concatenate[AdminClient, P], T], *args: P.args, **kwargs: P.kwargs
@@ -135,13 +143,13 @@ class _Failure:
 class _Child:
     """One child process. `kill` may be called by any thread."""
 
-    def __init__(self, kafka: KafkaSettings, client_id: str) -> None:
+    def __init__(self, kafka: KafkaSettings, client_id: str, module: str = __name__) -> None:
         self._connection, theirs = Pipe()
         # A file, because nobody reads a pipe while the child runs.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (`end` closes it)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+                [sys.executable, "-c", _SERVE, str(theirs.fileno()), module],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._stderr,
@@ -149,14 +157,16 @@ class _Child:
                 # Ctrl-C in the terminal is for the parent, which then closes the child.
                 process_group=0,
             )
-        self._first: tuple[Any, ...] | None = (kafka, client_id)
+        self._started = False
+        # A child that has died already is noticed by `ask`.
+        with contextlib.suppress(OSError):
+            self._connection.send((kafka, client_id))
 
     def ask(self, timeout_s: float, question: tuple[Any, ...]) -> Any:
         try:
-            if self._first is not None:
-                self._connection.send(self._first)
-                self._first = None
+            if not self._started:
                 self._receive(START_S, "start")
+                self._started = True
             self._connection.send(question)
             return self._receive(timeout_s, "answer")
         except (EOFError, OSError) as error:
@@ -186,7 +196,7 @@ class _Child:
         self._stderr.close()
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, module: str) -> None:
     """The child: answers until its parent closes the connection or dies."""
     # An abort is expected here, and leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -197,6 +207,7 @@ def serve(descriptor: int) -> None:
     try:
         kafka, client_id = parent.recv()
         admin = make_admin(kafka, client_id, ClientErrors(client_id, quiet=True))
+        importlib.import_module(module)
         parent.send("ready")
         while True:
             function, args, kwargs = parent.recv()

@@ -8,11 +8,18 @@ monitor     polls in the background
 exporter    the report as Prometheus metrics; a scrape sends no request to Kafka
 """
 
-from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot
-from relaygr.lag.monitor import LagMonitor
-from relaygr.lag.report import GroupReport, LagReport, LagTracker, PartitionReport
-from relaygr.lag.settings import LagSettings
-from relaygr.lag.status import LagStatus
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relaygr.schemas.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot
+    from relaygr.lag.monitor import LagMonitor
+    from relaygr.lag.report import GroupReport, LagReport, LagTracker, PartitionReport
+    from relaygr.lag.settings import LagSettings
+    from relaygr.lag.status import LagStatus
 
 __all__ = [
     "GroupMember",
@@ -27,3 +34,16 @@ __all__ = [
     "PartitionReport",
     "Snapshot",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(
+        __name__,
+        __all__,
+        (
+            "relaygr.lag.settings",
+            "relaygr.lag.status",
+            "relaygr.lag.model",
+            "relaygr.lag.report",
+            "relaygr.lag.monitor",
+        ),
+    )

@@ -1,8 +1,8 @@
 """Reads the offsets and members of groups and the ends of logs from Kafka, without joining a group or committing.
 
-Order of a poll: metadata, list of groups, members, committed offsets, starts and then ends of the logs. The metadata
-gives the partitions, because a group's offsets do not include partitions without a commit. The ends come last;
-otherwise a group that keeps up could be ahead of them.
+Order of a poll: metadata and the list of groups, then members and committed offsets, then starts and ends of the logs.
+The metadata gives the partitions, because a group's offsets do not include partitions without a commit. The ends come
+last; otherwise a group that keeps up could be ahead of them.
 
 The requests of a poll are made in a child process (`relaygr.kafka.admin_process`), because librdkafka can abort the
 process that makes them while the broker is away.
@@ -33,6 +33,7 @@ from confluent_kafka.admin import (
     AdminClient,
     ClusterMetadata,
     ConsumerGroupDescription,
+    ListConsumerGroupsResult,
     ListOffsetsResultInfo,
     OffsetSpec,
 )
@@ -43,7 +44,7 @@ from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.client_errors import NO_COORDINATOR_YET
 from relaygr.kafka.clients import make_assigned_consumer, require_broker
 from relaygr.kafka.rights import Role, missing_rights
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.settings import KafkaSettings, SecurityProtocol
 from relaygr.lag.model import UNKNOWN, GroupMember, GroupSnapshot, PartitionOffsets, Snapshot
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import Clock, SystemClock
@@ -58,7 +59,7 @@ _FUTURE_TIMEOUT_S: Final = 60.0
 _CLIENT_ID: Final = "relaygr-lag"
 _COORDINATOR_RETRY_S: Final = 0.2
 _REQUESTS_IN_A_ROW: Final = 8
-"""A poll waits for six requests one after the other, for the coordinator, and has some time for its own work."""
+"""A poll waits for at most six requests, for the coordinator, and has some time for its own work."""
 _NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, owners and state are unknown"
 
 
@@ -102,11 +103,19 @@ class LagCollector:
         self._connected = False
         self._records: Consumer | None = None
 
+    def prepare(self) -> None:
+        """Starts the child process, so that the first poll need not wait for its imports."""
+        self._admin.start(__name__)
+
     def poll(self) -> Snapshot:
         """Measures once. Raises RelayError if the cluster does not answer."""
         try:
             if not self._connected:
-                if not is_embedded(require_broker(self._kafka)):
+                self.prepare()
+                cluster = require_broker(self._kafka)
+                # Without authentication a cluster rarely has ACLs, and its coordinators take long to answer.
+                has_users = self._kafka.security.protocol is not SecurityProtocol.PLAINTEXT
+                if has_users and not is_embedded(cluster):
                     for sentence in missing_rights(self._kafka, Role.LAG, self._admin):
                         log.warning("the lag of some partitions cannot be measured", cause=sentence)
                 self._connected = True
@@ -187,10 +196,13 @@ class _GroupPoll:
 
     def _ask(self, admin: AdminClient) -> Snapshot:
         timeout_s = self._settings.request_timeout_s
+        # Requests that do not depend on each other are under way at the same time.
+        listing = admin.list_consumer_groups(request_timeout=timeout_s)
         cluster = admin.list_topics(timeout=timeout_s)
-        groups = self._groups(admin)
-        described = self._describe(admin, groups)
+        groups = self._groups(listing)
+        describing = self._ask_described(admin, groups)
         asked = {group: self._ask_committed(admin, cluster, group) for group in groups}
+        described = {group: _described(future) for group, future in describing.items()}
         committed = {group: _committed(future) for group, future in asked.items()}
         known = {group for group in groups if _is_known(described[group], committed[group][0])}
         known |= {group for group in groups if committed[group][1] is not None}
@@ -243,11 +255,11 @@ class _GroupPoll:
             groups=tuple(snapshots),
         )
 
-    def _groups(self, admin: AdminClient) -> list[str]:
+    def _groups(self, listing: Future[ListConsumerGroupsResult]) -> list[str]:
         names = self._explicit | {name for name in self._ours if self._wanted(name)}
         try:
-            listed = _result(admin.list_consumer_groups(request_timeout=self._settings.request_timeout_s))
-            names |= {group.group_id for group in listed.valid if self._wanted(group.group_id)}
+            listed = _result(listing)
+            names |= {group.group_id for group in listed.valid or () if self._wanted(group.group_id)}
         except KafkaException as error:
             if error.args[0].code() != KafkaError._UNSUPPORTED_FEATURE:
                 raise
@@ -256,11 +268,12 @@ class _GroupPoll:
     def _wanted(self, group: str) -> bool:
         return any(fnmatch.fnmatchcase(group, pattern) for pattern in self._patterns)
 
-    def _describe(self, admin: AdminClient, groups: Sequence[str]) -> dict[str, _GroupDescription]:
+    def _ask_described(
+        self, admin: AdminClient, groups: Sequence[str]
+    ) -> Mapping[str, Future[ConsumerGroupDescription]]:
         if not groups:
             return {}
-        futures = admin.describe_consumer_groups(list(groups), request_timeout=self._settings.request_timeout_s)
-        return {group: _described(future) for group, future in futures.items()}
+        return admin.describe_consumer_groups(list(groups), request_timeout=self._settings.request_timeout_s)
 
     def _ask_committed(
         self, admin: AdminClient, cluster: ClusterMetadata, group: str
@@ -297,8 +310,9 @@ class _GroupPoll:
         latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         earliest: OffsetSpec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
         first = admin.list_offsets(dict.fromkeys(places, earliest), request_timeout=timeout_s)
+        last = admin.list_offsets(dict.fromkeys(places, latest), request_timeout=timeout_s)
         starts, _ = _offsets_of(first)
-        ends, failures = _offsets_of(admin.list_offsets(dict.fromkeys(places, latest), request_timeout=timeout_s))
+        ends, failures = _offsets_of(last)
         if not ends:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, next(iter(failures.values()))))
         return ends, starts, failures

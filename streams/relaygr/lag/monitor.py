@@ -50,6 +50,10 @@ class LagMonitor:
         self.state = MonitorState()
         """Each poll replaces the whole object, so read the attribute once."""
 
+    def prepare(self) -> None:
+        """Begins what a first poll waits for. The caller may import its own modules meanwhile."""
+        self._collector.prepare()
+
     def poll(self) -> LagReport:
         """Measures once. Raises RelayError if the cluster does not answer, and sets `state.error`."""
         started_us = self._clock.monotonic_us()

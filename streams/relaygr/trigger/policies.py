@@ -35,9 +35,9 @@ from relaygr.admission.policy import (
 from relaygr.admission.risk import NO_FACTORS
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.record import record
+from relaygr.trigger.settings import DEFAULT_POLICY
 
 GROUP: Final = "relaygr.trigger_policies"
-DEFAULT_POLICY: Final = "policy"
 
 
 @record(frozen=True, slots=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import Field
 
-from relaygr.admission.policy import PolicyLimits
-from relaygr.admission.risk import RiskTargets
 from relaygr.runtime.settings import Section
-from relaygr.schemas.messages import MAX_BEHAVIOURS
-from relaygr.trigger.policies import DEFAULT_POLICY
+from relaygr.schemas.limits import MAX_BEHAVIOURS
+
+if TYPE_CHECKING:
+    from relaygr.admission.policy import PolicyLimits
+    from relaygr.admission.risk import RiskTargets
+
+DEFAULT_POLICY: Final = "policy"
 
 
 class TriggerSettings(Section):
@@ -82,10 +85,15 @@ class TriggerSettings(Section):
 
     def risk_targets(self) -> RiskTargets:
         """The settings as the feedback takes them."""
+        # Imports numpy, which a command that only reads settings does not need.
+        from relaygr.admission.risk import RiskTargets
+
         return RiskTargets(self.missed_share, self.needless_share)
 
     def limits(self, lease_margin_ms: int) -> PolicyLimits:
         """The settings as the policy takes them."""
+        from relaygr.admission.policy import PolicyLimits
+
         return PolicyLimits(
             fallback_behaviours=self.fallback_behaviours,
             assumed_behaviours=self.assumed_behaviours,

@@ -15,9 +15,8 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
-from relaygr.schemas.codec import MAX_MESSAGE_BYTES
 from relaygr.schemas.digest import BLOCK
-from relaygr.schemas.messages import MAX_BUDGET_MS
+from relaygr.schemas.limits import MAX_BUDGET_MS, MAX_MESSAGE_BYTES
 from relaygr.tracing.settings import TracingSettings
 from relaygr.worker.cache.policies import DEFAULT_POLICY, PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype

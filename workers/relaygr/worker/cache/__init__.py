@@ -23,27 +23,34 @@ helpers: no torch, no clock) and bytes (`arena`, `codec`) do not import each oth
 them, and `build` puts both together.
 """
 
-from relaygr.worker.cache.cache import CacheConfig, Fill, PrefixCache
-from relaygr.worker.cache.entries import Handle, Hit, Presence
-from relaygr.worker.cache.identity import PrefixKey
-from relaygr.worker.cache.ledger import PendingPrefix
-from relaygr.worker.cache.results import (
-    Declined,
-    DeclineReason,
-    Miss,
-    MissReason,
-    NoRoom,
-    NoRoomReason,
-    PageCopy,
-    PendingKind,
-    PendingOutcome,
-    Purpose,
-    Room,
-    SpillOutcome,
-    Tier,
-    WasteReason,
-)
-from relaygr.worker.cache.stats import CacheStats, TierStats
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relaygr.schemas.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from relaygr.worker.cache.cache import CacheConfig, Fill, PrefixCache
+    from relaygr.worker.cache.entries import Handle, Hit, Presence
+    from relaygr.worker.cache.identity import PrefixKey
+    from relaygr.worker.cache.ledger import PendingPrefix
+    from relaygr.worker.cache.results import (
+        Declined,
+        DeclineReason,
+        Miss,
+        MissReason,
+        NoRoom,
+        NoRoomReason,
+        PageCopy,
+        PendingKind,
+        PendingOutcome,
+        Purpose,
+        Room,
+        SpillOutcome,
+        Tier,
+        WasteReason,
+    )
+    from relaygr.worker.cache.stats import CacheStats, TierStats
 
 __all__ = [
     "CacheConfig",
@@ -71,3 +78,17 @@ __all__ = [
     "TierStats",
     "WasteReason",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(
+        __name__,
+        __all__,
+        (
+            "relaygr.worker.cache.results",
+            "relaygr.worker.cache.identity",
+            "relaygr.worker.cache.entries",
+            "relaygr.worker.cache.stats",
+            "relaygr.worker.cache.ledger",
+            "relaygr.worker.cache.cache",
+        ),
+    )

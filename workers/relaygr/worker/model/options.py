@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from relaygr.schemas.messages import MAX_FEATURES
+from relaygr.schemas.limits import MAX_FEATURES
 
 Size = Annotated[int, Field(ge=1, le=1_048_576)]
 
