@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.settings import CALIBRATION_FILE
+from relaygr.worker.calibration import Calibration, MachineDescription, load_calibration, save_calibration
+from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
+from relaygr.worker.model.options import ComputeDtype
 from tests.worlds.model import small_config
+
+COEFFICIENTS = LatencyCoefficients(0, 10, 0, 0, 10, 0, 0, 10, 0, 0, 0)
 
 
 @pytest.fixture
@@ -17,9 +26,15 @@ def checkpoints(tmp_path: Path) -> list[Path]:
     folders = []
     for seed in (1, 2):
         folder = tmp_path / f"checkpoint-{seed}"
-        save_checkpoint(folder, small_config(), random_checkpoint(small_config(), seed).tensors)
+        saved = save_checkpoint(folder, small_config(), random_checkpoint(small_config(), seed).tensors)
+        save_calibration(calibration_of(saved.revision), folder / CALIBRATION_FILE)
         folders.append(folder)
     return folders
+
+
+def calibration_of(revision: str) -> Calibration:
+    machine = MachineDescription(revision, "cpu", "-", "-", 1, "-", KvDtype.FLOAT32, 16, ComputeDtype.FLOAT32, "torch")
+    return Calibration(machine, "2026-01-01T00:00:00Z", COEFFICIENTS, (), (), (), ())
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -76,3 +91,33 @@ def test_what_is_no_checkpoint_is_not_deployed(tmp_path: Path) -> None:
     code, _ = run("deploy", tmp_path / "empty", tmp_path / "served")
     assert code == 1
     assert not (tmp_path / "served").exists()
+
+
+def test_a_revision_without_a_calibration_is_refused_with_the_command_that_makes_it(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    """A running worker would refuse it, with a line in its log."""
+    (checkpoints[0] / CALIBRATION_FILE).unlink()
+    code, said = run("deploy", checkpoints[0], tmp_path / "served")
+    assert code == 1 and "relaygr calibrate --model" in said and "--calibrate-at-start" in said
+    assert not (tmp_path / "served").exists()
+    code, said = run("deploy", checkpoints[0], tmp_path / "served", "--calibrate-at-start")
+    assert code == 0 and revision_of(checkpoints[0]) in said
+
+
+def test_the_calibration_of_another_revision_is_refused(tmp_path: Path, checkpoints: list[Path]) -> None:
+    shutil.copy(checkpoints[0] / CALIBRATION_FILE, checkpoints[1] / CALIBRATION_FILE)
+    code, said = run("deploy", checkpoints[1], tmp_path / "served", "--calibrate-at-start")
+    assert code == 1 and "was measured with revision" in said
+    assert not (tmp_path / "served").exists()
+
+
+def test_a_later_calibration_of_a_deployed_revision_replaces_the_one_before(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    run("deploy", checkpoints[0], tmp_path / "served")
+    later = replace(calibration_of(revision_of(checkpoints[0])), measured_at="2026-02-02T00:00:00Z")
+    save_calibration(later, checkpoints[0] / CALIBRATION_FILE)
+    code, _ = run("deploy", checkpoints[0], tmp_path / "served")
+    assert code == 0
+    assert load_calibration(tmp_path / "served" / "current" / CALIBRATION_FILE).measured_at == later.measured_at

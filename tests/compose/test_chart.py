@@ -189,6 +189,14 @@ def test_the_charts_catalogue_is_the_projects() -> None:
     )
 
 
+WITH_TOPICS = {"strimzi": {"topics": True, "cluster": "c"}}
+ADS = {"topic_prefix": "shop-ads", "model": "/model", "variants": {"c": {"users": 0.5, "model": "/model-c"}}}
+LANES: dict[str, dict[str, Any]] = {
+    "a history prefix": {"history_prefix": "shop"},
+    "a scenario": {"scenario": "ads", "topic_prefix": "shop", "scenarios": {"ads": ADS}},
+    "a variant": {"scenario": "ads/c", "topic_prefix": "shop", "scenarios": {"ads": ADS}},
+    "a scenario without a prefix": {"scenario": "feed", "group_prefix": "shop", "scenarios": {"feed": {"share": 2}}},
+}
 OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", "1"]}}
 
 
@@ -222,6 +230,8 @@ OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", 
             "security.roles.topics.secret",
         ),
         ({"settings": {"tracing": {"enabled": True}}, "networkPolicy": {"enabled": True}}, "networkPolicy.egress"),
+        ({"settings": {"scenario": "ads"}, **WITH_TOPICS}, "settings.scenarios does not have"),
+        ({"settings": {"scenario": "ads/b", "scenarios": {"ads": ADS}}, **WITH_TOPICS}, "no such variant"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(helm: Helm, changes: dict[str, Any], named: str) -> None:
@@ -412,6 +422,22 @@ def test_strimzi_gives_a_user_the_least_rights_of_its_role(helm: Helm, role: Rol
     acls = chart.named("KafkaUser", f"-{role}")["spec"]["authorization"]["acls"]
     given = {(each["resource"]["type"], each["resource"]["name"], tuple(each["operations"])) for each in acls}
     assert given == {(right.resource.value, right.name, right.operations) for right in rights_of(role, kafka)}
+
+
+@pytest.mark.parametrize("name", LANES)
+def test_strimzi_and_keda_name_topics_and_groups_as_the_processes_do(helm: Helm, name: str, tmp_path: Path) -> None:
+    chart = helm.render(merged(CASES["everything"], {"settings": LANES[name]}))
+    kafka = load(settings_file(chart, tmp_path), environment(chart, "worker")).settings
+    made = {each["spec"]["topicName"] for each in chart.of("KafkaTopic")}
+    wanted = {kafka.topic(topic) for topic in CATALOGUE}
+    # Shared histories are topics of another release, which has made them.
+    assert made == {topic for topic in wanted if topic.startswith(f"{kafka.topic_prefix}.")}
+    for role in (Role.WORKER, Role.TRIGGER):
+        acls = chart.named("KafkaUser", f"-{role}")["spec"]["authorization"]["acls"]
+        given = {(each["resource"]["type"], each["resource"]["name"], tuple(each["operations"])) for each in acls}
+        assert given == {(right.resource.value, right.name, right.operations) for right in rights_of(role, kafka)}
+    [trigger] = chart.named("ScaledObject", "-trigger")["spec"]["triggers"]
+    assert f'group="{kafka.trigger_group}"' in trigger["metadata"]["query"]
 
 
 @pytest.mark.parametrize(("role", "kind"), [("worker", "StatefulSet"), ("trigger", "Deployment")])

@@ -84,6 +84,29 @@ worker trigger{{ if .Values.lag.enabled }} lag{{ end }}{{ if and .Values.topics.
 {{- end -}}
 {{- end }}
 
+{{/* The prefixes of the release's topics, groups and histories, as relaygr.settings finds them: YAML. */}}
+{{- define "relaygr.prefixes" -}}
+{{- $settings := .Values.settings -}}
+{{- $topics := $settings.topic_prefix | default "relaygr" -}}
+{{- $groups := $settings.group_prefix | default "relaygr" -}}
+{{- $histories := $settings.history_prefix | default $topics -}}
+{{- with $settings.scenario -}}
+{{- $parts := splitList "/" . -}}
+{{- $scenario := get ($settings.scenarios | default dict) (first $parts) -}}
+{{- if not $scenario }}{{ fail (printf "settings.scenario is %q, which settings.scenarios does not have: add it there, or remove settings.scenario" .) }}{{ end -}}
+{{- $own := $scenario.topic_prefix -}}
+{{- if gt (len $parts) 1 -}}
+{{- if not (hasKey ($scenario.variants | default dict) (last $parts)) }}{{ fail (printf "settings.scenario is %q, but settings.scenarios.%s.variants has no such variant: add it there, or name another" . (first $parts)) }}{{ end -}}
+{{- if not $own }}{{ fail (printf "settings.scenarios.%s has variants and no topic_prefix: set its topic_prefix" (first $parts)) }}{{ end -}}
+{{- $own = printf "%s-%s" $own (last $parts) -}}
+{{- end -}}
+{{- if $own }}{{ $topics = $own }}{{ $groups = $own }}{{ end -}}
+{{- end -}}
+topics: {{ $topics | quote }}
+groups: {{ $groups | quote }}
+histories: {{ $histories | quote }}
+{{- end }}
+
 {{- define "relaygr.image" -}}
 image: {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
