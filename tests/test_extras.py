@@ -185,19 +185,22 @@ def source_of(module: str) -> Path | None:
 
 @functools.cache
 def imports_of(path: Path) -> tuple[str, ...]:
-    """The modules that a file imports, in functions as well, but for those that only its annotations need."""
-    return tuple(_imports_in(ast.parse(path.read_text(encoding="utf-8"))))
+    """The modules that a file imports, in functions as well, but for those that only its annotations need.
+
+    What a package imports for its annotations it also imports when one of its names is asked for (`lazy_names`).
+    """
+    return tuple(_imports_in(ast.parse(path.read_text(encoding="utf-8")), path.name == "__init__.py"))
 
 
-def _imports_in(node: ast.AST) -> Iterator[str]:
+def _imports_in(node: ast.AST, in_package: bool) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom) and child.module is not None:
             yield child.module
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        elif not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
-            yield from _imports_in(child)
+        elif in_package or not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from _imports_in(child, in_package)
 
 
 def libraries_of(modules: tuple[str, ...]) -> dict[str, str]:
