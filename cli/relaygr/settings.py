@@ -320,7 +320,9 @@ def _from_file(path: Path) -> dict[str, _Given]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise RelayError(f"The settings file {path} cannot be read: {error.strerror}.") from error
+        raise RelayError(
+            f"The settings file {path} cannot be read: {error.strerror}. --config needs a YAML file."
+        ) from error
     except UnicodeDecodeError as error:
         raise RelayError(f"The settings file {path} is not UTF-8 text.") from error
     try:
@@ -426,6 +428,15 @@ def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
     return "\n".join(_explain_one(detail, given) for detail in error.errors(include_url=False))
 
 
+_HOW_TO_WRITE = {
+    "byte_size": ": write a size such as 512MiB",
+    "byte_size_unit": ": write a size such as 512MiB",
+    "bool_parsing": ": write true or false",
+    "bool_type": ": write true or false",
+}
+"""For the kinds of pydantic's errors that do not say what is allowed."""
+
+
 def _explain_one(detail: Any, given: Mapping[str, _Given]) -> str:
     location = [str(part) for part in detail["loc"]]
     # pydantic appends the index of a list entry, or the name of a union member, to the location.
@@ -441,7 +452,7 @@ def _explain_one(detail: Any, given: Mapping[str, _Given]) -> str:
     entry = given.get(key)
     shown = "" if field.secret or entry is None else f" = {entry.value!r}"
     origin = entry.origin if entry else DEFAULT_ORIGIN
-    return f"{key}{shown} ({origin}): {message[:1].lower()}{message[1:]}."
+    return f"{key}{shown} ({origin}): {message[:1].lower()}{message[1:]}{_HOW_TO_WRITE.get(detail['type'], '')}."
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

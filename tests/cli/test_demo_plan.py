@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.demo import machine
 from relaygr.demo.machine import Cores, CoreWatch
 from relaygr.demo.plan import LEAST_IMPRESSIONS, LONGEST_S, DemoPlan, PlanOverrides, plan_demo
+from relaygr.demo.run import DemoOptions, run_demo
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.settings import load_settings
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 
 LATENCY = LatencyModel(LatencyCoefficients(1000, 40, 0.005, 1000, 35, 0.004, 500, 20, 0.01, 20, 0.0001))
@@ -72,3 +78,15 @@ def test_the_time_of_the_processor_only_grows() -> None:
     after = machine.busy_s(usable), machine.busy_s(), machine._own_s()
     assert 0 < before[0] <= before[1] + 1e-6
     assert all(0 < earlier <= later for earlier, later in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("scenarios", [False, True])
+@pytest.mark.parametrize(("broker", "cause"), [("127.0.0.1:1", "127.0.0.1:1"), ("banana", "banana")])
+def test_a_wrong_broker_is_refused_before_anything_is_measured(
+    broker: str, cause: str, scenarios: bool, tmp_path: Path
+) -> None:
+    said, kept = Console(file=io.StringIO()), tmp_path / "kept"
+    options = DemoOptions(broker, PlanOverrides(), None, kept, True, False, False, scenarios)
+    with pytest.raises(RelayError, match=cause):
+        run_demo(said, load_settings(None, overrides=["connect_timeout_s=2"]), options)
+    assert not kept.exists()

@@ -91,7 +91,9 @@ def lag(
 @app.command()
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0: any free one.", show_default=False)] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port; 0: any free one.", show_default=False)
+    ] = None,
     group: GroupOption = None,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,

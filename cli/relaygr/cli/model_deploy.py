@@ -8,7 +8,7 @@ Each link is replaced in one step. Workers with `worker.model_poll_s` load what 
 others at SIGHUP. A revision whose K,V have another form is refused by a running worker, which then keeps its model.
 
 A worker whose setting `worker.calibration` is FOLDER/current/calibration.json refuses a revision without a calibration
-of its own, and says so in its log only. So `deploy` refuses it too, unless it is told that workers calibrate themselves.
+of its own, and says so in its log only. So `deploy` refuses it too, unless it is told that workers calibrate at start.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def rollback(folder: Path) -> str:
     """Swaps `current` and `previous`. Returns the revision that serves now. Raises RelayError if there is none."""
     before, now = _target(folder, PREVIOUS), _target(folder, CURRENT)
     if before is None or now is None or before == now:
-        raise RelayError(f"{folder} has no previous revision: nothing was changed.")
+        raise RelayError(
+            f"{folder} has no previous revision: nothing was changed. `relaygr model deploy` adds revisions."
+        )
     if not (folder / before).is_dir():
         raise RelayError(f"{folder / before} does not exist any more: nothing was changed.")
     _point(folder, CURRENT, before)

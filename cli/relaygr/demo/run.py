@@ -25,7 +25,7 @@ from relaygr.demo.prepare import make_model, plan_for_this_machine, planned_sett
 from relaygr.demo.scenarios import ScenarioDemo, plan_lanes, run_scenarios
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gate_views, gates
-from relaygr.devbroker import LocalBroker, local_broker
+from relaygr.devbroker import LocalBroker, check_broker, local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.traffic.population import population_of
@@ -68,6 +68,8 @@ class DemoResult:
 
 def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult | ScenarioDemo:
     """Runs all phases and prints their progress. Raises RelayError for errors that the user can fix."""
+    # Before the calibration, which takes a while and which a broker of ours would disturb.
+    check_broker(options.broker, _known_bootstrap(settings), settings)
     if options.scenarios:
         return _run_scenarios(console, settings, options)
     if not options.serve_page:
@@ -151,11 +153,15 @@ def _print_address(console: Console, server: UiServer, more: str = "") -> None:
     console.print(f"page       {server.address}{more}{token}", soft_wrap=True)
 
 
+def _known_bootstrap(settings: Settings) -> str | None:
+    """The cluster that the user named."""
+    return settings.bootstrap if "bootstrap" in settings.model_fields_set else None
+
+
 @contextmanager
 def _broker(console: Console, settings: Settings, options: DemoOptions) -> Iterator[LocalBroker]:
     """The broker that the options ask for, and what it cannot show."""
-    known = settings.bootstrap if "bootstrap" in settings.model_fields_set else None
-    with local_broker(options.broker, known_bootstrap=known, kafka=settings) as broker:
+    with local_broker(options.broker, known_bootstrap=_known_bootstrap(settings), kafka=settings) as broker:
         console.print(f"broker     {broker.what}")
         for limit in broker.limits:
             console.print(f"           limit: {limit}", style="dim")

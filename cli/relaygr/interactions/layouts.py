@@ -82,7 +82,9 @@ def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[LineBloc
     except (zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise RelayError(f"{path}: broken gzip file: {error}. Download or compress it again") from error
     except OSError as error:
-        raise RelayError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise RelayError(
+            f"{path} cannot be read: {error.strerror or error}. Give the path of a log of interactions"
+        ) from error
 
 
 def _blocks(file: IO[bytes], path: Path, block_bytes: int) -> Iterator[LineBlock]:

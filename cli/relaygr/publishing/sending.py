@@ -99,7 +99,9 @@ def opened(source: str) -> Iterator[BinaryIO]:
     try:
         stream = Path(source).open("rb")  # noqa: SIM115 - closed below; errors of the body must not be caught here
     except OSError as error:
-        raise RelayError(f"{source} cannot be read: {error.strerror}") from error
+        raise RelayError(
+            f"{source} cannot be read: {error.strerror}. Give a file of JSON lines, or - for standard input"
+        ) from error
     with stream:
         yield stream
 

@@ -116,7 +116,7 @@ def lane_of(scenarios: Scenarios, name: str) -> Lane:
     found = scenarios.get(scenario)
     if found is None:
         known = ", ".join(sorted(scenarios)) or "none"
-        raise ValueError(f"there is no scenario {scenario!r}; the settings have {known}")
+        raise ValueError(f"there is no scenario {scenario!r}; the settings have {known}: add it to `scenarios`")
     if not variant:
         return Lane(scenario, None, found.topic_prefix, found.model)
     if variant not in found.variants:

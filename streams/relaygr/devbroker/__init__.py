@@ -19,7 +19,16 @@ from relaygr.kafka.admin import create_topics, delete_topics, is_embedded
 from relaygr.kafka.clients import require_broker
 from relaygr.kafka.settings import KafkaSettings
 
-__all__ = ["AvailableBrokers", "BrokerChoice", "Chosen", "LocalBroker", "available_brokers", "choose", "local_broker"]
+__all__ = [
+    "AvailableBrokers",
+    "BrokerChoice",
+    "Chosen",
+    "LocalBroker",
+    "available_brokers",
+    "check_broker",
+    "choose",
+    "local_broker",
+]
 
 
 def available_brokers(known_bootstrap: str | None = None, environ: Mapping[str, str] | None = None) -> AvailableBrokers:
@@ -51,6 +60,18 @@ def local_broker(
     chosen = choose(choice, available_brokers(known_bootstrap, environ))
     with _open(chosen, kafka or KafkaSettings()) as broker:
         yield broker
+
+
+def check_broker(
+    choice: str = BrokerChoice.AUTO,
+    known_bootstrap: str | None = None,
+    kafka: KafkaSettings | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Raises the RelayError that `local_broker` would raise for this choice, as far as it can without starting one."""
+    chosen = choose(choice, available_brokers(known_bootstrap, environ))
+    if chosen.kind is BrokerChoice.EXTERNAL and chosen.bootstrap is not None:
+        require_broker((kafka or KafkaSettings()).model_copy(update={"bootstrap": chosen.bootstrap}))
 
 
 def _open(chosen: Chosen, kafka: KafkaSettings) -> AbstractContextManager[LocalBroker]:

@@ -289,8 +289,13 @@ def load_calibration(path: Path) -> Calibration:
         return calibration
     except (OSError, UnicodeDecodeError) as error:
         raise RelayError(f"{path} cannot be read ({error}): `relaygr calibrate --out` writes it.") from error
-    except (ValidationError, ValueError) as error:
-        raise RelayError(f"{path} is not a calibration: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        problem = f"{place}: {first['msg']}" if place else first["msg"]
+        raise RelayError(f"{path} is not a calibration ({problem}): `relaygr calibrate --out` writes one.") from error
+    except ValueError as error:
+        raise RelayError(f"{path} is not a calibration ({error}): `relaygr calibrate --out` writes one.") from error
 
 
 def latency_for(engine: Engine, path: Path) -> LatencyModel:

@@ -209,7 +209,9 @@ class TraceReader:
             with path.open("rb") as file:
                 beginning = file.read(_LARGEST_VALUE_BYTES)
         except OSError as error:
-            raise RelayError(f"The trace {path} cannot be read: {error.strerror}.") from error
+            raise RelayError(
+                f"The trace {path} cannot be read: {error.strerror}. `relaygr cache trace --out` makes one."
+            ) from error
         unpacker = _unpacker()
         unpacker.feed(beginning)
         try:

@@ -1,0 +1,54 @@
+"""Wrong inputs of commands: each ends with a sentence that says what to do, and with an exit code above 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from relaygr.cli.app import app
+
+NOWHERE = "127.0.0.1:1"
+CASES: dict[str, tuple[str, str]] = {
+    "no broker": (f"lag --bootstrap {NOWHERE}", "--bootstrap"),
+    "no settings file": ("settings --config /nonexist.yaml", "--config needs a YAML file"),
+    "a folder as settings": ("settings --config {folder}", "--config needs a YAML file"),
+    "no settings in it": ("settings --config {text}", "must hold `key: value` lines"),
+    "unknown setting": ("settings --set worker.hbm=1", "is not a setting"),
+    "no value": ("settings --set worker.hbm_bytes", "--set KEY=VALUE"),
+    "not a size": ("settings --set worker.hbm_bytes=many", "512MiB"),
+    "not a truth": ("settings --set tracing.enabled=perhaps", "true or false"),
+    "below the bound": ("settings --set partitions=0", "greater than or equal to 1"),
+    "unknown choice": ("settings --set security.protocol=banana", "'SASL_SSL'"),
+    "unknown scenario": ("settings --set scenario=nope", "add it to `scenarios`"),
+    "a port out of range": ("lag serve --port 99999", "65535"),
+    "a gateway's port": ("gateway --port 99999", "65535"),
+    "a page's port": ("ui --port 99999", "65535"),
+    "an open gateway": ("gateway --host 0.0.0.0", "set gateway.token"),
+    "unknown broker": ("demo --broker banana", "kafka"),
+    "no checkpoint": ("model verify /nonexist", "relaygr model init"),
+    "no previous revision": ("model rollback {folder}", "relaygr model deploy"),
+    "no trace": ("cache replay /nonexist", "relaygr cache trace"),
+    "no such worker": ("cache show worker-77", "Start it"),
+    "no calibration": ("simulate run --calibration /nonexist", "relaygr calibrate"),
+    "not a calibration": ("simulate run --calibration {text}", "relaygr calibrate"),
+    "no records": ("simulate learn /nonexist --calibration /nonexist --out o", "relaygr traffic --out"),
+    "no log of interactions": ("cache trace --interactions /nonexist --out {folder}/t", "log of interactions"),
+    "unknown command": ("banana", "No such command"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_input_ends_with_a_sentence_that_says_what_to_do(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = tmp_path / "text"
+    text.write_text("x\n")
+    command, remedy = CASES[case]
+    done = CliRunner().invoke(app, command.format(folder=tmp_path, text=text).split())
+    assert done.exit_code > 0
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert remedy in done.output
+    assert "Traceback" not in done.output and "errors.pydantic.dev" not in done.output
