@@ -275,7 +275,7 @@ worker_statuses = st.builds(
     length_ratios=st.none() | st.builds(LengthRatios, *[st.lists(real, max_size=LENGTH_BUCKETS).map(tuple)] * 3),
     predictions_off=st.none() | st.booleans(),
     overflow_partitions=st.none() | st.lists(st.integers(0, MAX_PARTITIONS), max_size=64).map(tuple),
-    started_at_us=st.none() | whole,
+    active_since_us=st.none() | whole,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relaygr.schemas import DecodeError, DecodeReason
-from relaygr.schemas.headers import MAX_HEADER_BYTES, RankingHeaders, ResultHeaders
+from relaygr.schemas.headers import DIVERTED_BY, MAX_HEADER_BYTES, RankingHeaders, ResultHeaders
 
 HEADERS = RankingHeaders("gateway.1.7", "gateway", "relaygr.results", 5, 1_700_000_000_000_000)
 
@@ -57,3 +57,9 @@ def test_a_request_id_that_no_result_could_carry_is_refused() -> None:
     """A request with a broken body is answered from its header alone, so both have the same bound on the id."""
     with pytest.raises(DecodeError, match="request_id: 129 bytes of text, expected 1 to 128"):
         ResultHeaders.decode(ResultHeaders("r" * 129, "gateway").encode())
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b"w" * 200])
+def test_a_broken_header_that_only_informs_is_left_out(value: bytes) -> None:
+    raw = [*HEADERS.encode(), (DIVERTED_BY, value)]
+    assert RankingHeaders.decode(raw) == HEADERS

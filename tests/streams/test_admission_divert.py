@@ -60,10 +60,13 @@ class World:
     def hear(self, status: WorkerStatus) -> None:
         self.peers.apply(status.worker_id, status, self.now_us)
 
-    def choose(self, need: Need = NEED, received: int = 0) -> Target | NotDiverted:
+    def choose(self, need: Need = NEED, received: int = 0, *, is_delivered: bool = True) -> Target | NotDiverted:
         """One more request, and so many others, were received."""
         self.received += 1 + received
-        return self.policy.choose(need, "model", self.received, self.now_us)
+        chosen = self.policy.choose(need, "model", self.received, self.now_us)
+        if is_delivered and isinstance(chosen, Target) and chosen.placed is not None:
+            self.policy.placements.note(need.user_id, chosen.placed)
+        return chosen
 
 
 def peer(worker_id: str, **changes: object) -> WorkerStatus:
@@ -182,11 +185,11 @@ def lightly(world: World, need: Need = NEED) -> bool:
 def settled(world: World, **changes: object) -> None:
     """A second later: what was sent is done, and the peer says so."""
     world.now_us += 1_000_000
-    world.hear(peer("peer-1", **({"written_at_us": world.now_us, "latency": HIT, "started_at_us": 7} | changes)))
+    world.hear(peer("peer-1", **({"written_at_us": world.now_us, "latency": HIT, "active_since_us": 7} | changes)))
 
 
 def world_with_a_prefix() -> World:
-    world = World(peer("peer-1", latency=HIT, started_at_us=7), share=1.0)
+    world = World(peer("peer-1", latency=HIT, active_since_us=7), share=1.0)
     assert not lightly(world)
     assert isinstance(world.choose(), Target)
     settled(world)
@@ -213,7 +216,7 @@ def test_a_history_that_grew_is_charged_as_an_append(more: int, is_in_time: bool
 
 @pytest.mark.parametrize(
     "changes",
-    [{"started_at_us": 8}, {"started_at_us": None}, {"reuses_prefixes": False}],
+    [{"active_since_us": 8}, {"active_since_us": None}, {"reuses_prefixes": False}],
     ids=["its process is another", "its process is not known", "its model keeps no prefixes"],
 )
 def test_a_peer_has_no_prefix_any_more_if(changes: dict[str, object]) -> None:
@@ -233,18 +236,27 @@ def test_a_peer_that_serves_another_model_has_no_prefix() -> None:
 def test_a_prefix_of_another_lineage_or_of_a_cut_history_is_no_hit() -> None:
     world = world_with_a_prefix()
     assert not lightly(world, replace(NEED, lineage=b"other features"))
-    world = World(peer("peer-1", latency=HIT, started_at_us=7), share=1.0)
+    world = World(peer("peer-1", latency=HIT, active_since_us=7), share=1.0)
     assert isinstance(world.choose(replace(NEED, most_behaviours=900)), Target)
     settled(world)
     assert not lightly(world)
 
 
-def test_a_prefix_counts_for_a_while_only() -> None:
+def test_a_prefix_counts_for_a_while_only_however_often_it_is_used() -> None:
+    """A peer may have evicted it, or may have refused the request that it came with."""
     world = world_with_a_prefix()
-    world.now_us += CACHED_FOR_US - 2_000_000
+    for _ in range(3):
+        world.now_us += CACHED_FOR_US // 3 - 2_000_000
+        settled(world)
+        assert lightly(world)
+    world.now_us += 5_000_000
     settled(world)
-    assert lightly(world)
-    world.now_us += CACHED_FOR_US
+    assert not lightly(world)
+
+
+def test_a_request_that_was_not_delivered_leaves_no_prefix() -> None:
+    world = World(peer("peer-1", latency=HIT, active_since_us=7), share=1.0)
+    assert isinstance(world.choose(is_delivered=False), Target)
     settled(world)
     assert not lightly(world)
 
@@ -280,7 +292,7 @@ def test_what_is_remembered_of_users_is_bounded_and_the_oldest_goes_first(sent: 
         peers.apply(f"peer-{number}", peer(f"peer-{number}"), NOW_US)
     alive = peers.alive("model", NOW_US)
     for user, number in sent:
-        placements.note(replace(NEED, user_id=str(user)), alive[number], NOW_US)
+        placements.note(str(user), placements.placed(replace(NEED, user_id=str(user)), alive[number], NOW_US))
         assert len(placements) <= most
         assert placements.workers(str(user))[0] == f"peer-{number}"
         assert len(set(placements.workers(str(user)))) <= PLACES_OF_A_USER

@@ -224,7 +224,7 @@ def test_a_message_of_an_unrecorded_trace_of_the_caller_has_its_header_and_nothi
 
 @pytest.mark.parametrize("of_client", [RATIO.ALWAYS_OFF, RATIO.TraceIdRatioBased(0.5), RATIO.ALWAYS_ON])
 @pytest.mark.parametrize("downstream", [RATIO.ALWAYS_OFF, RATIO.TraceIdRatioBased(0.5), RATIO.ALWAYS_ON])
-def test_a_trigger_and_a_worker_record_exactly_what_the_client_records_whatever_their_ratio(
+def test_a_trigger_and_a_worker_record_exactly_what_the_client_records_with_any_parent_based_sampler(
     of_client: object, downstream: object
 ) -> None:
     client = World(OtelSampler(RATIO.ParentBased(of_client))).tracer

@@ -366,9 +366,11 @@ def guessed_tokens(later: Later, fleet: Fleet) -> int:
     return later.handler._recent.guess(owner, EVENT.user_id).tokens
 
 
-@pytest.mark.parametrize("change", [{"started_at_us": NOW_US + 1}, {"model_revision": "new"}])
-def test_prefixes_that_full_inference_left_are_forgotten_with_the_owners_process_and_its_model(
-    change: dict[str, object],
+@pytest.mark.parametrize(
+    ("change", "tokens"), [({"active_since_us": NOW_US + 1}, 1_500), ({"model_revision": "new"}, 0)]
+)
+def test_prefixes_that_full_inference_left_are_forgotten_with_the_model_and_not_with_the_process(
+    change: dict[str, object], tokens: int
 ) -> None:
     fleet = lasting_fleet(dram_capacity_bytes=2**30)
     later = Later(fleet)
@@ -376,7 +378,7 @@ def test_prefixes_that_full_inference_left_are_forgotten_with_the_owners_process
     assert guessed_tokens(later, fleet) == 1_500
     new = dataclasses.replace(STATUS, dram_capacity_bytes=2**30, **change)  # type: ignore[arg-type]
     fleet.apply(STATUS.worker_id, new, NOW_US)
-    assert guessed_tokens(later, fleet) == 0
+    assert guessed_tokens(later, fleet) == tokens
 
 
 def test_a_user_for_whom_full_inference_may_have_no_time_leaves_no_prefix() -> None:
@@ -387,16 +389,16 @@ def test_a_user_for_whom_full_inference_may_have_no_time_leaves_no_prefix() -> N
 
 
 def test_a_job_for_a_process_that_died_holds_back_nothing() -> None:
-    fleet = lasting_fleet(started_at_us=NOW_US)
+    fleet = lasting_fleet(active_since_us=NOW_US)
     later = Later(fleet)
     assert [later.event(0), later.event(5)] == [DecisionReason.ADMITTED, DecisionReason.UNDER_WAY]
-    successor = dataclasses.replace(STATUS, started_at_us=NOW_US + 6_000, written_at_us=NOW_US + 6_000)
+    successor = dataclasses.replace(STATUS, active_since_us=NOW_US + 6_000, written_at_us=NOW_US + 6_000)
     fleet.apply(STATUS.worker_id, successor, NOW_US + 6_000)
     assert later.event(10) is DecisionReason.ADMITTED
 
 
 def test_a_job_from_before_the_owners_process_is_not_taken_for_one_that_is_under_way() -> None:
-    later = Later(lasting_fleet(started_at_us=NOW_US))
+    later = Later(lasting_fleet(active_since_us=NOW_US))
     old_us = NOW_US - 1_000
     event = decode(RetrievalEvent, request(7, expected_ranking_at_us=old_us + 80_000, retrieval_at_us=old_us))
     later.handler.restore(job_of(event, old_us), PARTITION)

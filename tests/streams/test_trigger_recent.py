@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,12 +35,17 @@ def test_the_least_recent_is_forgotten_when_the_dram_is_full() -> None:
     assert recent.guess(OWNER, "user-3").tokens == 400
 
 
-@pytest.mark.parametrize("change", [{"started_at_us": 8}, {"model_revision": "new"}])
-def test_all_is_forgotten_when_the_owners_process_or_model_changes(change: dict[str, Any]) -> None:
+def test_a_new_process_takes_over_the_dram_of_the_one_before() -> None:
+    recent = RecentPrefixes()
+    recent.note(OWNER, "user-1", 400, 0)
+    assert recent.guess(dataclasses.replace(OWNER, active_since_us=8), "user-1").tokens == 400
+
+
+def test_all_is_forgotten_when_the_owners_model_changes() -> None:
     recent = RecentPrefixes()
     for number in range(3):
         recent.note(OWNER, f"user-{number}", 400, 0)
-    changed = dataclasses.replace(OWNER, **change)
+    changed = dataclasses.replace(OWNER, model_revision="new")
     assert recent.guess(changed, "user-2") is NOTHING_CACHED
     assert recent.residence_us(changed, 9) == math.inf
     recent.note(changed, "user-3", 400, 0)

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr.admission.policy import PrefixHolder
 from relaygr.schemas import HistoryVersion
 from relaygr.trigger.users import FIRST_VISIT, LEAST_VISITS, LastJob, ReturnGaps, Users, gap_bucket
 
 SECOND_US = 1_000_000
 VERSION = HistoryVersion(1, 100, b"\x01" * 16)
-HOLDER = "worker-00", 7, "model-1"
+HOLDER = PrefixHolder("worker-00", 7, "model-1")
 JOB = LastJob(VERSION, HOLDER, 100, ranking_at_us=SECOND_US, until_us=5 * SECOND_US)
 
 
@@ -30,7 +31,8 @@ def test_a_job_is_live_for_its_owners_process_and_model_until_its_lease_ends() -
     users.sent("ann", JOB)
     assert users.live_job("ann", HOLDER, JOB.until_us - 1) is JOB
     assert users.live_job("ann", HOLDER, JOB.until_us) is None
-    for other in (("worker-01", 7, "model-1"), ("worker-00", 8, "model-1"), ("worker-00", 7, "model-2"), None):
+    others = [("worker-01", 7, "model-1"), ("worker-00", 8, "model-1"), ("worker-00", 7, "model-2")]
+    for other in (*(PrefixHolder(*each) for each in others), None):
         assert users.live_job("ann", other, 0) is None
     assert users.live_job("bob", HOLDER, 0) is None
 

@@ -81,7 +81,8 @@ def report(
 
 def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
     producer, clock = FakeProducer(), ManualClock()
-    published, started_at_us = report(producer, clock), clock.wall_us()
+    published = report(producer, clock)
+    published.active_since_us = active_since_us = clock.wall_us()
     clock.advance_us(1_000_000)
     published.state = WorkerState.READY
     published.metrics_url = "http://127.0.0.1:9100/metrics"
@@ -108,7 +109,7 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
         latency=LATENCY,
         full_path=FULL_PATH,
         lead_times=LEAD_TIMES,
-        started_at_us=started_at_us,
+        active_since_us=active_since_us,
         reuses_prefixes=False,
         ranking_backlog_us=1_500,
         host=socket.gethostname(),

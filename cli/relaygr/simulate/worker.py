@@ -152,7 +152,7 @@ class SimulatedWorker:
             self._link if dram_pages else None,
             listener=on_cache_event,
         )
-        self._started_at_us = EPOCH_US + int(env.now)
+        self._active_since_us = EPOCH_US + int(env.now)
         corrector = Corrector(model.latency)
         self.cache.weigh_by(model.latency.pre_us)
         if dram:
@@ -331,7 +331,7 @@ class SimulatedWorker:
             length_ratios=executor.length_ratios(),
             reuses_prefixes=executor.engine.rules.is_reusable,
             overflow_partitions=self._overflow_partitions,
-            started_at_us=self._started_at_us,
+            active_since_us=self._active_since_us,
         )
 
     @property

@@ -84,7 +84,7 @@ class RankingHeaders:
 
     @classmethod
     def decode(cls, raw: RawHeaders) -> RankingHeaders:
-        """Raises DecodeError if a header is absent, repeated or out of bounds."""
+        """Raises DecodeError if a header is absent, repeated or out of bounds. An optional one is then left out."""
         values = _values(raw)
         traceparent = values.get(TRACEPARENT)
         return cls(
@@ -94,7 +94,7 @@ class RankingHeaders:
             reply_topic=_repeated_text(REPLY_TOPIC, values.get(REPLY_TOPIC, b"")),
             reply_partition=_whole(values, REPLY_PARTITION, 2**31 - 1),
             deadline_us=_whole(values, DEADLINE_US, INT64_MAX),
-            diverted_by=_text(values, DIVERTED_BY, _WORKER_ID) if DIVERTED_BY in values else None,
+            diverted_by=_optional_text(values, DIVERTED_BY, _WORKER_ID) if DIVERTED_BY in values else None,
         )
 
 
@@ -194,6 +194,14 @@ def _text(values: dict[str, bytes], name: str, kind: Text = _HEADER_TEXT) -> str
         raise DecodeError(DecodeReason.MALFORMED, f"header {name} is not UTF-8") from error
     except FieldError as error:
         raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name}: {error}") from error
+
+
+def _optional_text(values: dict[str, bytes], name: str, kind: Text) -> str | None:
+    """`_text`, or None. A header that only informs must not cost a request its answer."""
+    try:
+        return _text(values, name, kind)
+    except DecodeError:
+        return None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -27,4 +27,7 @@ def lazy_names(package: str, names: Collection[str], modules: Sequence[str]) -> 
                     return found
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
+    module = sys.modules[package]
+    # Completion and `help` list the names before they are imported.
+    module.__dir__ = lambda: sorted({*vars(module), *names})  # type: ignore[method-assign]
     return get

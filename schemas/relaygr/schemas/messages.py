@@ -654,11 +654,11 @@ class WorkerStatus:
         "partitions of `ranking-overflow` on which the worker takes diverted requests; empty: none now, since it has "
         "no time itself; absent: it does not read that topic",
     ] = None
-    started_at_us: Annotated[
+    active_since_us: Annotated[
         int | None,
         UInt("µs since the epoch"),
-        "when the worker's process started: one with another value has not the same prefixes in HBM; absent: an older "
-        "worker",
+        "since when this process serves; a process with another value does not have the earlier prefixes in HBM; "
+        "absent: an older worker",
     ] = None
 
 

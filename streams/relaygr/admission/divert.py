@@ -36,7 +36,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from relaygr.admission.policy import OwnerView
+from relaygr.admission.policy import OwnerView, PrefixHolder
 from relaygr.admission.risk import NO_FACTORS, risky_us
 from relaygr.schemas.messages import WorkerState, WorkerStatus
 from relaygr.schemas.record import record
@@ -61,7 +61,7 @@ MOST_USERS: Final = 16_384
 PLACES_OF_A_USER: Final = 2
 """A user with more requests than one peer can take goes to two in turns."""
 CACHED_FOR_US: Final = 60_000_000
-"""How long after the last request a prefix counts as cached at the peer, which does not tell when it evicts one."""
+"""How long after its sending a prefix counts as cached at the peer, which does not tell when it evicts one."""
 
 
 class NotDiverted(enum.StrEnum):
@@ -104,6 +104,8 @@ class Target:
     worker_id: str
     partition: int
     behaviours: int
+    placed: Placed | None = field(default=None, compare=False)
+    """For `Placements.note`, once the request is delivered. None: its history was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,9 @@ class Peer:
     """Another worker by its last status. Each status replaces the whole object."""
 
     view: OwnerView
-    revision: str
     partitions: tuple[int, ...]
     backlog_us: int
     written_at_us: int
-    started_at_us: int | None
 
 
 class Peers:
@@ -138,12 +138,10 @@ class Peers:
             return
         self._peers[worker_id] = Peer(
             OwnerView.of(status),
-            status.model_revision,
             status.overflow_partitions,
             status.ranking_backlog_us or 0,
             # A writer whose clock is ahead counts as one that writes now.
             min(status.written_at_us, now_us),
-            status.started_at_us,
         )
 
     def alive(self, revision: str, now_us: int) -> list[Peer]:
@@ -213,11 +211,9 @@ class _Sent:
 
 @record(frozen=True, slots=True)
 class Placed:
-    """A user's history that was sent to a process of a peer, which ranked with this model and kept the prefix."""
+    """A user's history that was sent to a peer, which keeps the prefix."""
 
-    worker_id: str
-    started_at_us: int | None
-    revision: str
+    holder: PrefixHolder
     lineage: bytes
     behaviours: int
     at_us: int
@@ -235,25 +231,36 @@ class Placements:
 
     def workers(self, user_id: str) -> tuple[str, ...]:
         """The peers to which the user was sent lately."""
-        return tuple(placed.worker_id for placed in self._by_user.get(user_id, ()))
+        return tuple(placed.holder.worker_id for placed in self._by_user.get(user_id, ()))
 
     def cached_behaviours(self, need: Need, peer: Peer, now_us: int) -> int:
         """How many behaviours of this history the peer has cached; 0 if it has restarted, or serves another model."""
-        if not peer.view.reuses_prefixes:
-            return 0
-        process = peer.view.worker_id, peer.started_at_us, peer.revision, need.lineage
-        for placed in self._by_user.get(need.user_id, ()):
-            is_same = (placed.worker_id, placed.started_at_us, placed.revision, placed.lineage) == process
-            if is_same and now_us - placed.at_us <= CACHED_FOR_US:
-                return min(placed.behaviours, need.behaviours)
-        return 0
+        known = self._known(need, peer, now_us)
+        return 0 if known is None else min(known.behaviours, need.behaviours)
 
-    def note(self, need: Need, peer: Peer, now_us: int) -> None:
-        """The whole history is sent to the peer now."""
-        worker_id = peer.view.worker_id
-        placed = Placed(worker_id, peer.started_at_us, peer.revision, need.lineage, need.behaviours, now_us)
-        others = [each for each in self._by_user.pop(need.user_id, ()) if each.worker_id != worker_id]
-        self._by_user[need.user_id] = (placed, *others)[:PLACES_OF_A_USER]
+    def placed(self, need: Need, peer: Peer, now_us: int) -> Placed:
+        """What is to be noted when the whole history has reached the peer.
+
+        The time of an earlier sending stays: if the peer has no prefix in spite of it, that is believed no longer.
+        """
+        known = self._known(need, peer, now_us)
+        return Placed(peer.view.holder, need.lineage, need.behaviours, now_us if known is None else known.at_us)
+
+    def _known(self, need: Need, peer: Peer, now_us: int) -> Placed | None:
+        if not peer.view.reuses_prefixes:
+            return None
+        holder = peer.view.holder
+        for placed in self._by_user.get(need.user_id, ()):
+            is_same = placed.holder == holder and placed.lineage == need.lineage
+            if is_same and now_us - placed.at_us <= CACHED_FOR_US:
+                return placed
+        return None
+
+    def note(self, user_id: str, placed: Placed) -> None:
+        """The user's whole history was delivered to the peer."""
+        worker_id = placed.holder.worker_id
+        others = [each for each in self._by_user.pop(user_id, ()) if each.holder.worker_id != worker_id]
+        self._by_user[user_id] = (placed, *others)[:PLACES_OF_A_USER]
         if len(self._by_user) > self._most_users:
             self._by_user.popitem(last=False)
 
@@ -330,10 +337,9 @@ class DivertPolicy:
         peer = chosen.peer
         entries = self._sent.setdefault(peer.view.worker_id, _Sent()).entries
         entries.append((now_us, chosen.device_us))
-        if behaviours == need.behaviours > 0:
-            self.placements.note(need, peer, now_us)
         partition = peer.partitions[_affinity(need, peer) % len(peer.partitions)]
-        return Target(peer.view.worker_id, partition, behaviours)
+        placed = self.placements.placed(need, peer, now_us) if behaviours == need.behaviours > 0 else None
+        return Target(peer.view.worker_id, partition, behaviours, placed)
 
 
 @record(frozen=True, slots=True)
@@ -347,7 +353,7 @@ class _Option:
 
 
 def _is_usable(peer: Peer, revision: str, oldest_us: int) -> bool:
-    return peer.written_at_us >= oldest_us and peer.revision == revision
+    return peer.written_at_us >= oldest_us and peer.view.model_revision == revision
 
 
 def _work_us(peer: Peer, need: Need, behaviours: int, cached: int) -> float:

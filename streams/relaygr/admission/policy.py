@@ -122,8 +122,13 @@ class ImpressionFacts:
         )
 
 
-PrefixHolder = tuple[str, int | None, str]
-"""A worker's id, when its process started, and the revision of its model. Another one holds none of its prefixes."""
+@record(frozen=True, slots=True)
+class PrefixHolder:
+    """A worker's process and its model. Another process does not have its HBM, and another model not its prefixes."""
+
+    worker_id: str
+    active_since_us: int | None
+    model_revision: str
 
 
 @record(frozen=True, slots=True)
@@ -155,8 +160,8 @@ class OwnerView:
     """Measured / predicted device time by length bucket. Absent: 1 for each."""
     predictions_off: bool = False
     """Whether the worker's predictions were off lately."""
-    started_at_us: int | None = None
-    """When the worker's process started. None: an older worker, which does not say it."""
+    active_since_us: int | None = None
+    """Since when the worker's process serves. None: an older worker, which does not say it."""
     model_revision: str = ""
 
     @classmethod
@@ -182,7 +187,7 @@ class OwnerView:
             reuses_prefixes=status.reuses_prefixes is not False,
             length_ratios=_length_ratios_of(status.length_ratios),
             predictions_off=status.predictions_off is True,
-            started_at_us=status.started_at_us,
+            active_since_us=status.active_since_us,
             model_revision=status.model_revision,
         )
 
@@ -197,7 +202,7 @@ class OwnerView:
     @property
     def holder(self) -> PrefixHolder:
         """The process and model whose prefixes the worker holds now."""
-        return self.worker_id, self.started_at_us, self.model_revision
+        return PrefixHolder(self.worker_id, self.active_since_us, self.model_revision)
 
     @property
     def full_path_outside_us(self) -> int:

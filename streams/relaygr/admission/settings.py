@@ -33,7 +33,7 @@ class AdmissionSettings(Section):
 
     def bucket_limits(self) -> BucketLimits:
         """The settings as the buckets take them."""
-        # Imports numpy, which a command that only reads settings does not need.
+        # This import brings numpy, which a command that only reads settings does not need.
         from relaygr.admission.buckets import BucketLimits
 
         return BucketLimits(

@@ -13,6 +13,7 @@ cannot be read becomes a sentence in its `problems`; only a cluster that does no
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -105,7 +106,8 @@ class LagCollector:
 
     def prepare(self) -> None:
         """Starts the child process, so that the first poll need not wait for its imports."""
-        self._admin.start(__name__)
+        with contextlib.suppress(OSError):  # The poll starts it again, and reports why it cannot.
+            self._admin.start(__name__)
 
     def poll(self) -> Snapshot:
         """Measures once. Raises RelayError if the cluster does not answer."""

@@ -19,7 +19,6 @@ from relaygr.admission.policy import (
     DecisionReason,
     ImpressionFacts,
     OwnerView,
-    PrefixHolder,
     PrefixTier,
 )
 from relaygr.admission.risk import RiskFeedback
@@ -67,8 +66,8 @@ class RecentPrefixes:
     be overstated, and leave no room for jobs.
 
     So the trigger keeps the prefixes of each owner, up to the owner's DRAM capacity. The least recently used prefix is
-    evicted first, as in the default cache policy. All are forgotten when the owner's process or model changes. A wrong
-    estimate costs little, because the worker decides again with its real cache.
+    evicted first, as in the default cache policy. A new process of the owner takes over its DRAM, but all is forgotten
+    when the model changes. A wrong estimate costs little, because the worker decides again with its real cache.
     """
 
     def __init__(self) -> None:
@@ -92,7 +91,7 @@ class RecentPrefixes:
             return
         known = self._known(owner)
         if known is None:
-            known = self._owners[owner.worker_id] = _Owner(owner.holder)
+            known = self._owners[owner.worker_id] = _Owner(owner.model_revision)
             if len(self._owners) > MAX_OWNERS:
                 self._owners.popitem(last=False)
         self._owners.move_to_end(owner.worker_id)
@@ -100,16 +99,16 @@ class RecentPrefixes:
 
     def _known(self, owner: OwnerView) -> _Owner | None:
         known = self._owners.get(owner.worker_id)
-        return known if known is not None and known.holder == owner.holder else None
+        return known if known is not None and known.model_revision == owner.model_revision else None
 
 
 class _Owner:
-    """The prefixes that one process and model of an owner holds, least recently used first."""
+    """The prefixes that an owner holds for one model, least recently used first."""
 
-    __slots__ = ("_is_full", "_total", "holder", "tokens")
+    __slots__ = ("_is_full", "_total", "model_revision", "tokens")
 
-    def __init__(self, holder: PrefixHolder) -> None:
-        self.holder = holder
+    def __init__(self, model_revision: str) -> None:
+        self.model_revision = model_revision
         self.tokens: OrderedDict[str, tuple[int, int]] = OrderedDict()
         """Tokens of each user's prefix, and when it was noted."""
         self._total = 0
@@ -266,12 +265,11 @@ class EventHandler:
         tokens = owner.prefix_tokens(impression.history_behaviours)
         until_us = self._lease_ends_us(impression, job.decided_at_us)
         self._users.seen(job.user_id, job.request_id, job.retrieval_at_us)
-        if job.decided_at_us < (owner.started_at_us or 0):
-            # It went to the process before the owner's present one.
-            return
-        last = LastJob(job.history_version, owner.holder, tokens, job.expected_ranking_at_us, until_us)
-        self._users.sent(job.user_id, last)
         self._recent.note(owner, job.user_id, tokens, job.decided_at_us)
+        # An older job went to the process before the owner's present one.
+        if job.decided_at_us >= (owner.active_since_us or 0):
+            last = LastJob(job.history_version, owner.holder, tokens, job.expected_ranking_at_us, until_us)
+            self._users.sent(job.user_id, last)
 
     def _lease_ends_us(self, impression: ImpressionFacts, decided_us: int) -> int:
         """When the lease of a job that was decided then ends at the latest."""

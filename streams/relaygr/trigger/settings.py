@@ -85,7 +85,7 @@ class TriggerSettings(Section):
 
     def risk_targets(self) -> RiskTargets:
         """The settings as the feedback takes them."""
-        # Imports numpy, which a command that only reads settings does not need.
+        # This import brings numpy, which a command that only reads settings does not need.
         from relaygr.admission.risk import RiskTargets
 
         return RiskTargets(self.missed_share, self.needless_share)

@@ -25,7 +25,7 @@ import numpy as np
 import structlog
 from confluent_kafka import KafkaException, Producer
 
-from relaygr.admission.divert import DivertPolicy, Need, NotDiverted, Target
+from relaygr.admission.divert import DivertPolicy, Need, NotDiverted, Placed, Target
 from relaygr.consumer import Received
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, encode
@@ -186,7 +186,7 @@ class Diverter:
                 message.user_id.encode(),
                 partition=target.partition,
                 headers=replace(reply, diverted_by=self._worker_id).encode(),
-                on_delivery=partial(self._reported, reply, received),
+                on_delivery=partial(self._reported, reply, received, message.user_id, target.placed),
             )
         except (BufferError, EncodeError, KafkaException) as error:
             log.debug("a request was not diverted", error=str(error))
@@ -194,11 +194,16 @@ class Diverter:
             return False
         return True
 
-    def _reported(self, reply: RankingHeaders, received: Received, error: Any, _: Any) -> None:
+    def _reported(
+        self, reply: RankingHeaders, received: Received, user_id: str, placed: Placed | None, error: Any, _: Any
+    ) -> None:
         """The delivery report. The message of a failed one may be in the log nevertheless."""
         parts = self._parts
         parts.metrics.diverted[DivertOutcome.DELIVERED if error is None else DivertOutcome.UNDELIVERED].inc()
         if error is None:
+            if placed is not None:
+                with self._lock:
+                    parts.policy.placements.note(user_id, placed)
             return parts.results.finish(received.token)
         is_expired = parts.clock.wall_us() > reply.deadline_us + self._skew_us
         return parts.results.refused(reply, received, parts.backlog().predicted_us or None, is_expired)

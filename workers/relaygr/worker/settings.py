@@ -280,7 +280,7 @@ class WorkerSettings(Section):
         ByteSize(512 * 1024),
         ge=0,
         le=MAX_MESSAGE_BYTES - 64 * 1024,
-        description="largest diverted request; of a history that does not fit the newest part is attached",
+        description="largest diverted request; if the history does not fit, only its newest part is attached",
     )
 
     reload_spread_s: Annotated[

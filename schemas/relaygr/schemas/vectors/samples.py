@@ -164,7 +164,7 @@ MESSAGES["WorkerStatus, lead times"] = replace(
     reuses_prefixes=False,
 )
 MESSAGES["WorkerStatus, takes diverted requests"] = replace(MESSAGES["WorkerStatus"], overflow_partitions=(3, 11))
-MESSAGES["WorkerStatus, since when"] = replace(MESSAGES["WorkerStatus"], started_at_us=NOW_US - 60_000_000)
+MESSAGES["WorkerStatus, since when"] = replace(MESSAGES["WorkerStatus"], active_since_us=NOW_US - 60_000_000)
 MESSAGES["RankingRequest, diverted"] = replace(
     MESSAGES["RankingRequest"],
     history_version=None,

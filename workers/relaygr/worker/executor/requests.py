@@ -660,7 +660,8 @@ class Requests:
 
 def _describe_as(prefix: ResolvedPrefix, diverted: Diverted) -> None:
     """The prefix of a diverted request: its result describes the history as the first worker resolved it. The user's
-    next diverted requests come here, too, so it is kept as any other. A cut one goes first: requests are cut unequally.
+    next diverted requests come here, too, so it is kept as any other. A cut one is evicted first, since the next
+    request is probably cut elsewhere.
     """
     prefix.version, prefix.stale = diverted.history_version, diverted.history_stale
     prefix.loading = diverted.history_loading

@@ -9,8 +9,8 @@ after the last snapshot, which a new worker would have to append one by one.
 | `OLD` | behaviours are about to leave the behaviours topic | at once |
 | `GROWN` | has many behaviours that no snapshot has | while the worker is idle |
 
-All are written within a bound of bytes a second, and only for partitions that have caught up. A history with a gap is
-not written: only the pipeline knows what is missing.
+Histories are written within a bound of bytes a second, tombstones at once, and all only for partitions that have caught
+up. A history with a gap is not written: only the pipeline knows what is missing.
 
 Kafka does not compare and set, so an owner that lost its partition, or is slow, may write after the pipeline or its
 successor. Each of its records therefore names the records that it had read (`Continuation`, `RepeatedTombstone`). Every

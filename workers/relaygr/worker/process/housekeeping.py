@@ -63,6 +63,8 @@ class StatusReport:
         self.state = WorkerState.STARTING
         self.metrics_url: str | None = None
         """Set once the probes are served."""
+        self.active_since_us: int | None = None
+        """Set when the process begins to serve."""
         self.predictions_off: bool | None = None
         """Whether the predictions of a stage were off lately; None before the first look."""
         self._host = socket.gethostname() or None
@@ -72,7 +74,6 @@ class StatusReport:
         self._sources = sources
         self._clock = clock
         self._overflow_partitions: tuple[int, ...] | None = None
-        self._started_at_us = clock.wall_us()
 
     @property
     def is_outdated(self) -> bool:
@@ -125,7 +126,7 @@ class StatusReport:
             length_ratios=executor.length_ratios(),
             predictions_off=self.predictions_off,
             overflow_partitions=self._overflow_partitions,
-            started_at_us=self._started_at_us,
+            active_since_us=self.active_since_us,
         )
 
 

@@ -147,6 +147,7 @@ class WorkerProcess:
         started_s = time.monotonic()
         parts = self._parts = self._parts or self._assemble()
         parts.status.metrics_url = self._settings.metrics_url_at(self._probes.port)
+        parts.status.active_since_us = self._clock.wall_us()
         self._prepared.handover.begin()
         # The cache is restored while the consumer joins. The device thread waits for the cache, but only for a short
         # time: computing a prefix costs less than a long wait.

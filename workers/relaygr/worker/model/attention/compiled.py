@@ -114,7 +114,7 @@ class CompiledAttention:
 
 @functools.cache
 def tiles_of_processor() -> tuple[int, ...] | None:
-    """None: the processor has not the instructions."""
+    """None: the processor does not have the instructions."""
     able = torch.cpu.get_capabilities()
     if able.get("avx512_f"):
         return WIDE_TILES
