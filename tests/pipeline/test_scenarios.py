@@ -43,7 +43,7 @@ class Shop:
     def __init__(self, broker: LocalBroker, kafka: KafkaSettings, relay: Relay, folder: Path, cleanup: ExitStack):
         self.kafka = kafka
         self.deployed = folder / "deployed"
-        deploy(make_model(folder / "first", seed=21), self.deployed)
+        deploy(make_model(folder / "first", seed=21), self.deployed, needs_calibration=False)
         prefix = f"{kafka.topic_prefix}-ads"
         variants = {"b": VariantSettings(users=0.5, model=make_model(folder / "variant", seed=23))}
         self.scenarios = {
@@ -168,7 +168,7 @@ def test_the_trigger_counts_the_events_of_each_scenario_and_sends_jobs_that_name
 def test_a_deployed_revision_serves_soon_and_one_command_takes_it_back(shop: Shop, tmp_path: Path) -> None:
     user = of_variant(None)
     first = shop.ranked("ads", user).model_revision
-    second = deploy(make_model(tmp_path / "second", seed=22), shop.deployed)
+    second = deploy(make_model(tmp_path / "second", seed=22), shop.deployed, needs_calibration=False)
     wait_until("the new revision serves", lambda: shop.ranked("ads", user).model_revision == second)
     assert rollback(shop.deployed) == first
     wait_until("the old revision serves again", lambda: shop.ranked("ads", user).model_revision == first)

@@ -57,6 +57,8 @@ BUDGET_MS = 8_000
 class AlwaysSampled:
     """Records every trace."""
 
+    root_bound: int | None = None
+
     def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
         return True
 
