@@ -62,8 +62,45 @@ docker build --platform linux/arm64 --network=host --file "$root/compose/Dockerf
     --build-arg BUILD_IMAGE=stand-in/debian-arm64-build:1 --build-arg BASE_IMAGE=stand-in/debian-arm64:1 \
     --build-arg PIP_ARGS="--no-index --find-links http://127.0.0.1:$port/" "$root"
 
-# What a container does without a network.
-in_container() { docker run --rm --network=none --platform linux/arm64 "$@"; }
+# QEMU shows this machine's /proc/cpuinfo and /sys, by which torch's libraries choose instructions, and then crash:
+# a Neoverse N1 with two cores is described in their place.
+processor=$work/cpu
+for core in 0 1; do
+    here=$processor/cpu$core
+    mkdir -p "$here/regs/identification" "$here/topology" "$here/cpufreq"
+    echo 0x00000000413fd0c1 > "$here/regs/identification/midr_el1"
+    echo 0 > "$here/topology/physical_package_id"
+    echo "$core" | tee "$here/topology/core_id" > "$here/topology/thread_siblings_list"
+    echo 0-1 > "$here/topology/core_siblings_list"
+    echo 3 > "$here/topology/core_siblings"
+    echo 1500000 > "$here/cpufreq/cpuinfo_max_freq"
+    echo 600000 > "$here/cpufreq/cpuinfo_min_freq"
+    index=0
+    for cache in 1:Data:32K 1:Instruction:32K 2:Unified:1024K 3:Unified:4096K; do
+        one=$here/cache/index$index
+        mkdir -p "$one"
+        echo "$cache" | cut -d: -f1 > "$one/level"
+        echo "$cache" | cut -d: -f2 > "$one/type"
+        echo "$cache" | cut -d: -f3 > "$one/size"
+        echo 64 > "$one/coherency_line_size"
+        echo 256 > "$one/number_of_sets"
+        echo 2 > "$one/ways_of_associativity"
+        echo "$core" | tee "$one/shared_cpu_list" > "$one/shared_cpu_map"
+        index=$((index + 1))
+    done
+    printf '%s\t: %s\n' processor "$core" BogoMIPS 50.00 \
+        Features 'fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp' \
+        'CPU implementer' 0x41 'CPU architecture' 8 'CPU variant' 0x3 'CPU part' 0xd0c 'CPU revision' 1
+    echo
+done > "$work/cpuinfo"
+for file in online possible present; do echo 0-1 > "$processor/$file"; done
+echo 1 > "$processor/kernel_max"
+
+# A command in the image, without a network.
+in_container() {
+    docker run --rm --network=none --platform linux/arm64 --env QEMU_CPU=neoverse-n1 --ulimit core=0 \
+        --volume "$processor:/sys/devices/system/cpu:ro" --volume "$work/cpuinfo:/proc/cpuinfo:ro" "$@"
+}
 in_container "$image" --version
 in_container "$image" --help
 in_container --entrypoint python3 "$image" -c '
@@ -78,4 +115,4 @@ print(platform.machine(), len(found), "modules of the worker")'
 in_container --volume "$root/tests:/src/tests:ro" --volume "$root/pyproject.toml:/src/pyproject.toml:ro" \
     --volume "$work/tools:/tools:ro" --workdir /src --env PYTHONPATH=/tools:/src \
     --env HYPOTHESIS_STORAGE_DIRECTORY=/tmp/examples --entrypoint python3 "$image" -m pytest -p no:cacheprovider \
-    -n 0 -q -m "not slow" tests/workers/test_engine_contract.py
+    -n 0 -q -o timeout=0 -m "not slow" tests/workers/test_engine_contract.py
