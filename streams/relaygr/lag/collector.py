@@ -1,6 +1,6 @@
 """Reads the offsets and members of groups and the ends of logs from Kafka, without joining a group or committing.
 
-Order of a poll: metadata and the list of groups, then members and committed offsets, then starts and ends of the logs.
+Order of a poll: metadata and the list of groups, members, committed offsets, and then starts and ends of the logs.
 The metadata gives the partitions, because a group's offsets do not include partitions without a commit. The ends come
 last; otherwise a group that keeps up could be ahead of them.
 
@@ -202,9 +202,9 @@ class _GroupPoll:
         listing = admin.list_consumer_groups(request_timeout=timeout_s)
         cluster = admin.list_topics(timeout=timeout_s)
         groups = self._groups(listing)
-        describing = self._ask_described(admin, groups)
+        # Not at the same time: while a group has no coordinator yet, a request for its offsets can crash the process.
+        described = self._describe(admin, groups)
         asked = {group: self._ask_committed(admin, cluster, group) for group in groups}
-        described = {group: _described(future) for group, future in describing.items()}
         committed = {group: _committed(future) for group, future in asked.items()}
         known = {group for group in groups if _is_known(described[group], committed[group][0])}
         known |= {group for group in groups if committed[group][1] is not None}
@@ -270,12 +270,11 @@ class _GroupPoll:
     def _wanted(self, group: str) -> bool:
         return any(fnmatch.fnmatchcase(group, pattern) for pattern in self._patterns)
 
-    def _ask_described(
-        self, admin: AdminClient, groups: Sequence[str]
-    ) -> Mapping[str, Future[ConsumerGroupDescription]]:
+    def _describe(self, admin: AdminClient, groups: Sequence[str]) -> dict[str, _GroupDescription]:
         if not groups:
             return {}
-        return admin.describe_consumer_groups(list(groups), request_timeout=self._settings.request_timeout_s)
+        futures = admin.describe_consumer_groups(list(groups), request_timeout=self._settings.request_timeout_s)
+        return {group: _described(future) for group, future in futures.items()}
 
     def _ask_committed(
         self, admin: AdminClient, cluster: ClusterMetadata, group: str
