@@ -152,7 +152,7 @@ function showPartitions(live) {
 
 function showDecisions(live) {
   if (live.decisions === null) {
-    $("decisions").replaceChildren(node("p", { class: "muted" }, live.admitted_share === null ? "No events. " : `${share(live.admitted_share)} of events became jobs. `, "The reasons are in a trigger’s metrics: start with --scrape http://TRIGGER:PORT/metrics."));
+    $("decisions").replaceChildren(node("p", { class: "muted" }, live.admitted_share === null ? "No events." : `${share(live.admitted_share)} of events became jobs. The reasons are in a trigger’s metrics: start with --scrape http://TRIGGER:PORT/metrics.`));
     return;
   }
   const largest = Math.max(1, ...live.decisions.map((each) => each.count));
