@@ -58,8 +58,11 @@ class CompiledAttention:
 
         Raises ImportError without llvmlite, RuntimeError if it cannot compile for this processor.
         """
+        chosen = tiles or tiles_of_processor()
+        if chosen is None:
+            raise RuntimeError("the processor has neither AVX-512 nor AVX2 with FMA")
         self._geometry = geometry
-        self._function = _compiled(geometry, tiles or tiles_of_processor() or WIDE_TILES)
+        self._function = _compiled(geometry, chosen)
 
     @staticmethod
     def fits(geometry: KvGeometry) -> bool:
