@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from rich.console import Console
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.generator.samples import LOST, Sample
+from relaygr.bench.generator.trace import write_trace
+from relaygr.bench.generator.workload import Workload, make_trace
 from relaygr.bench.headline.__main__ import main
 from relaygr.bench.headline.breakeven import Demand, Verdict, outlook
 from relaygr.bench.headline.command import with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
 from relaygr.bench.headline.figures import CONFIRMED, counts_for_b, figures_of, longest_truncation, same_load
-from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK, REUSES, at_reuse
+from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.plan import CellPlan, save_plan
 from relaygr.bench.headline.plots import paths_at, plot_cell
 from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
@@ -490,13 +493,35 @@ def test_wrong_options_are_refused_with_the_reason(options: dict[str, Any], why:
         call(**options)
 
 
+def miniature() -> Cell:
+    """Its deadline is so long that runs pass on a busy machine, too."""
+    cell = replace(CENTRE, name="mini", history=256, heads=1, head_width=16, layers=1, candidates=16, growth=2)
+    return replace(cell, least_deadline_ms=8_000, return_gap_s=0.5)
+
+
+@pytest.mark.slow
+def test_users_who_were_there_in_the_run_before_are_new_in_the_next_one(
+    embedded_broker: LocalBroker, tmp_path: Path
+) -> None:
+    cell, trace = miniature(), tmp_path / "once.parquet"
+    load = Workload(
+        seed=1, rate_per_s=8, seconds=1, warm_up_s=0, reuse=0, return_gap_s=1, history_median=200, history_max=256,
+        lead_median_ms=100, candidates=16,
+    )  # fmt: skip
+    write_trace(make_trace(load), trace)
+    with Bench(Console(quiet=True), tmp_path, embedded_broker, QUICK_MODE, None) as bench:
+        for name in ("first", "second"):
+            bench.run_trace(cell, [System.C], Path(shutil.copy(trace, tmp_path / f"{name}.parquet")))
+    rows = read_rows(tmp_path / "runs.csv")
+    assert {each.figure.split()[1] for each in rows} == {"first.parquet", "second.parquet"}
+    assert [each.full_share for each in rows] == [1.0] * len(rows)
+
+
 @pytest.mark.slow
 def test_a_cell_in_miniature_runs_resumes_and_is_reported(
     embedded_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cell = replace(CENTRE, name="mini", history=256, heads=1, head_width=16, layers=1, candidates=16, growth=2)
-    # So long a deadline that the runs pass on a busy machine, too.
-    cell = replace(cell, least_deadline_ms=8_000, return_gap_s=0.5)
+    cell = miniature()
     mode = replace(QUICK_MODE, seconds=1.0, warm_up_s=0.5, resolution=64.0, steps=0, a_loads=())
     monkeypatch.setattr("relaygr.bench.headline.run.LONGEST_TUNE_FACTOR", 1)
     monkeypatch.setattr("relaygr.bench.headline.plan.HALF", 0.02)

@@ -155,11 +155,11 @@ class Bench:
         self._open = ExitStack()
         self._served: tuple[object, ...] = ()
         self._warm_pools: set[int] = set()
+        self._known_users: set[str] = set()
+        """Users of the runs so far on the processes that run now."""
         self._count = 0
         self._limit = 0
         """The longest history of B1."""
-        self._settings = Settings()
-        """Those of the processes that run now."""
 
     def __enter__(self) -> Bench:
         self._work = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="relaygr-headline-")))
@@ -383,12 +383,17 @@ class Bench:
     def _run(
         self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, attempt: int, trace: Path | None
     ) -> RunRow:
-        self.serve(cell, plan, system, variant)
-        self._count += 1
-        name = f"run-{self._count}-{secrets.token_hex(2)}"
         path = trace or self._trace(cell, plan, point)
         played = read_trace(path)
         reuse = reuse_of(played)
+        # The oracle's own users are meant to be cached.
+        users = frozenset() if system is System.O else frozenset(played.user_id)
+        if not self._known_users.isdisjoint(users):
+            self._close()  # A run again, or users of a log: their prefixes would still be cached.
+        self._serve(cell, plan, system, variant)
+        self._known_users |= users
+        self._count += 1
+        name = f"run-{self._count}-{secrets.token_hex(2)}"
         if system is System.O:
             path = self._work / f"{name}.parquet"
             played = self._pooled(cell, point, played)
@@ -508,27 +513,26 @@ class Bench:
 
     # -- processes
 
-    def serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> Settings:
-        """Has the processes of this system running, and returns their settings."""
+    def _serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> None:
+        """Has the processes of this system running."""
         wanted = (cell.name, system, variant)
         if self._served == wanted:
-            return self._settings
+            return
         self._close()
         self._progress.update(self._bar, description=f"{cell.name} {system}: starting")
         folder = self._work / f"stack-{self._count}-{secrets.token_hex(2)}"
         folder.mkdir(parents=True)
-        settings = self._settings = self._settings_of(cell, plan, system, variant, folder)
+        settings = self._settings_of(cell, plan, system, variant, folder)
         flags = FLAGS[system]
         quiet = Console(quiet=True)
         self._workers = self._stack.enter_context(
             DemoStack(quiet, folder, self._broker, settings, flags.events, 1, observed=False, reuse=flags.reuse)
         )
         self._player = self._stack.enter_context(Player(folder / "load", settings, Requests(ITEMS, self._interactions)))
-        self._served, self._warm_pools = wanted, set()
-        return settings
+        self._served = wanted
 
     def _close(self) -> None:
-        self._served = ()
+        self._served, self._warm_pools, self._known_users = (), set(), set()
         self._stack.close()
 
     def _settings_of(self, cell: Cell, plan: CellPlan, system: System, variant: str, folder: Path) -> Settings:
