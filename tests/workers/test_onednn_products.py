@@ -55,12 +55,13 @@ def attended(attention: BlockedAttention, causal: int, free: int, kv_dtype: KvDt
 def test_attention_is_that_of_torch(work: float, causal: int, free: int, kv_dtype: KvDtype) -> None:
     expected = attended(BlockedAttention(SPEC), causal, free, kv_dtype)
     found = attended(BlockedAttention(SPEC, work), causal, free, kv_dtype)
-    assert torch.allclose(found, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+    # A row sums thousands of products, and each processor's kernels do so in an order of their own.
+    assert torch.allclose(found, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 300])
 def test_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(layer_parts, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(layer_parts._Choice, "uses_onednn", True)
     weight, bias, x, y = torch.randn(24, 40), torch.randn(40), torch.randn(rows, 30)[:, 3:27], torch.randn(rows, 40)
     assert torch.allclose(product(weight, bias)(x), x @ weight + bias, atol=1e-5)
     before = y.clone()
@@ -114,7 +115,7 @@ def test_packed_weights_are_counted_and_freed_with_their_engine(
     monkeypatch: pytest.MonkeyPatch, config: ModelConfig
 ) -> None:
     """They were missing from the memory plan, although they double the weights of the layers."""
-    monkeypatch.setattr(layer_parts, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(layer_parts._Choice, "uses_onednn", True)
     pack, packed_bytes, weight_bytes = torch.ops.mkldnn._reorder_linear_weight, [], []
 
     def counting(weight: torch.Tensor, rows: int) -> torch.Tensor:
@@ -145,7 +146,7 @@ def packed_tensors() -> int:
 
 def test_narrow_copies_are_counted_and_without_onednn_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = random_checkpoint(KINDS["meta"], 0)
-    monkeypatch.setattr(layer_parts, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(layer_parts._Choice, "uses_onednn", False)
     assert copied(checkpoint) == 0
     matrices = [t for name, t in checkpoint.tensors.items() if name.startswith("layers.") and t.dim() == 2]
     assert copied(checkpoint, ComputeDtype.BFLOAT16) == sum(2 * t.numel() for t in matrices)

@@ -13,9 +13,9 @@ import signal
 import sys
 import threading
 
-from confluent_kafka import Consumer
+from confluent_kafka import Consumer, KafkaError, Message
 
-from relaygr.consumer import ConsumerLoop, LoopState, Received
+from relaygr.consumer import ConsumerLoop, LoopState, Received, Token
 from relaygr.kafka.client_errors import ErrorCallback
 from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
@@ -48,11 +48,21 @@ class Member:
         user, text = (message.key or b"").decode(), (message.value or b"").decode()
         if message.topic != self._ranking or is_job(message.headers):
             self._jobs[user] = text
+            self.loop.finish(message.token)
         else:
             request_id, job = text.split()
-            answer = [request_id, self._name, self._jobs.get(user) == job]
-            self._producer.produce(self._results, json.dumps(answer).encode(), partition=0)
-        self.loop.finish(message.token)
+            self._answer(message.token, json.dumps([request_id, self._name, self._jobs.get(user) == job]).encode())
+
+    def _answer(self, token: Token, value: bytes) -> None:
+        """Sends the answer until it is delivered. Only then its request is finished: a member may be killed before."""
+
+        def reported(error: KafkaError | None, _: Message) -> None:
+            if error is None:
+                self.loop.finish(token)
+            else:
+                self._answer(token, value)
+
+        self._producer.produce(self._results, value, partition=0, on_delivery=reported)
 
     def on_batch(self) -> None:
         self._producer.poll(0)
