@@ -160,6 +160,8 @@ class Bench:
         self._count = 0
         self._limit = 0
         """The longest history of B1."""
+        self._settings = Settings()
+        """Those of the processes that run now."""
 
     def __enter__(self) -> Bench:
         self._work = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="relaygr-headline-")))
@@ -390,7 +392,7 @@ class Bench:
         users = frozenset() if system is System.O else frozenset(played.user_id)
         if not self._known_users.isdisjoint(users):
             self._close()  # A run again, or users of a log: their prefixes would still be cached.
-        self._serve(cell, plan, system, variant)
+        self.serve(cell, plan, system, variant)
         self._known_users |= users
         self._count += 1
         name = f"run-{self._count}-{secrets.token_hex(2)}"
@@ -513,16 +515,16 @@ class Bench:
 
     # -- processes
 
-    def _serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> None:
-        """Has the processes of this system running."""
+    def serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> Settings:
+        """Has the processes of this system running, and returns their settings."""
         wanted = (cell.name, system, variant)
         if self._served == wanted:
-            return
+            return self._settings
         self._close()
         self._progress.update(self._bar, description=f"{cell.name} {system}: starting")
         folder = self._work / f"stack-{self._count}-{secrets.token_hex(2)}"
         folder.mkdir(parents=True)
-        settings = self._settings_of(cell, plan, system, variant, folder)
+        settings = self._settings = self._settings_of(cell, plan, system, variant, folder)
         flags = FLAGS[system]
         quiet = Console(quiet=True)
         self._workers = self._stack.enter_context(
@@ -530,6 +532,7 @@ class Bench:
         )
         self._player = self._stack.enter_context(Player(folder / "load", settings, Requests(ITEMS, self._interactions)))
         self._served = wanted
+        return settings
 
     def _close(self) -> None:
         self._served, self._warm_pools, self._known_users = (), set(), set()
