@@ -170,9 +170,12 @@ class PagePool:
         Raises ValueError if one is free already.
         """
         left = self._references[pages] - 1
-        if left.size and int(left.min()) < 0:
+        least = int(left.min()) if left.size else 1
+        if least < 0:
             raise ValueError("a free page was dropped again")
         self._references[pages] = left
+        if least:
+            return 0  # The usual end of a request: the prefix keeps its pages.
         freed = pages[left == 0][::-1]
         self._stack[self.free : self.free + freed.size] = freed
         self.free += freed.size
