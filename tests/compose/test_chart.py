@@ -189,6 +189,7 @@ def test_the_charts_catalogue_is_the_projects() -> None:
     )
 
 
+SCRAM = {"security": {"protocol": "SASL_PLAINTEXT", "sasl_mechanism": "SCRAM-SHA-512"}}
 WITH_TOPICS = {"strimzi": {"topics": True, "cluster": "c"}}
 ADS = {"topic_prefix": "shop-ads", "model": "/model", "variants": {"c": {"users": 0.5, "model": "/model-c"}}}
 LANES: dict[str, dict[str, Any]] = {
@@ -220,7 +221,12 @@ OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", 
         ),
         ({"worker": {"terminationGracePeriodSeconds": 20}}, "terminationGracePeriodSeconds"),
         ({"keda": {"worker": {"enabled": True}}}, "keda.prometheus"),
-        ({"strimzi": {"users": ["worker"]}}, "strimzi.topics"),
+        ({"settings": SCRAM, "strimzi": {"users": ["worker"]}}, "strimzi.topics"),
+        ({"strimzi": {"users": ["worker"], "topics": True}}, "settings.security.protocol is PLAINTEXT"),
+        (
+            {"settings": SCRAM, "strimzi": {"users": ["worker"], "topics": True, "authentication": "tls"}},
+            "settings.security.protocol is SASL_PLAINTEXT: set it to SSL",
+        ),
         ({"settings": {"security": {"protocol": "SSL", "ca_file": "/etc/relaygr/ca/ca.crt"}}}, "security.caSecret"),
         (
             {

@@ -61,6 +61,9 @@ worker trigger{{ if .Values.lag.enabled }} lag{{ end }}{{ if and .Values.topics.
 {{- end -}}
 {{- if and (eq ($settings.affinity | default "range") "consumer_protocol") (or .Values.worker.standby .Values.worker.leaveOnStop) }}{{ fail "settings.affinity is consumer_protocol: set worker.standby and worker.leaveOnStop to false, or use another affinity" }}{{ end -}}
 {{- if and (eq ($settings.affinity | default "range") "one_topic") (or .Values.strimzi.topics .Values.strimzi.users) }}{{ fail "settings.affinity is one_topic: set strimzi.topics to false and strimzi.users to [], and grant the rights that `relaygr topics acls` prints" }}{{ end -}}
+{{- $protocol := ($settings.security | default dict).protocol | default "PLAINTEXT" -}}
+{{- $wanted := eq .Values.strimzi.authentication "tls" | ternary "SSL" "SASL_SSL or SASL_PLAINTEXT" -}}
+{{- if and .Values.strimzi.users (not (has $protocol (splitList " or " $wanted))) }}{{ fail (printf "strimzi.users have %s credentials, but settings.security.protocol is %s: set it to %s, as the listener of settings.bootstrap has it" .Values.strimzi.authentication $protocol $wanted) }}{{ end -}}
 {{- $most := .Values.worker.replicas -}}
 {{- if .Values.keda.worker.enabled }}{{ $most = .Values.keda.worker.max }}{{ end -}}
 {{- if gt (int $most) (int $settings.partitions) }}{{ fail (printf "%d workers share settings.partitions = %d partitions: plan at least 8 partitions for each worker" (int $most) (int $settings.partitions)) }}{{ end -}}
