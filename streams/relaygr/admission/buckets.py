@@ -17,10 +17,10 @@ inference, which keeps the overload going.
 **Value.** When a bucket is more than half full, an admission must save at least a certain time per byte: a quantile of
 the recently offered values, which rises with the level of the bucket. Equal values are admitted.
 
-**Scenarios.** Each has a bucket of its own within the owner's footprint and load, with its share of the drain and of
-half the burst. What drains while its bucket is empty drains the *lent* bucket instead, which has the other half of the
-burst and takes what no longer fits a scenario's own bucket. So a scenario always gets its share, whatever the others
-do, and one whose others are idle gets all. With one scenario there is no lent bucket.
+**Scenarios.** Each scenario has a bucket of its own within the owner's footprint and load, with its share of the drain
+and of half the burst. The *lent* bucket has the other half of the burst. It takes charges that no longer fit a
+scenario's own bucket, and while that bucket is empty, its share of the drain empties the lent bucket instead. So each
+scenario always gets its share, and gets all while the others are idle. With one scenario there is no lent bucket.
 
 Each process has its own buckets per owner. Their share of the owner's budget is (partitions of the owner that are
 assigned to this process) / (partitions of the owner), so the buckets of several trigger processes add up to one budget.
@@ -95,8 +95,8 @@ class SharedBucket:
                 self._lent_level = max(0.0, self._lent_level + level)
 
     def fill(self, scenario: str, now_us: int) -> float:
-        """How short the scenario is: 0 when it has all its room, 1 when it has none. It exceeds 1 after an oversized
-        charge or a lowered rate. The lent bucket counts only once the scenario's own one is full.
+        """How full the scenario's room is: 0 is empty, 1 is full. It exceeds 1 after an oversized charge or a lowered
+        rate. The room is the scenario's own bucket, or with the lent bucket if that is less full.
         """
         self._drain(now_us)
         own, burst = self._levels[scenario], self._shares[scenario] * self._own_burst
@@ -112,13 +112,12 @@ class SharedBucket:
         if self._rate_per_us == 0:
             return charge == 0
         own = self._levels[scenario]
-        # An empty bucket has room for any charge. Otherwise one that is larger than the burst would never be admitted,
-        # nor one for which the others leave no room.
+        # An empty bucket has room for any charge. Otherwise a charge above the burst would never be admitted, nor one
+        # for which the other scenarios leave no room.
         return own == 0 or charge <= self._own_room(scenario) + max(0.0, self._lent_burst - self._lent_level)
 
     def charge(self, scenario: str, amount: float, now_us: int) -> None:
-        """Adds to the scenario's own bucket what fits, then to the lent one, and the rest to its own, even without
-        room."""
+        """Fills the scenario's own bucket, then the lent one, and adds the rest to its own beyond the burst."""
         self._drain(now_us)
         lent = min(max(0.0, amount - self._own_room(scenario)), max(0.0, self._lent_burst - self._lent_level))
         self._lent_level += lent

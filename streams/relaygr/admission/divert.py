@@ -1,8 +1,8 @@
 """Which ranking request an overloaded worker passes on, and to which worker.
 
-A worker asks for each ranking request for which its own admission finds no time (`DivertPolicy.choose`). With a request
-that it can answer in time on its whole prefix, it never asks: the cached prefix saves more time than another worker has
-to spare. The request is diverted if another worker is predicted to rank it on its whole history, with time to spare:
+A worker calls `DivertPolicy.choose` for each ranking request that its own admission has no time for. It never diverts a
+request that it can answer in time on the whole prefix: the cached prefix saves more time than another worker has to
+spare. The request is diverted if another worker is predicted to rank it on its whole history, with time to spare:
 
     way + backlog + what was sent there since + work <= 3/4 of the time left
 
@@ -15,12 +15,12 @@ to spare. The request is diverted if another worker is predicted to rank it on i
 * A history is cut only if it is larger than the message may be: to its newest part, at least `LEAST_KEPT` of it, and
   more than the worker could rank itself. A history is never cut to save time, since such an answer counts as late.
 
-Three bounds keep messages from going to and fro:
+Three bounds keep requests from being passed back and forth:
 
 * A diverted request is never diverted again: a worker asks only for requests of its own partitions.
-* A worker that is short of time takes no diverted requests, and says so in its status (`overflow_partitions` empty). It
-  is short of time from a few such requests within a second until `CALM_US` after the last one. If all are, nobody
-  diverts.
+* A worker that is short of time takes no diverted requests, and says so in its status (`overflow_partitions` empty). A
+  worker becomes short of time when it has no time for `SHORT_REQUESTS` requests within a second, and stays so until
+  `CALM_US` after the last such request. While all workers are short of time, none diverts.
 * At most `largest_share` of the requests that a worker receives are diverted, after a burst of `BURST`.
 
 Pure: no I/O, and the caller gives the time. `now_us` is wall time, as in the statuses. Only `Peers.apply` may run on
@@ -46,22 +46,22 @@ BURST: Final = 16.0
 LEAST_KEPT: Final = 0.2
 """An answer on a smaller part of the history is worth little."""
 USED_SHARE: Final = 0.75
-"""The part of the time left that a peer may be predicted to need. The rest is for hops and errors of the prediction."""
+"""The share of the time left that a peer may be predicted to need. The rest covers hops and prediction errors."""
 EXAMINED_PEERS: Final = 4
 """Peers that are judged for one request, the least loaded ones and those that have the prefix."""
 NEAR_US: Final = 3_000.0
 """Peers whose answers are predicted within this time of the earliest count as equal."""
 SHORT_REQUESTS: Final = 3
 SHORT_WITHIN_US: Final = 1_000_000
-"""So many requests without time within this time make a worker short of time."""
+"""`SHORT_REQUESTS` requests without time within this time make a worker short of time, until `CALM_US` later."""
 CALM_US: Final = 2_000_000
 MOST_PEERS: Final = 4096
 MOST_USERS: Final = 16_384
 """Users whose peers are remembered, about 10 MiB."""
 PLACES_OF_A_USER: Final = 2
-"""A user with more requests than one peer can take goes to two in turns."""
+"""The requests of a user whom one peer cannot serve alone go to two peers in turns."""
 CACHED_FOR_US: Final = 60_000_000
-"""How long after its sending a prefix counts as cached at the peer, which does not tell when it evicts one."""
+"""How long a prefix counts as cached at the peer after it was sent, because peers do not report evictions."""
 
 
 class NotDiverted(enum.StrEnum):
@@ -79,22 +79,22 @@ class NotDiverted(enum.StrEnum):
 
 @record(frozen=True, slots=True)
 class Need:
-    """A request for which its worker has no time. Behaviours are those of its prefix, cut to the model's limit."""
+    """A request that its worker has no time for. `behaviours` counts its prefix, cut to the model's limit."""
 
     user_id: str
     left_us: float
-    """Until the answer must leave a worker."""
+    """Time until the answer must leave a worker."""
     way_us: float
-    """From here to a peer's device, through the broker."""
+    """Time from here to a peer's device, through the broker."""
     behaviours: int
     most_behaviours: int
-    """The most that fit into the message."""
+    """The most behaviours that fit into the message."""
     kept_behaviours: int
-    """The newest ones with which the worker could rank the request itself; 0: it could not at all."""
+    """The newest behaviours on which the worker itself could rank the request in time; 0: it could not rank it."""
     suffix: int
     candidates: int
     lineage: bytes = b""
-    """The same for a history that grew. Another one has nothing in common with the prefixes that were sent before."""
+    """Equal for a history and its later versions that only grew. Otherwise the prefixes have nothing in common."""
 
 
 @record(frozen=True, slots=True)
@@ -239,9 +239,10 @@ class Placements:
         return 0 if known is None else min(known.behaviours, need.behaviours)
 
     def placed(self, need: Need, peer: Peer, now_us: int) -> Placed:
-        """What is to be noted when the whole history has reached the peer.
+        """The argument for `note` once the whole history has reached the peer.
 
-        The time of an earlier sending stays: if the peer has no prefix in spite of it, that is believed no longer.
+        It keeps the time of an earlier sending: the peer may have evicted the prefix since, so the belief that the
+        prefix is cached must end `CACHED_FOR_US` after that time.
         """
         known = self._known(need, peer, now_us)
         return Placed(peer.view.holder, need.lineage, need.behaviours, now_us if known is None else known.at_us)
@@ -344,7 +345,7 @@ class DivertPolicy:
 
 @record(frozen=True, slots=True)
 class _Option:
-    """A peer, when it would have answered, counted from now, and the device time of that."""
+    """A peer, the predicted time until it has answered, and the device time of the answer."""
 
     peer: Peer
     end_us: float
@@ -369,5 +370,5 @@ def _work_us(peer: Peer, need: Need, behaviours: int, cached: int) -> float:
 
 
 def _affinity(need: Need, peer: Peer) -> int:
-    """The same for the same user and peer, and different for different ones."""
+    """A hash of user and peer: fixed for a pair, so that the users of equal peers are spread over them."""
     return zlib.crc32(f"{need.user_id}\0{peer.view.worker_id}".encode())

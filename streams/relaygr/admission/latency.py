@@ -13,7 +13,7 @@ average (hence k (2n+k) / 2), each of the m rows of a ranking to n + m keys. b3 
 of the cached tokens, which does not depend on the number of rows. Splitting a prefix into appends costs b0 and this
 reading for each additional chunk: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0 + b3 x. The requests of a
 batch share the calls and the reading of the weights: each but the first saves s, which does not depend on its length,
-so batches pay for short work. s is a worker's own figure, which its status does not carry; without it s is c0.
+so batches pay for short work. Each worker measures s, and its status does not carry s. Without a measurement s is c0.
 Background: RelayGR, arXiv 2601.01712 (at-risk test and pre-infer budget), and `docs/trigger.md`.
 
 Every coefficient is at least 0, so each time is monotone in each of its arguments. The fits guarantee this, and
@@ -361,7 +361,7 @@ class PredictionQuality:
     ratio_p50: float
     ratio_p90: float
     count: int = field(default=0, kw_only=True)
-    """The measurements that this looks at."""
+    """The number of measurements behind these figures."""
 
     @property
     def is_off(self) -> bool:

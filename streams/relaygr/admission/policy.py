@@ -52,7 +52,7 @@ class DecisionReason(enum.StrEnum):
     """A bucket is nearly full, and recent impressions saved more time per byte."""
     NO_HISTORY = "no_history"
     REPEATED = "repeated"
-    """The event of the same request came before."""
+    """The user's last event had the same request id."""
     UNDER_WAY = "under_way"
     """A live job of the user prepares the same version of the history."""
     DECLINED = "declined"
@@ -70,9 +70,9 @@ class DecisionReason(enum.StrEnum):
 
 
 OFF_CAUTION: Final = 1.25
-"""While a worker's predictions are off, more impressions count as at risk, and fewer as feasible."""
+"""Factor on predicted times while a worker's predictions are off: more impressions are at risk, fewer feasible."""
 LONGEST_LIFE_US: Final = 60_000_000
-"""Workers hold a job no longer, even if its gateway's clock or unit of time is wrong."""
+"""The longest time that a worker holds a job, which bounds the effect of a gateway's wrong clock or time unit."""
 
 
 class PrefixTier(enum.StrEnum):
@@ -212,7 +212,7 @@ class OwnerView:
 
     @property
     def caution(self) -> float:
-        """The factor of predicted times in the decisions that a too short one would make wrong."""
+        """The factor on predicted times where a prediction that is too short would cause a wrong decision."""
         return OFF_CAUTION if self.predictions_off else 1.0
 
     def prefix_tokens(self, behaviours: int) -> int:

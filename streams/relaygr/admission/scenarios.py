@@ -96,7 +96,7 @@ class ScenarioSettings(Section):
 
 Scenarios = Mapping[str, ScenarioSettings]
 ONLY_DEFAULT: Final[Scenarios] = {DEFAULT_SCENARIO: ScenarioSettings()}
-"""Served by processes whose settings have no scenarios."""
+"""The scenarios of processes whose settings name none."""
 
 
 @record(frozen=True, slots=True)

@@ -11,7 +11,8 @@ clock_offset.py  the offset of each worker's clock; no I/O
 ledger.py        the open requests, with futures, counters and callbacks; no Kafka
 link.py          producers, the results partition, the I/O thread
 metrics.py       the metrics relaygr_gateway_*
-tracing.py       the spans of a gateway, if it is given a tracer
+scenarios.py     the client of each user, for a gateway with several scenarios
+tracing.py       the spans of a gateway that has a tracer
 """
 
 from __future__ import annotations

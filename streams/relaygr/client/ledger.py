@@ -101,7 +101,7 @@ class Ledger:
 
     def fail_fast(self, request: RankingRequest, called_us: int, partition: int) -> PendingRequest | None:
         """Ends a request as failed, `overloaded`, if the backlog of the partition's worker takes longer than its
-        budget. None: it may be sent. The backlog is predicted to shrink, so requests are sent again after a while.
+        budget. None: it may be sent. The predicted backlog shrinks with time, so later requests are sent.
         """
         # The wall clock first, as in `_entry`, which only a refused request needs.
         left_us = request.deadline_us - self._clock.wall_us()

@@ -1,8 +1,8 @@
 """The spans of a gateway: of each message that it sends or receives, and of each ranking as its caller sees it.
 
 A span's parent is the `traceparent` that the caller gives, else the current span of the caller's own OpenTelemetry.
-Without a parent a trace begins here. If it is not recorded, which is so for most messages, nothing is made or sent. An
-unrecorded trace of the caller is not ours to drop: its messages get the header, and nothing else.
+Without a parent a trace begins here; most of these traces are not recorded, and then the client makes no span and no
+header. If a trace of the caller is not recorded, its messages still carry the header, and the client makes no span.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ T = TypeVar("T", SendTrace, RankTrace)
 
 @record(frozen=True, slots=True)
 class Begun(Generic[T]):
-    """A message of a trace that is sent now."""
+    """The trace of a message that is sent now."""
 
     header: bytes
-    """Its header `traceparent`."""
+    """The header `traceparent` of the message."""
     trace: T | None
-    """None if its trace is not recorded."""
+    """None if the trace is not recorded."""
 
 
 class ClientTraces:

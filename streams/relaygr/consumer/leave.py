@@ -5,7 +5,7 @@ request of version 3 with an empty member id and the `group.instance.id`, from a
 the connection with TLS and every SASL mechanism, and the look-up of the coordinator, but only versions 0 and 1 of the
 request, so version 3 is declared here.
 
-Only import this module where it is used: aiokafka is not needed otherwise.
+Import this module only where it is used, because it imports aiokafka.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Snapshot:
 def owner_split(group: GroupSnapshot, topics: Sequence[str]) -> frozenset[int]:
     """The partitions that different members own on the co-partitioned `topics`.
 
-    Pre-infer jobs and ranking requests of their users go to different workers. Causes are unequal partition counts, an
-    assignor other than `range`, or a member that subscribes to one of the topics only. The result is empty during a
+    Pre-infer jobs and ranking requests of one user then go to different workers. Causes are unequal partition counts,
+    an assignor other than `range`, or a member that subscribes to one of the topics only. The result is empty during a
     rebalance and while the members are unknown.
     """
     if group.members is None or not group.stable or len(topics) < 2:

@@ -3,10 +3,11 @@
     app           the process: events in, pre-infer jobs out
     faust_stream  faust as the trigger runs it, and the consumer that feeds its channel
     handler       one event in, one decision out; no I/O
-    users         what is remembered of each user: its last event and job, and how soon users come back
-    tail          the newest jobs of partitions that were just assigned, from which that is rebuilt
-    policies      who decides, by name
+    users         the last event and the last job of each user, and how soon users come back
+    tail          reads the newest jobs of newly assigned partitions, to rebuild `users`
+    policies      the policies that decide, by name
     fleet         the owner of each partition, from the statuses of the workers
+    traces        the spans of events and jobs
 
 The policy and its buckets are in `relaygr.admission`. Only `app` and `faust_stream` import faust.
 """

@@ -4,9 +4,9 @@
                                                                 |      `--> relaygr.dead-letters
                                                              Fleet <--FleetReader-- relaygr.workers
 
-* The agent has concurrency 1 and its effects are idempotent: an event that is delivered twice makes one job; after a
-  crash it may make two with the same request id, and the worker drops the second. An event that is lost in a crash
-  costs one pre-infer, never a ranking.
+* The agent has concurrency 1 and its effects are idempotent. An event that is delivered twice makes one job, or after a
+  crash two jobs with the same request id, of which the worker drops the second. An event that is lost in a crash costs
+  one pre-infer, never a ranking.
 * faust runs in our process and event loop (`relaygr.trigger.faust_stream`). Our own clients read the events and send
   the jobs, with the settings and the partitioner of all our clients. Delivery reports are taken after each poll.
 * After a lost connection to the broker, the clients reconnect by themselves, and a gauge shows the outage.
@@ -89,15 +89,15 @@ class TriggerMetrics:
         )
         self._misjudged = Counter(
             "relaygr_trigger_misjudged_total",
-            "Requests decided as not_at_risk that full inference then truncated, rejected or answered late, by the "
-            "fewest prefix tokens of their length bucket",
+            "Requests decided as not_at_risk that full inference then truncated, rejected or answered late, by length "
+            "bucket (its fewest prefix tokens)",
             ["tokens"],
             registry=registry,
         )
         self._margin = Gauge(
             "relaygr_trigger_risk_margin",
-            "Factor on the predicted time of full inference in the risk test, by the fewest prefix tokens of a length "
-            "bucket; it follows misjudged and needlessly prepared requests",
+            "Factor on the predicted time of full inference in the risk test, by length bucket (its fewest prefix "
+            "tokens). It rises with misjudged requests and falls with needlessly prepared ones",
             ["tokens"],
             registry=registry,
         )
@@ -351,7 +351,7 @@ class TriggerApp:
             self._forget_job(_as_bytes(job.key()))
 
     def _forget_job(self, key: bytes | None) -> None:
-        """A job was not sent: the user's next event must not be held back because of it."""
+        """A job was not sent, so the user's next event must not count as under way because of it."""
         if key is not None:
             self._handler.unsent(key.decode(errors="replace"))
 
@@ -390,7 +390,7 @@ class TriggerApp:
 
 
 async def _on_daemon_thread(function: Callable[..., object], *arguments: object) -> None:
-    """Calls `function` on a thread. If the wait is cancelled, the thread goes on, and does not keep the process."""
+    """Calls `function` on a thread. If the wait is cancelled, the thread goes on, but the process may end before it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 

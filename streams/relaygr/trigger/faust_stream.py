@@ -43,12 +43,12 @@ _OPTIONS: Final = {
 _REQUEST_TIMEOUT_S: Final = 2.0
 _POSITION_TRIES: Final = 3
 _POSITIONS_S: Final = 3.0
-"""No further try after this time: meanwhile the event loop stands still, and no signal is heard."""
+"""No further try after this time: each try blocks the event loop, and with it the handling of signals."""
 _UNAUTHORIZED: Final = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "give this user the right to read the topic",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "give this user the right to read as this group",
 }
-"""librdkafka goes on asking, so the feed begins once the right is given."""
+"""librdkafka repeats its requests, so the feed begins once the right is given."""
 
 
 class _Boot(BootStrategy):  # type: ignore[misc]
@@ -193,7 +193,7 @@ class EventFeed:
         self._on_partitions(partitions)
 
     def _places(self, consumer: Consumer, assigned: list[TopicPartition]) -> list[TopicPartition]:
-        """The committed offsets; of partitions without one, the present end. Without an answer, librdkafka asks."""
+        """The committed offset of each partition, or the end of its log now. Without an answer, librdkafka decides."""
         ends_s = time.monotonic() + _POSITIONS_S
         for attempt in range(_POSITION_TRIES):
             if attempt and time.monotonic() >= ends_s:

@@ -80,8 +80,8 @@ class RecentPrefixes:
         return CachedPrefix(PrefixTier.DRAM, tokens) if tokens else NOTHING_CACHED
 
     def residence_us(self, owner: OwnerView, now_us: int) -> float:
-        """How long the owner's DRAM probably keeps a prefix that is not used: the age of the oldest one, if some had to
-        go; otherwise infinite."""
+        """How long the owner's DRAM probably keeps an unused prefix: the age of the oldest one if DRAM has evicted
+        some, otherwise infinite."""
         known = self._known(owner)
         return math.inf if known is None else known.residence_us(now_us)
 
@@ -245,7 +245,7 @@ class EventHandler:
         elif decision.reason is DecisionReason.NOT_AT_RISK:
             self.feedback.judged(event.request_id, tokens, now_us)
         else:
-            # Full inference may have no time for all of the history, and then it leaves nothing.
+            # Full inference may have no time for the whole history, and then it leaves no prefix.
             return decision
         if owner is not None and tokens:
             self._recent.note(owner, user_id, tokens, now_us)
@@ -256,7 +256,7 @@ class EventHandler:
         self._users.unsent(user_id)
 
     def restore(self, job: PreInferJob, partition: int) -> None:
-        """Takes an earlier job, of this process or another, for what is remembered of its user. Oldest job first."""
+        """Remembers an earlier job of any trigger process for its user. Call it with the oldest job first."""
         now_us = self._clock.wall_us()
         owner = self._fleet.owner_of(partition, now_us)
         impression = ImpressionFacts.of(job)
@@ -266,13 +266,13 @@ class EventHandler:
         until_us = self._lease_ends_us(impression, job.decided_at_us)
         self._users.seen(job.user_id, job.request_id, job.retrieval_at_us)
         self._recent.note(owner, job.user_id, tokens, job.decided_at_us)
-        # An older job went to the process before the owner's present one.
+        # An older job went to an earlier process of the owner.
         if job.decided_at_us >= (owner.active_since_us or 0):
             last = LastJob(job.history_version, owner.holder, tokens, job.expected_ranking_at_us, until_us)
             self._users.sent(job.user_id, last)
 
     def _lease_ends_us(self, impression: ImpressionFacts, decided_us: int) -> int:
-        """When the lease of a job that was decided then ends at the latest."""
+        """The latest end of the lease of a job that was decided at `decided_us`."""
         expires_us = impression.expected_ranking_at_us + impression.ranking_budget_us
         return min(expires_us, decided_us + LONGEST_LIFE_US) + self._lease_margin_us
 
@@ -296,7 +296,7 @@ class EventHandler:
 
 
 class _Rules:
-    """How one scenario is decided."""
+    """The policy and the time limit of one scenario."""
 
     def __init__(self, scenario: ScenarioSettings, settings: TriggerSettings, lease_margin_ms: int) -> None:
         """Raises RelayError if there is no policy of the name in the settings."""

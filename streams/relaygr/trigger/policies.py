@@ -52,16 +52,16 @@ class PolicyCase:
     """The owner's buckets; None without an owner."""
     cached: CachedPrefix = NOTHING_CACHED
     margins: Sequence[float] = NO_FACTORS
-    """The corrections of the risk, by length bucket."""
+    """The margins of the risk, by length bucket."""
     return_chance: float = 0.0
     """The chance that the user comes back while the owner's DRAM holds the prefix."""
 
 
 class TriggerPolicy(Protocol):
-    """Decides about impressions, one after the other. Repeats and jobs under way are decided before it is asked."""
+    """Decides about impressions, one after the other. The handler itself refuses repeats and jobs under way."""
 
     def decide(self, case: PolicyCase) -> Decision:
-        """Whether a job is sent. It charges `case.buckets` for one if it keeps to them."""
+        """Decides whether a job is sent. A policy that keeps to `case.buckets` charges them for the job."""
 
 
 class _Default:

@@ -35,7 +35,11 @@ class TriggerSettings(Section):
     ] = 100_000
     rebuild_s: Annotated[
         float,
-        Field(ge=0, le=86_400, description="how far back jobs are read for that when partitions are assigned; 0: not"),
+        Field(
+            ge=0,
+            le=86_400,
+            description="how far back an assignment reads the jobs topic, to remember users; 0: it reads nothing",
+        ),
     ] = 600.0
     fallback_behaviours: Annotated[
         int,

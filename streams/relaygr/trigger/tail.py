@@ -1,11 +1,11 @@
-"""Reads the newest jobs of partitions that were just assigned, for what the trigger remembers of its users.
+"""Reads the newest jobs of newly assigned partitions, to rebuild what the trigger remembers of their users.
 
-The jobs topic says what was sent, by whichever process. Its tail takes the place of a changelog: nothing has to be
-written for it, and no topic kept. A thread reads it while events are decided already; the deciding thread takes the
-jobs in small portions.
+The jobs topic has the jobs of all trigger processes, so its tail serves as a changelog, and the trigger needs no topic
+of its own. One thread reads the tail while another already decides about events; the deciding thread takes the jobs in
+small portions.
 
-`relaygr trigger` asks for the right to read the jobs at its start. If it is taken away later, the users of partitions
-that are assigned from then on are remembered from new events on.
+`relaygr trigger` checks at its start that it may read the jobs topic. If that right is taken away later, the trigger
+starts with no memory of the users of newly assigned partitions.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = structlog.get_logger()
 PORTION: Final = 32
 """Jobs that the deciding thread takes at once: about a millisecond."""
 _MOST_WAITING: Final = 4096
-"""Jobs that are read at once, and that wait to be taken. Of more, the oldest are dropped."""
+"""Most jobs that are read at once, and most that wait to be taken. Beyond it the oldest are dropped."""
 _POLL_S: Final = 0.2
 _TAIL: Final = -2000
-"""librdkafka's offset for the end of a partition; a lower one begins so many messages before it."""
+"""librdkafka's offset for the end of a partition. An offset lower by n begins n messages before the end."""
 _READ_S: Final = 30.0
 
 
@@ -56,7 +56,7 @@ class JobsTail:
         self._jobs: deque[tuple[PreInferJob, int]] = deque(maxlen=_MOST_WAITING)
         self._stopping = threading.Event()
         self._asked_for = self._read_so_far = 0
-        """Groups of partitions. The first is counted by the thread of `follow`, the second by the reader."""
+        """Calls of `follow` with new partitions, and those that the reader has served."""
         self._thread = threading.Thread(target=self._run, name="jobs-tail", daemon=True)
 
     @property

@@ -1,14 +1,14 @@
 """What the trigger remembers of its users: their last event, their last job, and how soon users come back.
 
 * An event with the request id of the user's last event is a repeat, which a producer or a rebalance may cause.
-* A job is *live* until its lease on the worker ends at the latest. Of a later history version, only the new tokens are
-  missing then. Until its ranking request is expected, it makes another one of the same version needless: the prefix is
-  under way. After that another one is sent, which costs little if the prefix is in HBM: the worker may have refused the
-  first one, which the trigger does not hear.
-* After the lease the trigger does not know where the prefix is. The next job is then sent in any case: it is the
-  worker's signal to reload the prefix from DRAM.
+* A job is *live* until the latest end of its lease on the worker. A job for a later version of the history then needs
+  only the new tokens. Until the expected ranking request the prefix is under way, and the trigger sends no second job
+  for the same version. Afterwards it sends one, because the worker may have refused the first without telling the
+  trigger. If the prefix is in HBM, the second job costs little.
+* After the lease the trigger does not know where the prefix is. It never counts the prefix as under way then, because
+  the next job is the worker's signal to reload the prefix from DRAM.
 
-Bounded: of more users than `most`, the one whose last event is the oldest is forgotten. Pure; not thread-safe.
+At most `most` users are remembered; the one with the oldest last event is forgotten first. Pure; not thread-safe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GAP_BUCKETS: Final = 24
 FIRST_VISIT: Final = GAP_BUCKETS
 """The row of users without an earlier visit."""
 LEAST_VISITS: Final = 64
-"""With fewer visits, a row of the gaps says nothing."""
+"""Visits that a row needs before its chances count."""
 _MOST_VISITS: Final = 16_384
 _SAME_VISIT_US: Final = 1_000_000
 """Events that follow this closely belong to one visit."""

@@ -71,8 +71,8 @@ class PredictionCollector(Collector):
         )
         by_length = GaugeMetricFamily(
             "relaygr_worker_length_ratio",
-            "Measured / predicted device time of a stage by the formula without its correction for this length, by the "
-            "fewest prefix tokens of a length bucket",
+            "Measured / predicted device time of a stage, by length bucket (its fewest prefix tokens). The prediction "
+            "is that of the formula without the correction for this length",
             labels=["stage", "tokens"],
         )
         for stage in Stage:
@@ -196,7 +196,7 @@ class WorkerMetrics:
         )
         self._full_path_ratio = Gauge(
             "relaygr_worker_full_path_ratio",
-            "P95 of measured / predicted device time of full inference, by the fewest prefix tokens of a length bucket",
+            "P95 of measured / predicted device time of full inference, by length bucket (its fewest prefix tokens)",
             ["tokens"],
             registry=registry,
         )
