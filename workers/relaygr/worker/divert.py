@@ -5,12 +5,12 @@
 * The request keeps its id, reply address and deadline, so that the other worker answers the gateway itself. It carries
   its history inline, since the other worker does not read this user's partition.
 * The other worker keeps the prefix as any other, and the policy sends the user's next requests there.
-* The request's offset is finished on the delivery report. If this process dies before, the next owner of the partition
-  reads the request again: then two workers may answer it, and the gateway's client drops the second result.
+* The request's offset is finished on the delivery report. If this process dies before the report, the next owner of the
+  partition reads the request again. Two workers may then answer it, and the gateway's client drops the second result.
 * If the message cannot be delivered, the request is answered `failed(overloaded)`.
 
-The poll thread asks for requests that it refuses before they are decoded, the device thread for those that find no time
-later. Both may call at once.
+The poll thread calls `may_divert` for requests that it would refuse undecoded, and the device thread calls `divert` for
+requests that later find no time. Both may call at once.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from relaygr.worker.settings import WorkerSettings
 log = structlog.get_logger()
 
 LEAST_WAY_US: Final = 4_000
-"""The time from here to the device thread of another worker, if the broker is quick."""
+"""The least assumed time from here to the device thread of another worker."""
 _BEHAVIOUR_BYTES: Final = 18
 _ADDED_BYTES: Final = 768
-"""At most what the history and the first worker's name add to the request, without behaviours and features."""
+"""Upper bound on what diverting adds to the request: history without behaviours and features, and worker's name."""
 _NOT_DIVERTED: Final = {reason: DivertOutcome(reason.value) for reason in NotDiverted}
 
 
 @dataclass(frozen=True, slots=True)
 class DivertParts:
-    """The parts of the worker that it needs. `topic`: the overflow topic. `engine` and `backlog`: the present ones."""
+    """The parts of the worker that a diverter needs. `topic`: of diverted requests. `engine`, `backlog`: those now."""
 
     topic: str
     policy: DivertPolicy
@@ -103,7 +103,7 @@ class Diverter:
         answer_by_us: int,
         kept_tokens: int = 0,
     ) -> bool:
-        """Passes the request on, if that helps. False: the caller answers it.
+        """Passes the request on if another worker can rank it in time. False: the caller answers it.
 
         `answer_by_us`: monotonic. `kept_tokens`: the longest prefix on which this worker could rank it; 0: none.
         """
@@ -210,6 +210,6 @@ class Diverter:
 
 
 def _lineage(resolved: ResolvedHistory, first_position: int) -> bytes:
-    """The same for the prefixes of a history that grows: its features, and where the attached part begins."""
+    """Equal for all versions of a history that only grows: its features, and where the attached part begins."""
     seed = resolved.chain.seed if resolved.chain is not None else b""
     return seed + first_position.to_bytes(8, "little")

@@ -36,7 +36,7 @@ from relaygr.worker.results import ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
 FURTHEST_US = MAX_BUDGET_MS * 1000
-"""A later time in a message is cut to this far ahead, so that no work and no offset waits for years."""
+"""Times in messages are cut to this far ahead, so that no work and no offset waits for years."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

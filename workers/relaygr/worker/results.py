@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 RESEND_INTERVAL_US = 20_000
 LONGEST_RESENDING_US = MAX_BUDGET_MS * 1000
-"""The longest time to a deadline that an offset waits for its result."""
+"""An offset waits for its result as if the deadline were at most this far ahead."""
 LATE_PATIENCE_US = 12_000_000
 """How long past its deadline a result is produced again, so that no client counts its request as lost. A partition
 whose leader died has a new one after broker.session.timeout.ms, by default 9 s. A client waits `client.lost_after_ms`.

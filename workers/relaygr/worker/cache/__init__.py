@@ -14,9 +14,8 @@
     trace         traces of cache operations
     invariants    recounts a cache, for tests and replays
     copies        copies between the tiers: request, queue, forecast; contract of the mover
-    mover         the threads that copy
     arena, codec  bytes of the pages; K,V in fewer bits for DRAM
-    build         builds a cache for a device
+    build         builds a cache for a device, with the threads that copy
 
 The executor and the poll thread call `PrefixCache`. Metadata (`cache`, `ledger`, `metadata`, `transfers` and their
 helpers: no torch, no clock) and bytes (`arena`, `codec`) do not import each other. `copies` is the contract between

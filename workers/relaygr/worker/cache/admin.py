@@ -1,4 +1,4 @@
-"""What people who operate a worker may ask of its cache: requests, reports, and the work between the two.
+"""The requests of operators to a worker's cache: their form, their execution, and the reports that answer them.
 
     Show, ShowUser     read the cache in short sections, on the caller's thread
     DropUser, DropAll  remove prefixes, on the thread that owns the cache: at most `_BATCH` users at a time
@@ -375,7 +375,7 @@ class CacheAdmin:
             for batch in _batches(users):
                 totals += self._run(partial(self._drop_batch, batch))
         finally:
-            # Also if the owner had no time for the last of them.
+            # Also after an error: earlier batches were dropped.
             log.warning("an operator dropped prefixes", uid=caller.uid, pid=caller.pid, whose=whose, **totals)
         return DropReport(self._worker_id, **{name: totals[name] for name in _DROPPED})
 

@@ -204,7 +204,7 @@ class PrefixCache:
         self._is_exact = geometry.is_exact
         self._deleted_users: set[str] = set()
         self._deleted_early: list[Callable[[str], bool]] = []
-        """Both: the users whose prefixes `restore` must not bring back."""
+        """`_deleted_users` and this: the users whose prefixes `restore` must not bring back."""
         self._longest_hold_us = config.longest_hold_us
 
     def weigh_by(self, saved_us: Callable[[int], float]) -> None:
@@ -551,7 +551,7 @@ class PrefixCache:
                 self._remove_deleted(after, {each.key.user_id for each in stored[start : start + _BATCH]})
         with self.ledger.section(now_us) as after:
             if self._deleted_users or self._deleted_early:
-                # Those that were invalidated after their batch.
+                # Users that were invalidated after `restore` had restored their batch.
                 self._remove_deleted(after, self._dram.index.by_user)
             self._deleted_users.clear()
             self._deleted_early.clear()

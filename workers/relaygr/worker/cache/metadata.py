@@ -310,7 +310,7 @@ class TierMetadata:
         self.limit_pages = pages
 
     def shrink(self, now_us: int) -> int:
-        """Evicts entries if more pages are in use than the limit allows, at most 64. Returns their number."""
+        """Evicts at most 64 entries if more pages are in use than the limit allows. Returns their number."""
         excess = min(-self._room(), self.account.held[Holding.EVICTABLE])
         return self._make_room(excess, now_us, _SHRUNK_AT_ONCE) if excess > 0 else 0
 

@@ -65,7 +65,7 @@ class Batches:
 
     def _rank(self, batch: _Batch, slack_us: float) -> PrefixWork | None:
         works = batch.works
-        # Read again: to reject requests that are late takes time, too, which is not device time.
+        # Read again: rejecting late requests took time, which is not device time.
         now_us = self._parts.clock.monotonic_us()
         for work in works:
             work.started_us = work.started_us or now_us
@@ -76,7 +76,7 @@ class Batches:
             outputs = self._forward(works)
         ended_us = self._parts.clock.monotonic_us()
         if not is_mixed:
-            # Of a batch, the lengths may differ.
+            # The requests of a batch may differ in length.
             tokens = works[0].ranked_prefix_tokens if len(works) == 1 else None
             self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us, tokens)
             self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
@@ -117,7 +117,7 @@ class Batches:
                 passed_over.append(work)
                 must_end_us = min(must_end_us, work.latest_start_us)
                 continue
-            # The last request in the queue delays no other, and may be cut finer.
+            # The last request in the queue delays no other, so it needs no caution.
             caution = backlog.caution if backlog.total_us else 1.0
             if now_us + work.predicted_us * caution + answer_us > work.answer_by_us:
                 backlog.missed()
@@ -129,7 +129,7 @@ class Batches:
                 first_must_end_us = min(must_end_us, work.answer_by_us)
                 plan = BatchPlan(now_us + alone_us, first_must_end_us, work.scored_tokens, settings.max_batch_rows)
             else:
-                # Asked here, because a request that is ranked alone needs no new model after each measurement.
+                # Only here, because a request that is ranked alone needs no latency model of its length.
                 latency = self._parts.corrector.model_at(work.ranked_prefix_tokens)
                 must_pay = latency.shared_us is not None and backlog.patience >= 1.0
                 further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * caution + answer_us

@@ -163,7 +163,7 @@ class _HistoryWait:
 
 @record(frozen=True, slots=True, kw_only=True)
 class ExecutorParts:
-    """The parts of an executor, beside the model. `scratch_pages` are arena pages outside the cache, enough for the
+    """The parts of an executor without the model. `scratch_pages` are arena pages outside the cache, enough for the
     longest prefix; `copy_page` copies one page of the arena, and `zero_pages` zeroes pages of a tier.
     """
 
@@ -181,7 +181,7 @@ class ExecutorParts:
     clock: Clock
     scenarios: Scenarios = field(default_factory=lambda: ONLY_DEFAULT)
     diverter: Diverter | None = None
-    """None: requests without time are not passed on to other workers."""
+    """Passes requests on to other workers; None without `worker.divert`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +195,7 @@ class ExecutorContext:
     is_cpu: bool = field(init=False)
     resolver: PrefixResolver = field(init=False)
     chunking: Chunking = field(init=False)
-    """For predictions: chunks of the size that they had lately."""
+    """The chunking that predictions assume: chunks of the recent mean size."""
     scheduler: Scheduler[PrefixWork | RankingWork] = field(init=False)
     waiting: WaitQueue[_HistoryWait] = field(init=False)
     timers: Timers = field(default_factory=Timers)
@@ -204,7 +204,7 @@ class ExecutorContext:
     held_by_jobs: HeldMemory = field(init=False)
     answered: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions that were answered. A job for one of them is dropped."""
-    prepared: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
+    with_job: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions whose job was received."""
     leased: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions whose job has prepared their prefix. The poll thread reads it."""
@@ -242,7 +242,7 @@ class ExecutorContext:
             extend_prefixes=settings.extend_prefixes,
         )
         self.chunking = Chunking(
-            # Without reuse there is no pre-infer, so a cut would help nobody and cost time.
+            # Without reuse there is no pre-infer, so a cut would only cost time.
             max(settings.chunk_ms, settings.longest_chunk_ms) * 1000 if settings.reuse_prefixes else UNCUT_US,
             settings.max_chunk_tokens,
             engine.geometry.page_tokens,
@@ -288,8 +288,8 @@ class ExecutorContext:
     def wait_for_history(
         self, user_id: str, until_us: int, on_change: Callable[[], None], on_timeout: Callable[[], None]
     ) -> bool:
-        """Makes one of the two calls: when the user's history changes, or at `until_us`. False, without a call, if the
-        time has passed or the queue is full.
+        """Calls `on_change` when the user's history changes, or else `on_timeout` at `until_us`. Returns False, and
+        calls neither, if the time has passed or the queue is full.
         """
         wait = _HistoryWait(on_change)
         if until_us <= self.parts.clock.monotonic_us() or not self.waiting.put(user_id, wait):

@@ -33,25 +33,26 @@ from relaygr.worker.executor.warm_up import WarmUps
 from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine
 
-LEASE_CHECK_INTERVAL_US = 100_000
+CACHE_UPKEEP_US = 100_000
+"""Time between two rounds of upkeep of the cache."""
 LOOK_UPS_MEASURED = 8
 """Look-ups are measured in groups of this many, since a single one takes as long as the measurement."""
 CLEANED_BYTES = 2 * 1024 * 1024
-"""Bytes of free pages of each tier that are zeroed every LEASE_CHECK_INTERVAL_US: a fraction of a millisecond."""
-MANY: Final = 8
+"""Bytes of free pages of each tier that are zeroed every CACHE_UPKEEP_US: a fraction of a millisecond."""
+MAIL_TO_WAKE: Final = 8
 """With more messages in the mailbox the device thread begins before the poll thread has read all of them."""
 MAIL_PER_STEP: Final = 32
-"""Look-ups between two pieces of device work: where requests arrive without a pause, they must not keep those that are
-ready from being ranked."""
+"""Most look-ups between two pieces of device work. Without a bound, requests that arrive without a pause would keep
+ready requests from being ranked."""
 LEFT: Final = -1
-"""`step` has left a piece of device work, since it takes too long."""
+"""`step` did not begin a piece of device work, because it would take too long."""
 
 
 class Executor:
-    """One worker's device work. `take_ranking`, `is_hopeless` and `note_refused` are for the poll threads (that of
-    diverted requests, too), `take_job` for the one of jobs. A poll thread then runs or wakes the executor
-    (`DeviceThread.run_short_work`, `mail_arrived`). `post` and the properties are for any thread; all other methods are
-    for the thread that runs the executor.
+    """One worker's device work. Both poll threads call `take_ranking`, `is_hopeless` and `note_refused`; the poll
+    thread of jobs calls `take_job`. A poll thread then runs or wakes the executor (`DeviceThread.run_short_work`,
+    `mail_arrived`). Any thread may call `post` and the properties. Only the thread that runs the executor calls the
+    other methods.
     """
 
     def __init__(self, engine: Engine, parts: ExecutorParts) -> None:
@@ -70,7 +71,7 @@ class Executor:
         self._completions = DeviceCompletions(engine.device)
         self._cleans_scratch = False
         self._taking = threading.Lock()
-        self._expire_leases()
+        self._keep_cache()
 
     # -- any thread ----------------------------------------------------------------------------------
 
@@ -84,13 +85,14 @@ class Executor:
                 return False
             self.backlog.handed_over += 1
             self._mailbox.append(partial(self._requests.submit, work))
-        if len(self._mailbox) > MANY:
+        if len(self._mailbox) > MAIL_TO_WAKE:
             self.mail_arrived.set()
         return True
 
     def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int, sent_us: int) -> bool:
         """Whether a ranking request that is still undecoded cannot be answered in time, however cheap it is, or would
-        have to wait for too long. One whose prefix was prepared for it may wait, since device time was paid for it.
+        have to wait for too long. A request whose prefix a job has prepared may wait longer, because that device time
+        is already spent.
         """
         is_new = (user_id, request_id) not in self._context.leased
         return self.backlog.is_hopeless(must_end_us, now_us, sent_us if is_new else None)
@@ -104,7 +106,7 @@ class Executor:
         if not self._context.held_by_jobs.post(work):
             return False
         self._mailbox.append(partial(self._jobs.submit, work))
-        if len(self._mailbox) > MANY:
+        if len(self._mailbox) > MAIL_TO_WAKE:
             self.mail_arrived.set()
         return True
 
@@ -206,7 +208,7 @@ class Executor:
         if longest_us < math.inf:
             device_us = work.remaining_us
             if isinstance(work, RankingWork):
-                # The pass may take the other requests of the queue along.
+                # The pass may include the other requests of the queue.
                 device_us = work.predicted_us * len(context.scheduler.ranking)
             if device_us > longest_us:
                 return LEFT
@@ -302,7 +304,7 @@ class Executor:
             self._run_chunk(alone, self._parts.clock.monotonic_us())
 
     def _rank_beside_chunk(self, now_us: int) -> bool:
-        """When pre-infer is next: ranks ready requests in the same forward. False if there is none to rank."""
+        """Ranks ready requests in the forward of the pre-infer chunk that is next. False if none is ready."""
         if not self._batches.can_rank_beside_chunk():
             return False
         has_ranked, alone = self._batches.rank_beside_chunk(now_us)
@@ -322,10 +324,10 @@ class Executor:
             self._prefixes.run(work, now_us)
             self._handle_events()
         elif prepared is ChunkReadiness.SCRATCH_BUSY:
-            self._free_scratch(now_us)
+            self._run_scratch_user(now_us)
 
-    def _free_scratch(self, now_us: int) -> None:
-        """Runs the next piece of the request on the scratch pages, which serve one request at a time."""
+    def _run_scratch_user(self, now_us: int) -> None:
+        """Runs the next piece of the request that uses the scratch pages, which serve one request at a time."""
         user = self._prefixes.scratch_user
         if isinstance(user, PrefixWork):
             self._run_chunk(user, now_us)
@@ -363,7 +365,8 @@ class Executor:
                 case TailIsSuffix(request, handle):
                     self._requests.rank_on_cached_part(request, handle)
 
-    def _expire_leases(self) -> None:
+    def _keep_cache(self) -> None:
+        """Upkeep of the cache: ends what is overdue, keeps its limits, and zeroes free pages."""
         now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
         cache.expire_leases(now_us)
         cache.expire_prefixes(now_us)
@@ -374,7 +377,7 @@ class Executor:
         if self._cleans_scratch and self._prefixes.scratch_user is None:
             self._cleans_scratch = False
             self._parts.zero_pages(Tier.HBM, self._parts.scratch_pages)
-        self._context.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)
+        self._context.timers.at(now_us + CACHE_UPKEEP_US, self._keep_cache)
 
     def _clean(self, tier: Tier) -> None:
         """Zeroes some free pages of removed prefixes, so that the bytes of a deleted user do not stay."""

@@ -73,7 +73,7 @@ class Jobs:
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
         impression = (job.user_id, job.request_id)
-        self._context.prepared.add(impression, now_us)
+        self._context.with_job.add(impression, now_us)
         stated = job.retrieval_at_us, job.expected_ranking_at_us
         self._context.arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us, stated)
         if job.expected_suffix and not self._context.engine.rules.grows:

@@ -39,7 +39,7 @@ from relaygr.schemas.messages import Path
 
 OWN_WEIGHT = 0.05
 _OWN_MAX_STEP_US = 1_000.0
-"""A single request moves the worker's own time towards at most its double plus this, so that one stall does little."""
+"""One request counts with at most twice the average own time plus this, so that one stall changes little."""
 _PACE_WEIGHT = 0.2
 PACE_SAMPLE_US = 10_000.0
 """Demand over which the pace is measured."""
@@ -50,9 +50,9 @@ _MAX_CAUTION = 1.5
 _LEAST_PATIENCE = 0.25
 _IMPATIENT_STEP = 0.02
 _PATIENT_STEP = 0.005
-"""With these steps patience falls where more than a fifth of the requests are refused."""
+"""With these two steps, patience falls while more than a fifth of the requests are refused."""
 _OVERTAKING_PART = 0.5
-"""The part of the spare time of longer work that one overtaking piece may take. Several then never take all of it."""
+"""The part of the spare time of longer work that one overtaking piece may take, so that several never take all."""
 _PATIENCE_PER_IDLE_S = 1.0
 """A second without work restores patience, however few requests a worker answers in it."""
 
@@ -104,8 +104,8 @@ IDLE_CHUNKS = 4
 class Backlog:
     """The ranking work that was admitted and has not ended: its demand for time of the device thread, by deadline.
 
-    It also keeps the measured figures that admission needs: the worker's own time of a request by path, and how far
-    predictions are to be trusted. The device thread writes. Other threads may read: a figure may then be a change old.
+    It also keeps the measured figures that admission needs: the worker's own time of a request by path, and how far to
+    trust predictions. The device thread writes; other threads may read figures that are one change old.
     """
 
     def __init__(self) -> None:
@@ -118,11 +118,11 @@ class Backlog:
         admitted work. It falls with each request that is refused or missed, and rises with each that is answered and
         while the device thread rests."""
         self.own_us = dict.fromkeys(Path, 0.0)
-        """The worker's own time of a request: of its device thread, outside of forwards."""
+        """The worker's *own time* of a request, by path: time of the device thread outside of forwards."""
         self.answer_us = 0.0
-        """The part of it that follows the forward."""
+        """The part of the own time that follows the forward."""
         self.prepare_us = 0.0
-        """The part of it that a look-up takes, on the average of all paths."""
+        """The part of the own time that a look-up takes, on average over all paths."""
         self.pace = 1.0
         """Time in which the device thread does 1 µs of demand. It is above 1 where refusals, other threads and the
         machine take time, too. Pre-infer does not count: beyond its share it takes only time that admitted work can
@@ -132,11 +132,11 @@ class Backlog:
         self.done_us = 0.0
         """Demand that was done since `busy_since_us`."""
         self.preinfer_us = 0.0
-        """Device time of pre-infer since then."""
+        """Device time of pre-infer since `busy_since_us`."""
         self.busy_since_us: int | None = None
         """Since when the device thread has not been idle."""
         self.expected_us = 0.0
-        """Demand of the next request in the mailbox: an average of those before. Refused ones demanded nothing."""
+        """Expected demand of a request in the mailbox: the average of earlier requests, refused ones included."""
         self.handed_over = 0
         """Requests that the poll thread has put into the mailbox. Only that thread writes it."""
         self.looked_up = 0
@@ -189,10 +189,10 @@ class Backlog:
         if sent_us is not None and self.patience < 1.0:
             longest_wait_us = self.patience * (must_end_us - sent_us) - (now_us - sent_us)
             if longest_wait_us < 0:
-                # Where messages come faster than they are read, the newest have the most time left.
+                # If messages come faster than they are read, newer ones have more time left than this one.
                 return longest_wait_us
         if not self._entries and not unread_us:
-            # Without a queue there is nothing to be cautious of, so the first request after a burst is served as ever.
+            # Caution is for queues: without one, the first request after a burst needs none.
             return left_us
         slowness = self.caution * self.pace / (1 - preinfer_share)
         later = self._by_deadline[bisect.bisect_left(self._by_deadline, (must_end_us + 1,)) :]
@@ -202,7 +202,7 @@ class Backlog:
         wait_us = slowness * max(0.0, ahead_us)
         if wait_us > longest_wait_us:
             return -wait_us
-        # The share of pre-infer delays what is ahead, not the new work, which is more urgent than pre-infer by then.
+        # The share of pre-infer delays only the work ahead: when the new work's turn comes, it precedes pre-infer.
         room_us = (left_us - wait_us) / self.caution
         for entry in later:
             ahead_us += entry[2]
@@ -226,8 +226,8 @@ class Backlog:
 
     @property
     def predicted_us(self) -> int:
-        """The time that a new request must have left, beside its own: until the admitted work is done, and more while
-        many requests are refused. For any thread.
+        """The time that a new request must have left in addition to its own work: the time until the admitted work is
+        done, and more while many requests are refused. For any thread.
         """
         return int(self.total_us * self.caution * self.pace / self.patience)
 

@@ -17,10 +17,11 @@ prediction for a prefix counts its chunks.
 A cut helps only a request that the scheduler could choose at the cut. `chunk_bound_us` therefore lets a chunk run until
 the most urgent waiting request has to start, or until the next request may arrive (`ExpectedArrivals`).
 
-All requests of a batch end together. One more of them, which takes T alone and T - s beside the k that are taken, makes
-those k late by T - s, and lets itself and the q requests behind it end s sooner. It joins if s (1 + q) > k (T - s): the
-batch then lowers the mean time. So short requests are batched from a queue of a few, long ones from a long queue only.
-While requests are refused for lack of time, and where s was not measured, all that end in time are batched.
+All requests of a batch end together. Take a batch of k requests, and a further request that takes T alone and T - s in
+the batch. If it joins, the k requests end T - s later, and the request and the q requests behind it end s earlier. It
+joins if s (1 + q) > k (T - s), because the mean time then falls. So a short queue suffices to batch short requests, and
+long requests need a long queue. While requests are refused for lack of time, or if s was not measured, a batch takes
+every request that ends in time.
 """
 
 from __future__ import annotations
@@ -121,11 +122,12 @@ began and when the gateway expected to send it. None for a request that arrived 
 
 
 class ExpectedArrivals:
-    """When requests may arrive that a cut helps. Jobs announce requests; others that find their prefix ready arrive at
-    a rate. Full inference gains nothing from a cut, since it would not overtake. Belongs to the device thread.
+    """Predicts the arrival of requests that a cut would help. Jobs announce some of them; unannounced requests that
+    find their prefix ready arrive at a measured rate. A request for full inference gains nothing from a cut, since it
+    would not overtake. Belongs to the device thread.
 
-    An announced request may arrive from a part of its announced lead time on. The part is a low quantile of the parts
-    that were seen: gateways know their lead time only roughly.
+    Gateways know their lead time only roughly. So an announced request may arrive after a part of its announced lead
+    time; the part is a low quantile of the measured ones.
     """
 
     def __init__(self) -> None:

@@ -359,7 +359,7 @@ class Prefixes:
         return self.count(chunk, ended_us - running.started_us, ended_us)
 
     def _observe(self, chunk: Chunk, started_us: int) -> None:
-        """The chunk ended now: counts the chunk, and corrects the predictions by all that it took, this included."""
+        """The chunk ended now: counts it, and corrects the predictions by its time, that of the counting included."""
         corrector = self._parts.corrector
         calibrated_us = chunk.predicted_us(corrector.calibrated)
         ended_us = self._parts.clock.monotonic_us()
@@ -417,7 +417,7 @@ class Prefixes:
             self.abandon(work, JobOutcome.EXPIRED)
             return ChunkReadiness.DROPPED
         if len(work.waiters) < waiting:
-            # What is left of it may be pre-infer, and demands less.
+            # Without these requests the work may be pre-infer, which demands less.
             self._context.scheduler.push(work)
         if not work.started:
             if len(work.waiters) < waiting:

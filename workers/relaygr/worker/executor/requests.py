@@ -61,7 +61,7 @@ _LACKS_ROOM = (NoRoom(NoRoomReason.FULL), Declined(DeclineReason.QUEUE_FULL))
 MAX_LOOKUPS = 3
 """A request that lost its prefix this often is ranked on the scratch pages."""
 LEAST_KEPT_BEHIND_OTHERS = 0.2
-"""With other requests in the queue, a request is cut to no smaller part of its prefix: such an answer is worth little,
+"""The smallest part of its prefix on which a request is ranked while others wait: an answer on less is worth little,
 and in an overload it would take the device time of requests that can be ranked whole."""
 
 
@@ -74,8 +74,8 @@ class _PrefixWait:
     work: RankingWork
     pending: PendingPrefix
     started_us: int
-    is_reload: bool
-    """Whether the request leases the prefix: no other may take its pages between the copy's end and the look-up."""
+    has_lease: bool
+    """Whether the request leases the prefix, so that nothing evicts it between its reload's end and the look-up."""
     ended: bool = False
 
 
@@ -157,7 +157,7 @@ class Requests:
 
     def _look_up(self, work: RankingWork) -> None:
         now_us = self._parts.clock.monotonic_us()
-        # A backlog has thousands of look-ups in one step: on a busy machine the watchdog would take them for a hang.
+        # A step may have thousands of look-ups, which the watchdog of a busy machine would take for a hang.
         self._context.last_progress_us = now_us
         if now_us > work.deadline_us + self._skew_us:
             return self._expire(work)
@@ -175,12 +175,12 @@ class Requests:
         if not self._backlog.looking_up_since_us:
             self._backlog.looking_up_since_us = now_us
         self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
-        # Asked before anything is done for the request: later steps take the device thread's time, a reload the link's.
+        # Checked before any work for the request: later steps take the device thread's time, a reload the link's.
         if work.is_promised:
             self._backlog.drop(work)
         room_us = self._backlog.room_us(work.answer_by_us, now_us, sent_us=work.sent_us if is_new else None)
         if work.predicted_us + self._backlog.own_us[work.path] > room_us:
-            # Its look-up took time, even if no other work follows.
+            # A refused request demands its look-up only.
             self._backlog.expected_us += OWN_WEIGHT * (self._backlog.prepare_us - self._backlog.expected_us)
             left_us = room_us - self._backlog.own_us[work.path]
             return self._cut_short(work, prefix, int(left_us), now_us)
@@ -345,7 +345,7 @@ class Requests:
         if diverter is None:
             return False
         if self._backlog.total_us or self._backlog.handed_over > self._backlog.looked_up:
-            # Without other work the request asks for more than any worker could do.
+            # Only other work makes the worker short of time; without it the request alone demands too much.
             diverter.note_short()
         if work.request.diverted is not None:
             return False
@@ -426,17 +426,17 @@ class Requests:
 
     def _wait_for_prefix(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
         """Waits for a reload or a fill, as long as full inference would end in time even behind another chunk."""
-        is_reload = False
+        has_lease = False
         if pending.kind is PendingKind.LOAD:
             work.path, work.prefix_source = Path.DRAM, PrefixSource.DRAM
             work.tokens_cached = self._context.engine.layout.tokens(pending.behaviours)
-            # Not granted while the request waits for room: there is no entry yet.
-            is_reload = self._parts.cache.lease(prefix.key, work.request.request_id, work.deadline_us)
-            self._prefixes.reloads_awaited += is_reload
+            # A request that waits for room gets no lease, since there is no entry yet.
+            has_lease = self._parts.cache.lease(prefix.key, work.request.request_id, work.deadline_us)
+            self._prefixes.reloads_awaited += has_lease
         else:
             work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
         now_us = self._parts.clock.monotonic_us()
-        wait = _PrefixWait(work, pending, now_us, is_reload)
+        wait = _PrefixWait(work, pending, now_us, has_lease)
         self._context.arrivals.wait((work.request.user_id, work.request.request_id), now_us, work.deadline_us)
         pending.needed_by(work.deadline_us)
         if pending.arrival is not None:
@@ -468,13 +468,13 @@ class Requests:
 
     def _end_wait(self, wait: _PrefixWait) -> None:
         wait.ended = True
-        self._prefixes.reloads_awaited -= wait.is_reload
+        self._prefixes.reloads_awaited -= wait.has_lease
         request = wait.work.request
         self._context.arrivals.announced.pop((request.user_id, request.request_id), None)
 
     def _wait_first_layer(self, wait: _PrefixWait) -> None:
-        """The first layer of a reload has arrived: ranks while the others are copied, if the reload is of the whole
-        prefix.
+        """The first layer of a reload has arrived. If the reload covers the whole prefix, ranks while the other layers
+        are copied.
         """
         work = wait.work
         if wait.ended or work.prefix is None or work.prefix.revision != self._context.engine.revision:
@@ -554,7 +554,7 @@ class Requests:
         now_us, observer = work.answered_us, self._context.full_path
         assert work.prefix is not None
         tokens, request = work.prefix.tokens, work.request
-        has_job = (request.user_id, request.request_id) in self._context.prepared
+        has_job = (request.user_id, request.request_id) in self._context.with_job
         if has_job and work.path not in _FULL_PATHS and work.started_us is not None:
             observer.prepared.append((tokens, work.scored_tokens, work.answer_by_us - work.started_us))
         if work.path in _PATHS_WITHOUT_WAIT:
@@ -572,9 +572,9 @@ class Requests:
             observer.missed(request.request_id, now_us)
 
     def _note_unranked(self, work: RankingWork) -> None:
-        """Notes a request that was rejected or expired. Only without a pre-infer job is that the trigger's mistake."""
+        """Notes a request that was rejected or expired. That is the trigger's mistake only if it sent no job."""
         request = work.request
-        if (request.user_id, request.request_id) not in self._context.prepared and request.diverted is None:
+        if (request.user_id, request.request_id) not in self._context.with_job and request.diverted is None:
             self._context.full_path.missed(request.request_id, self._parts.clock.monotonic_us())
 
     def _observe_full(self, work: RankingWork) -> None:
@@ -632,7 +632,7 @@ class Requests:
             self._note_diverted(work, ranked)
         self._context.held_by_requests.end(work)
         cache, user_id, request_id = self._parts.cache, work.request.user_id, work.request.request_id
-        # When it was received, which needs no look at the clock.
+        # The time of receipt is close enough, and saves a look at the clock.
         self._context.answered.add((user_id, request_id), work.received.received_us)
         self._context.arrivals.announced.pop((user_id, request_id), None)
         # Counts a wasted pre-infer: the request was ranked before it, or was not ranked in time.
@@ -659,9 +659,9 @@ class Requests:
 
 
 def _describe_as(prefix: ResolvedPrefix, diverted: Diverted) -> None:
-    """The prefix of a diverted request: its result describes the history as the first worker resolved it. The user's
-    next diverted requests come here, too, so it is kept as any other. A cut one is evicted first, since the next
-    request is probably cut elsewhere.
+    """Makes the result of a diverted request describe the history as the first worker resolved it. A cut prefix counts
+    as for one impression, so it is evicted first: the next request is probably cut elsewhere. A whole prefix is kept as
+    any other, because the user's next diverted requests come here, too.
     """
     prefix.version, prefix.stale = diverted.history_version, diverted.history_stale
     prefix.loading = diverted.history_loading

@@ -1,9 +1,9 @@
 """The device thread: runs the executor, sleeps when there is nothing to do, and has a watchdog.
 
 On the CPU the poll thread runs the executor as well, if it is free: look-ups, refusals, jobs whose prefix is cached,
-and device work that is predicted to take less than `SHORT_US`. For so little, a change of threads is not worth its
-time. So most messages of a small model are answered on the thread that received them. The device thread does all the
-rest, and everything that arrives while it computes.
+and device work that is predicted to take less than `SHORT_US`, because a change of threads would take longer. So the
+thread that receives the messages of a small model answers most of them. The device thread does all other work, and
+everything that arrives while it computes.
 
 A device that hangs would stop all work, while the poll thread keeps sending heartbeats and keeps the partitions. The
 device thread makes progress every second, even when idle; without progress for `watchdog_s` it hangs in a piece of
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 LONGEST_SLEEP_S = 1.0
 SHORT_US = 1000
-"""The longest predicted work of the poll thread. To wake the device thread takes a fraction of it."""
+"""The longest predicted work of the poll thread. Waking the device thread takes a fraction of this time."""
 
 
 class DeviceThread:

@@ -45,9 +45,9 @@ class JobOutcome(enum.StrEnum):
 
 NO_MEMORY: Final = "unanswered requests and their histories hold as much memory as worker.ranking_queue_bytes allows"
 WORK_BYTES: Final = 2048
-"""The objects of one piece of work."""
+"""Memory of the objects of one piece of work."""
 BYTES_PER_TOKEN: Final = 48
-"""A looked-up token (5 numbers of 8 bytes), and its time."""
+"""Memory of a looked-up token (5 numbers of 8 bytes) and of its time."""
 
 
 class HeldMemory:
@@ -80,7 +80,7 @@ class HeldMemory:
         return True
 
     def keep(self, work: HoldsMemory, prefix: ResolvedPrefix | None) -> bool:
-        """The work holds this prefix from now on, and no longer the one before. False if there is no room for it."""
+        """The work holds this prefix from now on, in place of its previous one. False if there is no room for it."""
         before, work.held_prefix = work.held_prefix, None
         if before is not None:
             before.holders -= 1
@@ -221,15 +221,15 @@ class RankingWork:
     ranked_us: int = 0
     """When its ranking pass ended; 0 before."""
     backlog_us: int | None = None
-    """When it was answered: the predicted time of the other admitted work. When it was refused: its own time, too.
-    None: no time."""
+    """Predicted time of the other admitted work at the answer; for a refused request, its own time included. None: no
+    time."""
     answered_us: int = 0
     """When its result was handed over; 0 before, and for a failed request."""
     lookups: int = 0
     was_announced: bool = False
     """Whether a job announced it."""
     is_promised: bool = False
-    """Whether the backlog holds its demand although it is not in the queue, since it waits."""
+    """Whether the backlog counts its demand although it is not in the queue but waits."""
     done: bool = False
 
     @property

@@ -133,7 +133,7 @@ class Files:
         return None if found is None else int(bytes(found))
 
     def count(self, txn: Any) -> None:
-        """Makes a write transaction change something: LMDB gives the number of one that does not to the next one."""
+        """Makes a write transaction change something, because LMDB reuses the number of one that changes nothing."""
         txn.put(_COUNTED, b"", db=self.meta)
 
     def open_newer(self) -> Files:

@@ -6,20 +6,20 @@ The follower has a thread and a consumer of its own (`assign`, no group). Contra
   partition from the stored offsets. It reads from the beginning if no offset is stored, if a stored offset is out of
   its log's range, if the store is so old that deletions may have been compacted away, or if the store refused records
   of the partition and has space now. Then it deletes the partition's users first.
-* Of each partition it reads the snapshots to their end first, and then the behaviours too. The order does not change
-  the result, but later behaviours on top of a snapshot cost less than a snapshot below behaviours.
+* In each partition it reads the snapshots to their end, and then the behaviours too. The order does not change the
+  result, but it costs less to append behaviours to a snapshot than to put a snapshot below behaviours.
 * A batch and its next offsets are stored in one transaction. After any failure the follower waits and reads again
   from the stored offsets.
 * `caught_up(p)`: since it began to follow `p`, the follower has reached an end of both logs and stored all before it.
   Compacted logs have gaps, so the broker's end-of-partition event decides, not a count of records.
-* A record that is not of its topic goes to dead letters. The stored offset does not pass that record until the dead
-  letter is delivered. The follower retries a failed delivery, and stops reading while too many are undelivered.
+* An invalid record goes to dead letters. The stored offset does not pass that record until the dead letter is
+  delivered. The follower retries a failed delivery, and stops reading while too many are undelivered.
 * If the broker is unreachable, reading continues when it is back.
 * The follower's thread calls `on_changed` and `on_deleted` after the commit. They must not block. It calls
   `on_deleting` before the commit: if the process dies between the two, its successor reads the tombstone again.
 * `forget` deletes the histories of partitions that another worker owns for good.
-* Half of `erase_within_s` after a deletion the follower begins to compact the store, a slice each turn. The follower of
-  a standby does not: it was never told to follow.
+* Half of `erase_within_s` after a deletion the follower begins to compact the store, a slice each turn. A standby's
+  follower does not compact, because nobody has called its `follow` yet.
 * Histories of partitions that have caught up are saved on the history topic (`relaygr.worker.history.snapshots`).
 * `on_missed` gets partitions whose deletions the follower may not have seen: they are read from the beginning, or
   another process has moved their stored offsets meanwhile.
@@ -73,21 +73,21 @@ from relaygr.worker.history.store import (
 log = structlog.get_logger()
 
 POLL_S: Final = 0.1
-# Poll interval while no partition is followed, since a new worker must notice its first partitions quickly, and between
-# the slices of a compaction.
+# Poll interval between the slices of a compaction, and while no partition is followed: a new worker must notice its
+# first partitions quickly.
 IDLE_POLL_S: Final = 0.01
 RETRY_S: Final = 1.0
 BATCH_RECORDS: Final = 2048
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_UNDELIVERED: Final = 256
-# Brokers whose topics an earlier version made keep a tombstone for a day (`delete.retention.ms`). An older store may
-# have missed deletions.
+# An older store may have missed deletions: topics that an earlier version created keep a tombstone for a day
+# (`delete.retention.ms`).
 MAX_STORE_AGE_MS: Final = 20 * 3600 * 1000
 # No record of the behaviours topic outlives the tombstones of the history topic.
 DELETED_KEPT_MS: Final = CATALOGUE[Topic.HISTORY].delete_retention_ms or MAX_STORE_AGE_MS
 CURRENT_INTERVAL_US: Final = 300 * 1_000_000
 EXPIRY_US: Final = 24 * 3600 * 1_000_000
-"""Time in which each hash of a deleted user is looked at once, however many there are."""
+"""Time in which the follower looks once at the hash of every deleted user."""
 GAUGE_INTERVAL_US: Final = 1_000_000
 REFUSED_INTERVAL_US: Final = 10_000_000
 METADATA_S: Final = 2.0
@@ -108,7 +108,7 @@ _USER_ID = Text(256)
 _RECORDS = Counter(
     "relaygr_history_records_total",
     "Records read from the history topic: applied, deleted (tombstones), older or repeated (skipped; of both topics), "
-    "superseded (of a worker, another record came before it), refused (the store is full), rejected (to dead letters)",
+    "superseded (written by a worker, but overtaken), refused (the store is full), rejected (to dead letters)",
     ["outcome"],
 )
 _EVENTS = Counter(

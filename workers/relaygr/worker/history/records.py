@@ -91,9 +91,9 @@ class Coverage:
     """The records that a snapshot or a tombstone makes needless."""
 
     offset: int = 0
-    """Those below this offset."""
+    """Records below this offset."""
     before_ms: int = 0
-    """Those whose timestamp in the log is below this; ms since the epoch."""
+    """Records whose timestamp in the log is below this; ms since the epoch."""
 
 
 @dataclass(slots=True)
@@ -368,7 +368,7 @@ class Draft:
         return Added.APPENDED
 
     def keep_after(self, before: Draft) -> None:
-        """Adds the behaviours of the history before this one that this one does not cover."""
+        """Adds the previous history's behaviours that this history does not cover."""
         head, old = self.head, before.head
         next_event = head.next_event
         for item, time_ms, offset, written_at_ms, position, action in before._origins():

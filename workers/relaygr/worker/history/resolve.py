@@ -112,7 +112,7 @@ def resolve(stored: StoredHistory | None, wanted: Wanted, inline: History | None
     if inline is not None:
         return _inline(inline, wanted, loading)
     if stored is None:
-        # Somebody has a version that is not here: the store is not complete, even if the log's end was reached.
+        # The requester has a version that is not here, so the store is incomplete even at the end of the log.
         is_behind = wanted is not None
         return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, is_behind, loading or is_behind)
     if wanted is None:

@@ -1,7 +1,7 @@
 """Snapshots that the owner of a partition writes, so that a new worker starts from snapshot and tail.
 
-Kafka drops old behaviours. The owner saves a history on the history topic before that, and when many behaviours came
-after the last snapshot, which a new worker would have to append one by one.
+Kafka drops old behaviours, so the owner saves a history on the history topic before that. It also saves a history with
+many behaviours after the last snapshot, because a new worker would have to append them one by one.
 
 | reason | the history | when |
 |---|---|---|
@@ -12,10 +12,10 @@ after the last snapshot, which a new worker would have to append one by one.
 Histories are written within a bound of bytes a second, tombstones at once, and all only for partitions that have caught
 up. A history with a gap is not written: only the pipeline knows what is missing.
 
-Kafka does not compare and set, so an owner that lost its partition, or is slow, may write after the pipeline or its
-successor. Each of its records therefore names the records that it had read (`Continuation`, `RepeatedTombstone`). Every
-worker skips one that another record has overtaken, and the owner writes the newer state, or the tombstone, again.
-Meanwhile Kafka keeps both records (`min.compaction.lag.ms`).
+Kafka has no compare-and-set, so an owner that is slow or has lost its partition may write after the pipeline or after
+its successor. Each record of an owner therefore names the records that the owner had read (`Continuation`,
+`RepeatedTombstone`). Every worker skips a record that another one has overtaken, and the owner then writes the newer
+state, or the tombstone, again. Meanwhile Kafka keeps both records (`min.compaction.lag.ms`).
 
 The follower's thread owns the writer.
 """

@@ -23,11 +23,10 @@ Contract:
   refusal is counted, and the user's older version is deleted, since it would be mistaken for the newest. Later
   behaviours of that user count as a history with a gap. The follower reads a partition with refused records again, from
   the beginning and without its users, when there is free space.
-
 * Records of the behaviours topic are appended in the same transaction as both offsets. `relaygr.worker.history.records`
-  says what becomes of each, and has the form of a stored history.
-* For as long as old behaviours may come, a deleted user leaves a hash of the id, and the time and offset of the
-  deletion. `expire` deletes them.
+  describes the effect of each, and the form of a stored history.
+* After a deletion the store keeps a hash of the user's id with the time and the offset of the deletion, for as long as
+  old behaviours may come. `expire` deletes them.
 
 Three tables: user id -> partition; partition, user id and number -> head (0) or chunk (from 1); partition and hash of
 the user id -> time and offset of the deletion. A user's parts and a partition's users lie side by side, so `forget`
@@ -612,7 +611,7 @@ class HistoryStore:
             elif entry.history is None:
                 self._remove(txn, batch.partition, entry, tally)
             else:
-                # Behaviours of a user without a history may be among the refused ones.
+                # The refused records may have behaviours of a user without a stored history.
                 missing = state.next_event if state.refused > 0 or len(tally.refused) > refused_before else 0
                 self._replace(txn, batch.partition, entry, entry.history, missing, tally)
         for each in batch.events:
@@ -719,7 +718,7 @@ class HistoryStore:
         tally.changed.append(entry.user_id)
 
     def _add(self, txn: Any, partition: int, entry: EventRecord, may_miss: bool, tally: _Tally) -> None:
-        """Appends the behaviours of a record. `may_miss`: those before of a user without a history may be refused."""
+        """Appends a record's behaviours. `may_miss`: earlier ones of a user without a history may have been refused."""
         user_id = entry.event.user_id
         user = user_id.encode()
         draft = self._draft(txn, user)
