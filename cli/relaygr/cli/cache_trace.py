@@ -42,7 +42,7 @@ def trace(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Make a trace from a log of interactions, or from the synthetic schedule (settings `gateway.*`).
+    """Make a trace from a log of interactions, or from the synthetic schedule (settings `traffic.*`).
 
     The trace takes page size, tier sizes and policies from the settings `worker.*`. A replay uses them by default.
     """

@@ -10,7 +10,7 @@ from types import TracebackType
 import psutil
 
 BUSY_SHARE = 0.25
-"""The share of the cores that others may use in a run whose late shares mean something."""
+"""If other processes use more than this share of the cores, the late shares of a run say nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the demo makes before its first run: a model, a calibration with the plan from it, and everybody's settings."""
+"""Prepares the first run of the demo: makes a model, a calibration, the plan from it, and the processes' settings."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class DemoOptions:
     stay: bool
     """Serve the page after the runs until Ctrl-C."""
     scenarios: bool = False
-    """Play several scenarios with the relay on, in the place of one with and without the relay."""
+    """Play several scenarios with the relay on, instead of one schedule with and without the relay."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class DemoStack:
         reuse: bool | None = None,
         page: Page | None = None,
     ) -> None:
-        """`observed`: with the live table, and with `page`. `reuse`: whether the workers keep prefixes for other
+        """`observed`: shows the live table, and feeds `page`. `reuse`: whether the workers keep prefixes for other
         requests; None: as `relay`.
         """
         self._console = console

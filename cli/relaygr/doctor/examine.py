@@ -1,7 +1,7 @@
-"""The checks in their order. Each is bounded in time, so a broker that freezes ends none of them late.
+"""The checks in their order. Each is bounded in time, so a frozen broker cannot hold up the others.
 
-A check runs on a daemon thread. If it does not end in its time, it is a failure, and the thread is left alone; if it
-asked Kafka, the later checks that ask Kafka are skipped.
+A check runs on a daemon thread. A check that does not end in time counts as a failure, and its thread is left running;
+if it asked Kafka, the later checks that ask Kafka are skipped.
 """
 
 from __future__ import annotations

@@ -222,6 +222,6 @@ async def _serve(
 
 
 def _readiness(server: uvicorn.Server) -> Readiness:
-    """Not the broker: without traffic, the client would not notice that it is back."""
+    """Does not check the broker: without traffic, the client would not notice that the broker is back."""
     serves = server.started and not server.should_exit
     return Readiness((Check("serving", serves, "stopping" if server.should_exit else ""),))

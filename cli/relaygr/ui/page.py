@@ -72,7 +72,7 @@ class Page:
         self._made_s = -math.inf
 
     def set_phase(self, phase: str) -> None:
-        """The step that is going on, in words."""
+        """Shows the step of the demo that runs now."""
         self._phase = phase
         self._made_s = -math.inf
 

@@ -32,13 +32,13 @@ def range_owners(names: Sequence[str], partitions: int) -> dict[int, str]:
 
 
 def moved(before: Owners, after: Owners) -> frozenset[int]:
-    """Partitions that a member lost which is still there."""
+    """Partitions that moved away from members which are still there."""
     live = set(after.values())
     return frozenset(part for part, owner in before.items() if owner in live and after[part] != owner)
 
 
 def best_new_id(names: Sequence[str], partitions: int) -> str:
-    """The id, made of that before it and `-b`, with which a new member makes `range` move the fewest partitions."""
+    """The id with which a new member makes `range` move the fewest partitions: another member's id and `-b`."""
     before = range_owners(names, partitions)
     ids = [f"{name}-b" for name in names]
     return min(ids, key=lambda each: len(moved(before, range_owners([*names, each], partitions))))

@@ -43,7 +43,7 @@ LATEST_SEND: Final = 0.1
 START_TIMEOUT_S: Final = 180.0
 STATUS_INTERVAL_MS: Final = 200
 SETTLE_S: Final = 3.0
-"""Between two runs: longer than a worker counts as short of time, and than a status counts."""
+"""Pause between two runs: longer than a worker stays short of time, and longer than a status stays valid."""
 
 
 class Load(StrEnum):

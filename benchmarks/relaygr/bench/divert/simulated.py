@@ -121,7 +121,7 @@ class _Histories:
 
 @dataclass(slots=True)
 class _Clock:
-    """The clock of the diverter of a worker, which is made after it."""
+    """The clock of a worker's diverter. It looks the worker up when it is read, because the worker is made later."""
 
     fleet: SimulatedFleet
     number: int

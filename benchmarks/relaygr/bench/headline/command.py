@@ -29,7 +29,7 @@ def measure(
     interactions: Path | None,
     asks: bool,
 ) -> bool:
-    """Runs the cells. False: the user did not want to, after the estimate of the time."""
+    """Runs the cells. False: the user declined after the estimate of the time."""
     console = Console(highlight=False)
     asked = with_other_reuses(cells, systems)
     whole_s = estimated_s(asked, mode)

@@ -1,8 +1,8 @@
 """Decides from repeated runs, and compares systems seed by seed. Pure.
 
-One run of a system exactly at its limit passes about every second time, so one run decides nothing: at least
-`LEAST_SEEDS` runs with different seeds must pass, each of them, and the upper end of a one-sided t interval of their
-late shares must be within the limit, too.
+A system exactly at its limit passes about every second run, so one run decides nothing. At least `LEAST_SEEDS` runs
+with different seeds must all pass, and the upper end of a one-sided t interval of their late shares must be within the
+limit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Inte
     """The geometric mean of ours / theirs over the seeds that both have, with a two-sided t interval; None without any.
     A seed at which one of them reached nothing (0) has no ratio: `seeds` says how many have.
 
-    Both values of a pair come from the same traces, so what a trace makes hard falls out.
+    Both values of a pair come from the same trace, so the difficulty of the trace cancels out.
     """
     seeds = sorted(seed for seed in ours.keys() & theirs.keys() if ours[seed] > 0 and theirs[seed] > 0)
     if not seeds:

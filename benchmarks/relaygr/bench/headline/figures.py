@@ -35,7 +35,7 @@ class Reached:
     decided: float | None
     """The highest value at which the decision rule holds with fresh seeds; None: nowhere, or too few seeds."""
     decision: Decision | None
-    """About `decided`, or else about the highest value that was asked with enough fresh seeds."""
+    """The decision at `decided`, or else at the highest value that had runs with enough fresh seeds."""
     ratio: Interval | None
     """Paired with B0; None without a value of either."""
 

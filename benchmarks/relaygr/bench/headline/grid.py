@@ -1,4 +1,4 @@
-"""The cells: what is asked of the systems. They were committed before anything was measured.
+"""The cells: the loads and limits under which the systems are compared. They were committed before any measurement.
 
 Times are factors of what the engine alone takes on the machine, so that a cell asks the same of a CPU and of an
 accelerator. `plan.py` turns them into milliseconds, and the report prints both.

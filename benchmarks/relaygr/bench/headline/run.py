@@ -322,8 +322,8 @@ class Bench:
     ) -> None:
         """Decides about the lowest of the seeds' highest values, and goes lower until the decision rule holds.
 
-        A value was chosen because its runs passed, so these say too much good of it: each decision has seeds that no
-        other run had.
+        The search chose a value because its runs passed, so those runs overrate it. Each decision therefore has seeds
+        that no other run had.
         """
         reached = [each.passed for each in found if each.passed is not None]
         if not self._mode.decides or len(reached) < len(found):

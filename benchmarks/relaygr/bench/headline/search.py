@@ -1,4 +1,4 @@
-"""The two searches, as pure functions of what a run says. They ask for few runs, in an order that resumes.
+"""The two searches, as pure functions of the results of runs. They need few runs, and can resume after an interruption.
 
 All rates lie on one lattice (start times a power of two, then repeated geometric means), and all lengths on multiples
 of a page, so that searches of different seeds and systems ask for the same runs.

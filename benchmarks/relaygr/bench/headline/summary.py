@@ -1,4 +1,4 @@
-"""The tables that come first in a report: what was reached, at each share of returning users, and what it cost."""
+"""The first tables of a report: the value that each system reached at each share of returning users, and its cost."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def plan_of(cell: str, plans: Mapping[str, CellPlan]) -> CellPlan | None:
 
 
 def ratio(interval: Interval | None, seeds: int) -> str:
-    """A seed at which one of the systems reached nothing has no ratio, so the number of those that have one is told."""
+    """The ratio with its interval, and the number of seeds that have one: a seed without a value of both has none."""
     if interval is None:
         return "-"
     if math.isnan(interval.low):

@@ -21,7 +21,7 @@ from relaygr.settings import Settings
 BURST = 1
 """The part of a trace that is the first phase of a run; the later phases follow."""
 _BLOCK = 12
-"""Of each so many requests, the same number is of new users, so that equal rates are equal work."""
+"""Each group of this many requests has the same number from new users, so that equal rates are equal work."""
 _LONGEST_BUDGET_MS = 50_000
 
 
