@@ -356,3 +356,7 @@ def test_a_prefix_that_two_models_would_share_is_refused(scenarios: str, tmp_pat
 def test_an_unknown_scenario_is_refused_with_those_that_exist(name: str, tmp_path: Path) -> None:
     with pytest.raises(RelayError, match=f"scenario = {name}: .*(the settings have ads, home|it has b)"):
         from_yaml(tmp_path, f"{SCENARIOS}\nscenario: {name}\n")
+
+
+def test_every_setting_has_a_meaning() -> None:
+    assert [key for key, found in setting_fields().items() if not found.info.description] == []

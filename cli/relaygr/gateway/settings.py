@@ -46,7 +46,7 @@ class GatewaySettings(Section):
         float, Field(ge=0, le=600, description="how long a stop waits for requests that are being served")
     ] = 5.0
 
-    http_host: str = "127.0.0.1"
+    http_host: str = Field("127.0.0.1", description="address that the HTTP server of metrics and probes listens on")
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0
 
     @property

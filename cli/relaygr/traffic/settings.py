@@ -56,5 +56,5 @@ class TrafficSettings(Section):
     ] = 16
     budget_ms: Annotated[int, Field(ge=1, le=MAX_BUDGET_MS, description="deadline of a ranking request")] = 50
 
-    http_host: str = "127.0.0.1"
+    http_host: str = Field("127.0.0.1", description="address that the HTTP server of metrics and probes listens on")
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0

@@ -25,7 +25,7 @@ class ConsumerSettings(Section):
         int, Field(ge=1, le=60_000, description="time between two updates of the offsets that the client commits")
     ] = 100
     max_span: Annotated[
-        int, Field(ge=1, description="number of messages past its oldest unfinished one at which a partition is paused")
+        int, Field(ge=1, description="a partition is paused when this many messages follow its oldest unfinished one")
     ] = 10_000
     request_timeout_s: Annotated[
         float, Field(gt=0, description="time-out of the request for the group's offsets on assignment")

@@ -37,7 +37,7 @@ class SaslMechanism(enum.StrEnum):
 class Security(Section):
     """TLS and SASL of every Kafka client."""
 
-    protocol: SecurityProtocol = SecurityProtocol.PLAINTEXT
+    protocol: SecurityProtocol = Field(SecurityProtocol.PLAINTEXT, description="Kafka's security.protocol")
     ca_file: Path | None = Field(
         None, description="PEM file with the certificate authorities to trust; none: the system's"
     )
@@ -45,15 +45,16 @@ class Security(Section):
     key_file: Path | None = Field(None, description="PEM file with the client's private key")
     key_password: SecretStr | None = Field(None, description="password of the client's private key")
     verify_hostname: bool = Field(True, description="check that the broker's certificate matches its host name")
-    sasl_mechanism: SaslMechanism | None = None
-    sasl_username: str | None = None
-    sasl_password: SecretStr | None = None
+    sasl_mechanism: SaslMechanism | None = Field(None, description="Kafka's sasl.mechanism; required with SASL")
+    sasl_username: str | None = Field(None, description="user name for PLAIN and SCRAM")
+    sasl_password: SecretStr | None = Field(None, description="password for PLAIN and SCRAM")
     sasl_password_file: Path | None = Field(
-        None, description="file with the password, in the place of sasl_password; read when a client is made"
+        None, description="file with the password, instead of sasl_password; read when a client is made"
     )
     sasl_token_file: Path | None = Field(
         None,
-        description="OAUTHBEARER: file with a JSON Web Token, which another program renews; read again in time",
+        description="OAUTHBEARER: file with a JSON Web Token, which another program renews; read again before it "
+        "expires",
     )
 
     @model_validator(mode="after")
@@ -154,14 +155,14 @@ class KafkaSettings(Section):
         Field(
             ge=1,
             le=32,
-            description="replicas in sync without which history, behaviours and dead letters refuse messages; the "
+            description="fewest replicas in sync with which history, behaviours and dead letters accept messages; the "
             "other topics need one; none: one less than replication_factor, at least 1",
         ),
     ] = None
     request_acks: Acks = Field(
         Acks.ALL,
-        description="replicas that have a job, request, result or status before it is acknowledged; leader: those "
-        "acknowledged just before the leader dies may be lost. Events, histories and dead letters always wait for all",
+        description="replicas that must have a job, request, result or status before it is acknowledged; with leader, "
+        "messages are lost if the leader dies just after. Events, histories and dead letters always wait for all",
     )
     affinity: Affinity = Field(
         Affinity.RANGE,

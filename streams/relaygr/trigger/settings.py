@@ -26,8 +26,8 @@ class TriggerSettings(Section):
     policy: str = Field(
         DEFAULT_POLICY,
         min_length=1,
-        description="who decides about jobs: policy, always, threshold (fallback_behaviours), never, or an entry point "
-        "of the group relaygr.trigger_policies",
+        description="policy that decides about jobs: policy, always, threshold (fallback_behaviours), never, or an "
+        "entry point of the group relaygr.trigger_policies",
     )
     remembered_users: Annotated[
         int,
@@ -84,7 +84,7 @@ class TriggerSettings(Section):
             "it the margin of their length falls; 1: it never falls",
         ),
     ] = 0.1
-    http_host: str = "127.0.0.1"
+    http_host: str = Field("127.0.0.1", description="address that the HTTP server of metrics and probes listens on")
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0
 
     def risk_targets(self) -> RiskTargets:

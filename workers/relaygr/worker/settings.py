@@ -108,7 +108,7 @@ class WorkerSettings(Section):
         Field(
             ge=1,
             description="how long prefixes and histories of a partition are kept after it moved to another worker; "
-            "that worker alone hears when one of their users is deleted",
+            "meanwhile only that worker reads deletions of their users",
         ),
     ] = 300.0
     erase_within_s: Annotated[
@@ -149,8 +149,8 @@ class WorkerSettings(Section):
         int,
         Field(
             ge=1,
-            description="the owner saves a history on the history topic when so many of its behaviours are in no "
-            "snapshot, while it has no ranking requests",
+            description="the owner of a partition saves a history on the history topic when this many of its "
+            "behaviours are in no snapshot, while the owner has no ranking requests",
         ),
     ] = 1024
     snapshot_after_s: Annotated[
@@ -212,7 +212,7 @@ class WorkerSettings(Section):
         Field(
             gt=0,
             description="longest predicted device time of one chunk of a prefix while an urgent ranking request waits "
-            "or may arrive; more where a cut costs more than a fifth of it",
+            "or may arrive; longer if a cut costs more than a fifth of it",
         ),
     ] = 5.0
     longest_chunk_ms: Annotated[
@@ -244,7 +244,7 @@ class WorkerSettings(Section):
     ] = 0
     warm_up_s: Annotated[float, Field(gt=0, description="time after which a warm-up ends")] = 60.0
     warm_up_share: Annotated[
-        float, Field(gt=0, le=1, description="largest share of the time that warm-up takes of the device")
+        float, Field(gt=0, le=1, description="largest share of the device time that warm-up takes")
     ] = 0.5
     ranking_queue_max: Annotated[
         int, Field(ge=1, description="unanswered ranking requests at which the ranking partitions pause")
@@ -270,8 +270,8 @@ class WorkerSettings(Section):
 
     divert: bool = Field(
         False,
-        description="pass ranking requests for which this worker has no time on to one that has, and take those of "
-        "other workers; needs the topic `ranking-overflow` and the rights of the role worker-divert",
+        description="pass on ranking requests that this worker has no time for to a worker that has, and take those "
+        "of other workers; needs the topic `ranking-overflow` and the rights of the role worker-divert",
     )
     divert_share: Annotated[
         float, Field(gt=0, le=1, description="largest share of the received ranking requests that is diverted")
