@@ -1,4 +1,4 @@
-"""What is seen -> findings. Pure: every function takes plain data and returns diagnoses."""
+"""Turns observations into findings. Pure: every function takes plain data and returns diagnoses."""
 
 from __future__ import annotations
 

@@ -80,10 +80,12 @@ class RetrievalBody:
     )
     history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
     history_exactly: Annotated[
-        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the first behaviours, so many"
+        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: N, for exactly the first N behaviours"
     ] = None
     history_at_least: Annotated[
-        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the newest history, at least so long"
+        int | None,
+        UInt("behaviours", MAX_BEHAVIOURS),
+        "instead of a version: N, for the newest history with at least N behaviours",
     ] = None
     request_id: Annotated[str | None, REQUEST_ID_TEXT, "id of the impression; absent: a new one"] = None
     scenario: Scenario = None
@@ -109,10 +111,12 @@ class RankBody:
     )
     history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
     history_exactly: Annotated[
-        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the first behaviours, so many"
+        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: N, for exactly the first N behaviours"
     ] = None
     history_at_least: Annotated[
-        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the newest history, at least so long"
+        int | None,
+        UInt("behaviours", MAX_BEHAVIOURS),
+        "instead of a version: N, for the newest history with at least N behaviours",
     ] = None
     request_id: Annotated[
         str | None, REQUEST_ID_TEXT, "`request_id` of the answer to /v1/retrieval; absent: a new one"

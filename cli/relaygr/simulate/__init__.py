@@ -1,5 +1,6 @@
 """Simulates a fleet with the product's own decisions, in virtual time. Nothing is computed and no byte is moved.
 
+    case      the simulated case, from settings and a calibration
     times     measured times of the parts that a calibration does not cover, learnt from a run's records
     demand    which users belong to a part of the fleet, and their impressions
     device    the parts that a simulation replaces: clock, device, engine and histories

@@ -60,7 +60,7 @@ class Autoscale:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What happens to the workers meanwhile."""
+    """The deaths of workers, and the changes of their number, during a simulation."""
 
     kills_s: tuple[float, ...] = ()
     """When a worker dies, after the first impression."""

@@ -1,4 +1,4 @@
-"""What the page shows, folded from messages, statuses, metrics and lag into a bounded state. Pure: no I/O, no clock.
+"""Folds messages, statuses, metrics and lag into the bounded state that the page shows. Pure: no I/O, no clock.
 
 Every call takes the time of the reader's monotonic clock or of its wall clock, in µs. Counts are by the second in which
 the reader received a message. They follow the offsets, so a message that the reader skipped still counts.
@@ -35,9 +35,9 @@ from relaygr.ui.scrape import Reading, can_reach
 SERIES_S: Final = 120
 """The length of the charts."""
 WINDOW_S: Final = 60
-"""The time that totals and percentiles are of."""
+"""The window of totals and percentiles."""
 SMOOTH_S: Final = 10
-"""The time that each point of the percentiles is of."""
+"""The window of each point of the percentiles."""
 RATE_S: Final = 5
 DOTS_PER_S: Final = 8
 MAX_OPEN: Final = 20_000

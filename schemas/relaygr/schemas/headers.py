@@ -130,8 +130,8 @@ class RepeatedTombstone:
     """Header of a tombstone that a worker writes because a snapshot of the deleted user came after the first one."""
 
     next_offset: int
-    """First offset of the history topic of which the worker had read no record of this user. If another one came
-    between, the tombstone deletes nothing."""
+    """The worker had read this user's records below this offset of the history topic. If another record came since,
+    the tombstone deletes nothing."""
     written_at_ms: int
     """The timestamp of the first tombstone; ms since the epoch."""
     topic_id: str

@@ -181,7 +181,7 @@ class HistoryVersion:
 
 @record(frozen=True, slots=True)
 class BehavioursOffset:
-    """A place in the behaviours topic: all records before it."""
+    """All records before an offset of the behaviours topic."""
 
     partition: Annotated[int, UInt("", MAX_PARTITIONS), "the user's partition"]
     offset: Annotated[int, UInt(), "offset of the first record that is not covered"]
@@ -192,14 +192,14 @@ class BehavioursOffset:
 
 @record(frozen=True, slots=True, eq=False)
 class Continuation:
-    """What a worker adds to a snapshot that it writes, so that other workers treat it as what it was made of.
+    """Added to a snapshot that a worker writes, so that other workers treat it like the records that it was made from.
 
-    The arrays are of the last behaviours, those that came as records of the behaviours topic: an older snapshot of the
+    The arrays describe the last behaviours, which came as records of the behaviours topic. An older snapshot of the
     feature pipeline may come later, and keeps those of them that it does not cover.
     """
 
     next_offset: Annotated[
-        int, UInt(), "first offset of the history topic of which the worker had read no record of this user"
+        int, UInt(), "the worker had read this user's records below this offset of the history topic"
     ]
     written_at_ms: Annotated[
         int, UInt("ms since the epoch"), "timestamp of the pipeline's snapshot that it continues; 0: none"
@@ -329,12 +329,12 @@ class RetrievalEvent:
     history_exactly: Annotated[
         int | None,
         UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of `history_version`, for publishers without digests: the first behaviours, so many",
+        "instead of `history_version`, for publishers without digests: N, for exactly the first N behaviours",
     ] = None
     history_at_least: Annotated[
         int | None,
         UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of `history_version`: the newest history, and at least so many behaviours",
+        "instead of `history_version`: N, for the newest history with at least N behaviours",
     ] = None
     scenario: Scenario = None
 
@@ -417,12 +417,12 @@ class RankingRequest:
     history_exactly: Annotated[
         int | None,
         UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of `history_version`, for publishers without digests: the first behaviours, so many",
+        "instead of `history_version`, for publishers without digests: N, for exactly the first N behaviours",
     ] = None
     history_at_least: Annotated[
         int | None,
         UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of `history_version`: the newest history, and at least so many behaviours",
+        "instead of `history_version`: N, for the newest history with at least N behaviours",
     ] = None
     scenario: Scenario = None
     diverted: Annotated[Diverted | None, "set by the worker that passes the request on; absent: not diverted"] = None
@@ -493,7 +493,7 @@ class RankingResult:
     backlog_us: Annotated[
         int | None,
         UInt("µs"),
-        "hint of overload: the time that a new request needs because of admitted work, with its own if refused; "
+        "hint of overload: time that a new request must wait for admitted work; if refused, plus its own work; "
         "absent: none",
     ] = None
     diverted_by: Annotated[
@@ -630,7 +630,7 @@ class WorkerStatus:
     ranking_backlog_us: Annotated[
         int | None,
         UInt("µs"),
-        "hint of overload: the time that a new request needs because of admitted work; absent: not known",
+        "hint of overload: time that a new request must wait for admitted work; absent: not known",
     ] = None
     host: Annotated[str | None, Text(255), "name of the worker's machine"] = None
     metrics_url: Annotated[

@@ -358,7 +358,7 @@ def _is_usable(peer: Peer, revision: str, oldest_us: int) -> bool:
 
 
 def _work_us(peer: Peer, need: Need, behaviours: int, cached: int) -> float:
-    """Device time that the request rarely exceeds at this peer, with so many behaviours cached there."""
+    """Device time that the request rarely exceeds at this peer, which has `cached` behaviours cached."""
     view = peer.view
     tokens, scored_tokens = view.prefix_tokens(behaviours), view.tokens_per_behaviour * need.suffix + need.candidates
     full_us = risky_us(view.latency, view.full_path_ratios, NO_FACTORS, tokens, scored_tokens)

@@ -33,9 +33,9 @@ class RetrievalFields(TypedDict, total=False):
     history: History | None
     """The history itself, if the history topic does not carry it."""
     history_exactly: int | None
-    """Instead of a version: the first behaviours, so many."""
+    """Instead of a version: N, for exactly the first N behaviours."""
     history_at_least: int | None
-    """Instead of a version: the newest history, with at least so many behaviours."""
+    """Instead of a version: N, for the newest history with at least N behaviours."""
     scenario: str | None
     """The scenario, such as `home`; absent: `default`."""
     request_id: str | None
@@ -58,9 +58,9 @@ class RankFields(TypedDict, total=False):
     history: History | None
     """The history itself, if the history topic does not carry it."""
     history_exactly: int | None
-    """Instead of a version: the first behaviours, so many."""
+    """Instead of a version: N, for exactly the first N behaviours."""
     history_at_least: int | None
-    """Instead of a version: the newest history, with at least so many behaviours."""
+    """Instead of a version: N, for the newest history with at least N behaviours."""
     scenario: str | None
     """The scenario, such as `home`; absent: `default`."""
     request_id: str | None

@@ -242,7 +242,7 @@ class Executor:
         self._warm_ups.offer(user_ids)
 
     def take_mail(self, most: int = MAIL_PER_STEP) -> None:
-        """Runs the posted calls, at most so many."""
+        """Runs the posted calls, at most this many."""
         for _ in range(min(len(self._mailbox), most)):
             self._mailbox.popleft()()
 

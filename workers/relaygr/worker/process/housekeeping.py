@@ -50,7 +50,7 @@ class StatusSources:
     cache: PrefixCache
     waits: QueueWaits
     overflow_partitions: Callable[[], tuple[int, ...] | None] = lambda: None
-    """Where other workers may divert requests to; None while `worker.divert` is off."""
+    """The overflow partitions on which this worker takes diverted requests; None while `worker.divert` is off."""
 
 
 class StatusReport:
@@ -214,7 +214,7 @@ class Housekeeping:
         self._clock = clock
         self._owned: frozenset[int] = frozenset()
         self._left_us: dict[int, int] = {}
-        """When each partition of another worker was left, or found to be another's at the start."""
+        """When this worker gave up each partition that it does not own, or found at its start that it does not."""
         self._moved_prefix_us = int(config.worker.moved_prefix_s * 1e6)
         self._moved_at_us = 0
         self._status_at_us = 0
@@ -225,7 +225,9 @@ class Housekeeping:
         """Partitions of users whose requests were diverted here. Another poll thread adds them."""
 
     def take_over(self, partitions: frozenset[int]) -> None:
-        """From now on the worker owns these partitions and no others. The prefixes of the others go after a while."""
+        """From now on the worker owns these partitions and no others. It drops what it has of the others after
+        `worker.moved_prefix_s`.
+        """
         self._follower.follow(partitions)
         self.warm_up.begin(partitions)
         now_us = self._clock.monotonic_us()
@@ -284,8 +286,8 @@ class Housekeeping:
         self._cache.demote(lambda user_id: not mine(user_id))
 
     def _drop_moved(self, now_us: int) -> None:
-        """Removes prefixes and histories of partitions that have been another worker's for long: only that worker hears
-        when one of their users is deleted.
+        """Removes prefixes and histories of partitions that moved to another worker long ago: only that worker reads
+        the deletions of their users.
         """
         moved = {part for part, left_us in self._left_us.items() if now_us - left_us >= self._moved_prefix_us}
         if moved:

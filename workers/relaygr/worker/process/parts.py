@@ -69,7 +69,7 @@ _HOLDER_TIMEOUT_S = 3.0
 _LONGEST_SILENCE_MS = 30_000
 """A poll thread that has not polled for this long counts as hung."""
 _STALE_STATUSES = 3
-"""A worker whose status is older than the time of this many counts as dead: no request is diverted to it."""
+"""A worker without a status for this many status intervals counts as dead: no request is diverted to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ class Parts:
         try:
             self._admin.start()
         except OSError as error:
-            # A worker serves without it, also if it took over and its file system is full.
+            # The worker serves without the socket, even after a take-over on a full file system.
             log.error("the admin socket cannot be opened: `relaygr cache` does not reach this worker", error=str(error))
 
     def close_admin_socket(self) -> None:
@@ -296,7 +296,7 @@ class Parts:
             self.loop.finish(token)
 
     def _overflow_partitions(self) -> tuple[int, ...] | None:
-        """Where other workers may divert requests to now."""
+        """The overflow partitions on which this worker takes diverted requests now."""
         if self.overflow is None or self.diverter is None:
             return None
         if not self.diverter.takes_diverted():

@@ -4,8 +4,8 @@ A prepared worker has loaded its model, warmed up its device, opened its history
 has read no topic, and has changed no file that an active worker with the same id uses.
 
 A primary worker calibrates while it has the device to itself. A standby shares the device with an active worker, which
-would make its measurements wrong: it uses the calibration that the active worker left in the shared folder, and leaves
-its products to the same library.
+would make its measurements wrong. So it uses the calibration that the active worker left in the shared folder, and
+computes its products with the same library.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _warm_up(engine: Engine) -> None:
 
 
 def _compute_as_calibrated(path: Path) -> None:
-    """Leaves the products to the library that computed them in a calibration; without one, this process measures."""
+    """Computes products with the library that a calibration used. Without a calibration, this process measures."""
     with contextlib.suppress(RelayError):
         choice = load_calibration(path).machine.uses_onednn
         if choice is not None:
