@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from relaygr.runtime.private_sockets import Peer, address_of, listen_private, peer_of
+from relaygr.runtime.private_sockets import SocketPeer, address_of, listen_private, peer_of
 
 WAITING = 1
 
@@ -34,7 +34,7 @@ def test_both_sides_know_the_process_at_the_other_end(tmp_path: Path, name: str)
         os.umask(before)
     with listener, connected(folder / "socket") as client, listener.accept()[0] as server:
         assert stat.S_IMODE((folder / "socket").stat().st_mode) == 0o600
-        assert peer_of(client) == peer_of(server) == Peer(os.getpid(), os.geteuid())
+        assert peer_of(client) == peer_of(server) == SocketPeer(os.getpid(), os.geteuid())
 
 
 def test_a_socket_that_was_left_is_replaced(tmp_path: Path) -> None:
@@ -55,4 +55,4 @@ def test_the_number_of_a_user_may_have_32_bits() -> None:
         def getsockopt(self, *_: int) -> bytes:
             return struct.pack("iII", 7, 2**32 - 3, 2**32 - 4)
 
-    assert peer_of(cast(socket.socket, Connection())) == Peer(7, 2**32 - 3)
+    assert peer_of(cast(socket.socket, Connection())) == SocketPeer(7, 2**32 - 3)

@@ -20,7 +20,8 @@ from relaygr.schemas.vectors.samples import MESSAGES
 from relaygr.tracing import TracingSettings, start_tracing
 from relaygr.tracing.otlp import OtelSampler, SpanExport, otel_spans
 from relaygr.tracing.spans import MessagePlace, Operation, Span, SpanKind, message_span
-from relaygr.tracing.stages import RankingTimes, Stage, StageSpan, stages_of
+from relaygr.tracing.stages import RankingTimes, StageSpan, stages_of
+from relaygr.tracing.stages import TraceStage as Stage
 from relaygr.tracing.tracer import Tracer, TracerMetrics
 from relaygr.tracing.worker import REMEMBERED_JOBS, WorkerTraces
 from relaygr.trigger.traces import TriggerTraces

@@ -17,7 +17,7 @@ import pytest
 
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_sockets import Peer, listen_private
+from relaygr.runtime.private_sockets import SocketPeer, listen_private
 from relaygr.worker.admin_socket import (
     MAX_REQUEST_BYTES,
     SOCKET_NAME,
@@ -46,13 +46,13 @@ SHORT_S = 1.0
 """For clients that are to be dropped. The others must send and read within it, on a busy machine too."""
 
 
-def echo(line: bytes, caller: Peer) -> bytes:
+def echo(line: bytes, caller: SocketPeer) -> bytes:
     return json.dumps({"asked": line.decode(), "pid": caller.pid, "uid": caller.uid}).encode()
 
 
 @contextmanager
 def serving(
-    folder: Path, answer: Callable[[bytes, Peer], bytes] = echo, client_timeout_s: float = PATIENCE_S
+    folder: Path, answer: Callable[[bytes, SocketPeer], bytes] = echo, client_timeout_s: float = PATIENCE_S
 ) -> Iterator[Path]:
     path = folder / SOCKET_NAME
     served = AdminSocket(path, answer, client_timeout_s)
@@ -115,7 +115,7 @@ def test_the_socket_of_a_dead_process_is_replaced(folder: Path) -> None:
 def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
     with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
-        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: Peer(1, os.geteuid() + 1))
+        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: SocketPeer(1, os.geteuid() + 1))
         monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", os.geteuid())
         assert b"Only the worker's own user" in ask(path, b"hello", PATIENCE_S)
     assert asked == []
@@ -127,7 +127,7 @@ def test_a_client_does_not_ask_a_socket_that_another_user_serves(
     asked: list[bytes] = []
     with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
         monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", -1)
-        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: Peer(1, os.geteuid() + 1))
+        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: SocketPeer(1, os.geteuid() + 1))
         with pytest.raises(RelayError, match="belongs to user"):
             ask(path, b"hello", PATIENCE_S)
     assert asked == []
@@ -147,10 +147,10 @@ def test_a_refusal_is_read_though_the_server_closed_before_the_request_was_sent(
     path = tmp_path / SOCKET_NAME
     with listen_private(path, WAITING) as listener:
 
-        def refuse(_: socket.socket) -> Peer:
+        def refuse(_: socket.socket) -> SocketPeer:
             with listener.accept()[0] as server:
                 server.sendall(b"refused\n")
-            return Peer(os.getpid(), os.geteuid())
+            return SocketPeer(os.getpid(), os.geteuid())
 
         # The client asks who serves before it sends.
         monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", refuse)
@@ -217,7 +217,7 @@ def test_clients_beyond_the_waiting_ones_wait_outside(folder: Path) -> None:
 
 
 def test_an_answer_that_fails_is_said_and_the_next_is_served(tmp_path: Path) -> None:
-    def fails_once(line: bytes, caller: Peer, failed: list[bool] = []) -> bytes:  # noqa: B006
+    def fails_once(line: bytes, caller: SocketPeer, failed: list[bool] = []) -> bytes:  # noqa: B006
         if not failed:
             failed.append(True)
             raise RuntimeError("a bug")

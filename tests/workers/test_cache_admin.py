@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_sockets import Peer
+from relaygr.runtime.private_sockets import SocketPeer
 from relaygr.worker.cache import Fill, NoRoom, NoRoomReason, Tier
 from relaygr.worker.cache.admin import (
     CacheAdmin,
@@ -37,7 +37,7 @@ from tests.worlds.real_executor import RealExecutorWorld
 PAGES = 7
 """Pages of a prefix of 100 behaviours."""
 ANN, BOB, CID = make_key("ann", 100), make_key("bob", 100), make_key("cid", 100)
-CALLER = Peer(pid=4711, uid=1000)
+CALLER = SocketPeer(pid=4711, uid=1000)
 NAMES = ("free", "withheld", "evictable", "leased", "pinned", "in_flight")
 
 

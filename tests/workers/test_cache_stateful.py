@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 )
 
 from relaygr.runtime.clock import ManualClock
-from relaygr.runtime.private_sockets import Peer
+from relaygr.runtime.private_sockets import SocketPeer
 from relaygr.worker.cache import (
     Fill,
     Handle,
@@ -389,7 +389,7 @@ class CacheMachine(RuleBasedStateMachine):
     # What operators ask for.
 
     def ask(self, kind: type[R], request: Request) -> R:
-        return decode_report(kind, self.admin.answer(encode_request(request), Peer(1, 2)))
+        return decode_report(kind, self.admin.answer(encode_request(request), SocketPeer(1, 2)))
 
     # Half of the time lifted: beside a small limit there is little to do.
     @rule(tier=st.sampled_from(Tier), share=st.none() | st.floats(0, 1), evicts=st.booleans())

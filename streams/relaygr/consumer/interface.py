@@ -59,7 +59,7 @@ class LoopStatus:
     partitions: frozenset[int]
     assignment_epoch: int
     last_poll_us: int
-    """Monotonic. If it is more than a second ago, the poll thread hangs."""
+    """Monotonic time of the last poll. It grows old while the poll thread hangs or serves a rebalance."""
     broker_reachable: bool
     stalled: bool
     in_flight: int

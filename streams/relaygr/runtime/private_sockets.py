@@ -21,18 +21,18 @@ _CREDENTIALS: Final = struct.Struct("iII")
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class SocketPeer:
     """The process at the other end of a connection."""
 
     pid: int
     uid: int
 
 
-def peer_of(connection: socket.socket) -> Peer:
+def peer_of(connection: socket.socket) -> SocketPeer:
     """The process that connected or, for a client, that listens. The kernel vouches for it (SO_PEERCRED)."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    return Peer(pid, uid)
+    return SocketPeer(pid, uid)
 
 
 def listen_private(path: Path, waiting: int) -> socket.socket:

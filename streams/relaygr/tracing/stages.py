@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from relaygr.schemas.record import record
 
 
-class Stage(enum.StrEnum):
+class TraceStage(enum.StrEnum):
     """What a request spends its time on."""
 
     QUEUE = "queue"
@@ -32,7 +32,7 @@ class Stage(enum.StrEnum):
 class StageSpan:
     """One stage. Times are monotonic."""
 
-    stage: Stage
+    stage: TraceStage
     start_us: int
     end_us: int
     device_us: int | None = None
@@ -58,7 +58,7 @@ class RankingTimes:
     ranked_us: int = 0
 
 
-def stages_of(times: RankingTimes, computed: Stage) -> tuple[StageSpan, ...]:
+def stages_of(times: RankingTimes, computed: TraceStage) -> tuple[StageSpan, ...]:
     """The stages in their order. `computed`: the stage that the computation of the prefix was."""
     found: list[StageSpan] = []
     now_us = times.received_us
@@ -67,17 +67,17 @@ def stages_of(times: RankingTimes, computed: Stage) -> tuple[StageSpan, ...]:
         if end_us <= start_us:
             continue
         if start_us > now_us:
-            found.append(StageSpan(Stage.QUEUE, now_us, start_us))
+            found.append(StageSpan(TraceStage.QUEUE, now_us, start_us))
         found.append(StageSpan(stage.stage, start_us, end_us, stage.device_us))
         now_us = end_us
     if not times.ranked_us and times.ended_us > now_us:
-        found.append(StageSpan(Stage.QUEUE, now_us, times.ended_us))
+        found.append(StageSpan(TraceStage.QUEUE, now_us, times.ended_us))
     return tuple(found)
 
 
-def _work(times: RankingTimes, computed: Stage) -> Iterator[StageSpan]:
+def _work(times: RankingTimes, computed: TraceStage) -> Iterator[StageSpan]:
     if times.reload_us:
-        yield StageSpan(Stage.RELOAD, times.reloaded_us - times.reload_us, times.reloaded_us)
+        yield StageSpan(TraceStage.RELOAD, times.reloaded_us - times.reload_us, times.reloaded_us)
     if times.compute_us:
         end_us = times.ready_us if times.ready_us is not None else times.ended_us
         # A request that joined the last chunk of a computation was started after it.
@@ -85,4 +85,4 @@ def _work(times: RankingTimes, computed: Stage) -> Iterator[StageSpan]:
         start_us = times.started_us if started and times.started_us is not None else end_us - times.compute_us
         yield StageSpan(computed, start_us, end_us, times.compute_us)
     if times.rank_us:
-        yield StageSpan(Stage.HIT, times.ranked_us - times.rank_us, times.ranked_us)
+        yield StageSpan(TraceStage.HIT, times.ranked_us - times.rank_us, times.ranked_us)

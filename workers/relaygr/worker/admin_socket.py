@@ -26,7 +26,7 @@ from typing import Any, Final
 import structlog
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_sockets import Peer, address_of, listen_private, peer_of
+from relaygr.runtime.private_sockets import SocketPeer, address_of, listen_private, peer_of
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ class AdminSocket:
     """Serves from `start` to `close`."""
 
     def __init__(
-        self, path: Path, answer: Callable[[bytes, Peer], bytes], client_timeout_s: float = CLIENT_TIMEOUT_S
+        self, path: Path, answer: Callable[[bytes, SocketPeer], bytes], client_timeout_s: float = CLIENT_TIMEOUT_S
     ) -> None:
         """`answer` is called on the socket's thread, with one request after the other."""
         self._path = path
@@ -118,7 +118,7 @@ class AdminSocket:
         client.settimeout(self._timeout_s)
         client.sendall(answer + b"\n")
 
-    def _answer_to(self, line: bytes, caller: Peer) -> bytes:
+    def _answer_to(self, line: bytes, caller: SocketPeer) -> bytes:
         try:
             return self._answer(line, caller)
         except Exception:

@@ -33,7 +33,7 @@ from relaygr.schemas.messages import (
     StageTimings,
 )
 from relaygr.tracing.spans import MessagePlace
-from relaygr.tracing.stages import RankingTimes, Stage, StageSpan, stages_of
+from relaygr.tracing.stages import RankingTimes, StageSpan, TraceStage, stages_of
 from relaygr.tracing.worker import RankingTrace, WorkerTraces
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.metrics import WorkerMetrics
@@ -55,10 +55,10 @@ _DELIVERY_MEMORY_US: Final = 2_000_000
 NO_TIME: Final = "the work that was admitted before leaves no time for this request"
 _VARYING: Final = ("request_id", "received_at_us", "sent_at_us", "backlog_us", "diverted_by")
 _WORKING: Final = {
-    JobOutcome.COMPUTED: Stage.PRE_INFER,
-    JobOutcome.NO_ROOM: Stage.PRE_INFER,
-    JobOutcome.FAILED: Stage.PRE_INFER,
-    JobOutcome.RELOADED: Stage.RELOAD,
+    JobOutcome.COMPUTED: TraceStage.PRE_INFER,
+    JobOutcome.NO_ROOM: TraceStage.PRE_INFER,
+    JobOutcome.FAILED: TraceStage.PRE_INFER,
+    JobOutcome.RELOADED: TraceStage.RELOAD,
 }
 """The stage of a job that has begun, by its outcome."""
 _NOWHERE: Final = frozenset(
@@ -438,7 +438,7 @@ class ResultWriter:
         now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
         ahead_us = now_wall_us - now_us
         begun_us = work.begun_wall_us - ahead_us if work.begun_wall_us else now_us
-        stages = [StageSpan(Stage.QUEUE, received.received_us, begun_us)]
+        stages = [StageSpan(TraceStage.QUEUE, received.received_us, begun_us)]
         if outcome in _WORKING and work.begun_wall_us:
             stages.append(StageSpan(_WORKING[outcome], begun_us, now_us))
         error = outcome.value if outcome is JobOutcome.FAILED else None
@@ -459,11 +459,11 @@ def _times(work: RankingWork, now_us: int) -> RankingTimes:
     )
 
 
-def _computed(work: RankingWork | None) -> Stage:
+def _computed(work: RankingWork | None) -> TraceStage:
     """What the computation of the request's prefix was."""
     if work is None or work.path in (Path.FULL, Path.TRUNCATED):
-        return Stage.FULL
-    return Stage.PRE_INFER if work.path is Path.PENDING else Stage.APPEND
+        return TraceStage.FULL
+    return TraceStage.PRE_INFER if work.path is Path.PENDING else TraceStage.APPEND
 
 
 def _place(received: Received) -> MessagePlace:

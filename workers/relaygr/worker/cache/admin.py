@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, Typ
 
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_sockets import Peer
+from relaygr.runtime.private_sockets import SocketPeer
 from relaygr.schemas.messages import USER_ID_TEXT, PrefixSource
 from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.cache.entries import CacheEntry, EntryState, Holding
@@ -273,7 +273,7 @@ class CacheAdmin:
         self._least_pages = {Tier.HBM: least_hbm_pages, Tier.DRAM: 0}
         self._clock = clock
 
-    def answer(self, line: bytes, caller: Peer) -> bytes:
+    def answer(self, line: bytes, caller: SocketPeer) -> bytes:
         """The report for a request, each one JSON object."""
         report: Report
         try:
@@ -286,7 +286,7 @@ class CacheAdmin:
             report = Refused(str(error))
         return _REPORTS[type(report)].dump_json(report)
 
-    def _carry_out(self, request: Request, caller: Peer) -> Report:
+    def _carry_out(self, request: Request, caller: SocketPeer) -> Report:
         match request:
             case Show(users=users):
                 return self._show(users)
@@ -369,7 +369,7 @@ class CacheAdmin:
 
     # Changing.
 
-    def _drop(self, users: Iterable[str], caller: Peer, whose: str) -> DropReport:
+    def _drop(self, users: Iterable[str], caller: SocketPeer, whose: str) -> DropReport:
         totals: Counter[str] = Counter()
         try:
             for batch in _batches(users):
@@ -394,7 +394,7 @@ class CacheAdmin:
         )  # fmt: skip
         return Counter(dict(zip(_DROPPED, figures, strict=True)))
 
-    def _limit(self, sizes: dict[Tier, int | None], caller: Peer) -> LimitReport:
+    def _limit(self, sizes: dict[Tier, int | None], caller: SocketPeer) -> LimitReport:
         pages = {tier: self._pages_of(tier, size_bytes) for tier, size_bytes in sizes.items()}
         before = self._run(partial(self._set_limits, pages))
         for tier, limit in pages.items():
