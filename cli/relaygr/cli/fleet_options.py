@@ -1,4 +1,4 @@
-"""The options of `relaygr simulate` and `relaygr size`: what describes a fleet and its load, and what they name."""
+"""The options that `relaygr simulate` and `relaygr size` share: a fleet, its load, and the case that they describe."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def lag(
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print how far groups are behind, in messages and in seconds, and the partitions that are.
+    """Print how far groups are behind, in messages and in seconds, and which partitions are behind.
 
     One poll gives the figures. Whether a group makes progress takes a whole window (lag.window_polls times
     lag.interval_s) to judge: until then it is "judging"; --judge and --watch wait for it.

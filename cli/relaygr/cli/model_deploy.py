@@ -45,7 +45,7 @@ def deploy_command(
 
 
 def rollback_command(folder: FolderArgument) -> None:
-    """Let the revision serve again that served before. A second rollback takes the first one back."""
+    """Let the previous revision serve again. A second rollback undoes the first one."""
     stdout_console().print(f"{rollback(folder)} serves from {folder / CURRENT}")
 
 

@@ -123,8 +123,8 @@ def replay(
     """Compare policies on recorded events, with the settings `trigger.*` and `admission.*`.
 
     Wasted: no request used the prefix. Needless: the request would have been in time without it. Missed: the request
-    was not in time. Prepared: HBM that the jobs fill; jobs: their device time; device: with that of the requests. All
-    follow from the latency models that the workers reported.
+    was not in time. Prepared: HBM that the jobs fill. Jobs: device time of the jobs. Device: device time of jobs and
+    requests. All follow from the latency models that the workers reported.
     """
     settings = command_settings(config, overrides=overrides)
     lines = read_recording(events)

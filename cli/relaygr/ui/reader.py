@@ -41,7 +41,7 @@ CLIENT_ID: Final = "relaygr-ui"
 BATCH: Final = 500
 PAUSE_S: Final = 0.1
 BEHIND_S: Final = 5.0
-"""A message of this age when it is read: the thread goes to the ends of the topics."""
+"""When the thread reads a message of this age, it skips to the ends of the topics."""
 _SWEEP_S: Final = 0.5
 _RETRY_S: Final = 2.0
 _FETCH: Final = {

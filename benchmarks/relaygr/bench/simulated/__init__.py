@@ -1,1 +1,1 @@
-"""Holds the simulation against measured runs; `__main__` describes it."""
+"""Compares the simulation with measured runs; `__main__` describes it."""

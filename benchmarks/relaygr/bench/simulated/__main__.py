@@ -1,9 +1,9 @@
-"""Holds `relaygr simulate` against measured runs: `python -m benchmarks.simulated --broker kafka`.
+"""Compares `relaygr simulate` with measured runs: `python -m benchmarks.simulated --broker kafka`.
 
-The real relay (broker, trigger, one worker and a gateway) runs on this machine. Before each load, a run at a low load
-teaches the simulation the times of Kafka and worker and the noise. It is no cell of the comparison. The capacity is the
-load whose simulated device time, with the relay, fills the device. Then each cell, a part of this capacity with the
-relay or without, is measured `--repeats` times and simulated with the same schedules:
+The real relay (broker, trigger, one worker and a gateway) runs on this machine. Before each load, the simulation learns
+the times of Kafka and worker and the noise from a run at a low load, which is no cell of the comparison. The capacity
+is the load whose simulated device time, with the relay, fills the device. Then each cell, a part of this capacity with
+the relay or without, is measured `--repeats` times and simulated with the same schedules:
 
 * P50 and P99: simulated / measured - 1;
 * late: difference of the shares without an answer over the whole history in time, in points;

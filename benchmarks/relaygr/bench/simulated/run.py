@@ -39,7 +39,7 @@ _SETTINGS = (
     "traffic.history_median=1024",
     "traffic.history_max=2048",
     "traffic.items=5000",
-    # A warm-up would make the first part of a run differ by when it ends.
+    # With a warm-up, the first part of a run would depend on the moment when the warm-up ends.
     "worker.warm_up_users=0",
 )
 
@@ -263,7 +263,7 @@ class _Bench:
         rows = []
         for number, load in enumerate(loads):
             if number:
-                # What else the machine does changes within minutes, so each load has a run before it that teaches.
+                # Other work on the machine changes within minutes, so a run to learn from precedes each load.
                 self._times = self._learn(FIRST_SEED - 3 - number)
             for system in System:
                 rate = load * self.capacity_per_s

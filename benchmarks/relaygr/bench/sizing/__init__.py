@@ -1,1 +1,1 @@
-"""Holds `relaygr size` against a run of the relay: `python -m benchmarks.sizing`."""
+"""Compares `relaygr size` with a run of the relay: `python -m benchmarks.sizing`."""

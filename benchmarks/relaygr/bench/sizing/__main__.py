@@ -1,9 +1,9 @@
-"""Holds `relaygr size` against a run: `python -m benchmarks.sizing --broker kafka`.
+"""Compares `relaygr size` with a run: `python -m benchmarks.sizing --broker kafka`.
 
-The machine is calibrated, and a short run at a low load teaches the times of Kafka and worker (`relaygr size --times`).
-Then the highest rate is searched for which one worker is enough, and the relay (broker, trigger, one worker and a
-gateway) runs at a part of it; at a part of the rate that fills the device, if there is no such rate. The table has a
-line for each figure: as `relaygr size` says it, and as it was measured.
+The benchmark calibrates the machine, and learns the times of Kafka and worker from a short run at a low load
+(`relaygr size --times`). Then it searches the highest rate that one worker can serve. The relay (broker, trigger, one
+worker and a gateway) runs at a part of this rate, or if there is none, at a part of the rate that fills the device. The
+table has a line for each figure: as predicted by `relaygr size`, and as measured.
 
 * Load and shares: simulated, as for `relaygr size`, with the learnt times and with the calibration alone.
 * Bytes and returning users: calculated. Users who came, and the DRAM that keeps their prefixes, are those of the whole
