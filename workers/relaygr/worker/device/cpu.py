@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import platform
 from collections.abc import Iterator
@@ -44,6 +46,7 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), _cpu_name())
+        _keep_freed_memory()
 
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
         return self.empty_bytes(*shape)
@@ -74,6 +77,26 @@ class CpuDevice(Device):
     def memory(self) -> MemoryInfo:
         memory = psutil.virtual_memory()
         return MemoryInfo(int(memory.available), int(memory.total))
+
+
+_KEPT_BYTES = 64 << 20
+_LARGEST_FROM_HEAP = 32 << 20
+"""The most that glibc takes."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Lets each heap of this process keep up to `_KEPT_BYTES` that were freed at its end.
+
+    A forward frees all that it allocates. glibc often gave that back to the system, depending on what a thread had
+    allocated before, and the next forward began with up to 2,900 page faults: 3 of 26 ms for a prefix of 1,100 tokens.
+    Does nothing with another C library.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
+        library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _cpu_name() -> str:
