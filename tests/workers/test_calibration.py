@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,9 +20,9 @@ from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.calibration import Calibration, calibrate, describe, latency_for, load_calibration, save_calibration
-from relaygr.worker.device import CpuDevice
+from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.measuring import EngineMeter
+from relaygr.worker.measuring import EngineMeter, rest_between_requests
 from relaygr.worker.model import layer_parts
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import NullEngine
@@ -111,6 +113,16 @@ def test_tails_of_grown_prefixes_are_measured_and_every_pass_that_a_request_begi
     assert engine.rests == (lengths * rounds + warm_up) * each + batches * rounds + warm_up, (
         "one prefix, two tails, three rankings, and a batch where the arena has room for two such prefixes"
     )
+
+
+def test_a_rest_reads_more_than_a_core_caches_but_takes_nothing_beside_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "sum", lambda data: read.append(data.nbytes))
+    rest_between_requests(CpuDevice())()
+    rest_between_requests(cast(Device, SimpleNamespace(is_cpu=False)))()
+    assert read == [128 << 20, 0]
 
 
 def test_what_the_requests_of_a_batch_share_is_measured(timed: Calibration) -> None:

@@ -97,7 +97,7 @@ def measure(
 
     layout, geometry = engine.layout, engine.geometry
     bind_own_arena(engine, longest_tokens=layout.tokens(max(lengths)))
-    meter = EngineMeter(engine, rest=rest_between_requests)
+    meter = EngineMeter(engine, rest=rest_between_requests(engine.device))
     per_copy_us, per_byte_us = fit_reload(list(meter.reloads(_RELOAD_BYTES)))
     dram_page_bytes = DramGeometry(geometry, dram_kv_dtype).page_bytes
     meter.prefix(layout.tokens(min(lengths)), CHUNK_TOKENS)  # A warm-up.

@@ -52,8 +52,8 @@ def plan_for_this_machine(
 ) -> DemoPlan:
     """Calibrates this machine before anything else runs, and makes the plan from the result and the free cores.
 
-    The deadline comes from the times of the engine alone, pass after pass. Workers predict with times after pauses,
-    which are longer: they would make the deadline easier.
+    The deadline comes from the times of the engine alone, pass after pass. Workers predict with times between which the
+    caches are used for other data. Those are longer, and would make the deadline easier.
     """
     worker = settings.worker
     engine = load_engine(

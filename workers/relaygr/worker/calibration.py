@@ -157,11 +157,12 @@ def calibrate(
 ) -> Calibration:
     """Measures for about `budget_s`, at least the shortest lengths, and fits. Overwrites the arena's first pages.
 
-    `rest` is called before each pass that a request or a job would begin; without one, the pass follows a short pause.
+    `rest` is called before each pass that a request or a job would begin; without one, the pass finds what it would in
+    a worker that is not busy (`rest_between_requests`).
     """
     from relaygr.worker.measuring import EngineMeter, rest_between_requests
 
-    run = _CalibrationRun(engine, EngineMeter(engine, timer_ns, rest or rest_between_requests))
+    run = _CalibrationRun(engine, EngineMeter(engine, timer_ns, rest or rest_between_requests(engine.device)))
     end_ns = timer_ns() + int(budget_s * 1e9)
     lengths = run.lengths()
     reload = run.measure_reload()

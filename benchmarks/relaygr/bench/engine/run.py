@@ -74,13 +74,14 @@ class SideBySide:
         self._meters: dict[EngineVariant, EngineMeter] = {}
         self._rested: dict[EngineVariant, EngineMeter] = {}
         self._engines: dict[str, Engine] = {}
+        rest = rest_between_requests(device)
         for variant in variants:
             engine = build_engine(
                 checkpoint, device, variant.kv_dtype, PAGE_TOKENS, variant.compute_dtype, variant.graphs
             )
             bind_own_arena(engine, max((1, *sizes.batches)), longest)
             self._meters[variant] = EngineMeter(engine)
-            self._rested[variant] = EngineMeter(engine, rest=rest_between_requests)
+            self._rested[variant] = EngineMeter(engine, rest=rest)
             self._engines[variant.name] = engine
         self.times = Times()
         self._peaks: dict[torch.dtype, list[float]] = {variant.matrix_dtype: [] for variant in variants}
