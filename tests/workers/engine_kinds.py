@@ -17,7 +17,13 @@ from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.blocked import BlockedAttention
 from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
-from relaygr.worker.model.attention.compiled import NARROW_TILES, WIDE_TILES, CompiledAttention, tiles_of_processor
+from relaygr.worker.model.attention.compiled import (
+    NARROW_BLOCKS,
+    WIDE_BLOCKS,
+    Block,
+    CompiledAttention,
+    blocks_of_processor,
+)
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import TiledAttention
 from relaygr.worker.model.config import ModelConfig
@@ -153,12 +159,12 @@ def _blocked(onednn_work: float) -> AttentionChooser:
     return choose
 
 
-def _in_machine_code(tiles: tuple[int, ...]) -> AttentionChooser:
+def _in_machine_code(blocks: tuple[Block, ...]) -> AttentionChooser:
     def choose(
         spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
     ) -> BlockedAttention:
         fits = CompiledAttention.fits(geometry)
-        return BlockedAttention(spec, compiled=CompiledAttention(geometry, tiles) if fits else None)
+        return BlockedAttention(spec, compiled=CompiledAttention(geometry, blocks) if fits else None)
 
     return choose
 
@@ -174,18 +180,18 @@ BACKENDS: dict[str, Backend] = {
         CpuDevice, _blocked(1), lambda spec: spec.is_plain and HAS_ONEDNN, kinds=("meta",)
     ),
 }
-HAS_MACHINE_CODE = find_spec("llvmlite") is not None and tiles_of_processor() is not None
+HAS_MACHINE_CODE = find_spec("llvmlite") is not None and blocks_of_processor() is not None
 if HAS_MACHINE_CODE:
     # The form for AVX-512 runs on AVX2, too, only slower.
     BACKENDS |= {
         f"blocked, context in machine code for {name}": Backend(
             CpuDevice,
-            _in_machine_code(tiles),
+            _in_machine_code(blocks),
             lambda spec: spec.is_plain,
             kinds=("meta, wide values",),
             page_tokens=16,
         )
-        for name, tiles in (("AVX-512", WIDE_TILES), ("AVX2", NARROW_TILES))
+        for name, blocks in (("AVX-512", WIDE_BLOCKS), ("AVX2", NARROW_BLOCKS))
     }
 if find_spec("triton") is not None:
     # Triton is there for Linux only.

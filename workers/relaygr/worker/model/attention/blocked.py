@@ -1,11 +1,11 @@
 """The plain HSTU mask in plain torch, in tiles of 512 keys and 256 rows: fast on the CPU, correct on any device.
 
 Only the causal half is computed, and at most one tile of [heads, rows, keys] is in memory. The context is read from
-pages; the keys of a chunk's own rows are used directly.
+pages; the keys of a segment's own rows are used directly.
 
 torch computes a tile of all heads in one call. Where oneDNN's float32 products are faster, each head has a product of
 its own, and reads blocks of 2048 keys: a call of oneDNN costs about 15 us, which a small product does not repay. Where
-`compiled.py` can be used, it computes the context, in place.
+`compiled.py` can be used, it computes the context, in place, and the own keys of chunks, which are in their pages too.
 """
 
 from __future__ import annotations
@@ -98,11 +98,15 @@ class _BlockedPass:
         sums = torch.zeros(v.shape, device=v.device)
         if self._compiled is not None:
             for (placed, _), table in zip(self._placed, self._tables, strict=True):
-                rows, tokens = placed.rows, placed.segment.context_tokens
-                self._compiled.add(self._kv.arena, layer, table, tokens, q[:, rows], sums[:, rows])
+                rows, segment = placed.rows, placed.segment
+                # The own keys of a segment with `stores` are in its pages by now.
+                self._compiled.add(
+                    self._kv.arena, layer, table, segment.context_tokens, q[:, rows], sums[:, rows], segment.stores
+                )
         for placed, spans in self._placed:
             self._from_context(layer, spans, q[:, placed.rows], sums[:, placed.rows])
-            self._from_own(placed, q, k, v, sums)
+            if self._compiled is None or not placed.segment.stores:
+                self._from_own(placed, q, k, v, sums)
         return by_row(sums, self._scale)
 
     def _from_context(self, layer: int, spans: Sequence[PageSpan], q: torch.Tensor, sums: torch.Tensor) -> None:

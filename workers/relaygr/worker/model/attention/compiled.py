@@ -1,15 +1,15 @@
-"""HSTU attention on cached K,V in float32, as machine code that LLVM compiles at load: for CPUs with AVX-512 or AVX2.
+"""HSTU attention on K,V in pages in float32, as machine code that LLVM compiles at load: for CPUs with AVX-512 or AVX2.
 
-An append or a hit has few rows and many keys. torch would gather the keys from their pages, multiply, write the
-scores, apply SiLU, and multiply again. The compiled function reads each page once, in place, and keeps 64 keys' weights
-in the first-level cache. It needs llvmlite (the extra `compiled`), and no compiler on the machine.
+torch would gather the keys from their pages, multiply, write the scores, apply SiLU, and multiply again. The compiled
+function reads each page in place, and keeps 64 keys' weights in the first-level cache. It needs llvmlite (the extra
+`compiled`), and no compiler on the machine.
 
-    scores     w[key, 16 rows] = SiLU(sum over d of K[key, d] * q[d, 16 rows])        16 keys at once
-    values     a[d, 16 rows] += sum over keys of V[key, d] * w[key, 16 rows]          16 columns of V at once
+    scores     w[key, rows] = SiLU(sum over d of K[key, d] * q[d, rows])        16 keys at once
+    values     a[d, rows] += sum over keys of V[key, d] * w[key, rows]          16 columns of V at once
 
-Each step multiplies one number from memory, broadcast, by a vector of 16 rows. AVX-512 has all 16 sums in registers;
-AVX2 computes five or six of them at a time. The next keys are fetched into the second-level cache meanwhile: without,
-16 rows take 1.6 to 1.9 times as long on AVX2. The sums of 64 keys are added to those before, which keeps them exact.
+Each step multiplies one number from memory, broadcast, by a vector of 16 or 32 rows. Meanwhile the numbers of the next
+block are fetched into the first-level cache, and the next 64 keys into the second, in the order of their addresses: 16
+rows take nearly twice as long without. The sums of 64 keys are added to those before, which keeps them exact.
 
 OpenMP's threads, which torch uses, share the heads, and parts of the keys if there are fewer heads. Their sums are
 added in a fixed order, so a result is the same on each call with as many threads.
@@ -33,15 +33,32 @@ from torch.profiler import record_function
 from relaygr.worker.kv import KvDtype, KvGeometry
 
 LANES = 16
-"""Rows of a block: float32 numbers in a register."""
-WIDE_TILES, NARROW_TILES = (LANES,), (5, 5, 6)
-"""How the 16 sums of a block are divided: AVX-512 keeps all in its 32 registers, AVX2 has 16 of half the size."""
+"""Float32 numbers in a register; keys of a block of scores, and columns of a block of values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that are computed together, and the division of 16 keys or columns into tiles.
+
+    The sums of a tile are in registers: AVX-512 has 32 of 16 numbers, AVX2 has 16 of 8.
+    """
+
+    rows: int
+    tiles: tuple[int, ...]
+
+    @property
+    def vector(self) -> str:
+        return _vector(self.rows)
+
+
+WIDE_BLOCKS, NARROW_BLOCKS = (Block(2 * LANES, (8, 8)), Block(LANES, (LANES,))), (Block(LANES, (5, 5, 6)),)
+"""Of AVX-512 and AVX2, the larger block first. In a large one, two vectors share a number that was read."""
 _KEYS = 64
 """Keys of a unit. A page is whole units, or one of fewer keys."""
 _ROWS = 256
 """Rows of one call: their sums and q of one head fit into the second-level cache."""
-_ARGUMENTS = ("q", "arena", "table", "units", "tokens", "blocks", "parts", "sums")
-_VECTOR = f"<{LANES} x float>"
+_SHARED = ("arena", "table", "units", "tokens", "visible", "parts")
+"""The arguments of a call. q, sums and number of blocks follow, for each kind of block."""
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -51,24 +68,25 @@ _WIDEST = 87.0
 
 
 class CompiledAttention:
-    """Adds what rows see of a segment's context, for one geometry."""
+    """Adds what rows see of a segment's keys in pages, for one geometry."""
 
-    def __init__(self, geometry: KvGeometry, tiles: tuple[int, ...] | None = None) -> None:
-        """`tiles`: None chooses those of this processor.
+    def __init__(self, geometry: KvGeometry, blocks: tuple[Block, ...] | None = None) -> None:
+        """`blocks`: None chooses those of this processor.
 
         Raises ImportError without llvmlite, RuntimeError if it cannot compile for this processor.
         """
-        chosen = tiles or tiles_of_processor()
+        chosen = blocks or blocks_of_processor()
         if chosen is None:
             raise RuntimeError("the processor has neither AVX-512 nor AVX2 with FMA")
         self._geometry = geometry
+        self._blocks = chosen
         self._function = _compiled(geometry, chosen)
 
     @staticmethod
     def fits(geometry: KvGeometry) -> bool:
         """Whether the pages have a form that is compiled, and the processor has the instructions."""
         whole = geometry.page_tokens % LANES == 0 and geometry.hidden_dim % LANES == 0
-        return whole and geometry.dtype is KvDtype.FLOAT32 and tiles_of_processor() is not None
+        return whole and geometry.dtype is KvDtype.FLOAT32 and blocks_of_processor() is not None
 
     def add(
         self,
@@ -78,50 +96,68 @@ class CompiledAttention:
         tokens: int,
         q: torch.Tensor,
         sums: torch.Tensor,
+        causal: bool = False,
     ) -> None:
-        """sums [heads, rows, hidden_dim] += what q [heads, rows, attention_dim] see of the first tokens of `pages`.
+        """sums [heads, rows, hidden_dim] += what q [heads, rows, attention_dim] see of `pages`.
 
-        q is scaled. `arena`: uint8 [num_pages, page_bytes], contiguous.
+        Each row sees the first `tokens` tokens. `causal`: row i also sees the next i + 1. q is scaled. `arena`: uint8
+        [num_pages, page_bytes], contiguous.
         """
-        for low in range(0, q.shape[1] if tokens else 0, _ROWS):
-            rows = slice(low, low + _ROWS)
+        for low in range(0, q.shape[1] if tokens or causal else 0, _ROWS):
+            rows = slice(low, min(low + _ROWS, q.shape[1]))
+            visible, last = (tokens + low + 1, tokens + rows.stop) if causal else (tokens, tokens)
             with record_function("attend compiled"):
-                sums[:, rows] += self._sums(arena, layer, pages, tokens, q[:, rows])
+                sums[:, rows] += self._sums(arena, layer, pages, last, visible, q[:, rows])
 
     def _sums(
-        self, arena: torch.Tensor, layer: int, pages: NDArray[np.int64], tokens: int, q: torch.Tensor
+        self, arena: torch.Tensor, layer: int, pages: NDArray[np.int64], tokens: int, visible: int, q: torch.Tensor
     ) -> torch.Tensor:
+        """Row i sees the first `visible` + i of `tokens` tokens."""
         g = self._geometry
         heads, rows, _ = q.shape
-        blocks = -(-rows // LANES)
-        padded = F.pad(q, (0, 0, 0, blocks * LANES - rows)).view(heads, blocks, LANES, g.attention_dim)
-        by_lane = padded.permute(1, 0, 3, 2).contiguous()
         threads = torch.get_num_threads()
         units = -(-tokens // _unit(g))
         parts = min(units, -(-threads // heads))
-        sums = torch.zeros(parts, blocks, heads, g.hidden_dim, LANES)
-        arguments = (ctypes.c_int64 * len(_ARGUMENTS))(
-            by_lane.data_ptr(),
+        arguments = [
             arena.data_ptr() + layer * g.layer_bytes,
             pages.ctypes.data,
             units,
             tokens,
-            blocks,
+            visible,
             parts,
-            sums.data_ptr(),
-        )
-        self._function(arguments, threads)
-        total = sums.sum(0) if parts > 1 else sums[0]
-        return total.permute(1, 0, 3, 2).reshape(heads, blocks * LANES, g.hidden_dim)[:, :rows]
+        ]
+        # The tensors must live until the call returns.
+        by_lane: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        low = 0
+        for block, count in zip(self._blocks, self._counts(rows), strict=True):
+            high = min(low + count * block.rows, rows)
+            padded = F.pad(q[:, low:high], (0, 0, 0, low + count * block.rows - high))
+            grouped = padded.view(heads, count, block.rows, g.attention_dim)
+            by_lane.append(grouped.permute(1, 0, 3, 2).contiguous())
+            sums.append(torch.zeros(parts, count, heads, g.hidden_dim, block.rows))
+            arguments += [by_lane[-1].data_ptr(), sums[-1].data_ptr(), count]
+            low = high
+        self._function((ctypes.c_int64 * len(arguments))(*arguments), threads)
+        found = [(each.sum(0) if parts > 1 else each[0]).permute(1, 0, 3, 2).flatten(1, 2) for each in sums]
+        return torch.cat(found, 1)[:, :rows]
+
+    def _counts(self, rows: int) -> list[int]:
+        """Blocks of each kind: large ones as long as they are more than half full."""
+        *large, small = self._blocks
+        if not large:
+            return [-(-rows // small.rows)]
+        count = (rows + small.rows - 1) // large[0].rows
+        return [count, -(-max(0, rows - count * large[0].rows) // small.rows)]
 
 
 @functools.cache
-def tiles_of_processor() -> tuple[int, ...] | None:
+def blocks_of_processor() -> tuple[Block, ...] | None:
     """None: the processor does not have the instructions."""
     able = torch.cpu.get_capabilities()
     if able.get("avx512_f"):
-        return WIDE_TILES
-    return NARROW_TILES if able.get("avx2") and able.get("fma3") else None
+        return WIDE_BLOCKS
+    return NARROW_BLOCKS if able.get("avx2") and able.get("fma3") else None
 
 
 def _unit(geometry: KvGeometry) -> int:
@@ -133,7 +169,7 @@ Call = Callable[[ctypes.Array[ctypes.c_int64], int], None]
 
 
 @functools.cache
-def _compiled(geometry: KvGeometry, tiles: tuple[int, ...]) -> Call:
+def _compiled(geometry: KvGeometry, blocks: tuple[Block, ...]) -> Call:
     """The function for a geometry."""
     import llvmlite.binding as llvm
 
@@ -146,7 +182,7 @@ def _compiled(geometry: KvGeometry, tiles: tuple[int, ...]) -> Call:
         features=llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit",
         opt=3,
     )
-    module = llvm.parse_assembly(source(geometry, team, tiles))
+    module = llvm.parse_assembly(source(geometry, team, blocks))
     module.verify()
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
@@ -187,9 +223,12 @@ def _team() -> _Team | None:
     return _Team(start, number_at, count_at)
 
 
-def source(geometry: KvGeometry, team: _Team | None, tiles: tuple[int, ...]) -> str:
+def source(geometry: KvGeometry, team: _Team | None, blocks: tuple[Block, ...]) -> str:
     """The functions in LLVM's language. `alone(arguments)` does all; each thread of a team calls `member`."""
-    parts = [_DECLARATIONS, _silu(), _scores(geometry, tiles), _values(geometry, tiles), _work(geometry)]
+    parts = ["declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"]
+    for block in blocks:
+        parts += [_declarations(block), _scores(geometry, block), _values(geometry, block)]
+    parts.append(_work(geometry, blocks))
     parts.append("define void @alone(ptr %to) {\n  call void @work(ptr %to, i64 0, i64 1)\n  ret void\n}")
     if team is not None:
         # The team may be smaller than what was asked for.
@@ -205,80 +244,105 @@ define void @member(ptr %to) {{
     return "\n".join(parts)
 
 
-_DECLARATIONS = "\n".join(
-    f"declare {_VECTOR} @llvm.{name}.v{LANES}f32({', '.join([_VECTOR] * count)})"
-    for name, count in (("fma", 3), ("rint", 1), ("minnum", 2), ("maxnum", 2))
-)
-_DECLARATIONS += "\ndeclare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
+def _vector(rows: int, of: str = "float") -> str:
+    return f"<{rows} x {of}>"
 
 
-def _splat(number: float) -> str:
+def _declarations(block: Block) -> str:
+    return "\n".join(
+        f"declare {block.vector} @llvm.{name}.v{block.rows}f32({', '.join([block.vector] * count)})"
+        for name, count in (("fma", 3), ("rint", 1), ("minnum", 2), ("maxnum", 2))
+    )
+
+
+def _same(block: Block, text: str) -> str:
+    """A vector of equal numbers."""
+    return f"<{', '.join([text] * block.rows)}>"
+
+
+def _splat(block: Block, number: float) -> str:
     """A vector of one number, which LLVM writes as the bits of a float64."""
     (bits,) = struct.unpack("<Q", struct.pack("<d", float(np.float32(number))))
-    return "<" + ", ".join([f"float 0x{bits:016X}"] * LANES) + ">"
+    return _same(block, f"float 0x{bits:016X}")
 
 
-def _fma(result: str, a: str, b: str, c: str) -> str:
-    return f"  %{result} = call {_VECTOR} @llvm.fma.v{LANES}f32({_VECTOR} {a}, {_VECTOR} {b}, {_VECTOR} {c})"
+def _fma(block: Block, result: str, a: str, b: str, c: str) -> str:
+    of = block.vector
+    return f"  %{result} = call {of} @llvm.fma.v{block.rows}f32({of} {a}, {of} {b}, {of} {c})"
 
 
-def _silu() -> str:
-    """x / (1 + exp(-x)): exp by the power of two next to it, and a polynomial for the rest."""
+def _spread(block: Block, result: str, number: str, of: str = "float") -> str:
+    """A vector of copies of a number."""
+    vector = _vector(block.rows, of)
+    return f"""  %{result}_one = insertelement {vector} poison, {of} {number}, i32 0
+  %{result} = shufflevector {vector} %{result}_one, {vector} poison, {_vector(block.rows, "i32")} zeroinitializer"""
+
+
+def _silu(block: Block) -> str:
+    """%result = x / (1 + exp(-x)) of %x: exp by the power of two next to it, and a polynomial for the rest."""
+    of, whole = block.vector, _vector(block.rows, "i32")
+
+    def splat(number: float) -> str:
+        return _splat(block, number)
+
     lines = [
-        f"define internal {_VECTOR} @silu({_VECTOR} %x) alwaysinline {{",
-        f"  %low = call {_VECTOR} @llvm.maxnum.v{LANES}f32({_VECTOR} %x, {_VECTOR} {_splat(-_WIDEST)})",
-        f"  %y = call {_VECTOR} @llvm.minnum.v{LANES}f32({_VECTOR} %low, {_VECTOR} {_splat(_WIDEST)})",
-        f"  %scaled = fmul {_VECTOR} %y, {_splat(-_LOG2_E)}",
-        f"  %power = call {_VECTOR} @llvm.rint.v{LANES}f32({_VECTOR} %scaled)",
-        f"  %minus = fneg {_VECTOR} %y",
-        _fma("rest0", "%power", _splat(-_LN2_HIGH), "%minus"),
-        _fma("rest", "%power", _splat(-_LN2_LOW), "%rest0"),
-        _fma("p1", _splat(_EXP[0]), "%rest", _splat(_EXP[1])),
+        f"  %low = call {of} @llvm.maxnum.v{block.rows}f32({of} %x, {of} {splat(-_WIDEST)})",
+        f"  %y = call {of} @llvm.minnum.v{block.rows}f32({of} %low, {of} {splat(_WIDEST)})",
+        f"  %scaled = fmul {of} %y, {splat(-_LOG2_E)}",
+        f"  %power = call {of} @llvm.rint.v{block.rows}f32({of} %scaled)",
+        f"  %minus = fneg {of} %y",
+        _fma(block, "rest0", "%power", splat(-_LN2_HIGH), "%minus"),
+        _fma(block, "rest", "%power", splat(-_LN2_LOW), "%rest0"),
+        _fma(block, "poly1", splat(_EXP[0]), "%rest", splat(_EXP[1])),
     ]
-    lines += [_fma(f"p{place}", f"%p{place - 1}", "%rest", _splat(_EXP[place])) for place in range(2, len(_EXP))]
     lines += [
-        f"  %square = fmul {_VECTOR} %rest, %rest",
-        _fma("near1", f"%p{len(_EXP) - 1}", "%square", "%rest"),
-        f"  %fraction = fadd {_VECTOR} %near1, {_splat(1.0)}",
-        f"  %whole = fptosi {_VECTOR} %power to <{LANES} x i32>",
-        f"  %shifted = shl <{LANES} x i32> %whole, <{', '.join(['i32 23'] * LANES)}>",
-        f"  %bits = bitcast {_VECTOR} %fraction to <{LANES} x i32>",
-        f"  %sum = add <{LANES} x i32> %bits, %shifted",
-        f"  %exp = bitcast <{LANES} x i32> %sum to {_VECTOR}",
-        f"  %under = fadd {_VECTOR} %exp, {_splat(1.0)}",
-        f"  %result = fdiv {_VECTOR} %x, %under",
-        f"  ret {_VECTOR} %result\n}}",
+        _fma(block, f"poly{place}", f"%poly{place - 1}", "%rest", splat(_EXP[place])) for place in range(2, len(_EXP))
+    ]
+    lines += [
+        f"  %square = fmul {of} %rest, %rest",
+        _fma(block, "fraction_less_one", f"%poly{len(_EXP) - 1}", "%square", "%rest"),
+        f"  %fraction = fadd {of} %fraction_less_one, {splat(1.0)}",
+        f"  %whole = fptosi {of} %power to {whole}",
+        f"  %shifted = shl {whole} %whole, {_same(block, 'i32 23')}",
+        f"  %bits = bitcast {of} %fraction to {whole}",
+        f"  %sum = add {whole} %bits, %shifted",
+        f"  %exp = bitcast {whole} %sum to {of}",
+        f"  %under = fadd {of} %exp, {splat(1.0)}",
+        f"  %result = fdiv {of} %x, %under",
     ]
     return "\n".join(lines)
 
 
-def _broadcast_product(index: int, address: str, vector: str) -> str:
-    """sum += the number at an address, for all lanes, times a vector: one instruction."""
+def _broadcast_product(block: Block, index: int, address: str, vector: str) -> str:
+    """sum += the number at an address, for all rows, times a vector."""
     return f"""  %n{index} = load float, ptr {address}, align 4
-  %i{index} = insertelement {_VECTOR} poison, float %n{index}, i32 0
-  %v{index} = shufflevector {_VECTOR} %i{index}, {_VECTOR} poison, <{LANES} x i32> zeroinitializer
-{_fma(f"new{index}", f"%v{index}", vector, f"%sum{index}")}"""
+{_spread(block, f"v{index}", f"%n{index}")}
+{_fma(block, f"new{index}", f"%v{index}", vector, f"%sum{index}")}"""
 
 
-def _fetched(name: str, address: str) -> str:
-    """Fetches the line at an address into the second-level cache: the first one holds what is being read."""
+_TO_FIRST, _TO_SECOND = 3, 2
+"""LLVM's numbers of the caches."""
+
+
+def _fetched(name: str, address: str, cache: int) -> str:
+    """Fetches the line at an address into a cache."""
     return f"""  %{name} = getelementptr float, ptr {address}
-  call void @llvm.prefetch.p0(ptr %{name}, i32 0, i32 2, i32 1)"""
+  call void @llvm.prefetch.p0(ptr %{name}, i32 0, i32 {cache}, i32 1)"""
 
 
-def _tiles(tiles: tuple[int, ...], steps: str, body: Callable[[int, int, str, str], str]) -> str:
+def _tiles(block: Block, steps: str, body: Callable[[int, int, str, str], str]) -> str:
     """Loops of `steps` steps one after the other, one for each tile: from label `loop0` to label `done`.
 
     `body(first, count, step, tag)` is a step of the tile that begins at `first`: its LLVM code. It adds to %sum and
     makes %new, by index in the block.
     """
     parts = []
-    for number, count in enumerate(tiles):
-        first, tag = sum(tiles[:number]), f"{number}"
+    for number, count in enumerate(block.tiles):
+        first, tag = sum(block.tiles[:number]), f"{number}"
         before = "block" if number == 0 else f"loop{number - 1}"
-        after = "done" if number + 1 == len(tiles) else f"loop{number + 1}"
+        after = "done" if number + 1 == len(block.tiles) else f"loop{number + 1}"
         sums = "\n".join(
-            f"  %sum{i} = phi {_VECTOR} [zeroinitializer, %{before}], [%new{i}, %loop{tag}]"
+            f"  %sum{i} = phi {block.vector} [zeroinitializer, %{before}], [%new{i}, %loop{tag}]"
             for i in range(first, first + count)
         )
         parts.append(f"""loop{tag}:
@@ -291,113 +355,144 @@ def _tiles(tiles: tuple[int, ...], steps: str, body: Callable[[int, int, str, st
     return "\n".join(parts)
 
 
-def _scores(g: KvGeometry, tiles: tuple[int, ...]) -> str:
-    """Weights of the keys at `k`, rounded up to 16. Fetches as many keys at `next`, evenly over the steps."""
+def _scores(g: KvGeometry, block: Block) -> str:
+    """Weights of the keys at `k`, rounded up to 16: 0 for those that a row does not see.
+
+    Row i sees the first `visible` + i. Fetches the next 16 keys, and as many keys at `next`, evenly over the steps.
+    """
 
     def step(first: int, count: int, d: str, tag: str) -> str:
         products = "\n".join(
             f"  %o{i} = add i64 {d}, {i * g.attention_dim}\n  %p{i} = getelementptr float, ptr %keys_at, i64 %o{i}\n"
-            + _broadcast_product(i, f"%p{i}", f"%row{tag}")
+            + _broadcast_product(block, i, f"%p{i}", f"%row{tag}")
             for i in range(first, first + count)
         )
-        return f"""  %row_at{tag} = mul i64 {d}, {LANES}
+        return f"""  %row_at{tag} = mul i64 {d}, {block.rows}
   %row_ptr{tag} = getelementptr float, ptr %q, i64 %row_at{tag}
-  %row{tag} = load {_VECTOR}, ptr %row_ptr{tag}, align 64
+  %row{tag} = load {block.vector}, ptr %row_ptr{tag}, align 64
   %fetch_in{tag} = mul i64 {d}, {count}
   %fetch{tag} = add i64 %fetch_in{tag}, {first * g.attention_dim}
-{_fetched(f"line{tag}", f"%next_at, i64 %fetch{tag}")}
+{_fetched(f"near{tag}", f"%near_at, i64 %fetch{tag}", _TO_FIRST)}
+{_fetched(f"line{tag}", f"%next_at, i64 %fetch{tag}", _TO_SECOND)}
 {products}"""
 
+    whole, lanes = _vector(block.rows, "i32"), ", ".join(f"i32 {row}" for row in range(block.rows))
     results = "\n".join(
-        f"  %s{i} = call {_VECTOR} @silu({_VECTOR} %new{i})\n"
-        f"  %to{i} = getelementptr float, ptr %weights_at, i64 {i * LANES}\n"
-        f"  store {_VECTOR} %s{i}, ptr %to{i}, align 64"
+        f"  %to{i} = getelementptr float, ptr %weights_at, i64 {i * block.rows}\n"
+        f"  store {block.vector} %new{i}, ptr %to{i}, align 64"
         for i in range(LANES)
     )
     return f"""
-define internal void @scores(ptr noalias %q, ptr noalias %k, ptr noalias %weights, i64 %keys, ptr %next) {{
+define internal void @scores{block.rows}(ptr noalias %q, ptr noalias %k, ptr noalias %weights, i64 %keys,
+                                         i64 %visible, ptr %next) {{
 entry:
   br label %block
 block:
-  %key = phi i64 [0, %entry], [%key_next, %done]
+  %key = phi i64 [0, %entry], [%key_next, %block_end]
+  %key_next = add i64 %key, {LANES}
+  %more = icmp ult i64 %key_next, %keys
   %key_at = mul i64 %key, {g.attention_dim}
   %keys_at = getelementptr float, ptr %k, i64 %key_at
   %next_at = getelementptr float, ptr %next, i64 %key_at
-  %weight_at = mul i64 %key, {LANES}
+  %following = getelementptr float, ptr %keys_at, i64 {LANES * g.attention_dim}
+  %near_at = select i1 %more, ptr %following, ptr %next
+  %weight_at = mul i64 %key, {block.rows}
   %weights_at = getelementptr float, ptr %weights, i64 %weight_at
+  %behind = sub i64 %key, %visible
+  %behind_too = add i64 %behind, 1
+  %hidden = trunc i64 %behind_too to i32
   br label %loop0
-{_tiles(tiles, str(g.attention_dim), step)}
+{_tiles(block, str(g.attention_dim), step)}
 done:
 {results}
-  %key_next = add i64 %key, {LANES}
-  %more = icmp ult i64 %key_next, %keys
+  br label %activate
+activate:
+  %place = phi i64 [0, %done], [%place_next, %activate]
+  %at = mul i64 %place, {block.rows}
+  %to = getelementptr float, ptr %weights_at, i64 %at
+  %x = load {block.vector}, ptr %to, align 64
+{_silu(block)}
+  %place32 = trunc i64 %place to i32
+  %first_row = add i32 %hidden, %place32
+{_spread(block, "first_rows", "%first_row", "i32")}
+  %sees = icmp sge {whole} <{lanes}>, %first_rows
+  %weight = select {_vector(block.rows, "i1")} %sees, {block.vector} %result, {block.vector} zeroinitializer
+  store {block.vector} %weight, ptr %to, align 64
+  %place_next = add i64 %place, 1
+  %more_places = icmp ult i64 %place_next, {LANES}
+  br i1 %more_places, label %activate, label %block_end
+block_end:
   br i1 %more, label %block, label %end
 end:
   ret void
 }}"""
 
 
-def _values(g: KvGeometry, tiles: tuple[int, ...]) -> str:
-    """Adds the weighted rows of V. Reads exactly `keys` rows: those behind may hold anything, even NaN."""
+def _values(g: KvGeometry, block: Block) -> str:
+    """Adds the weighted rows of V. Reads exactly `keys` rows: those behind may hold anything, even NaN.
+
+    Fetches the next 16 columns, and V at `next` in the order of its addresses, evenly over the steps.
+    """
 
     def step(first: int, count: int, key: str, tag: str) -> str:
         products = "\n".join(
             f"  %p{i} = getelementptr float, ptr %value{tag}, i64 {i}\n"
-            + _broadcast_product(i, f"%p{i}", f"%weight{tag}")
+            + _broadcast_product(block, i, f"%p{i}", f"%weight{tag}")
             for i in range(first, first + count)
         )
-        # Each tile fetches its part of the keys: a line holds all columns of a block.
-        return f"""  %weight_at{tag} = mul i64 {key}, {LANES}
+        return f"""  %weight_at{tag} = mul i64 {key}, {block.rows}
   %weight_ptr{tag} = getelementptr float, ptr %weights, i64 %weight_at{tag}
-  %weight{tag} = load {_VECTOR}, ptr %weight_ptr{tag}, align 64
+  %weight{tag} = load {block.vector}, ptr %weight_ptr{tag}, align 64
   %key_at{tag} = mul i64 {key}, {g.hidden_dim}
   %value{tag} = getelementptr float, ptr %columns, i64 %key_at{tag}
-  %part{tag} = mul i64 {key}, {count}
-  %fetched{tag} = lshr i64 %part{tag}, {LANES.bit_length() - 1}
-  %fetch_key{tag} = add i64 %fetched{tag}, {first * _unit(g) // LANES}
-  %fetch{tag} = mul i64 %fetch_key{tag}, {g.hidden_dim}
-{_fetched(f"line{tag}", f"%columns_next, i64 %fetch{tag}")}
+{_fetched(f"near{tag}", f"%near_at, i64 %key_at{tag}", _TO_FIRST) if first == 0 else ""}
+  %fetch_in{tag} = mul i64 {key}, {count}
+  %fetch{tag} = add i64 %fetch_in{tag}, {first * _unit(g)}
+{_fetched(f"line{tag}", f"%next_at, i64 %fetch{tag}", _TO_SECOND)}
 {products}"""
 
     results = "\n".join(
-        f"  %to{i} = getelementptr float, ptr %sums_at, i64 {i * LANES}\n"
-        f"  %old{i} = load {_VECTOR}, ptr %to{i}, align 64\n"
-        f"  %total{i} = fadd {_VECTOR} %old{i}, %new{i}\n"
-        f"  store {_VECTOR} %total{i}, ptr %to{i}, align 64"
+        f"  %to{i} = getelementptr float, ptr %sums_at, i64 {i * block.rows}\n"
+        f"  %old{i} = load {block.vector}, ptr %to{i}, align 64\n"
+        f"  %total{i} = fadd {block.vector} %old{i}, %new{i}\n"
+        f"  store {block.vector} %total{i}, ptr %to{i}, align 64"
         for i in range(LANES)
     )
     return f"""
-define internal void @values(ptr noalias %sums, ptr noalias %v, ptr noalias %weights, i64 %keys, ptr %next) {{
+define internal void @values{block.rows}(ptr noalias %sums, ptr noalias %v, ptr noalias %weights, i64 %keys,
+                                         ptr %next) {{
 entry:
   br label %block
 block:
   %d = phi i64 [0, %entry], [%d_next, %done]
-  %columns = getelementptr float, ptr %v, i64 %d
-  %columns_next = getelementptr float, ptr %next, i64 %d
-  %sum_at = mul i64 %d, {LANES}
-  %sums_at = getelementptr float, ptr %sums, i64 %sum_at
-  br label %loop0
-{_tiles(tiles, "%keys", step)}
-done:
-{results}
   %d_next = add i64 %d, {LANES}
   %more = icmp ult i64 %d_next, {g.hidden_dim}
+  %columns = getelementptr float, ptr %v, i64 %d
+  %following = getelementptr float, ptr %v, i64 %d_next
+  %near_at = select i1 %more, ptr %following, ptr %next
+  %next_in = mul i64 %d, {_unit(g)}
+  %next_at = getelementptr float, ptr %next, i64 %next_in
+  %sum_at = mul i64 %d, {block.rows}
+  %sums_at = getelementptr float, ptr %sums, i64 %sum_at
+  br label %loop0
+{_tiles(block, "%keys", step)}
+done:
+{results}
   br i1 %more, label %block, label %end
 end:
   ret void
 }}"""
 
 
-def _work(g: KvGeometry) -> str:
+def _work(g: KvGeometry, blocks: tuple[Block, ...]) -> str:
     """Items are heads of parts of the keys; thread `number` takes every item with that remainder."""
+    names = [(name, name in ("arena", "table")) for name in _SHARED]
+    for block in blocks:
+        names += [(f"q{block.rows}", True), (f"sums{block.rows}", True), (f"blocks{block.rows}", False)]
     loads = "\n".join(
         f"  %{name}_ptr = getelementptr i64, ptr %arguments, i64 {place}\n"
-        + (
-            f"  %{name} = load ptr, ptr %{name}_ptr"
-            if name in ("q", "arena", "table", "sums")
-            else f"  %{name} = load i64, ptr %{name}_ptr"
-        )
-        for place, name in enumerate(_ARGUMENTS)
+        f"  %{name} = load {'ptr' if is_pointer else 'i64'}, ptr %{name}_ptr"
+        for place, (name, is_pointer) in enumerate(names)
     )
     unit = _unit(g)
     in_page = g.page_tokens // unit
@@ -419,11 +514,53 @@ def _work(g: KvGeometry) -> str:
   %{name}_v_at = add i64 %{name}_v_in, %v_of_head
   %{name}_v = getelementptr float, ptr %{name}_base, i64 %{name}_v_at"""
 
+    def rows(block: Block, after: str, first: str) -> str:
+        """From label `rowsN` to `after`: all blocks of a kind on the present unit, the first at row `first`."""
+        n = block.rows
+        return f"""rows{n}:
+  %any{n} = icmp ugt i64 %blocks{n}, 0
+  br i1 %any{n}, label %row{n}, label %{after}
+row{n}:
+  %b{n} = phi i64 [0, %rows{n}], [%b_next{n}, %row_end{n}]
+  %b_next{n} = add i64 %b{n}, 1
+  %row_in{n} = mul i64 %b{n}, {n}
+  %row_at{n} = add i64 %row_in{n}, {first}
+  %seen{n} = add i64 %left_visible, %row_at{n}
+  %most{n} = add i64 %seen{n}, {n - 1}
+  %sees_any{n} = icmp sgt i64 %most{n}, 0
+  br i1 %sees_any{n}, label %sees{n}, label %row_end{n}
+sees{n}:
+  %is_less{n} = icmp slt i64 %most{n}, %keys
+  %keys{n} = select i1 %is_less{n}, i64 %most{n}, i64 %keys
+  %of_block{n} = mul i64 %b{n}, {g.num_heads}
+  %of_head{n} = add i64 %of_block{n}, %head
+  %q_at{n} = mul i64 %of_head{n}, {g.attention_dim * n}
+  %q_of{n} = getelementptr float, ptr %q{n}, i64 %q_at{n}
+  %part_blocks{n} = mul i64 %part, %blocks{n}
+  %part_heads{n} = mul i64 %part_blocks{n}, {g.num_heads}
+  %sum_of{n} = add i64 %part_heads{n}, %of_head{n}
+  %sum_at{n} = mul i64 %sum_of{n}, {g.hidden_dim * n}
+  %sums_of{n} = getelementptr float, ptr %sums{n}, i64 %sum_at{n}
+  call void @scores{n}(ptr %q_of{n}, ptr %now_k, ptr %weights, i64 %keys{n}, i64 %seen{n}, ptr %then_k)
+  call void @values{n}(ptr %sums_of{n}, ptr %now_v, ptr %weights, i64 %keys{n}, ptr %then_v)
+  br label %row_end{n}
+row_end{n}:
+  %more{n} = icmp ult i64 %b_next{n}, %blocks{n}
+  br i1 %more{n}, label %row{n}, label %{after}"""
+
+    loops, first = [], "0"
+    for number, block in enumerate(blocks):
+        after = "unit_end" if number + 1 == len(blocks) else f"rows{blocks[number + 1].rows}"
+        loops.append(rows(block, after, first))
+        first = f"%rows_of{block.rows}"
+    row_counts = "\n".join(f"  %rows_of{block.rows} = mul i64 %blocks{block.rows}, {block.rows}" for block in blocks)
+    all_rows = "\n".join(loops)
     return f"""
 define internal void @work(ptr %arguments, i64 %number, i64 %threads) {{
 entry:
-  %weights = alloca [{unit * LANES} x float], align 64
+  %weights = alloca [{unit * max(block.rows for block in blocks)} x float], align 64
 {loads}
+{row_counts}
   %items = mul i64 %parts, {g.num_heads}
   %any = icmp ult i64 %number, %items
   br i1 %any, label %item, label %end
@@ -439,13 +576,6 @@ item:
   %after = add i64 %before, %units
   %last = udiv i64 %after, %parts
   %final = sub i64 %last, 1
-  %head_q = mul i64 %head, {g.attention_dim * LANES}
-  %head_sum = mul i64 %head, {g.hidden_dim * LANES}
-  %part_blocks = mul i64 %part, %blocks
-  %part_sum = mul i64 %part_blocks, {g.num_heads * g.hidden_dim * LANES}
-  %item_sum = add i64 %head_sum, %part_sum
-  %item_q = getelementptr float, ptr %q, i64 %head_q
-  %item_sums = getelementptr float, ptr %sums, i64 %item_sum
   br label %unit
 unit:
   %u = phi i64 [%first, %item], [%u_next, %unit_end]
@@ -456,20 +586,11 @@ unit:
 {unit_at("then", "%coming")}
   %behind = mul i64 %u, {unit}
   %left = sub i64 %tokens, %behind
+  %left_visible = sub i64 %visible, %behind
   %is_short = icmp ult i64 %left, {unit}
   %keys = select i1 %is_short, i64 %left, i64 {unit}
-  br label %rows
-rows:
-  %b = phi i64 [0, %unit], [%b_next, %rows]
-  %q_at = mul i64 %b, {g.num_heads * g.attention_dim * LANES}
-  %sum_at = mul i64 %b, {g.num_heads * g.hidden_dim * LANES}
-  %q_of = getelementptr float, ptr %item_q, i64 %q_at
-  %sums_of = getelementptr float, ptr %item_sums, i64 %sum_at
-  call void @scores(ptr %q_of, ptr %now_k, ptr %weights, i64 %keys, ptr %then_k)
-  call void @values(ptr %sums_of, ptr %now_v, ptr %weights, i64 %keys, ptr %then_v)
-  %b_next = add i64 %b, 1
-  %more_rows = icmp ult i64 %b_next, %blocks
-  br i1 %more_rows, label %rows, label %unit_end
+  br label %rows{blocks[0].rows}
+{all_rows}
 unit_end:
   br i1 %is_final, label %item_end, label %unit
 item_end:
