@@ -7,6 +7,7 @@ gateway can route without a Kafka library. Source: `org.apache.kafka.common.util
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Container
 from typing import Final
@@ -31,8 +32,9 @@ def murmur2(key: bytes) -> int:
     return state ^ (state >> 15)
 
 
+@functools.lru_cache(maxsize=4096)
 def partition_for(key: bytes, partition_count: int) -> int:
-    """The partition of `key` in a topic of `partition_count` partitions.
+    """The partition of `key` in a topic of `partition_count` partitions. A user's messages follow each other closely.
 
     Raises ValueError for a count below 1.
     """
