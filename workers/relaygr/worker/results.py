@@ -10,6 +10,7 @@ and `tick`; delivery reports arrive inside `tick`. The poll thread of diverted r
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -96,23 +97,25 @@ class DeliveryTimes:
     """
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[int, int]] = deque(maxlen=2 * _FEWEST_DELIVERIES)
+        self._latest: deque[tuple[int, int]] = deque()
+        self._in_order: list[int] = []
+        """The times of `_latest`, sorted: a tick must not sort them again for one new delivery."""
         self._noticed_us = 0
         self.median_us = 0
         """0 without enough results in the last two seconds."""
 
     def delivered(self, produced_us: int, now_us: int) -> None:
         """A report was noticed now. The delivery was after the reports that were noticed before."""
-        self._latest.append((now_us, max(0, self._noticed_us - produced_us)))
+        took_us = max(0, self._noticed_us - produced_us)
+        self._latest.append((now_us, took_us))
+        insort(self._in_order, took_us)
 
     def update(self, now_us: int) -> None:
         """All reports of this time were noticed."""
-        self._noticed_us, latest = now_us, self._latest
-        while latest and now_us - latest[0][0] > _DELIVERY_MEMORY_US:
-            latest.popleft()
-        self.median_us = (
-            sorted(took for _, took in latest)[len(latest) // 2] if len(latest) >= _FEWEST_DELIVERIES else 0
-        )
+        self._noticed_us, latest, in_order = now_us, self._latest, self._in_order
+        while latest and (len(latest) > 2 * _FEWEST_DELIVERIES or now_us - latest[0][0] > _DELIVERY_MEMORY_US):
+            del in_order[bisect_left(in_order, latest.popleft()[1])]
+        self.median_us = in_order[len(in_order) // 2] if len(in_order) >= _FEWEST_DELIVERIES else 0
 
 
 @dataclass(slots=True, eq=False)
