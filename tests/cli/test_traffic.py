@@ -97,6 +97,7 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     )
     writer = RecordWriter(tmp_path / "out" / "records.jsonl")
     writer.write(record)
+    assert list(read_records(tmp_path / "out" / "records.jsonl")), "a reader waits for the first record"
     writer.close()
     (found,) = read_records(tmp_path / "out" / "records.jsonl")
     assert found == record
