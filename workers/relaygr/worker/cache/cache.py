@@ -135,7 +135,8 @@ class Fill:
         if self.filled_tokens != self.tokens:
             raise ValueError(f"{self.filled_tokens} of {self.tokens} tokens are filled: publish only a complete prefix")
         ledger, work = self._ledger, self.work
-        with ledger.section(now_us) as after:
+        with ledger.section as after:
+            ledger.pass_time(now_us)
             if work.revoked:
                 return None
             entry = ledger.hbm.publish(work, now_us, PrefixSource.COMPUTED)
@@ -148,7 +149,7 @@ class Fill:
     def abort(self) -> None:
         """Frees the pages; waiters get FAILED. Does nothing if the fill has ended."""
         ledger, work = self._ledger, self.work
-        with ledger.section() as after:
+        with ledger.section as after:
             if work.revoked or not work.open:
                 return
             ledger.hbm.abort(work)
@@ -249,7 +250,8 @@ class PrefixCache:
         AGAIN mark a pre-infer as used.
         """
         ledger = self.ledger
-        with ledger.section(now_us) as after:
+        with ledger.section as after:
+            ledger.pass_time(now_us)
             answer: Hit | PendingPrefix | Miss
             refusal = ledger.refusal(key)
             if refusal is not None:
@@ -313,7 +315,8 @@ class PrefixCache:
         fill not current, and gives the device no more work on it. Requests that wait for such a fill get FAILED.
         """
         ledger = self.ledger
-        with ledger.section(now_us) as calls:
+        with ledger.section as calls:
+            ledger.pass_time(now_us)
             overdue = self._hbm.revoke_overdue(now_us)
             for held in overdue:
                 if isinstance(held, Pin):
@@ -353,7 +356,8 @@ class PrefixCache:
         self, key: PrefixKey, now_us: int, purpose: Purpose, own: Handle | None
     ) -> Fill | NoRoom | PendingPrefix:
         ledger, hbm = self.ledger, self._hbm
-        with ledger.section(now_us) as after:
+        with ledger.section as after:
+            ledger.pass_time(now_us)
             refusal = ledger.refusal(key)
             if refusal is not None:
                 return self._no_room(after, key, NoRoomReason(refusal.value))
@@ -382,7 +386,7 @@ class PrefixCache:
         False if there is no such entry, or if there are too many leases.
         """
         ledger, hbm = self.ledger, self._hbm
-        with ledger.section() as after:
+        with ledger.section as after:
             found, coming = hbm.index.find(key), hbm.index.find_work(key)
             covered = found.behaviours if found else 0
             entry = found.entry if found else None
@@ -409,7 +413,8 @@ class PrefixCache:
 
     def expire_leases(self, now_us: int) -> int:
         """Ends the leases whose time is over, and counts them as leaked. Returns their number."""
-        with self.ledger.section(now_us):
+        with self.ledger.section:
+            self.ledger.pass_time(now_us)
             expired = self._hbm.expire_leases(now_us)
             self.ledger.counters.leases_leaked += expired
             return expired
@@ -418,7 +423,8 @@ class PrefixCache:
 
     def expire_prefixes(self, now_us: int) -> int:
         """Evicts the evictable entries of both tiers that exceed the time to live of their policy."""
-        with self.ledger.section(now_us):
+        with self.ledger.section:
+            self.ledger.pass_time(now_us)
             return sum(tier.expire(now_us) for tier in self.ledger.tiers)
 
     def limit(self, tier: Tier, pages: int) -> None:
@@ -432,7 +438,8 @@ class PrefixCache:
 
     def shrink(self, now_us: int) -> int:
         """Evicts some of the evictable entries by which the tiers exceed their limits. Returns their number."""
-        with self.ledger.section(now_us):
+        with self.ledger.section:
+            self.ledger.pass_time(now_us)
             return sum(tier.shrink(now_us) for tier in self.ledger.tiers)
 
     def invalidate_user(self, user_id: str) -> int:
@@ -440,7 +447,7 @@ class PrefixCache:
         number of those that are there now.
         """
         ledger = self.ledger
-        with ledger.section() as after:
+        with ledger.section as after:
             if not self._dram.is_open:
                 self._deleted_users.add(user_id)
             entries = [(tier, entry) for tier in ledger.tiers for entry in tier.index.of_user(user_id)]
@@ -455,7 +462,7 @@ class PrefixCache:
                 self._deleted_early.append(deleted)
         removed, remaining = 0, self._users_that(deleted)
         while batch := list(itertools.islice(remaining, _BATCH)):
-            with ledger.section() as after:
+            with ledger.section as after:
                 entries = [(tier, each) for tier in ledger.tiers for user in batch for each in tier.index.of_user(user)]
                 ledger.remove(after, entries)
                 removed += len(entries)
@@ -480,7 +487,7 @@ class PrefixCache:
         """Removes all entries of one model, in batches. Returns their number."""
         ledger, dropped = self.ledger, 0
         while True:
-            with ledger.section() as after:
+            with ledger.section as after:
                 entries = [
                     (tier, entry) for tier in ledger.tiers for entry in tier.index.of_namespace(namespace, _BATCH)
                 ]
@@ -546,10 +553,12 @@ class PrefixCache:
         claim one page.
         """
         for start in range(0, len(stored), _BATCH):
-            with self.ledger.section(now_us) as after:
+            with self.ledger.section as after:
+                self.ledger.pass_time(now_us)
                 self._dram.restore(stored[start : start + _BATCH], now_us)
                 self._remove_deleted(after, {each.key.user_id for each in stored[start : start + _BATCH]})
-        with self.ledger.section(now_us) as after:
+        with self.ledger.section as after:
+            self.ledger.pass_time(now_us)
             if self._deleted_users or self._deleted_early:
                 # Users that were invalidated after `restore` had restored their batch.
                 self._remove_deleted(after, self._dram.index.by_user)

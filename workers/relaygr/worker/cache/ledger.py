@@ -1,15 +1,14 @@
 """The metadata of both tiers under one lock, with the counters, the events and the pending prefixes.
 
 A section under the lock is short and does no I/O. The ledger calls listeners and waiters after it has left the lock.
-Every method but `section` is called inside a section.
+Every method is called inside a section.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import structlog
@@ -89,6 +88,32 @@ class PendingPrefix:
                 _log.exception("a waiter for a prefix failed", kind=self.kind, outcome=outcome)
 
 
+class Section:
+    """Holds the lock; afterwards makes the calls that the section has appended to the list.
+
+    One object serves all sections, since the lock admits one at a time. A generator takes three times as long, and a
+    ranking request has several sections.
+    """
+
+    __slots__ = ("_after", "_lock")
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._after: AfterLock = []
+
+    def __enter__(self) -> AfterLock:
+        self._lock.acquire()
+        after = self._after = []
+        return after
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        after = self._after
+        self._lock.release()
+        if error is None:
+            for call in after:
+                call()
+
+
 class TierLedger:
     """Shared by `PrefixCache` and `TierTransfers`. `only_namespace` limits the cache to one model."""
 
@@ -102,22 +127,18 @@ class TierLedger:
         self.pending: dict[WorkInFlight, PendingPrefix] = {}
         self.only_namespace: bytes | None = None
         self.lock = threading.Lock()
-        """For sections that pass no time and make no calls afterwards."""
+        """For sections that make no calls afterwards."""
+        self.section = Section(self.lock)
+        """For all other sections."""
         self.latest_us = 0
         """The latest time that a caller passed in: the time of operations that have none, such as the end of a copy."""
         self._listener = listener
         self._sequence = itertools.count()
 
-    @contextmanager
-    def section(self, now_us: int = 0) -> Iterator[AfterLock]:
-        """Holds the lock; afterwards makes the calls that the section has appended to the list."""
-        after: AfterLock = []
-        with self.lock:
-            if now_us > self.latest_us:
-                self.latest_us = now_us
-            yield after
-        for call in after:
-            call()
+    def pass_time(self, now_us: int) -> None:
+        """Notes the time of a section."""
+        if now_us > self.latest_us:
+            self.latest_us = now_us
 
     def report(self, after: AfterLock, kind: EventKind, key: PrefixKey, outcome: str) -> None:
         """Reports an event to the listener, once the lock is left."""

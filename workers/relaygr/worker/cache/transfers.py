@@ -105,7 +105,8 @@ class TierTransfers:
         twice, the waiters get FAILED. A caller that joins an earlier reload calls `PendingPrefix.needed_by`.
         """
         ledger = self._ledger
-        with ledger.section(now_us) as after:
+        with ledger.section as after:
+            ledger.pass_time(now_us)
             begun = self._begin_reload(key, deadline_us, now_us, saved_us, rank_us)
             if isinstance(begun, Declined):
                 ledger.counters.declined[begun.reason] += 1
@@ -122,7 +123,7 @@ class TierTransfers:
             pending = ledger.pending[work]
             ledger.report(after, EventKind.RELOAD, key, "started")
         if not self._mover.submit(request):
-            with ledger.section() as after:
+            with ledger.section as after:
                 ledger.dram.unpin(pin)
                 ledger.hbm.abort(work)
                 ledger.counters.declined[DeclineReason.QUEUE_FULL] += 1
@@ -133,7 +134,7 @@ class TierTransfers:
     def spill(self, source: Handle | PrefixKey) -> SpillOutcome:
         """Starts to copy an entry to DRAM, or only its tail if DRAM has the beginning. Never waits."""
         ledger = self._ledger
-        with ledger.section() as after:
+        with ledger.section as after:
             begun = self._begin_spill(source)
             if isinstance(begun, SpillOutcome):
                 ledger.counters.spills[begun] += 1
@@ -205,7 +206,7 @@ class TierTransfers:
             work.arrival.fail()
         if not copied and again is not None and self._retries(work, pin, again):
             return
-        with ledger.section() as after:
+        with ledger.section as after:
             ledger.dram.unpin(pin)
             outcome = PendingOutcome.FAILED
             if copied:
@@ -262,7 +263,7 @@ class TierTransfers:
 
     def _spilled(self, work: WorkInFlight, pin: Pin, copied: bool) -> None:
         ledger = self._ledger
-        with ledger.section() as after:
+        with ledger.section as after:
             outcome = PendingOutcome.FAILED
             if copied:
                 entry = ledger.dram.publish(work, ledger.latest_us, pin.entry.source)
