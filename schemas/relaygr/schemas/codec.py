@@ -143,14 +143,16 @@ def _read_specs(message: type[Any]) -> tuple[FieldSpec, ...]:
     return tuple(specs)
 
 
-_Plan = tuple[tuple[str, bool, Callable[[Any], Any], Callable[[Any], Any]], ...]
+_Fields = tuple[tuple[str, bool, Callable[[Any], Any], Callable[[Any], Any]], ...]
+_Plan = tuple[_Fields, Callable[[Any], None] | None]
 _PLANS: dict[type[Any], _Plan] = {}
-"""The fields of each message class as (name, optional, pack, unpack): plain tuples, since every message passes here."""
+"""The fields of each message class as (name, optional, pack, unpack), and its `check` of rules over several fields, such
+as equal lengths: plain tuples, since every message passes here."""
 
 
 def _plan(message: type[Any]) -> _Plan:
-    plan = tuple((spec.name, spec.optional, spec.kind.pack, spec.kind.unpack) for spec in field_specs(message))
-    _PLANS[message] = plan
+    listed = tuple((spec.name, spec.optional, spec.kind.pack, spec.kind.unpack) for spec in field_specs(message))
+    plan = _PLANS[message] = listed, getattr(message, "check", None)
     return plan
 
 
@@ -325,7 +327,8 @@ class _Containers:
 
 def _pack(message: Any) -> dict[str, Any]:
     body = {}
-    for name, is_optional, pack, _ in _PLANS.get(type(message)) or _plan(type(message)):
+    listed, check = _PLANS.get(type(message)) or _plan(type(message))
+    for name, is_optional, pack, _ in listed:
         value = getattr(message, name)
         if value is None:
             if not is_optional:
@@ -335,7 +338,8 @@ def _pack(message: Any) -> dict[str, Any]:
             body[name] = pack(value)
         except FieldError as error:
             raise _within(name, error) from error
-    _check_whole(message)
+    if check is not None:
+        check(message)
     return body
 
 
@@ -343,7 +347,8 @@ def _unpack(message: type[M], raw: Any) -> M:
     if not isinstance(raw, dict):
         raise FieldError(f": expected a map, got {type(raw).__name__}")
     values = {}
-    for name, is_optional, _, unpack in _PLANS.get(message) or _plan(message):
+    listed, check = _PLANS.get(message) or _plan(message)
+    for name, is_optional, _, unpack in listed:
         value = raw.get(name)
         if value is None:
             if not is_optional:
@@ -354,17 +359,11 @@ def _unpack(message: type[M], raw: Any) -> M:
         except FieldError as error:
             raise _within(name, error) from error
     decoded = message(**values)
-    _check_whole(decoded)
+    if check is not None:
+        check(decoded)
     return decoded
 
 
 def _within(name: str, error: FieldError) -> FieldError:
     text = str(error)
     return FieldError(f".{name}{text}" if text.startswith((".", ":")) else f".{name}: {text}")
-
-
-def _check_whole(message: Any) -> None:
-    """Runs the message's `check` of rules over several fields, such as equal lengths."""
-    check = getattr(message, "check", None)
-    if check is not None:
-        check()

@@ -52,9 +52,6 @@ class Text(FieldKind):
 
     max_bytes: int
 
-    def pack(self, value: Any) -> Any:
-        return self.unpack(value)
-
     def unpack(self, raw: Any) -> str:
         if type(raw) is str and raw.isascii() and raw.isprintable() and 1 <= len(raw) <= self.max_bytes:
             return raw  # Almost every text: a byte a character, and no control character.
@@ -70,6 +67,8 @@ class Text(FieldKind):
             raise FieldError("text contains control characters")
         return raw
 
+    pack = unpack
+
     def describe(self) -> str:
         return f"text, 1 to {self.max_bytes} UTF-8 bytes, no control characters"
 
@@ -83,6 +82,8 @@ class UInt(FieldKind):
     minimum: int = 0
 
     def pack(self, value: Any) -> Any:
+        if type(value) is int and self.minimum <= value <= self.maximum:
+            return value
         return self.unpack(int(value) if isinstance(value, np.integer) else value)
 
     def unpack(self, raw: Any) -> int:
@@ -105,9 +106,6 @@ class Real(FieldKind):
 
     unit: str = ""
 
-    def pack(self, value: Any) -> Any:
-        return self.unpack(value)
-
     def unpack(self, raw: Any) -> float:
         if isinstance(raw, bool) or not isinstance(raw, (int, float)):
             raise FieldError(f"expected a number, got {type(raw).__name__}")
@@ -119,6 +117,8 @@ class Real(FieldKind):
             raise FieldError("the number is not finite")
         return number
 
+    pack = unpack
+
     def describe(self) -> str:
         return "finite number" + (f", {self.unit}" if self.unit else "")
 
@@ -127,13 +127,12 @@ class Real(FieldKind):
 class Flag(FieldKind):
     """True or false."""
 
-    def pack(self, value: Any) -> Any:
-        return self.unpack(value)
-
     def unpack(self, raw: Any) -> bool:
         if not isinstance(raw, bool):
             raise FieldError(f"expected true or false, got {type(raw).__name__}")
         return raw
+
+    pack = unpack
 
     def describe(self) -> str:
         return "true or false"
@@ -206,15 +205,14 @@ class Digest(FieldKind):
 
     size: int
 
-    def pack(self, value: Any) -> Any:
-        return self.unpack(value)
-
     def unpack(self, raw: Any) -> bytes:
         if not isinstance(raw, bytes):
             raise FieldError(f"expected bytes, got {type(raw).__name__}")
         if len(raw) != self.size:
             raise FieldError(f"{len(raw)} bytes, expected {self.size}")
         return raw
+
+    pack = unpack
 
     def describe(self) -> str:
         return f"{self.size} bytes"
@@ -242,7 +240,7 @@ class Packed(FieldKind):
             array = np.asarray(value)
         except (ValueError, TypeError, OverflowError) as error:
             raise FieldError(f"not an array of numbers: {error}") from error
-        wanted = np.dtype(self.dtype)
+        wanted = _DTYPES.get(self.dtype) or _DTYPES.setdefault(self.dtype, np.dtype(self.dtype))
         if array.ndim != 1:
             raise FieldError(f"expected one dimension, got {array.ndim}")
         if array.dtype != wanted:
@@ -266,7 +264,7 @@ class Packed(FieldKind):
     def _check(self, array: NDArray[Any]) -> None:
         if not self.min_length <= array.size <= self.max_length:
             raise FieldError(f"{array.size} entries, expected {self.min_length} to {self.max_length}")
-        if self.finite and not bool(np.isfinite(array).all()):
+        if self.finite and not np.logical_and.reduce(np.isfinite(array)):
             raise FieldError("an entry is not finite")
 
     def describe(self) -> str:

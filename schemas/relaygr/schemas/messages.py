@@ -166,7 +166,7 @@ class Behaviours:
             raise FieldError(
                 f": {self.items.size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps"
             )
-        if self.timestamps_ms.size > 1 and bool((self.timestamps_ms[1:] < self.timestamps_ms[:-1]).any()):
+        if self.timestamps_ms.size > 1 and np.logical_or.reduce(self.timestamps_ms[1:] < self.timestamps_ms[:-1]):
             raise FieldError(".timestamps_ms: times decrease; send behaviours oldest first")
 
 
