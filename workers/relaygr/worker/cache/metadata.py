@@ -162,18 +162,20 @@ class PagePool:
 
     def share(self, pages: PageArray) -> None:
         """Adds a reference to each of `pages`, which are distinct and not free."""
-        self._references[pages] += 1
+        # Numpy would convert the numbers of pages to its own type of index twice, which takes as long as the rest.
+        self._references[pages.astype(np.intp)] += 1
 
     def drop(self, pages: PageArray) -> int:
         """Drops a reference of each of `pages`, which are distinct. Returns the number of pages that became free.
 
         Raises ValueError if one is free already.
         """
-        left = self._references[pages] - 1
+        places = pages.astype(np.intp)
+        left = self._references[places] - 1
         least = int(left.min()) if left.size else 1
         if least < 0:
             raise ValueError("a free page was dropped again")
-        self._references[pages] = left
+        self._references[places] = left
         if least:
             return 0  # The usual end of a request: the prefix keeps its pages.
         freed = pages[left == 0][::-1]
