@@ -69,6 +69,7 @@ class GatewayMetrics:
             registry=registry,
         )
         self._by_outcome: dict[tuple[RankStatus, str], Counter] = {}
+        self._by_topic: dict[tuple[str, bool], Counter] = {}
         self._latency = Histogram(
             "relaygr_gateway_latency_seconds",
             "Time from the call to the result on the gateway's monotonic clock; late results are included",
@@ -104,7 +105,7 @@ class GatewayMetrics:
         self.in_flight = Gauge(
             "relaygr_gateway_in_flight_requests", "Requests that are not answered or lost yet", registry=registry
         )
-        self.published = Counter(
+        self._published = Counter(
             "relaygr_gateway_published_total",
             "Published retrieval events and histories, by topic and by whether the broker acknowledged them",
             ["topic", "acknowledged"],
@@ -141,6 +142,14 @@ class GatewayMetrics:
     def observe_answer(self, latency_us: int, exemplar: dict[str, str] | None = None) -> None:
         """Records the latency of a result, late or not. `exemplar` names its trace."""
         self._latency.observe(latency_us / 1e6, exemplar)
+
+    def count_published(self, topic: str, is_acknowledged: bool) -> None:
+        """Counts a published message, when its delivery report comes."""
+        counter = self._by_topic.get((topic, is_acknowledged))
+        if counter is None:
+            counter = self._published.labels(topic, "yes" if is_acknowledged else "no")
+            self._by_topic[topic, is_acknowledged] = counter
+        counter.inc()
 
     def count_late(self, status: RankStatus) -> None:
         self._late.labels(status.value).inc()

@@ -126,7 +126,7 @@ class EventPublisher:
         headers: Headers | None = None,
     ) -> None:
         def report(error: KafkaError | None, message: Message) -> None:
-            self._metrics.published.labels(topic, "yes" if error is None else "no").inc()
+            self._metrics.count_published(topic, error is None)
             if on_delivery is not None:
                 notify(on_delivery, delivery_report(error, message))
 

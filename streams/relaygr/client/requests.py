@@ -161,14 +161,11 @@ class _Names:
 
     def check(self, given: Mapping[str, object]) -> None:
         """Raises TypeError for an unknown or a missing name, which Python does not do for `**fields`."""
-        unknown = given.keys() - self.allowed
-        if unknown:
-            raise TypeError(
-                f"there is no argument {min(unknown)!r}; the arguments are {', '.join(sorted(self.allowed))}"
-            )
-        missing = self.required - given.keys()
-        if missing:
-            raise TypeError(f"the argument {min(missing)!r} is missing")
+        if not given.keys() <= self.allowed:
+            unknown = min(given.keys() - self.allowed)
+            raise TypeError(f"there is no argument {unknown!r}; the arguments are {', '.join(sorted(self.allowed))}")
+        if not given.keys() >= self.required:
+            raise TypeError(f"the argument {min(self.required - given.keys())!r} is missing")
 
 
 _RETRIEVAL_NAMES: Final = _Names.of(RetrievalFields)
