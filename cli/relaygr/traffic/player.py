@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -50,15 +51,14 @@ class _OpenRequest:
     history: History
 
 
-@dataclass(order=True, slots=True)
-class _TimedCall:
-    """A call at a given time, for one impression."""
+class _TimedCall(NamedTuple):
+    """A call at a given time, for one impression. Two of them differ in their sequence, so the rest is not compared."""
 
     at_us: int
     sequence: int
-    number: int = field(compare=False)
-    begins: bool = field(compare=False)
-    make: Callable[[int], None] = field(compare=False)
+    number: int
+    begins: bool
+    make: Callable[[int], None]
 
 
 @record(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def impressions(settings: TrafficSettings, population: Population) -> Iterator[I
         at_us += random.exponential(1e6 / settings.rate_per_s)
         if settings.duration_s and at_us > settings.duration_s * 1e6:
             return
-        user = min(int(np.searchsorted(cumulative, random.random())), population.size - 1)
+        user = min(int(cumulative.searchsorted(random.random())), population.size - 1)
         lead_us = settings.lead_median_ms * 1000 * float(np.exp(random.normal(0.0, settings.lead_sigma)))
         length = _next_length(lengths.get(user), settings, population, user)
         lengths[user] = length
