@@ -31,6 +31,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import field, fields
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,10 @@ class Stage(enum.StrEnum):
     PRE = "pre"
     HIT = "hit"
     RELOAD = "reload"
+
+
+_STAGES: Final = tuple(Stage)
+"""Iterating the class takes longer, and every ranking request scales a model."""
 
 
 @record(frozen=True, slots=True)
@@ -185,8 +190,9 @@ class LatencyModel:
     def scaled(self, factors: dict[Stage, float], extra_us: dict[Stage, float] | None = None) -> LatencyModel:
         """The model with each stage's times multiplied by its factor (absent: 1), plus its extra (absent: 0)."""
         c = self.coefficients
-        full, pre, hit, reload = (factors.get(stage, 1.0) for stage in Stage)
-        more_full, more_pre, more_hit, more_reload = ((extra_us or {}).get(stage, 0.0) for stage in Stage)
+        extra_us = extra_us or {}
+        full, pre, hit, reload = [factors.get(stage, 1.0) for stage in _STAGES]
+        more_full, more_pre, more_hit, more_reload = [extra_us.get(stage, 0.0) for stage in _STAGES]
         return LatencyModel(
             LatencyCoefficients(
                 c.a0 * full + more_full, c.a1 * full, c.a2 * full, c.b0 * pre + more_pre, c.b1 * pre, c.b2 * pre,

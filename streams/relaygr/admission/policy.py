@@ -163,6 +163,8 @@ class OwnerView:
     active_since_us: int | None = None
     """Since when the worker's process serves. None: an older worker, which does not say it."""
     model_revision: str = ""
+    scaled: dict[int, LatencyModel] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The result of `latency_at` by length bucket, as far as it was asked for."""
 
     @classmethod
     def of(cls, status: WorkerStatus) -> OwnerView:
@@ -196,8 +198,12 @@ class OwnerView:
         if not self.length_ratios:
             return self.latency
         bucket = length_bucket(prefix_tokens)
-        factors = {stage: ratios[bucket] for stage, ratios in self.length_ratios.items()}
-        return self.latency if set(factors.values()) == {1.0} else self.latency.scaled(factors)
+        model = self.scaled.get(bucket)
+        if model is None:
+            factors = {stage: ratios[bucket] for stage, ratios in self.length_ratios.items()}
+            model = self.latency if set(factors.values()) == {1.0} else self.latency.scaled(factors)
+            self.scaled[bucket] = model
+        return model
 
     @property
     def holder(self) -> PrefixHolder:
