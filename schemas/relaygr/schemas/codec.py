@@ -146,8 +146,8 @@ def _read_specs(message: type[Any]) -> tuple[FieldSpec, ...]:
 _Fields = tuple[tuple[str, bool, Callable[[Any], Any], Callable[[Any], Any]], ...]
 _Plan = tuple[_Fields, Callable[[Any], None] | None]
 _PLANS: dict[type[Any], _Plan] = {}
-"""The fields of each message class as (name, optional, pack, unpack), and its `check` of rules over several fields, such
-as equal lengths: plain tuples, since every message passes here."""
+"""The fields of each message class as (name, optional, pack, unpack), and its `check` of rules over several fields:
+plain tuples, since every message passes here."""
 
 
 def _plan(message: type[Any]) -> _Plan:

@@ -34,11 +34,11 @@ class FieldKind(ABC):
     """One kind of field. `Any` is a msgpack value: None, bool, int, float, str, bytes, list or dict."""
 
     @abstractmethod
-    def pack(self, value: Any) -> Any:
+    def pack(self, value: Any, /) -> Any:
         """The msgpack value for `value`. Raises FieldError."""
 
     @abstractmethod
-    def unpack(self, raw: Any) -> Any:
+    def unpack(self, raw: Any, /) -> Any:
         """The Python value for a decoded msgpack value. Raises FieldError."""
 
     @abstractmethod
