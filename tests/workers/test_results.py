@@ -277,5 +277,8 @@ def test_the_median_delivery_time_follows_a_slow_broker_and_ignores_a_single_sta
     assert times.median_us == 0, "a report is noticed at most one tick late"
     deliver(30, took_us=400_000)
     assert times.median_us == 400_000 - tick_us
+    deliver(33, took_us=2_000)
+    assert times.median_us == 0, "only the latest 64 deliveries count"
+    times.delivered(now_us, now_us)
     times.update(now_us + 3_000_000)
     assert times.median_us == 0, "the past says nothing about the present"
