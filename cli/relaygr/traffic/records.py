@@ -94,7 +94,8 @@ class RecordWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        # So large that only `flush` writes, which comes after whole lines: a reader may come at any time.
+        self._file = path.open("w", encoding="utf-8", buffering=1 << 20)
         self._flush_at_s = 0.0
 
     def write(self, record: ImpressionRecord) -> None:

@@ -39,7 +39,7 @@ class BlockedAttention:
     ) -> None:
         """`onednn_work`: oneDNN computes products of at least so many multiplications (float32, on the CPU).
 
-        `compiled` computes what rows see of the context.
+        `compiled` computes what rows see of keys in pages: the context, and in pre-infer their own.
 
         Raises ValueError for a mask that is not the plain one.
         """
