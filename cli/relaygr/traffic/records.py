@@ -90,7 +90,7 @@ def pack_scores(scores: NDArray[np.float32]) -> str:
 
 
 class RecordWriter:
-    """Writes records one by one, each as a line, to the file at the latest with a record `FLUSH_INTERVAL_S` later."""
+    """Writes each record as a line. The file gets it with the next record after `FLUSH_INTERVAL_S`, or at `close`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ exception.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -218,8 +219,10 @@ class Digest(FieldKind):
         return f"{self.size} bytes"
 
 
-_DTYPES: Final[dict[str, np.dtype[Any]]] = {}
-"""By name: numpy takes longer to read a name than to make a small array."""
+@functools.cache
+def _dtype(name: str) -> np.dtype[Any]:
+    """The type of this name: numpy takes longer to read a name than to make a small array."""
+    return np.dtype(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +243,7 @@ class Packed(FieldKind):
             array = np.asarray(value)
         except (ValueError, TypeError, OverflowError) as error:
             raise FieldError(f"not an array of numbers: {error}") from error
-        wanted = _DTYPES.get(self.dtype) or _DTYPES.setdefault(self.dtype, np.dtype(self.dtype))
+        wanted = _dtype(self.dtype)
         if array.ndim != 1:
             raise FieldError(f"expected one dimension, got {array.ndim}")
         if array.dtype != wanted:
@@ -254,7 +257,7 @@ class Packed(FieldKind):
     def unpack(self, raw: Any) -> NDArray[Any]:
         if not isinstance(raw, bytes):
             raise FieldError(f"expected packed bytes, got {type(raw).__name__}")
-        dtype = _DTYPES.get(self.dtype) or _DTYPES.setdefault(self.dtype, np.dtype(self.dtype))
+        dtype = _dtype(self.dtype)
         if len(raw) % dtype.itemsize:
             raise FieldError(f"{len(raw)} bytes is not a multiple of {dtype.itemsize}")
         array = np.frombuffer(raw, dtype)

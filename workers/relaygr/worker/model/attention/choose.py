@@ -110,7 +110,7 @@ def attention_for(
 
 
 def _compiled(geometry: KvGeometry | None) -> CompiledAttention | None:
-    """Attention on cached K,V in machine code; None without llvmlite, and for pages and processors that do not fit."""
+    """Attention on K,V in pages in machine code; None without llvmlite or for pages or processors that do not fit."""
     if geometry is None or not CompiledAttention.fits(geometry):
         return None
     try:
@@ -119,7 +119,7 @@ def _compiled(geometry: KvGeometry | None) -> CompiledAttention | None:
         return None
     # LLVM may raise any error, and plain torch always works.
     except Exception as error:
-        log.warning("attention on cached K,V is not compiled, plain torch instead", error=repr(error))
+        log.warning("attention on K,V in pages is not compiled, plain torch instead", error=repr(error))
         return None
 
 
