@@ -294,7 +294,7 @@ SCENARIOS = """
 topic_prefix: shop
 worker: {model: models/home}
 scenarios:
-  home: {share: 3, recent_behaviours: 64}
+  home: {share: 3, budget_ms: 50}
   ads:
     topic_prefix: shop-ads
     model: models/ads

@@ -83,12 +83,18 @@ CASES = [
         dataclasses.replace(OWNER, ranking_queue_p99_us=16_000),
         DecisionReason.ADMITTED,
     ),
-    ("the lead is shorter than the pre-infer", {"expected_ranking_at_us": NOW_US + 29_999}, OWNER, "infeasible"),
-    ("the lead is just long enough", {"expected_ranking_at_us": NOW_US + 30_000}, OWNER, DecisionReason.ADMITTED),
+    ("lead and half of the budget are too short", {"expected_ranking_at_us": NOW_US + 19_999}, OWNER, "infeasible"),
+    ("they are just long enough", {"expected_ranking_at_us": NOW_US + 20_000}, OWNER, DecisionReason.ADMITTED),
+    (
+        "half of the budget is long enough, but the request comes before the job",
+        {"history_behaviours": 9_000, "expected_ranking_at_us": NOW_US},
+        dataclasses.replace(OWNER, ranking_queue_p99_us=12_000),
+        DecisionReason.INFEASIBLE,
+    ),
     (
         "queued pre-infer work eats the lead",
         {},
-        dataclasses.replace(OWNER, preinfer_queue_us=20_001),
+        dataclasses.replace(OWNER, preinfer_queue_us=30_001),
         DecisionReason.INFEASIBLE,
     ),
     ("ranking was due before now", {"expected_ranking_at_us": NOW_US - 1}, OWNER, DecisionReason.INFEASIBLE),
@@ -125,7 +131,7 @@ def test_while_the_owners_predictions_are_off_more_is_at_risk_and_less_is_feasib
     off = dataclasses.replace(OWNER, predictions_off=True)
     short = {"history_behaviours": 17_000}
     assert [decided(owner=each, **short).reason for each in (OWNER, off)] == ["not_at_risk", "admitted"]
-    tight = {"expected_ranking_at_us": NOW_US + 32_000}
+    tight = {"expected_ranking_at_us": NOW_US + 25_000}
     assert [decided(owner=each, **tight).reason for each in (OWNER, off)] == ["admitted", "infeasible"]
 
 
@@ -175,8 +181,10 @@ def test_a_ranking_without_a_job_never_counts_more_than_full_inference(
     assert cost.hit_us <= cost.alone_us <= cost.full_us
 
 
-def test_an_admitted_impressions_ranking_counts_as_a_hit() -> None:
-    buckets = OpenBuckets()
+@pytest.mark.parametrize("refusal", [None, *Refusal])
+def test_the_ranking_of_an_impression_at_risk_counts_as_a_hit(refusal: Refusal | None) -> None:
+    """Whether admitted or not: a refusal that raised the load would cause the next refusal."""
+    buckets = OpenBuckets(refusal)
     decided(buckets)
     assert buckets.ranking_us == [110]
 

@@ -821,3 +821,61 @@ def test_however_many_wait_for_the_scratch_pages_each_gets_its_turn():
         world.rank(user, world.store.put(user, 300), f"r{number}", budget_us=60_000_000)
     world.run(steps=2_000)
     assert world.outbox.paths == [Path.FULL] * 30
+
+
+def with_cheap_rows(world: ExecutorWorld) -> ExecutorWorld:
+    """The predictions are, and stay: a row takes as long in the suffix as in an append, which takes 1 ms besides."""
+    world.corrector.recalibrate(LatencyModel(replace(COEFFICIENTS, b0=1_000.0, c1=float(TOKEN_US))))
+    world.corrector.observe = lambda *_: None
+    return world
+
+
+def test_a_short_tail_is_ranked_with_the_suffix_until_it_pays_to_append_it():
+    world = with_cheap_rows(ExecutorWorld())
+    tails, version = [], world.store.put("u", 200)
+    world.rank(version=version, request_id="r0")
+    world.run()
+    for number in range(1, 8):
+        version = world.store.put("u", 200 + 8 * number, number=number + 1)
+        work = world.rank(version=version, request_id=f"r{number}")
+        world.run()
+        assert (work.path, work.pre_infer_us > 0) == (Path.HBM, not len(work.suffix))
+        tails.append(len(work.suffix))
+    # A third of 1,000 + 10 n µs is more than 10 n µs up to n = 50.
+    assert tails == [8, 16, 24, 32, 40, 48, 0]
+    check_invariants(world.cache)
+
+
+def test_without_a_tail_every_history_that_grew_is_appended():
+    world = with_cheap_rows(ExecutorWorld(longest_tail=0))
+    for number, length in enumerate((200, 208, 216)):
+        work = world.rank(version=world.store.put("u", length, number=number + 1), request_id=f"r{number}")
+        world.run()
+        assert (len(work.suffix), work.ranked_prefix_tokens) == (0, length)
+
+
+def test_a_job_whose_request_can_be_ranked_with_a_short_tail_computes_nothing_and_leases_the_prefix():
+    world = with_cheap_rows(ExecutorWorld())
+    world.rank(version=world.store.put("u", 200), request_id="r0")
+    world.run()
+    chunks = list(world.engine.chunks)
+    grown = world.store.put("u", 208, number=2)
+    world.job(version=grown, request_id="r1")
+    world.run()
+    assert (world.outbox.jobs, world.cache.stats().leases) == ([JobOutcome.ALREADY_CACHED], 1)
+    work = world.rank(version=grown, request_id="r1")
+    world.run()
+    assert (work.path, len(work.suffix), world.cache.stats().leases) == (Path.HBM, 8, 0)
+    assert world.engine.chunks == chunks
+
+
+def test_a_job_for_a_prefix_in_dram_reloads_it_and_leaves_a_short_tail_to_the_suffix():
+    world, _ = world_with_a_in_dram()
+    with_cheap_rows(world)
+    chunks = list(world.engine.chunks)
+    world.job("a", world.store.put("a", 408, number=2), "r3")
+    world.run()
+    world.mover.finish()
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.RELOADED]
+    assert world.engine.chunks == chunks

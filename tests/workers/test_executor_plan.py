@@ -14,6 +14,8 @@ PAGE = 16
 WHOLE = Chunking(1e9, 10**9, PAGE)
 # A prefix token takes 10 µs, ranking 1,000 µs and 2 µs a token that is scored.
 LATENCY = LatencyModel(LatencyCoefficients(a0=1000, a1=10, a2=0, b0=0, b1=10, b2=0, c0=980, c1=2, c2=0, d0=100, d1=0))
+# The same, but 5 µs a token that is scored.
+DEAR_ROWS = LatencyModel(LatencyCoefficients(a0=1000, a1=10, a2=0, b0=0, b1=10, b2=0, c0=950, c1=5, c2=0, d0=100, d1=0))
 LATENCY_WITH_CHUNKS = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0, c0=1000, c1=0, c2=0, d0=0, d1=0))
 # Each chunk of a prefix costs 100 µs by itself, here and above.
 CHUNKS = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=1000, c1=0, c2=0, d0=0, d1=0, c3=0.5))
@@ -44,8 +46,8 @@ def test_the_longest_prefix_that_fits_is_served(cached: int, remaining_us: int, 
     [
         pytest.param(90, 1_100, True, Route.WHOLE, 100, id="time to compute and keep the tail"),
         pytest.param(90, 1_099, True, Route.TAIL_AS_SUFFIX, 90, id="time to rank it only"),
-        pytest.param(90, 1_020, True, Route.TAIL_AS_SUFFIX, 90, id="just that"),
-        pytest.param(90, 1_019, True, Route.TRUNCATE, 0, id="not even that"),
+        pytest.param(90, 1_050, True, Route.TAIL_AS_SUFFIX, 90, id="just that"),
+        pytest.param(90, 1_049, True, Route.TRUNCATE, 0, id="not even that"),
         pytest.param(90, 1_099, False, Route.TRUNCATE, 0, id="the model or its limit forbids it"),
         pytest.param(0, 1_500, True, Route.TRUNCATE, 48, id="nothing cached that it could follow"),
         pytest.param(100, 999, True, Route.REJECT, 0, id="no tail, and no time"),
@@ -54,10 +56,18 @@ def test_the_longest_prefix_that_fits_is_served(cached: int, remaining_us: int, 
 def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix(
     cached: int, remaining_us: int, allowed: bool, route: Route, kept: int
 ) -> None:
-    plan = plan_ranking(100, 10, cached, remaining_us, LATENCY, WHOLE, tail_may_be_suffix=allowed)
+    plan = plan_ranking(100, 10, cached, remaining_us, DEAR_ROWS, WHOLE, tail_may_be_suffix=allowed)
     assert (plan.route, plan.prefix_tokens) == (route, kept)
     if route is not Route.REJECT:
         assert plan.predicted_us <= remaining_us
+
+
+def test_a_tail_that_lengthens_the_pass_little_is_ranked_as_suffix_although_there_is_time_to_keep_it() -> None:
+    # Appending 10 tokens takes 100 µs. In the suffix they take 20 µs, or 50 where rows are dear.
+    assert LATENCY.tail_stays_in_suffix(90, 10, 10)
+    assert not DEAR_ROWS.tail_stays_in_suffix(90, 10, 10)
+    plan = plan_ranking(100, 10, 90, 9_999, LATENCY, WHOLE, tail_may_be_suffix=True, tail_stays_in_suffix=True)
+    assert (plan.route, plan.predicted_us, plan.prefix_tokens) == (Route.TAIL_AS_SUFFIX, 1_020, 90)
 
 
 def test_a_prefix_in_chunks_is_planned_with_what_each_chunk_costs() -> None:

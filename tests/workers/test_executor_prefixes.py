@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 
 import relaygr.worker.executor.executor
-from relaygr.schemas.messages import History
 from relaygr.schemas.messages import Path as AnswerPath
 from relaygr.worker.cache.results import PendingOutcome
 from relaygr.worker.executor.context import MAX_UNCOUNTED_PASSES, ExecutorContext, Timers
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import ChunkReadiness, Computed, Failed, Prefixes, TooLate, Undone
-from relaygr.worker.executor.resolver import PrefixResolver, Scored
+from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
-from relaygr.worker.history.resolve import StoredHistory, resolve
+from relaygr.worker.history.resolve import StoredHistory
 from tests.worlds.executor import ExecutorWorld, history_of
-from tests.worlds.model import make_world, random_behaviours, small_config
 
 FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
 ORDER = (
@@ -166,6 +164,7 @@ def test_the_job_admission_counts_ranking_passes_without_any_job() -> None:
         world.context.charge(WorkClass.RANKING, 5, now_us)
     assert told == [(5, now_us) for now_us in range(MAX_UNCOUNTED_PASSES)]
     world.context.charge(WorkClass.PREINFER, 5, MAX_UNCOUNTED_PASSES)
+    world.context.charge(WorkClass.RANKING, 5, MAX_UNCOUNTED_PASSES, had_job=True)
     world.context.count_ranking_passes()
     assert len(told) == MAX_UNCOUNTED_PASSES
 
@@ -195,33 +194,3 @@ def test_the_modules_of_the_executor_import_one_way(module: str) -> None:
 
 def test_the_order_names_every_module() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*ORDER, "thread", "__init__"}
-
-
-@pytest.mark.parametrize(
-    ("length", "sent", "prefix"),
-    [(63, 0, 63), (64, 0, 64), (65, 5, 64), (127, 0, 64), (128, 0, 128), (150, 5, 128), (190, 20, 190)],
-)
-def test_the_recent_behaviours_are_left_to_the_suffix_if_it_has_room(length: int, sent: int, prefix: int) -> None:
-    engine = make_world(small_config(max_prefix_behaviours=256, max_suffix_behaviours=80, num_positions=400)).engine
-    behaviours = random_behaviours(np.random.default_rng(3), 300)
-    history = History("u", 1, np.empty(0, "<i8"), behaviours[:length])
-    suffix = behaviours[length : length + sent]
-    resolver = PrefixResolver(ExecutorWorld().store, engine, 64, recent_behaviours=64)
-    resolved = resolve(StoredHistory(history, history.chain()), None, None, False)
-    chosen = resolver.prefix("u", resolved, 0, Scored(sent, 10), suffix)
-    assert chosen.key.chain == History("u", 1, history.features, behaviours[:prefix]).chain()
-    assert chosen.behaviours == behaviours[:prefix]
-    assert chosen.suffix == behaviours[prefix : length + sent]
-    assert chosen.tokens == engine.layout.tokens(prefix)
-    assert chosen.scored_tokens == (length + sent - prefix) * engine.layout.tokens_per_behaviour + 10
-    assert chosen.version == history.version(), "the result names the whole history"
-
-
-@pytest.mark.parametrize(("scenario", "prefix"), [("home", 128), ("ads", 200), (None, 192)])
-def test_each_scenario_has_recent_behaviours_of_its_own(scenario: str | None, prefix: int) -> None:
-    engine = make_world(small_config(max_prefix_behaviours=256, max_suffix_behaviours=100, num_positions=400)).engine
-    behaviours = random_behaviours(np.random.default_rng(3), 200)
-    history = History("u", 1, np.empty(0, "<i8"), behaviours)
-    resolver = PrefixResolver(ExecutorWorld().store, engine, 64, 64, recent_of={"home": 128, "ads": 0})
-    resolved = resolve(StoredHistory(history, history.chain()), None, None, False)
-    assert len(resolver.prefix("u", resolved, 0, Scored(0, 10), scenario=scenario).behaviours) == prefix

@@ -22,12 +22,14 @@ from relaygr.worker.model.engine import load_engine
 DEMO_PARTITIONS = 12
 LONGEST_WARM_UP_S = 15.0
 CALIBRATION_FILE = "calibration.json"
+TAIL_ROOM = 64
+"""Room in the longest suffix, beside the request's own behaviours, for those that came since the prefix was made."""
 
 
 def make_model(folder: Path, settings: Settings, population: Population, layers: int | None = None) -> Path:
     """Makes a random model for the items of the population and the length of its longest history."""
     longest = max(8, *(len(population.sequence(index)) for index in range(population.size)))
-    suffix = settings.traffic.suffix
+    suffix = settings.traffic.suffix + TAIL_ROOM
     config = ModelConfig(
         embedding_dim=96,
         num_heads=3,

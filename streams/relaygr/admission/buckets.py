@@ -9,10 +9,9 @@ bytes × time alive to a leaky bucket that drains at (1 - r) × capacity bytes a
 
     max(preinfer_share, rho - ranking load)
 
-where the ranking load is a moving average over all impressions, with T_hit for admitted ones, and for the others the
-computation of what is not cached: T_full for a user without a prefix, T_append + T_hit for one whose history grew. The
-guaranteed share is needed because an overload would otherwise refuse every job, which turns every ranking into full
-inference, which keeps the overload going.
+where the ranking load is a moving average over all impressions: T_hit for those at risk, and for the others also the
+computation of what is not cached. The guaranteed share is needed because an overload would otherwise refuse every job,
+which turns every ranking into full inference, which keeps the overload going.
 
 **Value.** When a bucket is more than half full, an admission must save at least a certain time per byte: a quantile of
 the recently offered values, which rises with the level of the bucket. Equal values are admitted.
@@ -205,7 +204,8 @@ class OwnerBuckets:
         """See `policy.Buckets`. Raises KeyError for an unknown scenario."""
         self._configure_load(now_us)
         density, value = estimate.saved_us_per_byte, self._values[scenario]
-        value.observe(density)
+        if estimate.new_bytes:
+            value.observe(density)
         # A prefix that is larger than the capacity never fits, whatever the burst.
         fits = estimate.new_bytes <= self._capacity_bytes
         if not (fits and self._footprint.has_room(scenario, estimate.footprint_byte_us, now_us)):
@@ -213,7 +213,8 @@ class OwnerBuckets:
         if not self._load.has_room(scenario, estimate.prepare_us, now_us):
             return Refusal.LOAD
         fill = max(self._footprint.fill(scenario, now_us), self._load.fill(scenario, now_us))
-        if density < value.threshold(fill):
+        # A job that needs no bytes only renews a lease.
+        if estimate.new_bytes and density < value.threshold(fill):
             return Refusal.LOW_VALUE
         self.charge(estimate.footprint_byte_us, estimate.prepare_us, now_us, scenario)
         return None

@@ -45,6 +45,8 @@ def length_bucket(prefix_tokens: int) -> int:
     return min(prefix_tokens.bit_length(), LENGTH_BUCKETS - 1)
 
 
+TAIL_PART: Final = 1 / 3
+"""A tail stays in the suffix while it lengthens a ranking pass by at most this part of what appending it takes."""
 MIN_POINTS = 3
 """The least number of distinct measurements of a fit."""
 
@@ -155,6 +157,17 @@ class LatencyModel:
         c = self.coefficients
         attended = c.c2 * scored_tokens * (prefix_tokens + scored_tokens)
         return c.c0 + c.c1 * scored_tokens + attended + c.c3 * prefix_tokens
+
+    def tail_stays_in_suffix(self, cached_tokens: int, tail_tokens: int, scored_tokens: int) -> bool:
+        """Whether a tail that is not cached is better ranked with the suffix, now and at later visits, than appended.
+
+        Each visit until the append ranks the tail again, and the tail grows. With equal steps the mean cost of a visit
+        is least if the tail is appended when it lengthens a pass by √(2 × step / append) of the append, so this
+        compares with a fixed part of it.
+        """
+        prefix_tokens = cached_tokens + tail_tokens
+        longer_us = self.hit_us(cached_tokens, scored_tokens + tail_tokens) - self.hit_us(prefix_tokens, scored_tokens)
+        return longer_us <= TAIL_PART * self.append_us(cached_tokens, tail_tokens)
 
     def further_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """What a request adds to a batch that has at least one other."""

@@ -1,12 +1,15 @@
 """The admission policy: whether an impression gets a pre-infer job.
 
     at risk    outside + ratio × margin × full path > ranking budget                      (`relaygr.admission.risk`)
-    feasible   queued pre-infer work + T_prepare <= usable lead time
+    feasible   queued pre-infer work + T_prepare <= usable lead time + ranking budget / 2
     footprint  admitted rate × E[bytes × time alive] <= (1 - r) × cache capacity          (Little's law)
-    load       admitted rate × E[T_prepare] + ranking rate × E[T_hit, or what is not cached] <= rho
+    load       admitted rate × E[T_prepare] + ranking rate × E[T_hit; T_full if not at risk] <= rho
 
 The usable lead time is a low quantile of the measured ones (`relaygr.admission.lead`), or `lead_fraction` of the
-expected one.
+expected one. A prefix that is ready a little after its request arrived still saves most of the computation, so it may
+take half of the budget. A request at risk counts with T_hit as ranking load, whether its job is admitted or not: if the
+refused ones counted with T_full, each refusal would raise the ranking load and cause the next one, although the device
+has the same work with the job as without it.
 
 An impression is admitted if it is at risk and feasible and both buckets have room. When a bucket is nearly full, the
 impressions that save the most time per byte are preferred; for a user who will probably come back, the time saved at
@@ -71,6 +74,9 @@ class DecisionReason(enum.StrEnum):
 
 OFF_CAUTION: Final = 1.25
 """Factor on predicted times while a worker's predictions are off: more impressions are at risk, fewer feasible."""
+LATE_PART: Final = 0.5
+"""A prefix is due when this part of the ranking budget has passed after the request is expected. With an earlier time
+the job would go before requests that have less time than its own request will have."""
 LONGEST_LIFE_US: Final = 60_000_000
 """The longest time that a worker holds a job, which bounds the effect of a gateway's wrong clock or time unit."""
 
@@ -268,7 +274,7 @@ class Estimate:
     @property
     def saved_us(self) -> float:
         """Device time that the ranking request saves, and the next visit probably will, at least 0."""
-        return max(0.0, self.full_us - self.hit_us) + self.return_us
+        return max(0.0, self.alone_us - self.hit_us) + self.return_us
 
     @property
     def footprint_byte_us(self) -> float:
@@ -343,6 +349,9 @@ def estimate(
     scored_tokens = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
     cached_tokens = 0 if cached.tier is PrefixTier.NONE else min(cached.tokens, prefix_tokens)
     tail_tokens = prefix_tokens - cached_tokens
+    if tail_tokens and cached_tokens and latency.tail_stays_in_suffix(cached_tokens, tail_tokens, scored_tokens):
+        # The worker ranks the tail with the suffix, if the model's longest suffix has room for it.
+        scored_tokens, prefix_tokens, tail_tokens = scored_tokens + tail_tokens, cached_tokens, 0
     prepare_us = latency.append_us(cached_tokens, tail_tokens) if tail_tokens else 0.0
     return_us = 0.0
     if (
@@ -387,9 +396,9 @@ def usable_lead_us(impression: ImpressionFacts, owner: OwnerView, lead_fraction:
     return lead_us - (1 - min(share, 1.0)) * (impression.expected_ranking_at_us - began_us)
 
 
-def feasible(preinfer_queue_us: float, prepare_us: float, usable_us: float) -> bool:
-    """Whether the prefix can be ready within the usable lead time."""
-    return preinfer_queue_us + prepare_us <= usable_us
+def feasible(preinfer_queue_us: float, prepare_us: float, usable_us: float, ranking_budget_us: float) -> bool:
+    """Whether the job comes before its request, and the prefix can be ready by the time at which the job is due."""
+    return usable_us > 0 and preinfer_queue_us + prepare_us <= usable_us + LATE_PART * ranking_budget_us
 
 
 def expired(impression: ImpressionFacts, now_us: int) -> bool:
@@ -422,7 +431,7 @@ def decide(
     cost = estimate(impression, behaviours, owner, limits, now_us, cached, return_chance)
     reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us, margins)
     if buckets is not None:
-        buckets.count_ranking(cost.hit_us if reason is None else cost.alone_us, now_us)
+        buckets.count_ranking(cost.alone_us if reason is DecisionReason.NOT_AT_RISK else cost.hit_us, now_us)
     if reason is None:
         return Decision(True, DecisionReason.ADMITTED, cost)
     return Decision(False, reason, cost)
@@ -461,7 +470,8 @@ def _refused_by(
     ):
         return DecisionReason.NOT_AT_RISK
     usable_us = usable_lead_us(impression, owner, limits.lead_fraction, now_us)
-    if not feasible(owner.preinfer_queue_us, owner.caution * cost.prepare_us, usable_us):
+    prepare_us = owner.caution * cost.prepare_us
+    if not feasible(owner.preinfer_queue_us, prepare_us, usable_us, impression.ranking_budget_us):
         return DecisionReason.INFEASIBLE
     refusal = None if buckets is None else buckets.admit(cost, now_us, impression.scenario)
     return None if refusal is None else _REFUSED[refusal]

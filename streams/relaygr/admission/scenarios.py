@@ -20,7 +20,6 @@ from typing import Annotated, Final
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from relaygr.runtime.settings import Section
-from relaygr.schemas.digest import BLOCK
 from relaygr.schemas.limits import (
     DEFAULT_SCENARIO,
     MAX_BEHAVIOURS,
@@ -70,9 +69,6 @@ class ScenarioSettings(Section):
     ] = None
     assumed_behaviours: Annotated[
         int | None, Field(ge=0, le=MAX_BEHAVIOURS, description="trigger.assumed_behaviours of this scenario")
-    ] = None
-    recent_behaviours: Annotated[
-        int | None, Field(ge=0, multiple_of=BLOCK, description="worker.recent_behaviours of this scenario")
     ] = None
     topic_prefix: str | None = Field(
         None, description="prefix of topics and groups of its own, with a trigger and workers of its own"

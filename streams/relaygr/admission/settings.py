@@ -23,7 +23,7 @@ class AdmissionSettings(Section):
     ] = 0.1
     load_limit: Annotated[
         float, Field(gt=0, le=1, description="rho: device load, ranking included, up to which jobs are admitted")
-    ] = 0.8
+    ] = 0.95
     preinfer_share: Annotated[
         float, Field(ge=0, le=0.9, description="share of device time that jobs get even if ranking needs all of it")
     ] = 0.1

@@ -15,7 +15,6 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
-from relaygr.schemas.digest import BLOCK
 from relaygr.schemas.limits import MAX_BUDGET_MS, MAX_MESSAGE_BYTES
 from relaygr.tracing.settings import TracingSettings
 from relaygr.worker.cache.policies import DEFAULT_POLICY, PolicyName
@@ -175,16 +174,15 @@ class WorkerSettings(Section):
             "at most a quarter of the limit",
         ),
     ] = 512
-    recent_behaviours: Annotated[
+    longest_tail: Annotated[
         int,
         Field(
             ge=0,
-            multiple_of=BLOCK,
-            description="a prefix ends at a multiple of this many behaviours, and the newer ones are ranked with the "
-            "suffix, if the model's longest suffix has room for them: a history that grows by less changes no cached "
-            "page, but each ranking pass is longer; 0: the prefix is the whole history",
+            description="at most this many behaviours that a cached prefix lacks are ranked with the suffix where that "
+            "is cheaper than to append them, and the model's longest suffix has room; 0: every history that grew is "
+            "appended, if there is time",
         ),
-    ] = 0
+    ] = 256
     parked_jobs_max: Annotated[
         int,
         Field(

@@ -11,7 +11,6 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from relaygr.bench.headline.systems import RECENT_STEP
 from relaygr.worker.model.config import ModelConfig
 
 ITEMS = 10_000
@@ -22,6 +21,7 @@ REUSES = (0.0, 0.6)
 """Every cell is measured at these shares of returning users, too. 0.6 is the only hit rate of such a system in
 production that is public (SequenceO1).
 """
+TAIL_ROOM = 64
 SHORT = 1 / 4
 """The history at which figure A takes the capacity of B0, as a factor of the cell's median."""
 
@@ -76,8 +76,8 @@ class Cell:
 
     @property
     def longest_suffix(self) -> int:
-        """With room for what R-recent ranks there."""
-        return self.suffix + RECENT_STEP
+        """With room for behaviours that came since the prefix was computed."""
+        return self.suffix + TAIL_ROOM
 
     @property
     def digest(self) -> str:

@@ -12,9 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-RECENT_STEP = 64
-"""Prefixes of R-recent end at a multiple of it."""
-
 
 class System(enum.StrEnum):
     """A compared system."""
@@ -39,8 +36,8 @@ class System(enum.StrEnum):
     """A prefix is computed in one piece."""
     R_APPEND = "R-append"
     """A history that grew is computed in full."""
-    R_RECENT = "R-recent"
-    """The newest behaviours, up to 63, are ranked with the suffix: most appends become longer ranking passes."""
+    R_TAIL = "R-tail"
+    """Each history that grew is appended to its prefix, however short its tail is."""
     O = "O"  # noqa: E741 - its name in the literature
     """The oracle: the K,V of every request is ready in HBM, and computing it cost nothing."""
 
@@ -73,12 +70,12 @@ FLAGS = {
         events=True, chunks=False, settings={"worker.chunk_ms": 60_000.0, "worker.longest_chunk_ms": 60_000.0}
     ),
     System.R_APPEND: SystemFlags(events=True, settings={"worker.extend_prefixes": False}),
-    System.R_RECENT: SystemFlags(events=True, settings={"worker.recent_behaviours": RECENT_STEP}),
+    System.R_TAIL: SystemFlags(events=True, settings={"worker.longest_tail": 0}),
     System.O: SystemFlags(settings={"worker.dram_bytes": 0}),
 }
 """B0 is the first in every order: the others are compared with it."""
 QUICK_SYSTEMS = (System.B0, System.C, System.R, System.O)
 ABLATIONS = (
     System.R, System.R_HBM, System.R_ALWAYS, System.R_ADMIT, System.R_SHARE, System.R_UNCUT, System.R_APPEND,
-    System.R_RECENT,
+    System.R_TAIL,
 )  # fmt: skip

@@ -22,13 +22,21 @@ from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.record import record
-from relaygr.worker.cache import PageCopy, PrefixCache, Tier
+from relaygr.worker.cache import Handle, PageCopy, PrefixCache, Tier
 from relaygr.worker.cache.results import PageArray
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler, WorkClass
 from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
-from relaygr.worker.executor.work import HeldMemory, JobOutcome, JobWork, PrefixWork, RankingWork, RecentIds
+from relaygr.worker.executor.work import (
+    HeldMemory,
+    JobOutcome,
+    JobWork,
+    PrefixWork,
+    RankingWork,
+    RecentIds,
+    ResolvedPrefix,
+)
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.results import ResultWriter
@@ -233,12 +241,6 @@ class ExecutorContext:
             self.parts.histories,
             engine,
             settings.anchor_behaviours,
-            settings.recent_behaviours,
-            recent_of={
-                name: scenario.recent_behaviours
-                for name, scenario in self.parts.scenarios.items()
-                if scenario.recent_behaviours is not None
-            },
             extend_prefixes=settings.extend_prefixes,
         )
         self.chunking = Chunking(
@@ -264,12 +266,28 @@ class ExecutorContext:
         self.chunking = replace(self.chunking, chunk_us=1 / mean)
         return replace(self.chunking, chunk_us=bound_us)
 
-    def charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:
-        """Counts device time that was just used for work of this class."""
+    def tail_stays_in_suffix(
+        self, prefix: ResolvedPrefix, cached: Handle, suffix_behaviours: int, scored_tokens: int
+    ) -> bool:
+        """Whether a request with this suffix is ranked on the `cached` part, with the rest of the prefix in the suffix,
+        although there is time to append it.
+        """
+        tail = len(prefix.behaviours) - cached.behaviours
+        if tail > self.parts.settings.longest_tail:
+            return False
+        if not self.resolver.tail_may_be_suffix(prefix, cached.behaviours, suffix_behaviours):
+            return False
+        latency = self.parts.corrector.model_at(prefix.tokens)
+        return latency.tail_stays_in_suffix(cached.tokens, prefix.tokens - cached.tokens, scored_tokens)
+
+    def charge(self, work_class: WorkClass, duration_us: int, now_us: int, *, had_job: bool = False) -> None:
+        """Counts device time that was just used for work of this class. `had_job`: it computed a prefix, and a job had
+        come for it. The job admission counts such work as no ranking load, as the trigger does.
+        """
         self.scheduler.charge(work_class, duration_us, now_us)
         self.parts.metrics.device_seconds[work_class].inc(duration_us / 1e6)
         self.last_progress_us = now_us
-        if work_class is WorkClass.RANKING:
+        if work_class is WorkClass.RANKING and not had_job:
             self._ranking_passes.append((duration_us, now_us))
             if len(self._ranking_passes) >= MAX_UNCOUNTED_PASSES:
                 self.count_ranking_passes()

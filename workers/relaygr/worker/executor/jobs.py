@@ -91,7 +91,7 @@ class Jobs:
         if history.history is None:
             return self._end(work, JobOutcome.NO_HISTORY)
         expected = Scored(job.expected_suffix, job.expected_candidates)
-        prefix = resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected, scenario=job.scenario)
+        prefix = resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected)
         if not self._context.held_by_jobs.keep(work, prefix):
             return self._end(work, JobOutcome.SHED)
         return self._pre_infer(work, prefix)
@@ -109,7 +109,7 @@ class Jobs:
         if isinstance(found, PendingPrefix):
             return self._wait_for_reload(work, prefix, found)
         handle = found.handle if isinstance(found, Hit) else None
-        if handle is not None and handle.complete:
+        if handle is not None and self._is_ready(work, prefix, handle):
             self._prefixes.begin_job(work)
             self._lease(work, prefix)
             cache.release(handle)
@@ -126,6 +126,16 @@ class Jobs:
             cache.release(handle)
         return self._wait_for_reload(work, prefix, pending)
 
+    def _is_ready(self, work: JobWork, prefix: ResolvedPrefix, handle: Handle) -> bool:
+        """Whether the request can be ranked on `handle` as it is: on the whole prefix, or with its tail as suffix."""
+        return handle.complete or self._context.tail_stays_in_suffix(
+            prefix, handle, work.job.expected_suffix, self._scored_tokens(work)
+        )
+
+    def _scored_tokens(self, work: JobWork) -> int:
+        """Suffix tokens and candidates of the expected request."""
+        return self._context.resolver.scored_tokens(work.job.expected_suffix, work.job.expected_candidates)
+
     # -- waiting -------------------------------------------------------------------------------------
 
     def _wait_for_reload(self, work: JobWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
@@ -139,7 +149,7 @@ class Jobs:
         found = self._parts.cache.acquire(prefix.key, now_us, purpose=Purpose.PRE_INFER)
         if not isinstance(found, Hit):
             return self._queue(work, prefix, now_us, None)
-        if not found.handle.complete:
+        if not self._is_ready(work, prefix, found.handle):
             return self._queue(work, prefix, now_us, found.handle)
         self._lease(work, prefix)
         self._parts.cache.release(found.handle)
@@ -180,10 +190,9 @@ class Jobs:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
             return JobOutcome.EXPIRED
-        job, latency = work.job, self._parts.corrector.model_at(prefix.tokens)
-        scored_tokens = self._context.engine.layout.tokens_per_behaviour * job.expected_suffix + job.expected_candidates
+        latency = self._parts.corrector.model_at(prefix.tokens)
         self._context.count_ranking_passes()
-        return self._parts.admission.refuse(work, prefix, done_tokens, scored_tokens, prepare_us, latency)
+        return self._parts.admission.refuse(work, prefix, done_tokens, self._scored_tokens(work), prepare_us, latency)
 
     def _shed(self) -> None:
         """If the pre-infer queue is full, drops expired jobs, then the job that saves the least time."""

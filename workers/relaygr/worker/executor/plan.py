@@ -4,7 +4,9 @@ Pure decisions over predictions.
 The routes, in order of preference:
 
 1. rank on the whole prefix, after computing the tokens that are not cached; the cache keeps them;
-2. rank on the cached part, with the rest of the prefix in the suffix: exact, too, but the cache keeps nothing new;
+2. rank on the cached part, with the rest of the prefix in the suffix: exact, too, but the cache keeps nothing new. This
+   comes first where the rest is short (`LatencyModel.tail_stays_in_suffix`): a few behaviours lengthen a pass by far
+   less than a pass of their own takes;
 3. rank on the newest part of the history that fits into the time;
 4. reject: no request is served that cannot be answered in time.
 
@@ -218,22 +220,25 @@ def plan_ranking(
     remaining_us: int,
     latency: LatencyModel,
     chunking: Chunking,
+    *,
     tail_may_be_suffix: bool = False,
+    tail_stays_in_suffix: bool = False,
 ) -> RoutePlan:
     """The best route that ends within `remaining_us`, with the first `cached_tokens` of the prefix in HBM.
 
     `scored_tokens`: suffix tokens + candidates. `tail_may_be_suffix`: the model allows the tokens that are not
-    cached to be ranked in the suffix, and there are not too many of them.
+    cached to be ranked in the suffix, and there are not too many of them. `tail_stays_in_suffix`: this is also cheaper
+    than to compute them.
     """
     compute_us = chunking.duration_us(cached_tokens, prefix_tokens, latency)
-    predicted_us = latency.hit_us(prefix_tokens, scored_tokens) + compute_us
-    if predicted_us <= remaining_us:
-        return RoutePlan(Route.WHOLE, int(predicted_us), prefix_tokens, compute_us)
+    whole_us = latency.hit_us(prefix_tokens, scored_tokens) + compute_us
     tail_tokens = prefix_tokens - cached_tokens
     if tail_may_be_suffix and 0 < tail_tokens < prefix_tokens:
         predicted_us = latency.hit_us(cached_tokens, scored_tokens + tail_tokens)
-        if predicted_us <= remaining_us:
+        if (tail_stays_in_suffix or whole_us > remaining_us) and predicted_us <= remaining_us:
             return RoutePlan(Route.TAIL_AS_SUFFIX, int(predicted_us), cached_tokens)
+    if whole_us <= remaining_us:
+        return RoutePlan(Route.WHOLE, int(whole_us), prefix_tokens, compute_us)
     return plan_truncation(prefix_tokens, scored_tokens, remaining_us, latency, chunking)
 
 

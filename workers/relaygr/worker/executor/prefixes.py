@@ -385,7 +385,8 @@ class Prefixes:
     def count(self, chunk: Chunk, duration_us: int, now_us: int) -> None:
         """The chunk is written and took `duration_us`: queues the next chunk, or publishes the prefix."""
         work = chunk.work
-        self._context.charge(work.work_class, duration_us, now_us)
+        had_job = any(waiter.was_announced for waiter in work.waiters)
+        self._context.charge(work.work_class, duration_us, now_us, had_job=had_job)
         if work.waiters:
             self._context.scheduler.backlog.done_us += duration_us
         for waiter in work.waiters:

@@ -234,9 +234,7 @@ class Requests:
             return None
         if history.is_behind and self._waits_for_history(work, scored):
             return None
-        prefix = resolver.prefix(
-            request.user_id, history, request.query_time_ms, scored, request.suffix, request.scenario
-        )
+        prefix = resolver.prefix(request.user_id, history, request.query_time_ms, scored, request.suffix)
         if request.diverted is not None:
             _describe_as(prefix, request.diverted)
         if not self._context.held_by_requests.keep(work, prefix):
@@ -278,7 +276,8 @@ class Requests:
             self._time_left_us(work, now_us),
             self._parts.corrector.model_at(prefix.tokens),
             self._context.chunking,
-            suffix is not None,
+            tail_may_be_suffix=suffix is not None,
+            tail_stays_in_suffix=handle is not None and self._tail_stays_in_suffix(work, handle),
         )
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
             return self._rank_with_tail(work, handle, suffix, now_us)
@@ -289,6 +288,11 @@ class Requests:
         if handle is not None:
             self._parts.cache.release(handle)
         return self._serve_in_full(work, prefix, plan, now_us)
+
+    def _tail_stays_in_suffix(self, work: RankingWork, handle: Handle) -> bool:
+        assert work.prefix is not None
+        suffix_behaviours = len(work.prefix.suffix)
+        return self._context.tail_stays_in_suffix(work.prefix, handle, suffix_behaviours, work.prefix.scored_tokens)
 
     def _cut_short(self, work: RankingWork, prefix: ResolvedPrefix, left_us: int, now_us: int) -> None:
         """There is no time for the whole prefix: ranks on the newest part of the history that fits, or rejects."""
@@ -306,7 +310,7 @@ class Requests:
         """Ranks on the cached part, with the tail of the prefix in `suffix`. Exact, but keeps no K,V of the tail."""
         scored_tokens = self._context.resolver.scored_tokens(len(suffix), work.request.candidates.size)
         self._rank_on(work, handle.tokens, suffix, scored_tokens)
-        self._rank_on_handle(work, handle, Path.HBM, now_us)
+        self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM, now_us)
 
     def _serve_in_full(self, work: RankingWork, prefix: ResolvedPrefix, plan: RoutePlan, now_us: int) -> None:
         """Full inference over the whole prefix or its newest part; or a rejection."""
@@ -483,14 +487,18 @@ class Requests:
         found = self._parts.cache.acquire(work.prefix.key, now_us, purpose=Purpose.AGAIN, arriving=True)
         if not isinstance(found, Hit):
             return
-        if not found.handle.complete:
-            self._parts.cache.release(found.handle)
+        handle = found.handle
+        if not handle.complete and not self._tail_stays_in_suffix(work, handle):
+            self._parts.cache.release(handle)
             return
         self._end_wait(wait)
         work.reloaded_us = now_us
         work.reload_us += now_us - wait.started_us
         try:
-            self._rank_on_handle(work, found.handle, Path.DRAM, now_us)
+            if handle.complete:
+                self._rank_on_handle(work, handle, Path.DRAM, now_us)
+            else:
+                self.rank_on_cached_part(work, handle)
         except Exception as error:
             self._failed(work, error)
 

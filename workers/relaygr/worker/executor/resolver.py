@@ -9,7 +9,6 @@ of a history may be left to the suffix, so that a history that grew a little has
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final, Protocol
@@ -17,8 +16,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain, digest_chain, extend_chain
-from relaygr.schemas.messages import DEFAULT_SCENARIO, Behaviours, History
+from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, extend_chain
+from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import BYTES_PER_TOKEN, ResolvedPrefix
@@ -57,19 +56,12 @@ class PrefixResolver:
         histories: HistoryReader,
         engine: Engine,
         anchor_behaviours: int,
-        recent_behaviours: int = 0,
         *,
-        recent_of: Mapping[str, int] | None = None,
         extend_prefixes: bool = True,
     ) -> None:
-        """`recent_behaviours`: prefixes end at a multiple of it, itself a multiple of BLOCK; 0: at the newest one.
-        `recent_of`: the same by scenario, where it differs.
-        `extend_prefixes` false: a cached prefix of a shorter history is a miss.
-        """
-        self._recent_of = recent_of or {}
+        """`extend_prefixes` false: a cached prefix of a shorter history is a miss."""
         self._histories = histories
         self._engine = engine
-        self._recent_behaviours = recent_behaviours
         self._growable = engine.rules.grows and extend_prefixes
         self._anchor_behaviours = longest_anchor(anchor_behaviours, engine.limits)
 
@@ -88,7 +80,6 @@ class PrefixResolver:
         query_time_ms: int,
         scored: Scored,
         suffix: Behaviours = _NO_SUFFIX,
-        scenario: str | None = None,
     ) -> ResolvedPrefix:
         """The prefix of a resolved history; of an unknown one, that of a user without behaviours or features.
 
@@ -112,16 +103,6 @@ class PrefixResolver:
             chain = extend_chain(chain, behaviours)
         cut = window(history, chain, engine.limits.max_prefix_behaviours, self._anchor_behaviours)
         behaviours, chain = cut.history.behaviours, cut.chain
-        step = self._recent_of.get(scenario or DEFAULT_SCENARIO, self._recent_behaviours)
-        if step and rules.grows:
-            recent = chain.length % step
-            followed_by += recent
-            if recent == chain.length or followed_by > engine.limits.max_suffix_behaviours:
-                followed_by -= recent
-            elif recent:
-                suffix = behaviours[-recent:] + suffix
-                behaviours = behaviours[:-recent]
-                chain = DigestChain(chain.seed, chain.blocks[: len(behaviours) // BLOCK], len(behaviours))
         features, held_bytes = history.features, 0
         if folded or resolved.status is not HistoryStatus.INLINE:
             # The arrays of an inline history are counted with its message.
@@ -165,11 +146,15 @@ class PrefixResolver:
 
     def tail_as_suffix(self, prefix: ResolvedPrefix, cached_behaviours: int) -> Behaviours | None:
         """The behaviours after the first `cached_behaviours`, with the suffix; None where they may not be a suffix."""
-        tail = len(prefix.behaviours) - cached_behaviours
-        too_long = tail + len(prefix.suffix) > self._engine.limits.max_suffix_behaviours
-        if not self._engine.rules.grows or cached_behaviours == 0 or too_long:
+        if not self.tail_may_be_suffix(prefix, cached_behaviours, len(prefix.suffix)):
             return None
         return prefix.behaviours[cached_behaviours:] + prefix.suffix
+
+    def tail_may_be_suffix(self, prefix: ResolvedPrefix, cached_behaviours: int, suffix_behaviours: int) -> bool:
+        """Whether the model takes the behaviours after the first `cached_behaviours` before a suffix of this length."""
+        tail = len(prefix.behaviours) - cached_behaviours
+        limits, rules = self._engine.limits, self._engine.rules
+        return rules.grows and cached_behaviours > 0 and tail + suffix_behaviours <= limits.max_suffix_behaviours
 
     def scored_tokens(self, suffix_behaviours: int, candidates: int) -> int:
         """The tokens of a ranking pass, as the latency model counts them."""

@@ -11,6 +11,7 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from relaygr.admission.policy import LATE_PART
 from relaygr.consumer import Received
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import Behaviours, HistoryVersion, Path, PrefixSource, PreInferJob, RankingRequest
@@ -142,10 +143,8 @@ class JobWork:
 
     @property
     def due_us(self) -> int:
-        """When the prefix must be ready: half of the ranking budget after the request is expected. With an earlier time
-        the job would go before requests that have less time than its own request will have.
-        """
-        return (self.expected_ranking_us + self.expires_us) // 2
+        """When the prefix must be ready: see `LATE_PART`."""
+        return self.expected_ranking_us + int(LATE_PART * (self.expires_us - self.expected_ranking_us))
 
 
 @dataclass(slots=True, eq=False)
