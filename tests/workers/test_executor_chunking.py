@@ -12,6 +12,7 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.executor.plan import (
     LEAST_CHUNK_CUTS,
+    MOST_COUNTED,
     PREDICTION_MARGIN,
     Chunking,
     ExpectedArrivals,
@@ -92,20 +93,21 @@ def test_a_chunk_leaves_the_most_urgent_request_its_time(
         assert bound_us <= max(shortest_us, leaves_us, LEAST_CHUNK_CUTS * cut_us)
 
 
-@given(some_us, some_us, costs_us, times_us, times_us, gaps_us)
+@given(some_us, some_us, costs_us, times_us, times_us, gaps_us, st.integers(1, 9))
 def test_however_dear_a_cut_is_a_chunk_takes_no_time_of_a_waiting_request(
-    shortest_us: float, longest_us: float, cut_us: float, slack_us: float, arrival_us: float, others_us: float
+    shortest_us: float, longest_us: float, cut_us: float, slack_us: float, arrival_us: float, others_us: float, n: int
 ) -> None:
-    bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, slack_us, arrival_us, others_us)
+    bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, slack_us, arrival_us, others_us, n)
     assert bound_us <= max(shortest_us, slack_us / PREDICTION_MARGIN)
 
 
-@given(some_us, some_us, costs_us, times_us, gaps_us)
-def test_a_chunk_takes_a_few_times_what_its_cut_costs_while_nobody_waits(
-    shortest_us: float, longest_us: float, cut_us: float, arrival_us: float, others_us: float
+@given(some_us, some_us, costs_us, times_us, gaps_us, st.integers(1, 9))
+def test_a_chunk_takes_a_few_times_what_its_cut_costs_while_no_request_waits_and_more_behind_other_prefixes(
+    shortest_us: float, longest_us: float, cut_us: float, arrival_us: float, others_us: float, prefixes: int
 ) -> None:
-    bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, math.inf, arrival_us, others_us)
-    assert bound_us >= min(LEAST_CHUNK_CUTS * cut_us, longest_us)
+    bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, math.inf, arrival_us, others_us, prefixes)
+    assert bound_us >= min(LEAST_CHUNK_CUTS * min(prefixes, MOST_COUNTED) * cut_us, longest_us)
+    assert bound_us >= chunk_bound_us(shortest_us, longest_us, cut_us, math.inf, arrival_us, others_us)
 
 
 @given(some_us, some_us, costs_us)

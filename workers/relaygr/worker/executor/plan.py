@@ -87,22 +87,32 @@ class Chunking:
 
 
 def chunk_bound_us(
-    shortest_us: float, longest_us: float, cut_us: float, slack_us: float, arrival_us: float, others_us: float
+    shortest_us: float,
+    longest_us: float,
+    cut_us: float,
+    slack_us: float,
+    arrival_us: float,
+    others_us: float,
+    prefixes: int = 1,
 ) -> float:
     """The longest time of the next chunk, between `shortest_us` and `longest_us`.
 
-    `cut_us`: what a cut costs. A chunk has at least a few times that, unless a waiting request would lose time by it.
+    `cut_us`: what a cut costs. A chunk has at least a few times that, unless a waiting request would lose time by it;
+    more if other `prefixes` wait, this one included: under load the cost of cuts makes more requests late than waiting
+    for a chunk does.
     `slack_us`: time until the most urgent waiting request has to start. `arrival_us`: time until an announced request
     may arrive. `others_us`: mean time between requests that nobody announces. Each is infinite if there is none.
     """
     waiting_us = slack_us / PREDICTION_MARGIN
     leaves_us = min(waiting_us, arrival_us, others_us * DELAYED_SHARE)
-    worthwhile_us = min(LEAST_CHUNK_CUTS * cut_us, waiting_us)
+    worthwhile_us = min(LEAST_CHUNK_CUTS * min(prefixes, MOST_COUNTED) * cut_us, waiting_us)
     return min(max(leaves_us, worthwhile_us, shortest_us), max(longest_us, shortest_us))
 
 
 LEAST_CHUNK_CUTS = 5
 """A chunk takes at least this many times what its cut costs, if no waiting request needs the time."""
+MOST_COUNTED = 4
+"""Waiting prefixes beyond this number lengthen chunks no more."""
 
 
 PREDICTION_MARGIN = 1.25
