@@ -112,6 +112,14 @@ class TestReloadByLayers:
         assert took_us < 0.7 * serial_us
         assert work.reload_us == pytest.approx(COPY_US, abs=10)
 
+    def test_a_short_tail_is_ranked_with_the_suffix_after_the_reload(
+        self, world: OverlapWorld, stored: HistoryVersion
+    ) -> None:
+        self.reload(world, world.put("ann", 1, stored.length + 8))
+        work = world.work("again")
+        assert (work.path, work.tokens_cached, len(work.suffix)) == (Path.DRAM, stored.length, 8)
+        assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
+
     def test_the_reload_is_published_and_the_next_request_finds_it_in_hbm(
         self, world: OverlapWorld, stored: HistoryVersion
     ) -> None:

@@ -268,7 +268,10 @@ class Requests:
 
     def _plan(self, work: RankingWork, prefix: ResolvedPrefix, handle: Handle | None, now_us: int) -> None:
         """Computes the missing part of the prefix if there is time for it; else less, or nothing."""
-        suffix = self._context.resolver.tail_as_suffix(prefix, handle.behaviours) if handle is not None else None
+        suffix, stays = None, False
+        if handle is not None:
+            suffix = self._context.resolver.tail_as_suffix(prefix, handle.behaviours)
+            stays = self._context.tail_stays_in_suffix(prefix, handle, len(prefix.suffix), prefix.scored_tokens)
         plan = plan_ranking(
             prefix.tokens,
             work.scored_tokens,
@@ -277,7 +280,7 @@ class Requests:
             self._parts.corrector.model_at(prefix.tokens),
             self._context.chunking,
             tail_may_be_suffix=suffix is not None,
-            tail_stays_in_suffix=handle is not None and self._tail_stays_in_suffix(work, handle),
+            tail_stays_in_suffix=stays,
         )
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
             return self._rank_with_tail(work, handle, suffix, now_us)
@@ -288,11 +291,6 @@ class Requests:
         if handle is not None:
             self._parts.cache.release(handle)
         return self._serve_in_full(work, prefix, plan, now_us)
-
-    def _tail_stays_in_suffix(self, work: RankingWork, handle: Handle) -> bool:
-        assert work.prefix is not None
-        suffix_behaviours = len(work.prefix.suffix)
-        return self._context.tail_stays_in_suffix(work.prefix, handle, suffix_behaviours, work.prefix.scored_tokens)
 
     def _cut_short(self, work: RankingWork, prefix: ResolvedPrefix, left_us: int, now_us: int) -> None:
         """There is no time for the whole prefix: ranks on the newest part of the history that fits, or rejects."""
@@ -310,7 +308,7 @@ class Requests:
         """Ranks on the cached part, with the tail of the prefix in `suffix`. Exact, but keeps no K,V of the tail."""
         scored_tokens = self._context.resolver.scored_tokens(len(suffix), work.request.candidates.size)
         self._rank_on(work, handle.tokens, suffix, scored_tokens)
-        self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM, now_us)
+        self._rank_on_handle(work, handle, Path.HBM, now_us)
 
     def _serve_in_full(self, work: RankingWork, prefix: ResolvedPrefix, plan: RoutePlan, now_us: int) -> None:
         """Full inference over the whole prefix or its newest part; or a rejection."""
@@ -487,18 +485,14 @@ class Requests:
         found = self._parts.cache.acquire(work.prefix.key, now_us, purpose=Purpose.AGAIN, arriving=True)
         if not isinstance(found, Hit):
             return
-        handle = found.handle
-        if not handle.complete and not self._tail_stays_in_suffix(work, handle):
-            self._parts.cache.release(handle)
+        if not found.handle.complete:
+            self._parts.cache.release(found.handle)
             return
         self._end_wait(wait)
         work.reloaded_us = now_us
         work.reload_us += now_us - wait.started_us
         try:
-            if handle.complete:
-                self._rank_on_handle(work, handle, Path.DRAM, now_us)
-            else:
-                self.rank_on_cached_part(work, handle)
+            self._rank_on_handle(work, found.handle, Path.DRAM, now_us)
         except Exception as error:
             self._failed(work, error)
 
