@@ -1,8 +1,8 @@
 """Measures one, two and three trigger processes: `python -m benchmarks.triggers --broker kafka`.
 
-Every event wants a job that takes 2 ms of its worker's device. The worker's statuses are made up, and its latency model
-leaves jobs 30 % of the device (`admission.preinfer_share`). So the budget is 150 jobs a second, however many processes
-decide. For each number of processes:
+Every event wants a job that takes 2 ms of its worker's device. The worker's statuses are made up, and by its latency
+model the rankings fill the device. That leaves jobs 10 % of it (`admission.preinfer_share`), so the budget is 50 jobs a
+second, however many processes decide. For each number of processes:
 
 * `drain`: they read a topic that was filled before, as fast as they can;
 * `steady`: `--load` (80 %) of that rate is offered for `--seconds`;

@@ -32,6 +32,8 @@ from relaygr.settings import Settings
 
 PARTITIONS: Final = 24
 JOB_US: Final = 2_000
+HIT_US: Final = 10_000
+"""A few hundred rankings a second fill the device, so jobs get their guaranteed share and no more."""
 FULL_US: Final = 20_000
 """Device time of a request without a job: even at low rates ranking takes more than the device has."""
 BUDGET_MS: Final = 10
@@ -257,7 +259,7 @@ class _Run:
             partitions=tuple(range(PARTITIONS)), model_revision="bench", kv_bytes_per_token=1, contextual_tokens=0,
             tokens_per_behaviour=1, max_prefix_behaviours=8192, hbm_capacity_bytes=2**50, hbm_free_bytes=2**50,
             dram_capacity_bytes=0, dram_free_bytes=0, ranking_queue_p99_us=0, preinfer_queue_us=0,
-            latency=LatencyCoefficients(FULL_US, 0, 0, JOB_US, 0, 0, 100, 0, 0, 0, 0),
+            latency=LatencyCoefficients(FULL_US, 0, 0, JOB_US, 0, 0, HIT_US, 0, 0, 0, 0),
         )  # fmt: skip
         producer = make_producer(self._settings, ProducerKind.LATENCY, "bench-statuses")
         while not self._stopping.wait(STATUS_S):

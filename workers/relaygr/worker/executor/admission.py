@@ -71,6 +71,7 @@ class JobAdmission:
             new_bytes=tail_tokens * self._geometry.bytes_per_token,
             lead_us=work.expected_ranking_us - now_us,
             alive_us=self._alive_us(work, now_us),
+            cached_tokens=cached_tokens,
         )
         refusal = self._buckets.admit(estimate, now_us, work.job.scenario or DEFAULT_SCENARIO)
         return None if refusal is None else _OUTCOMES[refusal]
