@@ -161,7 +161,7 @@ def test_behaviours_of_the_log_continue_a_history_without_the_oldest(log: Path) 
     for offset, event in enumerate(publishing._events(read, None)):
         if event.user_id == read.users[0]:
             draft.add(event, offset, 0)
-    stored = assembled("user-0", draft.head_bytes(), [])
+    stored = assembled("user-0", draft.head, draft.head_bytes(), [])
     assert stored.history.behaviours.items.tolist() == [15, 20, 25, 30, 35, 40, 45]
     assert not stored.has_gap
 

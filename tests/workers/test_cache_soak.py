@@ -75,7 +75,7 @@ class Soak:
         number = int(self.random.paretovariate(0.8)) % USERS
         length = 20 + number % 90 + (self.operations // 20_000 + number) % 40
         seed = (number % 7 + generation).to_bytes(DIGEST_BYTES, "little")
-        blocks = tuple(
+        blocks = b"".join(
             (number * 1_000 + min(length, (block + 1) * BLOCK)).to_bytes(DIGEST_BYTES, "little")
             for block in range(-(-length // BLOCK))
         )

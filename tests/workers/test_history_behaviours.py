@@ -337,7 +337,7 @@ def test_times_are_raised_alike_however_the_history_was_cut_into_blocks(times: l
         new = Behaviours(np.array([offset]), np.zeros(1, "<u2"), np.array([time_ms]))
         draft.add(BehaviourEvent("ann", new), offset, 0)
     chunks = [draft.written[index] for index in range(draft.head.chunks)]
-    stored = records_module.assembled("ann", draft.head_bytes(), chunks)
+    stored = records_module.assembled("ann", draft.head, draft.head_bytes(), chunks)
     sent = np.concatenate((np.arange(base) - 100, times))
     assert stored.history.behaviours.timestamps_ms.tolist() == np.maximum.accumulate(sent).tolist()
     assert stored.chain == digest_chain(FEATURES, stored.history.behaviours)

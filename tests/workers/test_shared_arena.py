@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
+from relaygr.schemas.digest import DIGEST_BYTES
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache import Miss, MissReason, PendingOutcome, PendingPrefix, PrefixKey, SpillOutcome, Tier
 from relaygr.worker.cache.entries import CacheEntry
@@ -403,7 +404,8 @@ IMPOSSIBLE = {
     "with other tokens than its behaviours have": replace(POSSIBLE, tokens=101),
     "of nobody": replace(POSSIBLE, key=replace(POSSIBLE.key, user_id="")),
     "whose digests are not as many as its blocks": replace(
-        POSSIBLE, key=replace(POSSIBLE.key, chain=replace(POSSIBLE.key.chain, blocks=POSSIBLE.key.chain.blocks[:1]))
+        POSSIBLE,
+        key=replace(POSSIBLE.key, chain=replace(POSSIBLE.key.chain, packed=POSSIBLE.key.chain.packed[:DIGEST_BYTES])),
     ),
 }
 

@@ -48,7 +48,7 @@ def records(draw: st.DrawFn) -> IndexRecord:
     key = PrefixKey(
         user_id=draw(st.text(min_size=1, max_size=60)),
         namespace=draw(st.binary(min_size=1, max_size=32)),
-        chain=DigestChain(draw(digests), blocks, length),
+        chain=DigestChain(draw(digests), b"".join(blocks), length),
         marks=tuple(marks),
         growable=draw(st.booleans()),
     )
@@ -91,7 +91,7 @@ def test_the_largest_record_of_a_prefix_fits_its_pages(page_tokens: int, page_co
     key = PrefixKey(
         user_id="u" * 256,
         namespace=b"n" * 64,
-        chain=DigestChain(bytes(16), (bytes(16),) * -(-length // BLOCK), length),
+        chain=DigestChain(bytes(16), bytes(16) * -(-length // BLOCK), length),
         marks=tuple(Mark(number, bytes(16)) for number in range(MAX_MARKS)),
     )
     entry = StoredEntry(key, np.arange(page_count, dtype=np.int32), length, PrefixSource.COMPUTED)

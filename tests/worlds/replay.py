@@ -37,14 +37,16 @@ class KeyMaker:
 
     def key(self, user: int, owner: int, before: PrefixKey | None, shared: int, length: int) -> PrefixKey:
         """A key of `length` behaviours, the first `shared` of which are those of the owner's key before."""
-        blocks: tuple[bytes, ...] = ()
+        blocks = b""
         marks: tuple[Mark, ...] = ()
         if before is not None:
-            blocks = before.chain.blocks[: shared // BLOCK]
+            blocks = before.chain.packed[: shared // BLOCK * DIGEST_BYTES]
             known = (*before.marks, Mark(before.length, before.chain.digest))
             marks = tuple(mark for mark in known if mark.length <= shared and mark.length < length)
         count = -(-length // BLOCK)
-        chain = DigestChain(SEED, blocks + tuple(self._digest() for _ in range(count - len(blocks))), length)
+        chain = DigestChain(
+            SEED, blocks + b"".join(self._digest() for _ in range(count - len(blocks) // DIGEST_BYTES)), length
+        )
         return PrefixKey(f"{user:016x}", b"%d" % owner, chain, marks=marks).held()
 
     def _digest(self) -> bytes:

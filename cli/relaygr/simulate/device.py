@@ -212,7 +212,7 @@ class SharedHistories:
         known = self._known.get(length)
         if known is None:
             behaviours = self._whole[:length]
-            begun = DigestChain(self._chain.seed, self._chain.blocks, length)
+            begun = DigestChain(self._chain.seed, self._chain.packed, length)
             chain = extend_chain(begun, behaviours)
             known = self._known[length] = behaviours, chain, HistoryVersion(length, length, chain.digest)
         return known

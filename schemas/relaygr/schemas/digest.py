@@ -33,26 +33,40 @@ _DOMAIN = b"relaygr.history.1"
 
 @record(frozen=True, slots=True)
 class DigestChain:
-    """Digests of one history: `seed`, `blocks[k]` after behaviours [0, min((k+1)*BLOCK, length))."""
+    """Digests of one history: `seed`, and the digest after each block."""
 
     seed: bytes
-    blocks: tuple[bytes, ...]
+    packed: bytes
+    """The digests after behaviours [0, min((k+1)*BLOCK, length)) for k from 0, `DIGEST_BYTES` each, one after another:
+    a chain of 128 blocks is one object, which a store copies at once."""
     length: int
+
+    @property
+    def blocks(self) -> tuple[bytes, ...]:
+        """The digests of `packed`, each on its own."""
+        return tuple(self.packed[at : at + DIGEST_BYTES] for at in range(0, len(self.packed), DIGEST_BYTES))
 
     @property
     def digest(self) -> bytes:
         """The digest of the whole history."""
-        return self.blocks[-1] if self.blocks else self.seed
+        return self.packed[-DIGEST_BYTES:] or self.seed
+
+    def after(self, blocks: int) -> bytes:
+        """The digest after so many blocks; the seed after none."""
+        return self.packed[(blocks - 1) * DIGEST_BYTES : blocks * DIGEST_BYTES] if blocks else self.seed
 
     def at(self, length: int) -> bytes | None:
         """The digest of the first `length` behaviours; None unless a block or the history ends there."""
         if length == self.length:
             return self.digest
-        if length == 0:
-            return self.seed
         if length > self.length or length % BLOCK:
             return None
-        return self.blocks[length // BLOCK - 1]
+        return self.after(length // BLOCK)
+
+    def cut(self, length: int, digest: bytes) -> DigestChain:
+        """The chain of the first `length` behaviours, whose digest is `digest`."""
+        packed = self.packed[: length // BLOCK * DIGEST_BYTES]
+        return DigestChain(self.seed, packed + digest if length % BLOCK else packed, length)
 
     def common_length(self, other: DigestChain) -> int:
         """How many leading behaviours are known to be equal: a multiple of BLOCK, or all of both histories."""
@@ -65,7 +79,7 @@ class DigestChain:
         low, high = 0, full_blocks
         while low < high:
             middle = (low + high + 1) // 2
-            if self.blocks[middle - 1] == other.blocks[middle - 1]:
+            if self.after(middle) == other.after(middle):
                 low = middle
             else:
                 high = middle - 1
@@ -74,7 +88,7 @@ class DigestChain:
 
 def digest_chain(features: NDArray, behaviours: Behaviours) -> DigestChain:  # type: ignore[type-arg]
     """The chain of `behaviours` (oldest first) of a user with `features` (i64)."""
-    return extend_chain(DigestChain(_seed(features.astype("<i8", copy=False).tobytes()), (), 0), behaviours)
+    return extend_chain(DigestChain(_seed(features.astype("<i8", copy=False).tobytes()), b"", 0), behaviours)
 
 
 def extend_chain(chain: DigestChain, behaviours: Behaviours) -> DigestChain:
@@ -85,8 +99,8 @@ def extend_chain(chain: DigestChain, behaviours: Behaviours) -> DigestChain:
     """
     length = len(behaviours)
     full = min(chain.length, length) // BLOCK
-    digests = list(chain.blocks[:full])
-    current = digests[-1] if digests else chain.seed
+    digests = [chain.packed[: full * DIGEST_BYTES]]
+    current = chain.after(full)
     items = memoryview(behaviours.items.astype("<i8", copy=False).tobytes())
     actions = memoryview(behaviours.actions.astype("<u2", copy=False).tobytes())
     timestamps = memoryview(behaviours.timestamps_ms.astype("<i8", copy=False).tobytes())
@@ -98,7 +112,7 @@ def extend_chain(chain: DigestChain, behaviours: Behaviours) -> DigestChain:
         digest.update(timestamps[start * 8 : end * 8])
         current = digest.digest()
         digests.append(current)
-    return DigestChain(chain.seed, tuple(digests), length)
+    return DigestChain(chain.seed, b"".join(digests), length)
 
 
 def digest_at(chain: DigestChain, behaviours: Behaviours, length: int) -> bytes:
@@ -113,7 +127,7 @@ def digest_at(chain: DigestChain, behaviours: Behaviours, length: int) -> bytes:
         return known
     full = length // BLOCK
     # The digest of the full blocks serves as the seed, so that these blocks are neither copied nor hashed.
-    before = DigestChain(chain.blocks[full - 1] if full else chain.seed, (), 0)
+    before = DigestChain(chain.after(full), b"", 0)
     return extend_chain(before, behaviours[full * BLOCK : length]).digest
 
 

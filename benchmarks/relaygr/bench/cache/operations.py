@@ -26,7 +26,7 @@ PAGES = 16
 GEOMETRY = KvGeometry(1, 1, 1, 1, BEHAVIOURS // PAGES, KvDtype.BFLOAT16)
 LAYOUT = PrefixLayout(contextual_tokens=0, tokens_per_behaviour=1)
 CHAIN = DigestChain(
-    bytes(DIGEST_BYTES), tuple(bytes([n]) * DIGEST_BYTES for n in range(BEHAVIOURS // BLOCK)), BEHAVIOURS
+    bytes(DIGEST_BYTES), b"".join(bytes([n]) * DIGEST_BYTES for n in range(BEHAVIOURS // BLOCK)), BEHAVIOURS
 )
 ROUNDS = 5
 

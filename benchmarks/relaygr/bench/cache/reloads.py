@@ -99,7 +99,7 @@ def _plain_copy_ms(built: BuiltCache) -> float:
 def _key(user: int, pages: int) -> PrefixKey:
     base = key_of(user)
     seed = base.chain.seed
-    blocks = tuple(n.to_bytes(len(seed), "little") for n in range(1, pages * PAGE_TOKENS // 64 + 1))
+    blocks = b"".join(n.to_bytes(len(seed), "little") for n in range(1, pages * PAGE_TOKENS // 64 + 1))
     return PrefixKey(base.user_id, base.namespace, DigestChain(seed, blocks, pages * PAGE_TOKENS))
 
 

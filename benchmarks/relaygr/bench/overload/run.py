@@ -64,7 +64,7 @@ PLANS = {
     OverloadModel.SMALL: OverloadPlan(
         OverloadModel.SMALL,
         Requests(
-            budget_ms=1_000, history=1_024, suffix=16, candidates=128, items=ITEMS, returning_users=16, new_share=1 / 2
+            budget_ms=1_000, history=2_048, suffix=16, candidates=128, items=ITEMS, returning_users=16, new_share=1 / 2
         ),
         loads=(1, 2, 3, 5, 10),
         bounds=(0.4, 1.2),

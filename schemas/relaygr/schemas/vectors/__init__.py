@@ -123,14 +123,15 @@ def _digests(name: str, history: History) -> dict[str, Any]:
     chain = digest_chain(history.features, history.behaviours)
     features = history.features.astype("<i8").tobytes()
     hashed = [b"relaygr.history.1" + struct.pack("<I", history.features.size) + features]
-    for number in range(len(chain.blocks)):
+    blocks = chain.blocks
+    for number in range(len(blocks)):
         block = history.behaviours[number * BLOCK : (number + 1) * BLOCK]
-        before = chain.seed if number == 0 else chain.blocks[number - 1]
+        before = chain.after(number)
         arrays = (block.items.astype("<i8"), block.actions.astype("<u2"), block.timestamps_ms.astype("<i8"))
         hashed.append(before + b"".join(array.tobytes() for array in arrays))
     steps = [
         {"hashed": data.hex(), "digest": digest.hex()}
-        for data, digest in zip(hashed, (chain.seed, *chain.blocks), strict=True)
+        for data, digest in zip(hashed, (chain.seed, *blocks), strict=True)
     ]
     return {"name": name, "history": to_json(history), "steps": steps, "digest": chain.digest.hex()}
 

@@ -66,7 +66,7 @@ class PrefixKey:
             bool(self.user_id)
             and bool(self.namespace)
             and len(chain.seed) == DIGEST_BYTES
-            and len(chain.blocks) == -(-chain.length // BLOCK)
+            and len(chain.packed) == -(-chain.length // BLOCK) * DIGEST_BYTES
             and (self.behaviours is None or len(self.behaviours) == chain.length)
         )
         object.__setattr__(self, "length", chain.length)
@@ -86,11 +86,8 @@ class PrefixKey:
         digest = self.digest_at(length)
         if digest is None:
             return None
-        blocks = self.chain.blocks[: length // BLOCK] + ((digest,) if length % BLOCK else ())
         marks = tuple(mark for mark in self.marks if mark.length < length)
-        return PrefixKey(
-            self.user_id, self.namespace, DigestChain(self.chain.seed, blocks, length), None, marks, self.growable
-        )
+        return PrefixKey(self.user_id, self.namespace, self.chain.cut(length, digest), None, marks, self.growable)
 
     def held(self, marks: tuple[Mark, ...] = ()) -> PrefixKey:
         """The key as an entry keeps it: without behaviours, with the longest of its own marks and `marks`."""
@@ -109,8 +106,7 @@ def common_behaviours(asked: PrefixKey, held: PrefixKey) -> int:
         return 0
     if asked.growable is not held.growable:
         return 0
-    # The seeds are equal, so equal last blocks mean equal digests.
-    if asked.length == held.length and asked.chain.blocks[-1:] == held.chain.blocks[-1:]:
+    if asked.length == held.length and asked.chain.digest == held.chain.digest:
         return asked.length
     if not asked.growable:
         return 0

@@ -25,8 +25,6 @@ from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, Store
 from relaygr.worker.model.interface import Engine, EngineLimits
 
 _NO_SUFFIX = Behaviours.empty()
-BYTES_PER_DIGEST: Final = 57
-"""A digest of 16 bytes as an object, and its place in a tuple."""
 _SPARE_BYTES: Final = 4096
 
 
@@ -123,9 +121,7 @@ class PrefixResolver:
             loading=resolved.loading,
             revision=engine.revision,
             for_one_impression=folded or rules.uses_query_time,
-            held_bytes=held_bytes
-            + BYTES_PER_DIGEST * len(chain.blocks)
-            + BYTES_PER_TOKEN * engine.layout.tokens(chain.length),
+            held_bytes=held_bytes + len(chain.packed) + BYTES_PER_TOKEN * engine.layout.tokens(chain.length),
         )
 
     def shortened(self, prefix: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:
@@ -136,7 +132,7 @@ class PrefixResolver:
         features, behaviours, held_bytes = _detached(prefix.features, newest)
         return replace(
             prefix,
-            key=PrefixKey(prefix.key.user_id, b"", DigestChain(prefix.key.chain.seed, (), 0)),
+            key=PrefixKey(prefix.key.user_id, b"", DigestChain(prefix.key.chain.seed, b"", 0)),
             features=features,
             behaviours=behaviours,
             tokens=layout.tokens(kept),
@@ -175,7 +171,7 @@ def longest_anchor(anchor_behaviours: int, limits: EngineLimits) -> int:
 def _chain_at(query_time_ms: int, chain: DigestChain, behaviours: Behaviours) -> DigestChain:
     """The chain of a prefix that is valid for one query time: its seed covers that time, too."""
     seed = blake2b(chain.seed + struct.pack("<q", query_time_ms), digest_size=DIGEST_BYTES).digest()
-    return extend_chain(DigestChain(seed, (), 0), behaviours)
+    return extend_chain(DigestChain(seed, b"", 0), behaviours)
 
 
 def _detached(features: NDArray[np.int64], behaviours: Behaviours) -> tuple[NDArray[np.int64], Behaviours, int]:

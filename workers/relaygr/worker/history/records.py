@@ -70,7 +70,6 @@ _HAS_GAP: Final = 1
 _HAS_LATE: Final = 2
 _SUPERSEDED: Final = 4
 _DELETED: Final = 8
-_DIGESTS: Final = tuple(struct.Struct(f"{DIGEST_BYTES}s" * count) for count in range(CHUNK // BLOCK + 1))
 
 
 class Added(enum.Enum):
@@ -251,7 +250,7 @@ class Draft:
         head.next_position = (history.first_position or 0) + head.length
         head.feature_count, head.seed = history.features.size, chain.seed
         closed = head.closed
-        head.closed_digest = chain.blocks[closed // BLOCK - 1] if closed else chain.seed
+        head.closed_digest = chain.after(closed // BLOCK)
         if closed:
             head.closed_newest_ms = int(behaviours.timestamps_ms[closed - 1])
         if head.length:
@@ -264,7 +263,7 @@ class Draft:
             end = min(start + CHUNK, closed)
             draft.written[start // CHUNK] = b"".join(
                 (
-                    *chain.blocks[start // BLOCK : end // BLOCK],
+                    chain.packed[start // BLOCK * DIGEST_BYTES : end // BLOCK * DIGEST_BYTES],
                     items[8 * start : 8 * end],
                     times[8 * start : 8 * end],
                     actions[2 * start : 2 * end],
@@ -311,7 +310,8 @@ class Draft:
         behaviours. Records with a timestamp before `fold_ms` become a part of the base.
         """
         head = self.head
-        shown = assembled(user_id, self.head_bytes(), [self._read_chunk(index) for index in range(head.chunks)]).history
+        chunks = [self._read_chunk(index) for index in range(head.chunks)]
+        shown = assembled(user_id, head, self.head_bytes(), chunks).history
         rows = np.array(list(self._origins()), np.int64).reshape(-1, 6)
         covered_offset = head.covered_offset
         folded = max(_leading(rows[:, 3] < fold_ms), len(rows) - MAX_CONTINUED)
@@ -466,15 +466,16 @@ class Draft:
         yield from _PACKED_ROW.iter_unpack(bytes(self._rows)[max(0, head.base - head.closed) * _ROW.itemsize :])
 
 
-def assembled(user_id: str, data: bytes | memoryview, chunks: Sequence[Any]) -> StoredHistory:
-    """The history of a head and its chunks. Copies each part once; hashes the open block alone."""
-    head = Head.read(data)
+def assembled(user_id: str, head: Head, data: bytes | memoryview, chunks: Sequence[Any]) -> StoredHistory:
+    """The history of a head, which `data` begins with, and its chunks. Copies each part once; hashes the open block
+    alone.
+    """
     rows_at = _HEAD.size + 8 * head.feature_count
     kept = bytes(data)
     items: list[Any] = []
     times: list[Any] = []
     actions: list[Any] = []
-    blocks: list[bytes] = []
+    blocks: list[Any] = []
     left = head.closed
     for chunk in chunks:
         count = min(CHUNK, left)
@@ -482,7 +483,7 @@ def assembled(user_id: str, data: bytes | memoryview, chunks: Sequence[Any]) -> 
         items_at = count // BLOCK * DIGEST_BYTES
         times_at = items_at + 8 * count
         actions_at = times_at + 8 * count
-        blocks += _DIGESTS[count // BLOCK].unpack_from(chunk)
+        blocks.append(chunk[:items_at])
         items.append(chunk[items_at:times_at])
         times.append(chunk[times_at:actions_at])
         actions.append(chunk[actions_at : actions_at + 2 * count])
@@ -512,7 +513,7 @@ def assembled(user_id: str, data: bytes | memoryview, chunks: Sequence[Any]) -> 
             timestamps_ms=timestamps_ms,
         ),
     )
-    return StoredHistory(history, DigestChain(head.seed, tuple(blocks), head.length), head.has_gap)
+    return StoredHistory(history, DigestChain(head.seed, b"".join(blocks), head.length), head.has_gap)
 
 
 def _leading(is_so: NDArray[np.bool_]) -> int:

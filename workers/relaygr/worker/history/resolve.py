@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 
-from relaygr.schemas.digest import BLOCK, DigestChain, digest_at, digest_chain
+from relaygr.schemas.digest import DigestChain, digest_at, digest_chain
 from relaygr.schemas.messages import History, HistoryVersion, PreInferJob, RankingRequest
 from relaygr.schemas.record import record
 
@@ -128,7 +128,7 @@ def resolve(stored: StoredHistory | None, wanted: Wanted, inline: History | None
         behind = known.number < wanted.number or (known.number == wanted.number and wanted.length > stored.chain.length)
         return _whole(HistoryStatus.STALE, stored, loading, is_behind=behind)
     history = History(known.user_id, wanted.number, known.features, known.behaviours[: wanted.length])
-    chain = _cut(stored.chain, wanted)
+    chain = stored.chain.cut(wanted.length, wanted.digest)
     return ResolvedHistory(HistoryStatus.PREFIX_OF_NEWER, history, chain, wanted, False, loading)
 
 
@@ -168,7 +168,7 @@ def _of_length(stored: StoredHistory, wanted: WantedLength, loading: bool) -> Re
     digest = digest_at(stored.chain, known.behaviours, wanted.length)
     version = HistoryVersion(known.number, wanted.length, digest)
     history = History(known.user_id, known.number, known.features, known.behaviours[: wanted.length])
-    chain = _cut(stored.chain, version)
+    chain = stored.chain.cut(wanted.length, digest)
     return ResolvedHistory(
         HistoryStatus.PREFIX_OF_NEWER, history, chain, version, False, loading, has_gap=stored.has_gap
     )
@@ -197,10 +197,3 @@ def _begins_with(stored: StoredHistory, wanted: HistoryVersion) -> bool:
     if wanted.length > stored.chain.length:
         return False
     return digest_at(stored.chain, stored.history.behaviours, wanted.length) == wanted.digest
-
-
-def _cut(chain: DigestChain, wanted: HistoryVersion) -> DigestChain:
-    """The chain of the first `wanted.length` behaviours. Its last digest is `wanted.digest`."""
-    full = wanted.length // BLOCK
-    tail = (wanted.digest,) if wanted.length % BLOCK else ()
-    return DigestChain(chain.seed, chain.blocks[:full] + tail, wanted.length)

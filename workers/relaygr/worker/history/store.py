@@ -857,12 +857,18 @@ def _stored(files: Files, txn: Any, user_id: str, user: bytes) -> StoredHistory 
     partition = txn.get(user, db=files.users)
     if partition is None:
         return None
-    key, get, table = bytes(partition) + user, txn.get, files.records
-    data = get(key + _PART[0], db=table)
+    key = bytes(partition) + user
+    # The chunks follow the head, so a cursor steps to them without a search from the root.
+    parts = txn.cursor(db=files.records)
+    parts.set_key(key + _PART[0])
+    data = parts.value()
     head = Head.read(data)
     if head.is_deleted:
         return None
-    return assembled(user_id, data, [get(key + _PART[1 + index], db=table) for index in range(head.chunks)])
+    chunks = [parts.value() for _ in range(head.chunks) if parts.next()]
+    if parts.key() != key + _PART[head.chunks]:
+        raise lmdb.CorruptedError(f"{files.folder}: parts of a history are missing")
+    return assembled(user_id, head, data, chunks)
 
 
 def _draft(files: Files, txn: Any, user: bytes) -> Draft | None:

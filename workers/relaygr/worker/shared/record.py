@@ -60,7 +60,7 @@ def pack(record: IndexRecord) -> bytes:
         key.length,
         entry.tokens,
         entry.pages.size,
-        len(key.chain.blocks),
+        len(key.chain.packed) // DIGEST_BYTES,
         len(key.marks),
         len(user),
         len(key.namespace),
@@ -73,7 +73,7 @@ def pack(record: IndexRecord) -> bytes:
             user,
             key.namespace,
             key.chain.seed,
-            *key.chain.blocks,
+            key.chain.packed,
             *(_MARK.pack(mark.length, mark.digest) for mark in key.marks),
             entry.pages.astype("<i4", copy=False).tobytes(),
             record.checksums.astype("<u4", copy=False).tobytes(),
@@ -95,8 +95,7 @@ def unpack(packed: bytes) -> IndexRecord:
         pages_at = marks_at + _MARK.size * marks
         if pages_at + 8 * pages != len(packed):
             raise TornRecordError(f"{len(packed)} bytes instead of {pages_at + 8 * pages}")
-        digests = struct.unpack_from(f"{DIGEST_BYTES}s" * blocks, packed, blocks_at)
-        chain = DigestChain(packed[seed_at:blocks_at], digests, length)
+        chain = DigestChain(packed[seed_at:blocks_at], packed[blocks_at:marks_at], length)
         key = PrefixKey(
             user_id=packed[user_at:namespace_at].decode(),
             namespace=packed[namespace_at:seed_at],

@@ -123,7 +123,7 @@ def sketch_of(chain: DigestChain, key: bytes) -> Sketch:
     marks = []
     length = BLOCK
     while length <= chain.length:
-        marks.append(keyed_hash(chain.blocks[length // BLOCK - 1], key, MARK_BYTES))
+        marks.append(keyed_hash(chain.after(length // BLOCK), key, MARK_BYTES))
         length *= 2
     marks.append(keyed_hash(chain.digest, key, MARK_BYTES))
     return Sketch(chain.length, b"".join(marks))
