@@ -48,7 +48,7 @@ class DecisionReason(enum.StrEnum):
     """Refused by the length of its history, while the owner is unknown or silent."""
     NOT_AT_RISK = "not_at_risk"
     INFEASIBLE = "infeasible"
-    """The lead time is too short to compute the prefix."""
+    """The prefix would be ready too long after the expected request, or the request comes before the job."""
     FOOTPRINT = "footprint"
     LOAD = "load"
     LOW_VALUE = "low_value"
