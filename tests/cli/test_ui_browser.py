@@ -102,8 +102,9 @@ def test_the_labels_of_curves_and_deadline_cover_neither_a_curve_nor_each_other(
     tab.until("document.querySelectorAll('#plot-distribution path').length == 2")
     ends = tab.ask("[...document.querySelectorAll('#plot-distribution path')].map(each => each.getBBox().y)")
     labels = tab.ask(
-        "[...document.querySelectorAll('#plot-distribution text')].filter(each => /whole|deadline/.test(each.textContent))"
-        ".map(each => each.getBBox()).map(({y, height}) => [y + 1, y + height - 2])"
+        "[...document.querySelectorAll('#plot-distribution text')]"
+        ".filter(each => /whole|deadline/.test(each.textContent)).map(each => each.getBBox())"
+        ".map(({y, height}) => [y + 1, y + height - 2])"
     )
     assert len(ends) == 2 and len(labels) == 3
     assert not any(top < end < bottom for end in ends for top, bottom in labels)
