@@ -19,11 +19,11 @@ from relaygr.bench.generator.samples import LOST, Sample
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace
 from relaygr.bench.headline.__main__ import main
-from relaygr.bench.headline.breakeven import Demand, Verdict, outlook
 from relaygr.bench.headline.command import with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
 from relaygr.bench.headline.figures import CONFIRMED, counts_for_b, figures_of, longest_truncation, same_load
 from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
+from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, save_plan
 from relaygr.bench.headline.plots import paths_at, plot_cell
 from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
