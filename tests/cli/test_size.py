@@ -19,10 +19,10 @@ from relaygr.settings import load_settings
 from relaygr.simulate.case import System, case_of, shape_of_tokens
 from relaygr.simulate.relay import Case
 from relaygr.simulate.size import Kind, message_sizes, returns, size_of
-from relaygr.simulate.times import NO_TIMES
 from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.options import ComputeDtype
+from tests.worlds.simulated import NO_TIMES
 
 COEFFICIENTS = LatencyCoefficients(
     a0=500, a1=20, a2=0, b0=0, b1=20, b2=0, c0=0, c1=5, c2=0, d0=50, d1=1 / 4096
