@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
+from confluent_kafka import KafkaError
 
 from relaygr.bench.affinity import FleetMode
 from relaygr.bench.affinity.fleet import best_new_id, fewest_moves, moved, range_owners
+from relaygr.bench.affinity.member import Member
 from relaygr.bench.affinity.run import ChangeFigures, Plan, measure_mode
 from relaygr.devbroker import LocalBroker
+from relaygr.kafka.settings import KafkaSettings
 
 PARTITIONS = 48
 MEMBERS = [f"worker-{number:02d}" for number in range(8)]
@@ -48,6 +54,39 @@ def test_a_member_that_comes_back_under_its_id_gets_its_partitions_again() -> No
     without = [name for name in MEMBERS if name != "worker-03"]
     back = range_owners([*without, "worker-03"], PARTITIONS)
     assert back == range_owners(MEMBERS, PARTITIONS)
+
+
+class FullProducer:
+    """Has room for one answer until its delivery was reported. The first delivery fails."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[KafkaError | None, None], None]] = []
+        self.calls = 0
+
+    def produce(self, topic: str, value: bytes, *, partition: int, on_delivery: Callable[..., None]) -> None:
+        if self.waiting:
+            raise BufferError
+        self.waiting.append(on_delivery)
+
+    def poll(self, timeout_s: float) -> int:
+        for report in self.waiting[:]:
+            self.calls += 1
+            # librdkafka makes room after the report.
+            report(KafkaError(KafkaError._MSG_TIMED_OUT) if self.calls == 1 else None, None)
+            self.waiting.remove(report)
+        return 0
+
+
+def test_a_member_keeps_answers_that_its_producer_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relaygr.bench.affinity.member.make_producer", lambda *_: FullProducer())
+    member = Member(KafkaSettings(), "member")
+    finished: list[Any] = []
+    monkeypatch.setattr(member.loop, "finish", finished.append)
+    for token in ("first", "second", "third"):
+        member._answer(cast(Any, token), b"")
+    for _ in range(4):
+        member.on_batch()
+    assert sorted(finished) == ["first", "second", "third"]
 
 
 @pytest.mark.kafka

@@ -23,13 +23,14 @@ from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requ
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
 from relaygr.simulate.plan import plan_capacity
 from relaygr.simulate.relay import TAKEOVER_S, Autoscale, Case, Changes, RelaySimulation
-from relaygr.simulate.times import NO_TIMES, MeasuredTimes, learn, load_times, save_times
+from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
 from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.records import ImpressionRecord
 from relaygr.traffic.schedule import impressions
 from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.options import ComputeDtype
+from tests.worlds.simulated import NO_TIMES
 
 TOKENS, CANDIDATES = 512, 64
 COEFFICIENTS = LatencyCoefficients(

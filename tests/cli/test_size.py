@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -18,10 +19,10 @@ from relaygr.settings import load_settings
 from relaygr.simulate.case import System, case_of, shape_of_tokens
 from relaygr.simulate.relay import Case
 from relaygr.simulate.size import Kind, message_sizes, returns, size_of
-from relaygr.simulate.times import NO_TIMES
 from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.options import ComputeDtype
+from tests.worlds.simulated import NO_TIMES
 
 COEFFICIENTS = LatencyCoefficients(
     a0=500, a1=20, a2=0, b0=0, b1=20, b2=0, c0=0, c1=5, c2=0, d0=50, d1=1 / 4096
@@ -85,13 +86,32 @@ def test_returns_agree_with_a_drawn_schedule() -> None:
 
 
 def test_the_work_of_all_visits_lies_between_first_and_returning_ones() -> None:
-    sized = size_of(case(), workers=1, keep_s=600)
+    sized = size_of(case("worker.longest_tail=0"), workers=1, keep_s=600)
     full_us = 20 * 1024 + 500  # Pre-infer, and a hit on 100 candidates.
     hit_us, append_us, reload_us = 500, 20 * 10, 50 + 16 * PAGE / 4096
     assert sized.work.work[Tier.NONE] == pytest.approx((20 * 1024 + hit_us) / full_us)
     assert sized.work.work[Tier.DRAM] == pytest.approx((append_us + hit_us + reload_us) / full_us)
     assert size_of(case(), 1, 600, reuse=0).device_share == pytest.approx(1.0)
-    assert size_of(case(), 1, 600, reuse=1).device_share == pytest.approx(sized.work.work[Tier.DRAM])
+    appending = size_of(case("worker.longest_tail=0"), 1, 600, reuse=1)
+    assert appending.device_share == pytest.approx(sized.work.work[Tier.DRAM])
+
+
+@pytest.mark.parametrize(
+    ("longest_tail", "suffix", "tails", "appended"),
+    [(256, 0, (10, 20, 30), 40), (25, 0, (10, 20), 30), (256, 4_084, (10,), 20), (5, 0, (), 10)],
+)
+def test_a_short_tail_is_ranked_with_the_suffix_until_a_worker_would_append_it(
+    longest_tail: int, suffix: int, tails: tuple[int, ...], appended: int
+) -> None:
+    dear = LatencyModel(dataclasses.replace(COEFFICIENTS, b0=1_200, c1=20))
+    # A third of 1,200 + 20 n µs is at least 20 n µs up to n = 30. The longest suffix is 4,096.
+    settings = case(f"worker.longest_tail={longest_tail}", f"traffic.suffix={suffix}")
+    model = dataclasses.replace(settings.spec.model, latency=dear)
+    spec = dataclasses.replace(settings.spec, model=model)
+    figures = size_of(dataclasses.replace(settings, spec=spec), 1, 600).work.figures
+    visits = len(tails) + 1
+    assert figures.append_us == pytest.approx((1_200 + 20 * appended) / visits)
+    assert figures.tail_us == pytest.approx(20 * sum(tails) / visits)
 
 
 def test_messages_grow_by_the_bytes_of_their_entries() -> None:

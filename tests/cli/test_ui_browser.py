@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,8 @@ def test_the_page_fits_its_window_and_says_what_it_draws(
     tab.picture(tmp_path / f"{width}-{scheme}.png")
 
 
-@pytest.mark.parametrize("shares", [(0.99, 0.91), (0.97, 0.96), (0.6, 0.5), (0.04, 0.03)])
-def test_the_labels_of_both_curves_cover_neither_a_curve_nor_each_other(
+@pytest.mark.parametrize("shares", [(0.99, 0.91), (0.97, 0.96), (0.6, 0.5), (0.97, 0.03), (0.04, 0.03), (0.0, 0.0)])
+def test_the_labels_of_curves_and_deadline_cover_neither_a_curve_nor_each_other(
     tab: Browser, server: UiServer, page: Page, shares: tuple[float, float]
 ) -> None:
     for title, share in zip(("relay on", "relay off"), shares, strict=True):
@@ -101,13 +102,13 @@ def test_the_labels_of_both_curves_cover_neither_a_curve_nor_each_other(
     tab.until("document.querySelectorAll('#plot-distribution path').length == 2")
     ends = tab.ask("[...document.querySelectorAll('#plot-distribution path')].map(each => each.getBBox().y)")
     labels = tab.ask(
-        "[...document.querySelectorAll('#plot-distribution text')].filter(each => each.textContent.includes('whole'))"
-        ".map(each => each.getBBox()).map(({y, height}) => [y + 1, y + height - 2])"
+        "[...document.querySelectorAll('#plot-distribution text')]"
+        ".filter(each => /whole|deadline/.test(each.textContent)).map(each => each.getBBox())"
+        ".map(({y, height}) => [y + 1, y + height - 2])"
     )
-    assert len(labels) == len(ends) == 2
+    assert len(ends) == 2 and len(labels) == 3
     assert not any(top < end < bottom for end in ends for top, bottom in labels)
-    (first_top, first_bottom), (second_top, second_bottom) = labels
-    assert first_bottom <= second_top or second_bottom <= first_top
+    assert all(upper[1] <= lower[0] for upper, lower in pairwise(sorted(labels)))
 
 
 def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page, world: UiWorld) -> None:

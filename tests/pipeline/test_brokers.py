@@ -30,7 +30,6 @@ from relaygr.kafka.topic_check import Severity
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import messages
 from relaygr.schemas.topics import Topic
-from tests.leftovers import owned_by_a_fixture
 from tests.worlds.own_broker import own_cluster
 from tests.worlds.relay import PARTITIONS, Relay, candidates_of, history_of, new_user, reading, wait_until
 
@@ -209,7 +208,7 @@ class Stack:
 def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     # Kafka's default, longer than a worker's session.
     properties = {"broker.session.timeout.ms": 9_000}
-    with own_cluster(3, properties) as cluster, owned_by_a_fixture(cluster.process_ids):
+    with own_cluster(3, properties) as cluster:
         kafka = KafkaSettings(
             bootstrap=cluster.bootstrap, partitions=PARTITIONS, replication_factor=3, connect_timeout_s=20
         )

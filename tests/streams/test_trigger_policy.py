@@ -189,6 +189,12 @@ def test_the_ranking_of_an_impression_at_risk_counts_as_a_hit(refusal: Refusal |
     assert buckets.ranking_us == [110]
 
 
+def test_the_ranking_of_a_user_without_history_counts_what_is_computed() -> None:
+    buckets, owner = OpenBuckets(), dataclasses.replace(OWNER, contextual_tokens=7)
+    assert decided(buckets, owner, history_behaviours=0).reason is DecisionReason.NO_HISTORY
+    assert buckets.ranking_us == [7 + 110]
+
+
 def test_a_history_beyond_the_owners_longest_counts_its_newest_part_only() -> None:
     capped = dataclasses.replace(OWNER, max_prefix_behaviours=10_000)
     cost = estimate(AT_RISK, 30_000, capped, LIMITS, NOW_US)

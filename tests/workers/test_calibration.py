@@ -208,6 +208,20 @@ def test_a_short_budget_leaves_the_long_prefixes_out() -> None:
     assert engine.now_ns < 0.1e9
 
 
+def test_slow_rests_leave_no_prefixes_out_and_follow_one_round_only() -> None:
+    quick, slow = TimedEngine(max_prefix=65_536), TimedEngine(max_prefix=65_536)
+
+    def slow_rest() -> None:
+        slow.rest()
+        slow.now_ns += 20_000_000
+
+    for engine, rest in ((quick, quick.rest), (slow, slow_rest)):
+        calibrate(engine, budget_s=0.5, timer_ns=engine.read_clock, rest=rest)
+    lengths, of_a_length, warm_up = (slow.longest // 64).bit_length(), 7, 1
+    assert slow.longest == quick.longest > 512
+    assert slow.rests == (lengths + warm_up) * of_a_length < quick.rests
+
+
 def test_progress_rises_to_the_whole() -> None:
     engine = TimedEngine(max_prefix=256)
     seen: list[float] = []

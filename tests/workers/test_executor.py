@@ -846,6 +846,16 @@ def test_a_short_tail_is_ranked_with_the_suffix_until_it_pays_to_append_it():
     check_invariants(world.cache)
 
 
+def test_requests_that_nobody_announced_count_as_helped_by_a_cut_with_a_short_tail_too():
+    world = with_cheap_rows(ExecutorWorld())
+    counted = []
+    for number, length in enumerate((200, 200, 208)):
+        world.rank(version=world.store.put("u", length, number=number + 1), request_id=f"r{number}")
+        world.run()
+        counted.append(len(world.executor._context.arrivals.seen))
+    assert counted == [0, 1, 2], "computed, complete, and with a short tail"
+
+
 def test_without_a_tail_every_history_that_grew_is_appended():
     world = with_cheap_rows(ExecutorWorld(longest_tail=0))
     for number, length in enumerate((200, 208, 216)):

@@ -214,6 +214,26 @@ def test_an_announced_request_waits_for_one_chunk_of_the_shortest_at_most(
     assert world.outbox.ranked_works[0].path == "hbm"
 
 
+def test_a_prefix_counts_once_beside_those_that_wait_whether_a_request_or_a_job_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+
+    def bound_us(*arguments: float) -> float:
+        counts.append(int(arguments[-1]))
+        return chunk_bound_us(*arguments[:-1])
+
+    monkeypatch.setattr("relaygr.worker.executor.context.chunk_bound_us", bound_us)
+    world = world_of_long_chunks()
+    for user in ("a", "b"):
+        world.job(user, world.store.put(user, 300), user, lead_us=10_000_000)
+    world.executor.step()
+    world.rank("c", world.store.put("c", 300), "c", budget_us=10_000_000)
+    world.executor.step()
+    assert world.engine.chunks == [(0, 300)] * 2
+    assert counts == [2, 2], "a and b; c and b"
+
+
 def test_predictions_count_the_chunks_that_a_prefix_gets() -> None:
     world = world_of_long_chunks()
     context = world.executor._context

@@ -8,6 +8,9 @@ visits, a tier keeps prefixes for places / rate. The work of a visit, as a share
     in HBM      (T_append + T_hit) / T_full
     in DRAM     (T_append + T_hit + T_reload) / T_full
 
+`measure` appends at each visit. `predicted` follows the workers: a short tail is ranked with the suffix, visit after
+visit, until it pays to append it; T_append and T_hit are then those of a mean visit.
+
 A model whose prefixes do not grow keeps nothing for another visit.
 """
 
@@ -54,9 +57,12 @@ class LengthFigures:
     pre_us: float
     append_us: float
     hit_us: float
+    """Of a ranking pass without a tail in its suffix."""
     reload_us: float
     kv_bytes: int
     dram_kv_bytes: int
+    tail_us: float = 0.0
+    """What a tail in the suffix adds to the ranking pass of a mean visit."""
 
     @property
     def full_us(self) -> float:
@@ -126,17 +132,37 @@ def measure(
 
 
 def predicted(
-    latency: LatencyModel, geometry: DramGeometry, layout: PrefixLayout, behaviours: int, scored: int, new: int
+    latency: LatencyModel,
+    geometry: DramGeometry,
+    layout: PrefixLayout,
+    behaviours: int,
+    scored: int,
+    new: int,
+    longest_tail: int = 0,
 ) -> LengthFigures:
-    """The figures of a length by a calibration. `scored`: suffix tokens and candidates; `new`: new behaviours."""
+    """The figures of a length by a calibration. `scored`: suffix tokens and candidates; `new`: new behaviours of each
+    visit; `longest_tail`: the most behaviours that are ranked with the suffix.
+    """
     tokens, pages = layout.tokens(behaviours), geometry.kv.pages_for(layout.tokens(behaviours))
-    new_tokens = min(new, behaviours) * layout.tokens_per_behaviour
+    hit_us = latency.hit_us(tokens, scored)
+    tail_us, visits = 0.0, 1
+    while True:
+        tail = min(visits * new, behaviours)
+        tail_tokens = tail * layout.tokens_per_behaviour
+        cached = tokens - tail_tokens
+        if tail in (0, behaviours) or tail > longest_tail:
+            break
+        if not latency.tail_stays_in_suffix(cached, tail_tokens, scored):
+            break
+        tail_us += latency.hit_us(cached, scored + tail_tokens) - hit_us
+        visits += 1
     return LengthFigures(
         behaviours=behaviours,
         tokens=tokens,
         pre_us=latency.pre_us(tokens),
-        append_us=latency.append_us(tokens - new_tokens, new_tokens),
-        hit_us=latency.hit_us(tokens, scored),
+        append_us=latency.append_us(cached, tail_tokens) / visits,
+        tail_us=tail_us / visits,
+        hit_us=hit_us,
         reload_us=latency.reload_us(pages * geometry.page_bytes),
         kv_bytes=pages * geometry.kv.page_bytes,
         dram_kv_bytes=pages * geometry.page_bytes,
@@ -148,7 +174,7 @@ def break_even(figures: LengthFigures, capacity: Capacity, grows: bool) -> Break
     in_hbm = capacity.hbm_bytes // figures.kv_bytes
     in_dram = capacity.dram_bytes // figures.dram_kv_bytes
     rate = capacity.visits_per_second or USUAL_LOAD / (figures.full_us / 1e6)
-    kept = figures.append_us + figures.hit_us
+    kept = figures.append_us + figures.tail_us + figures.hit_us
     return BreakEven(
         figures=figures,
         prefixes_in_hbm=in_hbm,

@@ -163,4 +163,7 @@ def _print_break_even(console: Console, found: list[BreakEven], grows: bool) -> 
         "still has the prefix, if one has:"
     )
     console.print(work)
-    console.print("Below 100 % the relay saves work; in each case the ranking request takes T_hit instead of T_full.")
+    console.print(
+        "Below 100 % the relay saves work; in each case the ranking request takes T_hit instead of T_full. Each visit "
+        "appends its new behaviours; a worker ranks a few of them with the suffix where that is cheaper."
+    )

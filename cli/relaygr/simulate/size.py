@@ -9,7 +9,8 @@ Memory    A prefix stays in HBM from its pre-infer job to its ranking request. B
           users who come within the time that prefixes are to be kept.
 Returns   A user with p of all impressions, of which there are r a second, comes within t seconds with 1 - exp(-p r t).
           Users follow the Zipf distribution of the traffic.
-Work      A visit takes the shares of `relaygr.breakeven.figures`, for the prefix of the median history.
+Work      A visit takes the shares of `relaygr.breakeven.figures`, for the prefix of the median history. A short tail is
+          ranked with the suffix as workers do.
 Network   Encoded messages of the case's sizes, with their keys and headers, before Kafka's framing.
 """
 
@@ -118,8 +119,9 @@ def size_of(case: Case, workers: int, keep_s: float, reuse: float | None = None)
     grows = model.rules.grows
     reuse = (back if reuse is None else reuse) if grows else 0.0
     scored = traffic.suffix * layout.tokens_per_behaviour + traffic.candidates
+    longest_tail = min(spec.settings.longest_tail, model.limits.max_suffix_behaviours - traffic.suffix)
     work = break_even(
-        predicted(model.latency, geometry, layout, median, scored, max(1, traffic.growth)),
+        predicted(model.latency, geometry, layout, median, scored, max(1, traffic.growth), longest_tail),
         Capacity(hbm_set_bytes // workers, dram_set_bytes // workers, traffic.rate_per_s / workers),
         grows,
     )

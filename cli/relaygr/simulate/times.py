@@ -51,12 +51,6 @@ class MeasuredTimes(BaseModel):
     pre_noise: Quantiles = tuple(float(each) for each in np.exp(0.05 * np.linspace(-2.3, 2.6, 101)))
 
 
-NO_TIMES: Final = MeasuredTimes(
-    origin="none", hop_us=(0.0,), look_up_us=0.0, answer_us=0.0, refuse_us=0.0, hit_noise=(1.0,), pre_noise=(1.0,)
-)
-"""Nothing but the calibrated times, without noise."""
-
-
 class Draws:
     """Draws from a distribution, in blocks: a single draw of numpy takes as long as hundreds in a block."""
 

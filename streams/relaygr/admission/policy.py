@@ -48,7 +48,7 @@ class DecisionReason(enum.StrEnum):
     """Refused by the length of its history, while the owner is unknown or silent."""
     NOT_AT_RISK = "not_at_risk"
     INFEASIBLE = "infeasible"
-    """The lead time is too short to compute the prefix."""
+    """The prefix would be ready too long after the expected request, or the request comes before the job."""
     FOOTPRINT = "footprint"
     LOAD = "load"
     LOW_VALUE = "low_value"
@@ -314,6 +314,7 @@ class Decision:
     estimate: Estimate | None = None
 
 
+_WITHOUT_RISK = (DecisionReason.NOT_AT_RISK, DecisionReason.NO_HISTORY)
 _REFUSED = {
     Refusal.FOOTPRINT: DecisionReason.FOOTPRINT,
     Refusal.LOAD: DecisionReason.LOAD,
@@ -431,7 +432,7 @@ def decide(
     cost = estimate(impression, behaviours, owner, limits, now_us, cached, return_chance)
     reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us, margins)
     if buckets is not None:
-        buckets.count_ranking(cost.alone_us if reason is DecisionReason.NOT_AT_RISK else cost.hit_us, now_us)
+        buckets.count_ranking(cost.alone_us if reason in _WITHOUT_RISK else cost.hit_us, now_us)
     if reason is None:
         return Decision(True, DecisionReason.ADMITTED, cost)
     return Decision(False, reason, cost)

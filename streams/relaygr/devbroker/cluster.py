@@ -85,10 +85,6 @@ class KafkaCluster:
         """The addresses of all brokers."""
         return ",".join(self._addresses.values())
 
-    def process_ids(self) -> set[int]:
-        """Of the processes that run."""
-        return {process.pid for process in self._running.values()}
-
     def __enter__(self) -> KafkaCluster:
         try:
             if len(self.numbers) > 1:

@@ -158,11 +158,20 @@ def calibrate(
     """Measures for about `budget_s`, at least the shortest lengths, and fits. Overwrites the arena's first pages.
 
     `rest` is called before each pass that a request or a job would begin; without one, the pass finds what it would in
-    a worker that is not busy (`rest_between_requests`).
+    a worker that is not busy (`rest_between_requests`). The rests of the first round, which decides how many lengths
+    are measured, come on top of `budget_s`: they may take longer than the passes.
     """
     from relaygr.worker.measuring import EngineMeter, rest_between_requests
 
-    run = _CalibrationRun(engine, EngineMeter(engine, timer_ns, rest or rest_between_requests(engine.device)))
+    rests, rested_ns = rest or rest_between_requests(engine.device), 0
+
+    def timed_rest() -> None:
+        nonlocal rested_ns
+        began_ns = timer_ns()
+        rests()
+        rested_ns += timer_ns() - began_ns
+
+    run = _CalibrationRun(engine, EngineMeter(engine, timer_ns, timed_rest))
     end_ns = timer_ns() + int(budget_s * 1e9)
     lengths = run.lengths()
     reload = run.measure_reload()
@@ -172,11 +181,12 @@ def calibrate(
         for place, tokens in enumerate(lengths):
             spent = 1 - max(0.0, (end_ns - timer_ns()) / 1e9) / budget_s
             on_progress(min(spent, 1.0), f"{tokens:,} tokens, chunks of {chunk_tokens:,}")
-            took_ns = -timer_ns()
+            began_ns = timer_ns() - rested_ns
             run.measure(tokens, chunk_tokens)
-            took_ns += timer_ns()
+            ended_ns = timer_ns() - rested_ns
             # Twice the tokens take up to four times as long.
-            if round_number == 0 and place + 1 >= _FEWEST_LENGTHS and timer_ns() + 4 * took_ns > end_ns:
+            is_last = ended_ns + 4 * (ended_ns - began_ns) > end_ns
+            if round_number == 0 and place + 1 >= _FEWEST_LENGTHS and is_last:
                 lengths = lengths[: place + 1]
                 break
             if round_number > 0 and timer_ns() >= end_ns:

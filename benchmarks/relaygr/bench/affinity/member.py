@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 
 from confluent_kafka import Consumer, KafkaError, Message
 
@@ -36,6 +37,8 @@ class Member:
         self._results = kafka.topic(Topic.RESULTS)
         self._ranking = kafka.topic(Topic.RANKING)
         self._jobs: dict[str, str] = {}
+        self._unsent: deque[tuple[Token, bytes]] = deque()
+        """Answers that the producer had no room for."""
         self._producer = make_producer(kafka, ProducerKind.LATENCY, name)
 
         def consumer(on_error: ErrorCallback) -> Consumer:
@@ -62,10 +65,16 @@ class Member:
             else:
                 self._answer(token, value)
 
-        self._producer.produce(self._results, value, partition=0, on_delivery=reported)
+        try:
+            self._producer.produce(self._results, value, partition=0, on_delivery=reported)
+        except BufferError:
+            # `reported` may not wait for room: the producer makes room after it.
+            self._unsent.append((token, value))
 
     def on_batch(self) -> None:
         self._producer.poll(0)
+        for _ in range(len(self._unsent)):
+            self._answer(*self._unsent.popleft())
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:  # noqa: ARG002
         sys.stdout.write(json.dumps(sorted(partitions)) + "\n")
@@ -78,7 +87,7 @@ class Member:
         pass
 
     def on_tick(self, now_us: int) -> None:  # noqa: ARG002
-        self._producer.poll(0)
+        self.on_batch()
 
     def run(self) -> int:
         """Until SIGTERM or the end of the loop. Returns the exit code."""

@@ -22,6 +22,7 @@ REUSES = (0.0, 0.6)
 production that is public (SequenceO1).
 """
 TAIL_ROOM = 64
+"""Room in the longest suffix, beside the request's own behaviours, for those that came since the prefix was made."""
 SHORT = 1 / 4
 """The history at which figure A takes the capacity of B0, as a factor of the cell's median."""
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from relaygr.bench.headline.breakeven import Demand, Verdict, outlook
 from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Picture, Text, as_html, as_markdown
 from relaygr.bench.headline.figures import Reached, counts_for_b, figures_of, same_load
 from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
+from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.rows import LAG_LIMIT, RunRow, read_dicts, read_rows
@@ -74,7 +74,7 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
         blocks += _costs(f"{first}: all systems on the same trace{_transport(rows)}", same)
     if plan is not None and first in BY_NAME:
         # The table of verdicts. The report has the device seconds, too.
-        blocks += _break_even(BY_NAME[first], plan, [row for row in rows if row.cell == first])[:3]
+        blocks += _outlook(BY_NAME[first], plan, [row for row in rows if row.cell == first])[:3]
     # The page has headings of its own.
     told: list[Block] = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
     text = as_markdown([block for block in told if not isinstance(block, Grid) or block.rows], page.parent)
@@ -131,7 +131,7 @@ def _mode(
         plan = plan_of(name, plans)
         # A cell with another share of returning users has the same table.
         if plan is not None and name in BY_NAME and not BY_NAME[name].planned_as:
-            blocks += _break_even(BY_NAME[name], plan, [row for row in rows if row.cell == name])
+            blocks += _outlook(BY_NAME[name], plan, [row for row in rows if row.cell == name])
     return blocks
 
 
@@ -324,7 +324,7 @@ def _every_run(rows: Sequence[RunRow]) -> list[Block]:
     return [Heading("Every run"), Grid(header, lines)]
 
 
-def _break_even(cell: Cell, plan: CellPlan, rows: Sequence[RunRow]) -> list[Block]:
+def _outlook(cell: Cell, plan: CellPlan, rows: Sequence[RunRow]) -> list[Block]:
     """Where the relay does not pay, calculated."""
     reuse_of_trace = round(statistics.median(row.reuse for row in rows), 2)
     token_bytes = plan.prefix_bytes // cell.history

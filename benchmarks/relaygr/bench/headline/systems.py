@@ -75,7 +75,3 @@ FLAGS = {
 }
 """B0 is the first in every order: the others are compared with it."""
 QUICK_SYSTEMS = (System.B0, System.C, System.R, System.O)
-ABLATIONS = (
-    System.R, System.R_HBM, System.R_ALWAYS, System.R_ADMIT, System.R_SHARE, System.R_UNCUT, System.R_APPEND,
-    System.R_TAIL,
-)  # fmt: skip

@@ -35,7 +35,7 @@ JOB_US: Final = 2_000
 HIT_US: Final = 10_000
 """A few hundred rankings a second fill the device, so jobs get their guaranteed share and no more."""
 FULL_US: Final = 20_000
-"""Device time of a request without a job: even at low rates ranking takes more than the device has."""
+"""Device time of a request without a prefix: more than the budget, so that every event is at risk."""
 BUDGET_MS: Final = 10
 LEAD_US: Final = 600_000_000
 TOLERANCE: Final = 0.05

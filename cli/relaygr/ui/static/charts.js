@@ -176,9 +176,6 @@ export function distribution(container, runs, deadline_ms, label) {
     root.append(svg("line", { x1: left, x2: width, y1: y(share), y2: y(share), class: "gridline" }), text(left - 6, y(share) + 4, `${share * 100}%`, { "text-anchor": "end" }));
   }
   ticks.forEach((tick, place) => root.append(text(x(tick), height - 4, place === ticks.length - 1 ? `${tick} ms` : tick, { "text-anchor": place === ticks.length - 1 ? "end" : "middle" })));
-  if (deadline_ms) {
-    root.append(svg("line", { x1: x(deadline_ms), x2: x(deadline_ms), y1: top, y2: bottom, class: "deadline" }), text(x(deadline_ms) + 5, bottom - 6, `deadline ${deadline_ms} ms`, { class: "deadline-text" }));
-  }
   const ends = runs.map((run) => run.distribution.filter(([ms]) => ms <= largest).at(-1)), labels = [];
   // A label lies below the end of its curve, or else above it, where it covers neither a curve's end nor a label.
   const isFree = (at) => ends.every((end) => !end || Math.abs(y(end[1]) - (at - 4)) > 9) && labels.every((label) => Math.abs(label - at) >= 14);
@@ -186,8 +183,15 @@ export function distribution(container, runs, deadline_ms, label) {
     let at = y(end[1]) + 16;
     while (!isFree(at) && at < bottom - 22) at += 2;
     if (at < bottom - 22) return at;
-    for (at = y(end[1]) - 8; !isFree(at) && at > top + 10; ) at -= 2;
+    return labelAbove(y(end[1]) - 8);
+  }
+  function labelAbove(at) {
+    while (!isFree(at) && at > top + 10) at -= 2;
     return at;
+  }
+  if (deadline_ms) {
+    labels.push(labelAbove(bottom - 6));
+    root.append(svg("line", { x1: x(deadline_ms), x2: x(deadline_ms), y1: top, y2: bottom, class: "deadline" }), text(x(deadline_ms) + 5, labels[0], `deadline ${deadline_ms} ms`, { class: "deadline-text" }));
   }
   runs.forEach((run, place) => {
     let drawn = `M${x(0)} ${y(0)}`;

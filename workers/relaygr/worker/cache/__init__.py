@@ -12,7 +12,7 @@
     stats         counters and their metrics
     admin         requests of operators: reports, drops, limits
     trace         traces of cache operations
-    invariants    recounts a cache, for tests and replays
+    invariants    recounts a cache, for tests and debugging
     copies        copies between the tiers: request, queue, forecast; contract of the mover
     arena, codec  bytes of the pages; K,V in fewer bits for DRAM
     build         builds a cache for a device, with the threads that copy

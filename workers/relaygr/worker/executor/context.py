@@ -261,7 +261,8 @@ class ExecutorContext:
         cut_us = self.parts.corrector.model.cut_us(work.done_tokens)
         own = {(job.job.user_id, job.job.request_id) for job in work.jobs}
         arrival_us, others_us = self.arrivals.next_us(now_us, own)
-        prefixes = max(1, len(self.scheduler.preinfer))
+        # This one is in that queue, too, unless a request waits for it, or nobody.
+        prefixes = len(self.scheduler.preinfer) + (work.work_class is not WorkClass.PREINFER)
         bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, slack_us, arrival_us, others_us, prefixes)
         # The time of a prefix grows with the number of chunks, that is with the mean of 1 / bound.
         mean = 1 / self.chunking.chunk_us + CHUNK_WEIGHT * (1 / bound_us - 1 / self.chunking.chunk_us)

@@ -97,9 +97,9 @@ def chunk_bound_us(
 ) -> float:
     """The longest time of the next chunk, between `shortest_us` and `longest_us`.
 
-    `cut_us`: what a cut costs. A chunk has at least a few times that, unless a waiting request would lose time by it;
-    more if other `prefixes` wait, this one included: under load the cost of cuts makes more requests late than waiting
-    for a chunk does.
+    `cut_us`: what a cut costs. A chunk has at least a few times that, unless a waiting request would lose time by it.
+    `prefixes`: this one, and those that wait for pre-infer. The more there are, the longer is a chunk: under load the
+    cost of cuts makes more requests late than waiting for a chunk does.
     `slack_us`: time until the most urgent waiting request has to start. `arrival_us`: time until an announced request
     may arrive. `others_us`: mean time between requests that nobody announces. Each is infinite if there is none.
     """

@@ -200,8 +200,7 @@ class Requests:
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None:
             if handle.complete:
-                if not work.was_announced and work.lookups == 1:
-                    self._context.arrivals.seen.append((None, work.received.received_us))
+                self._note_ready(work)
                 return self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM, now_us)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
         pending = self._reload(work, prefix, found)
@@ -283,6 +282,7 @@ class Requests:
             tail_stays_in_suffix=stays,
         )
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
+            self._note_ready(work)
             return self._rank_with_tail(work, handle, suffix, now_us)
         if handle is not None and plan.route is Route.WHOLE:
             work.is_promised = True
@@ -291,6 +291,11 @@ class Requests:
         if handle is not None:
             self._parts.cache.release(handle)
         return self._serve_in_full(work, prefix, plan, now_us)
+
+    def _note_ready(self, work: RankingWork) -> None:
+        """The request needs nothing but its ranking pass: if nobody announced it, it counts for `ExpectedArrivals`."""
+        if not work.was_announced and work.lookups == 1:
+            self._context.arrivals.seen.append((None, work.received.received_us))
 
     def _cut_short(self, work: RankingWork, prefix: ResolvedPrefix, left_us: int, now_us: int) -> None:
         """There is no time for the whole prefix: ranks on the newest part of the history that fits, or rejects."""

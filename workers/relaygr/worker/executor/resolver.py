@@ -2,8 +2,8 @@
 
 The model's rules (`relaygr.worker.model.rules`) define what may follow a prefix. If prefixes do not grow, the request's
 suffix becomes a part of the history, and that history is a separate prefix, computed in full. If K,V depend on the
-query time (the time of the retrieval event, which job and request both carry), the key covers it. The newest behaviours
-of a history may be left to the suffix, so that a history that grew a little has the same prefix.
+query time (the time of the retrieval event, which job and request both carry), the key covers it. If prefixes grow, the
+behaviours that a cached prefix lacks may be ranked before the request's suffix.
 """
 
 from __future__ import annotations

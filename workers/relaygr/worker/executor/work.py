@@ -27,7 +27,9 @@ class JobOutcome(enum.StrEnum):
 
     COMPUTED = "computed"
     ALREADY_CACHED = "already_cached"
+    """HBM has the prefix, at most without a tail that its request ranks with the suffix."""
     RELOADED = "reloaded"
+    """The same after a copy from DRAM."""
     OVERTAKEN = "overtaken"
     EXPIRED = "expired"
     SHED = "shed"

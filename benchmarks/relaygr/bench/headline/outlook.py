@@ -3,7 +3,7 @@
 For a history length, a return gap and a load, three questions:
 
 * Does full inference meet the deadline at this load? Then nothing needs the relay.
-* Is a returning user's prefix still cached? Then only the tail is computed.
+* Is a returning user's prefix still cached? Then only the tail is computed (a worker may rank a short one uncomputed).
 * Does the device have the time for pre-infer and ranking, and is the lead time long enough?
 
 The P99 of the queue is that of a device with constant times and exponential gaps (M/D/1).
