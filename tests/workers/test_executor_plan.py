@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,9 +65,12 @@ def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix(
 
 
 def test_a_tail_that_lengthens_the_pass_little_is_ranked_as_suffix_although_there_is_time_to_keep_it() -> None:
-    # Appending 10 tokens takes 100 µs. In the suffix they take 20 µs, or 50 where rows are dear.
-    assert LATENCY.tail_stays_in_suffix(90, 10, 10)
-    assert not DEAR_ROWS.tail_stays_in_suffix(90, 10, 10)
+    # The shortest append takes 100 µs. In the suffix a token takes 2 µs.
+    fixed_cost = LatencyModel(replace(LATENCY.coefficients, b0=100))
+    assert fixed_cost.tail_stays_in_suffix(75, 25, 10)
+    assert not fixed_cost.tail_stays_in_suffix(74, 26, 10)
+    # Where an append costs nothing but its tokens, waiting for a longer one saves nothing.
+    assert not LATENCY.tail_stays_in_suffix(99, 1, 10)
     plan = plan_ranking(100, 10, 90, 9_999, LATENCY, WHOLE, tail_may_be_suffix=True, tail_stays_in_suffix=True)
     assert (plan.route, plan.predicted_us, plan.prefix_tokens) == (Route.TAIL_AS_SUFFIX, 1_020, 90)
 

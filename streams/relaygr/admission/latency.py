@@ -45,8 +45,8 @@ def length_bucket(prefix_tokens: int) -> int:
     return min(prefix_tokens.bit_length(), LENGTH_BUCKETS - 1)
 
 
-TAIL_PART: Final = 1 / 3
-"""A tail stays in the suffix while it lengthens a ranking pass by at most this part of what appending it takes."""
+TAIL_PART: Final = 1 / 2
+"""A tail stays in the suffix while it lengthens a ranking pass by at most this part of the fixed cost of an append."""
 MIN_POINTS = 3
 """The least number of distinct measurements of a fit."""
 
@@ -161,13 +161,14 @@ class LatencyModel:
     def tail_stays_in_suffix(self, cached_tokens: int, tail_tokens: int, scored_tokens: int) -> bool:
         """Whether a tail that is not cached is better ranked with the suffix, now and at later visits, than appended.
 
-        Each visit until the append ranks the tail again, and the tail grows. With equal steps the mean cost of a visit
-        is least if the tail is appended when it lengthens a pass by √(2 × step / append) of the append, so this
-        compares with a fixed part of it.
+        Each visit until the append ranks the tail again, and the tail grows. To wait saves the fixed cost of an append,
+        since a longer one takes the place of two: its cost by tokens is paid in any case. If the tail grows by equal
+        steps, the mean cost of a visit is least if the tail is appended at the m-th visit, where it lengthens a pass by
+        2 / (m + 1) of that fixed cost. m is not known here; `TAIL_PART` is right for three.
         """
         prefix_tokens = cached_tokens + tail_tokens
         longer_us = self.hit_us(cached_tokens, scored_tokens + tail_tokens) - self.hit_us(prefix_tokens, scored_tokens)
-        return longer_us <= TAIL_PART * self.append_us(cached_tokens, tail_tokens)
+        return longer_us <= TAIL_PART * self.cut_us(cached_tokens)
 
     def further_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """What a request adds to a batch that has at least one other."""
