@@ -1,20 +1,17 @@
-"""Products by oneDNN equal torch's own, for rows of any number, and for contexts of several blocks."""
+"""Products by oneDNN, for rows of any number and contexts of several blocks: what torch or the formula gives."""
 
 from __future__ import annotations
 
 import gc
+import math
 
-import numpy as np
 import pytest
 import torch
 
 from relaygr.worker.device import CpuDevice, set_threads
-from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.kv import KvDtype
 from relaygr.worker.model import layer_parts
 from relaygr.worker.model.attention.blocked import ONEDNN_KEY_BLOCK, ONEDNN_WORK, BlockedAttention
-from relaygr.worker.model.attention.paged_kv import PagedKv
-from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import build_engine
@@ -28,35 +25,24 @@ from relaygr.worker.model.layer_parts import (
 )
 from relaygr.worker.model.options import ComputeDtype
 from tests.workers.engine_kinds import HAS_ONEDNN, KINDS
+from tests.worlds.attention import LAYER, TOLERANCES, RaggedForward, SegmentRows
 
 pytestmark = pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")
-HEADS, DIM, PAGE = 2, 32, 48
-SPEC = AttentionSpec(HEADS, DIM, DIM, DIM**-0.5, 100.0)
 CONTEXT = 2 * ONEDNN_KEY_BLOCK + 100
-
-
-def attended(attention: BlockedAttention, causal: int, free: int, kv_dtype: KvDtype) -> torch.Tensor:
-    """A of some rows after a context of scattered pages, with the same numbers on each call."""
-    torch.manual_seed(0)
-    geometry = KvGeometry(1, HEADS, DIM, DIM, PAGE, kv_dtype)
-    pages = np.random.default_rng(0).permutation(geometry.pages_for(CONTEXT) + 5).astype(np.int32)
-    kv = PagedKv(torch.zeros((pages.size, geometry.page_bytes), dtype=torch.uint8), geometry)
-    stored = Segment(pages, 0, CONTEXT, 0, stores=True, total_tokens=CONTEXT)
-    kv.write(0, kv.slots([stored]), *torch.randn(2, CONTEXT, HEADS, DIM))
-    segment = Segment(pages, CONTEXT, causal, free, stores=False, total_tokens=CONTEXT + causal)
-    return attention.begin(kv, [segment]).attend(0, *torch.randn(3, causal + free, HEADS, DIM))
 
 
 @pytest.mark.parametrize("kv_dtype", KvDtype)
 @pytest.mark.parametrize(
     ("causal", "free"), [(0, 1), (16, 0), (40, 130), (300, 300)], ids=["a row", "an append", "a hit", "several tiles"]
 )
-@pytest.mark.parametrize("work", [1, ONEDNN_WORK], ids=["every product", "large products"])
-def test_attention_is_that_of_torch(work: float, causal: int, free: int, kv_dtype: KvDtype) -> None:
-    expected = attended(BlockedAttention(SPEC), causal, free, kv_dtype)
-    found = attended(BlockedAttention(SPEC, work), causal, free, kv_dtype)
-    # A row sums thousands of products, and each processor's kernels do so in an order of their own.
-    assert torch.allclose(found, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
+@pytest.mark.parametrize("work", [math.inf, 1, ONEDNN_WORK], ids=["torch's", "every product", "large products"])
+def test_rows_get_what_the_formula_gives(work: float, causal: int, free: int, kv_dtype: KvDtype) -> None:
+    run = SegmentRows(CONTEXT, causal, free)
+    forward = RaggedForward([run], dqk=32, dv=32, page_tokens=48, stored=kv_dtype, device=CpuDevice())
+    attention = BlockedAttention(forward.spec, work).begin(forward.kv, forward.segments)
+    # A layer rounds its rows to what pages keep.
+    own_k, own_v = forward.rounded(forward.k), forward.rounded(forward.v)
+    assert forward.error(attention.attend(LAYER, forward.q, own_k, own_v)) <= TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 300])
