@@ -112,10 +112,11 @@ class TestReloadByLayers:
         assert took_us < 0.7 * serial_us
         assert work.reload_us == pytest.approx(COPY_US, abs=10)
 
-    def test_a_short_tail_is_ranked_with_the_suffix_after_the_reload(
+    def test_a_short_tail_is_ranked_with_the_suffix_when_the_first_layer_is_there(
         self, world: OverlapWorld, stored: HistoryVersion
     ) -> None:
-        self.reload(world, world.put("ann", 1, stored.length + 8))
+        took_us = self.reload(world, world.put("ann", 1, stored.length + 8))
+        assert took_us == pytest.approx(COPY_US + LAYERS * LAYER_US, abs=30)
         work = world.work("again")
         assert (work.path, work.tokens_cached, len(work.suffix)) == (Path.DRAM, stored.length, 8)
         assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE

@@ -132,7 +132,7 @@ class Soak:
     def impression(self) -> None:
         """A look-up, and the calls that follow from its result."""
         key = self.key()
-        found = self.cache.acquire(key, self.now_us, arriving=self.random.random() < 0.5)
+        found = self.cache.acquire(key, self.now_us, arriving=self.random.choice((None, 0, key.length)))
         if isinstance(found, Hit):
             self.held.handles.append(found.handle)
         elif isinstance(found, PendingPrefix):

@@ -191,13 +191,24 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.peek(key)
         assert self.cache.stats() == before
 
-    @rule(key=keys, join=st.booleans(), purpose=st.sampled_from(Purpose), arriving=st.booleans(), raises=st.booleans())
-    def acquire(self, key: PrefixKey, join: bool, purpose: Purpose, arriving: bool, raises: bool = False) -> None:
+    @rule(
+        key=keys,
+        join=st.booleans(),
+        purpose=st.sampled_from(Purpose),
+        missing=st.none() | st.integers(0, 200),
+        raises=st.booleans(),
+    )
+    def acquire(self, key: PrefixKey, join: bool, purpose: Purpose, missing: int | None, raises: bool = False) -> None:
+        """`missing`: at most so many behaviours may be missing of a reload under way; None: it is no hit."""
+        arriving = None if missing is None else key.length - missing
         found = self.cache.acquire(key, self.tick(), join, purpose, arriving)
         if self.only_model not in (None, key.namespace):
             assert isinstance(found, Miss)
         if isinstance(found, Hit):
-            assert found.handle.arrival is None or arriving
+            assert found.handle.complete == (found.handle.behaviours == key.length)
+            if found.handle.arrival is not None:
+                assert arriving is not None
+                assert found.handle.behaviours >= arriving
             self.run.handles.append(Held(key, found.handle))
         elif isinstance(found, PendingPrefix):
             assert join

@@ -841,7 +841,7 @@ def test_a_short_tail_is_ranked_with_the_suffix_until_it_pays_to_append_it():
         world.run()
         assert (work.path, work.pre_infer_us > 0) == (Path.HBM, not len(work.suffix))
         tails.append(len(work.suffix))
-    # A third of 1,000 + 10 n µs is more than 10 n µs up to n = 50.
+    # Half of 1,000 µs is as much as 10 n µs for n = 50.
     assert tails == [8, 16, 24, 32, 40, 48, 0]
     check_invariants(world.cache)
 

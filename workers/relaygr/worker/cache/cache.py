@@ -240,12 +240,12 @@ class PrefixCache:
         now_us: int,
         join: bool = True,
         purpose: Purpose = Purpose.RANKING,
-        arriving: bool = False,
+        arriving: int | None = None,
     ) -> Hit | PendingPrefix | Miss:
         """Pins the longest part of `key` that is ready in HBM.
 
         With `join`, work in flight that will cover more is returned instead; a caller that cannot wait for it calls
-        again without `join`. With `arriving`, a reload of the whole prefix whose first layer has arrived is a hit:
+        again without `join`. A reload of at least `arriving` behaviours whose first layer has arrived is a hit, too:
         its handle then has an `arrival`. Only look-ups for RANKING are counted, each once. Look-ups for RANKING and
         AGAIN mark a pre-infer as used.
         """
@@ -264,7 +264,7 @@ class PrefixCache:
             return answer
 
     def _look_up(
-        self, key: PrefixKey, now_us: int, join: bool, purpose: Purpose, arriving: bool
+        self, key: PrefixKey, now_us: int, join: bool, purpose: Purpose, arriving: int | None
     ) -> tuple[Hit | PendingPrefix | Miss, str]:
         """The result of `acquire` for a key that may match, and the outcome for the listener. Counts the look-up."""
         ledger, hbm, counters = self.ledger, self._hbm, self.ledger.counters
@@ -274,15 +274,23 @@ class PrefixCache:
         coming = hbm.index.find_work(key) if join and covered < key.length else None
         if coming is not None and coming.behaviours > covered:
             work = coming.work
-            arrival = work.arrival if arriving and coming.behaviours == key.length else None
+            arrival = work.arrival if arriving is not None and coming.behaviours >= arriving else None
             if arrival is not None and arrival.begun:
                 counters.hits += counted
-                tokens = self._layout.tokens(key.length)
+                tokens, is_complete = self._layout.tokens(coming.behaviours), coming.behaviours == key.length
+                counters.partial_hits += counted and not is_complete
                 pin = hbm.pin(work.entry, work.table, tokens, ledger.latest_us + self._longest_hold_us)
                 handle = Handle(
-                    key.length, tokens, pin.pages, True, PrefixSource.DRAM, pin, not self._is_exact, arrival
+                    coming.behaviours,
+                    tokens,
+                    pin.pages,
+                    is_complete,
+                    PrefixSource.DRAM,
+                    pin,
+                    not self._is_exact,
+                    arrival,
                 )
-                return Hit(handle), "hit"
+                return Hit(handle), "hit" if is_complete else "partial_hit"
             counters.joins[work.kind] += counted
             return ledger.pending[work], work.kind
         if found is not None:

@@ -194,14 +194,14 @@ class Requests:
             coming = self._prefixes.under_way(prefix.key)
             if coming is not None and cache.peek(prefix.key).hbm_behaviours < prefix.key.length:
                 return self._join(work, coming)
-        found = cache.acquire(prefix.key, now_us, purpose=purpose, arriving=True)
+        found = cache.acquire(prefix.key, now_us, purpose=purpose, arriving=prefix.key.length)
         if isinstance(found, PendingPrefix):
             return self._wait_for_prefix(work, prefix, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None:
             if handle.complete:
                 self._note_ready(work)
-                return self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM, now_us)
+                return self._rank_on_handle(work, handle, now_us)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
         pending = self._reload(work, prefix, found)
         if pending is not None:
@@ -303,9 +303,10 @@ class Requests:
         plan = plan_truncation(prefix.tokens, work.scored_tokens, left_us, latency, self._context.chunking)
         self._serve_in_full(work, prefix, plan, now_us)
 
-    def _rank_on_handle(self, work: RankingWork, handle: Handle, path: Path, now_us: int) -> None:
-        """Ranks on the pages of `handle`, which the request releases."""
-        work.path, work.tokens_cached, work.prefix_source = path, handle.tokens, handle.source
+    def _rank_on_handle(self, work: RankingWork, handle: Handle, now_us: int) -> None:
+        """Ranks on the pages of `handle`, which the request releases. Some layers may still be on their way."""
+        work.path = Path.HBM if handle.arrival is None else Path.DRAM
+        work.tokens_cached, work.prefix_source = handle.tokens, handle.source
         work.handle, work.pages = handle, handle.pages
         self._ready(work, now_us)
 
@@ -313,7 +314,7 @@ class Requests:
         """Ranks on the cached part, with the tail of the prefix in `suffix`. Exact, but keeps no K,V of the tail."""
         scored_tokens = self._context.resolver.scored_tokens(len(suffix), work.request.candidates.size)
         self._rank_on(work, handle.tokens, suffix, scored_tokens)
-        self._rank_on_handle(work, handle, Path.HBM, now_us)
+        self._rank_on_handle(work, handle, now_us)
 
     def _serve_in_full(self, work: RankingWork, prefix: ResolvedPrefix, plan: RoutePlan, now_us: int) -> None:
         """Full inference over the whole prefix or its newest part; or a rejection."""
@@ -480,24 +481,33 @@ class Requests:
         self._context.arrivals.announced.pop((request.user_id, request.request_id), None)
 
     def _wait_first_layer(self, wait: _PrefixWait) -> None:
-        """The first layer of a reload has arrived. If the reload covers the whole prefix, ranks while the other layers
-        are copied.
+        """The first layer of a reload has arrived. If the reload covers the prefix, at most without a tail that stays in
+        the suffix, ranks while the other layers are copied.
         """
         work = wait.work
         if wait.ended or work.prefix is None or work.prefix.revision != self._context.engine.revision:
             return
         now_us = self._parts.clock.monotonic_us()
-        found = self._parts.cache.acquire(work.prefix.key, now_us, purpose=Purpose.AGAIN, arriving=True)
+        found = self._parts.cache.acquire(
+            work.prefix.key, now_us, purpose=Purpose.AGAIN, arriving=wait.pending.behaviours
+        )
         if not isinstance(found, Hit):
             return
-        if not found.handle.complete:
-            self._parts.cache.release(found.handle)
-            return
+        handle, prefix, suffix = found.handle, work.prefix, None
+        if not handle.complete:
+            if self._context.tail_stays_in_suffix(prefix, handle, len(prefix.suffix), prefix.scored_tokens):
+                suffix = self._context.resolver.tail_as_suffix(prefix, handle.behaviours)
+            if suffix is None:
+                self._parts.cache.release(handle)
+                return
         self._end_wait(wait)
         work.reloaded_us = now_us
         work.reload_us += now_us - wait.started_us
         try:
-            self._rank_on_handle(work, found.handle, Path.DRAM, now_us)
+            if suffix is not None:
+                self._rank_with_tail(work, handle, suffix, now_us)
+            else:
+                self._rank_on_handle(work, handle, now_us)
         except Exception as error:
             self._failed(work, error)
 
