@@ -511,7 +511,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.store(other)
         self.reload(key, self.now_us, None)
         self.world.mover.run()
-        self.acquire(key, True, Purpose.RANKING, False)
+        self.acquire(key, True, Purpose.RANKING, None)
 
     @rule(key=keys, copied=st.booleans(), taken_away=st.booleans())
     def read_while_it_arrives(self, key: PrefixKey, copied: bool, taken_away: bool) -> None:
@@ -520,7 +520,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.world.mover.start():
             latest = self.world.mover.under_way - 1
             self.world.mover.arrive(latest)
-            self.acquire(key, True, Purpose.RANKING, True)
+            self.acquire(key, True, Purpose.RANKING, 0)
             if taken_away:
                 self.take_away("user", key)
             self.end_a_copy(copied, latest)

@@ -481,8 +481,8 @@ class Requests:
         self._context.arrivals.announced.pop((request.user_id, request.request_id), None)
 
     def _wait_first_layer(self, wait: _PrefixWait) -> None:
-        """The first layer of a reload has arrived. If the reload covers the prefix, at most without a tail that stays in
-        the suffix, ranks while the other layers are copied.
+        """The first layer of a reload has arrived. If the reload covers the prefix, but for a tail that stays in the
+        suffix, ranks while the other layers are copied.
         """
         work = wait.work
         if wait.ended or work.prefix is None or work.prefix.revision != self._context.engine.revision:
