@@ -161,7 +161,8 @@ def _known_bootstrap(settings: Settings) -> str | None:
 @contextmanager
 def _broker(console: Console, settings: Settings, options: DemoOptions) -> Iterator[LocalBroker]:
     """The broker that the options ask for, and what it cannot show."""
-    with local_broker(options.broker, known_bootstrap=_known_bootstrap(settings), kafka=settings) as broker:
+    known = _known_bootstrap(settings)
+    with local_broker(options.broker, known_bootstrap=known, kafka=settings, is_brief=True) as broker:
         console.print(f"broker     {broker.what}")
         for limit in broker.limits:
             console.print(f"           limit: {limit}", style="dim")

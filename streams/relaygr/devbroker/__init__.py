@@ -50,15 +50,17 @@ def local_broker(
     known_bootstrap: str | None = None,
     kafka: KafkaSettings | None = None,
     environ: Mapping[str, str] | None = None,
+    is_brief: bool = False,
 ) -> Iterator[LocalBroker]:
     """A broker while the block runs.
 
     `choice` is auto, embedded, kafka, docker or HOST:PORT[,HOST:PORT...]. `known_bootstrap` is a cluster that `auto`
-    takes first (`RELAYGR_BOOTSTRAP`). `kafka` has the security settings of a cluster that is not started here. Raises
-    RelayError if the choice is not possible on this machine, or if the broker does not answer.
+    takes first (`RELAYGR_BOOTSTRAP`). `kafka` has the security settings of a cluster that is not started here. `is_brief`:
+    the broker lives for a few minutes, with few messages a second. Raises RelayError if the choice is not possible on
+    this machine, or if the broker does not answer.
     """
     chosen = choose(choice, available_brokers(known_bootstrap, environ))
-    with _open(chosen, kafka or KafkaSettings()) as broker:
+    with _open(chosen, kafka or KafkaSettings(), is_brief) as broker:
         yield broker
 
 
@@ -74,12 +76,12 @@ def check_broker(
         require_broker((kafka or KafkaSettings()).model_copy(update={"bootstrap": chosen.bootstrap}))
 
 
-def _open(chosen: Chosen, kafka: KafkaSettings) -> AbstractContextManager[LocalBroker]:
+def _open(chosen: Chosen, kafka: KafkaSettings, is_brief: bool) -> AbstractContextManager[LocalBroker]:
     # Imported here, so that each kind of broker needs only its own libraries.
     if chosen.kind is BrokerChoice.KAFKA and chosen.kafka_home is not None:
         from relaygr.devbroker.kafka import kafka_broker
 
-        return kafka_broker(chosen.kafka_home, chosen.why)
+        return kafka_broker(chosen.kafka_home, chosen.why, is_brief=is_brief)
     if chosen.kind is BrokerChoice.DOCKER:
         from relaygr.devbroker.docker import docker_broker
 

@@ -25,7 +25,7 @@ from confluent_kafka.admin import ClusterMetadata
 
 from relaygr.devbroker import guard
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
-from relaygr.devbroker.kafka import PROPERTIES, memory_folder, new_cluster_id
+from relaygr.devbroker.kafka import BRIEF_JVM, PROPERTIES, memory_folder, new_cluster_id
 from relaygr.devbroker.local import free_ports
 from relaygr.kafka.client_errors import ClientErrors
 from relaygr.kafka.clients import make_admin
@@ -65,9 +65,7 @@ class KafkaCluster:
             **(properties or {}),
         }
         self._id = new_cluster_id()
-        # For brokers that live for minutes, the second compiler costs more than it saves.
-        jvm = {"KAFKA_HEAP_OPTS": f"-Xmx{heap_mib}m", "KAFKA_OPTS": "-XX:TieredStopAtLevel=1"}
-        self._environment = {**jvm, **os.environ}
+        self._environment = {"KAFKA_HEAP_OPTS": f"-Xmx{heap_mib}m", **BRIEF_JVM, **os.environ}
         self._folder = Path(tempfile.mkdtemp(prefix="relaygr-cluster-", dir=memory_folder()))
         self._guard = subprocess.Popen(
             [sys.executable, "-I", guard.__file__, str(self._folder), os.devnull, "sleep", "infinity"],
