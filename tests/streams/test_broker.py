@@ -17,7 +17,7 @@ import pytest
 
 from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, local_broker
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
-from relaygr.devbroker.kafka import kafka_broker
+from relaygr.devbroker.kafka import SERVER_SCRIPT, STORAGE_SCRIPT, kafka_broker
 from relaygr.devbroker.local import free_ports
 from relaygr.kafka.clients import require_broker
 from relaygr.kafka.settings import KafkaSettings, Security, SecurityProtocol
@@ -154,6 +154,25 @@ def test_a_kafka_that_is_restarted_keeps_its_address_and_its_topics(real_broker:
         assert before - after and after - before, "another process"
         assert {kafka.topic(topic) for topic in CATALOGUE} <= require_broker(kafka).topics.keys()
     assert eventually(lambda: gone([process.pid for process in after - before]))
+
+
+@pytest.mark.parametrize("own", [None, "-Down=1"], ids=["by default", "unless the user sets options"])
+def test_a_brief_kafka_starts_without_the_second_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str | None
+) -> None:
+    monkeypatch.delenv("KAFKA_OPTS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("KAFKA_OPTS", own)
+    for script in (STORAGE_SCRIPT, SERVER_SCRIPT):
+        path = tmp_path / script
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text('#!/bin/sh\necho "with $KAFKA_OPTS" >&2\nexit 1\n')
+        path.chmod(0o755)
+    with (
+        pytest.raises(RelayError, match=f"with {own or '-XX:TieredStopAtLevel=1'}"),
+        kafka_broker(tmp_path, "a test", is_brief=True),
+    ):
+        pass
 
 
 def test_only_a_kafka_that_was_started_here_can_be_restarted(embedded_broker: LocalBroker) -> None:

@@ -55,9 +55,9 @@ def local_broker(
     """A broker while the block runs.
 
     `choice` is auto, embedded, kafka, docker or HOST:PORT[,HOST:PORT...]. `known_bootstrap` is a cluster that `auto`
-    takes first (`RELAYGR_BOOTSTRAP`). `kafka` has the security settings of a cluster that is not started here. `is_brief`:
-    the broker lives for a few minutes, with few messages a second. Raises RelayError if the choice is not possible on
-    this machine, or if the broker does not answer.
+    takes first (`RELAYGR_BOOTSTRAP`). `kafka` has the security settings of a cluster that is not started here.
+    `is_brief`: the broker lives for a few minutes, with few messages a second. Raises RelayError if the choice is not
+    possible on this machine, or if the broker does not answer.
     """
     chosen = choose(choice, available_brokers(known_bootstrap, environ))
     with _open(chosen, kafka or KafkaSettings(), is_brief) as broker:
