@@ -17,7 +17,7 @@ import pytest
 
 from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, local_broker
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
-from relaygr.devbroker.kafka import SERVER_SCRIPT, STORAGE_SCRIPT, kafka_broker
+from relaygr.devbroker.kafka import kafka_broker
 from relaygr.devbroker.local import free_ports
 from relaygr.kafka.clients import require_broker
 from relaygr.kafka.settings import KafkaSettings, Security, SecurityProtocol
