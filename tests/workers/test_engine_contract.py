@@ -25,12 +25,11 @@ from relaygr.worker.model.attention.mask import AttentionMask, Visible
 from relaygr.worker.model.attention.segments import Segment
 from relaygr.worker.model.attention.spec import AttentionSpec, spec_of
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
-from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.config import ModelConfig, RuleError
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.interface import PrefixChunk, RankInputs
 from relaygr.worker.model.options import ComputeDtype, PositionOrigin
 from relaygr.worker.model.paged_engine import PagedEngine
-from relaygr.worker.model.rules import RuleError
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
 from tests.workers.engine_kinds import BACKENDS, HAS_ONEDNN, KINDS
 from tests.workers.reference import full_inference

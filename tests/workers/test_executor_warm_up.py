@@ -8,7 +8,7 @@ from relaygr.schemas.messages import Path
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import JobOutcome
-from relaygr.worker.model.rules import PrefixRules
+from relaygr.worker.model.config import PrefixRules
 from tests.worlds.executor import TOKEN_US, ExecutorWorld
 
 LENGTH = 400

@@ -23,7 +23,7 @@ from relaygr.schemas.messages import (
     WorkerStatus,
 )
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
-from relaygr.worker.model.rules import PrefixRules
+from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.process.housekeeping import StatusReport, StatusSources
 from relaygr.worker.results import QueueWaits
 from relaygr.worker.settings import WorkerConfig, WorkerSettings

@@ -31,8 +31,8 @@ from relaygr.worker.executor.work import JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
-from relaygr.worker.model.rules import PrefixRules
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.outbox import Outbox
 

@@ -27,9 +27,8 @@ from relaygr.cli.options import JsonOption
 from relaygr.cli.texts import parse_task, print_json, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file
+from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file, rules_of
 from relaygr.worker.model.options import Activated, ContextualFeature, Family, OutputForm, Preset, preset_fields
-from relaygr.worker.model.rules import rules_of
 
 if TYPE_CHECKING:
     from relaygr.worker.model.checkpoint import Checkpoint

@@ -18,9 +18,8 @@ from relaygr.simulate.worker import WorkerSpec
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.calibration import Calibration
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
-from relaygr.worker.model.config import ModelConfig, read_config
+from relaygr.worker.model.config import ModelConfig, PrefixRules, read_config, rules_of
 from relaygr.worker.model.interface import EngineLimits
-from relaygr.worker.model.rules import PrefixRules, rules_of
 
 _CPU = "cpu"
 

@@ -23,8 +23,8 @@ from relaygr.schemas.record import record
 from relaygr.simulate.times import Draws
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, KvGeometry, PrefixLayout
+from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.interface import EngineLimits, RankOutputs
-from relaygr.worker.model.rules import PrefixRules
 
 EPOCH_US: Final = 1_700_000_000_000_000
 

@@ -48,8 +48,8 @@ from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.divert import Diverter, DivertParts
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.interface import EngineLimits
-from relaygr.worker.model.rules import PrefixRules
 from relaygr.worker.settings import WorkerSettings
 
 PARTITIONS: Final = 12

@@ -1,6 +1,6 @@
 """Resolves a message to its prefix: the history that it names or carries, cut to the model's limit, and its cache key.
 
-The model's rules (`relaygr.worker.model.rules`) define what may follow a prefix. If prefixes do not grow, the request's
+The model's rules (`PrefixRules`) define what may follow a prefix. If prefixes do not grow, the request's
 suffix becomes a part of the history, and that history is a separate prefix, computed in full. If K,V depend on the
 query time (the time of the retrieval event, which job and request both carry), the key covers it. If prefixes grow, the
 behaviours that a cached prefix lacks may be ranked before the request's suffix.

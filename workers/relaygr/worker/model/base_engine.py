@@ -10,10 +10,9 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.model.checkpoint import Checkpoint
-from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.config import ModelConfig, RuleError, rules_of
 from relaygr.worker.model.interface import EngineLimits, Int64Array, PrefixChunk, RankInputs, RankOutputs, TooLongError
 from relaygr.worker.model.options import ComputeDtype
-from relaygr.worker.model.rules import RuleError, rules_of
 
 
 class BaseEngine(ABC):

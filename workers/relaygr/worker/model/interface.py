@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.record import record
 from relaygr.worker.kv import KvGeometry, PrefixLayout
+from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.inputs.tokens import Tokens
 from relaygr.worker.model.options import ComputeDtype
-from relaygr.worker.model.rules import PrefixRules
 
 if TYPE_CHECKING:
     # The simulation runs the executor without torch.

@@ -21,7 +21,7 @@ from relaygr.worker.model.attention.segments import Segment, SegmentTimes
 from relaygr.worker.model.attention.spec import spec_of, torch_dtype
 from relaygr.worker.model.base_engine import BaseEngine
 from relaygr.worker.model.checkpoint import Checkpoint, copied_bytes
-from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.config import ModelConfig, RuleError, rules_of
 from relaygr.worker.model.graphs import layer_runner
 from relaygr.worker.model.inputs.embedding import TokenEmbedding, input_row_elements
 from relaygr.worker.model.inputs.encodings import query_seconds, seconds
@@ -32,7 +32,6 @@ from relaygr.worker.model.interface import Int32Array, Int64Array, PrefixChunk, 
 from relaygr.worker.model.layers import LayerStack, build_layers
 from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.model.readout import Readout, readout_row_elements
-from relaygr.worker.model.rules import RuleError, rules_of
 
 
 class Segmenting:
