@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from relaygr.worker.model.machine_code import CompiledProduct
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q, k [rows, heads, attention_dim], v [rows, heads, hidden_dim] -> A [rows, heads * hidden_dim]"""
 
@@ -141,10 +143,17 @@ def copy_bytes(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> in
     """The most memory for the copy that a product of this type makes of its float32 weight [K, N]; 0 without a copy."""
     if dtype is torch.bfloat16:
         return math.prod(shape) * dtype.itemsize
-    if dtype is torch.float32 and not _is_packed(device_type):
-        return 0
+    if dtype is torch.float32:
+        if _is_compiled(shape, device_type):
+            return math.prod(shape) * dtype.itemsize
+        if not _is_packed(device_type):
+            return 0
     rows, columns = (-(-side // _PACKED_UNIT) * _PACKED_UNIT for side in shape)
     return rows * columns * dtype.itemsize + (columns * _COLUMN_BYTES if dtype is torch.int8 else 0)
+
+
+def _is_compiled(shape: Sequence[int], device_type: str) -> bool:
+    return device_type == "cpu" and CompiledProduct.fits(shape)
 
 
 def _is_packed(device_type: str) -> bool:
@@ -174,6 +183,9 @@ def product(weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype = torch
     if dtype is not torch.float32:
         narrow, narrow_bias = weight.to(dtype), bias.to(dtype)
         return lambda rows: torch.addmm(narrow_bias, rows, narrow)
+    if _is_compiled(weight.shape, weight.device.type):
+        compiled = CompiledProduct(weight)
+        return lambda rows: compiled(rows, bias)
     packed = _packed(weight)
     if packed is None:
         return lambda rows: torch.addmm(bias, rows, weight)
@@ -258,6 +270,9 @@ class NarrowProduct:
 
 def full_product(weight: torch.Tensor) -> AddedProduct:
     """The product in float32: one fused call."""
+    if _is_compiled(weight.shape, weight.device.type):
+        compiled = CompiledProduct(weight)
+        return lambda y, rows: compiled(rows, y)
     packed = _packed(weight)
     if packed is None:
         return lambda y, rows: torch.addmm(y, rows, weight)

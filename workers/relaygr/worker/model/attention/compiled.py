@@ -5,11 +5,11 @@ function reads each page in place, and keeps 64 keys' weights in the first-level
 `compiled`), and no compiler on the machine.
 
     scores     w[key, rows] = SiLU(sum over d of K[key, d] * q[d, rows])        16 keys at once
-    values     a[d, rows] += sum over keys of V[key, d] * w[key, rows]          16 columns of V at once
+    values     a[rows, d] += sum over keys of w[key, rows] * V[key, d]          8 rows and 48 columns of V at once
 
-Each step multiplies one number from memory, broadcast, by a vector of 16 or 32 rows. Meanwhile the numbers of the next
-block are fetched into the first-level cache, and the next 64 keys into the second, in the order of their addresses: 16
-rows take nearly twice as long without. The sums of 64 keys are added to those before, which keeps them exact.
+Each step multiplies numbers from memory, broadcast, by vectors: of 16 or 32 rows for scores, of columns for values.
+Meanwhile the numbers of the next block are fetched into the first-level cache, and the next 64 keys into the second: 16
+rows take three times as long without. The sums of 64 keys are added to those before, which keeps them exact.
 
 OpenMP's threads, which torch uses, share the heads, and parts of the keys if there are fewer heads. Their sums are
 added in a fixed order, so a result is the same on each call with as many threads.
@@ -22,7 +22,7 @@ import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -31,34 +31,50 @@ from numpy.typing import NDArray
 from torch.profiler import record_function
 
 from relaygr.worker.kv import KvDtype, KvGeometry
-
-LANES = 16
-"""Float32 numbers in a register; keys of a block of scores, and columns of a block of values."""
+from relaygr.worker.model.machine_code import (
+    LANES,
+    TO_FIRST,
+    Call,
+    compiled_call,
+    fetched,
+    fetched_evenly,
+    fma,
+    loaded,
+    spread,
+    vector_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that are computed together, and the division of 16 keys or columns into tiles.
+    """Rows that are computed together, and their division into tiles.
 
     The sums of a tile are in registers: AVX-512 has 32 of 16 numbers, AVX2 has 16 of 8.
     """
 
     rows: int
     tiles: tuple[int, ...]
+    """Keys of each tile of scores: 16 in total."""
+    row_tiles: tuple[int, ...]
+    """Rows of each tile of values."""
+    vectors: int
+    """Columns of a tile of values: the most vectors of 16."""
 
     @property
     def vector(self) -> str:
-        return _vector(self.rows)
+        return vector_of(self.rows)
 
 
-WIDE_BLOCKS, NARROW_BLOCKS = (Block(2 * LANES, (8, 8)), Block(LANES, (LANES,))), (Block(LANES, (5, 5, 6)),)
-"""Of AVX-512 and AVX2, the larger block first. In a large one, two vectors share a number that was read."""
+WIDE_BLOCKS = (Block(2 * LANES, (8, 8), (8, 8, 8, 8), 3), Block(LANES, (LANES,), (8, 8), 3))
+"""Of AVX-512, the larger block first. In a large one, two vectors share a number that was read."""
+NARROW_BLOCKS = (Block(LANES, (5, 5, 6), (5, 5, 6), 1),)
+"""Of AVX2."""
 _KEYS = 64
 """Keys of a unit. A page is whole units, or one of fewer keys."""
 _ROWS = 256
 """Rows of one call: their sums and q of one head fit into the second-level cache."""
-_SHARED = ("arena", "table", "units", "tokens", "visible", "parts")
-"""The arguments of a call. q, sums and number of blocks follow, for each kind of block."""
+_SHARED = ("arena", "table", "units", "tokens", "visible", "parts", "sums", "padded")
+"""The arguments of a call; `padded`: rows of sums. q and the number of blocks follow, for each kind of block."""
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -118,6 +134,10 @@ class CompiledAttention:
         threads = torch.get_num_threads()
         units = -(-tokens // _unit(g))
         parts = min(units, -(-threads // heads))
+        counts = self._counts(rows)
+        padded = sum(count * block.rows for block, count in zip(self._blocks, counts, strict=True))
+        q = F.pad(q, (0, 0, 0, padded - rows))
+        sums = torch.zeros(parts, heads, padded, g.hidden_dim)
         arguments = [
             arena.data_ptr() + layer * g.layer_bytes,
             pages.ctypes.data,
@@ -125,22 +145,20 @@ class CompiledAttention:
             tokens,
             visible,
             parts,
+            sums.data_ptr(),
+            padded,
         ]
         # The tensors must live until the call returns.
         by_lane: list[torch.Tensor] = []
-        sums: list[torch.Tensor] = []
         low = 0
-        for block, count in zip(self._blocks, self._counts(rows), strict=True):
-            high = min(low + count * block.rows, rows)
-            padded = F.pad(q[:, low:high], (0, 0, 0, low + count * block.rows - high))
-            grouped = padded.view(heads, count, block.rows, g.attention_dim)
+        for block, count in zip(self._blocks, counts, strict=True):
+            high = low + count * block.rows
+            grouped = q[:, low:high].reshape(heads, count, block.rows, g.attention_dim)
             by_lane.append(grouped.permute(1, 0, 3, 2).contiguous())
-            sums.append(torch.zeros(parts, count, heads, g.hidden_dim, block.rows))
-            arguments += [by_lane[-1].data_ptr(), sums[-1].data_ptr(), count]
+            arguments += [by_lane[-1].data_ptr(), count]
             low = high
         self._function((ctypes.c_int64 * len(arguments))(*arguments), threads)
-        found = [(each.sum(0) if parts > 1 else each[0]).permute(1, 0, 3, 2).flatten(1, 2) for each in sums]
-        return torch.cat(found, 1)[:, :rows]
+        return (sums.sum(0) if parts > 1 else sums[0])[:, :rows]
 
     def _counts(self, rows: int) -> list[int]:
         """Blocks of each kind: large ones as long as they are more than half full."""
@@ -165,87 +183,18 @@ def _unit(geometry: KvGeometry) -> int:
     return _KEYS if geometry.page_tokens % _KEYS == 0 else LANES
 
 
-Call = Callable[[ctypes.Array[ctypes.c_int64], int], None]
-
-
 @functools.cache
 def _compiled(geometry: KvGeometry, blocks: tuple[Block, ...]) -> Call:
     """The function for a geometry."""
-    import llvmlite.binding as llvm
-
-    team = _team()
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        # LLVM prefers registers of half the size on processors whose clock once depended on it.
-        features=llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit",
-        opt=3,
-    )
-    module = llvm.parse_assembly(source(geometry, team, blocks))
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("alone"))
-    member = engine.get_function_address("member") if team is not None else 0
-
-    def call(arguments: ctypes.Array[ctypes.c_int64], threads: int) -> None:
-        if threads == 1 or team is None:
-            alone(arguments)
-        else:
-            team.start(member, arguments, threads, 0)
-
-    # The machine code lives as long as its engine.
-    call.engine = engine  # type: ignore[attr-defined]
-    return call
+    return compiled_call(source(geometry, blocks))
 
 
-@dataclass(frozen=True, slots=True)
-class _Team:
-    """Entry points of the OpenMP library that torch has loaded (GNU's, on Linux)."""
-
-    start: Any
-    number_at: int
-    """Address of the function that returns the number of the calling thread, and of that which returns their count."""
-    count_at: int
-
-
-def _team() -> _Team | None:
-    """None if the library is another one: then one thread does all."""
-    try:
-        library = ctypes.CDLL(None)
-        start = library.GOMP_parallel
-        number, count = library.omp_get_thread_num, library.omp_get_num_threads
-    except (AttributeError, TypeError):
-        return None
-    start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    number_at, count_at = (int(ctypes.cast(each, ctypes.c_void_p).value or 0) for each in (number, count))
-    return _Team(start, number_at, count_at)
-
-
-def source(geometry: KvGeometry, team: _Team | None, blocks: tuple[Block, ...]) -> str:
-    """The functions in LLVM's language. `alone(arguments)` does all; each thread of a team calls `member`."""
-    parts = ["declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"]
+def source(geometry: KvGeometry, blocks: tuple[Block, ...]) -> list[str]:
+    """The functions in LLVM's language."""
+    parts = []
     for block in blocks:
         parts += [_declarations(block), _scores(geometry, block), _values(geometry, block)]
-    parts.append(_work(geometry, blocks))
-    parts.append("define void @alone(ptr %to) {\n  call void @work(ptr %to, i64 0, i64 1)\n  ret void\n}")
-    if team is not None:
-        # The team may be smaller than what was asked for.
-        parts.append(f"""
-define void @member(ptr %to) {{
-  %number = call i32 inttoptr (i64 {team.number_at} to ptr)()
-  %count = call i32 inttoptr (i64 {team.count_at} to ptr)()
-  %wide_number = sext i32 %number to i64
-  %wide_count = sext i32 %count to i64
-  call void @work(ptr %to, i64 %wide_number, i64 %wide_count)
-  ret void
-}}""")
-    return "\n".join(parts)
-
-
-def _vector(rows: int, of: str = "float") -> str:
-    return f"<{rows} x {of}>"
+    return [*parts, _work(geometry, blocks)]
 
 
 def _declarations(block: Block) -> str:
@@ -267,20 +216,12 @@ def _splat(block: Block, number: float) -> str:
 
 
 def _fma(block: Block, result: str, a: str, b: str, c: str) -> str:
-    of = block.vector
-    return f"  %{result} = call {of} @llvm.fma.v{block.rows}f32({of} {a}, {of} {b}, {of} {c})"
-
-
-def _spread(block: Block, result: str, number: str, of: str = "float") -> str:
-    """A vector of copies of a number."""
-    vector = _vector(block.rows, of)
-    return f"""  %{result}_one = insertelement {vector} poison, {of} {number}, i32 0
-  %{result} = shufflevector {vector} %{result}_one, {vector} poison, {_vector(block.rows, "i32")} zeroinitializer"""
+    return fma(block.rows, result, a, b, c)
 
 
 def _silu(block: Block) -> str:
     """%result = x / (1 + exp(-x)) of %x: exp by the power of two next to it, and a polynomial for the rest."""
-    of, whole = block.vector, _vector(block.rows, "i32")
+    of, whole = block.vector, vector_of(block.rows, "i32")
 
     def splat(number: float) -> str:
         return _splat(block, number)
@@ -316,18 +257,8 @@ def _silu(block: Block) -> str:
 def _broadcast_product(block: Block, index: int, address: str, vector: str) -> str:
     """sum += the number at an address, for all rows, times a vector."""
     return f"""  %n{index} = load float, ptr {address}, align 4
-{_spread(block, f"v{index}", f"%n{index}")}
+{spread(block.rows, f"v{index}", f"%n{index}")}
 {_fma(block, f"new{index}", f"%v{index}", vector, f"%sum{index}")}"""
-
-
-_TO_FIRST, _TO_SECOND = 3, 2
-"""LLVM's numbers of the caches."""
-
-
-def _fetched(name: str, address: str, cache: int) -> str:
-    """Fetches the line at an address into a cache."""
-    return f"""  %{name} = getelementptr float, ptr {address}
-  call void @llvm.prefetch.p0(ptr %{name}, i32 0, i32 {cache}, i32 1)"""
 
 
 def _tiles(block: Block, steps: str, body: Callable[[int, int, str, str], str]) -> str:
@@ -372,11 +303,13 @@ def _scores(g: KvGeometry, block: Block) -> str:
   %row{tag} = load {block.vector}, ptr %row_ptr{tag}, align 64
   %fetch_in{tag} = mul i64 {d}, {count}
   %fetch{tag} = add i64 %fetch_in{tag}, {first * g.attention_dim}
-{_fetched(f"near{tag}", f"%near_at, i64 %fetch{tag}", _TO_FIRST)}
-{_fetched(f"line{tag}", f"%next_at, i64 %fetch{tag}", _TO_SECOND)}
+{fetched(f"near{tag}", f"%near_at, i64 %fetch{tag}", TO_FIRST)}
+  %far{tag} = add i64 %fetch{tag}, %key_at
+  %far_line{tag} = lshr i64 %far{tag}, 4
+{fetched_evenly(tag, "%next", f"%far_line{tag}", f"{_unit(g) * g.attention_dim // LANES}")}
 {products}"""
 
-    whole, lanes = _vector(block.rows, "i32"), ", ".join(f"i32 {row}" for row in range(block.rows))
+    whole, lanes = vector_of(block.rows, "i32"), ", ".join(f"i32 {row}" for row in range(block.rows))
     results = "\n".join(
         f"  %to{i} = getelementptr float, ptr %weights_at, i64 {i * block.rows}\n"
         f"  store {block.vector} %new{i}, ptr %to{i}, align 64"
@@ -393,7 +326,6 @@ block:
   %more = icmp ult i64 %key_next, %keys
   %key_at = mul i64 %key, {g.attention_dim}
   %keys_at = getelementptr float, ptr %k, i64 %key_at
-  %next_at = getelementptr float, ptr %next, i64 %key_at
   %following = getelementptr float, ptr %keys_at, i64 {LANES * g.attention_dim}
   %near_at = select i1 %more, ptr %following, ptr %next
   %weight_at = mul i64 %key, {block.rows}
@@ -414,9 +346,9 @@ activate:
 {_silu(block)}
   %place32 = trunc i64 %place to i32
   %first_row = add i32 %hidden, %place32
-{_spread(block, "first_rows", "%first_row", "i32")}
+{spread(block.rows, "first_rows", "%first_row", "i32")}
   %sees = icmp sge {whole} <{lanes}>, %first_rows
-  %weight = select {_vector(block.rows, "i1")} %sees, {block.vector} %result, {block.vector} zeroinitializer
+  %weight = select {vector_of(block.rows, "i1")} %sees, {block.vector} %result, {block.vector} zeroinitializer
   store {block.vector} %weight, ptr %to, align 64
   %place_next = add i64 %place, 1
   %more_places = icmp ult i64 %place_next, {LANES}
@@ -431,69 +363,98 @@ end:
 def _values(g: KvGeometry, block: Block) -> str:
     """Adds the weighted rows of V. Reads exactly `keys` rows: those behind may hold anything, even NaN.
 
-    Fetches the next 16 columns, and V at `next` in the order of its addresses, evenly over the steps.
+    Fetches V at `next` in the order of its addresses, evenly over the steps.
     """
-
-    def step(first: int, count: int, key: str, tag: str) -> str:
-        products = "\n".join(
-            f"  %p{i} = getelementptr float, ptr %value{tag}, i64 {i}\n"
-            + _broadcast_product(block, i, f"%p{i}", f"%weight{tag}")
-            for i in range(first, first + count)
-        )
-        return f"""  %weight_at{tag} = mul i64 {key}, {block.rows}
-  %weight_ptr{tag} = getelementptr float, ptr %weights, i64 %weight_at{tag}
-  %weight{tag} = load {block.vector}, ptr %weight_ptr{tag}, align 64
-  %key_at{tag} = mul i64 {key}, {g.hidden_dim}
-  %value{tag} = getelementptr float, ptr %columns, i64 %key_at{tag}
-{_fetched(f"near{tag}", f"%near_at, i64 %key_at{tag}", _TO_FIRST) if first == 0 else ""}
-  %fetch_in{tag} = mul i64 {key}, {count}
-  %fetch{tag} = add i64 %fetch_in{tag}, {first * _unit(g)}
-{_fetched(f"line{tag}", f"%next_at, i64 %fetch{tag}", _TO_SECOND)}
-{products}"""
-
-    results = "\n".join(
-        f"  %to{i} = getelementptr float, ptr %sums_at, i64 {i * block.rows}\n"
-        f"  %old{i} = load {block.vector}, ptr %to{i}, align 64\n"
-        f"  %total{i} = fadd {block.vector} %old{i}, %new{i}\n"
-        f"  store {block.vector} %total{i}, ptr %to{i}, align 64"
-        for i in range(LANES)
-    )
+    vectors = g.hidden_dim // LANES
+    count = -(-vectors // block.vectors)
+    bounds = [vectors * number // count for number in range(count + 1)]
+    tiles = []
+    lines_before = 0
+    for first_vector, last_vector in pairwise(bounds):
+        first_row = 0
+        for number, rows in enumerate(block.row_tiles):
+            share, rest = divmod(last_vector - first_vector, len(block.row_tiles))
+            lines = share + (number < rest)
+            tiles.append((range(first_row, first_row + rows), range(first_vector, last_vector), lines_before, lines))
+            lines_before += lines
+            first_row += rows
+    loops = [
+        _values_tile(g, block, *tile, f"{number}", f"loop{number + 1}" if number + 1 < len(tiles) else "end")
+        for number, tile in enumerate(tiles)
+    ]
     return f"""
 define internal void @values{block.rows}(ptr noalias %sums, ptr noalias %v, ptr noalias %weights, i64 %keys,
                                          ptr %next) {{
 entry:
-  br label %block
-block:
-  %d = phi i64 [0, %entry], [%d_next, %done]
-  %d_next = add i64 %d, {LANES}
-  %more = icmp ult i64 %d_next, {g.hidden_dim}
-  %columns = getelementptr float, ptr %v, i64 %d
-  %following = getelementptr float, ptr %v, i64 %d_next
-  %near_at = select i1 %more, ptr %following, ptr %next
-  %next_in = mul i64 %d, {_unit(g)}
-  %next_at = getelementptr float, ptr %next, i64 %next_in
-  %sum_at = mul i64 %d, {block.rows}
-  %sums_at = getelementptr float, ptr %sums, i64 %sum_at
   br label %loop0
-{_tiles(block, "%keys", step)}
-done:
-{results}
-  br i1 %more, label %block, label %end
+{"".join(loops)}
 end:
   ret void
 }}"""
 
 
+def _values_tile(
+    g: KvGeometry, block: Block, rows: range, vectors: range, lines_before: int, lines: int, tag: str, after: str
+) -> str:
+    """Sums of some rows and vectors of columns, over all keys: from label `loopTAG` to `after`."""
+    of = vector_of(LANES)
+    before = "entry" if tag == "0" else f"done{int(tag) - 1}"
+    places = [(row, vector) for row in rows for vector in vectors]
+
+    def name(kind: str, row: int, vector: int) -> str:
+        return f"{kind}{tag}_{row}_{vector}"
+
+    body = [
+        f"  %key{tag} = phi i64 [0, %{before}], [%key_next{tag}, %loop{tag}]",
+        *(
+            f"  %{name('sum', *place)} = phi {of} [zeroinitializer, %{before}], [%{name('new', *place)}, %loop{tag}]"
+            for place in places
+        ),
+        f"  %v_in{tag} = mul i64 %key{tag}, {g.hidden_dim}",
+        f"  %v_at{tag} = getelementptr float, ptr %v, i64 %v_in{tag}",
+        f"  %w_in{tag} = mul i64 %key{tag}, {block.rows}",
+        f"  %w_at{tag} = getelementptr float, ptr %weights, i64 %w_in{tag}",
+        f"  %line_in{tag} = mul i64 %key{tag}, {lines}",
+    ]
+    for vector in vectors:
+        body.append(f"  %v_at{tag}_{vector} = getelementptr float, ptr %v_at{tag}, i64 {vector * LANES}")
+        body.append(f"  %v{tag}_{vector} = load {of}, ptr %v_at{tag}_{vector}, align 4")
+    for row in rows:
+        body.append(f"  %w_at{tag}_{row} = getelementptr float, ptr %w_at{tag}, i64 {row}")
+        body.append(f"  %n{tag}_{row} = load float, ptr %w_at{tag}_{row}, align 4")
+        body.append(spread(LANES, f"w{tag}_{row}", f"%n{tag}_{row}"))
+        for vector in vectors:
+            old, new = f"%{name('sum', row, vector)}", name("new", row, vector)
+            body.append(fma(LANES, new, f"%w{tag}_{row}", f"%v{tag}_{vector}", old))
+    for line in range(lines):
+        body.append(f"  %l{tag}_{line} = add i64 %line_in{tag}, {lines_before * _unit(g) + line}")
+        all_lines = _unit(g) * g.hidden_dim // LANES
+        body.append(fetched_evenly(f"{tag}_{line}", "%next", f"%l{tag}_{line}", f"{all_lines}"))
+    results = [
+        f"""  %to{at} = getelementptr float, ptr %sums, i64 {row * g.hidden_dim + vector * LANES}
+  %old{at} = load {of}, ptr %to{at}, align 4
+  %total{at} = fadd {of} %old{at}, %{name("new", row, vector)}
+  store {of} %total{at}, ptr %to{at}, align 4"""
+        for row, vector in places
+        for at in (name("", row, vector),)
+    ]
+    return f"""
+loop{tag}:
+{chr(10).join(body)}
+  %key_next{tag} = add i64 %key{tag}, 1
+  %more{tag} = icmp ult i64 %key_next{tag}, %keys
+  br i1 %more{tag}, label %loop{tag}, label %done{tag}
+done{tag}:
+{chr(10).join(results)}
+  br label %{after}"""
+
+
 def _work(g: KvGeometry, blocks: tuple[Block, ...]) -> str:
     """Items are heads of parts of the keys; thread `number` takes every item with that remainder."""
-    names = [(name, name in ("arena", "table")) for name in _SHARED]
+    names = [*_SHARED]
     for block in blocks:
-        names += [(f"q{block.rows}", True), (f"sums{block.rows}", True), (f"blocks{block.rows}", False)]
-    loads = "\n".join(
-        f"  %{name}_ptr = getelementptr i64, ptr %arguments, i64 {place}\n"
-        f"  %{name} = load {'ptr' if is_pointer else 'i64'}, ptr %{name}_ptr"
-        for place, (name, is_pointer) in enumerate(names)
-    )
+        names += [f"q{block.rows}", f"blocks{block.rows}"]
+    pointers = ["arena", "table", "sums", *(f"q{block.rows}" for block in blocks)]
     unit = _unit(g)
     in_page = g.page_tokens // unit
     k_elements, v_elements = unit * g.attention_dim, unit * g.hidden_dim
@@ -536,11 +497,9 @@ sees{n}:
   %of_head{n} = add i64 %of_block{n}, %head
   %q_at{n} = mul i64 %of_head{n}, {g.attention_dim * n}
   %q_of{n} = getelementptr float, ptr %q{n}, i64 %q_at{n}
-  %part_blocks{n} = mul i64 %part, %blocks{n}
-  %part_heads{n} = mul i64 %part_blocks{n}, {g.num_heads}
-  %sum_of{n} = add i64 %part_heads{n}, %of_head{n}
-  %sum_at{n} = mul i64 %sum_of{n}, {g.hidden_dim * n}
-  %sums_of{n} = getelementptr float, ptr %sums{n}, i64 %sum_at{n}
+  %sum_of{n} = add i64 %sum_row, %row_at{n}
+  %sum_at{n} = mul i64 %sum_of{n}, {g.hidden_dim}
+  %sums_of{n} = getelementptr float, ptr %sums, i64 %sum_at{n}
   call void @scores{n}(ptr %q_of{n}, ptr %now_k, ptr %weights, i64 %keys{n}, i64 %seen{n}, ptr %then_k)
   call void @values{n}(ptr %sums_of{n}, ptr %now_v, ptr %weights, i64 %keys{n}, ptr %then_v)
   br label %row_end{n}
@@ -559,7 +518,7 @@ row_end{n}:
 define internal void @work(ptr %arguments, i64 %number, i64 %threads) {{
 entry:
   %weights = alloca [{unit * max(block.rows for block in blocks)} x float], align 64
-{loads}
+{loaded(names, pointers)}
 {row_counts}
   %items = mul i64 %parts, {g.num_heads}
   %any = icmp ult i64 %number, %items
@@ -568,6 +527,9 @@ item:
   %index = phi i64 [%number, %entry], [%index_next, %item_end]
   %head = urem i64 %index, {g.num_heads}
   %part = udiv i64 %index, {g.num_heads}
+  %part_heads = mul i64 %part, {g.num_heads}
+  %heads_before = add i64 %part_heads, %head
+  %sum_row = mul i64 %heads_before, %padded
   %k_of_head = mul i64 %head, {g.page_tokens * g.attention_dim}
   %v_in_layer = mul i64 %head, {g.page_tokens * g.hidden_dim}
   %v_of_head = add i64 %v_in_layer, {v_start}
