@@ -13,7 +13,7 @@ from relaygr.worker.model.layer_parts import added_product, copy_bytes, product
 from relaygr.worker.model.machine_code import CompiledProduct
 
 WEIGHTS = [(2, 16), (30, 32), (64, 48), (100, 80), (512, 2048), (1536, 512)]
-ROWS = [0, 1, 7, 8, 9, 16, 23, 300]
+ROWS = [0, 1, 7, 8, 9, 16, 23, 259, 300, 600]
 pytestmark = pytest.mark.skipif(not CompiledProduct.fits((512, 512)), reason="no llvmlite, or a CPU without AVX-512")
 
 

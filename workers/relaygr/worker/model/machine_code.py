@@ -161,6 +161,8 @@ def loaded(names: Sequence[str], pointers: Sequence[str]) -> str:
     )
 
 
+_ROWS = 512
+"""Rows of one call: they stay in the second-level cache while all panels pass. 2,048 at once take a tenth longer."""
 _TILE_ROWS = 8
 _PANEL = 3
 """Vectors of columns of a panel. The last panel may have fewer."""
@@ -193,18 +195,23 @@ class CompiledProduct:
             return self._padded(rows, added)
         rows, added = rows.contiguous(), added.contiguous()
         out = rows.new_empty(count, self._columns)
-        arguments = (
-            rows.data_ptr(),
-            self._panels.data_ptr(),
-            added.data_ptr(),
-            out.data_ptr(),
-            -(-count // _TILE_ROWS),
-            count - _TILE_ROWS,
-            self._columns if added.dim() == 2 else 0,
-            self._columns,
-            self._steps,
-        )
-        self._call((ctypes.c_int64 * len(arguments))(*arguments), torch.get_num_threads())
+        added_stride = self._columns if added.dim() == 2 else 0
+        for first in range(0, count, _ROWS):
+            # The last rows may be fewer than a tile.
+            first = min(first, count - _TILE_ROWS)
+            block = min(_ROWS, count - first)
+            arguments = (
+                rows.data_ptr() + first * self._steps * rows.itemsize,
+                self._panels.data_ptr(),
+                added.data_ptr() + first * added_stride * added.itemsize,
+                out.data_ptr() + first * self._columns * out.itemsize,
+                -(-block // _TILE_ROWS),
+                block - _TILE_ROWS,
+                added_stride,
+                self._columns,
+                self._steps,
+            )
+            self._call((ctypes.c_int64 * len(arguments))(*arguments), torch.get_num_threads())
         return out
 
     def _padded(self, rows: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
