@@ -12,6 +12,7 @@ from relaygr.worker.device import CpuDevice, set_threads
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model import layer_parts
 from relaygr.worker.model.attention.blocked import ONEDNN_KEY_BLOCK, ONEDNN_WORK, BlockedAttention
+from relaygr.worker.model.attention.paged_kv import KEY_BLOCK
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import build_engine
@@ -50,7 +51,10 @@ def test_rows_get_what_the_formula_gives(work: float, causal: int, free: int, kv
     attention = BlockedAttention(forward.spec, work).begin(forward.kv, forward.segments)
     # A layer rounds its rows to what pages keep.
     own_k, own_v = forward.rounded(forward.k), forward.rounded(forward.v)
-    assert forward.error(attention.attend(LAYER, forward.q, own_k, own_v)) <= TOLERANCES[torch.float32]
+    error = forward.error(attention.attend(LAYER, forward.q, own_k, own_v))
+    # The rounding error of a sum grows with the square root of its length. On AMD CPUs, MKL adds the keys in turn.
+    keys = KEY_BLOCK if work == math.inf else ONEDNN_KEY_BLOCK
+    assert error <= TOLERANCES[torch.float32] * math.sqrt(keys / KEY_BLOCK)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 300])
