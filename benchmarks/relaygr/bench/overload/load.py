@@ -116,7 +116,7 @@ class Load:
                 number = len(calls)
                 if not are_new:
                     are_new = list(self._random.permutation(np.arange(_BLOCK) < self._requests.new_share * _BLOCK))
-                user = f"new-{run.name}-{number}" if are_new.pop() else str(self._random.choice(returning))
+                user = f"new-{run.name}-{number}" if are_new.pop() else returning[self._random.integers(len(returning))]
                 calls.append((phase, int((begins_s + at_s) * 1e6), user))
             begins_s += part.seconds
         return calls
