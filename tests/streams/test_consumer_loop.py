@@ -50,6 +50,7 @@ class Member:
         self.tokens: list[Token] = []
         self.values: list[bytes | None] = []
         self.calls: list[str] = []
+        self.turns = self.wanted_turns = 0
         self.partitions: frozenset[int] = frozenset()
         self.threads: set[str] = set()
         self.ended: list[LoopState] = []
@@ -75,8 +76,12 @@ class Member:
         if self.finishes:
             self.loop.finish(message.token)
 
-    def on_batch(self) -> None:
-        pass
+    def on_batch(self) -> bool:
+        self.turns += 1
+        return self.turns < self.wanted_turns
+
+    def on_rebalance(self) -> None:
+        self.calls.append("rebalance")
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:
         self.calls.append(f"assigned {len(partitions)}")
@@ -185,6 +190,29 @@ def test_every_message_is_handed_over_once_on_the_poll_thread_and_stop_commits_w
     assert a.ended == [LoopState.STOPPED]
     assert a.loop.error is None
     assert stage.committed() == sent
+
+
+def test_a_handler_with_work_left_gets_turns_without_messages(stage: Stage) -> None:
+    a = stage.join("a")
+    until(lambda: len(a.partitions) == 12, "assigned")
+    a.wanted_turns = 1_000_000
+    topic = stage.topics[0]
+    stage.producer.produce(topic, b"x", partition=0)
+    assert stage.producer.flush(10) == 0
+    # With a wait in each poll, so many turns would take 10 s.
+    until(lambda: a.turns >= 1_000, "a thousand turns", PATIENCE_S / 4)
+    assert len(a.work) == 1
+    a.wanted_turns = 0
+    a.stop()
+
+
+def test_a_rebalance_is_told_before_it_takes_time(stage: Stage) -> None:
+    a = stage.join("a")
+    until(lambda: len(a.partitions) == 12, "assigned")
+    stage.join("b")
+    until(lambda: len(a.partitions) == 6, "shared in halves")
+    told = [call.split()[0] for call in a.calls]
+    assert told == ["rebalance", "assigned", "rebalance", "revoked", "rebalance", "assigned"]
 
 
 def test_two_members_own_the_same_partitions_of_both_topics_and_share_them(stage: Stage) -> None:

@@ -63,21 +63,21 @@ class World:
     def __init__(self, **settings: object) -> None:
         self.clock = ManualClock(monotonic_us=5_000_000)
         self.store = Store()
-        self.producer = FakeProducer()
+        self._producer = FakeProducer()
         self.finished: list[Token] = []
         self.registry = CollectorRegistry()
         self.backlog = Backlog()
         self.letters = FakeDeadLetters()
         self.engine = FakeEngine(self.clock)
         metrics = WorkerMetrics(self.registry)
-        self.results = ResultWriter(self.producer, "worker-00", 5, self.finished.append, metrics, self.clock)
+        self.results = ResultWriter(self._producer, "worker-00", 5, self.finished.append, metrics, self.clock)
         self.peers = Peers("worker-00", 1_500_000)
         self.diverter = Diverter(
             WorkerSettings(worker_id="worker-00", divert=True, **settings),
             DivertParts(
                 topic=OVERFLOW,
                 policy=DivertPolicy(self.peers, 1.0),
-                producer=self.producer,
+                producer=self._producer,
                 results=self.results,
                 histories=self.store,
                 metrics=metrics,
@@ -87,6 +87,12 @@ class World:
             ),
         )
         self.hear()
+
+    @property
+    def producer(self) -> FakeProducer:
+        """With all results that were written."""
+        self.results.send()
+        return self._producer
 
     def hear(self, **changes: object) -> None:
         """The peer's status."""

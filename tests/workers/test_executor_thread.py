@@ -15,7 +15,7 @@ import pytest
 
 from relaygr.runtime.clock import ManualClock, SystemClock
 from relaygr.worker.executor.executor import LEFT
-from relaygr.worker.executor.thread import SHORT_US, DeviceThread
+from relaygr.worker.executor.thread import SHORT_US, TURN_US, DeviceThread
 
 WATCHDOG_S = 2.0
 LOOK_US = 250_000
@@ -140,11 +140,13 @@ class SharedDevice:
             on_death=lambda: None,
             shares=shares,
         )
+        self.has_work = False
+        """Whether the poll thread has work left for its next turn."""
 
     def receive(self, *work_us: int) -> bool:
         """The poll thread received this work. Whether it woke the device thread."""
         self.executor.work_us += work_us
-        self.device.run_short_work()
+        self.has_work = self.device.run_short_work()
         return self.executor.mail_arrived.is_set()
 
 
@@ -160,10 +162,22 @@ def test_long_work_wakes_the_device_thread() -> None:
     assert shared.executor.work_us == [SHORT_US + 1]
 
 
-def test_the_poll_thread_leaves_the_rest_of_much_short_work() -> None:
+def test_the_poll_thread_does_much_short_work_in_turns() -> None:
+    """The device thread took over after a millisecond. Both threads then waited for the interpreter lock of the other
+    one, and a worker with four times the load that it could carry answered a quarter of what it could.
+    """
     shared = SharedDevice()
-    assert shared.receive(*[SHORT_US // 2] * 10)
-    assert len(shared.executor.ran_on) == 2
+    assert not shared.receive(*[SHORT_US // 2] * 25)
+    assert shared.has_work and len(shared.executor.ran_on) == 2 * TURN_US // SHORT_US
+    while shared.has_work:
+        assert not shared.receive()
+    assert not shared.executor.work_us
+
+
+def test_long_work_behind_short_work_wakes_the_device_thread() -> None:
+    shared = SharedDevice()
+    assert shared.receive(*[SHORT_US] * 3, 2 * SHORT_US)
+    assert not shared.has_work
 
 
 def test_an_accelerator_s_work_never_runs_on_the_poll_thread() -> None:

@@ -70,13 +70,13 @@ class HandlerWorld:
     def __init__(self, has_one_topic: bool = False, scenarios: tuple[str, ...] = ("default",)) -> None:
         self.clock = ManualClock(monotonic_us=5_000_000)
         self.sink = Sink()
-        self.producer = FakeProducer()
+        self._producer = FakeProducer()
         self.letters = FakeDeadLetters()
         self.finished: list[Token] = []
         self.owned: list[frozenset[int]] = []
         self.registry = CollectorRegistry()
         self.writer = ResultWriter(
-            self.producer,
+            self._producer,
             "worker-00",
             SKEW_US // 1000,
             self.finished.append,
@@ -97,7 +97,7 @@ class HandlerWorld:
             self.writer,
             self.letters,
             self.clock,
-            on_work=lambda: None,
+            on_work=lambda: False,
             on_ownership=self.owned.append,
             on_tick=lambda now_us: None,
         )
@@ -137,6 +137,12 @@ class HandlerWorld:
         headers = headers or self.headers()
         value = codec.encode(self.request(headers, user_id))
         return self.send(RANKING, value, user_id, headers.encode(), **fields)
+
+    @property
+    def producer(self) -> FakeProducer:
+        """With all results that were written."""
+        self.writer.send()
+        return self._producer
 
     @property
     def results(self) -> list[RankingResult]:

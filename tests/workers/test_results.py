@@ -40,11 +40,11 @@ BUDGET_US = 50_000
 class ResultsWorld:
     def __init__(self) -> None:
         self.clock = ManualClock(monotonic_us=1_000_000)
-        self.producer = FakeProducer()
+        self._producer = FakeProducer()
         self.finished: list[Token] = []
         self.registry = CollectorRegistry()
         self.writer = ResultWriter(
-            self.producer, "worker-00", SKEW_US // 1000, self.finished.append,
+            self._producer, "worker-00", SKEW_US // 1000, self.finished.append,
             WorkerMetrics(self.registry), self.clock,
         )  # fmt: skip
         self.waits = self.writer.waits
@@ -80,6 +80,12 @@ class ResultsWorld:
     def tick(self, after_us: int = 0) -> None:
         self.clock.advance_us(after_us)
         self.writer.tick(self.clock.monotonic_us())
+
+    @property
+    def producer(self) -> FakeProducer:
+        """With all results that were written."""
+        self.writer.send()
+        return self._producer
 
     @property
     def result(self) -> RankingResult:
@@ -148,6 +154,24 @@ def test_the_offset_is_finished_when_the_answer_is_delivered_and_not_before(worl
     assert world.finished == [work.received.token]
 
 
+def test_results_that_are_written_one_after_the_other_are_produced_together(world: ResultsWorld):
+    """Each message that finds the producer's thread asleep wakes it, which takes ten times as long as the message."""
+    works = [world.rank() for _ in range(3)]
+    assert not world._producer.sent
+    world.writer.send()
+    assert len(world._producer.sent) == 3
+    world.writer.send()
+    world.producer.report()
+    assert world.finished == [work.received.token for work in works]
+
+
+@pytest.mark.parametrize("end", ["tick", "close"])
+def test_no_result_stays_unsent(world: ResultsWorld, end: str):
+    world.rank()
+    world.tick() if end == "tick" else world.writer.close(0)
+    assert len(world._producer.sent) == 1
+
+
 def test_a_failed_delivery_is_tried_again_until_it_succeeds(world: ResultsWorld):
     work = world.rank()
     for _ in range(2):
@@ -166,7 +190,7 @@ def test_a_failed_delivery_is_tried_again_until_it_succeeds(world: ResultsWorld)
 def test_a_full_queue_is_a_failed_delivery(world: ResultsWorld):
     world.producer.raises = BufferError("queue full")
     work = world.rank()
-    assert not world.finished
+    assert not world.producer.sent and not world.finished
     world.tick(RESEND_INTERVAL_US)
     world.producer.report()
     assert world.finished == [work.received.token]

@@ -79,6 +79,7 @@ class FakeEngine:
     fail_candidates: int | None = None
     rules: PrefixRules = field(default_factory=PrefixRules)
     device: Device = field(default_factory=CpuDevice)
+    outbox: Outbox = field(default_factory=Outbox)
 
     def shown_features(self, features, behaviours, candidates):
         return features
@@ -97,6 +98,7 @@ class FakeEngine:
             error, self.fail_next = self.fail_next, None
             raise error
         assert len(chunk.pages) * PAGE_TOKENS >= chunk.end
+        assert not self.outbox.unsent, "an answer that is known waits for this chunk"
         self.chunks.append((chunk.start, chunk.end))
         self.clock.advance_us((chunk.end - chunk.start) * TOKEN_US)
 
@@ -111,6 +113,7 @@ class FakeEngine:
     def rank(self, batch):
         if any(request.candidates == self.fail_candidates for request in batch):
             raise RuntimeError("kernel failed")
+        assert not self.outbox.unsent, "an answer that is known waits for this batch"
         self.batches.append(len(batch))
         self.clock.advance_us(HIT_US * len(batch))
         return [RankOutputs(np.zeros((request.candidates, 1), np.float32)) for request in batch]
@@ -206,13 +209,13 @@ class ExecutorWorld(DrivenExecutor):
         self, hbm_pages: int = 128, dram_pages: int = 128, lease_margin_ms: int = 0, diverter=None, **settings
     ):
         self.clock = ManualClock(monotonic_us=1_000_000)
-        self.engine = FakeEngine(self.clock)
+        self.outbox = Outbox(tasks=1)
+        self.engine = FakeEngine(self.clock, outbox=self.outbox)
         self.mover = HeldMover()
         self.cache = PrefixCache(
             CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages, dram_pages), self.mover
         )
         self.store = Store()
-        self.outbox = Outbox(tasks=1)
         chunks = {"chunk_ms": 1.0, "longest_chunk_ms": settings.get("chunk_ms", 1.0)}
         self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, **chunks, **settings})
         admission = AdmissionSettings(

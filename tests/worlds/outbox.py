@@ -25,19 +25,27 @@ class Outbox:
     expired_works: list[RankingWork] = field(default_factory=list)
     failures: list[tuple[RankingWork, FailureReason, str]] = field(default_factory=list)
     jobs: list[JobOutcome] = field(default_factory=list)
+    unsent: int = 0
+    """Results that were written and not sent."""
 
     def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
         if self.tasks is not None:
             assert outputs.scores.shape == (work.request.candidates.size, self.tasks)
         self.ranked_works.append(work)
         self.answered[work.request.request_id] = (work, outputs.scores)
+        self.unsent += 1
 
     def expired(self, work: RankingWork) -> None:
         assert self.may_expire, f"{work.request.request_id} expired"
         self.expired_works.append(work)
+        self.unsent += 1
 
     def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
         self.failures.append((work, reason, detail))
+        self.unsent += 1
+
+    def send(self) -> None:
+        self.unsent = 0
 
     def job_done(self, received: object, outcome: JobOutcome, work: object = None) -> None:
         assert self.takes_jobs, "no jobs here"

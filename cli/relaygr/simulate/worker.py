@@ -87,6 +87,7 @@ class _Results:
 
     def __init__(self, clock: SimulatedClock, times: MeasuredTimes, on_ranked: OnRanked, on_job: OnJob) -> None:
         self.waits = QueueWaits()
+        self.unsent = ()
         self._clock, self._on_ranked, self._on_job = clock, on_ranked, on_job
         self._answer_us, self._refuse_us = round(times.answer_us), round(times.refuse_us)
 
@@ -104,6 +105,9 @@ class _Results:
     def expired(self, work: RankingWork) -> None:
         self._clock.now_us += self._refuse_us
         self._on_ranked(work.received.offset, self._clock.now_us, Ending.EXPIRED)
+
+    def send(self) -> None:
+        """Does nothing: a simulated result is sent when it is written."""
 
     def job_done(self, received: Received, outcome: JobOutcome, work: JobWork | None = None) -> None:  # noqa: ARG002
         self._on_job(received.offset, outcome)

@@ -83,8 +83,13 @@ class Handler(Protocol):
     def on_message(self, message: Received) -> None:
         """Takes a new message. The handler must pass its token to `finish` when the work is done."""
 
-    def on_batch(self) -> None:
-        """Called after the messages of one poll."""
+    def on_batch(self) -> bool:
+        """Called after the messages of one poll. True: work is left for this thread, so the loop polls without a wait
+        and calls again, with or without new messages.
+        """
+
+    def on_rebalance(self) -> None:
+        """A rebalance begins, which may take seconds. Other threads must do what `on_batch` left."""
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:
         """Takes all partitions that this process owns now."""

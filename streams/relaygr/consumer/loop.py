@@ -5,6 +5,7 @@ Contract:
 * `start()` subscribes and starts the poll thread. That thread makes all calls of the `Handler`, so they must not
   block: they queue work for other threads, or do it at once if it is short.
 * The loop hands over each message once (`on_message`), with a `token`, and calls `on_batch` after those of one poll.
+  While the handler has work left for this thread, the loop polls without a wait and calls `on_batch` each time.
   When the work is done, with any outcome, any thread calls `finish(token)`. The loop gives the contiguous watermark of
   finished offsets (`relaygr.consumer.watermark`) to the client's auto-commit a few times a second.
 * In a rebalance the loop commits the watermark before the partitions are revoked, and keeps their state. If a
@@ -172,6 +173,7 @@ class ConsumerLoop:
 
         self._received: Tally[str] = Tally()
         self._messages = {topic: _MESSAGES.labels(name, topic) for topic in topics}
+        self._has_work = False
         self._last_poll_us = self._tick_at_us = self._store_at_us = self._probe_at_us = 0
         self._absent_us = -_AFTER_ABSENCE_US
         self._message_at_us = self._drain_until_us = 0
@@ -288,7 +290,7 @@ class ConsumerLoop:
             self._on_end(self._state)
 
     def _step(self) -> None:
-        message = self._call(self._client.poll, self._settings.poll_timeout_ms / 1000)
+        message = self._call(self._client.poll, 0 if self._has_work else self._settings.poll_timeout_ms / 1000)
         if self._was_absent():
             self._absent_us = self._clock.monotonic_us()
             if self._is_replaced():
@@ -299,9 +301,10 @@ class ConsumerLoop:
             self._receive(message)
             # poll() returns at the first message. consume() would wait for its whole time-out, but takes all messages
             # that are there with one release of the interpreter lock.
-            for message in self._call(self._client.consume, self._settings.batch_messages - 1, 0) or ():
-                self._receive(message)
-            self._handler.on_batch()
+            for another in self._call(self._client.consume, self._settings.batch_messages - 1, 0) or ():
+                self._receive(another)
+        if message is not None or self._has_work:
+            self._has_work = self._handler.on_batch()
         self._take_finished()
         while self._commands:
             self._commands.popleft()()
@@ -420,6 +423,7 @@ class ConsumerLoop:
     # Rebalances: called by the client inside poll() and consume(), on the poll thread.
 
     def _on_assign(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        self._handler.on_rebalance()
         was_absent = self._was_absent()
         positions = self._positions(consumer, partitions)
         self._tracker.assign(positions)
@@ -449,6 +453,7 @@ class ConsumerLoop:
             self._last_poll_us = self._clock.monotonic_us()
 
     def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        self._handler.on_rebalance()
         gone = _from_kafka(partitions)
         self._take_finished()
         self._store()
@@ -462,6 +467,7 @@ class ConsumerLoop:
             self._note_ownership()
 
     def _on_lost(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        self._handler.on_rebalance()
         gone = _from_kafka(partitions)
         self._let_go(gone)
         self._paused.difference_update(gone)

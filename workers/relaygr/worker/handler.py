@@ -67,12 +67,14 @@ class WorkerHandler:
         dead_letters: DeadLetterWriter,
         clock: Clock,
         *,
-        on_work: Callable[[], None],
+        on_work: Callable[[], bool],
         on_ownership: Callable[[frozenset[int]], None],
         on_tick: Callable[[int], None],
         diverter: Diverter | None = None,
     ) -> None:
-        """`on_work` is called after messages were given to the executor. `diverter`: None without `worker.divert`."""
+        """`on_work` is called after messages were given to the executor, and says whether work is left for this thread.
+        `diverter`: None without `worker.divert`.
+        """
         self._settings = settings
         self._executor = executor
         self._results = results
@@ -95,8 +97,13 @@ class WorkerHandler:
         else:
             self._ranking(message)
 
-    def on_batch(self) -> None:
-        self._on_work()
+    def on_batch(self) -> bool:
+        if self._results.unsent:
+            self._results.send()
+        return self._on_work()
+
+    def on_rebalance(self) -> None:
+        self._executor.mail_arrived.set()
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:  # noqa: ARG002
         self._on_ownership(partitions)
@@ -118,6 +125,8 @@ class WorkerHandler:
             self._rewrite_at_us = now_us + REWRITE_INTERVAL_US
             for _ in range(len(self._unwritten)):
                 self._unwritten.popleft()()
+        if self._results.unsent:
+            self._results.send()
 
     # -- ranking -----------------------------------------------------------------------------------
 
@@ -297,7 +306,7 @@ class OverflowHandler(WorkerHandler):
             results,
             dead_letters,
             clock,
-            on_work=executor.mail_arrived.set,
+            on_work=lambda: False,
             on_ownership=lambda _: None,
             on_tick=lambda _: None,
         )
@@ -307,6 +316,10 @@ class OverflowHandler(WorkerHandler):
 
     def on_message(self, message: Received) -> None:
         self._ranking(message)
+
+    def on_batch(self) -> bool:
+        self._executor.mail_arrived.set()
+        return super().on_batch()
 
     def on_tick(self, now_us: int) -> None:
         """The other poll thread takes the delivery reports of results."""

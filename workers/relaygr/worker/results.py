@@ -6,6 +6,7 @@ result is counted as undelivered: the client counts the request as lost.
 
 The device thread calls `ranked`, `expired`, `failed` and `job_done`. The poll thread calls `refused`, `without_work`
 and `tick`; delivery reports arrive inside `tick`. The poll thread of diverted requests calls the first two as well.
+These calls write results. `send` produces them; each thread calls it before it computes or waits.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class ResultWriter:
         self._metrics = metrics
         self._clock = clock
         self._traces = traces
+        self.unsent: deque[_Outgoing] = deque()
+        """Results that were written and not sent."""
         self._failed: deque[_Outgoing] = deque()
         self._ticked_us = 0
         # Above capacity most results are one of these two, so they must take little time.
@@ -300,9 +303,10 @@ class ResultWriter:
         self._metrics.job_done(JobOutcome.UNDECODABLE)
 
     def tick(self, now_us: int) -> None:
-        """Takes delivery reports, and produces failed results again that still have time."""
+        """Takes delivery reports, and produces new results, and failed ones again that still have time."""
         self._ticked_us = now_us
         self._producer.poll(0)
+        self.send()
         self.deliveries.update(now_us)
         for _ in range(len(self._failed)):
             outgoing = self._failed.popleft()
@@ -315,7 +319,8 @@ class ResultWriter:
                 self._produce(outgoing)
 
     def close(self, timeout_s: float) -> None:
-        """Waits for delivery reports, for at most `timeout_s`."""
+        """Sends what is left, and waits for delivery reports, for at most `timeout_s`."""
+        self.send()
         self._producer.flush(timeout_s)
         self.tick(self._clock.monotonic_us())
 
@@ -352,7 +357,21 @@ class ResultWriter:
         trace: RankingTrace | None,
     ) -> None:
         due_us = min(deadline_us, now_us + LONGEST_RESENDING_US) + self._skew_us
-        self._produce(_Outgoing(reply, value, token, due_us, due_us + LATE_PATIENCE_US, now_us, trace=trace))
+        self.unsent.append(_Outgoing(reply, value, token, due_us, due_us + LATE_PATIENCE_US, now_us, trace=trace))
+
+    def send(self) -> None:
+        """Produces the results that were written since the last call. Any thread may call it.
+
+        The first message wakes the producer's thread, which takes ten times as long as the message; the others go with
+        it. So results that are written one after the other are sent together.
+        """
+        unsent = self.unsent
+        while unsent:
+            try:
+                outgoing = unsent.popleft()
+            except IndexError:  # Another thread took the last one.
+                return
+            self._produce(outgoing)
 
     def _produce(self, outgoing: _Outgoing) -> None:
         reply, trace = outgoing.reply, outgoing.trace

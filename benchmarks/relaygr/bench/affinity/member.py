@@ -71,10 +71,14 @@ class Member:
             # `reported` may not wait for room: the producer makes room after it.
             self._unsent.append((token, value))
 
-    def on_batch(self) -> None:
+    def on_batch(self) -> bool:
         self._producer.poll(0)
         for _ in range(len(self._unsent)):
             self._answer(*self._unsent.popleft())
+        return False
+
+    def on_rebalance(self) -> None:
+        pass
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:  # noqa: ARG002
         sys.stdout.write(json.dumps(sorted(partitions)) + "\n")

@@ -263,7 +263,7 @@ class World:
             cast(DeadLetterWriter, FakeDeadLetters()),
             self.clock,
             on_ownership=lambda _: None,
-            on_work=lambda: None,
+            on_work=lambda: False,
             on_tick=lambda _: None,
         )
         self.loop = ConsumerLoop(lambda _: cast(Consumer, self._consumer), [PREINFER, RANKING], handler, self.clock)

@@ -155,6 +155,8 @@ class Batches:
         engine = self._context.engine
         calibrated = self._parts.corrector.calibrated
         rank_us, chunk_us = self._calibrated_us(batch), chunk.predicted_us(calibrated)
+        if self._parts.results.unsent:
+            self._parts.results.send()
         try:
             outputs = engine.forward([chunk.inputs], [work.inputs for work in batch if work.inputs is not None])
             # A prefix must be written before it is published.
@@ -174,6 +176,8 @@ class Batches:
 
     def _forward(self, batch: list[RankingWork]) -> list[RankOutputs | Exception]:
         """One forward. If it fails, each request is ranked alone, so that one request cannot fail the others."""
+        if self._parts.results.unsent:
+            self._parts.results.send()
         try:
             return list(self._context.engine.rank([work.inputs for work in batch if work.inputs is not None]))
         except Exception as error:

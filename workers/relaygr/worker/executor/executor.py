@@ -40,7 +40,9 @@ LOOK_UPS_MEASURED = 8
 CLEANED_BYTES = 2 * 1024 * 1024
 """Bytes of free pages of each tier that are zeroed every CACHE_UPKEEP_US: a fraction of a millisecond."""
 MAIL_TO_WAKE: Final = 8
-"""With more messages in the mailbox the device thread begins before the poll thread has read all of them."""
+"""With more messages in the mailbox the device thread begins before the poll thread has read all of them, if a request
+takes `LONG_US` on average. Shorter work stays on the poll thread."""
+LONG_US: Final = 1_000.0
 MAIL_PER_STEP: Final = 32
 """Most look-ups between two pieces of device work. Without a bound, requests that arrive without a pause would keep
 ready requests from being ranked."""
@@ -85,7 +87,7 @@ class Executor:
                 return False
             self.backlog.handed_over += 1
             self._mailbox.append(partial(self._requests.submit, work))
-        if len(self._mailbox) > MAIL_TO_WAKE:
+        if len(self._mailbox) > MAIL_TO_WAKE and self.backlog.expected_us > LONG_US:
             self.mail_arrived.set()
         return True
 
@@ -106,7 +108,7 @@ class Executor:
         if not self._context.held_by_jobs.post(work):
             return False
         self._mailbox.append(partial(self._jobs.submit, work))
-        if len(self._mailbox) > MAIL_TO_WAKE:
+        if len(self._mailbox) > MAIL_TO_WAKE and self.backlog.expected_us > LONG_US:
             self.mail_arrived.set()
         return True
 
@@ -199,6 +201,8 @@ class Executor:
             prefixes.settle()
             self._handle_events()
             now_us = self._parts.clock.monotonic_us()
+        if self._parts.results.unsent:
+            self._parts.results.send()
         work = context.scheduler.pick(now_us)
         if work is None:
             if self._mailbox:
@@ -208,8 +212,9 @@ class Executor:
         if longest_us < math.inf:
             device_us = work.remaining_us
             if isinstance(work, RankingWork):
-                # The pass may include the other requests of the queue.
-                device_us = work.predicted_us * len(context.scheduler.ranking)
+                # The pass may include other requests of the queue.
+                batch = min(len(context.scheduler.ranking), self._parts.settings.max_batch_requests)
+                device_us = work.predicted_us * batch
             if device_us > longest_us:
                 return LEFT
         work_class = work.work_class
@@ -220,6 +225,8 @@ class Executor:
             backlog.busy_since_us = now_us
         if isinstance(work, RankingWork):
             self._rank(now_us, work)
+            if self._parts.results.unsent:
+                self._parts.results.send()
         elif work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):
             self._run_chunk(work, now_us)
         return 0

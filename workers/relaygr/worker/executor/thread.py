@@ -1,9 +1,10 @@
 """The device thread: runs the executor, sleeps when there is nothing to do, and has a watchdog.
 
 On the CPU the poll thread runs the executor as well, if it is free: look-ups, refusals, jobs whose prefix is cached,
-and device work that is predicted to take less than `SHORT_US`, because a change of threads would take longer. So the
-thread that receives the messages of a small model answers most of them. The device thread does all other work, and
-everything that arrives while it computes.
+and device work that is predicted to take less than `SHORT_US`, because a change of threads would take longer. It reads
+messages and works in turns. So the thread that receives the messages of a small model answers most of them, also when
+there are too many: two threads would wait for each other's interpreter lock, and answer half as many. The device thread
+does all other work, and everything that arrives while it computes.
 
 A device that hangs would stop all work, while the poll thread keeps sending heartbeats and keeps the partitions. The
 device thread makes progress every second, even when idle; without progress for `watchdog_s` it hangs in a piece of
@@ -26,6 +27,8 @@ log = structlog.get_logger()
 LONGEST_SLEEP_S = 1.0
 SHORT_US = 1000
 """The longest predicted work of the poll thread. Waking the device thread takes a fraction of this time."""
+TURN_US = 5000
+"""The longest turn of the poll thread: about as long as it takes to refuse a batch of messages."""
 
 
 class DeviceThread:
@@ -73,27 +76,28 @@ class DeviceThread:
         self._asked_us = now_us
         return now_us - max(self._executor.last_progress_us, self._watched_since_us) > self._watchdog_us
 
-    def run_short_work(self) -> None:
+    def run_short_work(self) -> bool:
         """Runs what was given to the executor, or wakes the device thread for it. For one thread, the poll thread.
 
-        Passes on an exception of the executor, which is a bug.
+        Returns whether short work is left, for which the caller must soon call again, or set `mail_arrived`. Passes on
+        an exception of the executor, which is a bug.
         """
         executor = self._executor
         # With mail of other threads the device thread wakes up anyway, and that mail may take long.
         is_here = self._shares and not self._stopping and not executor.mail_arrived.is_set()
         if not is_here or not self._running.acquire(blocking=False):
             executor.mail_arrived.set()
-            return
+            return False
         try:
-            ends_us = self._clock.monotonic_us() + SHORT_US
+            ends_us = self._clock.monotonic_us() + TURN_US
             idle_us = executor.step(SHORT_US)
             while (now_us := self._clock.monotonic_us()) < ends_us and idle_us == 0:
                 idle_us = executor.step(SHORT_US)
-            is_left = idle_us is not None and (idle_us <= 0 or now_us + idle_us < self._wakes_us)
         finally:
             self._running.release()
-        if is_left:
+        if idle_us is not None and (idle_us < 0 or 0 < idle_us < self._wakes_us - now_us):
             executor.mail_arrived.set()
+        return idle_us == 0
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the piece of work that runs. Returns whether it ended in time."""
