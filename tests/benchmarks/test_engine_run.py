@@ -13,12 +13,13 @@ import torch
 
 from relaygr.bench.engine import run, shapes
 from relaygr.bench.engine.figures import EngineStage, Figure
-from relaygr.bench.engine.profile import Share, gathered
+from relaygr.bench.engine.profile import Share, gathered, shares
 from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
 from relaygr.bench.engine.shapes import Shape
 from relaygr.bench.rows import append_rows
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.machine_code import CompiledProduct, compiles_products
 from relaygr.worker.model.options import ComputeDtype
 
 SIZES = Sizes(prefixes=(64, 128), candidates=(4, 8), appends=(16,), batches=(2,))
@@ -97,3 +98,9 @@ def test_a_kernel_counts_once_with_its_operator_and_by_itself_where_it_has_none(
         Share("norms and gates", 0.3),
     ]
     assert shares(CpuDevice()) == [Share("projections", 9 / 14), Share("norms and gates", 5 / 14)]
+
+
+@pytest.mark.skipif(not compiles_products(), reason="no llvmlite, or a CPU without AVX-512")
+def test_products_in_machine_code_are_projections() -> None:
+    compiled, rows, bias = CompiledProduct(torch.randn(64, 32)), torch.randn(64, 64), torch.randn(32)
+    assert "projections" in [share.part for share in shares(CpuDevice(), lambda: compiled(rows, bias))]

@@ -28,6 +28,7 @@ from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import NullEngine
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.model.layer_parts import onednn_is_faster
+from relaygr.worker.model.machine_code import compiles_products
 from relaygr.worker.model.options import ComputeDtype, Family
 from relaygr.worker.process.prepare import _compute_as_calibrated
 from tests.workers.engine_kinds import HAS_ONEDNN
@@ -151,7 +152,8 @@ def test_a_calibration_of_an_earlier_release_says_nothing_of_batches(timed: Cali
     path = tmp_path / "calibration.json"
     save_calibration(timed, path)
     file = json.loads(path.read_text())
-    del file["calibration"]["batch"], file["calibration"]["machine"]["uses_onednn"]
+    machine = file["calibration"]["machine"]
+    del file["calibration"]["batch"], machine["uses_onednn"], machine["compiles_products"]
     path.write_text(json.dumps(file))
     assert latency_for(TimedEngine(), path) == LatencyModel(timed.coefficients)
 
@@ -258,6 +260,7 @@ def test_a_calibration_is_read_back_as_it_was_written(timed: Calibration, tmp_pa
         ("compute_dtype", ComputeDtype.BFLOAT16),
         ("backend", "triton from graphs"),
         ("uses_onednn", not onednn_is_faster()),
+        ("compiles_products", not compiles_products()),
     ],
 )
 def test_a_calibration_of_something_else_is_refused(

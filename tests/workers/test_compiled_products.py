@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from collections.abc import Iterator
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from relaygr.worker.device import set_threads
 from relaygr.worker.model import layer_parts, machine_code
 from relaygr.worker.model.layer_parts import added_product, copy_bytes, product
-from relaygr.worker.model.machine_code import CompiledProduct
+from relaygr.worker.model.machine_code import CompiledProduct, compiles_products
 
 WEIGHTS = [(2, 16), (30, 32), (64, 48), (100, 80), (512, 2048), (1536, 512)]
-ROWS = [0, 1, 7, 8, 9, 16, 23, 259, 300, 600]
-pytestmark = pytest.mark.skipif(not CompiledProduct.fits((512, 512)), reason="no llvmlite, or a CPU without AVX-512")
+ROWS = [0, 1, 7, 8, 9, 16, 23, 259, 300, 512, 513, 515, 519, 600, 1030]
+pytestmark = pytest.mark.skipif(not compiles_products(), reason="no llvmlite, or a CPU without AVX-512")
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +46,25 @@ def test_rows_get_what_the_formula_gives(shape: tuple[int, int], threads: int) -
             found = compiled(rows, added)
             assert found.shape == (count, shape[1])
             assert error(found, rows, weight, added) <= 5e-7
+
+
+def test_a_last_call_of_less_than_a_tile_overlaps_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code, "_ROWS", 8)
+    weight, bias = torch.randn(64, 48), torch.randn(48)
+    for count in range(8, 26):
+        rows = torch.randn(count, 64)
+        assert error(CompiledProduct(weight)(rows, bias), rows, weight, bias) <= 5e-7
+
+
+def test_shapes_and_types_that_do_not_fit_are_refused() -> None:
+    """Their memory would be read past its end."""
+    compiled, rows, bias = CompiledProduct(torch.randn(64, 32)), torch.randn(20, 64), torch.randn(32)
+    for wrong in (bias[None], bias[:16], torch.randn(20, 16), torch.randn(19, 32), bias.double(), bias.bfloat16()):
+        with pytest.raises(ValueError, match="do not fit a weight"):
+            compiled(rows, wrong)
+    for wrong in (rows[:, :62], rows[0], rows[None], rows.double(), torch.randn(3, 62)):
+        with pytest.raises(ValueError, match="do not fit a weight"):
+            compiled(wrong, bias)
 
 
 def test_a_row_has_the_same_bits_beside_any_others() -> None:
@@ -78,7 +100,7 @@ def test_layers_use_it_and_its_copy_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert error(product(weight, bias)(rows), rows, weight, bias) <= 5e-7
     assert error(added_product(weight, torch.float32)(residual, rows), rows, weight, residual) <= 5e-7
     assert len(made) == 2
-    assert copy_bytes((64, 32), torch.float32, "cpu") == weight.nbytes
+    assert 2 * copy_bytes((64, 32), torch.float32, "cpu") == sum(each._panels.nbytes for each in made)
     assert copy_bytes((64, 32), torch.float32, "cuda") == 0
 
 
@@ -92,10 +114,26 @@ def test_torch_computes_the_products_if_llvm_fails(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("LLVM IR parsing error")
 
     monkeypatch.setattr(machine_code, "_compiled_product", failing)
-    machine_code._is_able.cache_clear()
     monkeypatch.setattr(layer_parts._Choice, "uses_onednn", False)
+    weight, bias, rows, residual = torch.randn(64, 32), torch.randn(32), torch.randn(9, 64), torch.randn(9, 32)
+    compiles_products.cache_clear()
     try:
-        assert not CompiledProduct.fits((64, 32))
+        with capture_logs() as logs:
+            assert error(product(weight, bias)(rows), rows, weight, bias) <= 5e-7
+            assert error(added_product(weight, torch.float32)(residual, rows), rows, weight, residual) <= 5e-7
+        (entry,) = logs
+        assert entry["event"] == "products are not compiled, those of torch instead"
+        assert "LLVM IR parsing error" in entry["error"]
         assert copy_bytes((64, 32), torch.float32, "cpu") == 0
     finally:
-        machine_code._is_able.cache_clear()
+        compiles_products.cache_clear()
+
+
+def test_weights_are_kept_on_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_arguments: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    weight, bias, rows = torch.randn(1024, 512), torch.randn(512), torch.randn(9, 1024)
+    assert error(CompiledProduct(weight)(rows, bias), rows, weight, bias) <= 5e-7

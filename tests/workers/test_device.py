@@ -278,6 +278,8 @@ def test_after_work_that_raised_the_device_is_waited_for_and_no_second_error_com
 def test_memory_that_does_not_fit_is_refused_with_its_size() -> None:
     with pytest.raises(RelayError, match=r"MiB do not fit into cpu"):
         CpuDevice().empty_bytes(2**31, 2**31)
+    with pytest.raises(RelayError, match=r"^17,592,186,044,416 MiB do not fit into cpu"):
+        CpuDevice().empty_bytes(2**32, 2**32)
 
 
 def test_fewer_than_one_thread_is_refused() -> None:

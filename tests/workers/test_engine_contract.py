@@ -28,6 +28,7 @@ from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig, RuleError
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.interface import PrefixChunk, RankInputs
+from relaygr.worker.model.machine_code import CompiledProduct, compiles_products
 from relaygr.worker.model.options import ComputeDtype, PositionOrigin
 from relaygr.worker.model.paged_engine import PagedEngine
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
@@ -227,13 +228,20 @@ def test_cached_inference_is_full_inference(
 
 @pytest.mark.parametrize("kv_dtype", KvDtype)
 @pytest.mark.parametrize(
-    "by_onednn", [False, True] if HAS_ONEDNN else [False], ids=["torch's own", "oneDNN"][: 1 + HAS_ONEDNN]
+    "products",
+    [
+        "torch",
+        pytest.param("oneDNN", marks=pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")),
+        pytest.param("machine code", marks=pytest.mark.skipif(not compiles_products(), reason="none for this CPU")),
+    ],
 )
 @each_kind
-def test_cached_inference_is_full_inference_with_the_products_of_either_library(
-    kind: str, by_onednn: bool, kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
+def test_cached_inference_is_full_inference_whoever_computes_the_products(
+    kind: str, products: str, kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_parts._Choice, "uses_onednn", by_onednn)
+    monkeypatch.setattr(layer_parts._Choice, "uses_onednn", products == "oneDNN")
+    if products != "machine code":
+        monkeypatch.setattr(CompiledProduct, "fits", lambda _shape: False)
     world = ContractWorld(kind, seed=8, kv_dtype=kv_dtype)
     user = world.user(40, 16)
     prefix = world.prefix_of(40, 8)

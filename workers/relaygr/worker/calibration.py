@@ -59,8 +59,11 @@ _MUST_AGREE = (
     "compute_dtype",
     "backend",
     "uses_onednn",
+    "compiles_products",
 )
 """Fields in which a calibration and the engine that uses it must agree."""
+_MAY_BE_MISSING = ("uses_onednn", "compiles_products")
+"""Fields that files of earlier releases do not have."""
 
 QUICK_BUDGET_S = 3.0
 """Time that a worker without a calibration file spends on calibration at its start."""
@@ -97,7 +100,10 @@ class MachineDescription:
     """The attention implementation, and whether it runs from captured graphs. Plain torch, which is used where the
     device's kernels are missing, takes several times as long."""
     uses_onednn: bool | None = None
-    """Whether oneDNN computes the float32 products of a CPU. None: not a CPU, or a file of an earlier release."""
+    """Whether oneDNN computes the float32 products of a CPU that are not compiled. None: not a CPU, or a file of an
+    earlier release."""
+    compiles_products: bool | None = None
+    """Whether machine code computes the float32 products of a CPU whose widths fit. None: as above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,7 @@ def describe(engine: Engine) -> MachineDescription:
     import torch
 
     from relaygr.worker.model.layer_parts import onednn_is_faster
+    from relaygr.worker.model.machine_code import compiles_products
 
     return MachineDescription(
         model_revision=engine.revision,
@@ -145,6 +152,7 @@ def describe(engine: Engine) -> MachineDescription:
         compute_dtype=engine.compute_dtype,
         backend=engine.backend,
         uses_onednn=onednn_is_faster() if engine.device.is_cpu else None,
+        compiles_products=compiles_products() if engine.device.is_cpu else None,
     )
 
 
@@ -318,8 +326,7 @@ def latency_for(engine: Engine, path: Path) -> LatencyModel:
     here = describe(engine)
     for name in _MUST_AGREE:
         measured, present = getattr(calibration.machine, name), getattr(here, name)
-        # A file of an earlier release does not say who computed the products.
-        if measured != present and not (name == "uses_onednn" and measured is None):
+        if measured != present and not (name in _MAY_BE_MISSING and measured is None):
             raise RelayError(
                 f"{path} was measured with {name} {measured}, but this worker has {present}: run `relaygr calibrate` "
                 "again, or remove the setting, so that the worker calibrates at its start."

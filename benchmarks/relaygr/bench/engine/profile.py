@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from relaygr.worker.device import Device
 
 _PARTS = (
-    ("projections", ("aten::addmm", "aten::addmm_", "aten::mm", "aten::linear")),
+    ("projections", ("multiply compiled", "aten::addmm", "aten::addmm_", "aten::mm", "aten::linear")),
     (
         "attention: products",
         ("attend_kernel", "attend compiled", "aten::bmm", "aten::baddbmm", "scaled_dot_product", "hstu"),

@@ -53,7 +53,7 @@ class CpuDevice(Device):
     def empty_bytes(self, *shape: int) -> torch.Tensor:
         try:
             return large_bytes(math.prod(shape)).view(shape)
-        except (RuntimeError, MemoryError, OSError) as error:
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:
             raise too_large(shape, self.name) from error
 
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
@@ -93,8 +93,8 @@ _HUGE_PAGE_BYTES = 2 << 20
 def large_bytes(size: int) -> torch.Tensor:
     """uint8 [size], not initialised, in pages of 2 MiB if the system has them.
 
-    Pages of 4 KiB are too many for the processor's table of addresses: attention of 16 rows on 84 MB of K,V waited for
-    their addresses a quarter of its time.
+    Memory in pages of 4 KiB has more pages than the processor's TLB holds: attention of 16 rows on 84 MB of K,V spent a
+    quarter of its time on TLB misses.
     """
     if size < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)

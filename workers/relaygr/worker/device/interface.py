@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,5 +182,5 @@ class Device(ABC):
 
 def too_large(shape: tuple[int, ...], where: str) -> RelayError:
     """The error for memory that cannot be allocated."""
-    size_mib = torch.Size(shape).numel() / 2**20
+    size_mib = math.prod(shape) / 2**20
     return RelayError(f"{size_mib:,.0f} MiB do not fit into {where}: lower the tier sizes, or free memory there.")

@@ -82,18 +82,21 @@ _PACKED_ROWS = 256
 
 
 class _Choice:
-    """Whether oneDNN computes the float32 products of this process; None: not decided yet."""
+    """Whether oneDNN computes the float32 products of this process that are not compiled; None: not decided yet."""
 
     uses_onednn: bool | None = None
 
 
 def use_onednn(choice: bool) -> None:
-    """Takes over another process's choice, so that both compute the same. Engines that exist keep theirs."""
+    """Takes over another process's choice for products that are not compiled. Engines that exist keep theirs."""
     _Choice.uses_onednn = choice and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def onednn_is_faster() -> bool:
-    """Whether oneDNN computes this process's float32 products on the CPU, by `use_onednn` or by a measurement."""
+    """Whether oneDNN computes the float32 products on the CPU that are not compiled (`compiles_products`).
+
+    `use_onednn` decides, or else a measurement at the first call.
+    """
     if _Choice.uses_onednn is None:
         _Choice.uses_onednn = measure_onednn()
     return _Choice.uses_onednn

@@ -106,7 +106,7 @@ def attention_for(
         return BackendChoice(BlockedAttention(spec), _PLAIN)
     by_onednn = onednn_is_faster()
     attention = BlockedAttention(spec, ONEDNN_WORK if by_onednn else math.inf, _compiled(geometry))
-    return BackendChoice(attention, f"{_PLAIN}, products by oneDNN" if by_onednn else _PLAIN)
+    return BackendChoice(attention, f"{_PLAIN}, products of large tiles by oneDNN" if by_onednn else _PLAIN)
 
 
 def _compiled(geometry: KvGeometry | None) -> CompiledAttention | None:

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
-from torch.profiler import record_function
 
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.model.machine_code import (
@@ -40,6 +39,7 @@ from relaygr.worker.model.machine_code import (
     fetched_evenly,
     fma,
     loaded,
+    recorded,
     spread,
     vector_of,
 )
@@ -58,7 +58,7 @@ class Block:
     row_tiles: tuple[int, ...]
     """Rows of each tile of values."""
     vectors: int
-    """Columns of a tile of values: the most vectors of 16."""
+    """The most vectors of 16 columns in a tile of values."""
 
     @property
     def vector(self) -> str:
@@ -122,7 +122,7 @@ class CompiledAttention:
         for low in range(0, q.shape[1] if tokens or causal else 0, _ROWS):
             rows = slice(low, min(low + _ROWS, q.shape[1]))
             visible, last = (tokens + low + 1, tokens + rows.stop) if causal else (tokens, tokens)
-            with record_function("attend compiled"):
+            with recorded("attend compiled"):
                 sums[:, rows] += self._sums(arena, layer, pages, last, visible, q[:, rows])
 
     def _sums(
@@ -363,7 +363,7 @@ end:
 def _values(g: KvGeometry, block: Block) -> str:
     """Adds the weighted rows of V. Reads exactly `keys` rows: those behind may hold anything, even NaN.
 
-    Fetches V at `next` in the order of its addresses, evenly over the steps.
+    Fetches V at `next`, evenly over the steps.
     """
     vectors = g.hidden_dim // LANES
     count = -(-vectors // block.vectors)
