@@ -375,6 +375,17 @@ def test_times_are_learnt_from_a_run(tmp_path: Path):
     assert load_times(tmp_path / "times.json") == times
 
 
+def test_simulated_records_teach_the_times_that_they_were_simulated_with():
+    given = NO_TIMES.model_copy(update={"hop_us": (1_500.0,), "look_up_us": 200.0, "answer_us": 100.0})
+    given = given.model_copy(update={"hit_noise": (1.2,), "pre_noise": (1.3,)})
+    one, records = case(times=given, rate=4, seconds=100), []
+    done = RelaySimulation(one, range(12), 1, lambda _: None, records.append).run()
+    assert len(records) == done.impressions and {each.status for each in records} == {"ranked"}
+    times = learn(records, LATENCY, CANDIDATES, "a simulation")
+    assert (times.hop_us[50], times.look_up_us, times.answer_us) == pytest.approx((1_500, 200, 100), abs=2)
+    assert times.hit_noise[50] == pytest.approx(1.2, rel=0.01)
+
+
 def test_too_few_requests_teach_nothing(tmp_path: Path):
     with pytest.raises(RelayError, match="has 0 requests"):
         learn([], LATENCY, CANDIDATES, "a run")

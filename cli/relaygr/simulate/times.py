@@ -1,6 +1,6 @@
 """Measured times of what a calibration does not cover: Kafka hops, the worker's own work, and the noise of forwards.
 
-`learn` takes them from the records of `relaygr traffic`:
+`learn` takes them from the requests of a measured run, such as the records of `relaygr traffic`:
 
     hop       time from the gateway to the worker and back, beside the worker's own
     look_up   time of a worker from the receipt of a request to its device work, where nothing waits
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Outcome
+from relaygr.schemas.messages import Outcome, StageTimings
 from relaygr.schemas.messages import Path as RankingPath
-from relaygr.traffic.records import ImpressionRecord
 
 Quantiles = Annotated[tuple[Annotated[float, Field(ge=0, lt=1e12)], ...], Field(min_length=1, max_length=1001)]
 _STEPS: Final = np.linspace(0.0, 1.0, 101)
@@ -66,14 +65,39 @@ class Draws:
         return self._left.pop()
 
 
-def learn(records: Iterable[ImpressionRecord], latency: LatencyModel, scored_tokens: int, origin: str) -> MeasuredTimes:
+class MeasuredRequest(Protocol):
+    """What `learn` needs of a request."""
+
+    @property
+    def status(self) -> str:
+        """Its outcome."""
+
+    @property
+    def path(self) -> str | None: ...
+
+    @property
+    def latency_us(self) -> int | None:
+        """From its scheduled time to its answer; None without one."""
+
+    @property
+    def timings(self) -> StageTimings | None: ...
+
+    @property
+    def prefix_tokens(self) -> int: ...
+
+    @property
+    def tokens_cached(self) -> int:
+        """Tokens of its prefix that were cached when the worker looked."""
+
+
+def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tokens: int, origin: str) -> MeasuredTimes:
     """The times of a run with the relay on, at a load at which few requests wait. `scored_tokens`: suffix tokens and
     candidates of each request.
 
     Raises RelayError if the run has too few requests.
     """
     hops, queues, answers, hits, prefixes = (list[float]() for _ in range(5))
-    for each in records:
+    for each in requests:
         timings = each.timings
         if each.status != Outcome.RANKED or timings is None or each.latency_us is None:
             continue
