@@ -26,9 +26,10 @@ from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK,
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, save_plan
 from relaygr.bench.headline.plots import paths_at, plot_cell
+from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE
 from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
 from relaygr.bench.headline.rows import RunFile, RunRow, Used, columns_of, read_dicts, read_rows, score_columns
-from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE, Bench, estimated_s
+from relaygr.bench.headline.run import Bench, estimated_s
 from relaygr.bench.headline.search import highest_rate, longest_history
 from relaygr.bench.headline.summary import by_reuse
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
@@ -358,7 +359,6 @@ class TestFigures:
             hbm_bytes=1 << 26, dram_bytes=1 << 28, coefficients=TestBreakEven.LATENCY.coefficients,
         )  # fmt: skip
         save_plan(plan, tmp_path / "plans" / f"{name}.json")
-        (tmp_path / "plans" / f"{name}.calibration.json").write_text("{}", encoding="utf-8")
         for each in outcome("B0", {10.0: 0.0}, 1, cell=name):
             RunFile(tmp_path).add(each, [SAMPLE])
         write_report(tmp_path)
@@ -526,7 +526,7 @@ def test_a_cell_in_miniature_runs_resumes_and_is_reported(
 ) -> None:
     cell = miniature()
     mode = replace(QUICK_MODE, seconds=1.0, warm_up_s=0.5, resolution=64.0, steps=0, a_loads=())
-    monkeypatch.setattr("relaygr.bench.headline.run.LONGEST_TUNE_FACTOR", 1)
+    monkeypatch.setattr("relaygr.bench.headline.points.LONGEST_TUNE_FACTOR", 1)
     monkeypatch.setattr("relaygr.bench.headline.plan.HALF", 0.02)
     monkeypatch.setitem(BY_NAME, "mini", cell)
     systems = (System.B0, System.R)

@@ -64,8 +64,8 @@ def main(
     from relaygr.bench.generator.trace import digest_of
     from relaygr.bench.headline.command import list_cells, measure, measure_trace, write_load
     from relaygr.bench.headline.grid import GRID, QUICK
+    from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE
     from relaygr.bench.headline.report import fill_page, write_report
-    from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, System
 
     if cells == "list":

@@ -13,7 +13,8 @@ from rich.table import Table
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline.grid import GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
-from relaygr.bench.headline.run import PARTITIONS, Bench, Mode, estimated_runs, estimated_s
+from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs
+from relaygr.bench.headline.run import Bench, estimated_s
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
 from relaygr.traffic.population import population_of

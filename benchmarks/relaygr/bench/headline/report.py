@@ -82,12 +82,8 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
 
 
 def _read_plans(out: Path) -> dict[str, CellPlan]:
-    return {
-        # Names of cells have dots, too.
-        path.stem: load_plan(path)
-        for path in sorted((out / "plans").glob("*.json"))
-        if not path.name.endswith(".calibration.json")
-    }
+    # Names of cells have dots, too.
+    return {path.stem: load_plan(path) for path in sorted((out / "plans").glob("*.json"))}
 
 
 def _mode(
