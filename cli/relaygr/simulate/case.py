@@ -112,9 +112,10 @@ def case_of_load(
     on_cpu: bool,
     relay: bool,
     changes: Changes | None = None,
+    device: LatencyModel | None = None,
 ) -> Case[LoadT]:
-    """The case of any load. `relay`: whether retrieval events are sent. Raises RelayError for settings that no worker
-    takes.
+    """The case of any load. `relay`: whether retrieval events are sent; `device`: what forwards take, if that is not
+    `latency`. Raises RelayError for settings that no worker takes.
     """
     worker, traffic = settings.worker, load.traffic
     kv = shape.geometry.kv
@@ -132,7 +133,7 @@ def case_of_load(
             f"{longest * kv.page_bytes} bytes."
         )
     policies = TierPolicies(worker.hbm_policy, worker.dram_policy, round(worker.prefix_ttl_s * 1e6))
-    model = SimulatedModel(shape.geometry, shape.layout, shape.limits, shape.rules, latency, on_cpu)
+    model = SimulatedModel(shape.geometry, shape.layout, shape.limits, shape.rules, latency, on_cpu, device)
     return Case(
         load,
         WorkerSpec(model, times, worker, settings.admission, policies),

@@ -5,6 +5,7 @@ these times. Both are kept beside the results:
 
     engines/SHAPE.json               the times of the engine alone
     engines/SHAPE.calibration.json   the calibration of the workers
+    engines/SHAPE.alone.json         the same of the engine alone
     plans/CELL.json                  the plan of a cell
 """
 
@@ -111,6 +112,7 @@ def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
     bind_own_arena(engine)
     save_calibration(calibrate(engine, QUICK_BUDGET_S), calibration)
     alone = calibrate(engine, QUICK_BUDGET_S, rest=lambda: None)
+    save_calibration(alone, alone_path(calibration))
     meter = EngineMeter(engine)
     tokens, short = engine.layout.tokens(cell.history), engine.layout.tokens(round(cell.history * SHORT))
 
@@ -137,6 +139,11 @@ def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
         longest_bytes=longest_bytes,
         coefficients=alone.coefficients,
     )
+
+
+def alone_path(calibration: Path) -> Path:
+    """The calibration of the engine alone that was measured with this one."""
+    return calibration.with_name(calibration.name.replace(".calibration.", ".alone."))
 
 
 def write_model(cell: Cell, folder: Path) -> None:
@@ -184,7 +191,7 @@ def plan_in(out: Path, cell: Cell, on_measure: Callable[[], None] = lambda: None
         if not measured.exists():
             on_measure()
             measured.parent.mkdir(parents=True, exist_ok=True)
-            _save(measure_engine(cell, calibration), measured)
+            save_engine_times(measure_engine(cell, calibration), measured)
         plan = plan_of(cell, load_engine_times(measured))
         save_plan(plan, path)
     if plan.machine != machine():
@@ -199,6 +206,10 @@ def save_plan(plan: CellPlan, path: Path) -> None:
 def load_plan(path: Path) -> CellPlan:
     """Raises RelayError for a file that is not a plan."""
     return CellPlan(**_fields(path, CellPlan, "the plan of a cell"))
+
+
+def save_engine_times(times: EngineTimes, path: Path) -> None:
+    _save(times, path)
 
 
 def load_engine_times(path: Path) -> EngineTimes:
