@@ -21,21 +21,47 @@ from relaygr.bench.generator.workload import Workload, make_trace
 from relaygr.bench.headline.__main__ import main
 from relaygr.bench.headline.command import with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
+from relaygr.bench.headline.document import Bullets, Grid
 from relaygr.bench.headline.figures import CONFIRMED, counts_for_b, figures_of, longest_truncation, same_load
 from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
-from relaygr.bench.headline.plan import CellPlan, save_plan
+from relaygr.bench.headline.plan import (
+    CellPlan,
+    EngineTimes,
+    alone_path,
+    plan_in,
+    plan_of,
+    save_engine_times,
+    save_plan,
+)
 from relaygr.bench.headline.plots import paths_at, plot_cell
+from relaygr.bench.headline.points import FULL_MODE, PARTITIONS, QUICK_MODE, SIMULATED_MODE, Mode, Point
 from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
-from relaygr.bench.headline.rows import RunFile, RunRow, Used, columns_of, read_dicts, read_rows, score_columns
-from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE, Bench, estimated_s
+from relaygr.bench.headline.rows import (
+    SIMULATED,
+    RunFile,
+    RunRow,
+    Used,
+    columns_of,
+    read_dicts,
+    read_rows,
+    score_columns,
+)
+from relaygr.bench.headline.run import Bench, estimated_s
 from relaygr.bench.headline.search import highest_rate, longest_history
-from relaygr.bench.headline.summary import by_reuse
+from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate
+from relaygr.bench.headline.summary import by_cell, by_reuse
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
+from relaygr.bench.rows import machine
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS, LatencyCoefficients
 from relaygr.settings import load_settings
+from relaygr.traffic.settings import TrafficSettings
+from relaygr.worker.calibration import Calibration, MachineDescription, load_calibration, save_calibration
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.options import ComputeDtype
+from tests.worlds.simulated import NO_TIMES
 
 SAMPLE = Sample(
     row=0, part=1, user_id="u", history_length=64, ranking_us=0, lag_us=100, latency_us=40_000, status="ranked",
@@ -358,12 +384,36 @@ class TestFigures:
             hbm_bytes=1 << 26, dram_bytes=1 << 28, coefficients=TestBreakEven.LATENCY.coefficients,
         )  # fmt: skip
         save_plan(plan, tmp_path / "plans" / f"{name}.json")
-        (tmp_path / "plans" / f"{name}.calibration.json").write_text("{}", encoding="utf-8")
         for each in outcome("B0", {10.0: 0.0}, 1, cell=name):
             RunFile(tmp_path).add(each, [SAMPLE])
         write_report(tmp_path)
         text = (tmp_path / "report.md").read_text(encoding="utf-8")
         assert f"| {name} | 1,024 |" in text and f"{name}: where the relay pays" in text
+
+    def test_a_line_for_each_cell_says_whether_it_counts_and_the_best_and_the_median_cell_are_named(self) -> None:
+        rows = []
+        uses = {"lead-0": (0.5, 5.0), "lead-1": (0.4, 20.0), "gap-2": (0.5, 40.0), "bursts": (0.1, 80.0)}
+        for cell, (use, relay) in uses.items():
+            for system, top in (("B0", 10.0), ("C", 10.0), ("R", relay)):
+                rows += outcome(system, {top: 0.0, 2 * top: 0.5}, 1, cell=cell, device_use=use)
+            rows += [row(system=each, cell=cell, figure="A", history=64) for each in ("B0", "R")]
+        grid, lines = by_cell(rows, figures_of(rows, "full"), "full")
+        assert isinstance(grid, Grid) and isinstance(lines, Bullets)
+        assert grid.rows[-1] == ["bursts", "10", "10", "80", "8.00", "8.00", "10%", "no", "64, 64 (1.00)"]
+        counted = "R / B0 in B, where it counts: best 4.00 (gap-2), median 2.00 (lead-1), worst 0.50 (lead-0)"
+        assert lines.lines[0] == f"{counted}; 3 cells, R below in 1"
+        assert lines.lines[1].startswith("R / B0 in B, all cells: best 8.00 (bursts), median 2.00 (lead-1)")
+
+    def test_every_figure_of_a_simulation_says_that_it_is_one(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        changes: dict[str, Any] = {"broker": f"{SIMULATED}: a run on Kafka", "foreign_cpu": math.nan}
+        for each in outcome("B0", {10.0: 0.0}, 1, **changes) + outcome("R", {20.0: 0.0}, 1, **changes):
+            file.add(each, [SAMPLE])
+        write_report(tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        figures = [line for line in text.splitlines() if line.startswith(("## The systems", "## R against", "## B:"))]
+        assert len(figures) == 3 and all(line.split(" (")[0].endswith("; simulated") for line in figures)
+        assert "Times learnt from real runs: simulated: a run on Kafka" in text and "Generator" not in text
 
 
 class TestPage:
@@ -488,12 +538,109 @@ def test_the_quick_run_takes_25_minutes_and_the_full_one_says_that_it_takes_days
         ({"trace": Path("load.csv"), "systems": "B0,O"}, "O ranks synthetic users of its own"),
         ({"quick": True, "interactions": Path("log.csv"), "systems": "O"}, "O ranks synthetic users of its own"),
         ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
+        ({"simulated": True, "systems": "B0,O"}, "B1 and O are not simulated"),
+        ({"simulated": True, "interactions": Path("log.csv")}, "--simulated does not take --interactions"),
     ],
 )
 def test_wrong_options_are_refused_with_the_reason(options: dict[str, Any], why: str) -> None:
     call: Callable[..., None] = main
     with pytest.raises(RelayError, match=re.escape(why)):
         call(**options)
+
+
+COEFFICIENTS = LatencyCoefficients(
+    a0=1_500.0, a1=8.0, a2=0.0, b0=1_000.0, b1=7.0, b2=0.0, c0=500.0, c1=1.0, c2=0.0, d0=10.0, d1=1e-4
+)
+"""A prefix of 2,048 tokens takes 15.3 ms, a ranking on it 0.6 ms."""
+
+
+def engine_times(cell: Cell) -> EngineTimes:
+    return EngineTimes(
+        shape=cell.shape, machine=machine(), made_at="now", engine="cpu", pre_ms=16.0, hit_ms=4.0, short_full_ms=5.0,
+        prefix_bytes=1 << 20, longest_bytes=1 << 23, coefficients=COEFFICIENTS,
+    )  # fmt: skip
+
+
+def measured_in(folder: Path, cell: Cell) -> None:
+    """Writes what is measured of a cell's engine."""
+    path = folder / "engines" / f"{cell.shape}.json"
+    save_engine_times(engine_times(cell), path)
+    described = MachineDescription(
+        "m", "cpu", "a test", "here", 1, "2", KvDtype.FLOAT32, 64, ComputeDtype.FLOAT32, "none"
+    )
+    calibration = Calibration(described, "2026-01-01T00:00:00Z", COEFFICIENTS, (), (), (), ())
+    for each in (path.with_suffix(".calibration.json"), alone_path(path.with_suffix(".calibration.json"))):
+        save_calibration(calibration, each)
+
+
+def simulated_mode(**changes: Any) -> Mode:
+    return replace(SIMULATED_MODE, seconds=10.0, least_requests=0, warm_up_s=5.0, resolution=64.0, steps=0, **changes)
+
+
+class TestSimulated:
+    CELL = replace(CENTRE, return_gap_s=2.0)
+
+    def simulated(self, folder: Path, system: System, rate_per_s: float) -> tuple[RunRow, list[Sample]]:
+        measured_in(folder, self.CELL)
+        plan, path = plan_in(folder, self.CELL)
+        calibration = load_calibration(path)
+        point = Point("B", self.CELL.history, rate_per_s, 1)
+        return simulate(
+            SimulatedRun(self.CELL, plan, simulated_mode(), system, "uncut", point, calibration, calibration, NO_TIMES)
+        )
+
+    def test_full_inference_ranks_every_request_in_the_time_of_the_engine(self, tmp_path: Path) -> None:
+        row, samples = self.simulated(tmp_path, System.B0, 5.0)
+        assert (row.full_share, row.late, row.preinfer_jobs, row.reuse > 0.4) == (1.0, 0, 0, True)
+        assert row.is_simulated and row.valid and row.passed
+        assert row.device_s_per_1000 == pytest.approx(16, rel=0.1)
+        alone = [each for each in samples if each.queue_us == 0 and each.tokens_cached == 0]
+        whole_us = {each.in_worker_us - round(7 * each.history_length + 1_000 + 644) for each in alone}
+        assert alone and max(map(abs, whole_us)) <= 2
+
+    def test_the_systems_differ_on_the_same_trace_as_on_a_broker(self, tmp_path: Path) -> None:
+        rows, samples = zip(
+            *(self.simulated(tmp_path, system, 25.0) for system in (System.B0, System.C, System.R)), strict=True
+        )
+        assert len({tuple((each.row, each.user_id, each.ranking_us) for each in own) for own in samples}) == 1
+        base, cache, relay = rows
+        assert (base.hit_share, cache.preinfer_jobs) == (0.0, 0) and cache.hit_share > 0.3
+        assert relay.preinfer_computed > 0 and relay.hit_share > cache.hit_share
+        assert relay.late_share <= cache.late_share <= base.late_share
+
+    def test_a_trace_is_played_row_by_row(self) -> None:
+        trace = make_trace(
+            Workload(
+                seed=1, rate_per_s=20, seconds=5, warm_up_s=1, reuse=0.5, return_gap_s=1, history_median=200,
+                history_max=400, lead_median_ms=100,
+            )
+        )  # fmt: skip
+        part = TraceLoad(trace, TrafficSettings(), 1).part(frozenset(range(PARTITIONS)))
+        played = list(part.impressions)
+        assert [each.number for each in played] == list(range(len(trace)))
+        assert [part.user_id(each.user) for each in played] == trace.user_id
+        assert part.share == 1.0 and set(part.partition_of.values()) <= set(range(PARTITIONS))
+        assert {each.status for each in samples_of(trace, [])} == {LOST}
+
+    @pytest.mark.slow
+    def test_cells_are_simulated_side_by_side_and_found_in_the_file_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("relaygr.bench.headline.points.LONGEST_TUNE_FACTOR", 1)
+        cells = [replace(CENTRE, name=name, reuse=reuse) for name, reuse in (("new", 0.0), ("again", 0.9))]
+        measured_in(tmp_path, CENTRE)
+        learnt = dict.fromkeys((System.B0, System.R), NO_TIMES)
+        asked = [(cell, (System.B0, System.R)) for cell in cells]
+        texts = []
+        for _ in range(2):
+            SimulatedBench(Console(quiet=True), tmp_path, simulated_mode(a_loads=(0.3,)), learnt, 2).run_cells(asked)
+            texts.append((tmp_path / "runs.csv").read_text(encoding="utf-8"))
+        assert texts[0] == texts[1]
+        rows = read_rows(tmp_path / "runs.csv")
+        assert {(each.cell, each.system) for each in rows} == {
+            (cell.name, system.value) for cell, systems in asked for system in systems
+        }
+        assert len({each.key for each in rows}) == len(rows)
 
 
 def miniature() -> Cell:
@@ -520,13 +667,23 @@ def test_users_who_were_there_in_the_run_before_are_new_in_the_next_one(
     assert [each.full_share for each in rows] == [1.0] * len(rows)
 
 
+def test_cells_of_one_shape_have_plans_of_the_same_times() -> None:
+    longer = replace(CENTRE, name="longer", deadline_factor=10.0, lead_factor=1.0, reuse=0.0)
+    times = engine_times(CENTRE)
+    plans = [plan_of(cell, times) for cell in (CENTRE, longer)]
+    assert longer.shape == CENTRE.shape != replace(CENTRE, candidates=32).shape
+    assert [plan.deadline_ms for plan in plans] == [50, 200]
+    assert [plan.lead_ms for plan in plans] == [48.0, 16.0]
+    assert plans[0] == replace(plans[1], cell="centre", asked=CENTRE.digest, deadline_ms=50, lead_ms=48.0)
+
+
 @pytest.mark.slow
 def test_a_cell_in_miniature_runs_resumes_and_is_reported(
     embedded_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = miniature()
     mode = replace(QUICK_MODE, seconds=1.0, warm_up_s=0.5, resolution=64.0, steps=0, a_loads=())
-    monkeypatch.setattr("relaygr.bench.headline.run.LONGEST_TUNE_FACTOR", 1)
+    monkeypatch.setattr("relaygr.bench.headline.points.LONGEST_TUNE_FACTOR", 1)
     monkeypatch.setattr("relaygr.bench.headline.plan.HALF", 0.02)
     monkeypatch.setitem(BY_NAME, "mini", cell)
     systems = (System.B0, System.R)

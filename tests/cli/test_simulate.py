@@ -355,17 +355,18 @@ def test_the_planner_finds_fewer_workers_with_the_relay():
 # -- measured times -------------------------------------------------------------------------------
 
 
-def record(number: int, path: str, timings: StageTimings, latency_us: int) -> ImpressionRecord:
+def record(number: int, path: str, timings: StageTimings, latency_us: int, cached: int = TOKENS) -> ImpressionRecord:
     return ImpressionRecord(
-        number, str(number), "u", "ranked", latency_us, 0, False, path=path, prefix_tokens=TOKENS, timings=timings
-    )
+        number, str(number), "u", "ranked", latency_us, 0, False, path=path, prefix_tokens=TOKENS, timings=timings,
+        tokens_cached=cached,
+    )  # fmt: skip
 
 
 def test_times_are_learnt_from_a_run(tmp_path: Path):
     hit = StageTimings(queue_us=200, rank_us=640, total_us=940)
     full = StageTimings(queue_us=200, pre_infer_us=15_360, rank_us=400, total_us=16_100)
     records = [record(number, "hbm", hit, 2_940) for number in range(60)]
-    records += [record(number, "full", full, 18_100) for number in range(60, 120)]
+    records += [record(number, "full", full, 18_100, cached=0) for number in range(60, 120)]
     times = learn(records, LATENCY, CANDIDATES, "a run")
     assert set(times.hop_us) == {1_000.0}
     assert (times.look_up_us, times.answer_us, times.requests) == (200, 100, 120)
@@ -373,6 +374,24 @@ def test_times_are_learnt_from_a_run(tmp_path: Path):
     assert times.pre_noise[50] == pytest.approx(1.5)
     save_times(tmp_path / "times.json", times)
     assert load_times(tmp_path / "times.json") == times
+
+
+def test_a_tail_that_was_ranked_with_the_suffix_is_no_noise():
+    rank_us = round(LATENCY.hit_us(TOKENS - 64, CANDIDATES + 64))
+    hit = StageTimings(queue_us=200, rank_us=rank_us, total_us=300 + rank_us)
+    records = [record(number, "hbm", hit, 2_000 + rank_us, cached=TOKENS - 64) for number in range(60)]
+    assert learn(records, LATENCY, CANDIDATES, "a run").hit_noise[50] == pytest.approx(1.0, rel=0.01)
+
+
+def test_simulated_records_teach_the_times_that_they_were_simulated_with():
+    given = NO_TIMES.model_copy(update={"hop_us": (1_500.0,), "look_up_us": 200.0, "answer_us": 100.0})
+    given = given.model_copy(update={"hit_noise": (1.2,), "pre_noise": (1.3,)})
+    one, records = case(times=given, rate=4, seconds=100), []
+    done = RelaySimulation(one, range(12), 1, lambda _: None, records.append).run()
+    assert len(records) == done.impressions and {each.status for each in records} == {"ranked"}
+    times = learn(records, LATENCY, CANDIDATES, "a simulation")
+    assert (times.hop_us[50], times.look_up_us, times.answer_us) == pytest.approx((1_500, 200, 100), abs=2)
+    assert times.hit_noise[50] == pytest.approx(1.2, rel=0.01)
 
 
 def test_too_few_requests_teach_nothing(tmp_path: Path):

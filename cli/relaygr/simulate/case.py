@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_SUFFIX_BEHAVIOURS
 from relaygr.settings import Settings
-from relaygr.simulate.demand import Demand
+from relaygr.simulate.demand import Demand, Load
 from relaygr.simulate.device import SimulatedModel
 from relaygr.simulate.relay import Case, Changes
 from relaygr.simulate.times import MeasuredTimes
@@ -22,6 +23,7 @@ from relaygr.worker.model.config import ModelConfig, PrefixRules, read_config, r
 from relaygr.worker.model.interface import EngineLimits
 
 _CPU = "cpu"
+LoadT = TypeVar("LoadT", bound=Load)
 
 
 class System(enum.StrEnum):
@@ -42,11 +44,14 @@ class Shape:
 
 
 def shape_of_model(folder: Path, settings: Settings, calibration: Calibration) -> Shape:
-    """The shape of a checkpoint. Raises RelayError for a folder without a usable configuration.
+    """The shape of a checkpoint. Raises RelayError for a folder without a usable configuration."""
+    return shape_of_config(read_config(folder), settings, calibration)
 
-    Without a setting, K,V have the type with which the device was calibrated.
+
+def shape_of_config(config: ModelConfig, settings: Settings, calibration: Calibration) -> Shape:
+    """The shape of a model with this configuration. Without a setting, K,V have the type with which the device was
+    calibrated.
     """
-    config: ModelConfig = read_config(folder)
     worker = settings.worker
     return Shape(
         DramGeometry(
@@ -86,12 +91,33 @@ def case_of(
     system: System,
     changes: Changes | None = None,
     day_s: float | None = None,
-) -> Case:
-    """A case. Raises RelayError for settings that no worker takes."""
-    worker, traffic = settings.worker, settings.traffic
+) -> Case[Demand]:
+    """The case of a demand. Raises RelayError for settings that no worker takes."""
     relay = system is System.RELAY
     if not relay:
-        worker = worker.model_copy(update={"reuse_prefixes": False, "dram_bytes": 0})
+        worker = settings.worker.model_copy(update={"reuse_prefixes": False, "dram_bytes": 0})
+        settings = settings.model_copy(update={"worker": worker})
+    traffic = settings.traffic.model_copy(update={"relay": relay})
+    demand = Demand(traffic, settings.partitions, traffic.seed, day_s)
+    return case_of_load(demand, settings, shape, latency, times, on_cpu=on_cpu, relay=relay, changes=changes)
+
+
+def case_of_load(
+    load: LoadT,
+    settings: Settings,
+    shape: Shape,
+    latency: LatencyModel,
+    times: MeasuredTimes,
+    *,
+    on_cpu: bool,
+    relay: bool,
+    changes: Changes | None = None,
+    device: LatencyModel | None = None,
+) -> Case[LoadT]:
+    """The case of any load. `relay`: whether retrieval events are sent; `device`: what forwards take, if that is not
+    `latency`. Raises RelayError for settings that no worker takes.
+    """
+    worker, traffic = settings.worker, load.traffic
     kv = shape.geometry.kv
     if not traffic.duration_s:
         raise RelayError("The simulation has no end: give --seconds, or --set traffic.duration_s=SECONDS.")
@@ -107,9 +133,9 @@ def case_of(
             f"{longest * kv.page_bytes} bytes."
         )
     policies = TierPolicies(worker.hbm_policy, worker.dram_policy, round(worker.prefix_ttl_s * 1e6))
-    model = SimulatedModel(shape.geometry, shape.layout, shape.limits, shape.rules, latency, on_cpu)
+    model = SimulatedModel(shape.geometry, shape.layout, shape.limits, shape.rules, latency, on_cpu, device)
     return Case(
-        Demand(traffic.model_copy(update={"relay": relay}), settings.partitions, traffic.seed, day_s),
+        load,
         WorkerSpec(model, times, worker, settings.admission, policies),
         settings.trigger,
         relay,

@@ -1,4 +1,6 @@
-"""Which users belong to a part of the fleet, and their impressions.
+"""The load of a fleet: which users belong to a part of it, and their impressions.
+
+`Load` is what a simulation plays: `Demand`, which draws impressions, or a trace that others recorded.
 
 A part of the fleet is a set of partitions. Users lie in partitions by murmur2 of their ids, as in the product. The
 impressions of a part are those of its users, so a part of a fleet is simulated without the rest. Up to `MOST_NAMED`
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,31 @@ MOST_NAMED: Final = 20_000
 _BLOCK: Final = 4096
 _NIGHT_SHARE: Final = 0.35
 """The load at night, as a share of the load at the evening's peak."""
+COLD_SHARE: Final = 0.25
+"""The beginning of a simulated demand, as a share, that no figure counts: caches and corrections are empty then."""
+
+
+class Load(Protocol):
+    """The impressions of the whole fleet."""
+
+    @property
+    def traffic(self) -> TrafficSettings:
+        """Sizes, lead time and deadline of all requests, and how long impressions come."""
+
+    @property
+    def partitions(self) -> int:
+        """Partitions of the topics."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of the measured times that a simulation draws."""
+
+    @property
+    def cold_s(self) -> float:
+        """The beginning that no figure of a simulation counts."""
+
+    def part(self, partitions: frozenset[int]) -> Part:
+        """The impressions of these partitions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +63,14 @@ class Demand:
     partitions: int
     seed: int
     day_s: float | None = None
+
+    @property
+    def cold_s(self) -> float:
+        return COLD_SHARE * self.traffic.duration_s
+
+    def part(self, partitions: frozenset[int]) -> Part:
+        """See `part_of`."""
+        return part_of(self, partitions)
 
     def load_at(self, at_us: float) -> float:
         """The load at this time as a part of `traffic.rate_per_s`. A day begins at its lowest load."""

@@ -1,9 +1,9 @@
 """What a simulation replaces around the product's executor: the clock, the device with its engine, the histories, and
 the link between the tiers.
 
-A piece of work takes its calibrated time, times a factor drawn from the measured noise. On a CPU a call returns when
-its work is done. An accelerator computes chunks while the host goes on, and an event completes with them. A forward
-with a chunk and requests takes the sum of both without one fixed part.
+A piece of work takes the time of a latency model (the calibration's, if no other is given), times a factor drawn from
+the measured noise. On a CPU a call returns when its work is done. An accelerator computes chunks while the host goes
+on, and an event completes with them. A forward with a chunk and requests takes the sum of both without one fixed part.
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ class SimulatedModel:
     limits: EngineLimits
     rules: PrefixRules
     latency: LatencyModel
-    """The calibrated times."""
+    """The calibrated times, by which the worker decides."""
     is_cpu: bool
+    device: LatencyModel | None = None
+    """What forwards take, before the noise; None: the calibrated times."""
+
+    @property
+    def device_latency(self) -> LatencyModel:
+        return self.latency if self.device is None else self.device
 
 
 class SimulatedClock:
@@ -136,7 +142,7 @@ class SimulatedEngine:
         self.geometry: KvGeometry = model.geometry.kv
         self.layout, self.limits, self.rules = model.layout, model.limits, model.rules
         self.device = device
-        self._latency = model.latency
+        self._latency = model.device_latency
         self._hits, self._prefixes = hits, prefixes
         self._outputs = RankOutputs(np.zeros((1, 1), np.float32))
 

@@ -16,8 +16,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.schemas.messages import Outcome, Path
+from relaygr.schemas.messages import FailureReason, Outcome, Path
 from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord
+from relaygr.worker.executor.work import RankingWork
+from relaygr.worker.results import timings_of
 
 
 class Ending(enum.StrEnum):
@@ -71,6 +73,10 @@ class PartOutcome:
     """Prefixes by where an impression's first look-up found them: hbm, dram or nowhere."""
     jobs: Mapping[str, int]
     device_s: float
+    preinfer_device_s: float = 0.0
+    """The part of `device_s` that was pre-infer."""
+    wasted: int = 0
+    """Pre-inferred prefixes that no request used."""
     seconds: float
     worker_s: float
     """Seconds of all workers together."""
@@ -170,6 +176,34 @@ def requests_of(records: Sequence[ImpressionRecord]) -> Requests:
     """The requests of a measured run, in the same form."""
     latencies = [NO_LATENCY if each.latency_us is None else each.latency_us for each in records]
     return Requests(np.array(latencies, np.int64), np.array([CODE[_ending(each)] for each in records], np.uint8))
+
+
+def record_of(
+    number: int, ending: Ending, latency_us: int, budget_us: int, work: RankingWork | None, at_us: int
+) -> ImpressionRecord:
+    """A simulated request in the form of a measured one. `work`: None if the executor never got it; `at_us`: when its
+    result was sent, by the worker's clock.
+    """
+    late = latency_us > budget_us
+    if CODE[ending] not in RANKED:
+        status = Outcome.EXPIRED if ending is Ending.EXPIRED else Outcome.FAILED
+        reason = FailureReason.OVERLOADED.value if ending is Ending.REFUSED else None
+        return ImpressionRecord(number, str(number), "", status.value, latency_us, 0, late, reason)
+    assert work is not None and work.prefix is not None
+    return ImpressionRecord(
+        number,
+        str(number),
+        work.request.user_id,
+        Outcome.RANKED.value,
+        latency_us,
+        0,
+        late,
+        path=ending.value,
+        prefix_source=work.prefix_source.value,
+        prefix_tokens=work.prefix.tokens,
+        tokens_cached=work.tokens_cached,
+        timings=timings_of(work, at_us),
+    )
 
 
 def _ending(measured: ImpressionRecord) -> Ending:

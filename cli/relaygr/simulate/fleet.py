@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from relaygr.runtime.errors import RelayError
+from relaygr.simulate.demand import Demand
 from relaygr.simulate.figures import Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.relay import Case, Changes, RelaySimulation
 
@@ -44,12 +45,12 @@ class FleetSize:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    case: Case
+    case: Case[Demand]
     partitions: range
     workers: int
 
 
-def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
+def simulate(case: Case[Demand], size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
     """The figures of the fleet. Raises RelayError for a fleet that cannot be."""
     parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
     tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, seed)]
@@ -62,7 +63,7 @@ def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress)
     return figures_of(outcomes, case.demand.traffic.budget_ms, scale=len(parts))
 
 
-def expected_impressions(case: Case, size: FleetSize) -> int:
+def expected_impressions(case: Case[Demand], size: FleetSize) -> int:
     """About how many impressions `simulate` plays."""
     parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
     traffic = case.demand.traffic
@@ -104,6 +105,8 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
         found=found,
         jobs=jobs,
         device_s=sum(part.device_s for part in parts),
+        preinfer_device_s=sum(part.preinfer_device_s for part in parts),
+        wasted=sum(part.wasted for part in parts),
         seconds=max(part.seconds for part in parts),
         worker_s=sum(part.worker_s for part in parts),
         most_workers=sum(part.most_workers for part in parts),
@@ -112,7 +115,7 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
     )
 
 
-def _tasks(case: Case, size: FleetSize, parts: Sequence[tuple[range, int]], seed: int) -> list[_Task]:
+def _tasks(case: Case[Demand], size: FleetSize, parts: Sequence[tuple[range, int]], seed: int) -> list[_Task]:
     chosen = range(len(parts))
     demand = replace(case.demand, seed=case.demand.seed + seed)
     if size.sample < len(parts):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from relaygr.simulate.demand import Demand
 from relaygr.simulate.figures import Figures
 from relaygr.simulate.fleet import FleetSize, Runner, expected_impressions, simulate
 from relaygr.simulate.relay import Case
@@ -65,7 +66,7 @@ def partitions_for(workers: int) -> int:
 
 
 def plan_capacity(
-    case: Case, sample: int, seeds: int, runner: Runner, on_probe: OnProbe, impressions: int = IMPRESSIONS
+    case: Case[Demand], sample: int, seeds: int, runner: Runner, on_probe: OnProbe, impressions: int = IMPRESSIONS
 ) -> CapacityPlan:
     """Bisects the number of workers. `impressions`: simulated for each number."""
     probes: dict[int, Probe] = {}
@@ -96,7 +97,7 @@ def plan_capacity(
     return CapacityPlan(probe(enough), tuple(probes.values()))
 
 
-def least_workers(case: Case) -> int:
+def least_workers(case: Case[Demand]) -> int:
     """Workers whose devices are filled by ranking on cached prefixes, or by full inference without the relay."""
     model, traffic = case.spec.model, case.demand.traffic
     tokens = model.layout.tokens(min(traffic.history_median, model.limits.max_prefix_behaviours))

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import simpy
@@ -25,20 +25,20 @@ import simpy
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import PreInferJob, RankingRequest, RetrievalEvent
 from relaygr.schemas.partitioner import users_in
-from relaygr.simulate.demand import Demand, Part, part_of
+from relaygr.simulate.demand import Load, Part
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
-from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests
+from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests, record_of
 from relaygr.simulate.times import Draws
 from relaygr.simulate.worker import SimulatedWorker, WorkerSpec
+from relaygr.traffic.records import ImpressionRecord
 from relaygr.traffic.schedule import Impression
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, job_of
 from relaygr.trigger.settings import TriggerSettings
 from relaygr.worker.cache.events import CacheEvent, EventKind, StoredEntry
-from relaygr.worker.executor.work import JobOutcome
+from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.work import JobOutcome, RankingWork
 
-COLD_SHARE: Final = 0.25
-"""The beginning of a simulation, as a share, that no figure counts: caches and corrections are empty then."""
 TAKEOVER_S: Final = 0.3
 """From a death to the first message of the standby."""
 REBALANCE_S: Final = 0.1
@@ -75,11 +75,15 @@ class Changes:
         return bool(self.kills_s) or self.autoscale is not None
 
 
+LoadT = TypeVar("LoadT", bound=Load, covariant=True)
+OnRecord = Callable[[ImpressionRecord], None]
+
+
 @dataclass(frozen=True, slots=True)
-class Case:
+class Case(Generic[LoadT]):
     """A system under a load. `relay` false: no retrieval events."""
 
-    demand: Demand
+    demand: LoadT
     spec: WorkerSpec
     trigger: TriggerSettings
     relay: bool
@@ -113,11 +117,19 @@ class _TriggerClock:
 class RelaySimulation:
     """One part of a fleet: `workers` workers that own `partitions` together."""
 
-    def __init__(self, case: Case, partitions: range, workers: int, on_progress: Callable[[int], None]) -> None:
-        self._case, self._on_progress = case, on_progress
+    def __init__(
+        self,
+        case: Case[Load],
+        partitions: range,
+        workers: int,
+        on_progress: Callable[[int], None],
+        on_record: OnRecord | None = None,
+    ) -> None:
+        """`on_record` gets a record of each answered request, as a measured run writes it."""
+        self._case, self._on_progress, self._on_record = case, on_progress, on_record
         self._env = simpy.Environment()
         self._partitions = partitions
-        self._part: Part = part_of(case.demand, frozenset(partitions))
+        self._part: Part = case.demand.part(frozenset(partitions))
         traffic, spec = case.demand.traffic, case.spec
         self._traffic = traffic
         longest = traffic.history_max if traffic.interactions is None else spec.model.limits.max_prefix_behaviours * 4
@@ -147,7 +159,8 @@ class RelaySimulation:
         self._gone: list[_Member] = []
         self._started = 0
         self._worker_us = self._counted_us = self._counted_worker_us = self._ends_us = 0.0
-        self._used_device_s = 0.0
+        self._used_device_s = self._preinfer_device_s = 0.0
+        self._wasted = 0
         self._most_workers = 0
         self._begins_us = round(traffic.settle_s * 1e6) if spec.settings.warm_up_users and case.relay else 0
         for _ in range(workers):
@@ -165,7 +178,7 @@ class RelaySimulation:
             self._after(self._begins_us + round(at_s * 1e6), self._kill_one)
         if self._case.changes.autoscale is not None:
             env.process(self._autoscale(self._case.changes.autoscale))
-        cold_us = self._begins_us + COLD_SHARE * self._traffic.duration_s * 1e6
+        cold_us = self._begins_us + self._case.demand.cold_s * 1e6
         self._after(cold_us, self._begin_counting)
         self._ends_us = self._begins_us + self._traffic.duration_s * 1e6
         self._after(self._ends_us, self._end_counting)
@@ -288,13 +301,15 @@ class RelaySimulation:
         member.jobs[number] = job, partition
         member.worker.receive_job(number, job, partition)
 
-    def _on_ranked(self, member: _Member, number: int, at_us: int, ending: Ending) -> None:
+    def _on_ranked(self, member: _Member, number: int, at_us: int, ending: Ending, work: RankingWork | None) -> None:
         message = member.requests.pop(number, None)
         if self._endings[number] != _OPEN:
             self.duplicates += 1
             return
         self._endings[number] = CODE[ending]
-        self._latencies_us[number] = at_us + round(self._hops_us[number]) - self._ranking_us[number]
+        latency_us = self._latencies_us[number] = at_us + round(self._hops_us[number]) - self._ranking_us[number]
+        if self._on_record is not None:
+            self._on_record(record_of(number, ending, latency_us, self._budget_us, work, at_us))
         if self._case.changes.kills_s and message is not None:
             now_us = self._env.now
             member.coming = [each for each in member.coming if each[0] > now_us]
@@ -480,17 +495,24 @@ class RelaySimulation:
         self._worker_us = 0.0
         self._jobs.clear()
         self._found.clear()
-        self._used_device_s = -self._device_s()
+        self._used_device_s, self._preinfer_device_s = -self._device_s(), -self._device_s(WorkClass.PREINFER)
+        self._wasted = -self._wasted_now()
 
     def _end_counting(self) -> None:
         """The time of impressions is over. The last ones are ranked later, and not counted."""
         self._count_workers()
         self._used_device_s += self._device_s()
+        self._preinfer_device_s += self._device_s(WorkClass.PREINFER)
+        self._wasted += self._wasted_now()
         self._counted_worker_us = self._worker_us
 
-    def _device_s(self) -> float:
-        """Device time of all workers, for whatever work."""
-        return sum(sum(each.worker.device_s().values()) for each in (*self._members, *self._gone))
+    def _device_s(self, *classes: WorkClass) -> float:
+        """Device time of all workers for these classes of work; for all work without any."""
+        used = [each.worker.device_s() for each in (*self._members, *self._gone)]
+        return sum(each[work_class] for each in used for work_class in classes or WorkClass)
+
+    def _wasted_now(self) -> int:
+        return sum(each.worker.cache.stats().wasted.total() for each in (*self._members, *self._gone))
 
     def _outcome(self, cold_us: float, took_s: float) -> PartOutcome:
         endings = np.frombuffer(bytes(self._endings), np.uint8).copy()
@@ -502,6 +524,8 @@ class RelaySimulation:
             found=dict(self._found),
             jobs=dict(self._jobs),
             device_s=self._used_device_s,
+            preinfer_device_s=self._preinfer_device_s,
+            wasted=self._wasted,
             seconds=(self._ends_us - cold_us) / 1e6,
             worker_s=self._counted_worker_us / 1e6,
             most_workers=self._most_workers,

@@ -38,7 +38,7 @@ from relaygr.schemas.messages import (
     RetrievalEvent,
     StageTimings,
 )
-from relaygr.simulate.demand import name_of, weights_of
+from relaygr.simulate.demand import Demand, name_of, weights_of
 from relaygr.simulate.plan import memory_of
 from relaygr.simulate.relay import Case
 
@@ -94,7 +94,7 @@ class Sizing:
         return self.hbm_set_bytes >= self.hbm_bytes
 
 
-def size_of(case: Case, workers: int, keep_s: float, reuse: float | None = None) -> Sizing:
+def size_of(case: Case[Demand], workers: int, keep_s: float, reuse: float | None = None) -> Sizing:
     """The needs of this many workers. `reuse`: the share of returning impressions, if it is known."""
     model, spec, traffic = case.spec.model, case.spec, case.demand.traffic
     geometry, layout = model.geometry, model.layout

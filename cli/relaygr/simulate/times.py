@@ -1,11 +1,11 @@
 """Measured times of what a calibration does not cover: Kafka hops, the worker's own work, and the noise of forwards.
 
-`learn` takes them from the records of `relaygr traffic`:
+`learn` takes them from the requests of a measured run, such as the records of `relaygr traffic`:
 
     hop       time from the gateway to the worker and back, beside the worker's own
     look_up   time of a worker from the receipt of a request to its device work, where nothing waits
     answer    time to write a result
-    noise     measured / calibrated device time of rankings and of pre-infer
+    noise     measured device time of rankings and of pre-infer, over that of a latency model
 
 A distribution is a tuple of its quantiles in equal steps from 0 to 1.
 """
@@ -13,8 +13,9 @@ A distribution is a tuple of its quantiles in equal steps from 0 to 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Outcome
+from relaygr.schemas.messages import Outcome, StageTimings
 from relaygr.schemas.messages import Path as RankingPath
-from relaygr.traffic.records import ImpressionRecord
 
 Quantiles = Annotated[tuple[Annotated[float, Field(ge=0, lt=1e12)], ...], Field(min_length=1, max_length=1001)]
 _STEPS: Final = np.linspace(0.0, 1.0, 101)
@@ -51,6 +51,15 @@ class MeasuredTimes(BaseModel):
     pre_noise: Quantiles = tuple(float(each) for each in np.exp(0.05 * np.linspace(-2.3, 2.6, 101)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """A ranking of a measured run. `noise`: its device time over the expected one."""
+
+    queue_us: float
+    answer_us: float
+    noise: float
+
+
 class Draws:
     """Draws from a distribution, in blocks: a single draw of numpy takes as long as hundreds in a block."""
 
@@ -66,41 +75,78 @@ class Draws:
         return self._left.pop()
 
 
-def learn(records: Iterable[ImpressionRecord], latency: LatencyModel, scored_tokens: int, origin: str) -> MeasuredTimes:
-    """The times of a run with the relay on, at a load at which few requests wait. `scored_tokens`: suffix tokens and
-    candidates of each request.
+class MeasuredRequest(Protocol):
+    """What `learn` needs of a request."""
+
+    @property
+    def status(self) -> str:
+        """Its outcome."""
+
+    @property
+    def path(self) -> str | None: ...
+
+    @property
+    def latency_us(self) -> int | None:
+        """From its scheduled time to its answer; None without one."""
+
+    @property
+    def timings(self) -> StageTimings | None: ...
+
+    @property
+    def prefix_tokens(self) -> int: ...
+
+    @property
+    def tokens_cached(self) -> int:
+        """Tokens of its prefix that were cached when the worker looked."""
+
+
+def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tokens: int, origin: str) -> MeasuredTimes:
+    """The times of a run at a load at which few requests wait: with the relay on, or of full inference alone.
+
+    `latency`: what forwards take in a simulation without noise; `scored_tokens`: suffix tokens and candidates of each
+    request.
 
     Raises RelayError if the run has too few requests.
     """
-    hops, queues, answers, hits, prefixes = (list[float]() for _ in range(5))
-    for each in records:
+    hops: list[float] = []
+    prefixes: list[float] = []
+    hits: list[_Ranked] = []
+    others: list[_Ranked] = []
+    for each in requests:
         timings = each.timings
         if each.status != Outcome.RANKED or timings is None or each.latency_us is None:
             continue
         hops.append(max(0.0, each.latency_us - timings.total_us) / 2)
+        is_hit = each.path == RankingPath.HBM
+        if not is_hit and each.path != RankingPath.FULL:
+            continue
+        new_tokens = each.prefix_tokens - each.tokens_cached
+        if not is_hit and timings.pre_infer_us:
+            prefixes.append(timings.pre_infer_us / latency.append_us(each.tokens_cached, new_tokens))
+        # A tail that was not appended was ranked with the suffix.
+        tail_tokens = 0 if timings.pre_infer_us else new_tokens
+        expected_us = latency.hit_us(each.prefix_tokens - tail_tokens, scored_tokens + tail_tokens)
         staged_us = timings.queue_us + timings.wait_us + timings.pre_infer_us + timings.rank_us
-        if each.path == RankingPath.HBM:
-            queues.append(timings.queue_us)
-            answers.append(max(0.0, timings.total_us - staged_us))
-            hits.append(timings.rank_us / latency.hit_us(each.prefix_tokens, scored_tokens))
-        elif each.path == RankingPath.FULL and timings.pre_infer_us:
-            tail_us = latency.append_us(each.tokens_cached, each.prefix_tokens - each.tokens_cached)
-            prefixes.append(timings.pre_infer_us / tail_us)
-    if len(hits) < LEAST_REQUESTS:
+        ranked = _Ranked(timings.queue_us, max(0.0, timings.total_us - staged_us), timings.rank_us / expected_us)
+        (hits if is_hit else others).append(ranked)
+    # Without the relay there are no hits.
+    ranked_like = hits or others
+    if len(ranked_like) < LEAST_REQUESTS:
         raise RelayError(
-            f"{origin} has {len(hits)} requests that were ranked on a prefix in HBM, and {LEAST_REQUESTS} are needed: "
-            "record a longer run with the relay on."
+            f"{origin} has {len(ranked_like)} requests that were ranked on a prefix in HBM, and {LEAST_REQUESTS} are "
+            "needed: record a longer run with the relay on."
         )
+    noise = [each.noise for each in ranked_like]
     return MeasuredTimes(
         origin=origin,
         requests=len(hops),
         hop_us=_quantiles(hops),
         # At a low load the shortest tenth of the requests waits for nothing.
-        look_up_us=float(np.percentile(queues, 10)),
-        answer_us=float(np.median(answers)),
-        hit_noise=_noise(hits),
+        look_up_us=float(np.percentile([each.queue_us for each in ranked_like], 10)),
+        answer_us=float(np.median([each.answer_us for each in ranked_like])),
+        hit_noise=_noise(noise),
         # Full inference is rare where the relay works: its noise is then that of rankings.
-        pre_noise=_noise(prefixes if len(prefixes) >= LEAST_REQUESTS else hits),
+        pre_noise=_noise(prefixes if len(prefixes) >= LEAST_REQUESTS else noise),
     )
 
 

@@ -61,8 +61,8 @@ class WorkerSpec:
     policies: TierPolicies
 
 
-OnRanked = Callable[[int, int, Ending], None]
-"""The number of the impression, the time of its result in µs, and its end."""
+OnRanked = Callable[[int, int, Ending, RankingWork | None], None]
+"""The number of the impression, the time of its result in µs, its end, and its work if the executor got it."""
 OnJob = Callable[[int, JobOutcome], None]
 
 
@@ -95,16 +95,17 @@ class _Results:
         self._clock.now_us += self._answer_us
         started_us = work.started_us if work.started_us is not None else self._clock.now_us
         self.waits.observe(max(0, started_us - work.received.received_us))
-        self._on_ranked(work.received.offset, self._clock.now_us, _ENDING_OF_PATH[work.path.value])
+        self._on_ranked(work.received.offset, self._clock.now_us, _ENDING_OF_PATH[work.path.value], work)
 
     def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:  # noqa: ARG002
         self._clock.now_us += self._refuse_us
         is_overload = reason is FailureReason.OVERLOADED
-        self._on_ranked(work.received.offset, self._clock.now_us, Ending.REFUSED if is_overload else Ending.FAILED)
+        ending = Ending.REFUSED if is_overload else Ending.FAILED
+        self._on_ranked(work.received.offset, self._clock.now_us, ending, work)
 
     def expired(self, work: RankingWork) -> None:
         self._clock.now_us += self._refuse_us
-        self._on_ranked(work.received.offset, self._clock.now_us, Ending.EXPIRED)
+        self._on_ranked(work.received.offset, self._clock.now_us, Ending.EXPIRED, work)
 
     def send(self) -> None:
         """Does nothing: a simulated result is sent when it is written."""
@@ -224,7 +225,7 @@ class SimulatedWorker:
         reply = _reply_of(request)
         work = RankingWork(request, reply, received, EPOCH_US + now_us, deadline_us, answer_by_us)
         if not self.executor.take_ranking(work):
-            return self._on_ranked(number, now_us, Ending.REFUSED)
+            return self._on_ranked(number, now_us, Ending.REFUSED, work)
         return self._wake()
 
     def _is_diverted(self, request: RankingRequest, received: Received, answer_by_us: int) -> bool:
@@ -242,7 +243,7 @@ class SimulatedWorker:
 
     def _refuse(self, number: int, request: RankingRequest, now_us: int, ending: Ending) -> None:
         self.executor.note_refused(request.user_id, request.request_id)
-        self._on_ranked(number, now_us + round(self._spec.times.refuse_us), ending)
+        self._on_ranked(number, now_us + round(self._spec.times.refuse_us), ending, None)
         self._wake()
 
     def _received(self, topic: str, number: int, partition: int, now_us: int) -> Received:

@@ -173,7 +173,7 @@ class ResultWriter:
         prefix, scores = work.prefix, outputs.scores
         assert prefix is not None
         now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
-        timings = _timings(work, now_us)
+        timings = timings_of(work, now_us)
         path, diverted = work.path, work.request.diverted
         if diverted is not None and diverted.left_out:
             path = Path.TRUNCATED
@@ -336,7 +336,7 @@ class ResultWriter:
             request_sent_at_us=work.request.sent_at_us,
             received_at_us=work.received_wall_us,
             sent_at_us=now_wall_us,
-            timings=_timings(work, now_us),
+            timings=timings_of(work, now_us),
             reason=reason,
             detail=_printable(detail),
             backlog_us=work.backlog_us,
@@ -496,7 +496,8 @@ def _reply_place(reply: RankingHeaders) -> MessagePlace:
     return MessagePlace(reply.reply_topic, reply.reply_partition)
 
 
-def _timings(work: RankingWork, now_us: int) -> StageTimings:
+def timings_of(work: RankingWork, now_us: int) -> StageTimings:
+    """The stages of a request that is answered now."""
     started_us = work.started_us if work.started_us is not None else now_us
     ready_us = work.ready_us if work.ready_us is not None else now_us
     looked_up_us = work.looked_up_us if work.looked_up_us is not None else now_us

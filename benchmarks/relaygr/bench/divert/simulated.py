@@ -46,6 +46,7 @@ from relaygr.simulate.times import Draws, MeasuredTimes
 from relaygr.simulate.worker import SimulatedWorker, WorkerSpec
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.divert import Diverter, DivertParts
+from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.config import PrefixRules
@@ -206,7 +207,7 @@ class SimulatedFleet:
         owner = next(worker for worker in self.workers if partition in worker.partitions)
         owner.receive_ranking(number, request, partition)
 
-    def _on_ranked(self, number: int, at_us: int, ending: Ending) -> None:
+    def _on_ranked(self, number: int, at_us: int, ending: Ending, _work: RankingWork | None) -> None:
         request = self.requests[number]
         request.answers += 1
         request.ended_us, request.ending = at_us, ending

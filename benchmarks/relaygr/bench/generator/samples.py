@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from relaygr.bench.generator.trace import read_table, write_table
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Outcome
+from relaygr.schemas.messages import Outcome, StageTimings
 from relaygr.schemas.messages import Path as RankingPath
 
 LOST = "lost"
@@ -56,6 +56,13 @@ class Sample:
     reload_us: int = 0
     rank_us: int = 0
     scores: NDArray[np.float32] | None = None
+
+    @property
+    def timings(self) -> StageTimings:
+        """The stages at the worker; all 0 without any."""
+        return StageTimings(
+            self.queue_us, self.wait_us, self.pre_infer_us, self.reload_us, self.rank_us, self.in_worker_us
+        )
 
     @property
     def device_us(self) -> int:

@@ -4,10 +4,11 @@
 * B: the highest rate at which it holds, at a fixed history.
 
 `--quick` takes 25 minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
-`--full` runs the committed grid with seven seeds, and says before how long it takes. `--trace FILE` plays a trace of
-your own on each system. `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from
-the CSV files and measures nothing. `--page docs/benchmark.md` also writes the main figures (with
-`--report`: of the mode that was measured last) into that page.
+`--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
+virtual time on `--processes` cores, with times that it learns from two runs on the broker. `--trace FILE` plays a trace
+of your own on each system. `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again
+from the CSV files and measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of
+the mode that was measured last) into that page.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -30,6 +31,9 @@ def main(
     full: Annotated[
         bool, typer.Option("--full", help="The grid, with seven seeds. Says first how long it takes.")
     ] = False,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="The grid in virtual time, half an hour on two cores.")
+    ] = False,
     report: Annotated[bool, typer.Option("--report", help="Only make the report again from the CSV files.")] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Play this trace (.parquet or .csv) on each system.", show_default=False)
@@ -41,6 +45,10 @@ def main(
     systems: Annotated[
         str, typer.Option(help="Systems, by commas.", show_default="B0,C,R,O where possible; all with --full")
     ] = "",
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds of each search.", show_default="1; 7 with --full")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="With --simulated: runs side by side.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="The first seed; the others follow it.")] = 1,
     rate: Annotated[float, typer.Option(min=0.01, help="With --make-trace: impressions/s.")] = 20.0,
     seconds: Annotated[
@@ -58,36 +66,46 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the results, the traces and the report.")] = OUT,
 ) -> None:
     """Measure the longest history and the most requests that meet the deadline, for each system."""
-    if sum((quick, full, report, trace is not None, make_trace is not None, cells == "list")) != 1:
-        raise RelayError("give one of --quick, --full, --trace FILE, --make-trace FILE, --report and --cells list")
+    wanted_modes = (quick, full, simulated, report, trace is not None, make_trace is not None, cells == "list")
+    if sum(wanted_modes) != 1:
+        raise RelayError(
+            "give one of --quick, --full, --simulated, --trace FILE, --make-trace FILE, --report and --cells list"
+        )
 
     from relaygr.bench.generator.trace import digest_of
-    from relaygr.bench.headline.command import list_cells, measure, measure_trace, write_load
+    from relaygr.bench.headline.command import list_cells, measure, measure_trace, simulate, write_load
     from relaygr.bench.headline.grid import GRID, QUICK
+    from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, SIMULATED_MODE
     from relaygr.bench.headline.report import fill_page, write_report
-    from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE
-    from relaygr.bench.headline.systems import QUICK_SYSTEMS, System
+    from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
 
     if cells == "list":
         return list_cells()
-    mode = FULL_MODE if full else QUICK_MODE
-    mode = replace(mode, seeds=tuple(seed + number for number in range(len(mode.seeds))))
+    mode = FULL_MODE if full else SIMULATED_MODE if simulated else QUICK_MODE
+    mode = replace(mode, seeds=tuple(seed + number for number in range(seeds or len(mode.seeds))))
     if seconds is not None:
         # Runs of another length are not mixed with those that the folder has.
         mode = replace(mode, seconds=seconds, name=f"{mode.name}-{seconds:g}s")
-    chosen = _chosen_cells(cells, GRID if full else (QUICK,))
+    chosen = _chosen_cells(cells, GRID if full or simulated else (QUICK,))
     impossible: dict[System, str] = {}
     if trace is not None:
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
     if trace is not None or interactions is not None:
         impossible[System.O] = "O ranks synthetic users of its own: it plays neither --trace nor --interactions"
-    wanted = _chosen_systems(systems, tuple(System) if full else QUICK_SYSTEMS, impossible)
+    if simulated:
+        impossible = dict.fromkeys((System.B1, System.O), "B1 and O are not simulated")
+        if interactions is not None:
+            raise RelayError("--simulated does not take --interactions")
+    default = tuple(System) if full else SIMULATED_SYSTEMS if simulated else QUICK_SYSTEMS
+    wanted = _chosen_systems(systems, default, impossible)
     if interactions is not None:
         mode = replace(mode, name=f"{mode.name}-log-{digest_of(interactions)}")
     if make_trace is not None:
         return write_load(chosen[0], make_trace, rate, mode, interactions)
     if trace is not None:
         measure_trace(chosen[0], wanted, trace, mode, broker, out, interactions)
+    elif simulated:
+        simulate(chosen, wanted, mode, broker, out, processes)
     elif not report and not measure(chosen, wanted, mode, broker, out, interactions, asks=full and not yes):
         return None
     write_report(out)

@@ -13,11 +13,15 @@ from rich.table import Table
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline.grid import GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
-from relaygr.bench.headline.run import PARTITIONS, Bench, Mode, estimated_runs, estimated_s
+from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs
+from relaygr.bench.headline.run import Bench, estimated_s
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
 from relaygr.traffic.population import population_of
 from relaygr.traffic.settings import TrafficSettings
+
+SIMULATED_RUN_S = 1.5
+"""About the time of one simulated run on one core."""
 
 
 def measure(
@@ -49,6 +53,26 @@ def measure(
         with Bench(console, out, started, mode, interactions) as bench:
             bench.run_cells(asked)
     return True
+
+
+def simulate(
+    cells: Sequence[Cell], systems: Sequence[System], mode: Mode, broker: str, out: Path, processes: int
+) -> None:
+    """Simulates the cells. Without learnt times in the folder it first plays a run on the broker."""
+    from relaygr.bench.headline.simulated import SimulatedBench, described, learnt_in
+
+    console = Console(highlight=False)
+    asked = with_other_reuses(cells, systems)
+    learnt = learnt_in(out, console, broker)
+    for system, times in learnt.items():
+        console.print(described(system, times), soft_wrap=True)
+    runs = sum(estimated_runs(each, mode) for _, each in asked)
+    console.print(
+        f"{len(asked)} cells; systems {', '.join(systems)}; seeds {', '.join(map(str, mode.seeds))}: about {runs:,} "
+        f"simulated runs, {runs * SIMULATED_RUN_S / processes / 60:.0f} minutes on {processes} cores",
+        soft_wrap=True,
+    )
+    SimulatedBench(console, out, mode, learnt, processes).run_cells(asked)
 
 
 def with_other_reuses(cells: Sequence[Cell], systems: Sequence[System]) -> list[tuple[Cell, tuple[System, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -128,12 +129,17 @@ def longest_truncation(figures: Sequence[Reached], cell: str, decides: bool) -> 
 
 def counts_for_b(figures: Sequence[Reached], rows: Sequence[RunRow], cell: str, mode: str) -> bool:
     """Whether the ratio of figure B counts in this cell."""
+    return device_use_of_b0(figures, rows, cell, mode) >= LEAST_DEVICE_USE
+
+
+def device_use_of_b0(figures: Sequence[Reached], rows: Sequence[RunRow], cell: str, mode: str) -> float:
+    """The share of the device that B0 uses at its highest rate; NaN if it has none."""
     base = next((each for each in figures if (each.cell, each.figure, each.system) == (cell, "B", System.B0)), None)
     if base is None or not base.value:
-        return False
+        return math.nan
     at = [row for row in rows if _is(row, mode, cell, "B") and row.system == System.B0]
     at = [row for row in at if row.rate_per_s in base.by_seed.values()]
-    return bool(at) and statistics.median(row.device_use for row in at) >= LEAST_DEVICE_USE
+    return statistics.median(row.device_use for row in at) if at else math.nan
 
 
 def same_load(rows: Sequence[RunRow], mode: str, cell: str, systems: Sequence[str] = ()) -> list[RunRow]:

@@ -71,6 +71,12 @@ class Cell:
         return replace(self, name="", planned_as="", origin="", reuse=0.0)
 
     @property
+    def shape(self) -> str:
+        """The sizes of the model and its requests. Cells of one shape share the engine's times."""
+        model = f"{self.layers}x{self.heads}x{self.head_width}"
+        return f"n{self.history}-s{self.suffix}-c{self.candidates}-{model}"
+
+    @property
     def longest_history(self) -> int:
         """The longest history of any run, growth and spread included."""
         return int(self.history * LENGTH_FACTORS[1] * 2)

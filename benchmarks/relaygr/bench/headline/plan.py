@@ -1,11 +1,23 @@
-"""A cell on this machine: its model, its times in milliseconds, its memory. Made once, and kept beside the results."""
+"""A cell on this machine: its model, its times in milliseconds, its memory.
+
+The engine alone is measured once for each shape of a model (`EngineTimes`). The plan of a cell is a pure function of
+these times. Both are kept beside the results:
+
+    engines/SHAPE.json               the times of the engine alone
+    engines/SHAPE.calibration.json   the calibration of the workers
+    engines/SHAPE.alone.json         the same of the engine alone
+    plans/CELL.json                  the plan of a cell
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.headline.grid import PAGE_TOKENS, SHORT, Cell
@@ -20,14 +32,33 @@ from relaygr.worker.model.engine import load_engine
 
 ALONE_ROUNDS = 7
 HALF = 0.5
-A_LOADS = (0.3, 0.6, 0.8)
-"""Figure A: parts of B0's capacity at the short history."""
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """What a shape takes of the engine alone: one process, pass after pass, nothing else running."""
+
+    shape: str
+    machine: str
+    made_at: str
+    engine: str
+    pre_ms: float
+    """Computing the median prefix, in one chunk."""
+    hit_ms: float
+    """Ranking on it."""
+    short_full_ms: float
+    """Full inference on the short history of figure A."""
+    prefix_bytes: int
+    """K,V of the median history."""
+    longest_bytes: int
+    """K,V of the longest history of figure A."""
+    coefficients: LatencyCoefficients
+
+
+@dataclass(frozen=True, slots=True)
 class CellPlan:
-    """The numbers of a cell. Times are of the engine alone: one process, pass after pass, nothing else running."""
+    """The numbers of a cell. Times are of the engine alone."""
 
     cell: str
     asked: str
@@ -69,13 +100,19 @@ class CellPlan:
         return snapped(load * 1000 / self.short_full_ms)
 
 
-def make_plan(cell: Cell, model: Path, calibration: Path) -> CellPlan:
-    """Writes the cell's checkpoint and its calibration for the workers, and measures the engine alone."""
-    save_checkpoint(model, cell.model(), random_checkpoint(cell.model(), seed=0).tensors)
+def measure_engine(cell: Cell, calibration: Path) -> EngineTimes:
+    """Calibrates the workers of this shape, writes their calibration, and measures the engine alone."""
+    with TemporaryDirectory(prefix="relaygr-engine-") as folder:
+        return _measured(cell, Path(folder) / "model", calibration)
+
+
+def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
+    write_model(cell, model)
     engine = load_engine(model, None, page_tokens=PAGE_TOKENS, threads=1)
     bind_own_arena(engine)
     save_calibration(calibrate(engine, QUICK_BUDGET_S), calibration)
     alone = calibrate(engine, QUICK_BUDGET_S, rest=lambda: None)
+    save_calibration(alone, alone_path(calibration))
     meter = EngineMeter(engine)
     tokens, short = engine.layout.tokens(cell.history), engine.layout.tokens(round(cell.history * SHORT))
 
@@ -87,39 +124,108 @@ def make_plan(cell: Cell, model: Path, calibration: Path) -> CellPlan:
         return statistics.median(pre for pre, _ in pairs) / 1000, statistics.median(hit for _, hit in pairs) / 1000
 
     pre_ms, hit_ms = median_ms(tokens)
-    full_ms, short_full_ms = pre_ms + hit_ms, sum(median_ms(short))
+    short_full_ms = sum(median_ms(short))
     prefix_bytes = engine.geometry.pages_for(tokens) * engine.geometry.page_bytes
     longest_bytes = engine.geometry.pages_for(engine.layout.tokens(cell.longest_history)) * engine.geometry.page_bytes
-    return CellPlan(
-        cell=cell.name,
-        asked=cell.digest,
+    return EngineTimes(
+        shape=cell.shape,
         machine=machine(),
         made_at=now(),
         engine=f"{engine.backend} on {engine.device.description}, one thread",
-        full_ms=round(full_ms, 3),
         pre_ms=round(pre_ms, 3),
         hit_ms=round(hit_ms, 3),
         short_full_ms=round(short_full_ms, 3),
-        deadline_ms=max(cell.least_deadline_ms, round(cell.deadline_factor * full_ms)),
-        lead_ms=round(cell.lead_factor * pre_ms, 1),
-        half_rate_per_s=snapped(HALF * 1000 / full_ms),
         prefix_bytes=prefix_bytes,
-        # The longest prefix of figure A must fit, with others beside it.
-        hbm_bytes=max(_MIB, cell.hbm_prefixes * prefix_bytes, 3 * longest_bytes),
-        dram_bytes=max(_MIB, cell.dram_prefixes * prefix_bytes),
+        longest_bytes=longest_bytes,
         coefficients=alone.coefficients,
     )
 
 
+def alone_path(calibration: Path) -> Path:
+    """The calibration of the engine alone that was measured with this one."""
+    return calibration.with_name(calibration.name.replace(".calibration.", ".alone."))
+
+
+def write_model(cell: Cell, folder: Path) -> None:
+    """Writes the checkpoint of the cell."""
+    save_checkpoint(folder, cell.model(), random_checkpoint(cell.model(), seed=0).tensors)
+
+
+def plan_of(cell: Cell, engine: EngineTimes) -> CellPlan:
+    """The plan of a cell with the times of its shape. Pure."""
+    full_ms = engine.pre_ms + engine.hit_ms
+    return CellPlan(
+        cell=cell.plan_name,
+        asked=cell.digest,
+        machine=engine.machine,
+        made_at=engine.made_at,
+        engine=engine.engine,
+        full_ms=round(full_ms, 3),
+        pre_ms=engine.pre_ms,
+        hit_ms=engine.hit_ms,
+        short_full_ms=engine.short_full_ms,
+        deadline_ms=max(cell.least_deadline_ms, round(cell.deadline_factor * full_ms)),
+        lead_ms=round(cell.lead_factor * engine.pre_ms, 1),
+        half_rate_per_s=snapped(HALF * 1000 / full_ms),
+        prefix_bytes=engine.prefix_bytes,
+        # The longest prefix of figure A must fit, with others beside it.
+        hbm_bytes=max(_MIB, cell.hbm_prefixes * engine.prefix_bytes, 3 * engine.longest_bytes),
+        dram_bytes=max(_MIB, cell.dram_prefixes * engine.prefix_bytes),
+        coefficients=engine.coefficients,
+    )
+
+
+def plan_in(out: Path, cell: Cell, on_measure: Callable[[], None] = lambda: None) -> tuple[CellPlan, Path]:
+    """The plan of the cell in this folder, and the calibration of its workers. What is not there yet is made now:
+    `on_measure` is called before the engine is measured. Raises RelayError for files of another machine or definition.
+    """
+    path, measured = out / "plans" / f"{cell.plan_name}.json", out / "engines" / f"{cell.shape}.json"
+    calibration = measured.with_suffix(".calibration.json")
+    if path.exists():
+        plan = load_plan(path)
+        if plan.asked != cell.digest:
+            raise RelayError(f"{path} was made for another definition of {cell.name}: give another folder with --out")
+        if not calibration.exists():
+            raise RelayError(f"{calibration}, with which {path} was made, is gone: give another folder with --out")
+    else:
+        if not measured.exists():
+            on_measure()
+            measured.parent.mkdir(parents=True, exist_ok=True)
+            save_engine_times(measure_engine(cell, calibration), measured)
+        plan = plan_of(cell, load_engine_times(measured))
+        save_plan(plan, path)
+    if plan.machine != machine():
+        raise RelayError(f"{path} was made on {plan.machine}, this is {machine()}: give another folder with --out")
+    return plan, calibration
+
+
 def save_plan(plan: CellPlan, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
+    _save(plan, path)
 
 
 def load_plan(path: Path) -> CellPlan:
     """Raises RelayError for a file that is not a plan."""
+    return CellPlan(**_fields(path, CellPlan, "the plan of a cell"))
+
+
+def save_engine_times(times: EngineTimes, path: Path) -> None:
+    _save(times, path)
+
+
+def load_engine_times(path: Path) -> EngineTimes:
+    """Raises RelayError for a file without the times of an engine."""
+    return EngineTimes(**_fields(path, EngineTimes, "the times of an engine"))
+
+
+def _save(found: CellPlan | EngineTimes, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+
+
+def _fields(path: Path, kind: type, name: str) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        return CellPlan(**{**fields, "coefficients": LatencyCoefficients(**fields["coefficients"])})
+        found = json.loads(path.read_text(encoding="utf-8"))
+        values = {each.name: found[each.name] for each in fields(kind)}
+        return values | {"coefficients": LatencyCoefficients(**values["coefficients"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RelayError(f"{path} is not the plan of a cell: {error}") from error
+        raise RelayError(f"{path} has not {name}: {error}") from error

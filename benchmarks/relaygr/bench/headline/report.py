@@ -17,7 +17,7 @@ from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.rows import LAG_LIMIT, RunRow, read_dicts, read_rows
-from relaygr.bench.headline.summary import against_others, amount, baseline, by_reuse, plan_of, ratio, share
+from relaygr.bench.headline.summary import against_others, amount, baseline, by_cell, by_reuse, plan_of, ratio, share
 from relaygr.bench.headline.systems import System
 from relaygr.runtime.errors import RelayError
 
@@ -43,7 +43,7 @@ def write_report(out: Path) -> None:
     """Writes the report of a folder. Raises RelayError if nothing was measured there."""
     runs = out / "runs.csv"
     if not runs.exists():
-        raise RelayError(f"{runs} does not exist: run with --quick, --full or --trace FILE first")
+        raise RelayError(f"{runs} does not exist: run with --quick, --full, --simulated or --trace FILE first")
     rows, paths = read_rows(runs), read_dicts(out / "paths.csv")
     plans = _read_plans(out)
     blocks: list[Block] = []
@@ -67,7 +67,9 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     if not (begin and end):
         raise RelayError(f"{page} has no lines `{FIGURES_BEGIN}` and `{FIGURES_END}` to write between")
     plans, figures = _read_plans(out), figures_of(rows, mode)
-    blocks: list[Block] = [_conditions(rows), by_reuse(rows, figures, mode), baseline(rows, plans)]
+    is_simulated = any(row.is_simulated for row in rows)
+    main = by_cell(rows, figures, mode) if is_simulated else [by_reuse(rows, figures, mode), baseline(rows, plans)]
+    blocks: list[Block] = [_conditions(rows), *main]
     first = rows[0].cell
     same, plan = same_load(rows, mode, first), plan_of(first, plans)
     if same:
@@ -82,24 +84,22 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
 
 
 def _read_plans(out: Path) -> dict[str, CellPlan]:
-    return {
-        # Names of cells have dots, too.
-        path.stem: load_plan(path)
-        for path in sorted((out / "plans").glob("*.json"))
-        if not path.name.endswith(".calibration.json")
-    }
+    # Names of cells have dots, too.
+    return {path.stem: load_plan(path) for path in sorted((out / "plans").glob("*.json"))}
 
 
 def _mode(
     out: Path, mode: str, rows: Sequence[RunRow], paths: Sequence[dict[str, str]], plans: dict[str, CellPlan]
 ) -> list[Block]:
     figures = figures_of(rows, mode)
+    is_simulated = any(row.is_simulated for row in rows)
     seeds, transport = sorted({row.seed for row in rows}), _transport(rows)
     blocks: list[Block] = [Heading(f"Run: {mode}"), _conditions(rows)]
     if len(seeds) < LEAST_SEEDS:
         text = f"Indicative: {len(seeds)} of at least {LEAST_SEEDS} seeds. No figure of this run is decided."
         blocks.append(Text(text, is_note=True))
     if figures:
+        blocks += [Heading(f"The systems by cell{transport}"), *by_cell(rows, figures, mode)]
         table = by_reuse(rows, figures, mode)
         if table.rows:
             blocks += [Heading(f"R against B0, by the share of returning users{transport}"), table]
@@ -119,6 +119,8 @@ def _mode(
         compared += [(f"{cell}: {name}", [row for row in own_rows if row.figure == name]) for name in traces]
         for title, those in compared:
             blocks += _costs(title + transport, those)
+        if is_simulated:
+            continue
         own_figures = [each for each in figures if each.cell == cell]
         own_paths = [each for each in paths if (each["mode"], each["cell"]) == (mode, cell)]
         shown = compared[0][1] if compared else []
@@ -126,6 +128,9 @@ def _mode(
             out / "plots", f"{mode}-{cell}", own_rows, own_paths, own_figures, shown, transport
         )
         blocks += pictures
+    if is_simulated:
+        # Thousands of runs: their rows are in `runs.csv`.
+        return blocks
     blocks += _every_run(rows)
     for name in dict.fromkeys(row.cell for row in rows):
         plan = plan_of(name, plans)
@@ -137,27 +142,38 @@ def _mode(
 
 def _conditions(rows: Sequence[RunRow]) -> Bullets:
     seeds = sorted({row.seed for row in rows})
+    brokers = "; ".join(dict.fromkeys(row.broker for row in rows))
+    is_simulated = any(row.is_simulated for row in rows)
     return Bullets(
         [
             f"Machine: {'; '.join(dict.fromkeys(row.machine for row in rows))}",
-            f"Broker: {'; '.join(dict.fromkeys(row.broker for row in rows))}, on the same cores",
+            f"Times learnt from real runs: {brokers}" if is_simulated else f"Broker: {brokers}, on the same cores",
             f"Measured: {min(row.measured_at for row in rows)} to {max(row.measured_at for row in rows)}, "
             f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, "
             f"{min(row.seconds for row in rows):.0f} to {max(row.seconds for row in rows):.0f} s each",
             *(
                 ["No real broker: messages go through librdkafka's own cluster, in memory and without replicas"]
-                if _transport(rows)
+                if _is_embedded(rows)
                 else []
             ),
-            "Whole pipeline: load generator, Kafka, trigger, one worker. Latencies count from the scheduled time. "
-            "Truncated, stale, refused, expired and lost requests are late.",
+            "Every figure is simulated, in virtual time: the decisions of trigger, worker and cache are the product's, "
+            "device times are those of the engine alone with the noise of the real runs."
+            if is_simulated
+            else "Whole pipeline: load generator, Kafka, trigger, one worker.",
+            "Latencies count from the scheduled time. Truncated, stale, refused, expired and lost requests are late.",
         ]
     )
 
 
 def _transport(rows: Sequence[RunRow]) -> str:
-    """What every figure says if there was no real broker."""
-    return "; no real broker" if any(EMBEDDED in row.broker for row in rows) else ""
+    """What every figure says if there was no real broker, or no run at all."""
+    if any(row.is_simulated for row in rows):
+        return "; simulated"
+    return "; no real broker" if _is_embedded(rows) else ""
+
+
+def _is_embedded(rows: Sequence[RunRow]) -> bool:
+    return any(EMBEDDED in row.broker for row in rows)
 
 
 def _plans(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
@@ -261,14 +277,18 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
     compared, different = sum(row.scores_compared for row in rows), sum(row.scores_different for row in rows)
     worst = max((row.scores_worst_error for row in rows), default=0.0)
     foreign = statistics.median(row.foreign_cpu for row in rows)
-    lines = [
+    is_simulated = any(row.is_simulated for row in rows)
+    measured = [
         f"Generator: P99.9 lag of at most {LAG_LIMIT:.0%} of the deadline, else a run is invalid. {len(invalid)} of "
         f"{len(rows)} runs were, and do not count; the median lag was {statistics.median(lags):.2%} of the deadline.",
+        f"Cores that other processes of the machine used: median {foreign:.2f}.",
         f"Scores on cached prefixes against B0's on the same trace: {compared} compared, {different} different, "
         f"largest difference {worst:.1e} of the largest score.",
+    ]
+    lines = [
+        *([] if is_simulated else measured),
         f"Over-saturated runs, which do not pass: {sum(row.is_oversaturated for row in rows)}. "
         f"Requests ranked on another history than asked for: {sum(row.stale for row in rows)}.",
-        f"Cores that other processes of the machine used: median {foreign:.2f}.",
     ]
     blocks: list[Block] = [Heading("Checks"), Bullets(lines)]
     honest = baseline(rows, plans)

@@ -28,6 +28,10 @@ QUEUE_GROWTH = 5.0
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
 
 
+SIMULATED = "simulated"
+"""How the broker's description of a simulated run begins."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunRow:
     """One system on one trace. Shares are 0 to 1 of the measured requests; latencies count from the scheduled time."""
@@ -118,6 +122,10 @@ class RunRow:
     @property
     def is_oversaturated(self) -> bool:
         return self.queue_growth > QUEUE_GROWTH
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.broker.startswith(SIMULATED)
 
     @property
     def hit_share(self) -> float:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
-import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from pydantic import ByteSize
@@ -23,16 +21,26 @@ from relaygr.bench.energy import read_energy_uj, used_j
 from relaygr.bench.generator.player import Player, Requests, Run
 from relaygr.bench.generator.samples import Sample, read_samples
 from relaygr.bench.generator.trace import MEASURED, WARM_UP, Trace, digest_of, read_trace, write_trace
-from relaygr.bench.generator.workload import Workload, make_trace, reuse_of, with_reuse
-from relaygr.bench.headline.decision import LEAST_SEEDS
-from relaygr.bench.headline.figures import CONFIRMED, decide_rows, figures_of, longest_truncation
-from relaygr.bench.headline.grid import ITEMS, LENGTH_FACTORS, PAGE_TOKENS, REUSES, SHORT, Cell
-from relaygr.bench.headline.plan import A_LOADS, CellPlan, load_plan, make_plan, save_plan
-from relaygr.bench.headline.rows import RunFile, RunRow, Used, columns_of, score_columns
-from relaygr.bench.headline.search import Found, highest_rate, longest_history, snapped
-from relaygr.bench.headline.systems import FLAGS, System
+from relaygr.bench.generator.workload import make_trace, reuse_of, with_reuse
+from relaygr.bench.headline.figures import figures_of, longest_truncation
+from relaygr.bench.headline.grid import ITEMS, LENGTH_FACTORS, REUSES, Cell
+from relaygr.bench.headline.plan import CellPlan, plan_in, write_model
+from relaygr.bench.headline.points import (
+    PARTITIONS,
+    Asked,
+    CellSearch,
+    Mode,
+    Point,
+    estimated_runs,
+    key_of,
+    row_of,
+    trace_name,
+    workload_of,
+)
+from relaygr.bench.headline.rows import RunFile, RunRow, Used
+from relaygr.bench.headline.search import snapped
+from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System, settings_of
 from relaygr.bench.pipeline.run import MeasuredWindow
-from relaygr.bench.rows import machine, now
 from relaygr.demo.processes import Reading
 from relaygr.demo.stack import DemoStack
 from relaygr.devbroker import LocalBroker
@@ -43,105 +51,49 @@ from relaygr.traffic.population import Population, population_of
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 
-PARTITIONS = 8
 SCORES_EVERY = 10
-LONGEST_RUN = 5
 POOL = 16
 """Users of the oracle, all of them ready in HBM."""
 POOL_BUDGET_MS = 30_000
-FRESH_SEEDS = 1_000
-"""Runs that confirm a value have the seeds of the search plus a multiple of this."""
-CONFIRMATIONS = 6
-LONGEST_TUNE_FACTOR = 16
-"""Rates are searched up to this multiple of the half load, times two."""
 RUN_OVERHEAD_S = 4.0
 """Histories, their reading, encoding, and the wait for the last results."""
 START_S = 9.0
 PLAN_S = 25.0
-TUNED = {
-    "uncut": {},
-    "one at a time": {"max_batch_requests": 1},
-    "chunks of 2,048": {"max_chunk_tokens": 2_048},
-}
-"""The variants of B0. The fastest one at half load stands for it."""
 _WASTED = "relaygr_cache_preinfers_wasted_total"
 _JOBS = "relaygr_worker_preinfer_jobs_total"
 _DEVICE = "relaygr_worker_device_seconds_total"
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
-    """How much is run."""
+class Played:
+    """What a run left. `reuse`: of the trace before the oracle changed its users."""
 
-    name: str
-    seeds: tuple[int, ...]
-    seconds: float
-    least_requests: int
-    """A run at a low rate lasts longer, up to `LONGEST_RUN` times, so that its P99 means something."""
-    warm_up_s: float
-    """Long enough for most returning users to come once: at first all are cold, and an overload of that start would be
-    measured."""
-    resolution: float
-    """Factor between the highest rate that passed and the lowest that failed."""
-    steps: int
-    """Bisections of the length."""
-    a_loads: tuple[float, ...]
-    variants: tuple[str, ...]
-    attempts: int
-    """A run whose generator was late says nothing, and is repeated up to so many times in all."""
-    measures_short_capacity: bool
-    """Whether figure A takes the capacity of B0 at the short history from a search; else the engine alone gives it."""
-
-    @property
-    def decides(self) -> bool:
-        return len(self.seeds) >= LEAST_SEEDS
-
-    def seconds_at(self, rate_per_s: float) -> float:
-        """The measured part of a run at this rate."""
-        return min(max(self.seconds, self.least_requests / rate_per_s), LONGEST_RUN * self.seconds)
-
-    @property
-    def run_s(self) -> float:
-        """About the time of one run."""
-        return self.seconds + self.warm_up_s + RUN_OVERHEAD_S
-
-
-QUICK_MODE = Mode("quick", (1,), 8.0, 100, 10.0, 1.5, 2, (0.3,), ("uncut",), 2, False)
-FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 20.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One question to the systems."""
-
-    figure: str
-    history: int
-    rate_per_s: float
-    seed: int
-
-
-Asked = Sequence[tuple[Cell, Sequence[System]]]
-"""Cells, and the systems of each."""
-
-
-def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
-    """About how many runs one cell takes."""
-    bisections = math.ceil(math.log2(math.log(2) / math.log(mode.resolution)))
-    seeds = len(mode.seeds)
-    tuning = len(mode.variants) if System.B0 in systems and len(mode.variants) > 1 else 0
-    rates = len(systems) * (3 + bisections) * seeds
-    lengths = len(systems) * (2 + mode.steps) * seeds * len(mode.a_loads)
-    short = (3 + bisections) if mode.measures_short_capacity else 0
-    decided = len(systems) * (1 + len(mode.a_loads)) * seeds if mode.decides else 0
-    return tuning + rates + lengths + short + decided
+    trace: Trace
+    samples: list[Sample]
+    used: Used
+    reuse: float
 
 
 def estimated_s(asked: Asked, mode: Mode) -> float:
     """About the time of these cells."""
-    plans = len({cell.plan_name for cell, _ in asked})
+    plans = len({cell.shape for cell, _ in asked})
     starts = sum(len(systems) + len(mode.variants) for _, systems in asked)
     runs = sum(estimated_runs(systems, mode) for _, systems in asked)
-    return plans * PLAN_S + starts * START_S + runs * mode.run_s
+    return plans * PLAN_S + starts * START_S + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S)
+
+
+def progress_of(console: Console) -> Progress:
+    """A bar that counts runs."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        TextColumn("{task.completed:.0f} of about {task.total:.0f} runs,"),
+        TimeElapsedColumn(),
+        TextColumn("passed,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    return Progress(*columns, console=console)
 
 
 class Bench:
@@ -166,16 +118,7 @@ class Bench:
     def __enter__(self) -> Bench:
         self._work = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="relaygr-headline-")))
         self._stack = self._open.enter_context(ExitStack())
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(20),
-            TextColumn("{task.completed:.0f} of about {task.total:.0f} runs,"),
-            TimeElapsedColumn(),
-            TextColumn("passed,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
-        self._progress = self._open.enter_context(Progress(*columns, console=self._console))
+        self._progress = self._open.enter_context(progress_of(self._console))
         self._bar = self._progress.add_task("", total=1)
         return self
 
@@ -190,10 +133,13 @@ class Bench:
         for cell, systems in asked:
             plan = self.plan(cell)
             self._describe(cell, plan)
-            variant = self._tuned(cell, plan) if System.B0 in systems else "uncut"
-            short_rate = self._short_capacity(cell, plan, variant)
+            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan))
+            variant = search.tuned() if System.B0 in systems else UNCUT
+            short_rate = search.short_capacity(variant)
             for system in systems:
-                self._figures(cell, plan, system, variant, short_rate)
+                if system is System.B1 and not self._has_limit(cell):
+                    continue
+                search.figures(system, variant, short_rate)
 
     def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path) -> None:
         """Plays a trace of others on each system, without a search. Unless its users are those of a log, B0 and R then
@@ -219,32 +165,23 @@ class Bench:
         reuses = REUSES if self._interactions is None else ()
         self._progress.update(self._bar, total=len(systems) + len(pair) * len(reuses))
         for system in systems:
-            self._row(cell, plan, system, "uncut", point, trace)
+            self._row(cell, plan, system, UNCUT, point, trace)
         others = {}
         for reuse in reuses:
             others[reuse] = self._out / "traces" / f"{figure.replace(' ', '-')}-r{reuse:g}.parquet"
             write_trace(with_reuse(read, reuse), others[reuse])
         for system in pair:
             for reuse, path in others.items():
-                self._row(cell, plan, system, "uncut", replace(point, figure=f"{figure} at reuse {reuse:g}"), path)
+                self._row(cell, plan, system, UNCUT, replace(point, figure=f"{figure} at reuse {reuse:g}"), path)
 
     def plan(self, cell: Cell) -> CellPlan:
-        """The plan of the cell in this folder, made now if there is none. Raises RelayError for another machine's."""
-        path = self._out / "plans" / f"{cell.plan_name}.json"
-        self._model, self._calibration = self._work / cell.name / "model", self._work / cell.name / "calibration.json"
-        if not path.exists():
-            self._progress.update(self._bar, description=f"{cell.name}: measuring the engine alone")
-            plan = make_plan(cell, self._model, self._calibration)
-            save_plan(plan, path)
-            shutil.copyfile(self._calibration, path.with_suffix(".calibration.json"))
-            return plan
-        plan = load_plan(path)
-        if plan.machine != machine():
-            raise RelayError(f"{path} was made on {plan.machine}, this is {machine()}: give another folder with --out")
-        if plan.asked != cell.digest:
-            raise RelayError(f"{path} was made for another definition of {cell.name}: give another folder with --out")
-        save_checkpoint(self._model, cell.model(), random_checkpoint(cell.model(), seed=0).tensors)
-        shutil.copyfile(path.with_suffix(".calibration.json"), self._calibration)
+        """The plan of the cell in this folder, as `plan_in`, and the files of its workers."""
+        measuring = f"{cell.name}: measuring the engine alone"
+        plan, self._calibration = plan_in(
+            self._out, cell, lambda: self._progress.update(self._bar, description=measuring)
+        )
+        self._model = self._work / cell.name / "model"
+        write_model(cell, self._model)
         return plan
 
     def _describe(self, cell: Cell, plan: CellPlan) -> None:
@@ -254,88 +191,12 @@ class Bench:
             soft_wrap=True,
         )
 
-    def _tuned(self, cell: Cell, plan: CellPlan) -> str:
-        """The variant of B0 with the lowest latency at half load."""
-        if len(self._mode.variants) == 1:
-            return self._mode.variants[0]
-        seed = self._mode.seeds[0]
-        point = Point("tune", cell.history, plan.half_rate_per_s, seed)
-        rows = {name: self._row(cell, plan, System.B0, name, point) for name in self._mode.variants}
-        return min(rows, key=lambda name: (rows[name].late_share, rows[name].p99_ms))
-
-    def _short_capacity(self, cell: Cell, plan: CellPlan, variant: str) -> float:
-        """The capacity of B0 at the short history."""
-        if not self._mode.measures_short_capacity:
-            return plan.short_rate_per_s(1.0)
-        history, seed = round(cell.history * SHORT), self._mode.seeds[0]
-        start = plan.short_rate_per_s(0.5)
-        found = highest_rate(
-            lambda rate: self._row(cell, plan, System.B0, variant, Point("short", history, rate, seed)).passed,
-            start, self._mode.resolution, start / 16, start * 16,
-        )  # fmt: skip
-        return found.passed or start
-
-    def _figures(self, cell: Cell, plan: CellPlan, system: System, variant: str, short_rate: float) -> None:
-        if system is System.B1:
-            self._limit = longest_truncation(figures_of(self.file.rows, self._mode.name), cell.name, self._mode.decides)
-            if not self._limit:
-                self._console.print(f"{cell.name}: no history was found at which B0 meets the deadline: there is no B1")
-                return
-        half, seeds, steps = plan.half_rate_per_s, self._mode.seeds, self._mode.steps
-
-        def asked(figure: str, seed: int, history: float, rate: float) -> RunRow:
-            return self._row(cell, plan, system, variant, Point(figure, int(history), rate, seed))
-
-        def rate_passes(seed: int, rate: float) -> bool:
-            return asked("B", seed, cell.history, rate).passed
-
-        def history_passes(seed: int, rate: float, history: float) -> bool:
-            return asked("A", seed, history, rate).passed
-
-        def confirms_rate(seed: int, rate: float) -> RunRow:
-            return asked(CONFIRMED["B"], seed, cell.history, rate)
-
-        def confirms_history(rate: float, seed: int, history: float) -> RunRow:
-            return asked(CONFIRMED["A"], seed, history, rate)
-
-        lowest, highest = half / 16, half * LONGEST_TUNE_FACTOR
-        rates = [
-            highest_rate(partial(rate_passes, seed), half, self._mode.resolution, lowest, highest) for seed in seeds
-        ]
-        self._confirm(rates, confirms_rate, lambda rate: snapped(rate / self._mode.resolution))
-        if system is System.B1:
-            return  # Its length is fixed.
-        shortest, longest = (int(cell.history * factor) for factor in LENGTH_FACTORS)
-        for load in self._mode.a_loads:
-            rate = snapped(load * short_rate)
-            lengths = [
-                longest_history(partial(history_passes, seed, rate), shortest, longest, PAGE_TOKENS, steps)
-                for seed in seeds
-            ]
-            self._confirm(lengths, partial(confirms_history, rate), lambda history: history - PAGE_TOKENS)
-
-    def _confirm(
-        self,
-        found: Sequence[Found],
-        run_at: Callable[[int, float], RunRow],
-        lower: Callable[[float], float],
-    ) -> None:
-        """Decides about the lowest of the seeds' highest values, and goes lower until the decision rule holds.
-
-        The search chose a value because its runs passed, so those runs overrate it. Each decision therefore has seeds
-        that no other run had.
-        """
-        reached = [each.passed for each in found if each.passed is not None]
-        if not self._mode.decides or len(reached) < len(found):
-            return
-        value = min(reached)
-        for step in range(1, CONFIRMATIONS + 1):
-            rows = [run_at(seed + step * FRESH_SEEDS, value) for seed in self._mode.seeds]
-            if decide_rows(rows).passed:
-                return
-            value = lower(value)
-            if value <= 0:
-                return
+    def _has_limit(self, cell: Cell) -> bool:
+        """Whether B1 has a longest history, by what B0 reached."""
+        self._limit = longest_truncation(figures_of(self.file.rows, self._mode.name), cell.name, self._mode.decides)
+        if not self._limit:
+            self._console.print(f"{cell.name}: no history was found at which B0 meets the deadline: there is no B1")
+        return self._limit > 0
 
     # -- runs
 
@@ -344,17 +205,7 @@ class Bench:
     ) -> RunRow:
         """The row of this point: from the file, or of a run that is made now."""
         variant = self._variant(system, variant)
-        key = (
-            self._mode.name,
-            cell.name,
-            point.figure,
-            system.value,
-            variant,
-            point.history,
-            point.rate_per_s,
-            point.seed,
-        )
-        rows = self.file.attempts(key)
+        rows = self.file.attempts(key_of(cell, self._mode, system, variant, point))
         while not any(row.valid for row in rows) and len(rows) < self._mode.attempts:
             asked = f"{point.figure}: {point.history:,} behaviours, {point.rate_per_s:g}/s"
             self._progress.update(self._bar, description=f"{cell.name} {system} {asked}")
@@ -385,6 +236,19 @@ class Bench:
     def _run(
         self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, attempt: int, trace: Path | None
     ) -> RunRow:
+        played = self.play(cell, plan, system, variant, point, trace)
+        row = row_of(
+            cell, plan, self._mode, system, variant, point, played.trace, played.samples, played.used,
+            broker=self._broker.what.split(" at ")[0], reuse=played.reuse, attempt=attempt,
+            reference=self._reference(cell, system, point),
+        )  # fmt: skip
+        self.file.add(row, played.samples)
+        return row
+
+    def play(
+        self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, trace: Path | None = None
+    ) -> Played:
+        """Plays one run, and keeps its samples. It adds no row."""
         path = trace or self._trace(cell, plan, point)
         played = read_trace(path)
         reuse = reuse_of(played)
@@ -414,29 +278,7 @@ class Bench:
         energy_j = used_j(energy[0], read_energy_uj()) if energy else math.nan
         samples = read_samples(samples_path)
         after = self._reading()
-        used = _used(window, after, energy_j)
-        scored = cell.suffix + cell.candidates
-        engine_us = {each.row: plan.full_us(each.history_length, scored, cell.history) for each in samples}
-        measured = played.retrieval_us[played.part != WARM_UP]
-        seconds = max(1e-3, float(measured.max() - measured.min()) / 1e6)
-        row = RunRow(
-            measured_at=now(),
-            machine=machine(),
-            broker=self._broker.what.split(" at ")[0],
-            mode=self._mode.name,
-            cell=cell.name,
-            figure=point.figure,
-            system=system.value,
-            variant=variant,
-            history=point.history,
-            rate_per_s=point.rate_per_s,
-            seed=point.seed,
-            attempt=attempt,
-            **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us),
-            **score_columns(samples, self._reference(cell, system, point)),
-        )
-        self.file.add(row, samples)
-        return row
+        return Played(played, samples, _used(window, after, energy_j), reuse)
 
     def _reference(self, cell: Cell, system: System, point: Point) -> list[Sample]:
         """The samples of B0 on the same trace, if there are any; its scores are full inference's."""
@@ -450,32 +292,12 @@ class Bench:
 
     def _trace(self, cell: Cell, plan: CellPlan, point: Point) -> Path:
         """The file of the trace: the same for all systems."""
-        name = f"{cell.name}-n{point.history}-q{point.rate_per_s:g}-s{point.seed}-{self._mode.name}"
+        name = trace_name(cell, point, self._mode)
         path = self._out / "traces" / f"{name}.parquet"
         if not path.exists():
-            write_trace(make_trace(self._workload(cell, plan, point), f"{name}-", self._users(cell)), path)
+            load = workload_of(cell, plan, point, self._mode)
+            write_trace(make_trace(load, f"{name}-", self._users(cell)), path)
         return path
-
-    def _workload(self, cell: Cell, plan: CellPlan, point: Point) -> Workload:
-        return Workload(
-            seed=point.seed,
-            rate_per_s=point.rate_per_s,
-            seconds=self._mode.seconds_at(point.rate_per_s),
-            warm_up_s=self._mode.warm_up_s,
-            reuse=cell.reuse,
-            return_gap_s=cell.return_gap_s,
-            history_median=point.history,
-            history_max=min(2 * point.history, cell.longest_history),
-            lead_median_ms=plan.lead_ms,
-            suffix=cell.suffix,
-            candidates=cell.candidates,
-            zipf=cell.zipf,
-            history_sigma=cell.history_sigma,
-            growth=cell.growth,
-            burst_factor=cell.burst_factor,
-            hot_user_share=cell.hot_user_share,
-            partitions=PARTITIONS,
-        )
 
     def _users(self, cell: Cell) -> Population | None:
         if self._interactions is not None and self._logged is None:
@@ -539,38 +361,20 @@ class Bench:
         self._stack.close()
 
     def _settings_of(self, cell: Cell, plan: CellPlan, system: System, variant: str, folder: Path) -> Settings:
-        flags, model = FLAGS[system], self._model
-        hbm_bytes = plan.hbm_bytes
+        model = self._model
+        values = settings_of(cell, plan, system, variant)
         if system is System.O:
             longest = max(1.0, LENGTH_FACTORS[1]) * math.exp(2 * cell.history_sigma)
-            hbm_bytes = max(hbm_bytes, int(1.5 * POOL * plan.prefix_bytes * longest))
+            hbm_bytes = max(plan.hbm_bytes, int(1.5 * POOL * plan.prefix_bytes * longest))
+            values["worker"]["hbm_bytes"] = ByteSize(hbm_bytes)
         if system is System.B1:
             model = folder / "model"
             limited = cell.model().model_copy(update={"max_prefix_behaviours": self._limit})
             save_checkpoint(model, limited, random_checkpoint(cell.model(), seed=0).tensors)
-        # Full inference needs no cuts: they cost it time.
-        own: dict[str, Any] = {} if flags.chunks else {"max_chunk_tokens": cell.longest_history}
-        if system is System.B0:
-            own |= TUNED[variant]
         prefix = f"headline-{cell.name}-{system.value.lower()}-{secrets.token_hex(2)}"
         kafka = self._broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
-        values: dict[str, Any] = {
-            **kafka.model_dump(),
-            "log": {"level": "warning"},
-            "worker": {
-                "model": model,
-                "calibration": self._calibration if system is not System.B1 else None,
-                "page_tokens": PAGE_TOKENS,
-                "hbm_bytes": ByteSize(hbm_bytes),
-                "dram_bytes": ByteSize(plan.dram_bytes if flags.reuse else 0),
-                "history_max_bytes": ByteSize(2 << 30),
-                **own,
-            },
-        }
-        for name, value in flags.settings.items():
-            section, _, key = name.partition(".")
-            values.setdefault(section, {})[key] = value
-        return Settings.model_validate(values)
+        values["worker"] |= {"model": model, "calibration": self._calibration if system is not System.B1 else None}
+        return Settings.model_validate(kafka.model_dump() | {"log": {"level": "warning"}} | values)
 
     def _reading(self) -> Reading:
         return self._workers.worker_readings()[0]

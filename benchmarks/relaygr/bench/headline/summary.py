@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from relaygr.bench.headline.decision import Interval, paired_ratio
-from relaygr.bench.headline.document import Grid
-from relaygr.bench.headline.figures import Reached, same_load
-from relaygr.bench.headline.grid import BY_NAME
+from relaygr.bench.headline.document import Block, Bullets, Grid
+from relaygr.bench.headline.figures import LEAST_DEVICE_USE, Reached, device_use_of_b0, same_load
+from relaygr.bench.headline.grid import BY_NAME, GRID
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import RunRow
 from relaygr.bench.headline.systems import System
@@ -72,6 +72,77 @@ def against_others(figures: Sequence[Reached]) -> Grid:
         ]
         lines.append([relay.cell, _TITLES[relay.figure].format(relay.rate_per_s), *ratios])
     return Grid(("cell", "figure", *(f"R / {system.value}, 95 %" for system in present)), lines)
+
+
+def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> list[Block]:
+    """A line for each cell, and the best, the median and the worst cell of each ratio. If cells of the committed grid
+    are there, these are of them alone.
+    """
+    cells = list(dict.fromkeys(each.cell for each in figures))
+    most_rates = max((len(_of(figures, cell, "A", System.R)) for cell in cells), default=0)
+    lines = []
+    for cell in cells:
+        base, cache, relay = (_of(figures, cell, "B", each) for each in (System.B0, System.C, System.R))
+        use = device_use_of_b0(figures, rows, cell, mode)
+        lengths = [_pair(_of(figures, cell, "A", System.B0), each) for each in _of(figures, cell, "A", System.R)]
+        lines.append(
+            [
+                cell,
+                *(amount(each[0].value) if each else "" for each in (base, cache, relay)),
+                _short(_over(relay, base)),
+                _short(_over(relay, cache)),
+                share(use),
+                "" if math.isnan(use) or use >= LEAST_DEVICE_USE else "no",
+                *lengths,
+                *[""] * (most_rates - len(lengths)),
+            ]
+        )
+    header = (
+        "cell", "B: B0", "C", "R", "R / B0", "R / C", "device use of B0", "counts",
+        *(f"A at rate {number + 1}: B0, R (R / B0)" for number in range(most_rates)),
+    )  # fmt: skip
+    committed = {cell.name for cell in GRID}.intersection(cells) or set(cells)
+    ratios: dict[str, dict[str, float]] = {}
+    for cell in (each for each in cells if each in committed):
+        base, cache, relay = (_of(figures, cell, "B", each) for each in (System.B0, System.C, System.R))
+        counts = device_use_of_b0(figures, rows, cell, mode) >= LEAST_DEVICE_USE
+        found = {
+            "R / B0 in B, where it counts": _over(relay, base) if counts else None,
+            "R / B0 in B, all cells": _over(relay, base),
+            "R / C in B": _over(relay, cache),
+        }
+        for number, each in enumerate(_of(figures, cell, "A", System.R)):
+            found[f"R / B0 in A at rate {number + 1}"] = each.ratio
+        for name, each_ratio in found.items():
+            if each_ratio is not None:
+                ratios.setdefault(name, {})[cell] = each_ratio.value
+    return [Grid(header, lines), Bullets([f"{name}: {_extremes(values)}" for name, values in ratios.items()])]
+
+
+def _extremes(values: Mapping[str, float]) -> str:
+    ordered = sorted(values, key=lambda cell: values[cell])
+    places = (("best", ordered[-1]), ("median", ordered[(len(ordered) - 1) // 2]), ("worst", ordered[0]))
+    told = ", ".join(f"{name} {values[cell]:.2f} ({cell})" for name, cell in places)
+    return f"{told}; {len(ordered)} cells, R below in {sum(value < 1 for value in values.values())}"
+
+
+def _of(figures: Sequence[Reached], cell: str, figure: str, system: System) -> list[Reached]:
+    """At each rate of the figure, the lowest first."""
+    found = [each for each in figures if (each.cell, each.figure, each.system) == (cell, figure, system)]
+    return sorted(found, key=lambda each: each.rate_per_s)
+
+
+def _over(ours: Sequence[Reached], theirs: Sequence[Reached]) -> Interval | None:
+    return paired_ratio(ours[0].by_seed, theirs[0].by_seed) if ours and theirs else None
+
+
+def _pair(bases: Sequence[Reached], relay: Reached) -> str:
+    base = next((each for each in bases if each.rate_per_s == relay.rate_per_s), None)
+    return f"{amount(base.value) if base else '-'}, {amount(relay.value)} ({_short(relay.ratio)})"
+
+
+def _short(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.value:.2f}"
 
 
 def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:

@@ -10,7 +10,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ByteSize
+
+from relaygr.bench.headline.grid import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from relaygr.bench.headline.grid import Cell
+    from relaygr.bench.headline.plan import CellPlan
 
 
 class System(enum.StrEnum):
@@ -75,3 +83,32 @@ FLAGS = {
 }
 """B0 is the first in every order: the others are compared with it."""
 QUICK_SYSTEMS = (System.B0, System.C, System.R, System.O)
+SIMULATED_SYSTEMS = (System.B0, System.C, System.R)
+UNCUT = "uncut"
+TUNED: Mapping[str, Mapping[str, Any]] = {
+    UNCUT: {},
+    "one at a time": {"max_batch_requests": 1},
+    "chunks of 2,048": {"max_chunk_tokens": 2_048},
+}
+"""The variants of B0. The fastest one at half load stands for it."""
+
+
+def settings_of(cell: Cell, plan: CellPlan, system: System, variant: str) -> dict[str, dict[str, Any]]:
+    """The settings of a system in a cell, by section, without those of its processes."""
+    flags = FLAGS[system]
+    values: dict[str, dict[str, Any]] = {
+        "worker": {
+            "reuse_prefixes": flags.reuse,
+            "page_tokens": PAGE_TOKENS,
+            "hbm_bytes": ByteSize(plan.hbm_bytes),
+            "dram_bytes": ByteSize(plan.dram_bytes if flags.reuse else 0),
+            "history_max_bytes": ByteSize(2 << 30),
+            # Full inference needs no cuts: they cost it time.
+            **({} if flags.chunks else {"max_chunk_tokens": cell.longest_history}),
+            **(TUNED[variant] if system is System.B0 else {}),
+        }
+    }
+    for name, value in flags.settings.items():
+        section, _, key = name.partition(".")
+        values.setdefault(section, {})[key] = value
+    return values

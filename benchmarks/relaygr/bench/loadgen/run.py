@@ -17,7 +17,8 @@ from relaygr.bench.generator.player import SyntheticContent
 from relaygr.bench.generator.trace import MEASURED, Trace, write_trace
 from relaygr.bench.headline.grid import BY_NAME, ITEMS, Cell
 from relaygr.bench.headline.plan import CellPlan
-from relaygr.bench.headline.run import QUICK_MODE, Bench
+from relaygr.bench.headline.points import QUICK_MODE
+from relaygr.bench.headline.run import Bench
 from relaygr.bench.headline.systems import System
 from relaygr.bench.rows import append_rows, machine, now
 from relaygr.client import RankOutcome, RankStatus, RelayClient

@@ -21,8 +21,9 @@ from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings, load_settings
 from relaygr.simulate.case import Shape, System, case_of, shape_of_model
+from relaygr.simulate.demand import COLD_SHARE
 from relaygr.simulate.figures import ENDINGS, NO_LATENCY, RANKED, PartOutcome, Requests, requests_of
-from relaygr.simulate.relay import COLD_SHARE, RelaySimulation
+from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn
 from relaygr.traffic.population import population_of
 from relaygr.traffic.records import read_records

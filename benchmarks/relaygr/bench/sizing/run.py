@@ -25,10 +25,11 @@ from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings, load_settings
 from relaygr.simulate.case import System, case_of, shape_of_model
+from relaygr.simulate.demand import COLD_SHARE, Demand
 from relaygr.simulate.figures import Ending, Figures, PartOutcome, figures_of, requests_of
 from relaygr.simulate.fleet import FleetSize, Runner, simulate
 from relaygr.simulate.plan import LATE_SHARE
-from relaygr.simulate.relay import COLD_SHARE, Case
+from relaygr.simulate.relay import Case
 from relaygr.simulate.size import Sizing, size_of
 from relaygr.simulate.times import MeasuredTimes, learn
 from relaygr.traffic.population import Population, population_of
@@ -265,7 +266,7 @@ class Capacity:
         return self.in_time_per_s or self.device_per_s
 
 
-def capacity_of(case: Case, runner: Runner) -> Capacity:
+def capacity_of(case: Case[Demand], runner: Runner) -> Capacity:
     """What the simulation says that one worker takes."""
     traffic = case.demand.traffic
 
@@ -319,7 +320,7 @@ class _Bench:
         run = self._play(settings)
         return lines_of(settings, sizing, recent, middle, simulated, alone, run), run
 
-    def _case(self, settings: Settings, times: MeasuredTimes) -> Case:
+    def _case(self, settings: Settings, times: MeasuredTimes) -> Case[Demand]:
         return case_of(settings, self._shape, self._calibration.model, times, on_cpu=True, system=System.RELAY)
 
     def _at(self, rate_per_s: float, seconds: float) -> Settings:

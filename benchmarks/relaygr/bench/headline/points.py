@@ -1,0 +1,257 @@
+"""The points that the figures of a cell ask for, whoever plays them: processes on a broker, or a simulation.
+
+`CellSearch` asks for one point after the other, and `Ask` gives the row of each: from the file, or of a new run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from relaygr.bench.generator.samples import Sample
+from relaygr.bench.generator.trace import WARM_UP, Trace
+from relaygr.bench.generator.workload import Workload
+from relaygr.bench.headline.decision import LEAST_SEEDS
+from relaygr.bench.headline.figures import CONFIRMED, decide_rows
+from relaygr.bench.headline.grid import LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
+from relaygr.bench.headline.plan import CellPlan
+from relaygr.bench.headline.rows import RunRow, Used, columns_of, score_columns
+from relaygr.bench.headline.search import Found, highest_rate, longest_history, snapped
+from relaygr.bench.headline.systems import TUNED, UNCUT, System
+from relaygr.bench.rows import machine, now
+
+PARTITIONS = 8
+A_LOADS = (0.3, 0.6, 0.8)
+"""Figure A: parts of B0's capacity at the short history."""
+LONGEST_RUN = 5
+FRESH_SEEDS = 1_000
+"""Runs that confirm a value have the seeds of the search plus a multiple of this."""
+CONFIRMATIONS = 6
+LONGEST_TUNE_FACTOR = 16
+"""Rates are searched up to this multiple of the half load, times two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How much is run."""
+
+    name: str
+    seeds: tuple[int, ...]
+    seconds: float
+    least_requests: int
+    """A run at a low rate lasts longer, up to `LONGEST_RUN` times, so that its P99 means something."""
+    warm_up_s: float
+    """Long enough for most returning users to come once: at first all are cold, and an overload of that start would be
+    measured."""
+    resolution: float
+    """Factor between the highest rate that passed and the lowest that failed."""
+    steps: int
+    """Bisections of the length."""
+    a_loads: tuple[float, ...]
+    variants: tuple[str, ...]
+    attempts: int
+    """A run whose generator was late says nothing, and is repeated up to so many times in all."""
+    measures_short_capacity: bool
+    """Whether figure A takes the capacity of B0 at the short history from a search; else the engine alone gives it."""
+
+    @property
+    def decides(self) -> bool:
+        return len(self.seeds) >= LEAST_SEEDS
+
+    def seconds_at(self, rate_per_s: float) -> float:
+        """The measured part of a run at this rate."""
+        return min(max(self.seconds, self.least_requests / rate_per_s), LONGEST_RUN * self.seconds)
+
+
+QUICK_MODE = Mode("quick", (1,), 8.0, 100, 10.0, 1.5, 2, (0.3,), (UNCUT,), 2, False)
+FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 20.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
+LEARNING_MODE = Mode("learning", (0,), 80.0, 0, 10.0, 2.0, 0, (), (UNCUT,), 1, False)
+SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 20.0, 1.1, 5, (0.3, 0.6), (UNCUT,), 1, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One question to the systems."""
+
+    figure: str
+    history: int
+    rate_per_s: float
+    seed: int
+
+
+Asked = Sequence[tuple[Cell, Sequence[System]]]
+"""Cells, and the systems of each."""
+Ask = Callable[[System, str, Point], RunRow]
+"""The row of a system, in a variant, at a point."""
+
+
+def workload_of(cell: Cell, plan: CellPlan, point: Point, mode: Mode) -> Workload:
+    """The load of a point: the same for all systems."""
+    return Workload(
+        seed=point.seed,
+        rate_per_s=point.rate_per_s,
+        seconds=mode.seconds_at(point.rate_per_s),
+        warm_up_s=mode.warm_up_s,
+        reuse=cell.reuse,
+        return_gap_s=cell.return_gap_s,
+        history_median=point.history,
+        history_max=min(2 * point.history, cell.longest_history),
+        lead_median_ms=plan.lead_ms,
+        suffix=cell.suffix,
+        candidates=cell.candidates,
+        zipf=cell.zipf,
+        history_sigma=cell.history_sigma,
+        growth=cell.growth,
+        burst_factor=cell.burst_factor,
+        hot_user_share=cell.hot_user_share,
+        partitions=PARTITIONS,
+    )
+
+
+def trace_name(cell: Cell, point: Point, mode: Mode) -> str:
+    """The name of the trace of a point, with which the ids of its users begin."""
+    return f"{cell.name}-n{point.history}-q{point.rate_per_s:g}-s{point.seed}-{mode.name}"
+
+
+def key_of(cell: Cell, mode: Mode, system: System, variant: str, point: Point) -> tuple[object, ...]:
+    """As `RunRow.key`."""
+    asked = (point.figure, system.value, variant, point.history, point.rate_per_s, point.seed)
+    return (mode.name, cell.name, *asked)
+
+
+def row_of(
+    cell: Cell,
+    plan: CellPlan,
+    mode: Mode,
+    system: System,
+    variant: str,
+    point: Point,
+    trace: Trace,
+    samples: Sequence[Sample],
+    used: Used,
+    *,
+    broker: str,
+    reuse: float,
+    attempt: int = 1,
+    reference: Sequence[Sample] = (),
+) -> RunRow:
+    """The row of a run. `reference`: samples of the same trace whose scores are full inference's."""
+    scored = cell.suffix + cell.candidates
+    engine_us = {each.row: plan.full_us(each.history_length, scored, cell.history) for each in samples}
+    measured = trace.retrieval_us[trace.part != WARM_UP]
+    seconds = max(1e-3, float(measured.max() - measured.min()) / 1e6)
+    return RunRow(
+        measured_at=now(),
+        machine=machine(),
+        broker=broker,
+        mode=mode.name,
+        cell=cell.name,
+        figure=point.figure,
+        system=system.value,
+        variant=variant,
+        history=point.history,
+        rate_per_s=point.rate_per_s,
+        seed=point.seed,
+        attempt=attempt,
+        **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us),
+        **score_columns(samples, reference),
+    )
+
+
+def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
+    """About how many runs one cell takes."""
+    bisections = math.ceil(math.log2(math.log(2) / math.log(mode.resolution)))
+    seeds = len(mode.seeds)
+    tuning = len(mode.variants) if System.B0 in systems and len(mode.variants) > 1 else 0
+    rates = len(systems) * (3 + bisections) * seeds
+    lengths = len(systems) * (2 + mode.steps) * seeds * len(mode.a_loads)
+    short = (3 + bisections) if mode.measures_short_capacity else 0
+    decided = len(systems) * (1 + len(mode.a_loads)) * seeds if mode.decides else 0
+    return tuning + rates + lengths + short + decided
+
+
+class CellSearch:
+    """The searches of one cell."""
+
+    def __init__(self, cell: Cell, plan: CellPlan, mode: Mode, ask: Ask) -> None:
+        self._cell, self._plan, self._mode, self._ask = cell, plan, mode, ask
+
+    def tuned(self) -> str:
+        """The variant of B0 with the lowest latency at half load."""
+        if len(self._mode.variants) == 1:
+            return self._mode.variants[0]
+        point = Point("tune", self._cell.history, self._plan.half_rate_per_s, self._mode.seeds[0])
+        rows = {name: self._ask(System.B0, name, point) for name in self._mode.variants}
+        return min(rows, key=lambda name: (rows[name].late_share, rows[name].p99_ms))
+
+    def short_capacity(self, variant: str) -> float:
+        """The capacity of B0 at the short history."""
+        if not self._mode.measures_short_capacity:
+            return self._plan.short_rate_per_s(1.0)
+        history, seed = round(self._cell.history * SHORT), self._mode.seeds[0]
+        start = self._plan.short_rate_per_s(0.5)
+        found = highest_rate(
+            lambda rate: self._ask(System.B0, variant, Point("short", history, rate, seed)).passed,
+            start, self._mode.resolution, start / 16, start * 16,
+        )  # fmt: skip
+        return found.passed or start
+
+    def figures(self, system: System, variant: str, short_rate: float) -> None:
+        """Asks for the points of both figures. `short_rate`: the capacity of B0 at the short history."""
+        cell, mode, half = self._cell, self._mode, self._plan.half_rate_per_s
+
+        def asked(figure: str, seed: int, history: float, rate: float) -> RunRow:
+            return self._ask(system, variant, Point(figure, int(history), rate, seed))
+
+        def rate_passes(seed: int, rate: float) -> bool:
+            return asked("B", seed, cell.history, rate).passed
+
+        def history_passes(seed: int, rate: float, history: float) -> bool:
+            return asked("A", seed, history, rate).passed
+
+        def confirms_rate(seed: int, rate: float) -> RunRow:
+            return asked(CONFIRMED["B"], seed, cell.history, rate)
+
+        def confirms_history(rate: float, seed: int, history: float) -> RunRow:
+            return asked(CONFIRMED["A"], seed, history, rate)
+
+        lowest, highest = half / 16, half * LONGEST_TUNE_FACTOR
+        rates = [
+            highest_rate(partial(rate_passes, seed), half, mode.resolution, lowest, highest) for seed in mode.seeds
+        ]
+        self._confirm(rates, confirms_rate, lambda rate: snapped(rate / mode.resolution))
+        if system is System.B1:
+            return  # Its length is fixed.
+        shortest, longest = (int(cell.history * factor) for factor in LENGTH_FACTORS)
+        for load in mode.a_loads:
+            rate = snapped(load * short_rate)
+            lengths = [
+                longest_history(partial(history_passes, seed, rate), shortest, longest, PAGE_TOKENS, mode.steps)
+                for seed in mode.seeds
+            ]
+            self._confirm(lengths, partial(confirms_history, rate), lambda history: history - PAGE_TOKENS)
+
+    def _confirm(
+        self,
+        found: Sequence[Found],
+        run_at: Callable[[int, float], RunRow],
+        lower: Callable[[float], float],
+    ) -> None:
+        """Decides about the lowest of the seeds' highest values, and goes lower until the decision rule holds.
+
+        The search chose a value because its runs passed, so those runs overrate it. Each decision therefore has seeds
+        that no other run had.
+        """
+        reached = [each.passed for each in found if each.passed is not None]
+        if not self._mode.decides or len(reached) < len(found):
+            return
+        value = min(reached)
+        for step in range(1, CONFIRMATIONS + 1):
+            rows = [run_at(seed + step * FRESH_SEEDS, value) for seed in self._mode.seeds]
+            if decide_rows(rows).passed:
+                return
+            value = lower(value)
+            if value <= 0:
+                return
