@@ -49,7 +49,7 @@ from relaygr.bench.headline.rows import (
 )
 from relaygr.bench.headline.run import Bench, estimated_s
 from relaygr.bench.headline.search import highest_rate, longest_history
-from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate
+from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
 from relaygr.bench.headline.summary import by_cell, by_reuse
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
 from relaygr.bench.rows import machine
@@ -622,6 +622,15 @@ class TestSimulated:
         assert part.share == 1.0 and set(part.partition_of.values()) <= set(range(PARTITIONS))
         assert {each.status for each in samples_of(trace, [])} == {LOST}
 
+    def test_only_what_reuses_no_prefixes_has_the_times_of_b0(self) -> None:
+        learnt = {system: NO_TIMES.model_copy(update={"origin": system.value}) for system in (System.B0, System.R)}
+        asked = (System.B0, System.C, System.R, System.R_HBM)
+        assert [times_of(learnt, system).origin for system in asked] == ["B0", "R", "R", "R"]
+
+    def test_a_run_at_a_low_rate_lasts_until_it_has_enough_requests(self) -> None:
+        assert SIMULATED_MODE.seconds_at(0.5) == 2_000 and SIMULATED_MODE.seconds_at(500) == SIMULATED_MODE.seconds
+        assert QUICK_MODE.seconds_at(0.5) == 5 * QUICK_MODE.seconds
+
     @pytest.mark.slow
     def test_cells_are_simulated_side_by_side_and_found_in_the_file_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -629,7 +638,7 @@ class TestSimulated:
         monkeypatch.setattr("relaygr.bench.headline.points.LONGEST_TUNE_FACTOR", 1)
         cells = [replace(CENTRE, name=name, reuse=reuse) for name, reuse in (("new", 0.0), ("again", 0.9))]
         measured_in(tmp_path, CENTRE)
-        learnt = dict.fromkeys((System.B0, System.R), NO_TIMES)
+        learnt = {System.B0: NO_TIMES, System.R: NO_TIMES}
         asked = [(cell, (System.B0, System.R)) for cell in cells]
         texts = []
         for _ in range(2):

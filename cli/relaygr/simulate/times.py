@@ -130,10 +130,10 @@ def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tok
         ranked = _Ranked(timings.queue_us, max(0.0, timings.total_us - staged_us), timings.rank_us / expected_us)
         (hits if is_hit else others).append(ranked)
     # Without the relay there are no hits.
-    ranked_like = hits or others
+    ranked_like = hits if len(hits) >= LEAST_REQUESTS else others
     if len(ranked_like) < LEAST_REQUESTS:
         raise RelayError(
-            f"{origin} has {len(ranked_like)} requests that were ranked on a prefix in HBM, and {LEAST_REQUESTS} are "
+            f"{origin} has {len(hits)} requests that were ranked on a prefix in HBM, and {LEAST_REQUESTS} are "
             "needed: record a longer run with the relay on."
         )
     noise = [each.noise for each in ranked_like]

@@ -5,9 +5,9 @@
 
 `--quick` takes 25 minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
-virtual time on `--processes` cores, with times that it learns from two runs on the broker. `--trace FILE` plays a trace
-of your own on each system. `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again
-from the CSV files and measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of
+virtual time on `--processes` cores, with times that it first learns on the broker. `--trace FILE` plays a trace of your
+own on each system. `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the
+CSV files and measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of
 the mode that was measured last) into that page.
 
 A run that is interrupted goes on where it stopped when the same command is given again.

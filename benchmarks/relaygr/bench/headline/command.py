@@ -59,13 +59,11 @@ def simulate(
     cells: Sequence[Cell], systems: Sequence[System], mode: Mode, broker: str, out: Path, processes: int
 ) -> None:
     """Simulates the cells. Without learnt times in the folder it first plays a run on the broker."""
-    from relaygr.bench.headline.simulated import SimulatedBench, described, learnt_in
+    from relaygr.bench.headline.simulated import SimulatedBench, learnt_in
 
     console = Console(highlight=False)
     asked = with_other_reuses(cells, systems)
     learnt = learnt_in(out, console, broker)
-    for system, times in learnt.items():
-        console.print(described(system, times), soft_wrap=True)
     runs = sum(estimated_runs(each, mode) for _, each in asked)
     console.print(
         f"{len(asked)} cells; systems {', '.join(systems)}; seeds {', '.join(map(str, mode.seeds))}: about {runs:,} "

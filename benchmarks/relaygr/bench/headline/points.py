@@ -25,7 +25,6 @@ from relaygr.bench.rows import machine, now
 PARTITIONS = 8
 A_LOADS = (0.3, 0.6, 0.8)
 """Figure A: parts of B0's capacity at the short history."""
-LONGEST_RUN = 5
 FRESH_SEEDS = 1_000
 """Runs that confirm a value have the seeds of the search plus a multiple of this."""
 CONFIRMATIONS = 6
@@ -41,7 +40,7 @@ class Mode:
     seeds: tuple[int, ...]
     seconds: float
     least_requests: int
-    """A run at a low rate lasts longer, up to `LONGEST_RUN` times, so that its P99 means something."""
+    """A run at a low rate lasts longer, so that its P99 means something."""
     warm_up_s: float
     """Long enough for most returning users to come once: at first all are cold, and an overload of that start would be
     measured."""
@@ -55,6 +54,8 @@ class Mode:
     """A run whose generator was late says nothing, and is repeated up to so many times in all."""
     measures_short_capacity: bool
     """Whether figure A takes the capacity of B0 at the short history from a search; else the engine alone gives it."""
+    longest: float = 5.0
+    """A run lasts at most so many times as long."""
 
     @property
     def decides(self) -> bool:
@@ -62,13 +63,13 @@ class Mode:
 
     def seconds_at(self, rate_per_s: float) -> float:
         """The measured part of a run at this rate."""
-        return min(max(self.seconds, self.least_requests / rate_per_s), LONGEST_RUN * self.seconds)
+        return min(max(self.seconds, self.least_requests / rate_per_s), self.longest * self.seconds)
 
 
 QUICK_MODE = Mode("quick", (1,), 8.0, 100, 10.0, 1.5, 2, (0.3,), (UNCUT,), 2, False)
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 20.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
-LEARNING_MODE = Mode("learning", (0,), 80.0, 0, 10.0, 2.0, 0, (), (UNCUT,), 1, False)
-SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 20.0, 1.1, 5, (0.3, 0.6), (UNCUT,), 1, False)
+LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, 0, (), (UNCUT,), 1, False)
+SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 20.0, 1.1, 5, (0.3, 0.6), (UNCUT,), 1, False, math.inf)
 
 
 @dataclass(frozen=True, slots=True)

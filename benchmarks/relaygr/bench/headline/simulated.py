@@ -1,6 +1,6 @@
 """The cells in virtual time: traces, searches and rows as on a broker, with `relaygr.simulate` in place of processes.
 
-Measured on this machine are the engine alone (`plan.py`), and in two runs on a broker what no calibration has: Kafka
+Measured on this machine are the engine alone (`plan.py`), and in runs on a broker what no calibration has: Kafka
 hops, the worker's own times, and the noise of device times. The folder `learnt` keeps these times.
 """
 
@@ -22,7 +22,7 @@ from relaygr.bench.generator.samples import LOST, Sample
 from relaygr.bench.generator.trace import WARM_UP, Trace
 from relaygr.bench.generator.workload import make_trace, reuse_of
 from relaygr.bench.headline.figures import figures_of
-from relaygr.bench.headline.grid import QUICK, Cell
+from relaygr.bench.headline.grid import QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.plan import CellPlan, alone_path, plan_in
 from relaygr.bench.headline.points import (
     LEARNING_MODE,
@@ -58,35 +58,48 @@ from relaygr.worker.executor.work import JobOutcome
 
 LEARNING_LOAD = 0.5
 """The load of the runs that times are learnt from, as a part of B0's half load."""
-LEARNT_FROM = (System.B0, System.R)
-"""Full inference request after request takes less than now and then between hits, so B0 has times of its own."""
+LEARNT_FROM = tuple(
+    (system, at_reuse(QUICK, reuse)) for reuse in (*REUSES, QUICK.reuse) for system in (System.B0, System.R)
+)
+"""Systems and cells, in turns: within minutes the speed of a machine changes as much as the systems differ."""
 
 Learnt = Mapping[System, MeasuredTimes]
+"""By the system that they were learnt from. A prefix takes less time in B0, which computes one for each request."""
+
+
+def times_of(learnt: Learnt, system: System) -> MeasuredTimes:
+    """Those for a run of this system."""
+    return learnt[System.R if FLAGS[system].reuse else System.B0]
 
 
 def learnt_in(out: Path, console: Console, broker: str) -> Learnt:
-    """The times in this folder. Those that are not there are learnt now, each from a run in the quick cell."""
-    paths = {system: out / "learnt" / f"{system}.json" for system in LEARNT_FROM}
-    missing = [system for system, path in paths.items() if not path.exists()]
-    if missing:
-        with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
-            console.print(f"learning times from {' and '.join(missing)} on {started.what}", soft_wrap=True)
-            with Bench(console, out, started, LEARNING_MODE, None) as bench:
-                for system in missing:
-                    paths[system].parent.mkdir(exist_ok=True)
-                    save_times(paths[system], _learnt(bench, out, system, started.what.split(" at ")[0]))
-    return {system: load_times(path) for system, path in paths.items()}
+    """The times in this folder. Without them they are learnt now, from runs on the broker."""
+    paths = {system: out / "learnt" / f"{system}.json" for system in dict.fromkeys(each for each, _ in LEARNT_FROM)}
+    if not all(path.exists() for path in paths.values()):
+        for system, times in _learn(out, console, broker).items():
+            paths[system].parent.mkdir(parents=True, exist_ok=True)
+            save_times(paths[system], times)
+    learnt = {system: load_times(path) for system, path in paths.items()}
+    for system, times in learnt.items():
+        console.print(described(system, times), soft_wrap=True)
+    return learnt
 
 
-def _learnt(bench: Bench, out: Path, system: System, broker: str) -> MeasuredTimes:
-    plan = bench.plan(QUICK)
-    rate = snapped(LEARNING_LOAD * plan.half_rate_per_s)
-    point = Point("learn", QUICK.history, rate, LEARNING_MODE.seeds[0])
-    played = bench.play(QUICK, plan, system, UNCUT if system is System.B0 else "", point)
+def _learn(out: Path, console: Console, broker: str) -> Learnt:
+    samples: dict[System, list[Sample]] = {}
+    with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
+        console.print(f"learning times from {len(LEARNT_FROM)} runs on {started.what}", soft_wrap=True)
+        with Bench(console, out, started, LEARNING_MODE, None) as bench:
+            for system, cell in LEARNT_FROM:
+                plan = bench.plan(cell)
+                rate = snapped(LEARNING_LOAD * plan.half_rate_per_s)
+                point = Point("learn", cell.history, rate, LEARNING_MODE.seeds[0])
+                played = bench.play(cell, plan, system, UNCUT if system is System.B0 else "", point)
+                samples.setdefault(system, []).extend(each for each in played.samples if each.part != WARM_UP)
     device = load_calibration(alone_path(plan_in(out, QUICK)[1])).model
-    measured = [each for each in played.samples if each.part != WARM_UP]
-    origin = f"cell {QUICK.name} at {rate:g}/s on {broker}, {machine()}, {now()}"
-    return learn(measured, device, QUICK.suffix + QUICK.candidates, origin)
+    where = f"cell {QUICK.name} at {rate:g}/s on {started.what.split(' at ')[0]}, {machine()}, {now()}"
+    scored = QUICK.suffix + QUICK.candidates
+    return {system: learn(own, device, scored, f"{system} in {where}") for system, own in samples.items()}
 
 
 def described(system: System, times: MeasuredTimes) -> str:
@@ -272,7 +285,7 @@ class SimulatedBench:
             nonlocal runs
             runs += 1
             variant = variant if system is System.B0 else ""
-            times = (calibration, alone, self._learnt[System.R if FLAGS[system].reuse else System.B0])
+            times = (calibration, alone, times_of(self._learnt, system))
             return self._row(SimulatedRun(cell, plan, self._mode, system, variant, point, *times))
 
         search = CellSearch(cell, plan, self._mode, ask)
