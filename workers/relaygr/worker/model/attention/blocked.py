@@ -94,20 +94,31 @@ class _BlockedPass:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self._kv.write(layer, self._slots, k, v)
+        if self._compiled is not None:
+            return self._attend_compiled(self._compiled, layer, q, k, v)
         q, k, v = by_head(q * self._spec.alpha), by_head(k), by_head(v)
         sums = torch.zeros(v.shape, device=v.device)
-        if self._compiled is not None:
-            for (placed, _), table in zip(self._placed, self._tables, strict=True):
-                rows, segment = placed.rows, placed.segment
-                # The own keys of a segment with `stores` are in its pages by now.
-                self._compiled.add(
-                    self._kv.arena, layer, table, segment.context_tokens, q[:, rows], sums[:, rows], segment.stores
-                )
         for placed, spans in self._placed:
             self._from_context(layer, spans, q[:, placed.rows], sums[:, placed.rows])
-            if self._compiled is None or not placed.segment.stores:
-                self._from_own(placed, q, k, v, sums)
+            self._from_own(placed, q, k, v, sums)
         return by_row(sums, self._scale)
+
+    def _attend_compiled(
+        self, compiled: CompiledAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        out, alpha, scale = v.new_empty(v.shape), self._spec.alpha, self._scale
+        for (placed, _), table in zip(self._placed, self._tables, strict=True):
+            rows, segment = placed.rows, placed.segment
+            # The own keys of a segment with `stores` are in its pages by now.
+            compiled.attend(
+                self._kv.arena, layer, table, segment.context_tokens, q[rows], out[rows], alpha, scale, segment.stores
+            )
+            if not segment.stores:
+                own_q, own_k, own_v = by_head(q[rows] * alpha), by_head(k[rows]), by_head(v[rows])
+                sums = torch.zeros_like(own_v)
+                self._from_own(Placed(segment, 0), own_q, own_k, own_v, sums)
+                out[rows].add_(sums.transpose(0, 1), alpha=scale)
+        return out.flatten(1)
 
     def _from_context(self, layer: int, spans: Sequence[PageSpan], q: torch.Tensor, sums: torch.Tensor) -> None:
         for span in spans:

@@ -26,7 +26,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
 from relaygr.worker.kv import KvDtype, KvGeometry
@@ -73,8 +72,11 @@ _KEYS = 64
 """Keys of a unit. A page is whole units, or one of fewer keys."""
 _ROWS = 256
 """Rows of one call: their sums and q of one head fit into the second-level cache."""
-_SHARED = ("arena", "table", "units", "tokens", "visible", "parts", "sums", "padded")
-"""The arguments of a call; `padded`: rows of sums. q and the number of blocks follow, for each kind of block."""
+_POINTERS = ("arena", "table", "q", "lanes", "sums", "out")
+_NUMBERS = ("units", "tokens", "visible", "parts", "rows", "padded", "q_row", "q_head", "out_row", "out_head")
+_FACTORS = ("alpha", "scale")
+"""The arguments of a call; the number of blocks of each kind follows. `padded`: rows of whole blocks. `lanes`: of each
+head of a part, memory for q by block and dimension. `q_row` to `out_head`: strides."""
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -84,7 +86,7 @@ _WIDEST = 87.0
 
 
 class CompiledAttention:
-    """Adds what rows see of a segment's keys in pages, for one geometry."""
+    """Attention of rows on a segment's keys in pages, for one geometry."""
 
     def __init__(self, geometry: KvGeometry, blocks: tuple[Block, ...] | None = None) -> None:
         """`blocks`: None chooses those of this processor.
@@ -104,61 +106,66 @@ class CompiledAttention:
         whole = geometry.page_tokens % LANES == 0 and geometry.hidden_dim % LANES == 0
         return whole and geometry.dtype is KvDtype.FLOAT32 and blocks_of_processor() is not None
 
-    def add(
+    def attend(
         self,
         arena: torch.Tensor,
         layer: int,
         pages: NDArray[np.int64],
         tokens: int,
         q: torch.Tensor,
-        sums: torch.Tensor,
+        out: torch.Tensor,
+        alpha: float,
+        scale: float,
         causal: bool = False,
     ) -> None:
-        """sums [heads, rows, hidden_dim] += what q [heads, rows, attention_dim] see of `pages`.
+        """out [rows, heads, hidden_dim] = scale * what alpha * q [rows, heads, attention_dim] see of `pages`.
 
-        Each row sees the first `tokens` tokens. `causal`: row i also sees the next i + 1. q is scaled. `arena`: uint8
-        [num_pages, page_bytes], contiguous.
+        Each row sees the first `tokens` tokens. `causal`: row i also sees the next i + 1. `arena`: uint8
+        [num_pages, page_bytes], contiguous. q and out: the last dimension is contiguous.
         """
-        for low in range(0, q.shape[1] if tokens or causal else 0, _ROWS):
-            rows = slice(low, min(low + _ROWS, q.shape[1]))
-            visible, last = (tokens + low + 1, tokens + rows.stop) if causal else (tokens, tokens)
+        rows = q.shape[0]
+        if not tokens and not causal:
+            out.zero_()
+            return
+        for low in range(0, rows, _ROWS):
+            high = min(low + _ROWS, rows)
+            visible, last = (tokens + low + 1, tokens + high) if causal else (tokens, tokens)
             with recorded("attend compiled"):
-                sums[:, rows] += self._sums(arena, layer, pages, last, visible, q[:, rows])
+                self._attend(arena, layer, pages, last, visible, q[low:high], out[low:high], alpha, scale)
 
-    def _sums(
-        self, arena: torch.Tensor, layer: int, pages: NDArray[np.int64], tokens: int, visible: int, q: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(
+        self,
+        arena: torch.Tensor,
+        layer: int,
+        pages: NDArray[np.int64],
+        tokens: int,
+        visible: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        alpha: float,
+        scale: float,
+    ) -> None:
         """Row i sees the first `visible` + i of `tokens` tokens."""
         g = self._geometry
-        heads, rows, _ = q.shape
+        rows, heads, _ = q.shape
         threads = torch.get_num_threads()
         units = -(-tokens // _unit(g))
         parts = min(units, -(-threads // heads))
         counts = self._counts(rows)
         padded = sum(count * block.rows for block, count in zip(self._blocks, counts, strict=True))
-        q = F.pad(q, (0, 0, 0, padded - rows))
+        # The tensors must live until the call returns.
+        lanes = torch.empty(parts, heads, padded, g.attention_dim)
         sums = torch.zeros(parts, heads, padded, g.hidden_dim)
-        arguments = [
+        pointers = (
             arena.data_ptr() + layer * g.layer_bytes,
             pages.ctypes.data,
-            units,
-            tokens,
-            visible,
-            parts,
-            sums.data_ptr(),
-            padded,
-        ]
-        # The tensors must live until the call returns.
-        by_lane: list[torch.Tensor] = []
-        low = 0
-        for block, count in zip(self._blocks, counts, strict=True):
-            high = low + count * block.rows
-            grouped = q[:, low:high].reshape(heads, count, block.rows, g.attention_dim)
-            by_lane.append(grouped.permute(1, 0, 3, 2).contiguous())
-            arguments += [by_lane[-1].data_ptr(), count]
-            low = high
+            *(each.data_ptr() for each in (q, lanes, sums, out)),
+        )
+        numbers = (units, tokens, visible, parts, rows, padded, *q.stride()[:2], *out.stride()[:2])
+        arguments = (*pointers, *numbers, _bits(alpha), _bits(scale), *counts)
         self._function((ctypes.c_int64 * len(arguments))(*arguments), threads)
-        return (sums.sum(0) if parts > 1 else sums[0])[:, :rows]
+        if parts > 1:
+            torch.mul(sums.sum(0)[:, :rows].transpose(0, 1), scale, out=out)
 
     def _counts(self, rows: int) -> list[int]:
         """Blocks of each kind: large ones as long as they are more than half full."""
@@ -178,6 +185,12 @@ def blocks_of_processor() -> tuple[Block, ...] | None:
     return NARROW_BLOCKS if able.get("avx2") and able.get("fma3") else None
 
 
+def _bits(number: float) -> int:
+    """A float32 as an argument of machine code."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", number))
+    return int(bits)
+
+
 def _unit(geometry: KvGeometry) -> int:
     """Keys of a unit."""
     return _KEYS if geometry.page_tokens % _KEYS == 0 else LANES
@@ -194,7 +207,7 @@ def source(geometry: KvGeometry, blocks: tuple[Block, ...]) -> list[str]:
     parts = []
     for block in blocks:
         parts += [_declarations(block), _scores(geometry, block), _values(geometry, block)]
-    return [*parts, _work(geometry, blocks)]
+    return [*parts, "declare i64 @llvm.umin.i64(i64, i64)", _work(geometry, blocks)]
 
 
 def _declarations(block: Block) -> str:
@@ -449,12 +462,61 @@ done{tag}:
   br label %{after}"""
 
 
+def _packed(g: KvGeometry, block: Block, after: str, first: str) -> str:
+    """From label `packN` to `after`: alpha * q of all blocks of a kind, by block and dimension.
+
+    The first block begins at row `first`. Rows that are missing are copies of the last one.
+    """
+    n = block.rows
+    unrolled = 4 if g.attention_dim % 4 == 0 else 1
+    numbers = "\n".join(
+        f"""  %d{n}_{place} = add i64 %d{n}, {place}
+  %from{n}_{place} = getelementptr float, ptr %from{n}, i64 %d{n}_{place}
+  %x{n}_{place} = load float, ptr %from{n}_{place}, align 4
+  %y{n}_{place} = fmul float %x{n}_{place}, %alpha
+  %to_in{n}_{place} = mul i64 %d{n}_{place}, {n}
+  %to{n}_{place} = getelementptr float, ptr %to{n}, i64 %to_in{n}_{place}
+  store float %y{n}_{place}, ptr %to{n}_{place}, align 4"""
+        for place in range(unrolled)
+    )
+    return f"""pack{n}:
+  %packs{n} = icmp ugt i64 %blocks{n}, 0
+  br i1 %packs{n}, label %pack_row{n}, label %{after}
+pack_row{n}:
+  %p{n} = phi i64 [0, %pack{n}], [%p_next{n}, %pack_row_end{n}]
+  %p_next{n} = add i64 %p{n}, 1
+  %row_or_more{n} = add i64 %p{n}, {first}
+  %q_number{n} = call i64 @llvm.umin.i64(i64 %row_or_more{n}, i64 %last_row)
+  %from_in{n} = mul i64 %q_number{n}, %q_row
+  %from{n} = getelementptr float, ptr %q_of, i64 %from_in{n}
+  %lane{n} = and i64 %p{n}, {n - 1}
+  %block_row{n} = sub i64 %row_or_more{n}, %lane{n}
+  %block_in{n} = mul i64 %block_row{n}, {g.attention_dim}
+  %to_in{n} = add i64 %block_in{n}, %lane{n}
+  %to{n} = getelementptr float, ptr %lanes_of, i64 %to_in{n}
+  br label %pack_number{n}
+pack_number{n}:
+  %d{n} = phi i64 [0, %pack_row{n}], [%d_next{n}, %pack_number{n}]
+{numbers}
+  %d_next{n} = add i64 %d{n}, {unrolled}
+  %more_numbers{n} = icmp ult i64 %d_next{n}, {g.attention_dim}
+  br i1 %more_numbers{n}, label %pack_number{n}, label %pack_row_end{n}
+pack_row_end{n}:
+  %more_packs{n} = icmp ult i64 %p_next{n}, %rows_of{n}
+  br i1 %more_packs{n}, label %pack_row{n}, label %{after}"""
+
+
 def _work(g: KvGeometry, blocks: tuple[Block, ...]) -> str:
-    """Items are heads of parts of the keys; thread `number` takes every item with that remainder."""
-    names = [*_SHARED]
-    for block in blocks:
-        names += [f"q{block.rows}", f"blocks{block.rows}"]
-    pointers = ["arena", "table", "sums", *(f"q{block.rows}" for block in blocks)]
+    """Items are heads of parts of the keys; thread `number` takes every item with that remainder.
+
+    If the keys are in one part, an item writes its part of `out`; else the caller adds the sums of the parts.
+    """
+    names = [*_POINTERS, *_NUMBERS, *(f"{name}_bits" for name in _FACTORS)]
+    names += [f"blocks{block.rows}" for block in blocks]
+    factors = "\n".join(
+        f"  %{name}_low = trunc i64 %{name}_bits to i32\n  %{name} = bitcast i32 %{name}_low to float"
+        for name in _FACTORS
+    )
     unit = _unit(g)
     in_page = g.page_tokens // unit
     k_elements, v_elements = unit * g.attention_dim, unit * g.hidden_dim
@@ -493,10 +555,8 @@ row{n}:
 sees{n}:
   %is_less{n} = icmp slt i64 %most{n}, %keys
   %keys{n} = select i1 %is_less{n}, i64 %most{n}, i64 %keys
-  %of_block{n} = mul i64 %b{n}, {g.num_heads}
-  %of_head{n} = add i64 %of_block{n}, %head
-  %q_at{n} = mul i64 %of_head{n}, {g.attention_dim * n}
-  %q_of{n} = getelementptr float, ptr %q{n}, i64 %q_at{n}
+  %q_at{n} = mul i64 %row_at{n}, {g.attention_dim}
+  %q_of{n} = getelementptr float, ptr %lanes_of, i64 %q_at{n}
   %sum_of{n} = add i64 %sum_row, %row_at{n}
   %sum_at{n} = mul i64 %sum_of{n}, {g.hidden_dim}
   %sums_of{n} = getelementptr float, ptr %sums, i64 %sum_at{n}
@@ -507,19 +567,33 @@ row_end{n}:
   %more{n} = icmp ult i64 %b_next{n}, %blocks{n}
   br i1 %more{n}, label %row{n}, label %{after}"""
 
-    loops, first = [], "0"
+    loops, packing, first = [], [], "0"
     for number, block in enumerate(blocks):
-        after = "unit_end" if number + 1 == len(blocks) else f"rows{blocks[number + 1].rows}"
-        loops.append(rows(block, after, first))
+        is_last = number + 1 == len(blocks)
+        following = "" if is_last else f"{blocks[number + 1].rows}"
+        loops.append(rows(block, "unit_end" if is_last else f"rows{following}", first))
+        packing.append(_packed(g, block, "packed" if is_last else f"pack{following}", first))
         first = f"%rows_of{block.rows}"
     row_counts = "\n".join(f"  %rows_of{block.rows} = mul i64 %blocks{block.rows}, {block.rows}" for block in blocks)
     all_rows = "\n".join(loops)
+    of = vector_of(LANES)
+    scaled_vectors = [
+        f"""  %column_sum_at{at} = getelementptr float, ptr %sum_at, i64 {at}
+  %column_sum{at} = load {of}, ptr %column_sum_at{at}, align 4
+  %column_scaled{at} = fmul {of} %column_sum{at}, %scales
+  %column_out_at{at} = getelementptr float, ptr %out_at, i64 {at}
+  store {of} %column_scaled{at}, ptr %column_out_at{at}, align 4"""
+        for at in range(0, g.hidden_dim, LANES)
+    ]
     return f"""
 define internal void @work(ptr %arguments, i64 %number, i64 %threads) {{
 entry:
   %weights = alloca [{unit * max(block.rows for block in blocks)} x float], align 64
-{loaded(names, pointers)}
+{loaded(names, _POINTERS)}
+{factors}
 {row_counts}
+  %last_row = sub i64 %rows, 1
+  %is_whole = icmp eq i64 %parts, 1
   %items = mul i64 %parts, {g.num_heads}
   %any = icmp ult i64 %number, %items
   br i1 %any, label %item, label %end
@@ -538,9 +612,16 @@ item:
   %after = add i64 %before, %units
   %last = udiv i64 %after, %parts
   %final = sub i64 %last, 1
+  %lanes_in = mul i64 %sum_row, {g.attention_dim}
+  %lanes_of = getelementptr float, ptr %lanes, i64 %lanes_in
+  %q_in = mul i64 %head, %q_head
+  %q_of = getelementptr float, ptr %q, i64 %q_in
+  br label %pack{blocks[0].rows}
+{chr(10).join(packing)}
+packed:
   br label %unit
 unit:
-  %u = phi i64 [%first, %item], [%u_next, %unit_end]
+  %u = phi i64 [%first, %packed], [%u_next, %unit_end]
   %u_next = add i64 %u, 1
   %is_final = icmp eq i64 %u, %final
   %coming = select i1 %is_final, i64 %u, i64 %u_next
@@ -554,7 +635,24 @@ unit:
   br label %rows{blocks[0].rows}
 {all_rows}
 unit_end:
-  br i1 %is_final, label %item_end, label %unit
+  br i1 %is_final, label %summed, label %unit
+summed:
+  %sums_in = mul i64 %sum_row, {g.hidden_dim}
+  %sums_of = getelementptr float, ptr %sums, i64 %sums_in
+  %out_in = mul i64 %head, %out_head
+  %out_of = getelementptr float, ptr %out, i64 %out_in
+{spread(LANES, "scales", "%scale")}
+  br i1 %is_whole, label %written, label %item_end
+written:
+  %r = phi i64 [0, %summed], [%r_next, %written]
+  %r_next = add i64 %r, 1
+  %sum_in = mul i64 %r, {g.hidden_dim}
+  %sum_at = getelementptr float, ptr %sums_of, i64 %sum_in
+  %row_in = mul i64 %r, %out_row
+  %out_at = getelementptr float, ptr %out_of, i64 %row_in
+{chr(10).join(scaled_vectors)}
+  %more_rows = icmp ult i64 %r_next, %rows
+  br i1 %more_rows, label %written, label %item_end
 item_end:
   %index_next = add i64 %index, %threads
   %more_items = icmp ult i64 %index_next, %items
