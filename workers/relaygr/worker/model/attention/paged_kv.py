@@ -172,7 +172,8 @@ class PagedKv:
                 tokens = np.arange(segment.context_tokens, segment.causal_tokens, dtype=np.int64)
                 parts.append(np.stack((segment.pages[tokens // size], tokens % size)))
         runs = self._runs(segments) if self.device.type == "cpu" and size >= _FEWEST_IN_RUNS else ()
-        return TokenSlots(*self.sent(np.concatenate(parts, axis=1)).unbind(), tuple(runs))
+        pages, places = self.sent(np.concatenate(parts, axis=1)).unbind()
+        return TokenSlots(pages, places, tuple(runs))
 
     def _runs(self, segments: Sequence[Segment]) -> Iterator[PageRun]:
         size, row = self.geometry.page_tokens, 0
