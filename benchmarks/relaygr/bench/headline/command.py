@@ -20,7 +20,7 @@ from relaygr.devbroker import local_broker
 from relaygr.traffic.population import population_of
 from relaygr.traffic.settings import TrafficSettings
 
-SIMULATED_RUN_S = 1.5
+SIMULATED_RUN_S = 3.0
 """About the time of one simulated run on one core."""
 
 
