@@ -12,6 +12,7 @@ from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.messages import FailureReason, HistoryVersion, Path
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice, Event
+from relaygr.worker.executor.executor import LEFT, LONG_US, MAIL_TO_WAKE
 from relaygr.worker.executor.work import JobOutcome
 from tests.worlds.executor import COEFFICIENTS, HIT_US, TOKEN_US, ExecutorWorld
 from tests.worlds.real_executor import RealExecutorWorld, behaviours_of
@@ -394,3 +395,26 @@ def test_the_time_of_rejections_does_not_count_as_device_time():
     assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OVERLOADED] * 10
     assert device_us(world, "ranking") - before_us == HIT_US
     assert world.corrector.factor(Stage.HIT) == 1.0
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["CPU", "accelerator"])
+def test_much_mail_wakes_the_device_thread_unless_the_poll_thread_of_a_cpu_does_short_work(on_cpu: bool):
+    """With a model that computes nothing, both threads then waited for the interpreter lock of the other one."""
+    world = ExecutorWorld() if on_cpu else world_on_a_late_device()[0]
+    world.executor.mail_arrived.clear()
+    for number in range(MAIL_TO_WAKE + 1):
+        world.rank(f"u{number}", request_id=f"r{number}", looks_up=False)
+    assert world.executor.mail_arrived.is_set() is not on_cpu
+    world.executor.backlog.expected_us = LONG_US + 1
+    world.rank("long", request_id="long", looks_up=False)
+    assert world.executor.mail_arrived.is_set()
+
+
+def test_a_long_queue_is_short_work_if_one_batch_of_it_is():
+    """The queue counted as one piece of work, so that the device thread did what the poll thread could."""
+    world = ExecutorWorld(max_batch_requests=4)
+    works = [world.rank(f"u{number}", request_id=f"r{number}", budget_us=1_000_000) for number in range(20)]
+    batch_us = 4 * max(work.predicted_us for work in works)
+    assert world.executor.step(batch_us - 1) == LEFT
+    assert world.executor.step(batch_us) == 0
+    assert any(work.done for work in works)

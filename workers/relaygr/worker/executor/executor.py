@@ -40,9 +40,9 @@ LOOK_UPS_MEASURED = 8
 CLEANED_BYTES = 2 * 1024 * 1024
 """Bytes of free pages of each tier that are zeroed every CACHE_UPKEEP_US: a fraction of a millisecond."""
 MAIL_TO_WAKE: Final = 8
-"""With more messages in the mailbox the device thread begins before the poll thread has read all of them, if a request
-takes `LONG_US` on average. Shorter work stays on the poll thread."""
+"""With more messages in the mailbox the device thread begins before the poll thread has read all of them."""
 LONG_US: Final = 1_000.0
+"""On a CPU, requests that take less on average are left to the poll thread."""
 MAIL_PER_STEP: Final = 32
 """Most look-ups between two pieces of device work. Without a bound, requests that arrive without a pause would keep
 ready requests from being ranked."""
@@ -87,8 +87,7 @@ class Executor:
                 return False
             self.backlog.handed_over += 1
             self._mailbox.append(partial(self._requests.submit, work))
-        if len(self._mailbox) > MAIL_TO_WAKE and self.backlog.expected_us > LONG_US:
-            self.mail_arrived.set()
+        self._wake_early()
         return True
 
     def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int, sent_us: int) -> bool:
@@ -108,9 +107,13 @@ class Executor:
         if not self._context.held_by_jobs.post(work):
             return False
         self._mailbox.append(partial(self._jobs.submit, work))
-        if len(self._mailbox) > MAIL_TO_WAKE and self.backlog.expected_us > LONG_US:
-            self.mail_arrived.set()
+        self._wake_early()
         return True
+
+    def _wake_early(self) -> None:
+        """Wakes the device thread while the poll thread still reads. On a CPU, short work stays on the poll thread."""
+        if len(self._mailbox) > MAIL_TO_WAKE and (not self._context.is_cpu or self.backlog.expected_us > LONG_US):
+            self.mail_arrived.set()
 
     def post(self, call: Callable[[], None]) -> None:
         """Runs `call` on the device thread, before its next piece of work."""
