@@ -164,7 +164,7 @@ def test_long_work_wakes_the_device_thread() -> None:
 
 def test_the_poll_thread_does_much_short_work_in_turns() -> None:
     """The device thread took over after a millisecond. Both threads then waited for the interpreter lock of the other
-    one, and a worker with four times the load that it could carry answered a quarter of what it could.
+    one, and with three times the load that it could carry a worker answered a seventh of what it could.
     """
     shared = SharedDevice()
     assert not shared.receive(*[SHORT_US // 2] * 25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -46,6 +47,7 @@ class Sink:
     jobs: list[JobWork] = field(default_factory=list)
     backlog: Backlog = field(default_factory=Backlog)
     refused: list[tuple[str, str]] = field(default_factory=list)
+    mail_arrived: threading.Event = field(default_factory=threading.Event)
 
     def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int, sent_us: int) -> bool:
         return self.backlog.is_hopeless(must_end_us, now_us, sent_us)
@@ -459,3 +461,24 @@ def test_no_label_names_a_scenario_that_the_settings_do_not_have(world: HandlerW
         if "scenario" in sample.labels
     }
     assert labels == {"default"}
+
+
+def test_refusals_of_a_poll_are_produced_when_all_its_messages_were_read(world: HandlerWorld):
+    for number in range(3):
+        world.rank(world.headers(request_id=f"g.0.{number}", deadline_us=world.clock.wall_us() - SKEW_US - 1))
+    assert not world._producer.sent
+    world.handler.on_batch()
+    assert len(world._producer.sent) == 3
+
+
+def test_an_answer_to_a_request_in_dead_letters_is_produced_in_the_tick_that_hears_of_its_delivery(world: HandlerWorld):
+    world.send(RANKING, b"not msgpack", headers=world.headers().encode())
+    world.letters.report()
+    world.handler.on_tick(world.clock.monotonic_us())
+    assert len(world._producer.sent) == 1
+
+
+def test_a_rebalance_leaves_the_work_to_the_device_thread(world: HandlerWorld):
+    """The poll thread, which had kept short work for its next turn, may wait for seconds in a rebalance."""
+    world.handler.on_rebalance()
+    assert world.sink.mail_arrived.is_set()

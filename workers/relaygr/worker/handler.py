@@ -115,8 +115,9 @@ class WorkerHandler:
         """Does nothing. The work in flight ends, and commits no offset."""
 
     def on_tick(self, now_us: int) -> None:
-        self._results.tick(now_us)
         self._rewrite(now_us)
+        # Dead letters that were delivered meanwhile have written answers.
+        self._results.tick(now_us)
         self._on_tick(now_us)
 
     def _rewrite(self, now_us: int) -> None:
@@ -125,8 +126,6 @@ class WorkerHandler:
             self._rewrite_at_us = now_us + REWRITE_INTERVAL_US
             for _ in range(len(self._unwritten)):
                 self._unwritten.popleft()()
-        if self._results.unsent:
-            self._results.send()
 
     # -- ranking -----------------------------------------------------------------------------------
 
@@ -324,6 +323,7 @@ class OverflowHandler(WorkerHandler):
     def on_tick(self, now_us: int) -> None:
         """The other poll thread takes the delivery reports of results."""
         self._rewrite(now_us)
+        self._results.send()
 
     def _decode(self, reply: RankingHeaders, received: Received) -> RankingRequest:
         request = super()._decode(reply, received)

@@ -159,7 +159,7 @@ class ResultWriter:
         self._clock = clock
         self._traces = traces
         self.unsent: deque[_Outgoing] = deque()
-        """Results that were written and not sent."""
+        """Results that were written and not sent. On the path of a hit, callers of `send` look here first."""
         self._failed: deque[_Outgoing] = deque()
         self._ticked_us = 0
         # Above capacity most results are one of these two, so they must take little time.

@@ -58,7 +58,7 @@ def measure(
 def simulate(
     cells: Sequence[Cell], systems: Sequence[System], mode: Mode, broker: str, out: Path, processes: int
 ) -> None:
-    """Simulates the cells. Without learnt times in the folder it first plays a run on the broker."""
+    """Simulates the cells. Without learnt times in the folder it first plays runs on the broker to learn them."""
     from relaygr.bench.headline.simulated import SimulatedBench, learnt_in
 
     console = Console(highlight=False)

@@ -228,4 +228,4 @@ def _fields(path: Path, kind: type, name: str) -> dict[str, Any]:
         values = {each.name: found[each.name] for each in fields(kind)}
         return values | {"coefficients": LatencyCoefficients(**values["coefficients"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RelayError(f"{path} has not {name}: {error}") from error
+        raise RelayError(f"{path} does not have {name}: {error}") from error

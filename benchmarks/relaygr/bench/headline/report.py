@@ -67,7 +67,7 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     if not (begin and end):
         raise RelayError(f"{page} has no lines `{FIGURES_BEGIN}` and `{FIGURES_END}` to write between")
     plans, figures = _read_plans(out), figures_of(rows, mode)
-    is_simulated = any(row.is_simulated for row in rows)
+    is_simulated = _is_simulated(rows)
     main = by_cell(rows, figures, mode) if is_simulated else [by_reuse(rows, figures, mode), baseline(rows, plans)]
     blocks: list[Block] = [_conditions(rows), *main]
     first = rows[0].cell
@@ -92,7 +92,7 @@ def _mode(
     out: Path, mode: str, rows: Sequence[RunRow], paths: Sequence[dict[str, str]], plans: dict[str, CellPlan]
 ) -> list[Block]:
     figures = figures_of(rows, mode)
-    is_simulated = any(row.is_simulated for row in rows)
+    is_simulated = _is_simulated(rows)
     seeds, transport = sorted({row.seed for row in rows}), _transport(rows)
     blocks: list[Block] = [Heading(f"Run: {mode}"), _conditions(rows)]
     if len(seeds) < LEAST_SEEDS:
@@ -143,7 +143,7 @@ def _mode(
 def _conditions(rows: Sequence[RunRow]) -> Bullets:
     seeds = sorted({row.seed for row in rows})
     brokers = "; ".join(dict.fromkeys(row.broker for row in rows))
-    is_simulated = any(row.is_simulated for row in rows)
+    is_simulated = _is_simulated(rows)
     return Bullets(
         [
             f"Machine: {'; '.join(dict.fromkeys(row.machine for row in rows))}",
@@ -167,9 +167,13 @@ def _conditions(rows: Sequence[RunRow]) -> Bullets:
 
 def _transport(rows: Sequence[RunRow]) -> str:
     """What every figure says if there was no real broker, or no run at all."""
-    if any(row.is_simulated for row in rows):
+    if _is_simulated(rows):
         return "; simulated"
     return "; no real broker" if _is_embedded(rows) else ""
+
+
+def _is_simulated(rows: Sequence[RunRow]) -> bool:
+    return any(row.is_simulated for row in rows)
 
 
 def _is_embedded(rows: Sequence[RunRow]) -> bool:
@@ -277,7 +281,7 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
     compared, different = sum(row.scores_compared for row in rows), sum(row.scores_different for row in rows)
     worst = max((row.scores_worst_error for row in rows), default=0.0)
     foreign = statistics.median(row.foreign_cpu for row in rows)
-    is_simulated = any(row.is_simulated for row in rows)
+    is_simulated = _is_simulated(rows)
     measured = [
         f"Generator: P99.9 lag of at most {LAG_LIMIT:.0%} of the deadline, else a run is invalid. {len(invalid)} of "
         f"{len(rows)} runs were, and do not count; the median lag was {statistics.median(lags):.2%} of the deadline.",

@@ -80,42 +80,38 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
     """
     cells = list(dict.fromkeys(each.cell for each in figures))
     most_rates = max((len(_of(figures, cell, "A", System.R)) for cell in cells), default=0)
+    committed = {cell.name for cell in GRID}.intersection(cells) or set(cells)
+    ratios: dict[str, dict[str, float]] = {}
     lines = []
     for cell in cells:
         base, cache, relay = (_of(figures, cell, "B", each) for each in (System.B0, System.C, System.R))
-        use = device_use_of_b0(figures, rows, cell, mode)
-        lengths = [_pair(_of(figures, cell, "A", System.B0), each) for each in _of(figures, cell, "A", System.R)]
+        over_base, over_cache = _over(relay, base), _over(relay, cache)
+        use, longest = device_use_of_b0(figures, rows, cell, mode), _of(figures, cell, "A", System.R)
+        lengths = [_pair(_of(figures, cell, "A", System.B0), each) for each in longest]
         lines.append(
             [
                 cell,
                 *(amount(each[0].value) if each else "" for each in (base, cache, relay)),
-                _short(_over(relay, base)),
-                _short(_over(relay, cache)),
+                _short(over_base),
+                _short(over_cache),
                 share(use),
                 "" if math.isnan(use) or use >= LEAST_DEVICE_USE else "no",
                 *lengths,
                 *[""] * (most_rates - len(lengths)),
             ]
         )
+        found = {
+            "R / B0 in B, where it counts": over_base if use >= LEAST_DEVICE_USE else None,
+            "R / B0 in B, all cells": over_base,
+            "R / C in B": over_cache,
+        } | {f"R / B0 in A at rate {number + 1}": each.ratio for number, each in enumerate(longest)}
+        for name, interval in found.items():
+            if interval is not None and cell in committed:
+                ratios.setdefault(name, {})[cell] = interval.value
     header = (
         "cell", "B: B0", "C", "R", "R / B0", "R / C", "device use of B0", "counts",
         *(f"A at rate {number + 1}: B0, R (R / B0)" for number in range(most_rates)),
     )  # fmt: skip
-    committed = {cell.name for cell in GRID}.intersection(cells) or set(cells)
-    ratios: dict[str, dict[str, float]] = {}
-    for cell in (each for each in cells if each in committed):
-        base, cache, relay = (_of(figures, cell, "B", each) for each in (System.B0, System.C, System.R))
-        counts = device_use_of_b0(figures, rows, cell, mode) >= LEAST_DEVICE_USE
-        found = {
-            "R / B0 in B, where it counts": _over(relay, base) if counts else None,
-            "R / B0 in B, all cells": _over(relay, base),
-            "R / C in B": _over(relay, cache),
-        }
-        for number, each in enumerate(_of(figures, cell, "A", System.R)):
-            found[f"R / B0 in A at rate {number + 1}"] = each.ratio
-        for name, each_ratio in found.items():
-            if each_ratio is not None:
-                ratios.setdefault(name, {})[cell] = each_ratio.value
     return [Grid(header, lines), Bullets([f"{name}: {_extremes(values)}" for name, values in ratios.items()])]
 
 

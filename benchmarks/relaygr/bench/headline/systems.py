@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize
 
-from relaygr.bench.headline.grid import PAGE_TOKENS
+from relaygr.bench.headline.grid import PAGE_TOKENS, Cell
 
 if TYPE_CHECKING:
-    from relaygr.bench.headline.grid import Cell
     from relaygr.bench.headline.plan import CellPlan
 
 

@@ -155,8 +155,7 @@ class Batches:
         engine = self._context.engine
         calibrated = self._parts.corrector.calibrated
         rank_us, chunk_us = self._calibrated_us(batch), chunk.predicted_us(calibrated)
-        if self._parts.results.unsent:
-            self._parts.results.send()
+        self._parts.results.send()
         try:
             outputs = engine.forward([chunk.inputs], [work.inputs for work in batch if work.inputs is not None])
             # A prefix must be written before it is published.

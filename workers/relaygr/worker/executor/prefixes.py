@@ -332,8 +332,7 @@ class Prefixes:
             if work.remaining_us > self._chunk_us:
                 chunking = self._context.next_chunking(work, now_us)
             chunk = self._next_chunk(work, chunking)
-            if self._parts.results.unsent:
-                self._parts.results.send()
+            self._parts.results.send()
             engine.pre_infer(chunk.inputs)
             if not self._context.is_cpu:
                 self.running = _Running(chunk, now_us, engine.device.current_stream().record())
