@@ -67,8 +67,8 @@ _FROM_END = {
 HAS_ONEDNN = bool(torch._C._has_mkldnn)
 KINDS: dict[str, ModelConfig] = {
     "meta": small_config(contextual_features=_FEATURES),
-    # Machine code needs V dimensions that are multiples of 16.
-    "meta, wide values": small_config(contextual_features=_FEATURES, hidden_dim=16),
+    # Machine code needs dimensions of V that are multiples of 16, in bfloat16 those of K, too.
+    "meta, wide heads": small_config(contextual_features=_FEATURES, attention_dim=16, hidden_dim=16),
     "meta with group norm": small_config(group_norm=True),
     "nvidia": small_config(
         inputs=InputForm.INTERLEAVED,
@@ -188,7 +188,7 @@ if HAS_MACHINE_CODE:
             CpuDevice,
             _in_machine_code(blocks),
             lambda spec: spec.is_plain,
-            kinds=("meta, wide values",),
+            kinds=("meta, wide heads",),
             page_tokens=16,
         )
         for name, blocks in (("AVX-512", WIDE_BLOCKS), ("AVX2", NARROW_BLOCKS))

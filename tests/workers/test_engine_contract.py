@@ -430,7 +430,7 @@ def test_int8_costs_at_most_twice_what_it_costs_the_oracle_with_and_without_the_
     by the error of the type, not by that of float32."""
     cached_error = full_error = difference = of_oracle = 0.0
     for seed in range(4):
-        world = ContractWorld(kind, seed=seed, compute_dtype=ComputeDtype.INT8)
+        world = ContractWorld(kind, seed=seed, page_tokens=16, compute_dtype=ComputeDtype.INT8)
         user = world.user(40, 16)
         prefix = world.prefix_of(40, 8)
         world.pre_infer(user, prefix, [11, 30])

@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -136,6 +138,35 @@ def spread(lanes: int, result: str, number: str, of: str = "float") -> str:
     vector = vector_of(lanes, of)
     return f"""  %{result}_one = insertelement {vector} poison, {of} {number}, i32 0
   %{result} = shufflevector {vector} %{result}_one, {vector} poison, {vector_of(lanes, "i32")} zeroinitializer"""
+
+
+def splat(lanes: int, number: float) -> str:
+    """A vector of one float32, which LLVM writes as the bits of a float64."""
+    (bits,) = struct.unpack("<Q", struct.pack("<d", float(np.float32(number))))
+    return same(lanes, f"float 0x{bits:016X}")
+
+
+def same(lanes: int, text: str) -> str:
+    """A vector of equal constants."""
+    return f"<{', '.join([text] * lanes)}>"
+
+
+def registers(lanes: int) -> range:
+    """Numbers of the registers that hold a vector, for instructions that LLVM does not split by itself."""
+    return range(lanes // LANES)
+
+
+def part(result: str, vector: str, lanes: int, register: int) -> str:
+    """%result: the lanes of a vector in one register."""
+    of, numbers = vector_of(lanes), ", ".join(f"i32 {register * LANES + lane}" for lane in range(LANES))
+    return f"  %{result} = shufflevector {of} {vector}, {of} poison, <{LANES} x i32> <{numbers}>"
+
+
+def joined(result: str, lanes: int) -> str:
+    """%result of %result_0 and, if the vector takes two registers, %result_1."""
+    of, numbers = vector_of(LANES), ", ".join(f"i32 {lane}" for lane in range(lanes))
+    second = f"%{result}_1" if lanes > LANES else "poison"
+    return f"  %{result} = shufflevector {of} %{result}_0, {of} {second}, {vector_of(lanes, 'i32')} <{numbers}>"
 
 
 def fma(lanes: int, result: str, a: str, b: str, c: str) -> str:

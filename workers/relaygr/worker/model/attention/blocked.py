@@ -53,7 +53,7 @@ class BlockedAttention:
         self._compiled = compiled
         self.name = "blocked torch" if onednn_work == math.inf else "blocked oneDNN"
         if compiled is not None:
-            self.name += ", context compiled"
+            self.name += f", context {compiled.name}"
 
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> AttentionPass:
         return _BlockedPass(self._spec, kv, segments, self._onednn_work, self._compiled)

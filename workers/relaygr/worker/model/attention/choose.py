@@ -105,16 +105,16 @@ def attention_for(
     if device_type != "cpu" or spec.compute_dtype is not torch.float32:
         return BackendChoice(BlockedAttention(spec), _PLAIN)
     by_onednn = onednn_is_faster()
-    attention = BlockedAttention(spec, ONEDNN_WORK if by_onednn else math.inf, _compiled(geometry))
+    attention = BlockedAttention(spec, ONEDNN_WORK if by_onednn else math.inf, _compiled(geometry, spec.may_round))
     return BackendChoice(attention, f"{_PLAIN}, products of large tiles by oneDNN" if by_onednn else _PLAIN)
 
 
-def _compiled(geometry: KvGeometry | None) -> CompiledAttention | None:
+def _compiled(geometry: KvGeometry | None, may_round: bool) -> CompiledAttention | None:
     """Attention on K,V in pages in machine code; None without llvmlite or for pages or processors that do not fit."""
     if geometry is None or not CompiledAttention.fits(geometry):
         return None
     try:
-        return CompiledAttention(geometry)
+        return CompiledAttention(geometry, bfloat16=may_round and CompiledAttention.in_bfloat16(geometry))
     except ImportError:
         return None
     # LLVM may raise any error, and plain torch always works.

@@ -11,6 +11,9 @@ Each step multiplies numbers from memory, broadcast, by vectors: of 16 or 32 row
 Meanwhile the numbers of the next block are fetched into the first-level cache, and the next 64 keys into the second: 16
 rows take three times as long without. The sums of 64 keys are added to those before, which keeps them exact.
 
+In bfloat16 (`pairs.py`), each step multiplies two numbers instead of one, and K and V of a unit of keys are converted
+once for all rows. Sums stay in float32.
+
 OpenMP's threads, which torch uses, share the heads, and parts of the keys if there are fewer heads. Their sums are
 added in a fixed order, so a result is the same on each call with as many threads.
 """
@@ -29,6 +32,8 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.model.attention import pairs
+from relaygr.worker.model.attention.silu import SHORT_DECLARATION, short_silu, silu, silu_declarations
 from relaygr.worker.model.machine_code import (
     LANES,
     TO_FIRST,
@@ -68,8 +73,34 @@ WIDE_BLOCKS = (Block(2 * LANES, (8, 8), (8, 8, 8, 8), 3), Block(LANES, (LANES,),
 """Of AVX-512, the larger block first. In a large one, two vectors share a number that was read."""
 NARROW_BLOCKS = (Block(LANES, (5, 5, 6), (5, 5, 6), 1),)
 """Of AVX2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the machine code depends on."""
+
+    geometry: KvGeometry
+    bfloat16: bool
+    """Whether q, K, V and weights are rounded to bfloat16 and multiplied in pairs."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in a lane of 32 bits."""
+        return 2 if self.bfloat16 else 1
+
+    @property
+    def k_lanes(self) -> int:
+        """Lanes of a row of K."""
+        return self.geometry.attention_dim // self.numbers
+
+    def multiply(self, lanes: int, result: str, a: str, b: str, c: str) -> str:
+        """%result = c + a times b."""
+        return (pairs.dot if self.bfloat16 else fma)(lanes, result, a, b, c)
+
+
 _KEYS = 64
 """Keys of a unit. A page is whole units, or one of fewer keys."""
+_NO_ROW = 2**31 - 1
 _ROWS = 256
 """Rows of one call: their sums and q of one head fit into the second-level cache."""
 _POINTERS = ("arena", "table", "q", "lanes", "sums", "out")
@@ -77,19 +108,13 @@ _NUMBERS = ("units", "tokens", "visible", "parts", "rows", "padded", "q_row", "q
 _FACTORS = ("alpha", "scale")
 """The arguments of a call; the number of blocks of each kind follows. `padded`: rows of whole blocks. `lanes`: of each
 head of a part, memory for q by block and dimension. `q_row` to `out_head`: strides."""
-_LOG2_E = 1.4426950408889634
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""The polynomial of Cephes' expf: an error of about one unit in the last place."""
-_WIDEST = 87.0
-"""exp of it and of its negative are normal numbers."""
 
 
 class CompiledAttention:
     """Attention of rows on a segment's keys in pages, for one geometry."""
 
-    def __init__(self, geometry: KvGeometry, blocks: tuple[Block, ...] | None = None) -> None:
-        """`blocks`: None chooses those of this processor.
+    def __init__(self, geometry: KvGeometry, blocks: tuple[Block, ...] | None = None, bfloat16: bool = False) -> None:
+        """`blocks`: None chooses those of this processor. `bfloat16`: as in `Form`, for a processor that has it.
 
         Raises ImportError without llvmlite, RuntimeError if it cannot compile for this processor.
         """
@@ -98,13 +123,24 @@ class CompiledAttention:
             raise RuntimeError("the processor has neither AVX-512 nor AVX2 with FMA")
         self._geometry = geometry
         self._blocks = chosen
-        self._function = _compiled(geometry, chosen)
+        self._function = _compiled(Form(geometry, bfloat16), chosen)
+        self.name = "compiled in bfloat16" if bfloat16 else "compiled"
 
     @staticmethod
     def fits(geometry: KvGeometry) -> bool:
         """Whether the pages have a form that is compiled, and the processor has the instructions."""
         whole = geometry.page_tokens % LANES == 0 and geometry.hidden_dim % LANES == 0
         return whole and geometry.dtype is KvDtype.FLOAT32 and blocks_of_processor() is not None
+
+    @staticmethod
+    def in_bfloat16(geometry: KvGeometry) -> bool:
+        """Whether products in bfloat16 can be compiled, too, and are faster."""
+        return (
+            CompiledAttention.fits(geometry)
+            and geometry.attention_dim % LANES == 0
+            and blocks_of_processor() is WIDE_BLOCKS
+            and pairs.has_bfloat16_products()
+        )
 
     def attend(
         self,
@@ -197,81 +233,24 @@ def _unit(geometry: KvGeometry) -> int:
 
 
 @functools.cache
-def _compiled(geometry: KvGeometry, blocks: tuple[Block, ...]) -> Call:
-    """The function for a geometry."""
-    return compiled_call(source(geometry, blocks))
+def _compiled(form: Form, blocks: tuple[Block, ...]) -> Call:
+    """The function for a form."""
+    return compiled_call(source(form, blocks))
 
 
-def source(geometry: KvGeometry, blocks: tuple[Block, ...]) -> list[str]:
+def source(form: Form, blocks: tuple[Block, ...]) -> list[str]:
     """The functions in LLVM's language."""
-    parts = []
+    parts = [pairs.DOT_DECLARATION, SHORT_DECLARATION, pairs.conversion(form.geometry)] if form.bfloat16 else []
     for block in blocks:
-        parts += [_declarations(block), _scores(geometry, block), _values(geometry, block)]
-    return [*parts, "declare i64 @llvm.umin.i64(i64, i64)", _work(geometry, blocks)]
+        parts += [silu_declarations(block.rows), _scores(form, block), _values(form, block)]
+    return [*parts, "declare i64 @llvm.umin.i64(i64, i64)", _work(form, blocks)]
 
 
-def _declarations(block: Block) -> str:
-    return "\n".join(
-        f"declare {block.vector} @llvm.{name}.v{block.rows}f32({', '.join([block.vector] * count)})"
-        for name, count in (("fma", 3), ("rint", 1), ("minnum", 2), ("maxnum", 2))
-    )
-
-
-def _same(block: Block, text: str) -> str:
-    """A vector of equal numbers."""
-    return f"<{', '.join([text] * block.rows)}>"
-
-
-def _splat(block: Block, number: float) -> str:
-    """A vector of one number, which LLVM writes as the bits of a float64."""
-    (bits,) = struct.unpack("<Q", struct.pack("<d", float(np.float32(number))))
-    return _same(block, f"float 0x{bits:016X}")
-
-
-def _fma(block: Block, result: str, a: str, b: str, c: str) -> str:
-    return fma(block.rows, result, a, b, c)
-
-
-def _silu(block: Block) -> str:
-    """%result = x / (1 + exp(-x)) of %x: exp by the power of two next to it, and a polynomial for the rest."""
-    of, whole = block.vector, vector_of(block.rows, "i32")
-
-    def splat(number: float) -> str:
-        return _splat(block, number)
-
-    lines = [
-        f"  %low = call {of} @llvm.maxnum.v{block.rows}f32({of} %x, {of} {splat(-_WIDEST)})",
-        f"  %y = call {of} @llvm.minnum.v{block.rows}f32({of} %low, {of} {splat(_WIDEST)})",
-        f"  %scaled = fmul {of} %y, {splat(-_LOG2_E)}",
-        f"  %power = call {of} @llvm.rint.v{block.rows}f32({of} %scaled)",
-        f"  %minus = fneg {of} %y",
-        _fma(block, "rest0", "%power", splat(-_LN2_HIGH), "%minus"),
-        _fma(block, "rest", "%power", splat(-_LN2_LOW), "%rest0"),
-        _fma(block, "poly1", splat(_EXP[0]), "%rest", splat(_EXP[1])),
-    ]
-    lines += [
-        _fma(block, f"poly{place}", f"%poly{place - 1}", "%rest", splat(_EXP[place])) for place in range(2, len(_EXP))
-    ]
-    lines += [
-        f"  %square = fmul {of} %rest, %rest",
-        _fma(block, "fraction_less_one", f"%poly{len(_EXP) - 1}", "%square", "%rest"),
-        f"  %fraction = fadd {of} %fraction_less_one, {splat(1.0)}",
-        f"  %whole = fptosi {of} %power to {whole}",
-        f"  %shifted = shl {whole} %whole, {_same(block, 'i32 23')}",
-        f"  %bits = bitcast {of} %fraction to {whole}",
-        f"  %sum = add {whole} %bits, %shifted",
-        f"  %exp = bitcast {whole} %sum to {of}",
-        f"  %under = fadd {of} %exp, {splat(1.0)}",
-        f"  %result = fdiv {of} %x, %under",
-    ]
-    return "\n".join(lines)
-
-
-def _broadcast_product(block: Block, index: int, address: str, vector: str) -> str:
-    """sum += the number at an address, for all rows, times a vector."""
+def _broadcast_product(form: Form, block: Block, index: int, address: str, vector: str) -> str:
+    """sum += the lane at an address, for all rows, times a vector."""
     return f"""  %n{index} = load float, ptr {address}, align 4
 {spread(block.rows, f"v{index}", f"%n{index}")}
-{_fma(block, f"new{index}", f"%v{index}", vector, f"%sum{index}")}"""
+{form.multiply(block.rows, f"new{index}", f"%v{index}", vector, f"%sum{index}")}"""
 
 
 def _tiles(block: Block, steps: str, body: Callable[[int, int, str, str], str]) -> str:
@@ -299,30 +278,37 @@ def _tiles(block: Block, steps: str, body: Callable[[int, int, str, str], str]) 
     return "\n".join(parts)
 
 
-def _scores(g: KvGeometry, block: Block) -> str:
+def _scores(form: Form, block: Block) -> str:
     """Weights of the keys at `k`, rounded up to 16: 0 for those that a row does not see.
 
     Row i sees the first `visible` + i. Fetches the next 16 keys, and as many keys at `next`, evenly over the steps.
     """
+    g = form.geometry
 
     def step(first: int, count: int, d: str, tag: str) -> str:
         products = "\n".join(
-            f"  %o{i} = add i64 {d}, {i * g.attention_dim}\n  %p{i} = getelementptr float, ptr %keys_at, i64 %o{i}\n"
-            + _broadcast_product(block, i, f"%p{i}", f"%row{tag}")
+            f"  %o{i} = add i64 {d}, {i * form.k_lanes}\n  %p{i} = getelementptr float, ptr %keys_at, i64 %o{i}\n"
+            + _broadcast_product(form, block, i, f"%p{i}", f"%row{tag}")
             for i in range(first, first + count)
+        )
+        # Converted keys are in the cache.
+        near = "" if form.bfloat16 else fetched(f"near{tag}", f"%near_at, i64 %fetch{tag}", TO_FIRST)
+        far = "\n".join(
+            f"""  %far_line{tag}_{line} = add i64 %far_first{tag}, {line}
+{fetched_evenly(f"{tag}_{line}", "%next", f"%far_line{tag}_{line}", f"{_unit(g) * g.attention_dim // LANES}")}"""
+            for line in range(-(-count * form.numbers // LANES))
         )
         return f"""  %row_at{tag} = mul i64 {d}, {block.rows}
   %row_ptr{tag} = getelementptr float, ptr %q, i64 %row_at{tag}
   %row{tag} = load {block.vector}, ptr %row_ptr{tag}, align 64
-  %fetch_in{tag} = mul i64 {d}, {count}
+  %fetch_in{tag} = mul i64 {d}, {count * form.numbers}
   %fetch{tag} = add i64 %fetch_in{tag}, {first * g.attention_dim}
-{fetched(f"near{tag}", f"%near_at, i64 %fetch{tag}", TO_FIRST)}
-  %far{tag} = add i64 %fetch{tag}, %key_at
-  %far_line{tag} = lshr i64 %far{tag}, 4
-{fetched_evenly(tag, "%next", f"%far_line{tag}", f"{_unit(g) * g.attention_dim // LANES}")}
+{near}
+  %far{tag} = add i64 %fetch{tag}, %fetch_key
+  %far_first{tag} = lshr i64 %far{tag}, 4
+{far}
 {products}"""
 
-    whole, lanes = vector_of(block.rows, "i32"), ", ".join(f"i32 {row}" for row in range(block.rows))
     results = "\n".join(
         f"  %to{i} = getelementptr float, ptr %weights_at, i64 {i * block.rows}\n"
         f"  store {block.vector} %new{i}, ptr %to{i}, align 64"
@@ -337,33 +323,27 @@ block:
   %key = phi i64 [0, %entry], [%key_next, %block_end]
   %key_next = add i64 %key, {LANES}
   %more = icmp ult i64 %key_next, %keys
-  %key_at = mul i64 %key, {g.attention_dim}
+  %key_at = mul i64 %key, {form.k_lanes}
+  %fetch_key = mul i64 %key, {g.attention_dim}
   %keys_at = getelementptr float, ptr %k, i64 %key_at
   %following = getelementptr float, ptr %keys_at, i64 {LANES * g.attention_dim}
   %near_at = select i1 %more, ptr %following, ptr %next
   %weight_at = mul i64 %key, {block.rows}
   %weights_at = getelementptr float, ptr %weights, i64 %weight_at
+  %weight_pair_at = lshr i64 %weight_at, 1
+  %pairs_at = getelementptr float, ptr %weights, i64 %weight_pair_at
   %behind = sub i64 %key, %visible
   %behind_too = add i64 %behind, 1
   %hidden = trunc i64 %behind_too to i32
   br label %loop0
-{_tiles(block, str(g.attention_dim), step)}
+{_tiles(block, str(form.k_lanes), step)}
 done:
 {results}
   br label %activate
 activate:
   %place = phi i64 [0, %done], [%place_next, %activate]
-  %at = mul i64 %place, {block.rows}
-  %to = getelementptr float, ptr %weights_at, i64 %at
-  %x = load {block.vector}, ptr %to, align 64
-{_silu(block)}
-  %place32 = trunc i64 %place to i32
-  %first_row = add i32 %hidden, %place32
-{spread(block.rows, "first_rows", "%first_row", "i32")}
-  %sees = icmp sge {whole} <{lanes}>, %first_rows
-  %weight = select {vector_of(block.rows, "i1")} %sees, {block.vector} %result, {block.vector} zeroinitializer
-  store {block.vector} %weight, ptr %to, align 64
-  %place_next = add i64 %place, 1
+{_activated(form, block)}
+  %place_next = add i64 %place, {form.numbers}
   %more_places = icmp ult i64 %place_next, {LANES}
   br i1 %more_places, label %activate, label %block_end
 block_end:
@@ -373,11 +353,48 @@ end:
 }}"""
 
 
-def _values(g: KvGeometry, block: Block) -> str:
+def _activated(form: Form, block: Block) -> str:
+    """Weights of the scores of key `place`, in their place; of a pair of keys in bfloat16, in the place of the pair.
+
+    The pairs of a unit follow one another, and take half the room. So none lies on a score that is still needed. The
+    last one may have one key.
+    """
+    of, lanes = block.vector, ", ".join(f"i32 {row}" for row in range(block.rows))
+    parts = [
+        f"""  %place{number} = add i64 %place, {number}
+  %at{number} = mul i64 %place{number}, {block.rows}
+  %from{number} = getelementptr float, ptr %weights_at, i64 %at{number}
+  %x_{number} = load {of}, ptr %from{number}, align 64
+{(short_silu if form.bfloat16 else silu)(block.rows, f"_{number}")}
+  %place32_{number} = trunc i64 %place{number} to i32
+  %first_of{number} = add i32 %hidden, %place32_{number}
+  %key{number} = add i64 %key, %place{number}
+  %is_key{number} = icmp ult i64 %key{number}, %keys
+  %first_row{number} = select i1 %is_key{number}, i32 %first_of{number}, i32 {_NO_ROW}
+{spread(block.rows, f"first_rows{number}", f"%first_row{number}", "i32")}
+  %sees{number} = icmp sge {vector_of(block.rows, "i32")} <{lanes}>, %first_rows{number}
+  %weight{number} = select {vector_of(block.rows, "i1")} %sees{number}, {of} %result_{number}, {of} zeroinitializer"""
+        for number in range(form.numbers)
+    ]
+    if not form.bfloat16:
+        return f"{parts[0]}\n  store {block.vector} %weight0, ptr %from0, align 64"
+    return "\n".join(
+        [
+            *parts,
+            pairs.paired(block.rows, "weights_of_pair", "%weight0", "%weight1"),
+            "  %pair_at = lshr i64 %at0, 1",
+            "  %to = getelementptr float, ptr %pairs_at, i64 %pair_at",
+            f"  store {block.vector} %weights_of_pair, ptr %to, align 64",
+        ]
+    )
+
+
+def _values(form: Form, block: Block) -> str:
     """Adds the weighted rows of V. Reads exactly `keys` rows: those behind may hold anything, even NaN.
 
-    Fetches V at `next`, evenly over the steps.
+    In bfloat16, rows are pairs. Fetches V at `next`, evenly over the steps.
     """
+    g = form.geometry
     vectors = g.hidden_dim // LANES
     count = -(-vectors // block.vectors)
     bounds = [vectors * number // count for number in range(count + 1)]
@@ -386,13 +403,13 @@ def _values(g: KvGeometry, block: Block) -> str:
     for first_vector, last_vector in pairwise(bounds):
         first_row = 0
         for number, rows in enumerate(block.row_tiles):
-            share, rest = divmod(last_vector - first_vector, len(block.row_tiles))
+            share, rest = divmod((last_vector - first_vector) * form.numbers, len(block.row_tiles))
             lines = share + (number < rest)
             tiles.append((range(first_row, first_row + rows), range(first_vector, last_vector), lines_before, lines))
             lines_before += lines
             first_row += rows
     loops = [
-        _values_tile(g, block, *tile, f"{number}", f"loop{number + 1}" if number + 1 < len(tiles) else "end")
+        _values_tile(form, block, *tile, f"{number}", f"loop{number + 1}" if number + 1 < len(tiles) else "end")
         for number, tile in enumerate(tiles)
     ]
     return f"""
@@ -407,9 +424,10 @@ end:
 
 
 def _values_tile(
-    g: KvGeometry, block: Block, rows: range, vectors: range, lines_before: int, lines: int, tag: str, after: str
+    form: Form, block: Block, rows: range, vectors: range, lines_before: int, lines: int, tag: str, after: str
 ) -> str:
     """Sums of some rows and vectors of columns, over all keys: from label `loopTAG` to `after`."""
+    g, steps = form.geometry, _unit(form.geometry) // form.numbers
     of = vector_of(LANES)
     before = "entry" if tag == "0" else f"done{int(tag) - 1}"
     places = [(row, vector) for row in rows for vector in vectors]
@@ -438,9 +456,9 @@ def _values_tile(
         body.append(spread(LANES, f"w{tag}_{row}", f"%n{tag}_{row}"))
         for vector in vectors:
             old, new = f"%{name('sum', row, vector)}", name("new", row, vector)
-            body.append(fma(LANES, new, f"%w{tag}_{row}", f"%v{tag}_{vector}", old))
+            body.append(form.multiply(LANES, new, f"%w{tag}_{row}", f"%v{tag}_{vector}", old))
     for line in range(lines):
-        body.append(f"  %l{tag}_{line} = add i64 %line_in{tag}, {lines_before * _unit(g) + line}")
+        body.append(f"  %l{tag}_{line} = add i64 %line_in{tag}, {lines_before * steps + line}")
         all_lines = _unit(g) * g.hidden_dim // LANES
         body.append(fetched_evenly(f"{tag}_{line}", "%next", f"%l{tag}_{line}", f"{all_lines}"))
     results = [
@@ -462,21 +480,31 @@ done{tag}:
   br label %{after}"""
 
 
-def _packed(g: KvGeometry, block: Block, after: str, first: str) -> str:
-    """From label `packN` to `after`: alpha * q of all blocks of a kind, by block and dimension.
+def _packed(form: Form, block: Block, after: str, first: str) -> str:
+    """From label `packN` to `after`: alpha * q of all blocks of a kind, by block and dimension or pair of dimensions.
 
     The first block begins at row `first`. Rows that are missing are copies of the last one.
     """
-    n = block.rows
+    g, n = form.geometry, block.rows
     unrolled = 4 if g.attention_dim % 4 == 0 else 1
+    shift = form.numbers - 1
+
+    def stored(place: int) -> str:
+        if not form.bfloat16:
+            return f"  store float %y{n}_{place}, ptr %to{n}_{place}, align 4"
+        return f"""  %short{n}_{place} = fptrunc float %y{n}_{place} to bfloat
+  %half{n}_{place} = getelementptr bfloat, ptr %to{n}_{place}, i64 {place % 2}
+  store bfloat %short{n}_{place}, ptr %half{n}_{place}, align 2"""
+
     numbers = "\n".join(
         f"""  %d{n}_{place} = add i64 %d{n}, {place}
   %from{n}_{place} = getelementptr float, ptr %from{n}, i64 %d{n}_{place}
   %x{n}_{place} = load float, ptr %from{n}_{place}, align 4
   %y{n}_{place} = fmul float %x{n}_{place}, %alpha
-  %to_in{n}_{place} = mul i64 %d{n}_{place}, {n}
+  %step{n}_{place} = lshr i64 %d{n}_{place}, {shift}
+  %to_in{n}_{place} = mul i64 %step{n}_{place}, {n}
   %to{n}_{place} = getelementptr float, ptr %to{n}, i64 %to_in{n}_{place}
-  store float %y{n}_{place}, ptr %to{n}_{place}, align 4"""
+{stored(place)}"""
         for place in range(unrolled)
     )
     return f"""pack{n}:
@@ -506,7 +534,7 @@ pack_row_end{n}:
   br i1 %more_packs{n}, label %pack_row{n}, label %{after}"""
 
 
-def _work(g: KvGeometry, blocks: tuple[Block, ...]) -> str:
+def _work(form: Form, blocks: tuple[Block, ...]) -> str:
     """Items are heads of parts of the keys; thread `number` takes every item with that remainder.
 
     If the keys are in one part, an item writes its part of `out`; else the caller adds the sums of the parts.
@@ -517,6 +545,7 @@ def _work(g: KvGeometry, blocks: tuple[Block, ...]) -> str:
         f"  %{name}_low = trunc i64 %{name}_bits to i32\n  %{name} = bitcast i32 %{name}_low to float"
         for name in _FACTORS
     )
+    g = form.geometry
     unit = _unit(g)
     in_page = g.page_tokens // unit
     k_elements, v_elements = unit * g.attention_dim, unit * g.hidden_dim
@@ -536,6 +565,20 @@ def _work(g: KvGeometry, blocks: tuple[Block, ...]) -> str:
   %{name}_v_in = mul i64 %{name}_place, {v_elements}
   %{name}_v_at = add i64 %{name}_v_in, %v_of_head
   %{name}_v = getelementptr float, ptr %{name}_base, i64 %{name}_v_at"""
+
+    k, v, room, conversion = "%now_k", "%now_v", "", ""
+    if form.bfloat16:
+        k, v = "%k_pairs", "%v_pairs"
+        room = f"""  %k_pairs = alloca [{k_elements // 2} x float], align 64
+  %v_pairs = alloca [{v_elements // 2} x float], align 64"""
+        conversion = "  call void @convert(ptr %now_k, ptr %now_v, ptr %k_pairs, ptr %v_pairs, i64 %keys)"
+
+    def values(n: int) -> str:
+        steps, rounded = f"%keys{n}", ""
+        if form.bfloat16:
+            steps = f"%pairs{n}"
+            rounded = f"  %even{n} = add i64 %keys{n}, 1\n  %pairs{n} = lshr i64 %even{n}, 1\n"
+        return f"{rounded}  call void @values{n}(ptr %sums_of{n}, ptr {v}, ptr %weights, i64 {steps}, ptr %then_v)"
 
     def rows(block: Block, after: str, first: str) -> str:
         """From label `rowsN` to `after`: all blocks of a kind on the present unit, the first at row `first`."""
@@ -560,8 +603,8 @@ sees{n}:
   %sum_of{n} = add i64 %sum_row, %row_at{n}
   %sum_at{n} = mul i64 %sum_of{n}, {g.hidden_dim}
   %sums_of{n} = getelementptr float, ptr %sums, i64 %sum_at{n}
-  call void @scores{n}(ptr %q_of{n}, ptr %now_k, ptr %weights, i64 %keys{n}, i64 %seen{n}, ptr %then_k)
-  call void @values{n}(ptr %sums_of{n}, ptr %now_v, ptr %weights, i64 %keys{n}, ptr %then_v)
+  call void @scores{n}(ptr %q_of{n}, ptr {k}, ptr %weights, i64 %keys{n}, i64 %seen{n}, ptr %then_k)
+{values(n)}
   br label %row_end{n}
 row_end{n}:
   %more{n} = icmp ult i64 %b_next{n}, %blocks{n}
@@ -572,7 +615,7 @@ row_end{n}:
         is_last = number + 1 == len(blocks)
         following = "" if is_last else f"{blocks[number + 1].rows}"
         loops.append(rows(block, "unit_end" if is_last else f"rows{following}", first))
-        packing.append(_packed(g, block, "packed" if is_last else f"pack{following}", first))
+        packing.append(_packed(form, block, "packed" if is_last else f"pack{following}", first))
         first = f"%rows_of{block.rows}"
     row_counts = "\n".join(f"  %rows_of{block.rows} = mul i64 %blocks{block.rows}, {block.rows}" for block in blocks)
     all_rows = "\n".join(loops)
@@ -589,6 +632,7 @@ row_end{n}:
 define internal void @work(ptr %arguments, i64 %number, i64 %threads) {{
 entry:
   %weights = alloca [{unit * max(block.rows for block in blocks)} x float], align 64
+{room}
 {loaded(names, _POINTERS)}
 {factors}
 {row_counts}
@@ -632,6 +676,7 @@ unit:
   %left_visible = sub i64 %visible, %behind
   %is_short = icmp ult i64 %left, {unit}
   %keys = select i1 %is_short, i64 %left, i64 {unit}
+{conversion}
   br label %rows{blocks[0].rows}
 {all_rows}
 unit_end:

@@ -103,6 +103,8 @@ class AttentionSpec:
     has_bias: bool = False
     """A relative bias is added to the scaled product."""
     compute_dtype: torch.dtype = torch.float32
+    may_round: bool = False
+    """Whether float32 q, K, V and weights may be rounded to bfloat16, where that is faster: with products in int8."""
 
     @property
     def is_plain(self) -> bool:
@@ -144,4 +146,5 @@ def spec_of(config: ModelConfig, compute_dtype: ComputeDtype) -> AttentionSpec:
         target_group_size=config.target_group_size,
         has_bias=config.relative_bias is not None,
         compute_dtype=torch_dtype(compute_dtype.of_rows),
+        may_round=compute_dtype is ComputeDtype.INT8,
     )
