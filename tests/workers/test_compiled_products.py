@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(not compiles_products(), reason="no llvmlite, or
 
 
 @pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
+def same_numbers_and_threads_as_before() -> Iterator[None]:
+    torch.manual_seed(0)
     before = torch.get_num_threads()
     yield
     set_threads(before)
@@ -45,7 +46,8 @@ def test_rows_get_what_the_formula_gives(shape: tuple[int, int], threads: int) -
         for added in (bias, residual):
             found = compiled(rows, added)
             assert found.shape == (count, shape[1])
-            assert error(found, rows, weight, added) <= 5e-7
+            # Rounding errors grow with the square root of the numbers that are added.
+            assert error(found, rows, weight, added) <= 5e-7 * max(1, shape[0] / 512) ** 0.5
 
 
 def test_a_last_call_of_less_than_a_tile_overlaps_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
