@@ -134,7 +134,7 @@ class CompiledAttention:
 
     @staticmethod
     def in_bfloat16(geometry: KvGeometry) -> bool:
-        """Whether products in bfloat16 can be compiled, too, and are faster."""
+        """Whether products in bfloat16 can be compiled, too."""
         return (
             CompiledAttention.fits(geometry)
             and geometry.attention_dim % LANES == 0

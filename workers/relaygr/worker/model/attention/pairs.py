@@ -1,8 +1,9 @@
 """bfloat16 in pairs, in LLVM's language: for AVX-512's products that add two numbers of bfloat16 into one of float32.
 
 A lane of 32 bits holds two neighbours in the sum: of K and q two dimensions, of weights and V two keys. An instruction
-multiplies 16 lanes by 16 others, in the time of 16 products of float32. `vpdpwssd` does it with int16, as fast, but its
-numbers need a scale for each row, and its sums another pass.
+multiplies 16 lanes by 16 others. On an AMD Zen 5 it takes the time of 16 products of float32, and attention of 128 and
+of 2,048 rows took 0.55 of the time in float32; Intel CPUs are not measured. `vpdpwssd` does it with int16, as fast, but
+its numbers need a scale for each row, and its sums another pass.
 """
 
 from __future__ import annotations
