@@ -418,3 +418,17 @@ def test_a_long_queue_is_short_work_if_one_batch_of_it_is():
     assert world.executor.step(batch_us - 1) == LEFT
     assert world.executor.step(batch_us) == 0
     assert any(work.done for work in works)
+
+
+def test_the_results_of_a_batch_are_sent_before_its_requests_are_counted_and_let_go():
+    """Otherwise the bookkeeping of each would delay the results of all. The outbox asserts the order."""
+    world = ExecutorWorld()
+    versions = {user: world.store.put(user, 100) for user in ("a", "b", "c")}
+    for user, version in versions.items():
+        world.rank(user, version, f"{user}1")
+    world.run()
+    for user, version in versions.items():
+        world.rank(user, version, f"{user}2")
+    world.run()
+    assert world.outbox.paths[3:] == [Path.HBM] * 3
+    assert world.outbox.counted == world.outbox.ranked_works

@@ -56,10 +56,11 @@ class TimedOutbox(Outbox):
     ranked_at: dict[str, int] = field(default_factory=dict)
     told_at: dict[str, int] = field(default_factory=dict)
 
-    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> bool:
         super().ranked(work, outputs)
         self.world.clock.advance_us(self.model.answer_us)
         self.ranked_at[work.request.request_id] = self.world.clock.monotonic_us()
+        return True
 
     def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
         super().failed(work, reason, detail)

@@ -119,8 +119,22 @@ def test_a_ranked_result_has_scores_path_and_timings(world: ResultsWorld):
     timings = result.timings
     assert (timings.queue_us, timings.wait_us, timings.reload_us, timings.rank_us) == (2_700, 2_000, 1_500, 300)
     assert timings.total_us == 3_000
-    assert world.waits.p99_us() == 2_700
+
+
+def test_a_ranked_request_is_counted_on_its_own(world: ResultsWorld):
+    """The caller sends the result in between, so that counting does not delay it."""
+    work = world.work()
+    work.path, work.unknown_items, received_us = Path.DRAM, 3, world.clock.monotonic_us()
+    work.started_us = received_us + 2_700
+    world.clock.advance_us(3_000)
+    assert world.writer.ranked(work, RankOutputs(np.ones((4, 2), np.float32)))
+    assert not world.count("relaygr_worker_ranked_total", path="dram")
+    work.answered_us = world.clock.monotonic_us()
+    world.writer.count_ranked(work)
     assert world.count("relaygr_worker_ranked_total", path="dram") == 1
+    assert world.count("relaygr_worker_ranking_seconds_sum", path="dram") == pytest.approx(0.003)
+    assert world.count("relaygr_worker_ranking_queue_seconds_sum") == pytest.approx(0.0027)
+    assert world.waits.p99_us() == 2_700
 
 
 def test_time_to_compute_is_not_counted_as_time_to_wait(world: ResultsWorld):
@@ -141,7 +155,7 @@ def test_without_a_prefix_no_source_is_named(world: ResultsWorld):
 def test_scores_that_are_no_numbers_become_a_failure(world: ResultsWorld, value: float):
     scores = np.ones((4, 2), np.float32)
     scores[2, 1] = value
-    world.rank(scores)
+    assert not world.writer.ranked(world.work(), RankOutputs(scores))
     assert (world.result.outcome, world.result.reason) == (Outcome.FAILED, FailureReason.DEVICE_ERROR)
     assert world.count("relaygr_worker_unranked_total", outcome="device_error") == 1
 

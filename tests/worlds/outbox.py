@@ -22,18 +22,26 @@ class Outbox:
     ranked_works: list[RankingWork] = field(default_factory=list)
     answered: dict[str, tuple[RankingWork, np.ndarray]] = field(default_factory=dict)  # type: ignore[type-arg]
     """The work and the scores of each ranked request."""
+    counted: list[RankingWork] = field(default_factory=list)
+    """The ranked requests that were counted, which comes after the results of their batch were sent."""
     expired_works: list[RankingWork] = field(default_factory=list)
     failures: list[tuple[RankingWork, FailureReason, str]] = field(default_factory=list)
     jobs: list[JobOutcome] = field(default_factory=list)
     unsent: int = 0
     """Results that were written and not sent."""
 
-    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> bool:
         if self.tasks is not None:
             assert outputs.scores.shape == (work.request.candidates.size, self.tasks)
         self.ranked_works.append(work)
         self.answered[work.request.request_id] = (work, outputs.scores)
         self.unsent += 1
+        return True
+
+    def count_ranked(self, work: RankingWork) -> None:
+        assert not self.unsent, "counting delays results that are written"
+        assert not work.done, "a request is counted when it lets go of its prefix"
+        self.counted.append(work)
 
     def expired(self, work: RankingWork) -> None:
         assert self.may_expire, f"{work.request.request_id} expired"

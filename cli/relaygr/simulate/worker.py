@@ -91,11 +91,15 @@ class _Results:
         self._clock, self._on_ranked, self._on_job = clock, on_ranked, on_job
         self._answer_us, self._refuse_us = round(times.answer_us), round(times.refuse_us)
 
-    def ranked(self, work: RankingWork, outputs: object) -> None:  # noqa: ARG002
+    def ranked(self, work: RankingWork, outputs: object) -> bool:  # noqa: ARG002
         self._clock.now_us += self._answer_us
         started_us = work.started_us if work.started_us is not None else self._clock.now_us
         self.waits.observe(max(0, started_us - work.received.received_us))
         self._on_ranked(work.received.offset, self._clock.now_us, _ENDING_OF_PATH[work.path.value], work)
+        return True
+
+    def count_ranked(self, work: RankingWork) -> None:
+        """Does nothing: there are no metrics."""
 
     def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:  # noqa: ARG002
         self._clock.now_us += self._refuse_us

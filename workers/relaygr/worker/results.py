@@ -168,15 +168,14 @@ class ResultWriter:
 
     # -- the device thread -------------------------------------------------------------------------
 
-    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
-        """Writes a result with scores, path and timings."""
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> bool:
+        """Writes a result with scores, path and timings; False if it became one of a failure. The caller sends it, and
+        then calls `count_ranked`.
+        """
         prefix, scores = work.prefix, outputs.scores
         assert prefix is not None
         now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
-        timings = timings_of(work, now_us)
-        path, diverted = work.path, work.request.diverted
-        if diverted is not None and diverted.left_out:
-            path = Path.TRUNCATED
+        diverted = work.request.diverted
         result = RankingResult(
             request_id=work.request.request_id,
             worker_id=self._worker_id,
@@ -184,8 +183,8 @@ class ResultWriter:
             request_sent_at_us=work.request.sent_at_us,
             received_at_us=work.received_wall_us,
             sent_at_us=now_wall_us,
-            timings=timings,
-            path=path,
+            timings=timings_of(work, now_us),
+            path=_path_of(work),
             prefix_source=work.prefix_source if prefix.tokens > 0 else None,
             num_tasks=int(scores.shape[1]),
             scores=scores.reshape(-1),
@@ -203,20 +202,27 @@ class ResultWriter:
             value = encode(result)
         except EncodeError as error:
             # The model, not the request, causes scores that are not finite.
-            return self.failed(work, FailureReason.DEVICE_ERROR, str(error)[:500])
-        metrics = self._metrics
+            self.failed(work, FailureReason.DEVICE_ERROR, str(error)[:500])
+            return False
         trace = None
         if self._traces is not None:
             trace = self._trace(work.reply, work.received, result, now_us, now_wall_us, work)
-        exemplar = trace.exemplar if trace is not None else None
+            work.exemplar = trace.exemplar if trace is not None else None
+        self._send(work.reply, value, work.received.token, work.deadline_us, now_us, trace)
+        return True
+
+    def count_ranked(self, work: RankingWork) -> None:
+        """Counts a ranked request, whose result was sent at `answered_us`."""
+        metrics, received_us, started_us = self._metrics, work.received.received_us, work.started_us
+        path, total_s = _path_of(work), (work.answered_us - received_us) / 1e6
         metrics.ranked[path].inc()
-        metrics.ranking_seconds[path].observe(timings.total_us / 1e6, exemplar)
-        metrics.scenario_seconds[work.request.scenario or DEFAULT_SCENARIO].observe(timings.total_us / 1e6, exemplar)
-        metrics.queue_seconds.observe(timings.queue_us / 1e6, exemplar)
+        metrics.ranking_seconds[path].observe(total_s, work.exemplar)
+        metrics.scenario_seconds[work.request.scenario or DEFAULT_SCENARIO].observe(total_s, work.exemplar)
+        queue_us = 0 if started_us is None else max(0, started_us - received_us)
+        metrics.queue_seconds.observe(queue_us / 1e6, work.exemplar)
         if work.unknown_items:
             metrics.unknown_items.inc(work.unknown_items)
-        self.waits.observe(timings.queue_us)
-        self._send(work.reply, value, work.received.token, work.deadline_us, now_us, trace)
+        self.waits.observe(queue_us)
 
     def expired(self, work: RankingWork) -> None:
         """Writes the result of a request whose deadline passed before it was ranked."""
@@ -494,6 +500,12 @@ def _place(received: Received) -> MessagePlace:
 
 def _reply_place(reply: RankingHeaders) -> MessagePlace:
     return MessagePlace(reply.reply_topic, reply.reply_partition)
+
+
+def _path_of(work: RankingWork) -> Path:
+    """The path that the result names."""
+    diverted = work.request.diverted
+    return Path.TRUNCATED if diverted is not None and diverted.left_out else work.path
 
 
 def timings_of(work: RankingWork, now_us: int) -> StageTimings:

@@ -80,21 +80,28 @@ class Batches:
             tokens = works[0].ranked_prefix_tokens if len(works) == 1 else None
             self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us, tokens)
             self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
+        ranked: list[RankingWork] = []
         for work, output in zip(works, outputs, strict=True):
             work.rank_us, work.ranked_us = ended_us - now_us, ended_us
-            if isinstance(output, RankOutputs):
-                self._requests.ranked(work, output)
-            else:
+            if not isinstance(output, RankOutputs):
                 self._requests.fail_on(work, output)
-        answered_us, backlog = works[-1].answered_us, self._context.scheduler.backlog
-        if answered_us:
-            answer_us = (answered_us - ended_us) / len(works)
+            elif self._requests.ranked(work, output):
+                ranked.append(work)
+        # Results leave before the rest of the work for their requests, which would delay them.
+        self._parts.results.send()
+        answered_us, backlog = self._parts.clock.monotonic_us(), self._context.scheduler.backlog
+        for work in ranked:
+            work.answered_us = answered_us
+            self._requests.sent(work)
+        if ranked:
+            now_us = self._parts.clock.monotonic_us()
+            answer_us = (now_us - ended_us) / len(works)
             for work in works:
                 backlog.observe(work.path, work.remaining_us, answer_us, answered_us <= work.answer_by_us)
             # The first request of a batch had the fixed part of the pass.
             backlog.done_us += max(0.0, works[0].predicted_us - works[0].remaining_us)
             if backlog.done_us >= PACE_SAMPLE_US:
-                backlog.observe_pace(answered_us)
+                backlog.observe_pace(now_us)
         return chunk.work if chunk is not None and not is_mixed else None
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:

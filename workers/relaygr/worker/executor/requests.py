@@ -544,22 +544,33 @@ class Requests:
 
     # -- ends ----------------------------------------------------------------------------------------
 
-    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
-        """Writes the scores as the result, if they are finite and the request still had its prefix."""
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> bool:
+        """Writes the scores as the result, if they are finite and the request still had its prefix.
+
+        Returns whether it did: then the caller sends the result, and calls `sent`.
+        """
         if work.handle is not None and _lost_its_prefix(work.handle):
-            return self._look_up_again(work)
+            self._look_up_again(work)
+            return False
         if not np.isfinite(outputs.scores).all():
             # The cause may be the cached prefix: the next request would fail, too.
             self._parts.cache.invalidate_user(work.request.user_id)
-            return self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
+            self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
+            return False
         backlog = self._backlog
         work.backlog_us = int(backlog.total_us * backlog.caution * backlog.pace / backlog.patience) or None
-        self._parts.results.ranked(work, outputs)
+        if not self._parts.results.ranked(work, outputs):
+            self._finish(work, ranked=False)
+            return False
+        return True
+
+    def sent(self, work: RankingWork) -> None:
+        """Counts a request whose scores were sent at `answered_us`, and lets go of what it held."""
+        self._parts.results.count_ranked(work)
         if work.path is Path.FULL and work.pre_infer_us:
             self._observe_full(work)
         if work.handle is not None and work.handle.approximate:
             self._parts.metrics.ranked_approximately()
-        work.answered_us = self._parts.clock.monotonic_us()
         if work.request.diverted is None:
             self._note_ranked(work)
         if work.answered_us > work.deadline_us:

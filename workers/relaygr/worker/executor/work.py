@@ -226,6 +226,8 @@ class RankingWork:
     time."""
     answered_us: int = 0
     """When its result was handed over; 0 before, and for a failed request."""
+    exemplar: dict[str, str] | None = None
+    """Names the trace of its result, if one is recorded."""
     lookups: int = 0
     was_announced: bool = False
     """Whether a job announced it."""
