@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,10 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "out" / "records.jsonl")
     writer.write(record)
     assert list(read_records(tmp_path / "out" / "records.jsonl")), "a reader waits for the first record"
+    writer.write(replace(record, number=2))
     writer.close()
-    (found,) = read_records(tmp_path / "out" / "records.jsonl")
-    assert found == record
+    found, second = read_records(tmp_path / "out" / "records.jsonl")
+    assert (found, second.number) == (record, 2)
     assert list(found.score_array()) == [0.5, -2]
 
 

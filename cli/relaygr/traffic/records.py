@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -96,21 +97,37 @@ class RecordWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         # So large that only `flush` writes, which comes after whole lines: a reader may come at any time.
         self._file = path.open("w", encoding="utf-8", buffering=1 << 20)
+        self._waiting: deque[ImpressionRecord] = deque()
         self._flush_at_s = 0.0
 
     def write(self, record: ImpressionRecord) -> None:
-        # Not `asdict`, which copies deeply: the gateway shares the machine with the processes that it measures.
-        plain = {name: getattr(record, name) for name in _FIELDS}
-        if record.timings is not None:
-            plain["timings"] = {name: getattr(record.timings, name) for name in _TIMINGS}
-        self._file.write(_ENCODER.encode(plain) + "\n")
-        # Other processes read the file meanwhile. A system call for each record would take longer than the rest.
+        # One after the other, records take a fraction of the time: a single one finds the processor's caches cold. The
+        # gateway shares the machine with the processes that it measures.
+        self._waiting.append(record)
         if (now_s := time.monotonic()) >= self._flush_at_s:
             self._flush_at_s = now_s + FLUSH_INTERVAL_S
-            self._file.flush()
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            try:
+                oldest = self._waiting.popleft()
+            except IndexError:  # Another thread took the last one.
+                break
+            self._file.write(_line(oldest))
+        self._file.flush()
 
     def close(self) -> None:
+        self._flush()
         self._file.close()
+
+
+def _line(record: ImpressionRecord) -> str:
+    # Not `asdict`, which copies deeply.
+    plain = {name: getattr(record, name) for name in _FIELDS}
+    if record.timings is not None:
+        plain["timings"] = {name: getattr(record.timings, name) for name in _TIMINGS}
+    return _ENCODER.encode(plain) + "\n"
 
 
 def parse_record(line: str | bytes) -> ImpressionRecord:
