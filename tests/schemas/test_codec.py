@@ -43,7 +43,7 @@ from relaygr.schemas.codec import (
     SHORT_ENTRIES,
     SMALL_MESSAGE_BYTES,
 )
-from relaygr.schemas.fields import INT64_MAX, MAX_CHOICE_BYTES, Choice, FieldError, Packed, Real, choice_label
+from relaygr.schemas.fields import FEW, INT64_MAX, MAX_CHOICE_BYTES, Choice, FieldError, Packed, Real, choice_label
 from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 from relaygr.schemas.messages import (
     LENGTH_BUCKETS,
@@ -485,3 +485,30 @@ def test_schemas_need_neither_kafka_nor_torch() -> None:
         "assert schemas.decode(schemas.RetrievalEvent, schemas.encode(event)) == event\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("size", [2, FEW, FEW + 2])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_few_scores_are_checked_like_many(size: int, value: float) -> None:
+    """Few are checked without numpy."""
+    whole = np.full(size, np.finfo("<f4").max)
+    assert np.array_equal(decode(RankingResult, encode(result(scores=whole))).scores, whole)
+    whole[-1] = value
+    with pytest.raises(EncodeError, match="not finite"):
+        encode(result(scores=whole))
+
+
+def test_finite_numbers_may_have_an_infinite_sum() -> None:
+    kind = Packed("<f8", 4, "n", finite=True)
+    largest = np.full(4, np.finfo("<f8").max)
+    assert np.array_equal(kind.unpack(kind.pack(largest)), largest)
+
+
+@pytest.mark.parametrize("size", [2, FEW, FEW + 1])
+def test_few_times_are_checked_like_many(size: int) -> None:
+    times = np.full(size, 7, "<i8")
+    behaviours = Behaviours(times, np.ones(size, "<u2"), times.copy())
+    behaviours.check()
+    behaviours.timestamps_ms[-1] = 6
+    with pytest.raises(FieldError, match="times decrease"):
+        behaviours.check()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from relaygr.schemas import limits
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain
-from relaygr.schemas.fields import Choice, Digest, FieldError, Flag, ListOf, Other, Packed, Real, Text, UInt
+from relaygr.schemas.fields import FEW, Choice, Digest, FieldError, Flag, ListOf, Other, Packed, Real, Text, UInt
 from relaygr.schemas.record import record
 
 # Settings take these from `limits`, which does not import numpy.
@@ -166,7 +166,7 @@ class Behaviours:
             raise FieldError(
                 f": {self.items.size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps"
             )
-        if self.timestamps_ms.size > 1 and np.logical_or.reduce(self.timestamps_ms[1:] < self.timestamps_ms[:-1]):
+        if _decrease(self.timestamps_ms):
             raise FieldError(".timestamps_ms: times decrease; send behaviours oldest first")
 
 
@@ -687,6 +687,14 @@ def _check_history(message: RetrievalEvent | PreInferJob | RankingRequest) -> No
         raise FieldError(".history.user_id: not the message's user")
     if version is not None and version.length != len(history.behaviours):
         raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version has {version.length}")
+
+
+def _decrease(times: Int64Array) -> bool:
+    """Whether a time is before the one that precedes it."""
+    if times.size <= FEW:
+        listed = times.tolist()
+        return bool(listed != sorted(listed))
+    return bool(np.logical_or.reduce(times[1:] < times[:-1]))
 
 
 def _make_arrays(message: Any, *names: str) -> None:
