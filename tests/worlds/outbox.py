@@ -33,6 +33,9 @@ class Outbox:
     def ranked(self, work: RankingWork, outputs: RankOutputs) -> bool:
         if self.tasks is not None:
             assert outputs.scores.shape == (work.request.candidates.size, self.tasks)
+        if not np.isfinite(outputs.scores).all():
+            self.failed(work, FailureReason.DEVICE_ERROR, "the scores are not finite")
+            return False
         self.ranked_works.append(work)
         self.answered[work.request.request_id] = (work, outputs.scores)
         self.unsent += 1

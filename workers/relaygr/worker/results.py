@@ -169,8 +169,8 @@ class ResultWriter:
     # -- the device thread -------------------------------------------------------------------------
 
     def ranked(self, work: RankingWork, outputs: RankOutputs) -> bool:
-        """Writes a result with scores, path and timings; False if it became one of a failure. The caller sends it, and
-        then calls `count_ranked`.
+        """Writes a result with scores, path and timings; or one of a failure, and returns False, if the scores are not
+        finite numbers. The caller sends the result, and counts a ranked one with `count_ranked`.
         """
         prefix, scores = work.prefix, outputs.scores
         assert prefix is not None

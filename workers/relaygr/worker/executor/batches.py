@@ -75,11 +75,6 @@ class Batches:
         if outputs is None:
             outputs = self._forward(works)
         ended_us = self._parts.clock.monotonic_us()
-        if not is_mixed:
-            # The requests of a batch may differ in length.
-            tokens = works[0].ranked_prefix_tokens if len(works) == 1 else None
-            self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us, tokens)
-            self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
         ranked: list[RankingWork] = []
         for work, output in zip(works, outputs, strict=True):
             work.rank_us, work.ranked_us = ended_us - now_us, ended_us
@@ -90,6 +85,11 @@ class Batches:
         # Results leave before the rest of the work for their requests, which would delay them.
         self._parts.results.send()
         answered_us, backlog = self._parts.clock.monotonic_us(), self._context.scheduler.backlog
+        if not is_mixed:
+            # The requests of a batch may differ in length.
+            tokens = works[0].ranked_prefix_tokens if len(works) == 1 else None
+            self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us, tokens)
+            self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
         for work in ranked:
             work.answered_us = answered_us
             self._requests.sent(work)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import structlog
 
 from relaygr.admission.latency import Stage
@@ -547,22 +546,19 @@ class Requests:
     def ranked(self, work: RankingWork, outputs: RankOutputs) -> bool:
         """Writes the scores as the result, if they are finite and the request still had its prefix.
 
-        Returns whether it did: then the caller sends the result, and calls `sent`.
+        Returns whether it did. Then the caller sends the result, and calls `sent`.
         """
         if work.handle is not None and _lost_its_prefix(work.handle):
             self._look_up_again(work)
             return False
-        if not np.isfinite(outputs.scores).all():
-            # The cause may be the cached prefix: the next request would fail, too.
-            self._parts.cache.invalidate_user(work.request.user_id)
-            self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
-            return False
         backlog = self._backlog
         work.backlog_us = int(backlog.total_us * backlog.caution * backlog.pace / backlog.patience) or None
-        if not self._parts.results.ranked(work, outputs):
-            self._finish(work, ranked=False)
-            return False
-        return True
+        if self._parts.results.ranked(work, outputs):
+            return True
+        # The cause may be the cached prefix: the next request would fail, too.
+        self._parts.cache.invalidate_user(work.request.user_id)
+        self._finish(work, ranked=False)
+        return False
 
     def sent(self, work: RankingWork) -> None:
         """Counts a request whose scores were sent at `answered_us`, and lets go of what it held."""
