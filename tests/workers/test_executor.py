@@ -19,6 +19,7 @@ from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixKey, WasteR
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.executor.context import REMEMBERED_US
 from relaygr.worker.executor.executor import LEFT
+from relaygr.worker.executor.requests import WAITED_PART
 from relaygr.worker.executor.work import JobOutcome, RecentIds
 from tests.worlds.executor import (
     COEFFICIENTS,
@@ -179,6 +180,36 @@ def test_a_request_waits_for_a_slow_reload_only_while_full_inference_fits():
     world.idle_until(work.deadline_us - 400 * TOKEN_US - HIT_US)
     assert world.outbox.paths[-1] is Path.FULL
     assert world.clock.monotonic_us() <= work.deadline_us
+
+
+def test_a_request_waits_for_a_reload_that_should_end_soon_although_full_inference_then_does_not_fit():
+    """Such requests began full inference without time to spare, a millisecond before their prefix came."""
+    world, first = world_with_a_in_dram()
+    work = world.rank("a", first, "r3", budget_us=400 * TOKEN_US + HIT_US)
+    world.run()
+    world.clock.advance_us(1_000)
+    world.run()
+    world.mover.finish()
+    world.run()
+    assert (work.path, world.outbox.paths[-1]) == (Path.DRAM, Path.DRAM)
+    assert world.clock.monotonic_us() <= work.deadline_us
+
+
+def test_a_request_gives_a_reload_up_that_takes_more_than_twice_its_time():
+    world, first = world_with_a_in_dram()
+    work = world.rank("a", first, "r3", budget_us=400 * TOKEN_US + HIT_US)
+    world.run()
+    world.idle_until(work.latest_start_us - int((1 - WAITED_PART) * (work.latest_start_us - work.received.received_us)))
+    assert (work.done, work.path) == (True, Path.TRUNCATED)
+    assert world.clock.monotonic_us() <= work.deadline_us
+
+
+def test_a_request_waits_for_a_long_reload_only_while_full_inference_fits():
+    world, first = world_with_a_in_dram()
+    world.mover.copy_us = 0.8 * 400 * TOKEN_US
+    work = world.rank("a", first, "r3", budget_us=400 * TOKEN_US + HIT_US)
+    world.run()
+    assert (work.done, work.path) == (True, Path.FULL)
 
 
 def test_a_job_for_a_prefix_in_dram_triggers_its_reload():

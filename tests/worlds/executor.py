@@ -124,13 +124,14 @@ class HeldMover:
     """Copies only when the test calls `finish`."""
 
     waiting: list[CopyRequest] = field(default_factory=list)
+    copy_us: float = 100.0
 
     def submit(self, request: CopyRequest) -> bool:
         self.waiting.append(request)
         return True
 
     def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
-        return CopyForecast(0.0, 100.0)
+        return CopyForecast(0.0, self.copy_us)
 
     def close(self) -> None:
         self.finish(False)

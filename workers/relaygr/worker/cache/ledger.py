@@ -41,11 +41,15 @@ class PendingPrefix:
         outcome: PendingOutcome | None = None,
         arrival: LayerArrival | None = None,
         deadline: Deadline | None = None,
+        expected_us: float | None = None,
     ) -> None:
-        """`arrival`: set for a reload that can be read before it ends. `deadline`: the deadline of its copy."""
+        """`arrival`: set for a reload that can be read before it ends. `deadline`: the deadline of its copy.
+        `expected_us`: when its copy should end, on the monotonic clock.
+        """
         self.kind = kind
         self.behaviours = behaviours
         self.arrival = arrival
+        self.expected_us = expected_us
         self._deadline = deadline
         self._lock = threading.Lock()
         self._outcome = outcome

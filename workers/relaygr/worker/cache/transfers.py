@@ -170,9 +170,9 @@ class TierTransfers:
         target = stored.entry.key.head(stored.behaviours) if stored is not None else None
         if stored is None or target is None:
             return Declined(DeclineReason.NOT_IN_DRAM)
+        pages = hbm.pages_needed(hbm.shape.layout.tokens(target.length), found)
+        forecast = self._mover.forecast(pages * self._page_bytes, CopyPriority.RELOAD)
         if saved_us is not None:
-            pages = hbm.pages_needed(hbm.shape.layout.tokens(target.length), found)
-            forecast = self._mover.forecast(pages * self._page_bytes, CopyPriority.RELOAD)
             # A ranking can begin on the first layer only if the whole prefix is reloaded.
             overlaps = self._num_layers > 0 and target.length == key.length
             groups = layer_groups(self._num_layers, pages) if overlaps else 1
@@ -186,7 +186,11 @@ class TierTransfers:
         work.arrival = LayerArrival(self._num_layers) if self._num_layers else None
         deadline = Deadline(deadline_us)
         self._ledger.pending[work] = PendingPrefix(
-            PendingKind.LOAD, target.length, arrival=work.arrival, deadline=deadline
+            PendingKind.LOAD,
+            target.length,
+            arrival=work.arrival,
+            deadline=deadline,
+            expected_us=now_us + forecast.wait_us + forecast.copy_us,
         )
         again = CopyRequest(
             source=Tier.DRAM,

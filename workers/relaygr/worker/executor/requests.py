@@ -6,8 +6,8 @@
                    '-> waits for its prefix to be computed ---'
     in any state  -> expired | failed | truncated, then ranked
 
-A request waits only as long as full inference would still end before its deadline. When that time is over, or when the
-wait has ended, the request is looked up or planned again.
+A request waits only as long as full inference would still end before its deadline; for a reload that should end soon,
+longer (`WAITED_PART`). When that time is over, or when the wait has ended, the request is looked up or planned again.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ _PATHS_WITHOUT_WAIT = (Path.FULL, Path.HBM)
 _LACKS_ROOM = (NoRoom(NoRoomReason.FULL), Declined(DeclineReason.QUEUE_FULL))
 MAX_LOOKUPS = 3
 """A request that lost its prefix this often is ranked on the scratch pages."""
+WAITED_PART = 0.5
+"""The part of the time from its receipt to its latest start for which a request waits for a reload that should end by
+then. Full inference without time to spare ends in time less often than such a copy."""
 LEAST_KEPT_BEHIND_OTHERS = 0.2
 """The smallest part of its prefix on which a request is ranked while others wait: an answer on less is worth little,
 and in an overload it would take the device time of requests that can be ranked whole."""
@@ -432,7 +435,9 @@ class Requests:
         return self._context.wait_for_history(work.request.user_id, until_us, again, again)
 
     def _wait_for_prefix(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
-        """Waits for a reload or a fill, as long as full inference would end in time even behind another chunk."""
+        """Waits for a reload or a fill, as long as full inference would end in time even behind another chunk; or for
+        the time of `WAITED_PART`.
+        """
         has_lease = False
         if pending.kind is PendingKind.LOAD:
             work.path, work.prefix_source = Path.DRAM, PrefixSource.DRAM
@@ -452,9 +457,14 @@ class Requests:
         spare_us = self._time_left_us(work, now_us) - int(
             self._full_us(prefix.tokens, work.scored_tokens) + self._chunk_us
         )
+        until_us, received_us = now_us + max(0, spare_us), work.received.received_us
+        # Counted from the receipt: a request that has given up does not wait again.
+        patient_until_us = received_us + WAITED_PART * (work.latest_start_us - received_us)
+        if pending.expected_us is not None and pending.expected_us <= patient_until_us:
+            until_us = max(until_us, int(patient_until_us))
         work.is_promised = True
         self._backlog.put(work, work.latest_start_us)
-        self._context.timers.at(now_us + max(0, spare_us), partial(self._wait_overdue, wait))
+        self._context.timers.at(until_us, partial(self._wait_overdue, wait))
 
     def _posted(self, step: Callable[[_PrefixWait], None], wait: _PrefixWait) -> Callable[[], None]:
         """A call, from any thread, that runs the step on the device thread."""
