@@ -13,6 +13,7 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.admission.risk import (
     CALM_US,
     HORIZON_US,
+    LEAST_DECISIONS,
     LEAST_MARGIN,
     LEAST_SAMPLES,
     MISSED_FOR_US,
@@ -237,9 +238,22 @@ def test_needlessly_prepared_requests_lower_the_margin_and_the_first_status_is_o
     feedback = RiskFeedback(RiskTargets())
     prepared(feedback, 1_000, 1_000, 0)
     assert feedback.margins[SHORT_BUCKET] == 1.0
-    prepared(feedback, 1_040, 1_004, 1)
+    prepared(feedback, 1_340, 1_034, 1)
     assert feedback.margins[SHORT_BUCKET] == 1.0
-    prepared(feedback, 1_060, 1_024, 2)
+    prepared(feedback, 1_360, 1_054, 2)
+    assert feedback.margins[SHORT_BUCKET] < 1.0
+
+
+def test_the_margin_falls_only_after_so_many_decisions_that_a_missed_one_would_have_shown():
+    """It fell with 20 needless ones, again and again, while only a few requests an hour went without a job."""
+    feedback = RiskFeedback(RiskTargets())
+    prepared(feedback, 0, 0, 0)
+    prepared(feedback, 100, 100, 1)
+    judged(feedback, LEAST_DECISIONS - 101, 2)
+    feedback.take("v", report(), 3)
+    assert feedback.margins[SHORT_BUCKET] == 1.0
+    judged(feedback, 1, 4, name="last")
+    feedback.take("v", report(), 5)
     assert feedback.margins[SHORT_BUCKET] < 1.0
 
 
@@ -255,10 +269,10 @@ def test_after_a_rise_the_margin_does_not_fall_for_a_while():
     names = judged(feedback, 50, 0)
     prepared(feedback, 0, 0, 0)
     feedback.take("w", report(missed=tuple(names[:2])), 1)
-    prepared(feedback, 100, 100, SETTLE_US + 1)
-    prepared(feedback, 200, 200, CALM_US)
+    prepared(feedback, 300, 300, SETTLE_US + 1)
+    prepared(feedback, 320, 320, CALM_US)
     assert feedback.margins[SHORT_BUCKET] == RAISE
-    prepared(feedback, 300, 300, CALM_US + 1)
+    prepared(feedback, 340, 340, CALM_US + 1)
     assert feedback.margins[SHORT_BUCKET] < RAISE
 
 

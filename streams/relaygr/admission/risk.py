@@ -200,6 +200,8 @@ KNOWN_BAD_US: Final = 300_000_000
 LEAST_MISSED: Final = 2
 """One missed request is no evidence of a wrong margin."""
 LEAST_PREPARED: Final = 20
+LEAST_DECISIONS: Final = 300
+"""Without a missed one among so many decisions, at most 1 % of them are missed, with a chance of 95 %."""
 _MOST_JUDGED: Final = 1000
 _MOST_PREPARED: Final = 400
 MOST_REMEMBERED: Final = 65_536
@@ -213,9 +215,9 @@ class RiskFeedback:
 
     * The margin rises by 10 % if at least two requests, and more than `missed_share` of the judged ones, were missed;
       by 25 % if that is far more.
-    * It falls by 5 % if at most half of `missed_share` were missed, and more than `needless_share` of at least 20
-      prepared requests were needless; but for 30 s after a rise it stays, and for 5 minutes it does not fall to the
-      value from which it rose.
+    * It falls by 5 % if of at least 300 decisions at most half of `missed_share` were missed, and more than
+      `needless_share` of at least 20 prepared requests were needless; but for 30 s after a rise it stays, and for
+      5 minutes it does not fall to the value from which it rose.
     """
 
     def __init__(self, targets: RiskTargets) -> None:
@@ -283,6 +285,7 @@ class RiskFeedback:
             self._change(bucket, min(MOST_MARGIN, margin * rise), now_us)
         elif (
             counts.prepared >= LEAST_PREPARED
+            and counts.judged + counts.prepared >= LEAST_DECISIONS
             and counts.needless > targets.needless_share * counts.prepared
             and counts.missed <= allowed / 2
             and self._may_fall(bucket, margin / LOWER, now_us)
