@@ -52,6 +52,17 @@ def test_a_prepared_request_is_needless_if_full_inference_had_the_time() -> None
     assert world.registry.get_sample_value("relaygr_worker_preinfer_needless_total") == 1
 
 
+def test_a_prefix_that_the_job_found_in_the_cache_took_no_device_time_and_is_not_counted() -> None:
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    for request_id in ("computes", "finds"):
+        world.job("u", version, request_id)
+        world.run()
+        world.rank("u", version, request_id, budget_us=2 * FULL_US)
+        world.run()
+    assert (report(world).prepared[BUCKET], report(world).needless[BUCKET]) == (1, 1)
+
+
 def test_the_ratio_is_of_measured_and_predicted_full_inference() -> None:
     world = ExecutorWorld(hbm_pages=1024, preinfer_queue_max=1024)
     for number in range(40):

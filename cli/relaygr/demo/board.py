@@ -300,7 +300,7 @@ def print_summary(
         table.add_row(name, *(_ratios(each.device.get(stage)) for each in found))
     table.add_section()
     table.add_row("not at risk, then late or cut", *(_part(each.misjudged, each.not_at_risk) for each in found))
-    table.add_row("pre-inferred needlessly", *(_part(each.needless, each.jobs) for each in found))
+    table.add_row("pre-inferred needlessly", *(_part(each.needless, each.computed) for each in found))
     console.print()
     console.print(table)
     console.print(

@@ -24,6 +24,7 @@ from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.ui.live import LiveCluster
 from relaygr.ui.page import Page
 from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.shared.lock import memory_folder
 
 START_TIMEOUT_S = 120.0
@@ -198,7 +199,12 @@ class DemoStack:
             {stage: quality for stage, quality in qualities.items() if quality is not None},
             not_at_risk=int(trigger.total(decisions, reason=DecisionReason.NOT_AT_RISK)),
             misjudged=int(trigger.total("relaygr_trigger_misjudged_total")),
-            jobs=int(trigger.total(decisions, reason=DecisionReason.ADMITTED)),
+            computed=int(
+                sum(
+                    worker.total("relaygr_worker_preinfer_jobs_total", outcome=JobOutcome.COMPUTED)
+                    for worker in workers
+                )
+            ),
             needless=int(sum(worker.total("relaygr_worker_preinfer_needless_total") for worker in workers)),
         )
 

@@ -56,9 +56,10 @@ class PredictionFigures:
     """Requests for which the trigger sent no job, since full inference would end in time."""
     misjudged: int = 0
     """Those of them that were then late, truncated or rejected."""
-    jobs: int = 0
+    computed: int = 0
+    """Jobs that computed a prefix or its tail. The others found it in the cache."""
     needless: int = 0
-    """Requests with a job that full inference would have answered in time, too."""
+    """Those whose request full inference would have answered in time, too."""
 
 
 @dataclass(frozen=True, slots=True)

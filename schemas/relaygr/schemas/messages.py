@@ -567,7 +567,7 @@ class FullPathReport:
     prepared: Annotated[
         tuple[int, ...],
         ListOf(UInt("requests"), LENGTH_BUCKETS),
-        "requests ranked after a pre-infer job, since the worker's start",
+        "requests whose prefix, or its tail, a pre-infer job computed, since the worker's start",
     ]
     needless: Annotated[
         tuple[int, ...],

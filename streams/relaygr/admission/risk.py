@@ -12,8 +12,9 @@
 
 The worker fills a `FullPathObserver`, whose report is a part of its status. The report names recent requests that full
 inference truncated, rejected or answered late. The trigger remembers the requests that it decided as `not_at_risk`, so
-it knows which of those it misjudged. The report also counts the prefixes that were prepared, and those that were
-prepared needlessly, because full inference would have ended in time.
+it knows which of those it misjudged. The report also counts the prefixes that jobs computed, and those that they
+computed needlessly, because full inference would have ended in time. A prefix that a job found or reloaded took no
+device time, so it is not counted.
 
 Two quantiles of 95 % stand for a chance of about 1 % that both are exceeded or that one is exceeded by far. The margin
 corrects the rest: it rises soon after misjudged requests, and falls in small steps only after a time without a rise.
@@ -105,8 +106,8 @@ class FullPathObserver:
         """Those of `outside` that full inference served."""
         self._runs: tuple[deque[_Run], ...] = tuple(deque(maxlen=runs_per_bucket) for _ in range(LENGTH_BUCKETS))
         self.prepared: deque[tuple[int, int, float]] = deque(maxlen=4096)
-        """Of each request that a job prepared: prefix tokens, scored tokens, and the time in µs that it had left when
-        its device work began."""
+        """Of each request whose prefix a job computed: prefix tokens, scored tokens, and the time in µs that it had
+        left when its device work began."""
         self._missed: deque[tuple[int, str]] = deque(maxlen=MAX_MISSED_IDS)
         self._prepared_counts = [0] * LENGTH_BUCKETS
         self._needless_counts = [0] * LENGTH_BUCKETS

@@ -191,7 +191,7 @@ class WorkerMetrics:
         )
         self._needless = Counter(
             "relaygr_worker_preinfer_needless_total",
-            "Requests ranked after a pre-infer job that full inference would have answered in time, by prediction",
+            "Requests whose prefix a job computed and that full inference would have answered in time, by prediction",
             registry=registry,
         )
         self._full_path_ratio = Gauge(

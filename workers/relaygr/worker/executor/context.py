@@ -214,6 +214,8 @@ class ExecutorContext:
     """Impressions that were answered. A job for one of them is dropped."""
     with_job: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions whose job was received."""
+    computed: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
+    """Impressions whose job has computed their prefix or its tail."""
     leased: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions whose job has prepared their prefix. The poll thread reads it."""
     full_path: FullPathObserver = field(default_factory=FullPathObserver)

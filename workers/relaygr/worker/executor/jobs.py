@@ -51,6 +51,7 @@ class Jobs:
 
     def prefix_computed(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         """The prefix was published."""
+        self._context.computed.add((work.job.user_id, work.job.request_id), self._parts.clock.monotonic_us())
         self._lease(work, prefix)
         self._end(work, JobOutcome.COMPUTED)
 

@@ -588,8 +588,9 @@ class Requests:
         now_us, observer = work.answered_us, self._context.full_path
         assert work.prefix is not None
         tokens, request = work.prefix.tokens, work.request
-        has_job = (request.user_id, request.request_id) in self._context.with_job
-        if has_job and work.path not in _FULL_PATHS and work.started_us is not None:
+        impression = request.user_id, request.request_id
+        has_job = impression in self._context.with_job
+        if impression in self._context.computed and work.path not in _FULL_PATHS and work.started_us is not None:
             observer.prepared.append((tokens, work.scored_tokens, work.answer_by_us - work.started_us))
         if work.path in _PATHS_WITHOUT_WAIT:
             inside_us = now_us - work.received.received_us - work.pre_infer_us - work.rank_us
