@@ -195,7 +195,7 @@ def test_a_request_waits_for_a_reload_that_should_end_soon_although_full_inferen
     assert world.clock.monotonic_us() <= work.deadline_us
 
 
-def test_a_request_gives_a_reload_up_that_takes_more_than_twice_its_time():
+def test_a_request_gives_a_reload_up_after_half_of_the_time_before_its_latest_start():
     world, first = world_with_a_in_dram()
     work = world.rank("a", first, "r3", budget_us=400 * TOKEN_US + HIT_US)
     world.run()

@@ -175,7 +175,7 @@ class RiskTargets:
     missed_share: float = 0.01
     """Largest share of the `not_at_risk` requests that are truncated, rejected or late."""
     needless_share: float = 0.1
-    """Largest share of the prepared requests that full inference would have answered in time."""
+    """Largest share of the requests with a computed prefix that full inference would have answered in time."""
 
 
 @dataclass(slots=True)

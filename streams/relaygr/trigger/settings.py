@@ -80,8 +80,8 @@ class TriggerSettings(Section):
         Field(
             ge=0,
             le=1,
-            description="largest share of the prepared requests that full inference would have answered in time; above "
-            "it the margin of their length falls; 1: it never falls",
+            description="largest share of the requests with a computed prefix that full inference would have answered "
+            "in time; above it the margin of their length falls; 1: it never falls",
         ),
     ] = 0.1
     http_host: str = Field("127.0.0.1", description="address that the HTTP server of metrics and probes listens on")
