@@ -101,6 +101,7 @@ class Form:
 _KEYS = 64
 """Keys of a unit. A page is whole units, or one of fewer keys."""
 _NO_ROW = 2**31 - 1
+"""The first row that sees a key which is none."""
 _ROWS = 256
 """Rows of one call: their sums and q of one head fit into the second-level cache."""
 _POINTERS = ("arena", "table", "q", "lanes", "sums", "out")
