@@ -82,11 +82,11 @@ def converted(source: Tensors, kind: SourceKind, options: ConvertOptions) -> Che
     return Checkpoint(made.config, made.tensors, compute_revision(made.config, made.tensors))
 
 
-def asked(config: ModelConfig) -> list[Request]:
-    """Requests with histories of all lengths; the scores are still zeros."""
+def asked(config: ModelConfig, histories: Sequence[int] = HISTORIES) -> list[Request]:
+    """Requests with histories of these lengths; the scores are still zeros."""
     random = np.random.default_rng(0)
     requests = []
-    for number, length in enumerate(HISTORIES):
+    for number, length in enumerate(histories):
         times = 1_600_000_000_000 + np.sort(random.integers(0, 600, length)) * 1000
         behaviours = Behaviours(
             random.integers(0, config.vocabulary_size, length), random.integers(0, 4, length).astype(np.uint16), times
@@ -209,6 +209,40 @@ def test_two_wrong_options_are_named_together(tmp_path: Path) -> None:
     done = compared(tmp_path, converted(meta_source(), SourceKind.META, meta_options()), wrong)
     assert "all 8 requests agree" in done.output, done.output
     assert "--heads 2" in done.output and "--normalizer 40" in done.output
+
+
+MANY = (*range(7), *range(7), *range(7), *range(7, 26))
+"""Histories of 40 requests, which the search does not try at once. Those of less than 7 hide a feature."""
+
+
+def hiding(user_id: int) -> dict[str, Any]:
+    return {"features": (SourceFeature(name="user_id", min_tokens=user_id), SourceFeature(name="region", min_tokens=0))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "wrong"), [(17, {}), (20, {}), (19, {"heads": 1})])
+def test_a_limit_between_the_lengths_of_the_sample_is_found(tmp_path: Path, least: int, wrong: dict[str, Any]) -> None:
+    """Requests outside the sample lie between its lengths, and tell the limit."""
+    right = converted(meta_source(), SourceKind.META, meta_options(**hiding(least)))
+    requests = scored(right, asked(right.config, MANY))
+    shown = converted(meta_source(), SourceKind.META, meta_options(**hiding(0), **wrong))
+    done = run(tmp_path, shown, write(tmp_path / "requests.jsonl", lines_of(requests, right.config)))
+    assert "With this change all 40 requests agree" in done.output, done.output
+    assert f"--hide-below user_id={least}" in done.output
+    assert "heads" not in wrong or "--heads 2" in done.output
+
+
+@pytest.mark.slow
+def test_requests_that_a_cause_does_not_explain_are_counted(tmp_path: Path) -> None:
+    right = converted(meta_source(), SourceKind.META, meta_options())
+    rows = lines_of(scored(right, asked(right.config, MANY)), right.config)
+    rows[37]["scores"]["click"][0] *= 1.001
+    wrong = converted(meta_source(), SourceKind.META, meta_options(heads=1))
+    done = run(tmp_path, wrong, write(tmp_path / "requests.jsonl", rows))
+    assert done.exit_code == 1
+    text = " ".join(done.output.split())
+    assert "With this change 39 of 40 requests agree; request 38 has the worst error" in text, done.output
+    assert "--heads 2" in text and "None of the usual causes" not in text
 
 
 def shifted_actions(row: dict[str, Any]) -> None:

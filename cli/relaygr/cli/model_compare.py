@@ -18,8 +18,9 @@ from relaygr.cli.options import JsonOption
 from relaygr.cli.texts import print_json, printable, stdout_console
 
 if TYPE_CHECKING:
-    from relaygr.compare.comparison import Cause, Comparison
+    from relaygr.compare.comparison import Comparison
     from relaygr.compare.measures import TaskAgreement
+    from relaygr.compare.search import Found
 
 EXIT_DIFFERENT = 1
 
@@ -83,15 +84,21 @@ def compare_command(
     if search:
         console.print("The scores differ. Trying the usual causes ...")
         cause = find_cause(checkpoint, opened, asked, comparison, tolerance, search_seconds)
-        _print_cause(console, cause, comparison, tolerance, len(asked))
+        _print_cause(console, cause, comparison, tolerance)
     raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _as_json(comparison: Comparison, tolerance: float, cause: Cause | None) -> dict[str, object]:
+def _as_json(comparison: Comparison, tolerance: float, cause: Found | None) -> dict[str, object]:
     found = None
     if cause is not None:
-        changes = [{"text": change.text, "remedy": change.remedy} for change in cause.found.best.trial.changes]
-        found = {"worst_error": cause.error, "explains": cause.error <= tolerance, "changes": changes}
+        changes = [{"text": change.text, "remedy": change.remedy} for change in cause.best.trial.changes]
+        error, agreeing = max(cause.errors), cause.agreeing(tolerance)
+        found = {
+            "worst_error": error,
+            "explains": error <= tolerance,
+            "agreeing_requests": agreeing,
+            "changes": changes,
+        }
     return {**asdict(comparison), "agrees": comparison.agrees(tolerance), "tolerance": tolerance, "cause": found}
 
 
@@ -122,24 +129,29 @@ def _cells(agreement: TaskAgreement) -> tuple[str, ...]:
     )
 
 
-def _print_cause(console: Console, cause: Cause, comparison: Comparison, tolerance: float, requests: int) -> None:
+def _print_cause(console: Console, cause: Found, comparison: Comparison, tolerance: float) -> None:
     from relaygr.compare.comparison import LIKE_BFLOAT16, looks_rounded
 
-    search, error = cause.found, cause.error
-    table = Table("worst error", f"with ({len(search.sample)} of {requests} requests)")
-    start = next(outcome for outcome in search.tried if not outcome.trial.changes)
-    better = [outcome for outcome in search.tried if outcome.worst < _BETTER * start.worst]
+    requests, error = comparison.requests, max(cause.errors)
+    table = Table("worst error", f"with ({len(cause.sample)} of {requests} requests)")
+    start = next(outcome for outcome in cause.tried if not outcome.trial.changes)
+    better = [outcome for outcome in cause.tried if outcome.worst < _BETTER * start.worst]
     for outcome in [*better[:_SHOWN_TRIALS], start]:
         changes = "; ".join(change.text for change in outcome.trial.changes) or "no change"
         table.add_row(f"{outcome.worst:.1e}", printable(changes))
     console.print(table)
-    console.print(f"{len(search.tried)} trials{'' if search.in_time else '; the time was up before all were tried'}.")
-    best = search.best.trial
+    console.print(f"{cause.trials} trials{'' if cause.in_time else '; the time was up before all were tried'}.")
     if error <= tolerance:
         console.print(f"With this change all {requests} requests agree, with a worst error of {error:.1e}:")
-        for change in best.changes:
-            console.print(f"  {printable(change.text)}: {printable(change.remedy)}")
+    elif cause.best.worst <= tolerance:
+        console.print(
+            f"With this change {cause.agreeing(tolerance)} of {requests} requests agree; request "
+            f"{cause.errors.index(error) + 1} has the worst error, {error:.1e}:"
+        )
+    else:
+        console.print("None of the usual causes explains the difference; the table shows what makes it smaller.")
+        if looks_rounded(comparison) and cause.best.worst > start.worst / 2:
+            console.print(LIKE_BFLOAT16)
         return
-    console.print("None of the usual causes explains the difference; the table shows what makes it smaller.")
-    if looks_rounded(comparison) and search.best.worst > start.worst / 2:
-        console.print(LIKE_BFLOAT16)
+    for change in cause.best.trial.changes:
+        console.print(f"  {printable(change.text)}: {printable(change.remedy)}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from relaygr.compare.measures import TaskAgreement, agreement, relative_errors
 from relaygr.compare.requests import Request
 from relaygr.compare.running import Scorer
-from relaygr.compare.search import Found, Search, trial_scores
+from relaygr.compare.search import Found, Search
 from relaygr.worker.device import Device
 from relaygr.worker.model.checkpoint import Checkpoint
 
@@ -42,14 +40,6 @@ class Comparison:
         return max(self.cached_error, *self.errors) <= tolerance
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """The result of a search, and the worst error of its best trial on all requests."""
-
-    found: Found
-    error: float
-
-
 def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request], top_k: int) -> Comparison:
     """Scores all requests in both ways. Raises RelayError if one is too long for the model."""
     scorer = Scorer(checkpoint, device, requests)
@@ -75,13 +65,10 @@ def find_cause(
     comparison: Comparison,
     tolerance: float,
     seconds: float,
-) -> Cause:
+) -> Found:
     """Searches for changes that make the scores agree."""
     search = Search(checkpoint, device, requests, tolerance, seconds)
-    found = search.run(comparison.errors, looks_rounded(comparison))
-    whole = replace(found.best.trial, requests=tuple(requests))
-    errors = relative_errors(trial_scores(whole, device), [request.scores for request in whole.changed_requests()])
-    return Cause(found, float(np.concatenate(errors).max()))
+    return search.run(comparison.errors, looks_rounded(comparison))
 
 
 def looks_rounded(comparison: Comparison) -> bool:

@@ -1,8 +1,8 @@
 """Searches for changes that make a model agree with the scores of its source.
 
 Round 1 tries each suspect alone on a sample of the requests. If none makes the scores agree, the next round tries all
-suspects on top of the best trials, and so on. The caller checks the result on all requests. Two suspects follow from
-measurements:
+suspects on top of the best trials, and so on. If the scores of the sample agree and those of other requests do not, the
+worst of these requests join the sample, and the search begins again. Two suspects follow from measurements:
 
 * N. Scores depend smoothly on 1/N, so Gauss-Newton steps find a constant. The lengths of the source's batches are tried
   as well, since Meta's code divides by them.
@@ -29,6 +29,8 @@ from relaygr.worker.device import Device
 from relaygr.worker.model.checkpoint import Checkpoint
 
 SAMPLE_REQUESTS = 12
+_ADDED_REQUESTS = 6
+"""The most requests that join the sample at once."""
 _BEST_TRIALS = 4
 _MOST_ROUNDS = 5
 _GAIN = 0.99
@@ -50,13 +52,21 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best outcome on the sample, and the outcomes of all trials, the best first."""
+    """The best outcome on the sample, and the outcomes of all trials on it, the best first."""
 
     best: Outcome
     tried: tuple[Outcome, ...]
     sample: tuple[int, ...]
+    errors: tuple[float, ...]
+    """The worst error of each request, those outside the sample too, with the best trial."""
+    trials: int
+    """With those on earlier samples."""
     in_time: bool
     """False if the time was up before all suspects were tried."""
+
+    def agreeing(self, tolerance: float) -> int:
+        """The number of requests that agree."""
+        return sum(error <= tolerance for error in self.errors)
 
 
 class _TimeIsUpError(Exception):
@@ -64,7 +74,7 @@ class _TimeIsUpError(Exception):
 
 
 class Search:
-    """The search for one model. `requests`: all, since they give the lengths of batches."""
+    """The search for one model. `requests`: all, since they give the lengths of batches, and show whether all agree."""
 
     def __init__(
         self, checkpoint: Checkpoint, device: Device, requests: Sequence[Request], tolerance: float, seconds: float
@@ -77,17 +87,33 @@ class Search:
         self._end_s = float("inf")
         self._tried: list[Outcome] = []
         self._expanded: list[Trial] = []
+        self._trials_made = 0
 
     def run(self, errors: Sequence[float], looks_rounded: bool) -> Found:
         """`errors`: the worst error of each request with the model as it is.
 
         `looks_rounded`: combinations are searched only on top of a change that halves the error.
         """
-        sample = _sample(self._requests, errors)
-        start = Trial(self._checkpoint, tuple(self._requests[number] for number in sample))
-        in_time = True
-        best = [self.outcome(start)]
         self._end_s = time.monotonic() + self._seconds
+        found = self._search(_sample(self._requests, errors), looks_rounded)
+        while found.best.worst <= self._tolerance < max(found.errors):
+            others = [number for number in _worst_first(found.errors) if number not in found.sample]
+            worst = [number for number in others[:_ADDED_REQUESTS] if found.errors[number] > self._tolerance]
+            if not worst:
+                break
+            after = self._search(tuple(sorted({*found.sample, *worst})), looks_rounded)
+            if after.best.worst > self._tolerance:
+                return replace(found, trials=self._trials_made, in_time=after.in_time)
+            found = after
+        return found
+
+    def _search(self, sample: tuple[int, ...], looks_rounded: bool) -> Found:
+        """The search on one sample."""
+        self._tried, self._expanded = [], []
+        start = Trial(self._checkpoint, tuple(self._requests[number] for number in sample))
+        # The model as it is needs no time, so that there is always an outcome.
+        best = [self._measured(start, trial_scores(start, self._device))]
+        in_time = True
         try:
             for number in range(_MOST_ROUNDS):
                 before = best[0]
@@ -98,7 +124,10 @@ class Search:
         except _TimeIsUpError:
             in_time = False
         tried = sorted(self._tried, key=lambda outcome: (outcome.worst, len(outcome.trial.changes)))
-        return Found(tried[0], tuple(tried), sample, in_time)
+        whole = replace(tried[0].trial, requests=self._requests)
+        errors = _errors(whole, trial_scores(whole, self._device))
+        worst = tuple(float(own.max()) for own in errors)
+        return Found(tried[0], tuple(tried), sample, worst, self._trials_made, in_time)
 
     def _round(self, best: Sequence[Outcome]) -> list[Outcome]:
         """The best trials with one change more, and those before."""
@@ -124,13 +153,14 @@ class Search:
 
     def outcome(self, trial: Trial) -> Outcome:
         """Runs a trial. Raises _TimeIsUpError."""
-        errors = np.concatenate(self._errors(trial))
+        return self._measured(trial, self.scores(trial))
+
+    def _measured(self, trial: Trial, scores: Sequence[Scores]) -> Outcome:
+        errors = np.concatenate(_errors(trial, scores))
         outcome = Outcome(trial, float(errors.max()), float((errors**2).mean()))
         self._tried.append(outcome)
+        self._trials_made += 1
         return outcome
-
-    def _errors(self, trial: Trial) -> list[Scores]:
-        return relative_errors(self.scores(trial), [request.scores for request in trial.changed_requests()])
 
     def scores(self, trial: Trial) -> list[Scores]:
         """Our scores in a trial. Raises _TimeIsUpError."""
@@ -216,7 +246,9 @@ class Search:
         described = trial.config.contextual_features
         chosen = [tuple(range(len(described)))] if len(described) > 1 else []
         lengths = np.array([request.tokens for request in trial.requests])
-        limits = [0, *np.unique(lengths).tolist(), int(lengths.max()) + 1]
+        # Requests outside the sample have other lengths, between which the limit can lie.
+        known = np.unique([request.tokens for request in self._requests])
+        limits = [0, *known.tolist(), int(known.max()) + 1]
         for which in (*chosen, *((index,) for index in range(len(described)))):
 
             def limited(least: int, which: tuple[int, ...] = which) -> Trial:
@@ -226,16 +258,16 @@ class Search:
                 )
                 told = " ".join(f"--hide-below {described[index].name}={least}" for index in which)
                 names = " and ".join(described[index].name for index in which)
-                below = int(lengths[lengths < least].max(initial=-1)) + 1
+                below = int(known[known < least].max(initial=-1)) + 1
                 text = f"{names} hidden below {least} tokens" if least else f"{names} never hidden"
                 if least and below < least:
-                    text += f" (any from {below} fits)"
+                    text += f" (any from {below} to {least} fits)"
                 change = Change(text, f"convert with {told}", f"hidden {names}")
                 return trial.configured(change, contextual_features=changed)
 
             shown, hidden = (
-                np.array([float((errors**2).sum()) for errors in self._errors(limited(least))])
-                for least in (0, _ALWAYS_HIDDEN)
+                np.array([float((errors**2).sum()) for errors in _errors(other, self.scores(other))])
+                for other in (limited(0), limited(_ALWAYS_HIDDEN))
             )
             sums = [float(np.where(lengths < least, hidden, shown).sum()) for least in limits]
             best = limits[int(np.argmin(sums))]
@@ -249,6 +281,10 @@ VARYING = (
 )
 _N = "normalizer"
 _NO_CHANGE = Change("", "")
+
+
+def _errors(trial: Trial, scores: Sequence[Scores]) -> list[Scores]:
+    return relative_errors(scores, [request.scores for request in trial.changed_requests()])
 
 
 def trial_scores(trial: Trial, device: Device) -> list[Scores]:
@@ -272,9 +308,13 @@ def _sample(requests: Sequence[Request], errors: Sequence[float]) -> tuple[int, 
     by_length = sorted(range(len(requests)), key=lambda number: requests[number].tokens)
     spread = np.linspace(0, len(by_length) - 1, min(SAMPLE_REQUESTS // 2, len(by_length))).round().astype(int)
     chosen = dict.fromkeys(by_length[place] for place in spread)
-    worst: Callable[[int], float] = lambda number: -errors[number]  # noqa: E731 - a sort key
-    for number in sorted(range(len(requests)), key=worst):
+    for number in _worst_first(errors):
         if len(chosen) >= SAMPLE_REQUESTS:
             break
         chosen[number] = None
     return tuple(sorted(chosen))
+
+
+def _worst_first(errors: Sequence[float]) -> list[int]:
+    """The numbers of the requests, that of the largest error first."""
+    return sorted(range(len(errors)), key=errors.__getitem__, reverse=True)
