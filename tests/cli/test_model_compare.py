@@ -293,18 +293,56 @@ def test_a_wrong_content_of_the_file_is_named(
     assert remedy in done.output
 
 
-def test_a_source_that_divides_by_the_length_of_its_batch_is_recognised(tmp_path: Path) -> None:
-    """No constant N reproduces its scores."""
-    model = converted(meta_source(), SourceKind.META, meta_options())
-    requests = asked(model.config)
+def scored_in_batches(
+    checkpoint: Checkpoint, requests: Sequence[Request], length_of: Callable[[Sequence[Request]], int]
+) -> list[Request]:
+    """With the scores of a source whose N is a length of the batch."""
     found = []
     for start in range(0, len(requests), REQUESTS_OF_A_BATCH):
         batch = requests[start : start + REQUESTS_OF_A_BATCH]
-        padded = 2 + max(len(request.behaviours) for request in batch) + CANDIDATES
-        config = model.config.model_copy(update={"normalizer": float(padded)})
-        found += scored(replace(model, config=config), batch)
+        config = checkpoint.config.model_copy(update={"normalizer": float(length_of(batch))})
+        found += scored(replace(checkpoint, config=config), batch)
+    return found
+
+
+def padded_by_meta(batch: Sequence[Request]) -> int:
+    return 2 + max(len(request.behaviours) for request in batch) + CANDIDATES
+
+
+def test_a_source_that_divides_by_the_length_of_its_batch_is_recognised(tmp_path: Path) -> None:
+    """No constant N reproduces its scores."""
+    model = converted(meta_source(), SourceKind.META, meta_options())
+    found = scored_in_batches(model, asked(model.config), padded_by_meta)
     done = run(tmp_path, model, write(tmp_path / "requests.jsonl", lines_of(found, model.config)))
     assert "N is the padded length of the batch, 21 to 47: no constant reproduces scores" in done.output, done.output
+
+
+def with_more_ages(checkpoint: Checkpoint) -> Checkpoint:
+    """Ages differ beyond the width of the time table. They weigh so little that their errors look like rounding."""
+    import torch
+
+    tensors = checkpoint.tensors
+    width = checkpoint.config.embedding_dim
+    times = torch.randn(64, width, generator=torch.Generator().manual_seed(0)) * 0.15
+    config = checkpoint.config.model_copy(update={"num_times": 64})
+    return replace(checkpoint, config=config, tensors={**tensors, "times.weight": times})
+
+
+@pytest.mark.slow
+def test_metas_code_on_a_cpu_is_recognised_by_two_changes(tmp_path: Path) -> None:
+    """N is that of the batch, and ages are limited to the table's width. Neither change alone halves the error."""
+    model = with_more_ages(converted(meta_source(), SourceKind.META, meta_options()))
+    width = model.config.embedding_dim
+    limited = replace(
+        model,
+        config=model.config.model_copy(update={"num_times": width}),
+        tensors={**model.tensors, "times.weight": model.tensors["times.weight"][:width]},
+    )
+    found = scored_in_batches(limited, asked(model.config), padded_by_meta)
+    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", lines_of(found, model.config)))
+    assert "With this change all 8 requests agree" in done.output, done.output
+    assert "N is the padded length of the batch" in done.output
+    assert "Meta's CPU reference (pt_position.py) limits ages" in " ".join(done.output.split())
 
 
 @pytest.mark.slow

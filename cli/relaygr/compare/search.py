@@ -35,7 +35,7 @@ _BEST_TRIALS = 4
 _MOST_ROUNDS = 5
 _GAIN = 0.99
 _HALF = 0.25
-"""A round must reduce the mean square error at least to this share."""
+"""Shares to which the mean square error must fall for another round."""
 _GRID = tuple(4.0**power for power in range(-4, 5))
 _STEPS = 8
 _ALWAYS_HIDDEN = 65_536
@@ -92,7 +92,7 @@ class Search:
     def run(self, errors: Sequence[float], looks_rounded: bool) -> Found:
         """`errors`: the worst error of each request with the model as it is.
 
-        `looks_rounded`: combinations are searched only on top of a change that halves the error.
+        `looks_rounded`: more than two changes are combined only if two halve the error.
         """
         self._end_s = time.monotonic() + self._seconds
         found = self._search(_sample(self._requests, errors), looks_rounded)
@@ -112,14 +112,16 @@ class Search:
         self._tried, self._expanded = [], []
         start = Trial(self._checkpoint, tuple(self._requests[number] for number in sample))
         # The model as it is needs no time, so that there is always an outcome.
-        best = [self._measured(start, trial_scores(start, self._device))]
+        first = self._measured(start, trial_scores(start, self._device))
+        best = [first]
         in_time = True
         try:
             for number in range(_MOST_ROUNDS):
                 before = best[0]
                 best = self._round(best)
-                least = _HALF if looks_rounded and number == 0 else _GAIN
-                if best[0].worst <= self._tolerance or best[0].mean_square > least * before.mean_square:
+                if best[0].worst <= self._tolerance or best[0].mean_square > _GAIN * before.mean_square:
+                    break
+                if looks_rounded and number == 1 and best[0].mean_square > _HALF * first.mean_square:
                     break
         except _TimeIsUpError:
             in_time = False
