@@ -317,6 +317,19 @@ def test_a_source_that_divides_by_the_length_of_its_batch_is_recognised(tmp_path
     assert "N is the padded length of the batch, 21 to 47: no constant reproduces scores" in done.output, done.output
 
 
+@pytest.mark.slow
+def test_the_length_of_a_batch_in_nvidias_training_is_recognised(tmp_path: Path) -> None:
+    """Each candidate has a token of an action there: one feature, and two tokens for each item."""
+    model = nvidia("fused")
+    found = scored_in_batches(
+        model, asked(model.config), lambda batch: 1 + 2 * max(len(request.behaviours) + CANDIDATES for request in batch)
+    )
+    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", lines_of(found, model.config)))
+    text = " ".join(done.output.split())
+    assert "With this change all 8 requests agree" in text, done.output
+    assert "N is the longest length of the batch, with two tokens for each candidate, 39 to 91" in text
+
+
 def with_more_ages(checkpoint: Checkpoint) -> Checkpoint:
     """Ages differ beyond the width of the time table. They weigh so little that their errors look like rounding."""
     import torch

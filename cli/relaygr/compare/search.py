@@ -5,7 +5,7 @@ suspects on top of the best trials, and so on. If the scores of the sample agree
 worst of these requests join the sample, and the search begins again. Two suspects follow from measurements:
 
 * N. Scores depend smoothly on 1/N, so Gauss-Newton steps find a constant. The lengths of the source's batches are tried
-  as well, since Meta's code divides by them.
+  as well, since Meta's and NVIDIA's code divide by them.
 * Features that are hidden from short sequences. The requests are scored once with and once without the feature, and
   the lengths of those that agree better without it give the limit.
 """
@@ -27,6 +27,7 @@ from relaygr.compare.suspects import SUSPECTS
 from relaygr.compare.trial import Change, Trial
 from relaygr.worker.device import Device
 from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.options import InputForm
 
 SAMPLE_REQUESTS = 12
 _ADDED_REQUESTS = 6
@@ -194,10 +195,16 @@ class Search:
             return
         padded: dict[int, float] = {}
         longest: dict[int, float] = {}
+        doubled: dict[int, float] = {}
         for batch, members in batches.items():
             padded[batch] = max(map(of_prefix, members)) + max(request.candidates.size for request in members)
             longest[batch] = max(map(own, members))
-        for text, lengths in (("the padded length of the batch", padded), ("the longest length of the batch", longest)):
+            doubled[batch] = layout.tokens(max(request.tokens for request in members))
+        kinds = {"the padded length of the batch": padded, "the longest length of the batch": longest}
+        if config.inputs is InputForm.INTERLEAVED:
+            # NVIDIA's code for training has an action beside each candidate.
+            kinds["the longest length of the batch, with two tokens for each candidate"] = doubled
+        for text, lengths in kinds.items():
 
             def of_batch(request: Request, lengths: dict[int, float] = lengths) -> float:
                 return float(lengths[request.batch or 0])
