@@ -77,7 +77,7 @@ def test_the_option_for_three_blocks_is_required_only_if_shapes_do_not_decide() 
     for k in range(2):
         wide[f"_hstu._attention_layers.{k}._uvqk"] = torch.zeros(D, 32)
         wide[f"_hstu._attention_layers.{k}._o.weight"] = torch.zeros(D, 12)
-    with pytest.raises(RelayError, match="--concatenated"):
+    with pytest.raises(RelayError, match=r"--concatenated \(or --not-concatenated: "):
         convert_state_dict(StateDict(wide), SourceKind.RESEARCH, options_of(), "here")
 
 

@@ -145,7 +145,7 @@ _WHAT = {
     "features": "the name of each contextual feature, in the source's order, as NAME[=TOKENS]",
     "item_features": "the name of each feature of an item beside its id, in the source's order",
     "action_weights": "the bit of each kind of action, in the source's order",
-    "concatenated": "yes or no: whether its output projection reads three blocks",
+    "concatenated": "or --not-concatenated: whether its output projection reads three blocks",
     "pipeline": "the pipeline.config that TorchEasyRec saves in the folder of the model",
     "projection": "contiguous or per_head: the order of the columns of the joint projection",
 }
