@@ -398,6 +398,49 @@ def test_an_npz_file_holds_the_same(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
 
 
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pa_parquet
+
+    pa_parquet.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
+    model = converted(meta_source(), SourceKind.META, meta_options())
+    rows = lines_of(scored(model, asked(model.config)), model.config)
+    for number, row in enumerate(rows):
+        row["features"] = {name: [value] for name, value in row["features"].items()}
+        if number % 2:
+            row["batch"] = None
+    config, lines = model.config, write(tmp_path / "requests.jsonl", rows)
+    asked_for = write_parquet(tmp_path / "r.parquet", [{k: v for k, v in row.items() if k != "scores"} for row in rows])
+    # The index of a pandas frame whose rows were filtered is a column.
+    scores = [{"scores": row["scores"], "__index_level_0__": 2 * number} for number, row in enumerate(rows)]
+    given = write_parquet(tmp_path / "s.parquet", scores)
+    pairs = zip(read_requests(asked_for, given, config), read_requests(lines, lines, config), strict=True)
+    for ours, theirs in pairs:
+        assert ours.behaviours == theirs.behaviours
+        assert ours.features.tolist() == theirs.features.tolist()
+        assert ours.candidates.tolist() == theirs.candidates.tolist()
+        assert (ours.query_time_ms, ours.batch) == (theirs.query_time_ms, theirs.batch)
+        assert (ours.scores == theirs.scores).all()
+    done = run(tmp_path, model, asked_for, "--scores", given)
+    assert done.exit_code == 0, done.output
+
+
+def test_a_parquet_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    model = converted(meta_source(), SourceKind.META, meta_options())
+    rows = lines_of(asked(model.config), model.config)
+    rows[0]["user"] = 7
+    with pytest.raises(RelayError, match="the file has user; known are actions, batch"):
+        read_requests(write_parquet(tmp_path / "r.parquet", rows), tmp_path / "r.parquet", model.config)
+    del rows[0]["user"]
+    del rows[1]["features"]["region"]
+    with pytest.raises(RelayError, match="request 2: it has no 'region'"):
+        read_requests(write_parquet(tmp_path / "r.parquet", rows), tmp_path / "r.parquet", model.config)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -430,6 +473,7 @@ def test_files_that_are_no_requests_are_refused(tmp_path: Path) -> None:
         ("b.jsonl", "[1]", "line 1 is not an object"),
         ("c.jsonl", "text", "line 1 is not JSON"),
         ("d.npz", "text", "cannot be read as requests"),
+        ("d.parquet", "text", "cannot be read as requests"),
         ("e.jsonl", '{"items": []}\n{"items": []}', "has 2 requests, "),
     ):
         (tmp_path / name).write_text(content)

@@ -17,6 +17,7 @@ from relaygr.schemas.version import __version__
 OPTIONAL = {
     "matplotlib": "bench",
     "opentelemetry": "tracing",
+    "pyarrow": "bench",
     "scipy": "bench",
     "testcontainers": "bench",
     "torch_npu": "npu",

@@ -32,7 +32,7 @@ _BETTER = 0.95
 def compare_command(
     model: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
     requests: Annotated[
-        Path, typer.Option(help="Requests, as JSON lines or .npz (docs/checkpoints.md).", show_default=False)
+        Path, typer.Option(help="Requests, as JSON lines, .parquet or .npz (docs/checkpoints.md).", show_default=False)
     ],
     scores: Annotated[
         Path | None, typer.Option(help="Scores of the source.", show_default="in the file of the requests")

@@ -1,6 +1,6 @@
-"""Reads requests, and the scores that a source gave for them, from JSON lines or an .npz file (docs/checkpoints.md).
+"""Reads requests, and the scores that a source gave for them, from JSON lines, Parquet or .npz (docs/checkpoints.md).
 
-Both forms hold the same: for each request the history (items, actions, times), the values of the user's features, the
+All forms hold the same: for each request the history (items, actions, times), the values of the user's features, the
 candidates, the query time, the number of the source's batch, and a score for each candidate and task. A file may hold
 requests, scores, or both. Features and tasks have names, so that their order in the file does not matter.
 """
@@ -28,6 +28,7 @@ UNKNOWN = -1
 """The value of a feature that a request does not have."""
 _FEATURE = "features/"
 _SCORE = "scores/"
+_INDEX = "__index_level_"
 _LARGEST_ACTION = np.iinfo(np.uint16).max
 _FIELDS = frozenset({"items", "actions", "timestamps_ms", "query_time_ms", "features", "candidates", "scores", "batch"})
 
@@ -151,8 +152,9 @@ def _scores(row: _Row, count: int, config: ModelConfig) -> Scores:
 
 
 def _read(path: Path) -> Sequence[_Row]:
+    read = {".npz": _read_npz, ".parquet": _read_parquet}.get(path.suffix, _read_lines)
     try:
-        return _read_npz(path) if path.suffix == ".npz" else _read_lines(path)
+        return read(path)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise RelayError(f"{path} cannot be read as requests: {error}.") from error
 
@@ -177,6 +179,23 @@ def _read_lines(path: Path) -> Sequence[_Row]:
 def _check_names(names: set[str], where: str) -> None:
     if names - _FIELDS:
         raise ValueError(f"{where} has {', '.join(sorted(names - _FIELDS))}; known are {', '.join(sorted(_FIELDS))}")
+
+
+def _read_parquet(path: Path) -> Sequence[_Row]:
+    """A row for each request, a column for each field of JSON lines."""
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(path).read()
+    # pandas writes an index that has gaps as a column of its own.
+    table = table.drop_columns([name for name in table.column_names if name.startswith(_INDEX)])
+    _check_names(set(table.column_names), "the file")
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for row in rows:
+        for name in ("features", "scores"):
+            # Every row has the names of all rows.
+            if isinstance(row.get(name), dict):
+                row[name] = {own: value for own, value in row[name].items() if value is not None}
+    return rows
 
 
 def _read_npz(path: Path) -> Sequence[_Row]:
