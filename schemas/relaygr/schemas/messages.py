@@ -558,11 +558,11 @@ class FullPathReport:
     outside_us: Annotated[
         int,
         UInt("µs"),
-        "P95 of the recent time of a ranking request outside its device work: from the gateway to the worker, in the "
+        "P99 of the recent time of a ranking request outside its device work: from the gateway to the worker, in the "
         "queue, in the worker's own code, and the reply margin",
     ]
     ratios: Annotated[
-        tuple[float, ...], ListOf(Real(), LENGTH_BUCKETS), "P95 of measured / predicted device time of full inference"
+        tuple[float, ...], ListOf(Real(), LENGTH_BUCKETS), "P99 of measured / predicted device time of full inference"
     ]
     prepared: Annotated[
         tuple[int, ...],

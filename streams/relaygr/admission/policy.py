@@ -153,11 +153,11 @@ class OwnerView:
     ranking_queue_p99_us: int
     preinfer_queue_us: int
     outside_us: int | None = None
-    """P95 of a ranking request's time outside device work. None: an older worker, which sends only its queue's P99."""
+    """P99 of a ranking request's time outside device work. None: an older worker, which sends only its queue's P99."""
     full_outside_us: int | None = None
     """`outside_us` of the requests that full inference served. None: few lately, or an older worker."""
     full_path_ratios: tuple[float, ...] = NO_FACTORS
-    """P95 of measured / predicted device time of full inference, by length bucket."""
+    """P99 of measured / predicted device time of full inference, by length bucket."""
     lead_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """A low quantile of measured / expected lead time, by scenario. Absent: too few were measured lately."""
     reuses_prefixes: bool = True

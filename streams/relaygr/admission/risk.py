@@ -2,12 +2,12 @@
 
     at risk    outside + ratio × margin × max(T_full, T_pre + T_hit) > ranking budget
 
-* `outside`: P95 of the time of recent ranking requests that is not device work: the way from the gateway to the
+* `outside`: P99 of the time of recent ranking requests that is not device work: the way from the gateway to the
   worker, the queue, the worker's own code, and the reply margin. The worker measures it as one sum for each request,
   and once more for those that full inference served: short work overtakes them, so under load they wait far longer.
   The larger one counts, since full inference that would have waited for too long was cut and is not measured.
 * T_pre + T_hit is the time by which the worker plans full inference; T_full is corrected by the measured ones.
-* `ratio`: P95 of measured / predicted device time of full inference, by length bucket, from the worker.
+* `ratio`: P99 of measured / predicted device time of full inference, by length bucket, from the worker.
 * `margin`: the trigger's correction by length bucket, from the outcomes of its own decisions (`RiskFeedback`).
 
 The worker fills a `FullPathObserver`, whose report is a part of its status. The report names recent requests that full
@@ -16,8 +16,8 @@ it knows which of those it misjudged. The report also counts the prefixes that j
 computed needlessly, because full inference would have ended in time. A prefix that a job found or reloaded took no
 device time, so it is not counted.
 
-Two quantiles of 95 % stand for a chance of about 1 % that both are exceeded or that one is exceeded by far. The margin
-corrects the rest: it rises soon after misjudged requests, and falls in small steps only after a time without a rise.
+Two quantiles of 99 % are rarely exceeded together, and one alone seldom by far. The margin corrects the rest: it rises
+soon after misjudged requests, and falls in small steps only after a time without a rise.
 
 Pure: no clock, no I/O. A bucket is the bit length of the number of prefix tokens.
 """
@@ -32,7 +32,10 @@ from typing import Final
 from relaygr.admission.latency import LatencyModel, length_bucket
 from relaygr.schemas.messages import LENGTH_BUCKETS, MAX_MISSED_IDS, FullPathReport
 
-QUANTILE: Final = 0.95
+QUANTILE: Final = 0.99
+"""With 0.95 and a target of 1 %, requests that were not at risk alone used up a limit of 1 % late ones. A job too many
+costs no device time if its request comes: the request itself would compute the prefix."""
+USUAL: Final = 0.95
 LEAST_RATIO: Final = 0.5
 MOST_RATIO: Final = 8.0
 LEAST_MARGIN: Final = 0.7
@@ -123,8 +126,10 @@ class FullPathObserver:
     def report(self, latency: LatencyModel, now_us: int) -> FullPathReport:
         """The report, with predictions of the latency model that the same status carries."""
         outside_us, full_outside_us = self._outside_us(now_us), self._full_outside_us(now_us)
-        # Full inference would have begun later than the request on its prepared prefix.
-        later_us = 0.0 if full_outside_us is None else max(0.0, full_outside_us - outside_us)
+        # Full inference would have begun later than the request on its prepared prefix. Among all requests, those that
+        # it served are few, but not so few that a higher quantile would leave them out.
+        usual_full_us = self._full_outside_us(now_us, USUAL)
+        later_us = 0.0 if usual_full_us is None else max(0.0, usual_full_us - self._outside_us(now_us, USUAL))
         while self.prepared:
             prefix_tokens, scored_tokens, left_us = self.prepared.popleft()
             bucket = length_bucket(prefix_tokens)
@@ -140,17 +145,17 @@ class FullPathObserver:
             full_outside_us=None if full_outside_us is None else round(full_outside_us),
         )
 
-    def _outside_us(self, now_us: int) -> float:
+    def _outside_us(self, now_us: int, share: float = QUANTILE) -> float:
         observed = self.outside.copy()
         recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= HORIZON_US]
         if len(recent) < LEAST_SAMPLES:
             recent = [outside_us for _, outside_us in observed][-LEAST_SAMPLES:]
-        return max(0.0, quantile(recent, QUANTILE)) if recent else 0.0
+        return max(0.0, quantile(recent, share)) if recent else 0.0
 
-    def _full_outside_us(self, now_us: int) -> float | None:
+    def _full_outside_us(self, now_us: int, share: float = QUANTILE) -> float | None:
         """None if few were measured lately: an old wait would keep all at risk, and then no new one is measured."""
         recent = [outside_us for at_us, outside_us in self.outside_full.copy() if now_us - at_us <= HORIZON_US]
-        return max(0.0, quantile(recent, QUANTILE)) if len(recent) >= LEAST_SAMPLES else None
+        return max(0.0, quantile(recent, share)) if len(recent) >= LEAST_SAMPLES else None
 
     def _ratios(self, latency: LatencyModel) -> tuple[float, ...]:
         """By bucket. A bucket with few runs takes the quantile over all runs, and 0 (unknown) if these are few, too."""
@@ -172,7 +177,7 @@ def _ratio(run: _Run, latency: LatencyModel) -> float:
 class RiskTargets:
     """What the feedback aims at. A missed request counts more: the margin falls only while few are missed."""
 
-    missed_share: float = 0.01
+    missed_share: float = 0.003
     """Largest share of the `not_at_risk` requests that are truncated, rejected or late."""
     needless_share: float = 0.1
     """Largest share of the requests with a computed prefix that full inference would have answered in time."""
@@ -201,10 +206,9 @@ KNOWN_BAD_US: Final = 300_000_000
 LEAST_MISSED: Final = 2
 """One missed request is no evidence of a wrong margin."""
 LEAST_PREPARED: Final = 20
-LEAST_DECISIONS: Final = 300
-"""Without a missed one among so many decisions, at most 1 % of them are missed, with a chance of 95 %."""
-_MOST_JUDGED: Final = 1000
-_MOST_PREPARED: Final = 400
+EVIDENCE: Final = 3.0
+"""Of so many divided by `missed_share` decisions none was missed: then at most that share is, with a chance of 95 %."""
+_MOST_COUNTED: Final = 4000
 MOST_REMEMBERED: Final = 65_536
 MOST_WORKERS: Final = 4096
 
@@ -216,7 +220,7 @@ class RiskFeedback:
 
     * The margin rises by 10 % if at least two requests, and more than `missed_share` of the judged ones, were missed;
       by 25 % if that is far more.
-    * It falls by 5 % if of at least 300 decisions at most half of `missed_share` were missed, and more than
+    * It falls by 5 % if of enough decisions (`EVIDENCE`) at most half of `missed_share` were missed, and more than
       `needless_share` of at least 20 prepared requests were needless; but for 30 s after a rise it stays, and for
       5 minutes it does not fall to the value from which it rose.
     """
@@ -286,7 +290,7 @@ class RiskFeedback:
             self._change(bucket, min(MOST_MARGIN, margin * rise), now_us)
         elif (
             counts.prepared >= LEAST_PREPARED
-            and counts.judged + counts.prepared >= LEAST_DECISIONS
+            and targets.missed_share * (counts.judged + counts.prepared) >= EVIDENCE
             and counts.needless > targets.needless_share * counts.prepared
             and counts.missed <= allowed / 2
             and self._may_fall(bucket, margin / LOWER, now_us)
@@ -309,9 +313,9 @@ class RiskFeedback:
 
     @staticmethod
     def _forget_old(counts: _BucketCounts) -> None:
-        if counts.judged > _MOST_JUDGED:
+        if counts.judged > _MOST_COUNTED:
             counts.judged /= 2
             counts.missed /= 2
-        if counts.prepared > _MOST_PREPARED:
+        if counts.prepared > _MOST_COUNTED:
             counts.prepared /= 2
             counts.needless /= 2

@@ -74,7 +74,7 @@ class TriggerSettings(Section):
             description="largest share of the `not_at_risk` requests that full inference may truncate, reject or "
             "answer late; above it the margin of their length rises",
         ),
-    ] = 0.01
+    ] = 0.003
     needless_share: Annotated[
         float,
         Field(
