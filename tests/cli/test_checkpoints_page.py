@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,11 @@ from typer.testing import CliRunner
 from relaygr.cli.app import app
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import set_threads
-from tests.workers.vector_models import make_dlrm
-from tests.worlds.converted import dlrm_state_dict, make_nvidia
-from tests.worlds.vectors import Made
+from tests.worlds.converted import make_nvidia
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+UPSTREAM = Path(__file__).parents[1] / "upstream" / "meta"
+"""A checkpoint that Meta's code wrote, and requests that the page's snippet recorded."""
 BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -61,6 +62,10 @@ class Keyed:
 
     found: dict[str, list[torch.Tensor]]
 
+    @classmethod
+    def of(cls, columns: dict[str, list[list[int]]]) -> Keyed:
+        return cls({name: [torch.tensor(row) for row in rows] for name, rows in columns.items()})
+
     def to_dict(self) -> dict[str, Jagged]:
         return {name: Jagged(rows) for name, rows in self.found.items()}
 
@@ -73,73 +78,50 @@ class Sample:
     candidates_features_kjt: Keyed
 
 
-@dataclass(frozen=True)
 class Stored:
-    """A model of the training job that gives predictions computed before."""
+    """A model of the training job that gives predictions computed before, one batch after the other."""
 
-    predictions: Any
+    def __init__(self, predictions: list[torch.Tensor]) -> None:
+        self._predictions = iter(predictions)
 
     def eval(self) -> Stored:
         return self
 
     def __call__(self, *_batch: Any) -> Any:
-        return None, None, {}, self.predictions, None, None
+        return None, None, {}, next(self._predictions), None, None
 
 
-def meta_job(made: Made) -> tuple[Stored, list[Sample]]:
-    """The training job of a case: each row of the case's embeddings is an item or a user of its own."""
-    options, arrays = made
-    lengths, counts = arrays["uih_lengths"].tolist(), arrays["num_candidates"].tolist()
-    total, users = sum(lengths), len(lengths)
-
-    def split(values: Any, sizes: list[int]) -> list[torch.Tensor]:
-        return list(torch.as_tensor(np.asarray(values, np.int64)).split(sizes))
-
-    history = {
-        "movie_id": split(np.arange(total), lengths),
-        "item_weights": split(arrays["payload/action"], lengths),
-        "action_timestamp": split(arrays["payload/time"], lengths),
-        **{name: split(np.arange(users), [1] * users) for name in options["contextual"]},
-    }
-    asked = {
-        "item_movie_id": split(total + np.arange(sum(counts)), counts),
-        "item_query_time": split(arrays["payload/c_time"], counts),
-    }
-    preds = torch.as_tensor(np.asarray(arrays["preds"], np.float32))
-    return Stored(preds), [Sample(Keyed(history), Keyed(asked))]
+def meta_job(recorded: Path) -> tuple[Stored, list[Sample]]:
+    """The training job whose requests and predictions were recorded."""
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    predictions, samples = [], []
+    for _, group in itertools.groupby(rows, key=lambda row: row["batch"]):
+        batch = list(group)
+        history = {
+            "movie_id": [row["items"] for row in batch],
+            "item_weights": [row["actions"] for row in batch],
+            "action_timestamp": [[time // 1000 for time in row["timestamps_ms"]] for row in batch],
+            **{name: [row["features"][name] for row in batch] for name in ("user_id", "region")},
+        }
+        asked = {
+            "item_movie_id": [row["candidates"] for row in batch],
+            "item_query_time": [[row["query_time_ms"] // 1000] * len(row["candidates"]) for row in batch],
+        }
+        samples.append(Sample(Keyed.of(history), Keyed.of(asked)))
+        predictions.append(torch.cat([torch.tensor(list(row["scores"].values())) for row in batch], dim=1))
+    return Stored(predictions), samples
 
 
-def upstream() -> Made:
-    """The first whole model of the vectors that the source's own code computed."""
-    file = np.load(os.environ["RELAYGR_TEST_VECTORS"], allow_pickle=False)
-    cases = json.loads(str(file["meta.json"]))
-    name = min(name for name in cases if name.startswith("dlrm_"))
-    return cases[name], {key.removeprefix(f"{name}/"): file[key] for key in file.files if key.startswith(f"{name}/")}
-
-
-needs_vectors = pytest.mark.skipif("RELAYGR_TEST_VECTORS" not in os.environ, reason="RELAYGR_TEST_VECTORS: no file")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["numpy", pytest.param("upstream", marks=needs_vectors)])
-def test_the_page_leads_to_scores_that_agree(source: str) -> None:
-    made = make_dlrm() if source == "numpy" else upstream()
-    options = made[0]
-    tasks = [text.split(":")[0] for text in options["tasks"]] if source == "upstream" else ["click", "watch"]
-    state = dlrm_state_dict(made)
-    items = state.pop("_embedding_collection.embeddings.item.weight")
-    Path("dlrm").mkdir()
-    torch.save({"dense_dict": state | {"_embedding_collection.embeddings.movie_id.weight": items}}, "dlrm/model.pt")
-    model, loader = meta_job(made)
+def test_the_page_leads_to_scores_that_agree() -> None:
+    shutil.copytree(UPSTREAM / "150", "dlrm")
+    model, loader = meta_job(UPSTREAM / "requests.jsonl")
     names: dict[str, Any] = {}
     exec(snippets()["record"] + snippets()["meta"], names)
-    names["record_meta"](model, loader, "requests.jsonl", options["contextual"], tasks)
+    names["record_meta"](model, loader, "requests.jsonl", ["user_id", "region"], ["click", "watch"])
+    assert Path("requests.jsonl").read_text() == (UPSTREAM / "requests.jsonl").read_text()
     output = ""
     for command in commands():
-        words = [options["N"] if before == "--normalizer" else word for before, word in zip(["", *command], command)]  # noqa: B905
-        if source == "upstream" and "--task" in words:
-            words[words.index("--task") : -2] = [word for task in tasks[:-1] for word in ("--task", task)]
-        done = CliRunner().invoke(app, [str(word) for word in words])
+        done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
         output += done.output
     assert "The scores agree." in output
