@@ -20,6 +20,7 @@ from relaygr.admission.risk import (
     MOST_MARGIN,
     NO_FACTORS,
     RAISE,
+    RATIO_AGE_US,
     SETTLE_US,
     FullPathObserver,
     RiskFeedback,
@@ -156,20 +157,32 @@ def test_without_observations_nothing_is_known():
 def test_a_ratio_is_by_length_and_a_length_with_few_runs_takes_the_common_one():
     observer = FullPathObserver()
     for _ in range(LEAST_SAMPLES):
-        observer.ran(SHORT, 0, 20 * SHORT)
-    observer.ran(LONG, 0, 10 * LONG)
+        observer.ran(SHORT, 0, 20 * SHORT, 0)
+    observer.ran(LONG, 0, 10 * LONG, 0)
     ratios = observer.report(LINEAR, 0).ratios
     assert ratios[SHORT_BUCKET] == 2.0
     assert ratios[LONG_BUCKET] == 2.0
     for _ in range(LEAST_SAMPLES):
-        observer.ran(LONG, 0, 10 * LONG)
+        observer.ran(LONG, 0, 10 * LONG, 0)
     assert observer.report(LINEAR, 0).ratios[LONG_BUCKET] == 1.0
+
+
+def test_a_single_outlier_does_not_count_and_old_runs_do_not():
+    """At risk, a length has no new runs: two slow ones would keep it so for good."""
+    observer = FullPathObserver()
+    for _ in range(62):
+        observer.ran(SHORT, 0, 10 * SHORT, 0)
+    observer.ran(SHORT, 0, 80 * SHORT, 0)
+    assert observer.report(LINEAR, 1).ratios[SHORT_BUCKET] == 1.0
+    observer.ran(SHORT, 0, 80 * SHORT, 0)
+    assert observer.report(LINEAR, RATIO_AGE_US).ratios[SHORT_BUCKET] == 8.0
+    assert observer.report(LINEAR, RATIO_AGE_US + 1).ratios[SHORT_BUCKET] == 0.0
 
 
 def test_ratios_are_of_the_model_of_the_same_status():
     observer = FullPathObserver()
     for _ in range(LEAST_SAMPLES):
-        observer.ran(SHORT, 0, 20 * SHORT)
+        observer.ran(SHORT, 0, 20 * SHORT, 0)
     corrected = LatencyModel(LatencyCoefficients(0, 20, 0, 0, 20, 0, 0, 20, 0, 0, 0))
     assert observer.report(corrected, 0).ratios[SHORT_BUCKET] == 1.0
 
@@ -256,6 +269,14 @@ def test_the_margin_falls_only_after_so_many_decisions_that_a_missed_one_would_h
     assert feedback.margins[SHORT_BUCKET] == 1.0
     judged(feedback, 1, 4, name="last")
     feedback.take("v", report(), 5)
+    assert feedback.margins[SHORT_BUCKET] < 1.0
+
+
+@pytest.mark.parametrize("missed_share", [0.0, 0.0005])
+def test_the_margin_falls_for_the_smallest_targets_too(missed_share: float):
+    feedback = RiskFeedback(RiskTargets(missed_share))
+    for step in range(60):
+        prepared(feedback, 100 * step, 100 * step, step)
     assert feedback.margins[SHORT_BUCKET] < 1.0
 
 
@@ -347,7 +368,7 @@ def test_in_a_closed_loop_few_are_missed_and_few_are_prepared_needlessly(
         decided += is_warm
         missed += is_warm and not ends_in_time
         if ends_in_time:
-            observer.ran(tokens, 100, took_us)
+            observer.ran(tokens, 100, took_us, now_us)
         else:
             observer.missed(f"r{number}", now_us)
     assert missed <= 0.01 * 2_500

@@ -142,6 +142,21 @@ def test_of_numbers_that_bfloat16_holds_only_the_weights_are_rounded(runs: list[
 
 
 @needs_bfloat16
+def test_if_bfloat16_does_not_compile_float32_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = CompiledAttention.__init__
+
+    def init(self: CompiledAttention, geometry: KvGeometry, bfloat16: bool) -> None:
+        if bfloat16:
+            raise RuntimeError("no such instruction")
+        compiled(self, geometry)
+
+    monkeypatch.setattr(CompiledAttention, "__init__", init)
+    forward = RaggedForward([SegmentRows(20, 1, 0)], dqk=16, dv=16, page_tokens=64, device=DEVICE)
+    chosen = choose_attention(replace(forward.spec, may_round=True), None, forward.kv.geometry, DEVICE)
+    assert chosen.name.endswith("context compiled")
+
+
+@needs_bfloat16
 def test_bfloat16_is_chosen_for_products_in_int8_only() -> None:
     forward = RaggedForward([SegmentRows(20, 1, 0)], dqk=16, dv=16, page_tokens=64, device=DEVICE)
     geometry, may_round = forward.kv.geometry, replace(forward.spec, may_round=True)

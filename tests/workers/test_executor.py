@@ -204,6 +204,17 @@ def test_a_request_gives_a_reload_up_after_half_of_the_time_before_its_latest_st
     assert world.clock.monotonic_us() <= work.deadline_us
 
 
+def test_a_request_does_not_wait_long_for_a_reload_that_is_overdue():
+    """The copy may hang."""
+    world, first = world_with_a_in_dram()
+    world.job("a", first, "r3")
+    world.run()
+    world.clock.advance_us(5_000)
+    work = world.rank("a", first, "r3", budget_us=400 * TOKEN_US + HIT_US)
+    world.run()
+    assert (work.done, work.path) == (True, Path.FULL)
+
+
 def test_a_request_waits_for_a_long_reload_only_while_full_inference_fits():
     world, first = world_with_a_in_dram()
     world.mover.copy_us = 0.8 * 400 * TOKEN_US

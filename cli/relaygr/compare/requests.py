@@ -113,6 +113,8 @@ def _whole(row: _Row, name: str, count: int | None = None, is_needed: bool = Tru
         raise ValueError(f"{name} holds {values.dtype} {list(values.shape)}, not one row of integers")
     if count is not None and values.size != count:
         raise ValueError(f"{name} has {values.size} numbers, not {count}")
+    if values.size and values.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} holds {values.max()}, which is no int64")
     return values.astype(np.int64)
 
 
@@ -185,7 +187,10 @@ def _read_parquet(path: Path) -> Sequence[_Row]:
     """A row for each request, a column for each field of JSON lines."""
     import pyarrow.parquet
 
-    table = pyarrow.parquet.ParquetFile(path).read()
+    try:
+        table = pyarrow.parquet.ParquetFile(path).read()
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
     # pandas writes an index that has gaps as a column of its own.
     table = table.drop_columns([name for name in table.column_names if name.startswith(_INDEX)])
     _check_names(set(table.column_names), "the file")

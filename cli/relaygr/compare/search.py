@@ -35,8 +35,9 @@ _ADDED_REQUESTS = 6
 _BEST_TRIALS = 4
 _MOST_ROUNDS = 5
 _GAIN = 0.99
+"""The share to which the mean square error must fall for another round."""
 _HALF = 0.25
-"""Shares to which the mean square error must fall for another round."""
+"""The share of the mean square error that is left where errors are halved."""
 _GRID = tuple(4.0**power for power in range(-4, 5))
 _STEPS = 8
 _ALWAYS_HIDDEN = 65_536
@@ -97,7 +98,7 @@ class Search:
         """
         self._end_s = time.monotonic() + self._seconds
         found = self._search(_sample(self._requests, errors), looks_rounded)
-        while found.best.worst <= self._tolerance < max(found.errors):
+        while found.in_time and found.best.worst <= self._tolerance < max(found.errors):
             others = [number for number in _worst_first(found.errors) if number not in found.sample]
             worst = [number for number in others[:_ADDED_REQUESTS] if found.errors[number] > self._tolerance]
             if not worst:

@@ -156,7 +156,7 @@ def replay_risk(
         missed += not request.in_time
         feedback.judged(str(number), tokens, now_us)
         if request.in_time:
-            observer.ran(tokens, scored, request.device_us)
+            observer.ran(tokens, scored, request.device_us, now_us)
         else:
             observer.missed(str(number), now_us)
     return RiskResult(rule, left, missed, prepared, needless, prepare_us)

@@ -91,7 +91,10 @@ def pack_scores(scores: NDArray[np.float32]) -> str:
 
 
 class RecordWriter:
-    """Writes each record as a line. The file gets it with the next record after `FLUSH_INTERVAL_S`, or at `close`."""
+    """Writes each record as a line. The file gets it with the next record after `FLUSH_INTERVAL_S`, or at `close`.
+
+    Several threads may write.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +104,10 @@ class RecordWriter:
         self._flush_at_s = 0.0
 
     def write(self, record: ImpressionRecord) -> None:
-        # One after the other, records take a fraction of the time: a single one finds the processor's caches cold. The
-        # gateway shares the machine with the processes that it measures.
+        if self._file.closed:
+            raise ValueError("the file of records is closed")
+        # Encoded together, records take a fraction of the time that each takes alone, with cold caches. The gateway
+        # shares the machine with the processes that it measures.
         self._waiting.append(record)
         if (now_s := time.monotonic()) >= self._flush_at_s:
             self._flush_at_s = now_s + FLUSH_INTERVAL_S

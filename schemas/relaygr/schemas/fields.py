@@ -276,8 +276,8 @@ class Packed(FieldKind):
 
 
 FEW: Final = 256
-"""So many numbers are checked without numpy. A call of numpy takes a microsecond in a loop, but up to 50 in a process
-that has rested for milliseconds, because its code and data are not in the processor's caches any more."""
+"""At most so many numbers are checked without numpy. A call of numpy takes a microsecond in a loop, but up to 50 in a
+process that has rested for milliseconds, because its code and data are not in the processor's caches any more."""
 
 
 def _is_finite(array: NDArray[Any]) -> bool:

@@ -562,7 +562,7 @@ class FullPathReport:
         "queue, in the worker's own code, and the reply margin",
     ]
     ratios: Annotated[
-        tuple[float, ...], ListOf(Real(), LENGTH_BUCKETS), "P99 of measured / predicted device time of full inference"
+        tuple[float, ...], ListOf(Real(), LENGTH_BUCKETS), "P98 of measured / predicted device time of full inference"
     ]
     prepared: Annotated[
         tuple[int, ...],
@@ -691,10 +691,10 @@ def _check_history(message: RetrievalEvent | PreInferJob | RankingRequest) -> No
 
 def _decrease(times: Int64Array) -> bool:
     """Whether a time is before the one that precedes it."""
-    if times.size <= FEW:
+    if times.ndim == 1 and times.size <= FEW:
         listed = times.tolist()
         return bool(listed != sorted(listed))
-    return bool(np.logical_or.reduce(times[1:] < times[:-1]))
+    return bool(times.size > 1 and np.logical_or.reduce(times[1:] < times[:-1]))
 
 
 def _make_arrays(message: Any, *names: str) -> None:

@@ -8,7 +8,7 @@ spare. The request is diverted if another worker is predicted to rank it on its 
 
 * `backlog` and the latency model are from the peer's last status. What this worker has sent since that status counts
   until the peer has had the time to do it.
-* `work` is full inference, times the peer's P99 of measured / predicted time. Where this worker sent the user's history
+* `work` is full inference, times the peer's P98 of measured / predicted time. Where this worker sent the user's history
   before, the peer has cached the prefix: `work` is a hit then, or an append (`Placements`).
 * A user's requests go to a peer that has the prefix, if one has time. Else they go to one of the least loaded peers.
   Those that differ by little count as equal, and users are spread over them.

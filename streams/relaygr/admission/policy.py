@@ -157,7 +157,7 @@ class OwnerView:
     full_outside_us: int | None = None
     """`outside_us` of the requests that full inference served. None: few lately, or an older worker."""
     full_path_ratios: tuple[float, ...] = NO_FACTORS
-    """P99 of measured / predicted device time of full inference, by length bucket."""
+    """P98 of measured / predicted device time of full inference, by length bucket."""
     lead_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """A low quantile of measured / expected lead time, by scenario. Absent: too few were measured lately."""
     reuses_prefixes: bool = True

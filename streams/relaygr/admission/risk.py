@@ -7,7 +7,7 @@
   and once more for those that full inference served: short work overtakes them, so under load they wait far longer.
   The larger one counts, since full inference that would have waited for too long was cut and is not measured.
 * T_pre + T_hit is the time by which the worker plans full inference; T_full is corrected by the measured ones.
-* `ratio`: P99 of measured / predicted device time of full inference, by length bucket, from the worker.
+* `ratio`: P98 of measured / predicted device time of full inference, by length bucket, from the worker.
 * `margin`: the trigger's correction by length bucket, from the outcomes of its own decisions (`RiskFeedback`).
 
 The worker fills a `FullPathObserver`, whose report is a part of its status. The report names recent requests that full
@@ -33,9 +33,13 @@ from relaygr.admission.latency import LatencyModel, length_bucket
 from relaygr.schemas.messages import LENGTH_BUCKETS, MAX_MISSED_IDS, FullPathReport
 
 QUANTILE: Final = 0.99
-"""With 0.95 and a target of 1 %, requests that were not at risk alone used up a limit of 1 % late ones. A job too many
-costs no device time if its request comes: the request itself would compute the prefix."""
+"""With 0.95 and a target of 1 %, requests that were not at risk alone used up a limit of 1 % late ones. A prefix that a
+job computes too many takes no more device time, if its request comes: the request would compute it."""
+RATIO_QUANTILE: Final = 0.98
+"""Of 64 runs the second largest: a single outlier does not put all at risk."""
 USUAL: Final = 0.95
+"""Of the time by which full inference begins later than a request on a prepared prefix. It serves more than one request
+in a hundred, so P99 of all requests would be that of full inference, and the difference 0."""
 LEAST_RATIO: Final = 0.5
 MOST_RATIO: Final = 8.0
 LEAST_MARGIN: Final = 0.7
@@ -44,6 +48,8 @@ NO_FACTORS: Final[tuple[float, ...]] = (1.0,) * LENGTH_BUCKETS
 
 HORIZON_US: Final = 10_000_000
 """Age above which an observation no longer counts, if there are enough younger ones."""
+RATIO_AGE_US: Final = 120_000_000
+"""Age above which a run does not count for the ratio. While a length is at risk, no new run of it is measured."""
 LEAST_SAMPLES: Final = 16
 MISSED_FOR_US: Final = 2_000_000
 """How long a report names a missed request. Several statuses name it, since one may get lost."""
@@ -91,6 +97,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 class _Run:
     """One run of full inference, measured."""
 
+    ended_us: int
     prefix_tokens: int
     scored_tokens: int
     device_us: float
@@ -115,9 +122,9 @@ class FullPathObserver:
         self._prepared_counts = [0] * LENGTH_BUCKETS
         self._needless_counts = [0] * LENGTH_BUCKETS
 
-    def ran(self, prefix_tokens: int, scored_tokens: int, device_us: float) -> None:
+    def ran(self, prefix_tokens: int, scored_tokens: int, device_us: float, now_us: int) -> None:
         """Full inference over this many tokens took `device_us` of device time."""
-        self._runs[length_bucket(prefix_tokens)].append(_Run(prefix_tokens, scored_tokens, device_us))
+        self._runs[length_bucket(prefix_tokens)].append(_Run(now_us, prefix_tokens, scored_tokens, device_us))
 
     def missed(self, request_id: str, now_us: int) -> None:
         """A request without a pre-infer job was truncated, rejected or late."""
@@ -126,8 +133,7 @@ class FullPathObserver:
     def report(self, latency: LatencyModel, now_us: int) -> FullPathReport:
         """The report, with predictions of the latency model that the same status carries."""
         outside_us, full_outside_us = self._outside_us(now_us), self._full_outside_us(now_us)
-        # Full inference would have begun later than the request on its prepared prefix. Among all requests, those that
-        # it served are few, but not so few that a higher quantile would leave them out.
+        # Full inference would have begun later than the request on its prepared prefix.
         usual_full_us = self._full_outside_us(now_us, USUAL)
         later_us = 0.0 if usual_full_us is None else max(0.0, usual_full_us - self._outside_us(now_us, USUAL))
         while self.prepared:
@@ -138,7 +144,7 @@ class FullPathObserver:
                 self._needless_counts[bucket] += 1
         return FullPathReport(
             outside_us=round(outside_us),
-            ratios=self._ratios(latency),
+            ratios=self._ratios(latency, now_us),
             prepared=tuple(self._prepared_counts),
             needless=tuple(self._needless_counts),
             missed=tuple(name for at_us, name in self._missed.copy() if now_us - at_us <= MISSED_FOR_US),
@@ -157,12 +163,13 @@ class FullPathObserver:
         recent = [outside_us for at_us, outside_us in self.outside_full.copy() if now_us - at_us <= HORIZON_US]
         return max(0.0, quantile(recent, share)) if len(recent) >= LEAST_SAMPLES else None
 
-    def _ratios(self, latency: LatencyModel) -> tuple[float, ...]:
+    def _ratios(self, latency: LatencyModel, now_us: int) -> tuple[float, ...]:
         """By bucket. A bucket with few runs takes the quantile over all runs, and 0 (unknown) if these are few, too."""
-        by_bucket = [[_ratio(run, latency) for run in runs.copy()] for runs in self._runs]
+        oldest_us = now_us - RATIO_AGE_US
+        by_bucket = [[_ratio(run, latency) for run in runs.copy() if run.ended_us >= oldest_us] for runs in self._runs]
         pooled = [ratio for ratios in by_bucket for ratio in ratios]
-        common = quantile(pooled, QUANTILE) if len(pooled) >= LEAST_SAMPLES else 0.0
-        return tuple(quantile(each, QUANTILE) if len(each) >= LEAST_SAMPLES else common for each in by_bucket)
+        common = quantile(pooled, RATIO_QUANTILE) if len(pooled) >= LEAST_SAMPLES else 0.0
+        return tuple(quantile(each, RATIO_QUANTILE) if len(each) >= LEAST_SAMPLES else common for each in by_bucket)
 
 
 def _ratio(run: _Run, latency: LatencyModel) -> float:
@@ -207,7 +214,8 @@ LEAST_MISSED: Final = 2
 """One missed request is no evidence of a wrong margin."""
 LEAST_PREPARED: Final = 20
 EVIDENCE: Final = 3.0
-"""Of so many divided by `missed_share` decisions none was missed: then at most that share is, with a chance of 95 %."""
+"""The margin falls after so many decisions divided by `missed_share`, those for a job too, since a length may have no
+others; at the latest after half of `_MOST_COUNTED`."""
 _MOST_COUNTED: Final = 4000
 MOST_REMEMBERED: Final = 65_536
 MOST_WORKERS: Final = 4096
@@ -290,7 +298,7 @@ class RiskFeedback:
             self._change(bucket, min(MOST_MARGIN, margin * rise), now_us)
         elif (
             counts.prepared >= LEAST_PREPARED
-            and targets.missed_share * (counts.judged + counts.prepared) >= EVIDENCE
+            and counts.judged + counts.prepared >= min(_MOST_COUNTED / 2, EVIDENCE / max(targets.missed_share, 1e-9))
             and counts.needless > targets.needless_share * counts.prepared
             and counts.missed <= allowed / 2
             and self._may_fall(bucket, margin / LOWER, now_us)

@@ -196,7 +196,7 @@ class WorkerMetrics:
         )
         self._full_path_ratio = Gauge(
             "relaygr_worker_full_path_ratio",
-            "P99 of measured / predicted device time of full inference, by length bucket (its fewest prefix tokens)",
+            "P98 of measured / predicted device time of full inference, by length bucket (its fewest prefix tokens)",
             ["tokens"],
             registry=registry,
         )

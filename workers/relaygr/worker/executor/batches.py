@@ -78,9 +78,7 @@ class Batches:
         ranked: list[RankingWork] = []
         for work, output in zip(works, outputs, strict=True):
             work.rank_us, work.ranked_us = ended_us - now_us, ended_us
-            if not isinstance(output, RankOutputs):
-                self._requests.fail_on(work, output)
-            elif self._requests.ranked(work, output):
+            if isinstance(output, RankOutputs) and self._requests.ranked(work, output):
                 ranked.append(work)
         # Results leave before the rest of the work for their requests, which would delay them.
         self._parts.results.send()
@@ -95,13 +93,16 @@ class Batches:
             self._requests.sent(work)
         if ranked:
             now_us = self._parts.clock.monotonic_us()
-            answer_us = (now_us - ended_us) / len(works)
-            for work in works:
+            answer_us = (now_us - ended_us) / len(ranked)
+            for work in ranked:
                 backlog.observe(work.path, work.remaining_us, answer_us, answered_us <= work.answer_by_us)
             # The first request of a batch had the fixed part of the pass.
             backlog.done_us += max(0.0, works[0].predicted_us - works[0].remaining_us)
             if backlog.done_us >= PACE_SAMPLE_US:
                 backlog.observe_pace(now_us)
+        for work, output in zip(works, outputs, strict=True):
+            if not isinstance(output, RankOutputs):
+                self._requests.fail_on(work, output)
         return chunk.work if chunk is not None and not is_mixed else None
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:

@@ -94,7 +94,7 @@ class Requests:
         self._chunk_us = settings.chunk_ms * 1000
         self._longest_wait_us = settings.history_wait_ms * 1000
         self.outstanding = 0
-        """Requests that were taken and have no result yet."""
+        """Requests that were taken and are not finished."""
 
     # -- entry points: one request that fails must not end the process and all other requests --------
 
@@ -435,8 +435,10 @@ class Requests:
         return self._context.wait_for_history(work.request.user_id, until_us, again, again)
 
     def _wait_for_prefix(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
-        """Waits for a reload or a fill, as long as full inference would end in time even behind another chunk; or for
-        the time of `WAITED_PART`.
+        """Waits for a reload or a fill, as long as full inference would end in time even behind another chunk.
+
+        For a reload that should end soon it waits longer, for `WAITED_PART`. If full inference does not fit after that,
+        the request is ranked truncated or rejected.
         """
         has_lease = False
         if pending.kind is PendingKind.LOAD:
@@ -460,7 +462,8 @@ class Requests:
         until_us, received_us = now_us + max(0, spare_us), work.received.received_us
         # Counted from the receipt: a request that has given up does not wait again.
         patient_until_us = received_us + WAITED_PART * (work.latest_start_us - received_us)
-        if pending.expected_us is not None and pending.expected_us <= patient_until_us:
+        # A copy that is overdue may hang.
+        if pending.expected_us is not None and now_us <= pending.expected_us <= patient_until_us:
             until_us = max(until_us, int(patient_until_us))
         work.is_promised = True
         self._backlog.put(work, work.latest_start_us)
@@ -600,7 +603,7 @@ class Requests:
             if work.path is Path.FULL and work.pre_infer_us:
                 observer.outside_full.append(outside)
         if work.path in _FULL_PATHS and work.pre_infer_us:
-            observer.ran(tokens, work.scored_tokens, work.pre_infer_us + work.rank_us)
+            observer.ran(tokens, work.scored_tokens, work.pre_infer_us + work.rank_us, now_us)
         if has_job:
             return
         if work.path is Path.TRUNCATED or (work.path is Path.FULL and now_us > work.answer_by_us):

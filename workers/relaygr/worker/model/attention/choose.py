@@ -113,14 +113,15 @@ def _compiled(geometry: KvGeometry | None, may_round: bool) -> CompiledAttention
     """Attention on K,V in pages in machine code; None without llvmlite or for pages or processors that do not fit."""
     if geometry is None or not CompiledAttention.fits(geometry):
         return None
-    try:
-        return CompiledAttention(geometry, bfloat16=may_round and CompiledAttention.in_bfloat16(geometry))
-    except ImportError:
-        return None
-    # LLVM may raise any error, and plain torch always works.
-    except Exception as error:
-        log.warning("attention on K,V in pages is not compiled, plain torch instead", error=repr(error))
-        return None
+    for bfloat16 in (True, False) if may_round and CompiledAttention.in_bfloat16(geometry) else (False,):
+        try:
+            return CompiledAttention(geometry, bfloat16=bfloat16)
+        except ImportError:
+            return None
+        # LLVM may raise any error, and plain torch always works.
+        except Exception as error:
+            log.warning("attention on K,V in pages is not compiled", bfloat16=bfloat16, error=repr(error))
+    return None
 
 
 def _options(spec: AttentionSpec) -> list[str]:

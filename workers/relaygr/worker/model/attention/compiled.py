@@ -310,6 +310,17 @@ def _scores(form: Form, block: Block) -> str:
 {far}
 {products}"""
 
+    near_at, pairs_at = (
+        f"""  %following = getelementptr float, ptr %keys_at, i64 {LANES * g.attention_dim}
+  %near_at = select i1 %more, ptr %following, ptr %next""",
+        "",
+    )
+    if form.bfloat16:
+        near_at, pairs_at = (
+            "",
+            """  %weight_pair_at = lshr i64 %weight_at, 1
+  %pairs_at = getelementptr float, ptr %weights, i64 %weight_pair_at""",
+        )
     results = "\n".join(
         f"  %to{i} = getelementptr float, ptr %weights_at, i64 {i * block.rows}\n"
         f"  store {block.vector} %new{i}, ptr %to{i}, align 64"
@@ -327,12 +338,10 @@ block:
   %key_at = mul i64 %key, {form.k_lanes}
   %fetch_key = mul i64 %key, {g.attention_dim}
   %keys_at = getelementptr float, ptr %k, i64 %key_at
-  %following = getelementptr float, ptr %keys_at, i64 {LANES * g.attention_dim}
-  %near_at = select i1 %more, ptr %following, ptr %next
+{near_at}
   %weight_at = mul i64 %key, {block.rows}
   %weights_at = getelementptr float, ptr %weights, i64 %weight_at
-  %weight_pair_at = lshr i64 %weight_at, 1
-  %pairs_at = getelementptr float, ptr %weights, i64 %weight_pair_at
+{pairs_at}
   %behind = sub i64 %key, %visible
   %behind_too = add i64 %behind, 1
   %hidden = trunc i64 %behind_too to i32
@@ -357,8 +366,8 @@ end:
 def _activated(form: Form, block: Block) -> str:
     """Weights of the scores of key `place`, in their place; of a pair of keys in bfloat16, in the place of the pair.
 
-    The pairs of a unit follow one another, and take half the room. So none lies on a score that is still needed. The
-    last one may have one key.
+    The pairs of a unit follow one another, and take half the room, so no pair overwrites a score that is still needed.
+    The last pair may have one key.
     """
     of, lanes = block.vector, ", ".join(f"i32 {row}" for row in range(block.rows))
     parts = [
