@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from relaygr.cli.app import app
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import set_threads
+from tests.upstream.shared import PAGE, page_names
 from tests.worlds.converted import make_nvidia
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 UPSTREAM = Path(__file__).parents[1] / "upstream" / "meta"
 """A checkpoint that Meta's code wrote, and requests that the page's snippet recorded."""
 BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -32,10 +32,6 @@ BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_threads(1)
     monkeypatch.chdir(tmp_path)
-
-
-def snippets() -> dict[str, str]:
-    return {name: text for language, name, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if name}
 
 
 def commands() -> Iterator[list[str]]:
@@ -115,8 +111,7 @@ def meta_job(recorded: Path) -> tuple[Stored, list[Sample]]:
 def test_the_page_leads_to_scores_that_agree() -> None:
     shutil.copytree(UPSTREAM / "150", "dlrm")
     model, loader = meta_job(UPSTREAM / "requests.jsonl")
-    names: dict[str, Any] = {}
-    exec(snippets()["record"] + snippets()["meta"], names)
+    names = page_names()
     names["record_meta"](model, loader, "requests.jsonl", ["user_id", "region"], ["click", "watch"])
     assert Path("requests.jsonl").read_text() == (UPSTREAM / "requests.jsonl").read_text()
     output = ""
@@ -175,8 +170,7 @@ def test_the_snippet_for_nvidia_records_requests_that_agree() -> None:
     tables = {"item": "items", "action": "actions", "region": "region"}
     state = {f"embeddings.{name}.weight": torch.from_numpy(source.weights[ours]) for name, ours in tables.items()}
     torch.save(source.state_dict("fused") | state, "model.0.pth")
-    names: dict[str, Any] = {}
-    exec(snippets()["record"] + snippets()["nvidia"], names)
+    names = page_names()
     names["record_nvidia"](job, [job], "requests.jsonl", ["region"], ["click", "like"])
     convert = "model convert model.0.pth out --from nvidia --heads 2 --normalizer 40 --feature region"
     rest = "--no-contextual-mask --task click --task like"
@@ -193,8 +187,7 @@ def test_the_snippet_for_the_research_model_records_requests() -> None:
         "historical_timestamps": torch.tensor([[10, 20, 0], [0, 0, 0]]),
         "target_timestamps": torch.tensor([30, 40]),
     }
-    names: dict[str, Any] = {}
-    exec(snippets()["record"] + snippets()["research"], names)
+    names = page_names()
     scores = torch.arange(6.0).view(2, 3, 1)
     names["record_research"](lambda _row, _candidates: scores, [row], "r.jsonl", torch.tensor([1, 2, 3]), ["click"])
     first, second = map(names["json"].loads, Path("r.jsonl").read_text().splitlines())

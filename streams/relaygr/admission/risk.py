@@ -16,8 +16,8 @@ it knows which of those it misjudged. The report also counts the prefixes that j
 computed needlessly, because full inference would have ended in time. A prefix that a job found or reloaded took no
 device time, so it is not counted.
 
-Two quantiles of 99 % are rarely exceeded together, and one alone seldom by far. The margin corrects the rest: it rises
-soon after misjudged requests, and falls in small steps only after a time without a rise.
+Both quantiles are rarely exceeded together, and one alone seldom by far. The margin corrects the rest: it rises soon
+after misjudged requests, and falls in small steps only after a time without a rise.
 
 Pure: no clock, no I/O. A bucket is the bit length of the number of prefix tokens.
 """
@@ -33,11 +33,11 @@ from relaygr.admission.latency import LatencyModel, length_bucket
 from relaygr.schemas.messages import LENGTH_BUCKETS, MAX_MISSED_IDS, FullPathReport
 
 QUANTILE: Final = 0.99
-"""With 0.95 and a target of 1 %, requests that were not at risk alone used up a limit of 1 % late ones. A prefix that a
-job computes too many takes no more device time, if its request comes: the request would compute it."""
+"""Of the time outside. With 0.95 and a target of 1 %, requests that were not at risk alone used up a limit of 1 % late
+ones. A needless job takes no extra device time if its request comes, since the request would compute the prefix."""
 RATIO_QUANTILE: Final = 0.98
 """Of 64 runs the second largest: a single outlier does not put all at risk."""
-USUAL: Final = 0.95
+USUAL_QUANTILE: Final = 0.95
 """Of the time by which full inference begins later than a request on a prepared prefix. It serves more than one request
 in a hundred, so P99 of all requests would be that of full inference, and the difference 0."""
 LEAST_RATIO: Final = 0.5
@@ -134,8 +134,9 @@ class FullPathObserver:
         """The report, with predictions of the latency model that the same status carries."""
         outside_us, full_outside_us = self._outside_us(now_us), self._full_outside_us(now_us)
         # Full inference would have begun later than the request on its prepared prefix.
-        usual_full_us = self._full_outside_us(now_us, USUAL)
-        later_us = 0.0 if usual_full_us is None else max(0.0, usual_full_us - self._outside_us(now_us, USUAL))
+        usual_full_us = self._full_outside_us(now_us, USUAL_QUANTILE)
+        usual_us = self._outside_us(now_us, USUAL_QUANTILE)
+        later_us = 0.0 if usual_full_us is None else max(0.0, usual_full_us - usual_us)
         while self.prepared:
             prefix_tokens, scored_tokens, left_us = self.prepared.popleft()
             bucket = length_bucket(prefix_tokens)
@@ -291,14 +292,14 @@ class RiskFeedback:
 
     def _adjust(self, bucket: int, now_us: int) -> None:
         counts, targets, margin = self._counts[bucket], self._targets, self._margins[bucket]
-        allowed = targets.missed_share * counts.judged
+        allowed, decisions = targets.missed_share * counts.judged, counts.judged + counts.prepared
         if counts.missed >= LEAST_MISSED and counts.missed > allowed:
             self._raised[bucket] = now_us, margin
             rise = RAISE_FAR if counts.missed > 4 * allowed else RAISE
             self._change(bucket, min(MOST_MARGIN, margin * rise), now_us)
         elif (
             counts.prepared >= LEAST_PREPARED
-            and counts.judged + counts.prepared >= min(_MOST_COUNTED / 2, EVIDENCE / max(targets.missed_share, 1e-9))
+            and (targets.missed_share * decisions >= EVIDENCE or decisions >= _MOST_COUNTED / 2)
             and counts.needless > targets.needless_share * counts.prepared
             and counts.missed <= allowed / 2
             and self._may_fall(bucket, margin / LOWER, now_us)

@@ -120,7 +120,8 @@ def _compiled(geometry: KvGeometry | None, may_round: bool) -> CompiledAttention
             return None
         # LLVM may raise any error, and plain torch always works.
         except Exception as error:
-            log.warning("attention on K,V in pages is not compiled", bfloat16=bfloat16, error=repr(error))
+            instead = "float32" if bfloat16 else "plain torch"
+            log.warning("attention on K,V in pages is not compiled", instead=instead, error=repr(error))
     return None
 
 

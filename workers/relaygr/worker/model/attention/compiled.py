@@ -310,17 +310,10 @@ def _scores(form: Form, block: Block) -> str:
 {far}
 {products}"""
 
-    near_at, pairs_at = (
-        f"""  %following = getelementptr float, ptr %keys_at, i64 {LANES * g.attention_dim}
-  %near_at = select i1 %more, ptr %following, ptr %next""",
-        "",
-    )
-    if form.bfloat16:
-        near_at, pairs_at = (
-            "",
-            """  %weight_pair_at = lshr i64 %weight_at, 1
-  %pairs_at = getelementptr float, ptr %weights, i64 %weight_pair_at""",
-        )
+    near_at = f"""  %following = getelementptr float, ptr %keys_at, i64 {LANES * g.attention_dim}
+  %near_at = select i1 %more, ptr %following, ptr %next"""
+    pairs_at = """  %weight_pair_at = lshr i64 %weight_at, 1
+  %pairs_at = getelementptr float, ptr %weights, i64 %weight_pair_at"""
     results = "\n".join(
         f"  %to{i} = getelementptr float, ptr %weights_at, i64 {i * block.rows}\n"
         f"  store {block.vector} %new{i}, ptr %to{i}, align 64"
@@ -338,10 +331,10 @@ block:
   %key_at = mul i64 %key, {form.k_lanes}
   %fetch_key = mul i64 %key, {g.attention_dim}
   %keys_at = getelementptr float, ptr %k, i64 %key_at
-{near_at}
+{"" if form.bfloat16 else near_at}
   %weight_at = mul i64 %key, {block.rows}
   %weights_at = getelementptr float, ptr %weights, i64 %weight_at
-{pairs_at}
+{pairs_at if form.bfloat16 else ""}
   %behind = sub i64 %key, %visible
   %behind_too = add i64 %behind, 1
   %hidden = trunc i64 %behind_too to i32
@@ -497,7 +490,6 @@ def _packed(form: Form, block: Block, after: str, first: str) -> str:
     """
     g, n = form.geometry, block.rows
     unrolled = 4 if g.attention_dim % 4 == 0 else 1
-    shift = form.numbers - 1
 
     def stored(place: int) -> str:
         if not form.bfloat16:
@@ -511,7 +503,7 @@ def _packed(form: Form, block: Block, after: str, first: str) -> str:
   %from{n}_{place} = getelementptr float, ptr %from{n}, i64 %d{n}_{place}
   %x{n}_{place} = load float, ptr %from{n}_{place}, align 4
   %y{n}_{place} = fmul float %x{n}_{place}, %alpha
-  %step{n}_{place} = lshr i64 %d{n}_{place}, {shift}
+  %step{n}_{place} = udiv i64 %d{n}_{place}, {form.numbers}
   %to_in{n}_{place} = mul i64 %step{n}_{place}, {n}
   %to{n}_{place} = getelementptr float, ptr %to{n}, i64 %to_in{n}_{place}
 {stored(place)}"""
