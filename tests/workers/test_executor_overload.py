@@ -1,4 +1,4 @@
-"""Above capacity goodput stays flat: admission, order and plan together, with a clock that only work moves."""
+"""Above capacity goodput never falls: admission, order and plan together, with a clock that only work moves."""
 
 from __future__ import annotations
 
@@ -207,24 +207,28 @@ def capacity(model: Model) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALL, NULL], ids=["small", "null"])
-def test_goodput_stays_flat_from_one_to_ten_times_capacity(model: Model):
-    best = 0.0
+def test_goodput_never_falls_from_one_to_ten_times_capacity(model: Model):
+    best = best_work = 0.0
     for load in (1, 2, 3, 5, 10) if model is SMALL else (1, 2, 3):
         overload = Overload(model)
         rate_per_s = load * capacity(model)
         row = overload.play(rate_per_s, min(SECONDS, MOST_REQUESTS / rate_per_s))
-        best = max(best, row.work_in_time_per_s)
+        best, best_work = max(best, row.in_time_per_s), max(best_work, row.work_in_time_per_s)
         refusing_share = (1 - row.in_time_share) * rate_per_s * model.refuse_us / 1e6
-        assert row.work_in_time_per_s >= 0.9 * best * (1 - refusing_share)
-        assert row.in_time_per_s <= 1.25 * capacity(model)
+        assert row.work_in_time_per_s >= 0.9 * best_work * (1 - refusing_share)
+        assert row.in_time_per_s >= 0.9 * best * (1 - refusing_share)
         assert row.wasted_share <= 0.01
         assert row.told_in_time_share >= 0.95 or row.in_time_share > 0.98
         overload.world.clock.advance_us(1_000_000)
         calm = overload.play(0.7 * capacity(model), min(CALM_S, 1_000 / capacity(model)))
         assert calm.in_time_share >= 0.97, "normal within a second after the burst"
         if load > 1:
-            assert row.new_users_share == pytest.approx(1 / 3, abs=0.07), "who needs more is not refused more"
+            # A request of the null model costs the same with and without its prefix.
+            least, most = (0.01, max(0.1, 0.45 / load)) if model is SMALL else (0.26, 0.40)
+            assert least < row.new_users_share < most, "who needs more time is refused first, but not always"
             assert row.wait_p50_share < 0.7, "requests do not wait until their deadline"
+        if model is SMALL and load == 5:
+            assert row.in_time_per_s > 2 * capacity(model), "many short requests are answered instead of few long ones"
 
 
 @dataclass(eq=False)
@@ -432,8 +436,7 @@ def test_patience_comes_back_while_the_device_rests_however_few_requests_are_ans
     assert backlog.patience == 1.0
 
 
-def test_an_impatient_worker_refuses_cheap_and_dear_requests_alike():
-    """A request that would fit is refused too, so that dear requests are not starved by cheap ones."""
+def test_an_impatient_worker_refuses_a_request_that_would_fit():
     world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank("u", version, "first")
@@ -447,6 +450,34 @@ def test_an_impatient_worker_refuses_cheap_and_dear_requests_alike():
     assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["refused"]
     world.run()
     assert len(world.outbox.ranked_works) == 3
+
+
+@pytest.mark.parametrize("is_impatient", [True, False])
+def test_an_impatient_worker_keeps_half_of_its_queue_for_requests_whose_prefix_is_ready(is_impatient: bool):
+    world = ExecutorWorld()
+    cached, new = world.store.put("cached", 100), world.store.put("new", 100)
+    world.rank("cached", cached, "first")
+    world.run()
+    for _ in range(100 if is_impatient else 0):
+        world.executor.backlog.refused()
+    # It takes 1 ms, a fifth of the time that the other two have.
+    world.rank("cached", cached, "ahead", budget_us=4_500)
+    world.rank("new", new, "new", budget_us=5_000)
+    world.rank("cached", cached, "ready", budget_us=5_000)
+    assert [work.request.request_id for work, _, _ in world.outbox.failures] == (["new"] if is_impatient else [])
+
+
+@given(PATIENCE, PIECES, st.floats(0, 1))
+def test_a_request_that_must_compute_its_prefix_may_wait_for_half_of_the_time_or_more(answers, pieces, ready_part):
+    backlog = Backlog()
+    for is_answered in answers:
+        backlog.observe(Path.HBM, 0, 0, in_time=True) if is_answered else backlog.refused()
+    admitted = [put(backlog, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
+    part = max(0.5, ready_part) * backlog.patience
+    ahead_us = sum(promise.remaining_us for promise in admitted if promise.must_end_us <= 1_000)
+    room_us = backlog.room_us(1_000, 0, sent_us=0, ready_part=ready_part)
+    may_wait = backlog.patience == 1 or ahead_us <= part * 1_000
+    assert room_us == backlog.room_us(1_000, 0) if may_wait else room_us < 0
 
 
 def test_an_impatient_worker_does_not_refuse_the_request_whose_prefix_was_prepared_for_it():

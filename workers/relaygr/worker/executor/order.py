@@ -17,8 +17,9 @@ flat.
 
 Above capacity alone that is not enough: every admitted request would wait until just before its deadline, where a small
 error makes it late, and only cheap requests would find room. So the more requests are refused, the shorter is the part
-of its time that a new request may wait for admitted work, down to `_LEAST_PATIENCE`. Requests are then refused whatever
-they need, so the mix of those that are served is the mix of those that arrive.
+of its time that a new request may wait for admitted work, down to `_LEAST_PATIENCE`. A request that must compute its
+prefix may wait for a smaller part still, down to half. The rest of the queue is left to requests whose prefix is ready,
+so that many of them are answered instead of few long ones (trunk reservation, as telephone networks do it).
 
 Warm-up has the least value: it runs only while no other work is queued and the device has been idle for some time, and
 gets at most a share of the time. Work that arrives runs after the warm-up chunk on the device.
@@ -48,6 +49,8 @@ _MISS_STEP = 0.05
 _MISS_SHARE = 0.01
 _MAX_CAUTION = 1.5
 _LEAST_PATIENCE = 0.25
+_LEAST_WITHOUT_PREFIX = 0.5
+"""A request that must compute its prefix may wait for this part of the time that others may, or for more."""
 _IMPATIENT_STEP = 0.02
 _PATIENT_STEP = 0.005
 """With these two steps, patience falls while more than a fifth of the requests are refused."""
@@ -176,18 +179,21 @@ class Backlog:
         *,
         sent_us: int | None = None,
         unread_us: float = 0.0,
+        ready_part: float = 1.0,
     ) -> float:
         """The largest demand of other work that then ends by `must_end_us` and makes no admitted work late.
 
         `preinfer_share`: the part of the device time that pre-infer gets meanwhile, which `pace` leaves out. `sent_us`:
         when a new request was sent. It has no room (less than 0) if it would wait for longer than `patience` allows;
-        None for work on which time was spent before. `unread_us`: demand that is ahead of it and not admitted. Work
-        that is late already is not considered.
+        None for work on which time was spent before. `unread_us`: demand that is ahead of it and not admitted.
+        `ready_part`: the part of its demand that is no computation of a prefix. Work that is late already is not
+        considered.
         """
         left_us = must_end_us - now_us
         longest_wait_us = math.inf
         if sent_us is not None and self.patience < 1.0:
-            longest_wait_us = self.patience * (must_end_us - sent_us) - (now_us - sent_us)
+            patience = self.patience * max(_LEAST_WITHOUT_PREFIX, ready_part)
+            longest_wait_us = patience * (must_end_us - sent_us) - (now_us - sent_us)
             if longest_wait_us < 0:
                 # If messages come faster than they are read, newer ones have more time left than this one.
                 return longest_wait_us

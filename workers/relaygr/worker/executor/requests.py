@@ -210,7 +210,7 @@ class Requests:
             if handle is not None:
                 cache.release(handle)
             return self._wait_for_prefix(work, prefix, pending)
-        return self._plan(work, prefix, handle, now_us)
+        return self._plan(work, prefix, handle, now_us, is_new)
 
     def _reload(self, work: RankingWork, prefix: ResolvedPrefix, found: Hit | Miss) -> PendingPrefix | None:
         """Starts a reload from DRAM, or waits for room to start it. None if the request has to go without."""
@@ -267,8 +267,13 @@ class Requests:
 
     # -- routes ----------------------------------------------------------------------------
 
-    def _plan(self, work: RankingWork, prefix: ResolvedPrefix, handle: Handle | None, now_us: int) -> None:
-        """Computes the missing part of the prefix if there is time for it; else less, or nothing."""
+    def _plan(
+        self, work: RankingWork, prefix: ResolvedPrefix, handle: Handle | None, now_us: int, is_new: bool = False
+    ) -> None:
+        """Computes the missing part of the prefix if there is time for it; else less, or nothing.
+
+        `is_new`: no time was spent on the request before.
+        """
         suffix, stays = None, False
         if handle is not None:
             suffix = self._context.resolver.tail_as_suffix(prefix, handle.behaviours)
@@ -286,6 +291,11 @@ class Requests:
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
             self._note_ready(work)
             return self._rank_with_tail(work, handle, suffix, now_us)
+        if is_new and plan.route is not Route.REJECT:
+            own_us = self._backlog.own_us[work.path]
+            ready_part = (work.predicted_us + own_us) / (plan.predicted_us + own_us)
+            if self._backlog.room_us(work.answer_by_us, now_us, sent_us=work.sent_us, ready_part=ready_part) < 0:
+                plan = replace(plan, route=Route.REJECT)
         if handle is not None and plan.route is Route.WHOLE:
             work.is_promised = True
             self._backlog.put(work, work.latest_start_us)
