@@ -42,7 +42,7 @@ class Mode:
     least_requests: int
     """A run at a low rate lasts longer, so that its P99 means something."""
     warm_up_s: float
-    """Long enough for most returning users to come once: at first all are cold, and an overload of that start would be
+    """Until the share of hits and the P50 are flat. At first all users are cold, and the overload of that start would be
     measured."""
     resolution: float
     """Factor between the highest rate that passed and the lowest that failed."""
@@ -67,9 +67,9 @@ class Mode:
 
 
 QUICK_MODE = Mode("quick", (1,), 8.0, 100, 10.0, 1.5, 2, (0.3,), (UNCUT,), 2, False)
-FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 20.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
+FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
 LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, 0, (), (UNCUT,), 1, False)
-SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 20.0, 1.1, 5, (0.3, 0.6), (UNCUT,), 1, False, math.inf)
+SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, 5, (0.3, 0.6), (UNCUT,), 1, False, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
