@@ -1,5 +1,5 @@
-"""The cells: the loads and limits under which the systems are compared. They were committed before any measurement; only
-`MEMORY` came later, when the others had shown that their 240 prefixes of memory limit the relay.
+"""The cells: the loads and limits under which the systems are compared. They were committed before any measurement.
+Only `MEMORY` came later, when the others had shown that their 240 prefixes of memory limit the relay.
 
 Times are factors of what the engine alone takes on the machine, so that a cell asks the same of a CPU and of an
 accelerator. `plan.py` turns them into milliseconds, and the report prints both.
