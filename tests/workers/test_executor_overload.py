@@ -14,7 +14,7 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import FailureReason, LatencyCoefficients, Path
 from relaygr.worker.executor.executor import MAIL_PER_STEP
 from relaygr.worker.executor.order import Backlog, Scheduler, WorkClass
-from relaygr.worker.executor.work import RankingWork
+from relaygr.worker.executor.work import JobOutcome, RankingWork
 from relaygr.worker.model.interface import RankOutputs
 from tests.worlds.executor import ExecutorWorld, world_with_a_in_dram
 from tests.worlds.outbox import Outbox
@@ -544,6 +544,55 @@ def test_a_request_that_the_poll_thread_answered_needs_its_prefix_no_more():
     world.executor.note_refused("u", "r")
     world.run()
     assert not world.cache.stats().hbm.leased
+
+
+def test_a_device_thread_rests_for_the_part_of_the_last_time_in_which_it_had_no_work():
+    backlog = Backlog()
+    for at_us in range(1_000_000, 3_000_000, 10_000):
+        backlog.rest(at_us)
+        backlog.wake(at_us + 2_000)
+    assert backlog.rest_share(3_000_000) == pytest.approx(0.2, abs=0.01)
+    assert backlog.rest_share(3_500_000) < 0.05, "half a second of work"
+    backlog.rest(3_500_000)
+    backlog.wake(5_000_000)
+    assert backlog.rest_share(5_000_000) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rested_us", "outcome"),
+    [(100, 0, JobOutcome.OVER_LOAD), (100, 100_000, JobOutcome.COMPUTED), (500, 0, JobOutcome.COMPUTED)],
+)
+def test_a_busy_worker_looks_up_no_job_whose_look_up_is_long_beside_its_prefix(tokens, rested_us, outcome):
+    world = ExecutorWorld()
+    version = world.store.put("u", tokens)
+    world.clock.advance_us(2_000_000)
+    world.executor.backlog.rest(world.clock.monotonic_us() - rested_us)
+    world.executor.backlog.wake(world.clock.monotonic_us())
+    world.executor.backlog.prepare_us = 200.0
+    world.job("u", version)
+    world.run()
+    assert world.outbox.jobs == [outcome]
+
+
+def test_a_busy_worker_drops_the_job_of_a_refused_request():
+    world = ExecutorWorld()
+    world.job("u", world.store.put("u", 100), "r1")
+    world.executor.note_refused("u", "r1")
+    world.job("v", world.store.put("v", 100), "r2")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.OVERTAKEN, JobOutcome.COMPUTED]
+
+
+def test_an_idle_worker_computes_the_prefix_of_a_refused_request_for_the_next_visit():
+    world = ExecutorWorld()
+    version = world.store.put("u", 100)
+    world.job("u", version, "r1")
+    world.executor.note_refused("u", "r1")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    world.rank("u", version, "r2")
+    world.run()
+    assert world.outbox.paths == [Path.HBM]
 
 
 def test_results_tell_the_backlog_that_is_left_and_refusals_add_their_own_demand():

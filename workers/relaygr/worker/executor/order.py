@@ -56,6 +56,8 @@ _PATIENT_STEP = 0.005
 """With these two steps, patience falls while more than a fifth of the requests are refused."""
 _OVERTAKING_PART = 0.5
 """The part of the spare time of longer work that one overtaking piece may take, so that several never take all."""
+_REST_WINDOW_US = 250_000.0
+"""Time constant of the part of the time in which the device thread rests. A longer one would see a burst too late."""
 _PATIENCE_PER_IDLE_S = 1.0
 """A second without work restores patience, however few requests a worker answers in it."""
 
@@ -148,6 +150,9 @@ class Backlog:
         """When the first request of this step was looked up; 0 if none was."""
         self.idle_since_us: int | None = None
         """Since when the device thread has had nothing to do; None while it has."""
+        self._rested_us = 0.0
+        """Time without work, which decays."""
+        self._rested_at_us = 0
         self._by_deadline: list[tuple[float, int, float]] = []
         self._entries: dict[int, tuple[float, int, float]] = {}
 
@@ -286,9 +291,15 @@ class Backlog:
     def wake(self, now_us: int) -> None:
         """Notes that the device thread, which rested, looks for work again."""
         if self.idle_since_us is not None:
-            idle_s = (now_us - self.idle_since_us) / 1e6
-            self.patience = min(1.0, self.patience + _PATIENCE_PER_IDLE_S * idle_s)
+            idle_us = now_us - self.idle_since_us
+            self.patience = min(1.0, self.patience + _PATIENCE_PER_IDLE_S * idle_us / 1e6)
+            self._rested_us = _REST_WINDOW_US * min(1.0, self.rest_share(now_us) + idle_us / _REST_WINDOW_US)
+            self._rested_at_us = now_us
             self.idle_since_us = None
+
+    def rest_share(self, now_us: int) -> float:
+        """About the part of the last quarter of a second in which the device thread had nothing to do."""
+        return self._rested_us / _REST_WINDOW_US * math.exp((self._rested_at_us - now_us) / _REST_WINDOW_US)
 
     def missed(self) -> None:
         """Notes that an admitted request was answered late, or not at all because it would have been late."""

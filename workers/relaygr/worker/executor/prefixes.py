@@ -414,9 +414,9 @@ class Prefixes:
             return ChunkReadiness.DROPPED
         waiting = len(work.waiters)
         self._drop_late(work, now_us)
-        is_unneeded = not work.waiters and all(job.expires_us < now_us for job in work.jobs)
-        if is_unneeded and work.work_class is not WorkClass.WARM_UP:
-            self.abandon(work, JobOutcome.EXPIRED)
+        over = self._why_over(work, now_us)
+        if over is not None:
+            self.abandon(work, over)
             return ChunkReadiness.DROPPED
         if len(work.waiters) < waiting:
             # Without these requests the work may be pre-infer, which demands less.
@@ -432,6 +432,23 @@ class Prefixes:
         for waiter in work.waiters[:1] if work.on_scratch else work.waiters:
             waiter.started_us = waiter.started_us or now_us
         return ChunkReadiness.READY
+
+    def _why_over(self, work: PrefixWork, now_us: int) -> JobOutcome | None:
+        """The outcome of the jobs if nobody needs this prefix any more; None if it is needed.
+
+        A prefix whose request was refused may still serve the user's next visit. It is computed if no other work waits:
+        otherwise an overloaded worker would save nothing by refusing requests.
+        """
+        if work.waiters or work.work_class is WorkClass.WARM_UP:
+            return None
+        if all(job.expires_us < now_us for job in work.jobs):
+            return JobOutcome.EXPIRED
+        scheduler, answered = self._context.scheduler, self._context.answered
+        if len(scheduler.ranking) + len(scheduler.preinfer) > 1 and all(
+            job.expires_us < now_us or (job.job.user_id, job.job.request_id) in answered for job in work.jobs
+        ):
+            return JobOutcome.OVERTAKEN
+        return None
 
     def begin_job(self, job: JobWork) -> None:
         """Counts, once, that the job's prefix is computed, reloaded, or was found ready."""
