@@ -1,10 +1,10 @@
 """Pre-infer jobs, from their receipt to their outcome.
 
-received -> refused: disabled | overtaken | expired | not_usable | undecodable | no_history
+received -> refused: disabled | overtaken | expired | over_load | not_usable | undecodable | no_history
          -> waits for a version of its history
          -> already_cached
          -> reloaded from DRAM
-         -> queued (or over_footprint | over_load | shed) -> computed | no_room | failed
+         -> queued (or over_footprint | over_load | shed) -> computed | overtaken | expired | no_room | failed
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ _PATIENT_STEP = 0.005
 """With these two steps, patience falls while more than a fifth of the requests are refused."""
 _OVERTAKING_PART = 0.5
 """The part of the spare time of longer work that one overtaking piece may take, so that several never take all."""
-_REST_WINDOW_US = 250_000.0
-"""Time constant of the part of the time in which the device thread rests. A longer one would see a burst too late."""
+_REST_WINDOW_US = 50_000.0
+"""Time constant of `Backlog.rest_share`. A longer one would see a burst too late."""
 _PATIENCE_PER_IDLE_S = 1.0
 """A second without work restores patience, however few requests a worker answers in it."""
 
@@ -298,7 +298,7 @@ class Backlog:
             self.idle_since_us = None
 
     def rest_share(self, now_us: int) -> float:
-        """About the part of the last quarter of a second in which the device thread had nothing to do."""
+        """The part of the last moments in which the device thread had nothing to do."""
         return self._rested_us / _REST_WINDOW_US * math.exp((self._rested_at_us - now_us) / _REST_WINDOW_US)
 
     def missed(self) -> None:
