@@ -23,7 +23,7 @@ from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
 
 log = structlog.get_logger()
 
-LEAST_REST = 0.1
+LEAST_REST = 0.05
 """A device thread that rests for a smaller part of the time has no time for jobs that cost much more than they save."""
 DEAR_LOOK_UP = 0.05
 """A look-up is dear if it takes more than this part of the device time of its request."""
