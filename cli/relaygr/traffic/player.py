@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, RelayClient
+from relaygr.client.requests import RankFields
 from relaygr.schemas.messages import MAX_EVENT_BEHAVIOURS, BehaviourEvent, History, HistoryVersion
 from relaygr.schemas.record import record
 from relaygr.traffic.population import Population, history_at
@@ -43,12 +46,18 @@ OnRecord = Callable[[ImpressionRecord], None]
 
 
 @dataclass(slots=True)
-class _OpenRequest:
+class _Request:
+    """A ranking request, and when it was scheduled and sent. What it ranks is there before it is due, as in a gateway
+    that has just retrieved it.
+    """
+
     impression: Impression
     request_id: str
-    scheduled_us: int
-    sent_us: int
-    history: History
+    user_id: str
+    candidates: NDArray[np.int64]
+    fields: RankFields
+    scheduled_us: int = 0
+    sent_us: int = 0
 
 
 class _TimedCall(NamedTuple):
@@ -92,7 +101,7 @@ class Player:
         self._population = population
         self._record = record
         self._candidates = Candidates(settings, population)
-        self._open: dict[str, _OpenRequest] = {}
+        self._open: dict[str, _Request] = {}
         # Not a threading.Event: a signal handler must not take a lock that the main thread may hold in its wait.
         self._stopped_s: float | None = None
         self._lost_after_s = lost_after_s
@@ -131,7 +140,7 @@ class Player:
                     break
                 self._publish_version(impression)
                 now_us = time.monotonic_ns() // 1000
-                future = self._rank(impression, self._client.new_request_id(), now_us, budget_ms)
+                future = self._rank(self._request_of(impression, self._client.new_request_id()), now_us, budget_ms)
                 if future is None:
                     slots.release()
                 else:
@@ -182,7 +191,8 @@ class Player:
             yield retrieval_us - HISTORY_LEAD_US, lambda _: self._publish_version(impression)
         if self._settings.relay:
             yield retrieval_us, lambda _: self._begin(impression, request_id)
-        yield ranking_us, lambda at_us: self._rank_on_schedule(impression, request_id, at_us)
+        request = self._request_of(impression, request_id)
+        yield ranking_us, lambda at_us: self._rank_on_schedule(request, at_us)
 
     def _begin(self, impression: Impression, request_id: str) -> None:
         settings = self._settings
@@ -199,29 +209,30 @@ class Player:
                 scenario=self._scenario,
             )
 
-    def _rank_on_schedule(self, impression: Impression, request_id: str, at_us: int) -> None:
-        late_us = time.monotonic_ns() // 1000 - at_us
-        self._rank(impression, request_id, at_us, max(1.0, self._settings.budget_ms - late_us / 1000))
+    def _request_of(self, impression: Impression, request_id: str) -> _Request:
+        fields: RankFields = {
+            "budget_ms": self._settings.budget_ms,
+            "suffix": suffix_of(impression, self._settings, self._population),
+            "history_version": self._version(impression),
+            "request_id": request_id,
+            "scenario": self._scenario,
+        }
+        user_id = self._population.user_id(impression.user)
+        return _Request(impression, request_id, user_id, self._candidates.of(impression), fields)
 
-    def _rank(
-        self, impression: Impression, request_id: str, scheduled_us: int, budget_ms: float
-    ) -> Future[RankOutcome] | None:
+    def _rank_on_schedule(self, request: _Request, at_us: int) -> None:
+        late_us = time.monotonic_ns() // 1000 - at_us
+        self._rank(request, at_us, max(1.0, self._settings.budget_ms - late_us / 1000))
+
+    def _rank(self, request: _Request, scheduled_us: int, budget_ms: float) -> Future[RankOutcome] | None:
         """Sends a ranking request. Returns None, and records the request as not sent, if the client's queue is full."""
-        history = self._history(impression)
-        entry = _OpenRequest(impression, request_id, scheduled_us, time.monotonic_ns() // 1000, history)
-        self._open[request_id] = entry
+        request.scheduled_us, request.sent_us = scheduled_us, time.monotonic_ns() // 1000
+        request.fields["budget_ms"] = budget_ms
+        self._open[request.request_id] = request
         try:
-            future = self._client.submit_rank(
-                history.user_id,
-                self._candidates.of(impression),
-                budget_ms=budget_ms,
-                suffix=suffix_of(impression, self._settings, self._population),
-                history_version=self._version(impression),
-                request_id=request_id,
-                scenario=self._scenario,
-            )
+            future = self._client.submit_rank(request.user_id, request.candidates, **request.fields)
         except QueueFull:
-            self._unanswered(request_id, NOT_SENT)
+            self._unanswered(request.request_id, NOT_SENT)
             return None
         future.add_done_callback(lambda done: self._ended(done.result()))
         return future
@@ -329,12 +340,12 @@ class Player:
         while self._open:
             self._write_unanswered(self._open.popitem()[1], status)
 
-    def _write_unanswered(self, entry: _OpenRequest, status: str) -> None:
+    def _write_unanswered(self, entry: _Request, status: str) -> None:
         self._emit(
             ImpressionRecord(
                 number=entry.impression.number,
                 request_id=entry.request_id,
-                user_id=entry.history.user_id,
+                user_id=entry.user_id,
                 status=status,
                 latency_us=None,
                 send_lag_us=entry.sent_us - entry.scheduled_us,
@@ -354,7 +365,7 @@ class Player:
             ImpressionRecord(
                 number=entry.impression.number,
                 request_id=entry.request_id,
-                user_id=entry.history.user_id,
+                user_id=entry.user_id,
                 status=outcome.status.value,
                 latency_us=latency_us,
                 send_lag_us=send_lag_us,
