@@ -37,6 +37,19 @@ models = st.builds(
 tokens = st.integers(0, 20_000)
 
 
+@pytest.mark.parametrize("shared_us", [None, 40.0])
+def test_the_time_of_a_pass_is_that_of_the_corrected_model(shared_us: float | None) -> None:
+    calibrated = replace(MODEL, shared_us=shared_us)
+    corrector = Corrector(calibrated)
+    for number in range(50):
+        size = 100 + 20 * number, 10 + number
+        corrector.observe(Stage.HIT, calibrated.hit_us(*size), 1.3 * calibrated.hit_us(*size) + 80, size[0])
+    for size in ((0, 1), (100, 10), (700, 128), (5000, 64)):
+        model = corrector.model_at(size[0])
+        shared = model.coefficients.c0 if model.shared_us is None else model.shared_us
+        assert corrector.hit_us(*size) == pytest.approx((model.hit_us(*size), shared))
+
+
 @given(models, tokens, tokens, st.integers(0, 5_000))
 def test_more_tokens_never_take_less_time(model: LatencyModel, n: int, m: int, more: int) -> None:
     assert model.full_us(n + more, m) >= model.full_us(n, m)

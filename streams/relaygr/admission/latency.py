@@ -438,6 +438,16 @@ class Corrector:
             model = known[bucket] = self.calibrated.scaled(factors, extra_us)
         return model
 
+    def hit_us(self, prefix_tokens: int, scored_tokens: int) -> tuple[float, float]:
+        """The corrected time of a ranking pass, and the part of it that the requests of a batch share: as `model_at`
+        has them, without a model, which would last until the next observation only.
+        """
+        correction, calibrated = self._corrections[Stage.HIT], self.calibrated
+        ratio = correction.length_ratios[length_bucket(prefix_tokens)]
+        factor, extra_us = correction.factor * ratio, correction.extra_us * ratio
+        shared_us = calibrated.coefficients.c0 if calibrated.shared_us is None else calibrated.shared_us
+        return factor * calibrated.hit_us(prefix_tokens, scored_tokens) + extra_us, factor * shared_us + extra_us
+
     def length_ratios(self, stage: Stage) -> tuple[float, ...]:
         """Measured / predicted of `model` by length bucket; 0 without a measurement. Any thread may call it."""
         correction = self._corrections[stage]

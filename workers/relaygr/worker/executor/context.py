@@ -31,6 +31,7 @@ from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
 from relaygr.worker.executor.work import (
     HeldMemory,
     JobOutcome,
+    JobPrefixes,
     JobWork,
     PrefixWork,
     RankingWork,
@@ -52,6 +53,7 @@ W = TypeVar("W")
 REMEMBERED_ANSWERS = 65_536
 REMEMBERED_US = 120_000_000
 """Twice the longest life of a job."""
+JOB_PREFIXES_BYTES = 16 * 1024 * 1024
 MAX_UNCOUNTED_PASSES = 1024
 UNCUT_US = 1e12
 CHUNK_WEIGHT = 0.05
@@ -218,6 +220,7 @@ class ExecutorContext:
     """Impressions whose job has computed their prefix or its tail."""
     leased: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions whose job has prepared their prefix. The poll thread reads it."""
+    resolved: JobPrefixes = field(default_factory=lambda: JobPrefixes(JOB_PREFIXES_BYTES))
     full_path: FullPathObserver = field(default_factory=FullPathObserver)
     lead_times: LeadTimes = field(default_factory=LeadTimes)
     last_progress_us: int = 0

@@ -271,6 +271,7 @@ class Executor:
         A computation that has begun is not kept. One that is queued begins from nothing.
         """
         self._cleans_scratch = True
+        self._context.resolved.forget(user_id)
         return self._parts.cache.invalidate_user(user_id)
 
     def limit_tier(self, tier: Tier, pages: int) -> None:

@@ -102,6 +102,8 @@ class Jobs:
         prefix = resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected)
         if not self._context.held_by_jobs.keep(work, prefix):
             return self._end(work, JobOutcome.SHED)
+        if resolver.is_of(prefix, job.history_version):
+            self._context.resolved.keep(impression, prefix)
         return self._pre_infer(work, prefix)
 
     def _is_too_dear(self, work: JobWork, now_us: int) -> bool:

@@ -226,6 +226,11 @@ class Requests:
         """The request's prefix; None if the request waits for its history, or was answered."""
         request, resolver = work.request, self._context.resolver
         scored = Scored(int(request.suffix.items.size), int(request.candidates.size))
+        known = self._context.resolved.take((request.user_id, request.request_id))
+        if known is not None:
+            known = resolver.again(known, request, scored, work.received.partition)
+        if known is not None:
+            return self._keep(work, known)
         try:
             history = resolver.history(
                 request.user_id, request.history_version or wanted_by(request), request.history, work.received.partition
@@ -238,6 +243,9 @@ class Requests:
         prefix = resolver.prefix(request.user_id, history, request.query_time_ms, scored, request.suffix)
         if request.diverted is not None:
             _describe_as(prefix, request.diverted)
+        return self._keep(work, prefix)
+
+    def _keep(self, work: RankingWork, prefix: ResolvedPrefix) -> ResolvedPrefix | None:
         if not self._context.held_by_requests.keep(work, prefix):
             self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
             return None
@@ -247,10 +255,9 @@ class Requests:
     def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours, scored_tokens: int) -> None:
         """Sets the ranking pass: this many tokens in pages, this suffix, and the candidates."""
         work.ranked_prefix_tokens, work.suffix, work.scored_tokens = prefix_tokens, suffix, scored_tokens
-        latency, own_us = self._parts.corrector.model_at(prefix_tokens), self._backlog.own_us[work.path]
-        work.predicted_us = latency.hit_us(prefix_tokens, scored_tokens)
+        own_us = self._backlog.own_us[work.path]
         # Under load a request is one of a batch, and what they share is paid once.
-        shared_us = latency.coefficients.c0 if latency.shared_us is None else latency.shared_us
+        work.predicted_us, shared_us = self._parts.corrector.hit_us(prefix_tokens, scored_tokens)
         work.remaining_us = max(0.0, work.predicted_us - shared_us) + own_us
         work.latest_start_us = work.answer_by_us - int(work.predicted_us + own_us)
 

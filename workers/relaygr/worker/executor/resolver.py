@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, extend_chain
-from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.messages import Behaviours, History, HistoryVersion, RankingRequest
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import BYTES_PER_TOKEN, ResolvedPrefix
@@ -90,7 +90,8 @@ class PrefixResolver:
             chain = digest_chain(history.features, history.behaviours)
         engine, rules = self._engine, self._engine.rules
         shown = engine.shown_features(history.features, chain.length + scored.suffix_behaviours, scored.candidates)
-        if shown is not history.features:
+        hides_features = shown is not history.features
+        if hides_features:
             history = replace(history, features=shown)
             chain = history.chain()
         folded = not rules.grows and len(suffix) > 0
@@ -121,7 +122,46 @@ class PrefixResolver:
             loading=resolved.loading,
             revision=engine.revision,
             for_one_impression=folded or rules.uses_query_time,
+            hides_features=hides_features,
             held_bytes=held_bytes + len(chain.packed) + BYTES_PER_TOKEN * engine.layout.tokens(chain.length),
+        )
+
+    @staticmethod
+    def is_of(prefix: ResolvedPrefix, version: HistoryVersion | None) -> bool:
+        """Whether the prefix is one of exactly this version, and of all impressions that name it."""
+        is_general = not (prefix.for_one_impression or prefix.hides_features or prefix.stale)
+        return is_general and version is not None and prefix.version == version
+
+    def again(
+        self, known: ResolvedPrefix, request: RankingRequest, scored: Scored, partition: int
+    ) -> ResolvedPrefix | None:
+        """The prefix of a request, from that which its job has resolved; None if it may be another one.
+
+        The version that both name stands for the content, so the history need not be read again.
+        """
+        engine = self._engine
+        if known.revision != engine.revision or request.history is not None or request.diverted is not None:
+            return None
+        if not self.is_of(known, request.history_version) or (scored.suffix_behaviours and not engine.rules.grows):
+            return None
+        length = known.version.length if known.version is not None else 0
+        shown = engine.shown_features(known.features, length + scored.suffix_behaviours, scored.candidates)
+        if shown is not known.features:
+            return None
+        return ResolvedPrefix(
+            key=known.key,
+            features=known.features,
+            behaviours=known.behaviours,
+            suffix=request.suffix,
+            query_time_ms=request.query_time_ms,
+            tokens=known.tokens,
+            scored_tokens=self.scored_tokens(scored.suffix_behaviours, scored.candidates),
+            version=known.version,
+            stale=False,
+            loading=self._histories.is_loading(partition),
+            revision=known.revision,
+            for_one_impression=False,
+            held_bytes=known.held_bytes,
         )
 
     def shortened(self, prefix: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:

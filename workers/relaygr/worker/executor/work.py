@@ -130,6 +130,37 @@ class RecentIds(OrderedDict[tuple[str, str], int]):
             self.popitem(last=False)
 
 
+class JobPrefixes:
+    """The prefixes that recent jobs resolved, each for the request of its impression, which names the same history: at
+    most `max_bytes`, the newest.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._total_bytes = 0
+        self._kept: OrderedDict[tuple[str, str], ResolvedPrefix] = OrderedDict()
+
+    def keep(self, impression: tuple[str, str], prefix: ResolvedPrefix) -> None:
+        """Keeps the prefix of a job, in the place of an earlier one."""
+        self.take(impression)
+        self._kept[impression] = prefix
+        self._total_bytes += prefix.held_bytes
+        while self._total_bytes > self._max_bytes:
+            self.take(next(iter(self._kept)))
+
+    def take(self, impression: tuple[str, str]) -> ResolvedPrefix | None:
+        """The prefix that the job of this impression resolved, which is then no longer kept."""
+        prefix = self._kept.pop(impression, None)
+        if prefix is not None:
+            self._total_bytes -= prefix.held_bytes
+        return prefix
+
+    def forget(self, user_id: str) -> None:
+        """Drops all prefixes of the user."""
+        for impression in [each for each in self._kept if each[0] == user_id]:
+            self.take(impression)
+
+
 @dataclass(slots=True, eq=False)
 class JobWork:
     """A pre-infer job. Its times are on the worker's monotonic clock."""
@@ -169,6 +200,8 @@ class ResolvedPrefix:
     """The revision of the model."""
     for_one_impression: bool
     """The K,V are of no use to later requests of the user."""
+    hides_features: bool = False
+    """The model hides some of the user's features from a sequence of this length."""
     held_bytes: int = 0
     """Memory of the history, its digests and its rows in the model's tables. A message's own arrays do not count."""
     holders: int = field(default=0, init=False)

@@ -1,0 +1,113 @@
+"""A request uses the prefix that its own job has resolved, as long as nothing else could come of its own look-up."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from relaygr.schemas.messages import Path
+from relaygr.worker.executor.work import JobPrefixes, ResolvedPrefix
+from tests.worlds.executor import ExecutorWorld
+
+LENGTH = 400
+
+
+class _Sized:
+    def __init__(self, held_bytes: int) -> None:
+        self.held_bytes = held_bytes
+
+
+def sized(held_bytes: int) -> ResolvedPrefix:
+    return cast(ResolvedPrefix, _Sized(held_bytes))
+
+
+def test_the_newest_are_kept_and_each_is_taken_once() -> None:
+    kept, first, second = JobPrefixes(100), sized(60), sized(50)
+    kept.keep(("u", "1"), first)
+    kept.keep(("u", "2"), second)
+    assert kept.take(("u", "1")) is None
+    assert kept.take(("u", "2")) is second
+    assert kept.take(("u", "2")) is None
+    kept.keep(("u", "3"), sized(100))
+    assert kept.take(("u", "3")) is not None
+
+
+def test_a_user_is_forgotten() -> None:
+    kept, other = JobPrefixes(100), sized(1)
+    kept.keep(("u", "1"), sized(1))
+    kept.keep(("v", "1"), other)
+    kept.forget("u")
+    assert kept.take(("u", "1")) is None
+    assert kept.take(("v", "1")) is other
+
+
+class _CountingStore:
+    """Counts the histories that are read."""
+
+    def __init__(self, world: ExecutorWorld) -> None:
+        self._get, self.reads = world.store.get, 0
+        world.store.get = self.get  # type: ignore[method-assign]
+
+    def get(self, user_id: str):  # type: ignore[no-untyped-def]
+        self.reads += 1
+        return self._get(user_id)
+
+
+def test_the_request_of_a_job_does_not_read_the_history_again() -> None:
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    reads = _CountingStore(world)
+    world.job("u", version, "r")
+    world.run()
+    work = world.rank("u", version, "r", candidates=7)
+    world.run()
+    assert (work.path, reads.reads) == (Path.HBM, 1)
+    assert work.prefix is not None
+    assert (work.prefix.version, work.prefix.scored_tokens, work.prefix.stale) == (version, 7, False)
+    again = world.rank("u", version, "later")
+    world.run()
+    assert (again.path, reads.reads) == (Path.HBM, 2)
+    assert again.prefix is not None
+    assert again.prefix.key.chain == work.prefix.key.chain
+
+
+@pytest.mark.parametrize("case", ["unnamed", "other version", "deleted", "other model", "hidden features"])
+def test_the_request_looks_itself_up_where_the_job_may_have_another_prefix(case: str) -> None:
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    world.job("u", None if case == "unnamed" else version, "r")
+    world.run()
+    asked = version
+    if case == "unnamed":
+        asked = None
+    elif case == "other version":
+        asked = world.store.put("u", LENGTH + 10, number=2)
+    elif case == "deleted":
+        world.executor.user_deleted("u")
+        del world.store.histories["u"]
+    elif case == "other model":
+        world.engine.revision = "model-2"
+    else:
+        world.engine.shown_features = lambda features, *_: features.copy()  # type: ignore[method-assign]
+    reads = _CountingStore(world)
+    work = world.rank("u", asked, "r")
+    world.run()
+    assert reads.reads >= 1
+    if case == "deleted":
+        assert work.prefix is None or work.prefix.tokens == 0
+    else:
+        assert work.prefix is not None
+        assert len(work.prefix.behaviours) == (LENGTH + 10 if case == "other version" else LENGTH)
+
+
+def test_a_partition_that_is_read_again_is_told_in_the_result() -> None:
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    world.job("u", version, "r")
+    world.run()
+    world.store.loading = True
+    work = world.rank("u", version, "r")
+    world.run()
+    assert work.prefix is not None
+    assert work.prefix.loading
