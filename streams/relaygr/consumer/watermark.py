@@ -195,7 +195,11 @@ class WatermarkTracker:
 
     def is_full(self, tp: TopicPartition) -> bool:
         """Whether no more messages of this partition should be begun until its oldest one is finished."""
-        return self.span(tp) >= self.max_span
+        state = self._partitions.get(tp)
+        # Written out: `span` and `watermark` would be two more calls for each message.
+        return (
+            state is not None and state.next_offset - next(iter(state.unfinished), state.next_offset) >= self.max_span
+        )
 
     def span(self, tp: TopicPartition) -> int:
         """The number of offsets between the watermark and the last one begun."""
