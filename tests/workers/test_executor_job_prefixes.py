@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from relaygr.schemas.messages import Path
-from relaygr.worker.executor.work import JobPrefixes, ResolvedPrefix
+from relaygr.worker.executor.work import WORK_BYTES, JobPrefixes, ResolvedPrefix
 from tests.worlds.executor import ExecutorWorld
 
 LENGTH = 400
@@ -23,7 +23,7 @@ def sized(held_bytes: int) -> ResolvedPrefix:
 
 
 def test_the_newest_are_kept_and_each_is_taken_once() -> None:
-    kept, first, second = JobPrefixes(100), sized(60), sized(50)
+    kept, first, second = JobPrefixes(100 + WORK_BYTES), sized(60), sized(50)
     kept.keep(("u", "1"), first)
     kept.keep(("u", "2"), second)
     assert kept.take(("u", "1")) is None
@@ -31,10 +31,14 @@ def test_the_newest_are_kept_and_each_is_taken_once() -> None:
     assert kept.take(("u", "2")) is None
     kept.keep(("u", "3"), sized(100))
     assert kept.take(("u", "3")) is not None
+    kept.keep(("u", "4"), first)
+    kept.keep(("v", "5"), second)
+    assert kept.take(("u", "4")) is None
+    assert kept.take(("v", "5")) is second
 
 
 def test_a_user_is_forgotten() -> None:
-    kept, other = JobPrefixes(100), sized(1)
+    kept, other = JobPrefixes(3 * WORK_BYTES), sized(1)
     kept.keep(("u", "1"), sized(1))
     kept.keep(("v", "1"), other)
     kept.forget("u")
@@ -72,10 +76,23 @@ def test_the_request_of_a_job_does_not_read_the_history_again() -> None:
     assert again.prefix.key.chain == work.prefix.key.chain
 
 
-@pytest.mark.parametrize("case", ["unnamed", "other version", "deleted", "other model", "hidden features"])
+CASES = [
+    "unnamed",
+    "other version",
+    "deleted",
+    "other model",
+    "features hidden from the job",
+    "features hidden from the request",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_the_request_looks_itself_up_where_the_job_may_have_another_prefix(case: str) -> None:
     world = ExecutorWorld()
     version = world.store.put("u", LENGTH)
+    shown = world.engine.shown_features
+    if case == "features hidden from the job":
+        world.engine.shown_features = lambda features, *_: features.copy()  # type: ignore[method-assign]
     world.job("u", None if case == "unnamed" else version, "r")
     world.run()
     asked = version
@@ -88,6 +105,8 @@ def test_the_request_looks_itself_up_where_the_job_may_have_another_prefix(case:
         del world.store.histories["u"]
     elif case == "other model":
         world.engine.revision = "model-2"
+    elif case == "features hidden from the job":
+        world.engine.shown_features = shown  # type: ignore[method-assign]
     else:
         world.engine.shown_features = lambda features, *_: features.copy()  # type: ignore[method-assign]
     reads = _CountingStore(world)

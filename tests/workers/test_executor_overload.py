@@ -467,17 +467,28 @@ def test_an_impatient_worker_keeps_half_of_its_queue_for_requests_whose_prefix_i
     assert [work.request.request_id for work, _, _ in world.outbox.failures] == (["new"] if is_impatient else [])
 
 
-@given(PATIENCE, PIECES, st.floats(0, 1))
-def test_a_request_that_must_compute_its_prefix_may_wait_for_half_of_the_time_or_more(answers, pieces, ready_part):
+@given(PATIENCE, PIECES, st.floats(0, 1), st.integers(0, 1_000))
+def test_a_request_that_must_compute_its_prefix_may_wait_for_half_of_the_time_or_more(
+    answers, pieces, ready_part, way_us
+):
     backlog = Backlog()
     for is_answered in answers:
         backlog.observe(Path.HBM, 0, 0, in_time=True) if is_answered else backlog.refused()
     admitted = [put(backlog, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
-    part = max(0.5, ready_part) * backlog.patience
     ahead_us = sum(promise.remaining_us for promise in admitted if promise.must_end_us <= 1_000)
-    room_us = backlog.room_us(1_000, 0, sent_us=0, ready_part=ready_part)
-    may_wait = backlog.patience == 1 or ahead_us <= part * 1_000
-    assert room_us == backlog.room_us(1_000, 0) if may_wait else room_us < 0
+    room_us = backlog.room_us(1_000, 0, sent_us=-way_us, ready_part=ready_part)
+    longest_us = backlog.patience * (1_000 + way_us) - way_us
+    may_wait = longest_us >= 0 and ahead_us <= max(0.5, ready_part) * longest_us
+    assert room_us == backlog.room_us(1_000, 0) if may_wait or backlog.patience == 1 else room_us < 0
+
+
+def test_a_worker_without_a_backlog_serves_a_request_whatever_it_needs():
+    world = ExecutorWorld()
+    for _ in range(100):
+        world.executor.backlog.refused()
+    request = world.rank("new", world.store.put("new", 100), "r", budget_us=20_000, sent_ago_us=3_000)
+    world.run()
+    assert request.path is Path.FULL and not world.outbox.failures
 
 
 def test_an_impatient_worker_does_not_refuse_the_request_whose_prefix_was_prepared_for_it():
@@ -544,34 +555,6 @@ def test_a_request_that_the_poll_thread_answered_needs_its_prefix_no_more():
     world.executor.note_refused("u", "r")
     world.run()
     assert not world.cache.stats().hbm.leased
-
-
-def test_a_device_thread_rests_for_the_part_of_the_last_time_in_which_it_had_no_work():
-    backlog = Backlog()
-    for at_us in range(1_000_000, 3_000_000, 10_000):
-        backlog.rest(at_us)
-        backlog.wake(at_us + 2_000)
-    assert backlog.rest_share(3_000_000) == pytest.approx(0.2, abs=0.02)
-    assert backlog.rest_share(3_200_000) < 0.01, "after a time of work only"
-    backlog.rest(3_200_000)
-    backlog.wake(5_000_000)
-    assert backlog.rest_share(5_000_000) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "rested_us", "outcome"),
-    [(100, 0, JobOutcome.OVER_LOAD), (100, 100_000, JobOutcome.COMPUTED), (500, 0, JobOutcome.COMPUTED)],
-)
-def test_a_busy_worker_looks_up_no_job_whose_look_up_is_long_beside_its_prefix(tokens, rested_us, outcome):
-    world = ExecutorWorld()
-    version = world.store.put("u", tokens)
-    world.clock.advance_us(2_000_000)
-    world.executor.backlog.rest(world.clock.monotonic_us() - rested_us)
-    world.executor.backlog.wake(world.clock.monotonic_us())
-    world.executor.backlog.prepare_us = 200.0
-    world.job("u", version)
-    world.run()
-    assert world.outbox.jobs == [outcome]
 
 
 def test_a_busy_worker_drops_the_job_of_a_refused_request():

@@ -23,11 +23,6 @@ from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
 
 log = structlog.get_logger()
 
-LEAST_REST = 0.05
-"""A device thread that rests for a smaller part of the time has no time for jobs that cost much more than they save."""
-DEAR_LOOK_UP = 0.05
-"""A look-up is dear if it takes more than this part of the device time of its request."""
-
 
 class Jobs:
     """Belongs to the device thread."""
@@ -78,8 +73,6 @@ class Jobs:
             return self._end(work, JobOutcome.OVERTAKEN)
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
-        if self._is_too_dear(work, now_us):
-            return self._end(work, JobOutcome.OVER_LOAD)
         impression = (job.user_id, job.request_id)
         self._context.with_job.add(impression, now_us)
         stated = job.retrieval_at_us, job.expected_ranking_at_us
@@ -102,24 +95,9 @@ class Jobs:
         prefix = resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected)
         if not self._context.held_by_jobs.keep(work, prefix):
             return self._end(work, JobOutcome.SHED)
-        if resolver.is_of(prefix, job.history_version):
+        if job.history is None and resolver.serves_all_that_name(prefix, job.history_version):
             self._context.resolved.keep(impression, prefix)
         return self._pre_infer(work, prefix)
-
-    def _is_too_dear(self, work: JobWork, now_us: int) -> bool:
-        """Whether the device thread hardly rests, and has no time for the look-up of such a short prefix.
-
-        The request computes the prefix as fast as the job does, but the job's look-up comes on top. Near capacity these
-        look-ups make more requests late than the lead time saves, except where the look-up is short beside its prefix.
-        """
-        backlog, length = self._context.scheduler.backlog, work.job.history_length
-        if length is None or backlog.rest_share(now_us) >= LEAST_REST:
-            return False
-        engine = self._context.engine
-        tokens = engine.layout.tokens(min(length, engine.limits.max_prefix_behaviours))
-        latency = self._parts.corrector.model_at(tokens)
-        request_us = latency.pre_us(tokens) + latency.hit_us(tokens, self._scored_tokens(work))
-        return backlog.prepare_us > DEAR_LOOK_UP * request_us
 
     def _pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         if prefix.revision != self._context.engine.revision:

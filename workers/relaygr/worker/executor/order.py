@@ -18,8 +18,8 @@ flat.
 Above capacity alone that is not enough: every admitted request would wait until just before its deadline, where a small
 error makes it late, and only cheap requests would find room. So the more requests are refused, the shorter is the part
 of its time that a new request may wait for admitted work, down to `_LEAST_PATIENCE`. A request that must compute its
-prefix may wait for a smaller part still, down to half. The rest of the queue is left to requests whose prefix is ready,
-so that many of them are answered instead of few long ones (trunk reservation, as telephone networks do it).
+prefix may wait for a smaller part still, down to half. The rest of the queue is left to requests whose prefix is ready
+or has a job, so that many of them are answered instead of few long ones (trunk reservation, as telephone networks do).
 
 Warm-up has the least value: it runs only while no other work is queued and the device has been idle for some time, and
 gets at most a share of the time. Work that arrives runs after the warm-up chunk on the device.
@@ -56,8 +56,6 @@ _PATIENT_STEP = 0.005
 """With these two steps, patience falls while more than a fifth of the requests are refused."""
 _OVERTAKING_PART = 0.5
 """The part of the spare time of longer work that one overtaking piece may take, so that several never take all."""
-_REST_WINDOW_US = 50_000.0
-"""Time constant of `Backlog.rest_share`. A longer one would see a burst too late."""
 _PATIENCE_PER_IDLE_S = 1.0
 """A second without work restores patience, however few requests a worker answers in it."""
 
@@ -150,9 +148,6 @@ class Backlog:
         """When the first request of this step was looked up; 0 if none was."""
         self.idle_since_us: int | None = None
         """Since when the device thread has had nothing to do; None while it has."""
-        self._rested_us = 0.0
-        """Time without work, which decays."""
-        self._rested_at_us = 0
         self._by_deadline: list[tuple[float, int, float]] = []
         self._entries: dict[int, tuple[float, int, float]] = {}
 
@@ -197,11 +192,12 @@ class Backlog:
         left_us = must_end_us - now_us
         longest_wait_us = math.inf
         if sent_us is not None and self.patience < 1.0:
-            patience = self.patience * max(_LEAST_WITHOUT_PREFIX, ready_part)
-            longest_wait_us = patience * (must_end_us - sent_us) - (now_us - sent_us)
+            longest_wait_us = self.patience * (must_end_us - sent_us) - (now_us - sent_us)
             if longest_wait_us < 0:
                 # If messages come faster than they are read, newer ones have more time left than this one.
                 return longest_wait_us
+            # Not the time on the way: a worker without a backlog serves a request whatever it needs.
+            longest_wait_us *= max(_LEAST_WITHOUT_PREFIX, ready_part)
         if not self._entries and not unread_us:
             # Caution is for queues: without one, the first request after a burst needs none.
             return left_us
@@ -291,15 +287,9 @@ class Backlog:
     def wake(self, now_us: int) -> None:
         """Notes that the device thread, which rested, looks for work again."""
         if self.idle_since_us is not None:
-            idle_us = now_us - self.idle_since_us
-            self.patience = min(1.0, self.patience + _PATIENCE_PER_IDLE_S * idle_us / 1e6)
-            self._rested_us = _REST_WINDOW_US * min(1.0, self.rest_share(now_us) + idle_us / _REST_WINDOW_US)
-            self._rested_at_us = now_us
+            idle_s = (now_us - self.idle_since_us) / 1e6
+            self.patience = min(1.0, self.patience + _PATIENCE_PER_IDLE_S * idle_s)
             self.idle_since_us = None
-
-    def rest_share(self, now_us: int) -> float:
-        """The part of the last moments in which the device thread had nothing to do."""
-        return self._rested_us / _REST_WINDOW_US * math.exp((self._rested_at_us - now_us) / _REST_WINDOW_US)
 
     def missed(self) -> None:
         """Notes that an admitted request was answered late, or not at all because it would have been late."""

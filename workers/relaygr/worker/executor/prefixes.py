@@ -436,16 +436,19 @@ class Prefixes:
     def _why_over(self, work: PrefixWork, now_us: int) -> JobOutcome | None:
         """The outcome of the jobs if nobody needs this prefix any more; None if it is needed.
 
-        A prefix whose request was refused may still serve the user's next visit. It is computed if no other work waits:
-        otherwise an overloaded worker would save nothing by refusing requests.
+        A prefix whose request was answered without it may still serve the user's next visit. It is begun only if no
+        other work waits: otherwise an overloaded worker would save nothing by refusing requests.
         """
         if work.waiters or work.work_class is WorkClass.WARM_UP:
             return None
         if all(job.expires_us < now_us for job in work.jobs):
             return JobOutcome.EXPIRED
         scheduler, answered = self._context.scheduler, self._context.answered
-        if len(scheduler.ranking) + len(scheduler.preinfer) > 1 and all(
-            job.expires_us < now_us or (job.job.user_id, job.job.request_id) in answered for job in work.jobs
+        others_wait = len(scheduler.ranking) + len(scheduler.preinfer) > 1
+        if (
+            not work.started
+            and others_wait
+            and all(job.expires_us < now_us or (job.job.user_id, job.job.request_id) in answered for job in work.jobs)
         ):
             return JobOutcome.OVERTAKEN
         return None

@@ -300,7 +300,7 @@ class Requests:
             return self._rank_with_tail(work, handle, suffix, now_us)
         if is_new and plan.route is not Route.REJECT:
             own_us = self._backlog.own_us[work.path]
-            ready_part = (work.predicted_us + own_us) / (plan.predicted_us + own_us)
+            ready_part = min(1.0, (work.predicted_us + own_us) / max(1.0, plan.predicted_us + own_us))
             if self._backlog.room_us(work.answer_by_us, now_us, sent_us=work.sent_us, ready_part=ready_part) < 0:
                 plan = replace(plan, route=Route.REJECT)
         if handle is not None and plan.route is Route.WHOLE:
@@ -657,6 +657,7 @@ class Requests:
     def refused(self, user_id: str, request_id: str) -> None:
         """Notes that the poll thread has refused this request: its prefix is not needed any more."""
         self._backlog.refused()
+        self._context.resolved.take((user_id, request_id))
         self._context.answered.add((user_id, request_id), self._parts.clock.monotonic_us())
         self._parts.cache.end_lease(user_id, request_id, WasteReason.REQUEST_EXPIRED)
 

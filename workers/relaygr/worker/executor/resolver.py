@@ -127,8 +127,8 @@ class PrefixResolver:
         )
 
     @staticmethod
-    def is_of(prefix: ResolvedPrefix, version: HistoryVersion | None) -> bool:
-        """Whether the prefix is one of exactly this version, and of all impressions that name it."""
+    def serves_all_that_name(prefix: ResolvedPrefix, version: HistoryVersion | None) -> bool:
+        """Whether every impression that names this version of the history has this prefix."""
         is_general = not (prefix.for_one_impression or prefix.hides_features or prefix.stale)
         return is_general and version is not None and prefix.version == version
 
@@ -139,29 +139,22 @@ class PrefixResolver:
 
         The version that both name stands for the content, so the history need not be read again.
         """
-        engine = self._engine
+        engine, version = self._engine, request.history_version
         if known.revision != engine.revision or request.history is not None or request.diverted is not None:
             return None
-        if not self.is_of(known, request.history_version) or (scored.suffix_behaviours and not engine.rules.grows):
+        if version is None or not self.serves_all_that_name(known, version):
             return None
-        length = known.version.length if known.version is not None else 0
-        shown = engine.shown_features(known.features, length + scored.suffix_behaviours, scored.candidates)
+        if scored.suffix_behaviours and not engine.rules.grows:
+            return None
+        shown = engine.shown_features(known.features, version.length + scored.suffix_behaviours, scored.candidates)
         if shown is not known.features:
             return None
-        return ResolvedPrefix(
-            key=known.key,
-            features=known.features,
-            behaviours=known.behaviours,
+        return replace(
+            known,
             suffix=request.suffix,
             query_time_ms=request.query_time_ms,
-            tokens=known.tokens,
             scored_tokens=self.scored_tokens(scored.suffix_behaviours, scored.candidates),
-            version=known.version,
-            stale=False,
             loading=self._histories.is_loading(partition),
-            revision=known.revision,
-            for_one_impression=False,
-            held_bytes=known.held_bytes,
         )
 
     def shortened(self, prefix: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:

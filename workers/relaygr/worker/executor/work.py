@@ -131,34 +131,38 @@ class RecentIds(OrderedDict[tuple[str, str], int]):
 
 
 class JobPrefixes:
-    """The prefixes that recent jobs resolved, each for the request of its impression, which names the same history: at
-    most `max_bytes`, the newest.
+    """The prefix that each user's last job resolved, for the request of its impression, which names the same history:
+    the newest, at most `max_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._total_bytes = 0
-        self._kept: OrderedDict[tuple[str, str], ResolvedPrefix] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[str, ResolvedPrefix]] = OrderedDict()
 
     def keep(self, impression: tuple[str, str], prefix: ResolvedPrefix) -> None:
-        """Keeps the prefix of a job, in the place of an earlier one."""
-        self.take(impression)
-        self._kept[impression] = prefix
-        self._total_bytes += prefix.held_bytes
+        """Keeps the prefix of a job, in the place of an earlier one of its user."""
+        user_id, request_id = impression
+        self.forget(user_id)
+        self._kept[user_id] = request_id, prefix
+        self._total_bytes += prefix.held_bytes + WORK_BYTES
         while self._total_bytes > self._max_bytes:
-            self.take(next(iter(self._kept)))
+            self.forget(next(iter(self._kept)))
 
     def take(self, impression: tuple[str, str]) -> ResolvedPrefix | None:
         """The prefix that the job of this impression resolved, which is then no longer kept."""
-        prefix = self._kept.pop(impression, None)
-        if prefix is not None:
-            self._total_bytes -= prefix.held_bytes
-        return prefix
+        user_id, request_id = impression
+        kept = self._kept.get(user_id)
+        if kept is None or kept[0] != request_id:
+            return None
+        self.forget(user_id)
+        return kept[1]
 
     def forget(self, user_id: str) -> None:
-        """Drops all prefixes of the user."""
-        for impression in [each for each in self._kept if each[0] == user_id]:
-            self.take(impression)
+        """Drops the user's prefix, if there is one."""
+        kept = self._kept.pop(user_id, None)
+        if kept is not None:
+            self._total_bytes -= kept[1].held_bytes + WORK_BYTES
 
 
 @dataclass(slots=True, eq=False)
