@@ -266,8 +266,8 @@ class ExecutorWorld(DrivenExecutor):
     ):
         wall_us = self.clock.wall_us()
         request = RankingRequest(
-            request_id, user_id, wall_us - sent_ago_us, wall_us + budget_us, 0, np.arange(candidates), behaviours_of(0), version,
-            history, diverted=diverted,
+            request_id, user_id, wall_us - sent_ago_us, wall_us + budget_us, 0, np.arange(candidates), behaviours_of(0),
+            version, history, diverted=diverted,
         )  # fmt: skip
         return self.take_ranking(request, budget_us, looks_up=looks_up)
 
