@@ -175,7 +175,8 @@ def test_without_an_answer_rank_returns_at_its_deadline_and_the_request_is_lost(
         registry=CollectorRegistry(),
     )
     with echo_worker(kafka_settings, lambda request: []), gateway:
-        # The first request opens the connections; the test checks the deadline of the second.
+        # The first request opens the connections; the test checks the deadline of the second. A busy broker
+        # acknowledges it later than after 150 ms.
         gateway.rank("u", [1], budget_ms=2_000)
         outcome = gateway.rank("u", [1], budget_ms=1_000)
         assert (outcome.status, outcome.reason) == (RankStatus.TIMED_OUT, TimeOutReason.NO_ANSWER)

@@ -45,9 +45,8 @@ def test_the_time_of_a_pass_is_that_of_the_corrected_model(shared_us: float | No
         size = 100 + 20 * number, 10 + number
         corrector.observe(Stage.HIT, calibrated.hit_us(*size), 1.3 * calibrated.hit_us(*size) + 80, size[0])
     for size in ((0, 1), (100, 10), (700, 128), (5000, 64)):
-        model = corrector.model_at(size[0])
-        shared = model.coefficients.c0 if model.shared_us is None else model.shared_us
-        assert corrector.hit_us(*size) == pytest.approx((model.hit_us(*size), shared))
+        model, time = corrector.model_at(size[0]), corrector.pass_time(*size)
+        assert (time.alone_us, time.further_us) == pytest.approx((model.hit_us(*size), model.further_us(*size)))
 
 
 @given(models, tokens, tokens, st.integers(0, 5_000))

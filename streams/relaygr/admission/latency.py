@@ -401,6 +401,15 @@ _SAME_SIZE = 0.1
 """Work whose calibrated times differ by less than this share counts as of one size."""
 
 
+@record(frozen=True, slots=True)
+class PassTime:
+    """Predicted device time of a ranking pass, µs."""
+
+    alone_us: float
+    further_us: float
+    """What it adds to a batch that has another request."""
+
+
 class Corrector:
     """Corrects a calibrated model on-line, from measured and calibrated times: for each stage a factor, a constant, and
     a ratio for each bucket of prefix lengths.
@@ -438,15 +447,17 @@ class Corrector:
             model = known[bucket] = self.calibrated.scaled(factors, extra_us)
         return model
 
-    def hit_us(self, prefix_tokens: int, scored_tokens: int) -> tuple[float, float]:
-        """The corrected time of a ranking pass, and the part of it that the requests of a batch share: as `model_at`
-        has them, without a model, which would last until the next observation only.
+    def pass_time(self, prefix_tokens: int, scored_tokens: int) -> PassTime:
+        """The corrected time of a ranking pass, as `model_at` has it. A model would last until the next observation
+        only, and its making takes longer than this.
         """
         correction, calibrated = self._corrections[Stage.HIT], self.calibrated
         ratio = correction.length_ratios[length_bucket(prefix_tokens)]
         factor, extra_us = correction.factor * ratio, correction.extra_us * ratio
-        shared_us = calibrated.coefficients.c0 if calibrated.shared_us is None else calibrated.shared_us
-        return factor * calibrated.hit_us(prefix_tokens, scored_tokens) + extra_us, factor * shared_us + extra_us
+        return PassTime(
+            factor * calibrated.hit_us(prefix_tokens, scored_tokens) + extra_us,
+            factor * calibrated.further_us(prefix_tokens, scored_tokens),
+        )
 
     def length_ratios(self, stage: Stage) -> tuple[float, ...]:
         """Measured / predicted of `model` by length bucket; 0 without a measurement. Any thread may call it."""

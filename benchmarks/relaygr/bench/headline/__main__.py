@@ -32,7 +32,7 @@ def main(
         bool, typer.Option("--full", help="The grid, with seven seeds. Says first how long it takes.")
     ] = False,
     simulated: Annotated[
-        bool, typer.Option("--simulated", help="The grid in virtual time, an hour on two cores.")
+        bool, typer.Option("--simulated", help="The grid in virtual time, an hour or two on two cores.")
     ] = False,
     report: Annotated[bool, typer.Option("--report", help="Only make the report again from the CSV files.")] = False,
     trace: Annotated[

@@ -42,8 +42,8 @@ class Mode:
     least_requests: int
     """A run at a low rate lasts longer, so that its P99 means something."""
     warm_up_s: float
-    """Until the share of hits and the P50 are flat. At first all users are cold, and the overload of that start would
-    be measured."""
+    """Long enough for a flat share of hits and a flat P50: at first all users are cold, and the overload of that start
+    would be measured."""
     resolution: float
     """Factor between the highest rate that passed and the lowest that failed."""
     steps: int

@@ -54,6 +54,7 @@ REMEMBERED_ANSWERS = 65_536
 REMEMBERED_US = 120_000_000
 """Twice the longest life of a job."""
 JOB_PREFIXES_BYTES = 16 * 1024 * 1024
+"""Most memory of the resolved prefixes that are kept between a job and its request."""
 MAX_UNCOUNTED_PASSES = 1024
 UNCUT_US = 1e12
 CHUNK_WEIGHT = 0.05
@@ -221,6 +222,7 @@ class ExecutorContext:
     leased: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions whose job has prepared their prefix. The poll thread reads it."""
     resolved: JobPrefixes = field(default_factory=lambda: JobPrefixes(JOB_PREFIXES_BYTES))
+    """Prefixes that jobs resolved, for their requests."""
     full_path: FullPathObserver = field(default_factory=FullPathObserver)
     lead_times: LeadTimes = field(default_factory=LeadTimes)
     last_progress_us: int = 0

@@ -1,6 +1,6 @@
 """Pre-infer jobs, from their receipt to their outcome.
 
-received -> refused: disabled | overtaken | expired | over_load | not_usable | undecodable | no_history
+received -> refused: disabled | overtaken | expired | not_usable | undecodable | no_history
          -> waits for a version of its history
          -> already_cached
          -> reloaded from DRAM

@@ -12,8 +12,8 @@ first. The next ranking requests would then need full inference, too, and this s
 counted only while pre-infer work waits, and decays with a half-life, so that an idle device earns no credit.
 
 Ranking work is admitted only if it can end in time without making admitted work late. `Backlog` adds the demands in
-the order of the deadlines. Above capacity the queue therefore holds only work that will be answered, and goodput stays
-flat.
+the order of the deadlines. Above capacity the queue therefore holds only work that will be answered, and goodput does
+not collapse.
 
 Above capacity alone that is not enough: every admitted request would wait until just before its deadline, where a small
 error makes it late, and only cheap requests would find room. So the more requests are refused, the shorter is the part

@@ -246,6 +246,7 @@ class Requests:
         return self._keep(work, prefix)
 
     def _keep(self, work: RankingWork, prefix: ResolvedPrefix) -> ResolvedPrefix | None:
+        """The request holds the prefix from now on. None, and the request was answered, if there is no memory."""
         if not self._context.held_by_requests.keep(work, prefix):
             self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
             return None
@@ -255,10 +256,10 @@ class Requests:
     def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours, scored_tokens: int) -> None:
         """Sets the ranking pass: this many tokens in pages, this suffix, and the candidates."""
         work.ranked_prefix_tokens, work.suffix, work.scored_tokens = prefix_tokens, suffix, scored_tokens
-        own_us = self._backlog.own_us[work.path]
+        time, own_us = self._parts.corrector.pass_time(prefix_tokens, scored_tokens), self._backlog.own_us[work.path]
+        work.predicted_us = time.alone_us
         # Under load a request is one of a batch, and what they share is paid once.
-        work.predicted_us, shared_us = self._parts.corrector.hit_us(prefix_tokens, scored_tokens)
-        work.remaining_us = max(0.0, work.predicted_us - shared_us) + own_us
+        work.remaining_us = time.further_us + own_us
         work.latest_start_us = work.answer_by_us - int(work.predicted_us + own_us)
 
     def _uses_cache(self, work: RankingWork) -> bool:
@@ -298,7 +299,7 @@ class Requests:
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
             self._note_ready(work)
             return self._rank_with_tail(work, handle, suffix, now_us)
-        if is_new and plan.route is not Route.REJECT:
+        if is_new and self._backlog.patience < 1.0 and plan.route is not Route.REJECT:
             own_us = self._backlog.own_us[work.path]
             ready_part = min(1.0, (work.predicted_us + own_us) / max(1.0, plan.predicted_us + own_us))
             if self._backlog.room_us(work.answer_by_us, now_us, sent_us=work.sent_us, ready_part=ready_part) < 0:
