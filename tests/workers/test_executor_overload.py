@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import FailureReason, LatencyCoefficients, Path
-from relaygr.worker.executor.executor import MAIL_PER_STEP
+from relaygr.worker.executor.executor import MAIL_AT_ONCE
 from relaygr.worker.executor.order import Backlog, Scheduler, WorkClass
 from relaygr.worker.executor.work import JobOutcome, RankingWork
 from relaygr.worker.model.interface import RankOutputs
@@ -394,16 +394,32 @@ def test_requests_that_are_missed_cost_patience_too():
     assert backlog.patience < 1
 
 
-def test_requests_that_arrive_without_a_pause_do_not_keep_ready_ones_from_being_ranked():
+def test_mail_without_a_pause_does_not_keep_ready_requests_from_being_ranked():
     world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank("u", version, "first", budget_us=10_000_000)
     world.run()
-    ranked = len(world.outbox.ranked_works)
-    for number in range(3 * MAIL_PER_STEP):
+
+    def follow_on() -> None:
+        world.clock.advance_us(100)
+        world.executor.post(follow_on)
+
+    world.rank("u", version, "second", budget_us=10_000_000, looks_up=False)
+    for _ in range(2 * MAIL_AT_ONCE):
+        world.executor.post(follow_on)
+    world.executor.step()
+    assert [work.request.request_id for work in world.outbox.ranked_works] == ["first", "second"]
+
+
+def test_all_that_arrived_during_a_long_piece_of_work_is_looked_up_before_the_next():
+    world = ExecutorWorld()
+    version = world.store.put("u", 100)
+    world.rank("u", version, "first", budget_us=10_000_000)
+    world.executor.step()
+    for number in range(3 * MAIL_AT_ONCE):
         world.rank("u", version, f"r{number}", budget_us=10_000_000, looks_up=False)
     world.executor.step()
-    assert ranked < len(world.outbox.ranked_works) <= ranked + MAIL_PER_STEP
+    assert world.executor.backlog.looked_up == world.executor.backlog.handed_over
 
 
 def test_patience_lasts_while_few_are_refused_and_falls_while_many_are():

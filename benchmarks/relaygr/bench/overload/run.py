@@ -42,6 +42,8 @@ CALM_LOAD = 0.7
 ITEMS = 10_000
 CACHED_NEW_USERS = 48
 """Prefixes of new users that HBM holds beside those of the returning ones, which therefore stay."""
+HISTORY_BYTES = 4 << 30
+"""The histories of all users of a run, of whom half are new: a full store would refuse those of later users."""
 TABLE_WIDTH = 190
 
 
@@ -295,6 +297,7 @@ def _settings(
             "model": model,
             "calibration": folder / "small.json",
             "hbm_bytes": type(settings.worker.hbm_bytes)(hbm_bytes),
+            "history_max_bytes": type(settings.worker.history_max_bytes)(HISTORY_BYTES),
         }
     )
     lowest, highest = (part * 1e6 / mean_us for part in plan.bounds)
