@@ -86,7 +86,7 @@ PLANS = {
 
 @dataclass(frozen=True, slots=True)
 class OverloadRow:
-    """The figures of one load. Shares are 0 to 1; rates are requests a second; CPU is in cores."""
+    """The figures of one load. Shares are 0 to 1; rates are requests a second; CPU is in cores, in the burst."""
 
     load: float
     offered_per_s: float
@@ -123,7 +123,7 @@ class OverloadRow:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a run used of the machine: device seconds of the worker, and cores by role and by other processes."""
+    """What a run used of the machine: device seconds of the worker, and, in its burst, cores by role and by others."""
 
     device_s: float = 0.0
     cores: Mapping[str, float] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class _Runs:
         self._count += 1
         run = Run(f"run-{self._count}", (Phase(rate_per_s, seconds), *then))
         before_s = self._device_s()
-        window = MeasuredWindow(self._load.begun(run), self._roles)
+        window = MeasuredWindow(self._load.begun(run), self._roles, longest_s=seconds)
         with self._console.status(title):
             requests = self._load.play(run, window.sample)
         used = Used(self._device_s() - before_s, window.cpu_per_second(), window.foreign_cpu_per_second())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -244,10 +245,17 @@ class MeasuredWindow:
     """The measured part of a run: CPU time of each process, of the broker, and of the rest of the machine."""
 
     def __init__(
-        self, begun: Path, roles: Callable[[], Mapping[int, str]], at_begin: Callable[[], Reading] = Reading
+        self,
+        begun: Path,
+        roles: Callable[[], Mapping[int, str]],
+        at_begin: Callable[[], Reading] = Reading,
+        longest_s: float = math.inf,
     ) -> None:
-        """The window begins when the file `begun` has content. `roles`: the measured processes by their ids."""
+        """The window begins when the file `begun` has content, and ends after `longest_s` or with the last sample.
+        `roles`: the measured processes by their ids.
+        """
         self._begun = begun
+        self._longest_s, self._ends_s = longest_s, math.inf
         self._roles = roles
         self._at_begin = at_begin
         self._processes: dict[psutil.Process, str] = {}
@@ -260,7 +268,7 @@ class MeasuredWindow:
 
     def sample(self) -> None:
         """Reads the CPU time of every process, at most once a second, because reading takes CPU time too."""
-        if time.monotonic() < self._next_s:
+        if not self._next_s <= time.monotonic() <= self._ends_s:
             return
         self._next_s = time.monotonic() + (1.0 if self._processes else SAMPLE_S)
         if not self._processes:
@@ -278,6 +286,7 @@ class MeasuredWindow:
         self._machine.append((time.monotonic(), busy_s()))
 
     def _open(self) -> None:
+        self._ends_s = time.monotonic() + self._longest_s
         self.before = self._at_begin()
         roles = self._roles()
         own = psutil.Process()
