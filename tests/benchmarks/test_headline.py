@@ -35,7 +35,15 @@ from relaygr.bench.headline.plan import (
     save_plan,
 )
 from relaygr.bench.headline.plots import paths_at, plot_cell
-from relaygr.bench.headline.points import FULL_MODE, PARTITIONS, QUICK_MODE, SIMULATED_MODE, Mode, Point
+from relaygr.bench.headline.points import (
+    FULL_MODE,
+    PARTITIONS,
+    QUICK_MODE,
+    RATES_MODE,
+    SIMULATED_MODE,
+    Mode,
+    Point,
+)
 from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
 from relaygr.bench.headline.rows import (
     SIMULATED,
@@ -48,7 +56,7 @@ from relaygr.bench.headline.rows import (
     score_columns,
 )
 from relaygr.bench.headline.run import Bench, estimated_s
-from relaygr.bench.headline.search import highest_rate, longest_history
+from relaygr.bench.headline.search import highest_rate, longest_history, snapped
 from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
 from relaygr.bench.headline.summary import by_cell, by_reuse
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
@@ -537,6 +545,9 @@ def test_the_quick_run_takes_25_minutes_and_the_full_one_says_that_it_takes_days
         ({"trace": Path("load.csv"), "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
         ({"trace": Path("load.csv"), "systems": "B0,O"}, "O ranks synthetic users of its own"),
         ({"quick": True, "interactions": Path("log.csv"), "systems": "O"}, "O ranks synthetic users of its own"),
+        ({"rates": "5,fast"}, "--rates takes requests a second, by commas, such as 5,50: not '5,fast'"),
+        ({"rates": "0"}, "--rates takes requests a second"),
+        ({"rates": "5", "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
         ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
         ({"simulated": True, "systems": "B0,O"}, "B1 and O are not simulated"),
         ({"simulated": True, "interactions": Path("log.csv")}, "--simulated does not take --interactions"),
@@ -684,6 +695,18 @@ def test_cells_of_one_shape_have_plans_of_the_same_times() -> None:
     assert [plan.deadline_ms for plan in plans] == [50, 200]
     assert [plan.lead_ms for plan in plans] == [48.0, 16.0]
     assert plans[0] == replace(plans[1], cell="centre", asked=CENTRE.digest, deadline_ms=50, lead_ms=48.0)
+
+
+@pytest.mark.slow
+def test_rates_are_played_on_each_system_without_a_search(embedded_broker: LocalBroker, tmp_path: Path) -> None:
+    mode = replace(RATES_MODE, seconds=1.0, least_requests=0, warm_up_s=0.5)
+    with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
+        bench.run_rates([miniature()], [System.B0, System.R], [8.0, 12.0])
+    rows = read_rows(tmp_path / "runs.csv")
+    assert [(each.system, each.rate_per_s) for each in rows if each.valid] == [
+        (system, snapped(rate)) for system in (System.B0, System.R) for rate in (8.0, 12.0)
+    ]
+    assert {(each.figure, each.history) for each in rows} == {("B", 256)}
 
 
 @pytest.mark.slow

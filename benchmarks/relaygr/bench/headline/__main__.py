@@ -5,7 +5,8 @@
 
 `--quick` takes 25 minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
-virtual time on `--processes` cores, with times that it first learns on the broker. `--trace FILE` plays a trace of your
+virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50` plays only these
+rates, after a minute of warm-up, and searches for nothing. `--trace FILE` plays a trace of your
 own on each system. `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the
 CSV files and measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of
 the mode that was measured last) into that page.
@@ -34,6 +35,9 @@ def main(
     simulated: Annotated[
         bool, typer.Option("--simulated", help="The grid in virtual time, an hour or two on two cores.")
     ] = False,
+    rates: Annotated[
+        str, typer.Option(help="Only play these requests/s, by commas, without a search.", show_default=False)
+    ] = "",
     report: Annotated[bool, typer.Option("--report", help="Only make the report again from the CSV files.")] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Play this trace (.parquet or .csv) on each system.", show_default=False)
@@ -52,7 +56,8 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="The first seed; the others follow it.")] = 1,
     rate: Annotated[float, typer.Option(min=0.01, help="With --make-trace: impressions/s.")] = 20.0,
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="Measured part of each run.", show_default="8; 120 with --full")
+        float | None,
+        typer.Option(min=1, help="Measured part of each run.", show_default="8; 30 with --rates; 120 with --full"),
     ] = None,
     interactions: Annotated[
         Path | None, typer.Option(help="An interaction log: users with real histories.", show_default=False)
@@ -66,22 +71,25 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the results, the traces and the report.")] = OUT,
 ) -> None:
     """Measure the longest history and the most requests that meet the deadline, for each system."""
-    wanted_modes = (quick, full, simulated, report, trace is not None, make_trace is not None, cells == "list")
+    wanted_modes = (
+        quick, full, simulated, report, bool(rates), trace is not None, make_trace is not None, cells == "list"
+    )  # fmt: skip
     if sum(wanted_modes) != 1:
         raise RelayError(
-            "give one of --quick, --full, --simulated, --trace FILE, --make-trace FILE, --report and --cells list"
+            "give one of --quick, --full, --simulated, --rates RATES, --trace FILE, --make-trace FILE, --report and "
+            "--cells list"
         )
 
     from relaygr.bench.generator.trace import digest_of
-    from relaygr.bench.headline.command import list_cells, measure, measure_trace, simulate, write_load
+    from relaygr.bench.headline.command import list_cells, measure, measure_rates, measure_trace, simulate, write_load
     from relaygr.bench.headline.grid import GRID, QUICK
-    from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, SIMULATED_MODE
+    from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, RATES_MODE, SIMULATED_MODE
     from relaygr.bench.headline.report import fill_page, write_report
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
 
     if cells == "list":
         return list_cells()
-    mode = FULL_MODE if full else SIMULATED_MODE if simulated else QUICK_MODE
+    mode = FULL_MODE if full else SIMULATED_MODE if simulated else RATES_MODE if rates else QUICK_MODE
     mode = replace(mode, seeds=tuple(seed + number for number in range(seeds or len(mode.seeds))))
     if seconds is not None:
         # Runs of another length are not mixed with those that the folder has.
@@ -90,6 +98,8 @@ def main(
     impossible: dict[System, str] = {}
     if trace is not None:
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
+    if rates:
+        impossible[System.B1] = "B1 takes its longest history from figure A, which --rates does not measure"
     if trace is not None or interactions is not None:
         impossible[System.O] = "O ranks synthetic users of its own: it plays neither --trace nor --interactions"
     if simulated:
@@ -104,6 +114,8 @@ def main(
         return write_load(chosen[0], make_trace, rate, mode, interactions)
     if trace is not None:
         measure_trace(chosen[0], wanted, trace, mode, broker, out, interactions)
+    elif rates:
+        measure_rates(chosen, wanted, _rates_of(rates), mode, broker, out, interactions)
     elif simulated:
         simulate(chosen, wanted, mode, broker, out, processes)
     elif not report and not measure(chosen, wanted, mode, broker, out, interactions, asks=full and not yes):
@@ -112,6 +124,16 @@ def main(
     if page is not None:
         fill_page(out, None if report else mode.name, page)
     return None
+
+
+def _rates_of(text: str) -> list[float]:
+    try:
+        rates = [float(rate) for rate in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0.01 <= rate <= 1e6 for rate in rates):
+        raise RelayError(f"--rates takes requests a second, by commas, such as 5,50: not {text!r}")
+    return rates
 
 
 def _chosen_cells(names: str, default: tuple) -> tuple:  # type: ignore[type-arg]

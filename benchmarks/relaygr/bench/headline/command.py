@@ -86,6 +86,23 @@ def with_other_reuses(cells: Sequence[Cell], systems: Sequence[System]) -> list[
     return asked
 
 
+def measure_rates(
+    cells: Sequence[Cell],
+    systems: Sequence[System],
+    rates_per_s: Sequence[float],
+    mode: Mode,
+    broker: str,
+    out: Path,
+    interactions: Path | None,
+) -> None:
+    """Plays these rates on each system, without a search."""
+    console = Console(highlight=False)
+    with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
+        console.print(f"broker: {started.what}", soft_wrap=True)
+        with Bench(console, out, started, mode, interactions) as bench:
+            bench.run_rates(cells, systems, rates_per_s)
+
+
 def measure_trace(
     cell: Cell,
     systems: Sequence[System],

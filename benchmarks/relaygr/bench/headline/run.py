@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import tempfile
@@ -140,6 +141,17 @@ class Bench:
                 if system is System.B1 and not self._has_limit(cell):
                     continue
                 search.figures(system, variant, short_rate)
+
+    def run_rates(self, cells: Sequence[Cell], systems: Sequence[System], rates_per_s: Sequence[float]) -> None:
+        """Plays these rates on each system, at the cell's history, without a search."""
+        seeds = self._mode.seeds
+        self._progress.update(self._bar, total=len(cells) * len(systems) * len(rates_per_s) * len(seeds))
+        for cell in cells:
+            plan = self.plan(cell)
+            self._describe(cell, plan)
+            for system in systems:
+                for rate, seed in itertools.product(rates_per_s, seeds):
+                    self._row(cell, plan, system, UNCUT, Point("B", cell.history, snapped(rate), seed))
 
     def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path) -> None:
         """Plays a trace of others on each system, without a search. Unless its users are those of a log, B0 and R then
