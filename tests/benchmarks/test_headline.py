@@ -545,8 +545,9 @@ def test_the_quick_run_takes_25_minutes_and_the_full_one_says_that_it_takes_days
         ({"trace": Path("load.csv"), "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
         ({"trace": Path("load.csv"), "systems": "B0,O"}, "O ranks synthetic users of its own"),
         ({"quick": True, "interactions": Path("log.csv"), "systems": "O"}, "O ranks synthetic users of its own"),
-        ({"rates": "5,fast"}, "--rates takes requests a second, by commas, such as 5,50: not '5,fast'"),
+        ({"rates": "5,fast"}, "--rates takes requests a second, 0.1 to 10,000, by commas, such as 5,50: not '5,fast'"),
         ({"rates": "0"}, "--rates takes requests a second"),
+        ({"rates": "5", "page": Path("benchmark.md")}, "no figures for --page"),
         ({"rates": "5", "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
         ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
         ({"simulated": True, "systems": "B0,O"}, "B1 and O are not simulated"),
@@ -701,12 +702,16 @@ def test_cells_of_one_shape_have_plans_of_the_same_times() -> None:
 def test_rates_are_played_on_each_system_without_a_search(embedded_broker: LocalBroker, tmp_path: Path) -> None:
     mode = replace(RATES_MODE, seconds=1.0, least_requests=0, warm_up_s=0.5)
     with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
-        bench.run_rates([miniature()], [System.B0, System.R], [8.0, 12.0])
+        bench.run_rates([miniature()], [System.B0, System.R], [8.0, 12.34])
     rows = read_rows(tmp_path / "runs.csv")
-    assert [(each.system, each.rate_per_s) for each in rows if each.valid] == [
-        (system, snapped(rate)) for system in (System.B0, System.R) for rate in (8.0, 12.0)
+    assert [(each.system, each.figure, each.rate_per_s) for each in rows if each.valid] == [
+        (system, f"rate {rate:g}", rate) for system in (System.B0, System.R) for rate in (8.0, snapped(12.34))
     ]
-    assert {(each.figure, each.history) for each in rows} == {("B", 256)}
+    assert {each.history for each in rows} == {256}
+    assert figures_of(rows, "rates") == []
+    write_report(tmp_path)
+    report = (tmp_path / "report.md").read_text()
+    assert "mini: rate 8" in report and f"mini: rate {snapped(12.34):g}" in report
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ class Player:
         return self._process.pid
 
     def begun(self, run_name: str) -> Path:
-        """A file that has content from the beginning of the run on."""
+        """A file that has content from the time of the run's first message on."""
         return self._folder / f"{run_name}.begun"
 
     def play(self, run: Run, watch: Callable[[], None] = lambda: None) -> None:
@@ -271,6 +271,7 @@ class _Sender:
             stopping = threading.Event()
             receiver = threading.Thread(target=self._receive, args=(run, received, stopping), daemon=True)
             receiver.start()
+            _sleep_until(messages[0].at_us)
             begun.write_text("begun")
             self._send(messages)
             latest_us = begin_us + int(trace.ranking_us.max()) + run.budget_ms * 1000
@@ -365,8 +366,7 @@ class _Sender:
 
     def _send(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            while (left_us := message.at_us - time.time_ns() // 1000) > 0:
-                time.sleep(min(left_us / 1e6, _LONGEST_SLEEP_S))
+            _sleep_until(message.at_us)
             message.sent_us = time.time_ns() // 1000
             producer = self._producer if message.topic == self._ranking else self._durable
             while True:
@@ -435,6 +435,12 @@ class _Sender:
             rank_us=timings.rank_us,
             scores=result.scores if keeps_scores else None,
         )
+
+
+def _sleep_until(at_us: int) -> None:
+    """Sleeps until this wall-clock time, which other processes may move."""
+    while (left_us := at_us - time.time_ns() // 1000) > 0:
+        time.sleep(min(left_us / 1e6, _LONGEST_SLEEP_S))
 
 
 def lags_us_of(messages: Sequence[Message]) -> dict[int, int]:

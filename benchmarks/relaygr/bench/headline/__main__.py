@@ -6,10 +6,10 @@
 `--quick` takes 25 minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
 virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50` plays only these
-rates, after a minute of warm-up, and searches for nothing. `--trace FILE` plays a trace of your
-own on each system. `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the
-CSV files and measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of
-the mode that was measured last) into that page.
+rates, each after a minute of warm-up, without a search. `--trace FILE` plays a trace of your own on each system.
+`--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the CSV files and
+measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into
+that page.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -50,7 +50,7 @@ def main(
         str, typer.Option(help="Systems, by commas.", show_default="B0,C,R,O where possible; all with --full")
     ] = "",
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds of each search.", show_default="1; 7 with --full")
+        int | None, typer.Option(min=1, help="Seeds of each search or rate.", show_default="1; 7 with --full")
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="With --simulated: runs side by side.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="The first seed; the others follow it.")] = 1,
@@ -99,6 +99,8 @@ def main(
     if trace is not None:
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
     if rates:
+        if page is not None:
+            raise RelayError("--rates searches for nothing, so it has no figures for --page")
         impossible[System.B1] = "B1 takes its longest history from figure A, which --rates does not measure"
     if trace is not None or interactions is not None:
         impossible[System.O] = "O ranks synthetic users of its own: it plays neither --trace nor --interactions"
@@ -131,8 +133,8 @@ def _rates_of(text: str) -> list[float]:
         rates = [float(rate) for rate in text.split(",")]
     except ValueError:
         rates = []
-    if not rates or not all(0.01 <= rate <= 1e6 for rate in rates):
-        raise RelayError(f"--rates takes requests a second, by commas, such as 5,50: not {text!r}")
+    if not rates or not all(0.1 <= rate <= 10_000 for rate in rates):
+        raise RelayError(f"--rates takes requests a second, 0.1 to 10,000, by commas, such as 5,50: not {text!r}")
     return rates
 
 

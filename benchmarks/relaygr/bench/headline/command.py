@@ -14,7 +14,7 @@ from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline.grid import GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs
-from relaygr.bench.headline.run import Bench, estimated_s
+from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
 from relaygr.traffic.population import population_of
@@ -97,6 +97,9 @@ def measure_rates(
 ) -> None:
     """Plays these rates on each system, without a search."""
     console = Console(highlight=False)
+    points = [rate for _ in cells for _ in systems for rate in rates_per_s for _ in mode.seeds]
+    whole_s = sum(mode.seconds_at(rate) + mode.warm_up_s + RUN_OVERHEAD_S for rate in points)
+    console.print(f"{len(points)} runs, {whole_s / 60:.0f} minutes")
     with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         with Bench(console, out, started, mode, interactions) as bench:

@@ -69,7 +69,7 @@ class Mode:
 QUICK_MODE = Mode("quick", (1,), 8.0, 100, 10.0, 1.5, 2, (0.3,), (UNCUT,), 2, False)
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
 LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, 0, (), (UNCUT,), 1, False)
-RATES_MODE = Mode("rates", (1,), 30.0, 100, 60.0, 1.0, 0, (), (UNCUT,), 2, False)
+RATES_MODE = Mode("rates", (1,), 30.0, 100, 60.0, 2.0, 0, (), (UNCUT,), 2, False)
 SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, 5, (0.3, 0.6), (UNCUT,), 1, False, math.inf)
 
 

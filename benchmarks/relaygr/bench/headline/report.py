@@ -11,12 +11,12 @@ from rich.console import Console
 
 from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Picture, Text, as_html, as_markdown
-from relaygr.bench.headline.figures import Reached, counts_for_b, figures_of, same_load
+from relaygr.bench.headline.figures import SEARCHED, Reached, counts_for_b, figures_of, same_load
 from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
-from relaygr.bench.headline.rows import LAG_LIMIT, RunRow, read_dicts, read_rows
+from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_TRACE, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import against_others, amount, baseline, by_cell, by_reuse, plan_of, ratio, share
 from relaygr.bench.headline.systems import System
 from relaygr.runtime.errors import RelayError
@@ -43,7 +43,9 @@ def write_report(out: Path) -> None:
     """Writes the report of a folder. Raises RelayError if nothing was measured there."""
     runs = out / "runs.csv"
     if not runs.exists():
-        raise RelayError(f"{runs} does not exist: run with --quick, --full, --simulated or --trace FILE first")
+        raise RelayError(
+            f"{runs} does not exist: run with --quick, --full, --simulated, --rates RATES or --trace FILE first"
+        )
     rows, paths = read_rows(runs), read_dicts(out / "paths.csv")
     plans = _read_plans(out)
     blocks: list[Block] = []
@@ -56,11 +58,11 @@ def write_report(out: Path) -> None:
 
 
 def fill_page(out: Path, mode: str | None, page: Path) -> None:
-    """Writes the main figures of a mode (None: of that of the last run) between the marks of a page. Raises RelayError
-    without the marks.
+    """Writes the main figures of a mode (None: of that of the last search) between the marks of a page. Raises
+    RelayError without the marks.
     """
     every = read_rows(out / "runs.csv")
-    mode = mode or every[-1].mode
+    mode = mode or next((row.mode for row in reversed(every) if row.figure in SEARCHED), every[-1].mode)
     rows = [row for row in every if row.mode == mode]
     before, begin, rest = page.read_text(encoding="utf-8").partition(FIGURES_BEGIN)
     _, end, after = rest.partition(FIGURES_END)
@@ -114,9 +116,9 @@ def _mode(
     for cell in dict.fromkeys(row.cell for row in rows):
         same = same_load(rows, mode, cell)
         own_rows = [row for row in rows if row.cell == cell and row.valid]
-        traces = dict.fromkeys(row.figure for row in own_rows if row.figure.startswith("trace "))
+        played = dict.fromkeys(row.figure for row in own_rows if row.figure.startswith((AT_RATE, OF_TRACE)))
         compared = [(f"{cell}: all systems on the same trace", same)] if same else []
-        compared += [(f"{cell}: {name}", [row for row in own_rows if row.figure == name]) for name in traces]
+        compared += [(f"{cell}: {name}", [row for row in own_rows if row.figure == name]) for name in played]
         for title, those in compared:
             blocks += _costs(title + transport, those)
         if is_simulated:

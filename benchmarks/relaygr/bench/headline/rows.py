@@ -28,6 +28,8 @@ QUEUE_GROWTH = 5.0
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
 
 
+AT_RATE, OF_TRACE = "rate ", "trace "
+"""How the figure of a run without a search begins."""
 SIMULATED = "simulated"
 """How the broker's description of a simulated run begins."""
 
@@ -43,7 +45,8 @@ class RunRow:
     cell: str
     figure: str
     """A (the length varies) and B (the rate varies), `A confirmed` and `B confirmed` (what these found, with fresh
-    seeds), tune (variants of B0), short (capacity of B0 at the short history of A), or a trace of others.
+    seeds), tune (variants of B0), short (capacity of B0 at the short history of A), `AT_RATE` and a
+    rate, or `OF_TRACE` and a file.
     """
     system: str
     variant: str

@@ -38,7 +38,7 @@ from relaygr.bench.headline.points import (
     trace_name,
     workload_of,
 )
-from relaygr.bench.headline.rows import RunFile, RunRow, Used
+from relaygr.bench.headline.rows import AT_RATE, OF_TRACE, RunFile, RunRow, Used
 from relaygr.bench.headline.search import snapped
 from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System, settings_of
 from relaygr.bench.pipeline.run import MeasuredWindow
@@ -143,15 +143,16 @@ class Bench:
                 search.figures(system, variant, short_rate)
 
     def run_rates(self, cells: Sequence[Cell], systems: Sequence[System], rates_per_s: Sequence[float]) -> None:
-        """Plays these rates on each system, at the cell's history, without a search."""
+        """Plays these rates on each system, at the cell's history, without a search. They are no figure B."""
         seeds = self._mode.seeds
         self._progress.update(self._bar, total=len(cells) * len(systems) * len(rates_per_s) * len(seeds))
         for cell in cells:
             plan = self.plan(cell)
             self._describe(cell, plan)
             for system in systems:
-                for rate, seed in itertools.product(rates_per_s, seeds):
-                    self._row(cell, plan, system, UNCUT, Point("B", cell.history, snapped(rate), seed))
+                for rate, seed in itertools.product(map(snapped, rates_per_s), seeds):
+                    point = Point(f"{AT_RATE}{rate:g}", cell.history, rate, seed)
+                    self._row(cell, plan, system, UNCUT, point)
 
     def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path) -> None:
         """Plays a trace of others on each system, without a search. Unless its users are those of a log, B0 and R then
@@ -171,7 +172,7 @@ class Bench:
             raise RelayError(f"{trace}: every row is warm-up (part 0)")
         seconds = max(1e-3, float(measured.max() - measured.min()) / 1e6)
         # A file that was changed asks another question.
-        figure = f"trace {trace.name} {digest_of(trace)}"
+        figure = f"{OF_TRACE}{trace.name} {digest_of(trace)}"
         point = Point(figure, int(np.median(read.history_length)), snapped(len(measured) / seconds), 0)
         pair = [system for system in systems if system in (System.B0, System.R)]
         reuses = REUSES if self._interactions is None else ()

@@ -101,7 +101,7 @@ def settings_of(cell: Cell, plan: CellPlan, system: System, variant: str) -> dic
             "page_tokens": PAGE_TOKENS,
             "hbm_bytes": ByteSize(plan.hbm_bytes),
             "dram_bytes": ByteSize(plan.dram_bytes if flags.reuse else 0),
-            "history_max_bytes": ByteSize(2 << 30),
+            "history_max_bytes": ByteSize(8 << 30),
             # Full inference needs no cuts: they cost it time.
             **({} if flags.chunks else {"max_chunk_tokens": cell.longest_history}),
             **(TUNED[variant] if system is System.B0 else {}),

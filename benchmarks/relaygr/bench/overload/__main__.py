@@ -3,7 +3,7 @@
 One worker and the process that plays traces (`bench.generator`) run with one broker on the cores of this machine. There
 are no retrieval events. Returning users are ranked once before anything is measured, so they are hits; with `--model
 small` half of the requests are of users who come once, and need full inference. That model computes on one core and
-serves 10 to 20 requests a second; `--model null` computes nothing, so its capacity is that of the Python process.
+serves some tens of requests a second; `--model null` computes nothing, so its capacity is that of the Python process.
 
 Capacity is the highest load at which 99 % of the requests are answered in time, bisected in the same run. Then each
 load, a multiple of capacity, is offered for `--seconds`:

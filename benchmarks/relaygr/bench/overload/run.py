@@ -43,7 +43,7 @@ ITEMS = 10_000
 CACHED_NEW_USERS = 48
 """Prefixes of new users that HBM holds beside those of the returning ones, which therefore stay."""
 HISTORY_BYTES = 4 << 30
-"""The histories of all users of a run, of whom half are new: a full store would refuse those of later users."""
+"""Enough for the users of all runs: a full store would refuse the histories of those who come later."""
 TABLE_WIDTH = 190
 
 
@@ -306,9 +306,8 @@ def _settings(
 
 def _table(plan: OverloadPlan, rows: Sequence[OverloadRow]) -> Table:
     title = f"Above capacity: model {plan.model}, deadline {plan.requests.budget_ms} ms; requests a second"
-    table = Table(
-        title=title, caption="to worker, in worker, to gateway, send lag: P99; the last figures are CPU cores"
-    )
+    caption = "to worker, in worker, to gateway, send lag: P99; the last figures are CPU cores in the burst"
+    table = Table(title=title, caption=caption)
     for name in (
         "load", "offered", "in time", "whole", "told in time", "wasted", "refused", "expired", "late", "lost",
         "P50", "P99", "to worker", "in worker", "to gateway", "calm in time", "send lag", "worker", "load", "broker",
