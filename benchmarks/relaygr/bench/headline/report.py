@@ -17,7 +17,17 @@ from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_TRACE, RunRow, read_dicts, read_rows
-from relaygr.bench.headline.summary import against_others, amount, baseline, by_cell, by_reuse, plan_of, ratio, share
+from relaygr.bench.headline.summary import (
+    against_others,
+    amount,
+    at_rates,
+    baseline,
+    by_cell,
+    by_reuse,
+    plan_of,
+    ratio,
+    share,
+)
 from relaygr.bench.headline.systems import System
 from relaygr.runtime.errors import RelayError
 
@@ -109,6 +119,9 @@ def _mode(
         if others.rows:
             text = "R / C is what pre-infer adds to a cache (goal in B: 1.5), R / O what is left to gain (goal: 0.9)."
             blocks += [Heading(f"R against the others{transport}"), Text(text), others]
+    rates = at_rates(rows)
+    if rates.rows:
+        blocks += [Heading(f"The systems by rate{transport}"), rates]
     blocks += _plans(rows, plans)
     if figures:
         blocks += _headlines(figures, rows, mode, transport)

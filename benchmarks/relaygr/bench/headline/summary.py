@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from relaygr.bench.headline.decision import Interval, paired_ratio
+from relaygr.bench.headline.decision import Interval, decide, paired_ratio
 from relaygr.bench.headline.document import Block, Bullets, Grid
 from relaygr.bench.headline.figures import LEAST_DEVICE_USE, Reached, device_use_of_b0, same_load
 from relaygr.bench.headline.grid import BY_NAME, GRID
 from relaygr.bench.headline.plan import CellPlan
-from relaygr.bench.headline.rows import RunRow
+from relaygr.bench.headline.rows import AT_RATE, RunRow
 from relaygr.bench.headline.systems import System
 
 BASELINE_LIMIT = 1.1
@@ -55,6 +55,21 @@ def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> G
         "prefixes wasted", "device s per 1,000: B0, R",
     )  # fmt: skip
     return Grid(header, lines)
+
+
+def at_rates(rows: Sequence[RunRow]) -> Grid:
+    """How each system met the deadline at the rates that were played without a search, by the decision rule."""
+    played: dict[tuple[str, System, float], list[RunRow]] = {}
+    for row in rows:
+        if row.valid and row.figure.startswith(AT_RATE):
+            played.setdefault((row.cell, System(row.system), row.rate_per_s), []).append(row)
+    systems, lines = list(System), []
+    for cell, system, rate in sorted(played, key=lambda each: (each[0], systems.index(each[1]), each[2])):
+        those = played[cell, system, rate]
+        late = [row.late_share for row in those]
+        passed = f"{sum(row.passed for row in those)} of {len(those)}"
+        lines.append([cell, system.value, f"{rate:g}", passed, f"{statistics.mean(late):.2%}", decide(late).why])
+    return Grid(("cell", "system", "requests/s", "seeds that passed", "late, mean", "decision"), lines)
 
 
 def against_others(figures: Sequence[Reached]) -> Grid:
