@@ -12,7 +12,7 @@ from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.messages import FailureReason, HistoryVersion, Path
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice, Event
-from relaygr.worker.executor.executor import LEFT, LONG_US, MAIL_AT_ONCE, MAIL_TO_WAKE
+from relaygr.worker.executor.executor import LEFT, LONG_US, MAIL_TO_WAKE
 from relaygr.worker.executor.work import JobOutcome
 from tests.worlds.executor import COEFFICIENTS, HIT_US, TOKEN_US, ExecutorWorld
 from tests.worlds.real_executor import RealExecutorWorld, behaviours_of
@@ -311,16 +311,6 @@ def test_the_host_does_other_work_before_it_waits_for_a_chunk():
     world.executor.step()
     assert device.log == ["looked up", "waited"]
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
-
-
-def test_the_host_reads_all_its_mail_while_the_device_computes():
-    world, device = world_on_a_late_device()
-    world.job(version=world.store.put("u", 64))
-    world.executor.step()
-    for _ in range(5 * MAIL_AT_ONCE):
-        world.executor.post(lambda: device.log.append("looked up"))
-    world.executor.step()
-    assert device.log == ["looked up"] * 5 * MAIL_AT_ONCE + ["waited"]
 
 
 @pytest.mark.parametrize("is_seen_to_end", [True, False])

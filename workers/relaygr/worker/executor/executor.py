@@ -43,8 +43,9 @@ MAIL_TO_WAKE: Final = 8
 """With more messages in the mailbox the device thread begins before the poll thread has read all of them."""
 LONG_US: Final = 1_000.0
 """On a CPU, requests that take less on average are left to the poll thread."""
-MAIL_AT_ONCE: Final = 32
-"""Messages of the mailbox that are read without a look at the clock."""
+MAIL_PER_STEP: Final = 32
+"""Most look-ups between two pieces of device work. Without a bound, requests that arrive without a pause would keep
+ready requests from being ranked."""
 LEFT: Final = -1
 """`step` did not begin a piece of device work, because it would take too long."""
 
@@ -64,8 +65,6 @@ class Executor:
         self.backlog = self._context.scheduler.backlog
         """The admitted ranking work. Any thread may ask it."""
         self._look_ups = self._look_ups_us = 0
-        self._read_until_us = parts.clock.monotonic_us()
-        """When the mailbox was last read, or the thread woke up."""
         self._prefixes = Prefixes(self._context)
         self._requests = Requests(self._context, self._prefixes)
         self._batches = Batches(self._context, self._prefixes, self._requests)
@@ -186,11 +185,10 @@ class Executor:
         """
         context, prefixes, backlog = self._context, self._prefixes, self.backlog
         if backlog.idle_since_us is not None:
-            self._read_until_us = self._parts.clock.monotonic_us()
-            backlog.wake(self._read_until_us)
+            backlog.wake(self._parts.clock.monotonic_us())
         backlog.looking_up_since_us, looked_up = 0, backlog.looked_up
-        self._take_mail_in_time()
-        now_us = context.last_progress_us = self._read_until_us = self._parts.clock.monotonic_us()
+        self.take_mail()
+        now_us = context.last_progress_us = self._parts.clock.monotonic_us()
         if backlog.looking_up_since_us:
             self._look_ups += backlog.looked_up - looked_up
             self._look_ups_us += now_us - backlog.looking_up_since_us
@@ -253,26 +251,7 @@ class Executor:
         """The users to warm up, the most likely first. They replace those that were offered before."""
         self._warm_ups.offer(user_ids)
 
-    def _take_mail_in_time(self) -> None:
-        """Runs the posted calls: at least `MAIL_AT_ONCE` of them, and more while an accelerator computes, or else for
-        as long again as it took since the last reading, which is mostly the last piece of device work.
-
-        Without a bound, requests that arrive without a pause would keep ready requests from being ranked. A bound on
-        their number would let them wait behind a long piece, and the next pieces would be chosen without them.
-        """
-        self.take_mail()
-        if not self._mailbox:
-            return
-        running = self._prefixes.running
-        if running is not None:
-            while self._mailbox and not running.event.done():
-                self.take_mail()
-            return
-        until_us = 2 * self._parts.clock.monotonic_us() - self._read_until_us
-        while self._mailbox and self._parts.clock.monotonic_us() < until_us:
-            self.take_mail()
-
-    def take_mail(self, most: int = MAIL_AT_ONCE) -> None:
+    def take_mail(self, most: int = MAIL_PER_STEP) -> None:
         """Runs the posted calls, at most this many."""
         for _ in range(min(len(self._mailbox), most)):
             self._mailbox.popleft()()

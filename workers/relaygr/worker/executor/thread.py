@@ -28,7 +28,7 @@ LONGEST_SLEEP_S = 1.0
 SHORT_US = 1000
 """The longest predicted work of the poll thread. Waking the device thread takes a fraction of this time."""
 TURN_US = 5000
-"""After this time the poll thread begins no other step: about as long as it takes to refuse a batch of messages."""
+"""The longest turn of the poll thread: about as long as it takes to refuse a batch of messages."""
 
 
 class DeviceThread:
