@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,20 @@ def test_a_window_of_a_run_that_never_began_has_no_figures(tmp_path: Path) -> No
     window.sample()
     assert window.cpu_per_second() == {}
     assert window.foreign_cpu_per_second() != window.foreign_cpu_per_second(), "not a number"
+
+
+@pytest.mark.parametrize(("longest_s", "readings"), [(math.inf, 3), (1.5, 2)])
+def test_a_window_takes_no_sample_after_its_end(
+    longest_s: float, readings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, taken = tmp_path / "begun", list[float]()
+    begun.write_text("begun")
+    monkeypatch.setattr("relaygr.bench.pipeline.run.busy_s", lambda: taken.append(0.0) or 0.0)
+    window = MeasuredWindow(begun, dict, longest_s=longest_s)
+    for now_s in (0.0, 1.0, 2.0):
+        monkeypatch.setattr("relaygr.bench.pipeline.run.time.monotonic", lambda at_s=now_s: at_s)
+        window.sample()
+    assert len(taken) == readings
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -48,10 +49,8 @@ def measure(
         console.print("indicative: with one seed a figure may be off by a step of its search, and nothing is decided")
     if asks and not typer.confirm("Begin?"):
         return False
-    with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
-        console.print(f"broker: {started.what}", soft_wrap=True)
-        with Bench(console, out, started, mode, interactions) as bench:
-            bench.run_cells(asked)
+    with _bench(console, broker, mode, out, interactions) as bench:
+        bench.run_cells(asked)
     return True
 
 
@@ -100,10 +99,8 @@ def measure_rates(
     points = [rate for _ in cells for _ in systems for rate in rates_per_s for _ in mode.seeds]
     whole_s = sum(mode.seconds_at(rate) + mode.warm_up_s + RUN_OVERHEAD_S for rate in points)
     console.print(f"{len(points)} runs, {whole_s / 60:.0f} minutes")
-    with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
-        console.print(f"broker: {started.what}", soft_wrap=True)
-        with Bench(console, out, started, mode, interactions) as bench:
-            bench.run_rates(cells, systems, rates_per_s)
+    with _bench(console, broker, mode, out, interactions) as bench:
+        bench.run_rates(cells, systems, rates_per_s)
 
 
 def measure_trace(
@@ -116,11 +113,17 @@ def measure_trace(
     interactions: Path | None,
 ) -> None:
     """Plays a trace of others on each system."""
-    console = Console(highlight=False)
+    with _bench(Console(highlight=False), broker, mode, out, interactions) as bench:
+        bench.run_trace(cell, systems, trace)
+
+
+@contextmanager
+def _bench(console: Console, broker: str, mode: Mode, out: Path, interactions: Path | None) -> Iterator[Bench]:
+    """A bench on the chosen broker, which it names."""
     with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         with Bench(console, out, started, mode, interactions) as bench:
-            bench.run_trace(cell, systems, trace)
+            yield bench
 
 
 def write_load(cell: Cell, path: Path, rate_per_s: float, mode: Mode, interactions: Path | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from pydantic import ByteSize
 from rich.console import Console
 from rich.table import Table
 
@@ -296,8 +297,8 @@ def _settings(
         update={
             "model": model,
             "calibration": folder / "small.json",
-            "hbm_bytes": type(settings.worker.hbm_bytes)(hbm_bytes),
-            "history_max_bytes": type(settings.worker.history_max_bytes)(HISTORY_BYTES),
+            "hbm_bytes": ByteSize(hbm_bytes),
+            "history_max_bytes": ByteSize(HISTORY_BYTES),
         }
     )
     lowest, highest = (part * 1e6 / mean_us for part in plan.bounds)
