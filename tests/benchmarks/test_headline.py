@@ -58,7 +58,7 @@ from relaygr.bench.headline.rows import (
 from relaygr.bench.headline.run import Bench, estimated_s
 from relaygr.bench.headline.search import highest_rate, longest_history, snapped
 from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
-from relaygr.bench.headline.summary import by_cell, by_reuse
+from relaygr.bench.headline.summary import baseline, by_cell, by_reuse, highest_rates
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
 from relaygr.bench.rows import machine
 from relaygr.devbroker import LocalBroker
@@ -548,6 +548,9 @@ def test_the_quick_run_takes_25_minutes_and_the_full_one_says_that_it_takes_days
         ({"rates": "5,fast"}, "--rates takes requests a second, 0.1 to 10,000, by commas, such as 5,50: not '5,fast'"),
         ({"rates": "0"}, "--rates takes requests a second"),
         ({"rates": "5", "page": Path("benchmark.md")}, "no figures for --page"),
+        ({"rates": "5", "histories": "2k"}, "--histories takes whole numbers of behaviours"),
+        ({"rates": "5", "histories": "64,8193"}, "cell quick takes histories of up to 8,192 behaviours, not 8,193"),
+        ({"quick": True, "histories": "64"}, "--histories belongs to --rates"),
         ({"rates": "5", "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
         ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
         ({"simulated": True, "systems": "B0,O"}, "B1 and O are not simulated"),
@@ -703,16 +706,45 @@ def test_rates_are_played_on_each_system_without_a_search(embedded_broker: Local
     mode = replace(RATES_MODE, seconds=1.0, least_requests=0, warm_up_s=0.5)
     with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
         bench.run_rates([miniature()], [System.B0, System.R], [8.0, 12.34])
+        bench.run_rates([miniature()], [System.R], [8.0], [192])
     rows = read_rows(tmp_path / "runs.csv")
     assert [(each.system, each.figure, each.rate_per_s) for each in rows if each.valid] == [
         (system, f"rate {rate:g}", rate) for system in (System.B0, System.R) for rate in (8.0, snapped(12.34))
-    ]
-    assert {each.history for each in rows} == {256}
+    ] + [(System.R, "rate 8", 8.0)]
+    assert [each.history for each in rows if each.valid] == [256] * 4 + [192]
     assert figures_of(rows, "rates") == []
     write_report(tmp_path)
     report = (tmp_path / "report.md").read_text()
-    assert "| mini | R | 8 | 1 of 1 |" in report and "1 of 5 seeds" in report
+    assert (
+        "| mini | 256 | R | 8 | 1 of 1 |" in report and "| mini | 192 | R | 8 |" in report and "1 of 5 seeds" in report
+    )
     assert "mini: rate 8" in report and f"mini: rate {snapped(12.34):g}" in report
+
+
+class TestRatesWithoutASearch:
+    def test_the_highest_rates_are_compared_seed_by_seed(self) -> None:
+        rows = [
+            each
+            for system, limits in {"B0": (5, 5, 6), "C": (30, 40, 40), "R": (50, 60, 60)}.items()
+            for seed, limit in enumerate(limits)
+            for rate in (limit, limit + 10)
+            for each in outcome(system, {rate: 0.0 if rate == limit else 0.02}, seed, figure=f"rate {rate}")
+        ]
+        lines = {line[2]: line[3:] for line in highest_rates(rows).rows}
+        assert [lines[system][0] for system in ("B0", "C", "R")] == ["5", "40", "60"]
+        assert lines["R"][1].startswith("10.6 (") and lines["R"][2].startswith("1.55 (")
+        assert lines["B0"][1] == ""
+
+    def test_a_system_that_passed_at_each_rate_has_no_highest(self) -> None:
+        rows = outcome("B0", {5.0: 0.0, 6.0: 0.02}, 1, figure="rate 5") + outcome("R", {50.0: 0.0}, 1, figure="rate 50")
+        assert [line[2] for line in highest_rates(rows).rows] == ["B0"]
+
+    def test_a_run_at_half_load_shows_whether_the_baseline_is_honest(self) -> None:
+        plan = plan_of(QUICK, engine_times(QUICK))
+        half = plan.half_rate_per_s
+        for history, lines in ((QUICK.history, 1), (QUICK.history // 2, 0)):
+            rows = outcome("B0", {half: 0.0}, 1, cell="quick", figure=f"rate {half:g}", history=history)
+            assert len(baseline(rows, {"quick": plan}).rows) == lines
 
 
 @pytest.mark.slow

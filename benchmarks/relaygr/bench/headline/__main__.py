@@ -6,10 +6,10 @@
 `--quick` takes 25 minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
 virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50` plays only these
-rates, each after a minute of warm-up, without a search. `--trace FILE` plays a trace of your own on each system.
-`--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the CSV files and
-measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into
-that page.
+rates, each after a minute of warm-up, without a search, and `--histories 2048,4096` plays them at these lengths.
+`--trace FILE` plays a trace of your own on each system. `--make-trace FILE` writes the trace of a load and ends.
+`--report` makes the report again from the CSV files and measures nothing. `--page docs/benchmark.md` also writes the
+main figures (with `--report`: of the last search) into that page.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -37,6 +37,9 @@ def main(
     ] = False,
     rates: Annotated[
         str, typer.Option(help="Only play these requests/s, by commas, without a search.", show_default=False)
+    ] = "",
+    histories: Annotated[
+        str, typer.Option(help="With --rates: median behaviours, by commas.", show_default="the cell's")
     ] = "",
     report: Annotated[bool, typer.Option("--report", help="Only make the report again from the CSV files.")] = False,
     trace: Annotated[
@@ -98,6 +101,8 @@ def main(
     impossible: dict[System, str] = {}
     if trace is not None:
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
+    if histories and not rates:
+        raise RelayError("--histories belongs to --rates; --quick and --full search for the longest history themselves")
     if rates:
         if page is not None:
             raise RelayError("--rates searches for nothing, so it has no figures for --page")
@@ -117,7 +122,7 @@ def main(
     if trace is not None:
         measure_trace(chosen[0], wanted, trace, mode, broker, out, interactions)
     elif rates:
-        measure_rates(chosen, wanted, _rates_of(rates), mode, broker, out, interactions)
+        measure_rates(chosen, wanted, _rates_of(rates), _histories_of(histories), mode, broker, out, interactions)
     elif simulated:
         simulate(chosen, wanted, mode, broker, out, processes)
     elif not report and not measure(chosen, wanted, mode, broker, out, interactions, asks=full and not yes):
@@ -136,6 +141,12 @@ def _rates_of(text: str) -> list[float]:
     if not rates or not all(0.1 <= rate <= 10_000 for rate in rates):
         raise RelayError(f"--rates takes requests a second, 0.1 to 10,000, by commas, such as 5,50: not {text!r}")
     return rates
+
+
+def _histories_of(text: str) -> list[int]:
+    if not all(each.isdecimal() and int(each) for each in text.split(",") if text):
+        raise RelayError(f"--histories takes whole numbers of behaviours, by commas, such as 2048,4096: not {text!r}")
+    return [int(each) for each in text.split(",")] if text else []
 
 
 def _chosen_cells(names: str, default: tuple) -> tuple:  # type: ignore[type-arg]

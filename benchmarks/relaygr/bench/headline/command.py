@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from rich.table import Table
 
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
-from relaygr.bench.headline.grid import GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
+from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs
 from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
+from relaygr.runtime.errors import RelayError
 from relaygr.traffic.population import population_of
 from relaygr.traffic.settings import TrafficSettings
 
@@ -89,18 +91,24 @@ def measure_rates(
     cells: Sequence[Cell],
     systems: Sequence[System],
     rates_per_s: Sequence[float],
+    histories: Sequence[int],
     mode: Mode,
     broker: str,
     out: Path,
     interactions: Path | None,
 ) -> None:
-    """Plays these rates on each system, without a search."""
+    """Plays these rates on each system, without a search, at these histories; without any, at the cells'."""
     console = Console(highlight=False)
-    points = [rate for _ in cells for _ in systems for rate in rates_per_s for _ in mode.seeds]
+    for cell, history in itertools.product(cells, histories):
+        if history > cell.history * LENGTH_FACTORS[1]:
+            longest = int(cell.history * LENGTH_FACTORS[1])
+            raise RelayError(f"cell {cell.name} takes histories of up to {longest:,} behaviours, not {history:,}")
+    lengths = max(1, len(histories))
+    points = [rate for _ in cells for _ in systems for rate in rates_per_s for _ in range(lengths * len(mode.seeds))]
     whole_s = sum(mode.seconds_at(rate) + mode.warm_up_s + RUN_OVERHEAD_S for rate in points)
     console.print(f"{len(points)} runs, {whole_s / 60:.0f} minutes")
     with _bench(console, broker, mode, out, interactions) as bench:
-        bench.run_rates(cells, systems, rates_per_s)
+        bench.run_rates(cells, systems, rates_per_s, histories)
 
 
 def measure_trace(

@@ -24,6 +24,7 @@ from relaygr.bench.headline.summary import (
     baseline,
     by_cell,
     by_reuse,
+    highest_rates,
     plan_of,
     ratio,
     share,
@@ -121,7 +122,7 @@ def _mode(
             blocks += [Heading(f"R against the others{transport}"), Text(text), others]
     rates = at_rates(rows)
     if rates.rows:
-        blocks += [Heading(f"The systems by rate{transport}"), rates]
+        blocks += [Heading(f"The systems by rate{transport}"), rates, highest_rates(rows)]
     blocks += _plans(rows, plans)
     if figures:
         blocks += _headlines(figures, rows, mode, transport)
@@ -129,9 +130,12 @@ def _mode(
     for cell in dict.fromkeys(row.cell for row in rows):
         same = same_load(rows, mode, cell)
         own_rows = [row for row in rows if row.cell == cell and row.valid]
-        played = dict.fromkeys(row.figure for row in own_rows if row.figure.startswith((AT_RATE, OF_TRACE)))
+        played: dict[tuple[str, int], list[RunRow]] = {}
+        for row in own_rows:
+            if row.figure.startswith((AT_RATE, OF_TRACE)):
+                played.setdefault((row.figure, row.history), []).append(row)
         compared = [(f"{cell}: all systems on the same trace", same)] if same else []
-        compared += [(f"{cell}: {name}", [row for row in own_rows if row.figure == name]) for name in played]
+        compared += [(f"{cell}: {figure}", those) for (figure, _), those in played.items()]
         for title, those in compared:
             blocks += _costs(title + transport, those)
         if is_simulated:

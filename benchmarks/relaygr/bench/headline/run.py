@@ -142,17 +142,30 @@ class Bench:
                     continue
                 search.figures(system, variant, short_rate)
 
-    def run_rates(self, cells: Sequence[Cell], systems: Sequence[System], rates_per_s: Sequence[float]) -> None:
-        """Plays these rates on each system, at the cell's history, without a search. They are no figure B."""
+    def run_rates(
+        self,
+        cells: Sequence[Cell],
+        systems: Sequence[System],
+        rates_per_s: Sequence[float],
+        histories: Sequence[int] = (),
+    ) -> None:
+        """Plays these rates on each system without a search, at these histories; without any, at the cell's. They are
+        no figure A or B.
+        """
         seeds = self._mode.seeds
-        self._progress.update(self._bar, total=len(cells) * len(systems) * len(rates_per_s) * len(seeds))
+        lengths = max(1, len(histories))
+        self._progress.update(self._bar, total=len(cells) * len(systems) * len(rates_per_s) * lengths * len(seeds))
         for cell in cells:
             plan = self.plan(cell)
             self._describe(cell, plan)
-            for system in systems:
-                for rate, seed in itertools.product(map(snapped, rates_per_s), seeds):
-                    point = Point(f"{AT_RATE}{rate:g}", cell.history, rate, seed)
-                    self._row(cell, plan, system, UNCUT, point)
+            points = [
+                Point(f"{AT_RATE}{rate:g}", history, rate, seed)
+                for history in histories or (cell.history,)
+                for rate in map(snapped, rates_per_s)
+                for seed in seeds
+            ]
+            for system, point in itertools.product(systems, points):
+                self._row(cell, plan, system, UNCUT, point)
 
     def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path) -> None:
         """Plays a trace of others on each system, without a search. Unless its users are those of a log, B0 and R then

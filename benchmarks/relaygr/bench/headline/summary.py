@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-from relaygr.bench.headline.decision import Interval, decide, paired_ratio
+from relaygr.bench.headline.decision import Interval, paired_ratio
 from relaygr.bench.headline.document import Block, Bullets, Grid
-from relaygr.bench.headline.figures import LEAST_DEVICE_USE, Reached, device_use_of_b0, same_load
+from relaygr.bench.headline.figures import (
+    LEAST_DEVICE_USE,
+    Reached,
+    decide_rows,
+    device_use_of_b0,
+    highest,
+    same_load,
+)
 from relaygr.bench.headline.grid import BY_NAME, GRID
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import AT_RATE, RunRow
 from relaygr.bench.headline.systems import System
 
+K = TypeVar("K")
 BASELINE_LIMIT = 1.1
 """B0's time in the worker, as a multiple of the engine alone, above which it is no honest baseline."""
 _TITLES = {"A": "A: longest history at {:g}/s", "B": "B: requests/s"}
@@ -59,17 +68,48 @@ def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> G
 
 def at_rates(rows: Sequence[RunRow]) -> Grid:
     """How each system met the deadline at the rates that were played without a search, by the decision rule."""
-    played: dict[tuple[str, System, float], list[RunRow]] = {}
+    systems, lines = list(System), []
+    played = _played(rows, lambda row: (row.cell, row.history, systems.index(System(row.system)), row.rate_per_s))
+    for (cell, history, system, rate), those in sorted(played.items()):
+        passed = f"{sum(row.passed for row in those)} of {len(those)}"
+        late = f"{statistics.mean(row.late_share for row in those):.2%}"
+        name = systems[system].value
+        lines.append([cell, f"{history:,}", name, f"{rate:g}", passed, late, decide_rows(those).why])
+    return Grid(("cell", "history", "system", "requests/s", "seeds that passed", "late, mean", "decision"), lines)
+
+
+def highest_rates(rows: Sequence[RunRow]) -> Grid:
+    """The highest of these rates that passed below the lowest that failed: its median over the seeds, and paired ratios
+    to B0 and C. Of systems that failed at one of their rates only: else a higher one may pass.
+    """
+    lines = []
+    for (cell, history), those in sorted(_played(rows, lambda row: (row.cell, row.history)).items()):
+        reached: dict[System, dict[int, float]] = {}
+        for system in System:
+            own = [row for row in those if row.system == system]
+            if not all(row.passed for row in own):
+                seeds = dict.fromkeys(row.seed for row in own)
+                reached[system] = {
+                    seed: highest({row.rate_per_s: row.passed for row in own if row.seed == seed}) for seed in seeds
+                }
+        for system, by_seed in reached.items():
+            over = [
+                ratio(paired_ratio(by_seed, reached[other]), len(by_seed))
+                if other in reached and other is not system
+                else ""
+                for other in (System.B0, System.C)
+            ]
+            lines.append([cell, f"{history:,}", system.value, amount(statistics.median(by_seed.values())), *over])
+    return Grid(("cell", "history", "system", "requests/s, median of the seeds", "/ B0, 95 %", "/ C, 95 %"), lines)
+
+
+def _played(rows: Sequence[RunRow], key_of: Callable[[RunRow], K]) -> dict[K, list[RunRow]]:
+    """The valid runs at rates that were played without a search, by key."""
+    played: dict[K, list[RunRow]] = {}
     for row in rows:
         if row.valid and row.figure.startswith(AT_RATE):
-            played.setdefault((row.cell, System(row.system), row.rate_per_s), []).append(row)
-    systems, lines = list(System), []
-    for cell, system, rate in sorted(played, key=lambda each: (each[0], systems.index(each[1]), each[2])):
-        those = played[cell, system, rate]
-        late = [row.late_share for row in those]
-        passed = f"{sum(row.passed for row in those)} of {len(those)}"
-        lines.append([cell, system.value, f"{rate:g}", passed, f"{statistics.mean(late):.2%}", decide(late).why])
-    return Grid(("cell", "system", "requests/s", "seeds that passed", "late, mean", "decision"), lines)
+            played.setdefault(key_of(row), []).append(row)
+    return played
 
 
 def against_others(figures: Sequence[Reached]) -> Grid:
@@ -162,10 +202,12 @@ def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
     for name in dict.fromkeys(row.cell for row in rows):
         plan = plan_of(name, plans)
         half_per_s = math.nan if plan is None else plan.half_rate_per_s
+        history = BY_NAME[name].history if name in BY_NAME else 0
         at = [
             row.worker_over_engine
             for row in rows
-            if (row.cell, row.system, row.figure, row.rate_per_s) == (name, System.B0, "B", half_per_s)
+            if (row.cell, row.system, row.rate_per_s) == (name, System.B0, half_per_s)
+            and (row.figure == "B" or (row.figure.startswith(AT_RATE) and row.history == history))
             and row.valid
             and not math.isnan(row.worker_over_engine)
         ]
