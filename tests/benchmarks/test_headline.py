@@ -226,6 +226,7 @@ class TestRow:
         found = score_columns([kept[0], wrong, replace(kept[2], history_stale=True)], kept)
         assert (found["scores_compared"], found["scores_different"]) == (2, 1)
         assert found["scores_worst_error"] == pytest.approx(0.125)
+        assert score_columns([wrong], kept, tolerance=0.13)["scores_different"] == 0
 
     @pytest.mark.parametrize(
         "change", [{"valid": False}, {"late_share": 0.02}, {"queue_growth": 9.0}, {"scores_different": 1}]
@@ -352,6 +353,15 @@ class TestFigures:
         write_report(tmp_path)
         text = (tmp_path / "report.md").read_text(encoding="utf-8")
         assert "| centre | B: requests/s | 1.50 (one seed) | 0.75 (one seed) |" in text
+
+    def test_the_report_tells_approximate_scores_apart_from_exact_ones(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        for system, error in (("B0", 0.0), ("R", 1e-6), ("R-int8", 3e-3)):
+            file.add(row(system=system, scores_compared=5, scores_worst_error=error), [SAMPLE])
+        write_report(tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        assert "10 compared, 0 different, largest difference 1.0e-06" in text
+        assert "Approximate scores of R-int8 against B0's on the same trace: 5 compared, 0 different" in text
 
     def test_paths_of_another_mode_are_not_drawn_as_those_of_a_run(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)

@@ -19,7 +19,7 @@ from relaygr.bench.headline.grid import LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import RunRow, Used, columns_of, score_columns
 from relaygr.bench.headline.search import Found, highest_rate, longest_history, snapped
-from relaygr.bench.headline.systems import TUNED, UNCUT, System
+from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System
 from relaygr.bench.rows import machine, now
 
 PARTITIONS = 8
@@ -158,7 +158,7 @@ def row_of(
         seed=point.seed,
         attempt=attempt,
         **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us),
-        **score_columns(samples, reference),
+        **score_columns(samples, reference, FLAGS[system].score_tolerance),
     )
 
 

@@ -29,7 +29,7 @@ from relaygr.bench.headline.summary import (
     ratio,
     share,
 )
-from relaygr.bench.headline.systems import System
+from relaygr.bench.headline.systems import FLAGS, System
 from relaygr.runtime.errors import RelayError
 
 TITLE = "The headline figures"
@@ -297,16 +297,13 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
     """What must hold before a figure may be believed."""
     invalid = [row for row in rows if not row.valid]
     lags = [row.lag_p999_ms / row.deadline_ms for row in rows]
-    compared, different = sum(row.scores_compared for row in rows), sum(row.scores_different for row in rows)
-    worst = max((row.scores_worst_error for row in rows), default=0.0)
     foreign = statistics.median(row.foreign_cpu for row in rows)
     is_simulated = _is_simulated(rows)
     measured = [
         f"Generator: P99.9 lag of at most {LAG_LIMIT:.0%} of the deadline, else a run is invalid. {len(invalid)} of "
         f"{len(rows)} runs were, and do not count; the median lag was {statistics.median(lags):.2%} of the deadline.",
         f"Cores that other processes of the machine used: median {foreign:.2f}.",
-        f"Scores on cached prefixes against B0's on the same trace: {compared} compared, {different} different, "
-        f"largest difference {worst:.1e} of the largest score.",
+        *_scores(rows),
     ]
     lines = [
         *([] if is_simulated else measured),
@@ -321,6 +318,22 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
     else:
         blocks.append(Text("B0 was not measured at half load, so nothing says that it is an honest baseline.", True))
     return blocks
+
+
+def _scores(rows: Sequence[RunRow]) -> list[str]:
+    """How the scores on cached prefixes agree with full inference's, of exact and of approximate systems."""
+    told = []
+    for is_exact, what in ((True, "Scores on cached prefixes"), (False, "Approximate scores")):
+        own = [row for row in rows if FLAGS[System(row.system)].is_exact == is_exact]
+        if is_exact or own:
+            names = "" if is_exact else f" of {', '.join(sorted({row.system for row in own}))}"
+            compared, different = sum(row.scores_compared for row in own), sum(row.scores_different for row in own)
+            worst = max((row.scores_worst_error for row in own), default=0.0)
+            told.append(
+                f"{what}{names} against B0's on the same trace: {compared} compared, {different} different, largest "
+                f"difference {worst:.1e} of the largest score."
+            )
+    return told
 
 
 def _costs(title: str, same: Sequence[RunRow]) -> list[Block]:

@@ -239,7 +239,9 @@ def columns_of(
     }
 
 
-def score_columns(samples: Sequence[Sample], reference: Sequence[Sample]) -> dict[str, typing.Any]:
+def score_columns(
+    samples: Sequence[Sample], reference: Sequence[Sample], tolerance: float = SCORE_TOLERANCE
+) -> dict[str, typing.Any]:
     """Compares the kept scores with those of a reference on the same trace."""
     theirs = {each.row: each for each in reference if each.scores is not None and each.is_whole}
     errors = []
@@ -256,7 +258,7 @@ def score_columns(samples: Sequence[Sample], reference: Sequence[Sample]) -> dic
     return {
         "scores_compared": len(errors),
         "scores_worst_error": max(errors, default=0.0),
-        "scores_different": sum(error > SCORE_TOLERANCE for error in errors),
+        "scores_different": sum(error > tolerance for error in errors),
     }
 
 

@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ByteSize
 
 from relaygr.bench.headline.grid import PAGE_TOKENS, Cell
+from relaygr.demo.summary import SCORE_TOLERANCE
+from relaygr.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from relaygr.bench.headline.plan import CellPlan
+
+
+INT8_TOLERANCE: float = WorkerSettings.model_fields["dram_max_score_error"].default
+"""A worker whose DRAM tier would change a score by more does not start."""
 
 
 class System(enum.StrEnum):
@@ -43,6 +49,9 @@ class System(enum.StrEnum):
     """A prefix is computed in one piece."""
     R_APPEND = "R-append"
     """A history that grew is computed in full."""
+    R_INT8 = "R-int8"
+    """The relay with K,V in DRAM as int8: the same bytes hold up to four times as many prefixes, and scores on
+    reloaded prefixes are approximate."""
     R_TAIL = "R-tail"
     """Each history that grew is appended to its prefix, however short its tail is."""
     O = "O"  # noqa: E741 - its name in the literature
@@ -60,6 +69,12 @@ class SystemFlags:
     """Whether a prefix may be computed in several chunks."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values that the product's settings have instead."""
+    score_tolerance: float = SCORE_TOLERANCE
+    """The largest difference of a score from B0's, relative to the largest score."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.score_tolerance == SCORE_TOLERANCE
 
 
 FLAGS = {
@@ -77,6 +92,7 @@ FLAGS = {
         events=True, chunks=False, settings={"worker.chunk_ms": 60_000.0, "worker.longest_chunk_ms": 60_000.0}
     ),
     System.R_APPEND: SystemFlags(events=True, settings={"worker.extend_prefixes": False}),
+    System.R_INT8: SystemFlags(events=True, settings={"worker.dram_kv_dtype": "int8"}, score_tolerance=INT8_TOLERANCE),
     System.R_TAIL: SystemFlags(events=True, settings={"worker.longest_tail": 0}),
     System.O: SystemFlags(settings={"worker.dram_bytes": 0}),
 }
