@@ -104,6 +104,13 @@ def test_without_the_relay_the_mean_latency_is_that_of_an_m_d_1_queue(load: floa
     assert np.mean(means_us) == pytest.approx(expected_us, abs=max(error_us, 0.02 * expected_us))
 
 
+def test_the_device_thread_is_busy_with_device_work_and_with_the_workers_own():
+    times = NO_TIMES.model_copy(update={"look_up_us": 3_000.0, "answer_us": 2_000.0})
+    for one, own_s in ((NO_TIMES, 0.0), (times, 0.005)):
+        done = outcome(case("traffic.budget_ms=2000", system=System.OFF, times=one, rate=10, seconds=60))
+        assert done.thread_s == pytest.approx(done.device_s + own_s * len(done.requests), rel=0.01)
+
+
 def test_an_idle_worker_answers_in_the_calibrated_time():
     done = outcome(case("traffic.budget_ms=2000", system=System.OFF, rate=0.5, seconds=60))
     service_us = LATENCY.append_us(0, TOKENS) + LATENCY.hit_us(TOKENS, CANDIDATES)
@@ -299,13 +306,14 @@ def test_processes_give_the_same_figures_as_one():
 def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero():
     requests = Requests(np.array([1_000, 3_000, 90_000]), np.array([CODE[Ending.HBM]] * 3, np.uint8))
     part = PartOutcome(
-        requests=requests, found={"hbm": 1, "nowhere": 3}, jobs={}, device_s=0.6, seconds=2.0, worker_s=4.0,
-        most_workers=2, impressions=4, took_s=0.5,
+        requests=requests, found={"hbm": 1, "nowhere": 3}, jobs={}, device_s=0.6, thread_s=1.0, seconds=2.0,
+        worker_s=4.0, most_workers=2, impressions=4, took_s=0.5,
     )  # fmt: skip
     alone, pair = figures_of([part], 40), figures_of([part, part], 40)
     assert (alone.p50_ms.value, alone.p50_ms.error) == (3.0, None)
     assert alone.late_share.value == pytest.approx(1 / 3)
     assert (alone.found_hbm.value, alone.device_load.value, round(alone.device_s_per_1000.value)) == (0.25, 0.15, 200)
+    assert alone.thread_load.value == 0.25
     assert pair.p99_ms.error == 0
     assert (pair.requests, pair.impressions_per_s, pair.workers) == (6, 8, 2)
 

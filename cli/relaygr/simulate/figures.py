@@ -75,6 +75,8 @@ class PartOutcome:
     device_s: float
     preinfer_device_s: float = 0.0
     """The part of `device_s` that was pre-infer."""
+    thread_s: float = 0.0
+    """Time in which device threads were busy. On a CPU that is `device_s` and the workers' own time."""
     wasted: int = 0
     """Pre-inferred prefixes that no request used."""
     seconds: float
@@ -114,6 +116,8 @@ class Figures:
     """Device seconds per 1,000 ranked requests."""
     device_load: Estimate
     """Device time per second and worker."""
+    thread_load: Estimate
+    """Busy time of the device thread per second and worker."""
     workers: float
     """Workers on average."""
     most_workers: int
@@ -164,6 +168,7 @@ def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.
         found_dram=found("dram"),
         device_s_per_1000=estimate(lambda some: 1000 * _share(some, _device_s, _ranked)),
         device_load=estimate(lambda some: _share(some, _device_s, lambda each: each.worker_s)),
+        thread_load=estimate(lambda some: _share(some, lambda each: each.thread_s, lambda each: each.worker_s)),
         workers=scale * sum(part.worker_s for part in parts) / sum(part.seconds for part in parts),
         most_workers=max(part.most_workers for part in parts),
         impressions=sum(part.impressions for part in parts),

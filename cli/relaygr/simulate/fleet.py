@@ -106,6 +106,7 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
         jobs=jobs,
         device_s=sum(part.device_s for part in parts),
         preinfer_device_s=sum(part.preinfer_device_s for part in parts),
+        thread_s=sum(part.thread_s for part in parts),
         wasted=sum(part.wasted for part in parts),
         seconds=max(part.seconds for part in parts),
         worker_s=sum(part.worker_s for part in parts),

@@ -52,6 +52,7 @@ def table_of(results: Results, title: str) -> Table:
         *(f"{each.device_s_per_1000.value:.2f}{_error(each.device_s_per_1000.error, 2)}" for each in columns),
     )
     table.add_row("device load", *(_share(each.device_load) for each in columns))
+    table.add_row("device thread load", *(_share(each.thread_load) for each in columns))
     table.add_row("workers, on average", *(f"{each.workers:,.1f}" for each in columns))
     table.add_row("requests counted", *(f"{each.requests:,}" for each in columns))
     table.add_row("simulations", *(str(each.parts) for each in columns))
@@ -76,6 +77,7 @@ def plan_table(rows: list[PlanRow], title: str) -> Table:
     add("late, truncated or refused", lambda _, best: _share(best.figures.late_share))
     add("P99", lambda _, best: _ms(best.figures.p99_ms))
     add("device load", lambda _, best: _share(best.figures.device_load))
+    add("device thread load", lambda _, best: _share(best.figures.thread_load))
     if any(row.cost_per_hour is not None for row in rows):
         add("cost of an hour", lambda row, _: f"{row.cost_per_hour or 0:,.2f}")
         add("cost of a million requests", lambda row, _: f"{row.cost_per_million or 0:,.2f}")

@@ -159,7 +159,7 @@ class RelaySimulation:
         self._gone: list[_Member] = []
         self._started = 0
         self._worker_us = self._counted_us = self._counted_worker_us = self._ends_us = 0.0
-        self._used_device_s = self._preinfer_device_s = 0.0
+        self._used_device_s = self._preinfer_device_s = self._thread_s = 0.0
         self._wasted = 0
         self._most_workers = 0
         self._begins_us = round(traffic.settle_s * 1e6) if spec.settings.warm_up_users and case.relay else 0
@@ -496,6 +496,7 @@ class RelaySimulation:
         self._jobs.clear()
         self._found.clear()
         self._used_device_s, self._preinfer_device_s = -self._device_s(), -self._device_s(WorkClass.PREINFER)
+        self._thread_s = -self._thread_s_now()
         self._wasted = -self._wasted_now()
 
     def _end_counting(self) -> None:
@@ -503,6 +504,7 @@ class RelaySimulation:
         self._count_workers()
         self._used_device_s += self._device_s()
         self._preinfer_device_s += self._device_s(WorkClass.PREINFER)
+        self._thread_s += self._thread_s_now()
         self._wasted += self._wasted_now()
         self._counted_worker_us = self._worker_us
 
@@ -510,6 +512,9 @@ class RelaySimulation:
         """Device time of all workers for these classes of work; for all work without any."""
         used = [each.worker.device_s() for each in (*self._members, *self._gone)]
         return sum(each[work_class] for each in used for work_class in classes or WorkClass)
+
+    def _thread_s_now(self) -> float:
+        return sum(each.worker.thread_us for each in (*self._members, *self._gone)) / 1e6
 
     def _wasted_now(self) -> int:
         return sum(each.worker.cache.stats().wasted.total() for each in (*self._members, *self._gone))
@@ -525,6 +530,7 @@ class RelaySimulation:
             jobs=dict(self._jobs),
             device_s=self._used_device_s,
             preinfer_device_s=self._preinfer_device_s,
+            thread_s=self._thread_s,
             wasted=self._wasted,
             seconds=(self._ends_us - cold_us) / 1e6,
             worker_s=self._counted_worker_us / 1e6,

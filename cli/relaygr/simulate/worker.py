@@ -141,6 +141,8 @@ class SimulatedWorker:
         self.partitions: frozenset[int] = frozenset()
         self.epoch = 0
         self.is_alive = True
+        self.thread_us = 0
+        """Time in which the device thread was busy: device work, and the worker's own."""
         self._env, self._spec, self._on_ranked = env, spec, on_ranked
         self._ticket, self._is_idle, self._is_stepping = 0, True, False
         self._diverter = diverter
@@ -295,6 +297,7 @@ class SimulatedWorker:
             idle_us = self.executor.step()
         self._is_stepping = False
         if clock.now_us > now_us:
+            self.thread_us += clock.now_us - now_us
             return self._schedule(clock.now_us - now_us)
         ends_us = self._link.next_end_us
         waits = [each for each in (idle_us, None if ends_us is None else ends_us - now_us) if each is not None]

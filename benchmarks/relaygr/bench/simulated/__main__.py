@@ -1,9 +1,9 @@
 """Compares `relaygr simulate` with measured runs: `python -m benchmarks.simulated --broker kafka`.
 
-The real relay (broker, trigger, one worker and a gateway) runs on this machine. Before each load, the simulation learns
-the times of Kafka and worker and the noise from a run at a low load, which is no cell of the comparison. The capacity
-is the load whose simulated device time, with the relay, fills the device. Then each cell, a part of this capacity with
-the relay or without, is measured `--repeats` times and simulated with the same schedules:
+The real relay (broker, trigger, one worker and a gateway) runs on this machine. The capacity is the load that fills the
+worker's device thread with the relay, by simulation. Each cell, a part of this capacity with the relay or without, is
+measured `--repeats` times. Before each of these runs another one is played, with another seed and at a load that is no
+cell. From those the simulation learns the times of Kafka and worker and the noise. Then it plays the cell's schedules:
 
 * P50 and P99: simulated / measured - 1;
 * late: difference of the shares without an answer over the whole history in time, in points;
@@ -11,8 +11,8 @@ the relay or without, is measured `--repeats` times and simulated with the same 
 
 A cell agrees if P50 is within 5 %, P99 within 10 %, late within 2 points and mix within 3; or within the spread of the
 repeated runs, where that is larger. A cell above 80 % of capacity is out of range: it is shown and not judged. All this
-takes a quarter of an hour. `foreign_cpu` says how many cores other processes used: where they used many, a difference
-says little.
+takes 20 minutes. `foreign_cpu` says how many cores other processes used: where they were many, a difference says
+little.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Sequence
@@ -26,13 +27,17 @@ from relaygr.simulate.figures import ENDINGS, NO_LATENCY, RANKED, PartOutcome, R
 from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn
 from relaygr.traffic.population import population_of
-from relaygr.traffic.records import read_records
+from relaygr.traffic.records import ImpressionRecord, read_records
 from relaygr.worker.calibration import load_calibration
 
 P50_LIMIT, P99_LIMIT, LATE_LIMIT, MIX_LIMIT = 0.05, 0.10, 0.02, 0.03
 HIGHEST_LOAD = 0.8
 PROBE_IMPRESSIONS = 1_500
 FIRST_SEED = 100
+LEARNING_LOADS = {System.RELAY: 0.45, System.OFF: 0.2}
+"""Parts of the capacity between those of the cells, at which few requests wait. At a much lower load the processor has
+less else to do, so forwards and hops take less time than in the cells."""
+LEARNING_S = 12.0
 TABLE_WIDTH = 150
 _SETTINGS = (
     "log.level=warning",
@@ -238,6 +243,14 @@ def parse_loads(text: str) -> list[float]:
     return loads
 
 
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """A measured run: its records in the order of their numbers, and the cores that other processes used."""
+
+    records: list[ImpressionRecord]
+    foreign_cpu: float
+
+
 class _Bench:
     """One broker, one model and one calibration for all runs."""
 
@@ -254,54 +267,56 @@ class _Bench:
         self._shape: Shape = shape_of_model(model, self._settings, calibration)
         self._latency = calibration.model
         self._runs = 0
-        self._foreign_cpu: list[float] = []
         self.simulated, self.took_s = 0, 0.0
-        self._learn_per_s = plan.rate_per_s / 2
-        self._times = self._learn(FIRST_SEED - 1)
-        self.capacity_per_s = self._capacity(plan.rate_per_s)
+        at_half = self._at(plan.rate_per_s / 2, FIRST_SEED - 1, max(seconds, 200 / plan.rate_per_s))
+        times = self._learnt(self._play(at_half, System.RELAY).records, System.RELAY)
+        self.capacity_per_s = self._capacity(plan.rate_per_s, times)
 
     def rows(self, loads: Sequence[float], repeats: int) -> list[Row]:
         rows = []
-        for number, load in enumerate(loads):
-            if number:
-                # Other work on the machine changes within minutes, so a run to learn from precedes each load.
-                self._times = self._learn(FIRST_SEED - 3 - number)
+        seeds = range(FIRST_SEED, FIRST_SEED + repeats)
+        for load in loads:
+            rate = load * self.capacity_per_s
+            learnt: dict[System, list[ImpressionRecord]] = {system: [] for system in System}
+            measured: dict[System, list[Outcome]] = {system: [] for system in System}
+            foreign_cpu: dict[System, list[float]] = {system: [] for system in System}
+            for seed, system in itertools.product(seeds, System):
+                # The speed of the machine changes within minutes, so a run to learn from precedes each measured one.
+                learning_rate = LEARNING_LOADS[system] * self.capacity_per_s
+                learnt[system] += self._play(self._at(learning_rate, seed + repeats, LEARNING_S), system).records
+                played = self._play(self._at(rate, seed), system)
+                counted = played.records[round(COLD_SHARE * len(played.records)) :]
+                measured[system].append(self._outcome(requests_of(counted)))
+                foreign_cpu[system].append(played.foreign_cpu)
             for system in System:
-                rate = load * self.capacity_per_s
-                seeds = range(FIRST_SEED, FIRST_SEED + repeats)
-                measured, simulated = [], []
-                self._foreign_cpu.clear()
-                for seed in seeds:
-                    settings = self._at(rate, seed)
-                    measured.append(self._measured(settings, system))
-                    simulated.append(self._outcome(self._simulate(settings, system).requests))
-                foreign_cpu = float(np.median(self._foreign_cpu))
-                rows.append(row_of(load, system, rate, measured, simulated, foreign_cpu))
+                times = self._learnt(learnt[system], system)
+                runs = [self._simulate(self._at(rate, seed), system, times).requests for seed in seeds]
+                simulated = [self._outcome(each) for each in runs]
+                other = float(np.median(foreign_cpu[system]))
+                rows.append(row_of(load, system, rate, measured[system], simulated, other))
         return rows
 
     def _at(self, rate_per_s: float, seed: int, seconds: float | None = None) -> Settings:
         update = {"rate_per_s": rate_per_s, "seed": seed, "duration_s": seconds or self._seconds}
         return self._settings.model_copy(update={"traffic": self._settings.traffic.model_copy(update=update)})
 
-    def _learn(self, seed: int) -> MeasuredTimes:
-        """Learns from a run of its own."""
-        rate_per_s = self._learn_per_s
-        records = self._play(self._at(rate_per_s, seed, max(self._seconds, 100 / rate_per_s)), System.RELAY)
+    def _learnt(self, records: Sequence[ImpressionRecord], system: System) -> MeasuredTimes:
         traffic = self._settings.traffic
         scored = traffic.suffix * self._shape.layout.tokens_per_behaviour + traffic.candidates
-        times = learn(read_records(records), self._latency, scored, "a run at a low load")
+        times = learn(records, self._latency, scored, f"a run of {system.value}")
         self._console.print(
-            f"learnt from {times.requests} requests at {rate_per_s:.1f}/s: a hop {times.hop_us[50] / 1000:.1f} ms, "
-            f"measured / calibrated {times.hit_noise[50]:.2f} (ranking), {times.pre_noise[50]:.2f} (pre-infer)",
+            f"{system.value}: learnt from {times.requests:,} requests, median: a hop {times.hop_us[50] / 1000:.1f} ms; "
+            f"measured / calibrated {times.hit_noise[50]:.2f} for ranking, {times.pre_noise[50]:.2f} for prefixes",
             soft_wrap=True,
         )
         return times
 
-    def _capacity(self, rate_per_s: float) -> float:
-        """The load that fills the device, by its simulated time for each ranking at this load."""
-        done = self._simulate(self._at(rate_per_s, FIRST_SEED - 2, PROBE_IMPRESSIONS / rate_per_s), System.RELAY)
+    def _capacity(self, rate_per_s: float, times: MeasuredTimes) -> float:
+        """The load that fills the worker's device thread, by its simulated time for each ranking at this load."""
+        settings = self._at(rate_per_s, FIRST_SEED - 2, PROBE_IMPRESSIONS / rate_per_s)
+        done = self._simulate(settings, System.RELAY, times)
         ranked = int(np.isin(done.requests.endings, RANKED).sum())
-        capacity = ranked / done.device_s
+        capacity = ranked / done.thread_s
         self._console.print(f"simulated capacity: {capacity:.1f} impressions a second")
         return capacity
 
@@ -309,22 +324,18 @@ class _Bench:
     def _budget_ms(self) -> int:
         return self._settings.traffic.budget_ms
 
-    def _simulate(self, settings: Settings, system: System) -> PartOutcome:
-        case = case_of(settings, self._shape, self._latency, self._times, on_cpu=True, system=system)
+    def _simulate(self, settings: Settings, system: System, times: MeasuredTimes) -> PartOutcome:
+        case = case_of(settings, self._shape, self._latency, times, on_cpu=True, system=system)
         done = RelaySimulation(case, range(settings.partitions), 1, lambda _: None).run()
         self.simulated += done.impressions
         self.took_s += done.took_s
         return done
 
-    def _measured(self, settings: Settings, system: System) -> Outcome:
-        records = sorted(read_records(self._play(settings, system)), key=lambda each: each.number)
-        return self._outcome(requests_of(records[round(COLD_SHARE * len(records)) :]))
-
     def _outcome(self, requests: Requests) -> Outcome:
         return outcome_of(requests, self._budget_ms * 1000)
 
-    def _play(self, settings: Settings, system: System) -> Path:
-        """Plays a run on topics of its own, and returns its records."""
+    def _play(self, settings: Settings, system: System) -> _Played:
+        """Plays a run on topics of its own."""
         self._runs += 1
         prefix = f"simulated-{self._runs}"
         records = self._folder / f"{prefix}.jsonl"
@@ -339,8 +350,7 @@ class _Bench:
         ):
             window = MeasuredWindow(records, stack.roles)
             stack.play_unobserved(records, window.sample)
-        self._foreign_cpu.append(window.foreign_cpu_per_second())
-        return records
+        return _Played(sorted(read_records(records), key=lambda each: each.number), window.foreign_cpu_per_second())
 
 
 def _table(rows: Sequence[Row]) -> Table:
