@@ -20,6 +20,7 @@ class Piece:
     latest_start_us: int
     remaining_us: float = 0.0
     runs_in_chunks: bool = True
+    may_give_way: bool = True
 
 
 def ranking(latest_start_us: int) -> Piece:
@@ -52,6 +53,25 @@ def test_a_prediction_that_changed_moves_the_work_when_pushed_again():
     assert queue.pop() is late
     assert queue.pop() is early
     assert queue.pop() is None
+
+
+def test_the_longest_work_that_may_give_way_is_known_while_it_is_queued():
+    scheduled = scheduler()
+    short, longer, begun, whole = (
+        Piece(WorkClass.RANKING, 10_000, 2_000),
+        Piece(WorkClass.RANKING, 10_000, 5_000),
+        Piece(WorkClass.RANKING, 10_000, 7_000, may_give_way=False),
+        Piece(WorkClass.RANKING, 10_000, 9_000, runs_in_chunks=False),
+    )
+    for piece in (short, longer, begun, whole, Piece(WorkClass.PREINFER, 10_000, 8_000)):
+        scheduled.push(piece)
+    assert (scheduled.ranking.longest(), scheduled.backlog.gives_way_us) == (longer, 5_000)
+    longer.remaining_us = 1_000
+    scheduled.push(longer)
+    assert (scheduled.ranking.longest(), scheduled.backlog.gives_way_us) == (short, 2_000)
+    for piece in (short, longer):
+        scheduled.remove(piece)
+    assert (scheduled.ranking.longest(), scheduled.backlog.gives_way_us) == (None, 0)
 
 
 def test_removed_work_is_gone_and_the_heap_does_not_grow_with_pushes():

@@ -511,6 +511,114 @@ def test_an_impatient_worker_does_not_refuse_the_request_whose_prefix_was_prepar
     assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["other"]
 
 
+@given(PIECES, st.integers(0, 29), st.integers(1, 1_000))
+def test_the_room_without_some_work_is_that_of_a_backlog_that_does_not_have_it(pieces, given_up, must_end_us):
+    whole, rest = Backlog(), Backlog()
+    for backlog in (whole, rest):
+        backlog.refused()
+    promises = [put(whole, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
+    without = promises[given_up] if given_up < len(promises) else None
+    for promise in promises:
+        if promise is not without:
+            put(rest, promise)
+    # With nothing else there is no caution, and the last request of a queue has it.
+    if len(promises) > 1 or without is None:
+        assert whole.room_us(must_end_us, 0, sent_us=0, without=without) == pytest.approx(
+            rest.room_us(must_end_us, 0, sent_us=0)
+        )
+
+
+class TestGivingWay:
+    """A hit takes 1 ms. The long request takes 5 ms for its prefix and 1 ms more, and has 6.5 ms."""
+
+    LONG_US, HIT_US = 6_500, 6_600
+
+    def world(self, **settings) -> ExecutorWorld:
+        world = ExecutorWorld(**settings)
+        self.short, self.long = world.store.put("short", 100), world.store.put("long", 500)
+        world.rank("short", self.short, "first")
+        world.run()
+        return world
+
+    def failed(self, world: ExecutorWorld) -> list[str]:
+        return [work.request.request_id for work, _, _ in world.outbox.failures]
+
+    def test_a_long_request_gives_way_to_short_ones_that_would_be_refused(self):
+        world = self.world()
+        world.rank("long", self.long, "long", budget_us=self.LONG_US)
+        for number in range(4):
+            world.rank("short", self.short, f"hit {number}", budget_us=self.HIT_US)
+        world.run()
+        assert self.failed(world) == ["long"]
+        assert [work.path for work in world.outbox.ranked_works[1:]] == [Path.HBM] * 4
+
+    def test_the_poll_thread_leaves_a_request_to_which_another_may_give_way_to_the_device_thread(self):
+        world = self.world()
+        backlog, now_us = world.executor.backlog, world.clock.monotonic_us()
+        world.rank("long", self.long, "long", budget_us=self.LONG_US)
+        backlog.own_us[Path.HBM] = 1_000.0
+        assert backlog.room_us(now_us + self.HIT_US, now_us) < 1_000
+        assert not backlog.is_hopeless(now_us + self.HIT_US, now_us)
+        assert backlog.is_hopeless(now_us + 900, now_us), "nothing helps a request without time"
+
+    def test_it_does_not_once_much_of_it_is_done(self):
+        world = self.world()
+        world.rank("long", self.long, "long", budget_us=self.LONG_US)
+        for _ in range(2):
+            world.executor.step()
+        assert 0 < world.clock.monotonic_us() - 1_000_000 - 2_000 < 5_000
+        world.rank("short", self.short, "hit", budget_us=4_600)
+        world.run()
+        assert self.failed(world) == ["hit"]
+        assert world.outbox.ranked_works[-1].path is Path.FULL
+
+    def test_it_does_not_for_a_request_that_demands_more_than_a_fourth(self):
+        world = self.world()
+        world.rank("long", self.long, "long", budget_us=self.LONG_US)
+        world.rank("new", world.store.put("new", 100), "new", budget_us=self.HIT_US)
+        world.run()
+        assert self.failed(world) == ["new"]
+
+    def test_it_does_not_in_a_lasting_overload_in_which_none_would_ever_end(self):
+        world = self.world()
+        world.rank("long", self.long, "long", budget_us=self.LONG_US)
+        for _ in range(20):
+            world.executor.backlog.refused()
+        world.rank("short", self.short, "hit", budget_us=self.HIT_US)
+        world.run()
+        assert self.failed(world) == ["hit"]
+
+    def test_it_does_not_for_another_request_of_its_own_user(self):
+        world = self.world()
+        world.rank("long", self.long, "long", budget_us=self.LONG_US)
+        world.rank("long", self.long, "again", budget_us=5_500)
+        world.run()
+        assert self.failed(world) == ["again"]
+
+    def test_a_job_still_computes_the_prefix_for_the_next_visit(self):
+        world = self.world()
+        world.job("long", self.long, "long")
+        world.rank("long", self.long, "long", budget_us=self.LONG_US)
+        for number in range(4):
+            world.rank("short", self.short, f"hit {number}", budget_us=self.HIT_US)
+        world.executor.step()
+        assert self.failed(world) == ["long"]
+        world.job("long", self.long, "next")
+        world.run()
+        world.rank("long", self.long, "next")
+        world.run()
+        assert world.outbox.ranked_works[-1].path is Path.HBM
+        assert len(world.outbox.ranked_works) == 6
+
+    def test_it_is_ranked_on_the_newest_part_of_its_history_if_a_fourth_of_its_time_suffices(self):
+        world = self.world()
+        long = world.rank("long", self.long, "long", budget_us=5_600, candidates=1)
+        world.rank("short", self.short, "hit", budget_us=5_700)
+        world.run()
+        assert long.path is Path.TRUNCATED and not self.failed(world)
+        assert len(world.outbox.ranked_works) == 3
+
+
 def test_requests_in_the_mailbox_count_with_the_demand_of_those_before():
     backlog = Backlog()
     backlog.expected_us, backlog.handed_over = 1_000.0, 50

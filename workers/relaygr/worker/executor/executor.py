@@ -22,6 +22,7 @@ from relaygr.worker.executor.prefixes import (
     ChunkReadiness,
     Computed,
     Failed,
+    GaveWay,
     OnScratch,
     Prefixes,
     TailIsSuffix,
@@ -199,6 +200,8 @@ class Executor:
             context.timers.run_due(now_us)
         if prefixes.without_room and prefixes.find_room():
             self.take_mail()
+        if prefixes.events:
+            self._handle_events()
         if prefixes.running is not None:
             # Mail and timers ran while the device computed the last chunk.
             prefixes.settle()
@@ -373,6 +376,8 @@ class Executor:
                         self._requests.fail_on(request, error)
                 case TooLate(request, at_us):
                     self._requests.cut_short(request, at_us)
+                case GaveWay(request, at_us):
+                    self._requests.give_way(request, at_us)
                 case TailIsSuffix(request, handle):
                     self._requests.rank_on_cached_part(request, handle)
 

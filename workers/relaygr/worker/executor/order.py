@@ -21,6 +21,11 @@ of its time that a new request may wait for admitted work, down to `_LEAST_PATIE
 prefix may wait for a smaller part still, down to half. The rest of the queue is left to requests whose prefix is ready
 or has a job, so that many of them are answered instead of few long ones (trunk reservation, as telephone networks do).
 
+If a short request finds no room, the longest computation of a prefix that has hardly begun gives way to it: its request
+is answered on less, or refused. The next short requests find room then, too. To give up the longest work whenever
+something would be late keeps the most deadlines of a set (Moore's rule, 1968). In a lasting overload no new user would
+ever be answered so: there, only half of the queue is reserved.
+
 Warm-up has the least value: it runs only while no other work is queued and the device has been idle for some time, and
 gets at most a share of the time. Work that arrives runs after the warm-up chunk on the device.
 """
@@ -51,6 +56,8 @@ _MAX_CAUTION = 1.5
 _LEAST_PATIENCE = 0.25
 _LEAST_WITHOUT_PREFIX = 0.5
 """A request that must compute its prefix may wait for this part of the time that others may, or for more."""
+_GIVES_WAY_FROM = 0.75
+"""Patience from which long work gives way to short work."""
 _IMPATIENT_STEP = 0.02
 _PATIENT_STEP = 0.005
 """With these two steps, patience falls while more than a fifth of the requests are refused."""
@@ -85,6 +92,10 @@ class SchedulableWork(Protocol):
     @property
     def runs_in_chunks(self) -> bool:
         """Whether other work may run before it ends."""
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether it may be given up for shorter work: most of it is still to be done."""
 
 
 W = TypeVar("W", bound=SchedulableWork)
@@ -148,6 +159,8 @@ class Backlog:
         """When the first request of this step was looked up; 0 if none was."""
         self.idle_since_us: int | None = None
         """Since when the device thread has had nothing to do; None while it has."""
+        self.gives_way_us = 0.0
+        """The largest demand of queued work that may give way to shorter work."""
         self._by_deadline: list[tuple[float, int, float]] = []
         self._entries: dict[int, tuple[float, int, float]] = {}
 
@@ -180,14 +193,15 @@ class Backlog:
         sent_us: int | None = None,
         unread_us: float = 0.0,
         ready_part: float = 1.0,
+        without: SchedulableWork | None = None,
     ) -> float:
         """The largest demand of other work that then ends by `must_end_us` and makes no admitted work late.
 
         `preinfer_share`: the part of the device time that pre-infer gets meanwhile, which `pace` leaves out. `sent_us`:
         when a new request was sent. It has no room (less than 0) if it would wait for longer than `patience` allows;
         None for work on which time was spent before. `unread_us`: demand that is ahead of it and not admitted.
-        `ready_part`: the part of its demand that is no computation of a prefix. Work that is late already is not
-        considered.
+        `ready_part`: the part of its demand that is no computation of a prefix. `without`: admitted work that would be
+        given up. Work that is late already is not considered.
         """
         left_us = must_end_us - now_us
         longest_wait_us = math.inf
@@ -206,6 +220,12 @@ class Backlog:
         ahead_us = self.total_us + unread_us
         for entry in later:
             ahead_us -= entry[2]
+        given_up = self._entries.get(id(without))
+        if given_up is not None:
+            if given_up in later:
+                later.remove(given_up)
+            else:
+                ahead_us -= given_up[2]
         wait_us = slowness * max(0.0, ahead_us)
         if wait_us > longest_wait_us:
             return -wait_us
@@ -244,8 +264,19 @@ class Backlog:
 
         Requests in the mailbox are looked up first. For any thread.
         """
-        unread_us = (self.handed_over - self.looked_up) * self.expected_us
-        return self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us) < self.own_us[Path.HBM]
+        unread_us, own_us = (self.handed_over - self.looked_up) * self.expected_us, self.own_us[Path.HBM]
+        if self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us) >= own_us:
+            return False
+        if not self.gives_way_us or not self.lets_give_way:
+            return True
+        # If it is short, another request may give way to it.
+        unread_us -= self.gives_way_us
+        return self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us) < own_us
+
+    @property
+    def lets_give_way(self) -> bool:
+        """Whether long work may give way: not in a lasting overload, in which none would ever end."""
+        return self.patience >= _GIVES_WAY_FROM
 
     def refused(self) -> None:
         """Notes a request that was refused, or cut short, because other work leaves no time for it."""
@@ -321,6 +352,7 @@ class DeadlineQueue(Generic[W]):
         self._heap: list[QueueEntry[W]] = []
         self.entries: dict[int, QueueEntry[W]] = {}
         """The last push of each queued work, by its `id`."""
+        self._in_chunks: dict[int, W] = {}
         self._sequence = itertools.count()
 
     def __len__(self) -> int:
@@ -336,6 +368,9 @@ class DeadlineQueue(Generic[W]):
         heapq.heappush(self._heap, entry)
         if self._backlog is not None:
             self._backlog.put(work, work.latest_start_us)
+            if work.runs_in_chunks:
+                self._in_chunks[id(work)] = work
+                self._note_longest()
         if len(self._heap) > 64 + 2 * len(self.entries):
             self._heap = list(self.entries.values())
             heapq.heapify(self._heap)
@@ -344,6 +379,18 @@ class DeadlineQueue(Generic[W]):
         """Removes the work, if it is queued."""
         if self.entries.pop(id(work), None) is not None and self._backlog is not None:
             self._backlog.drop(work)
+            if self._in_chunks.pop(id(work), None) is not None:
+                self._note_longest()
+
+    def longest(self) -> W | None:
+        """The work with the largest demand of all that may give way."""
+        giving = (work for work in self._in_chunks.values() if work.may_give_way)
+        return max(giving, key=lambda work: work.remaining_us, default=None)
+
+    def _note_longest(self) -> None:
+        longest = self.longest()
+        assert self._backlog is not None
+        self._backlog.gives_way_us = 0.0 if longest is None else longest.remaining_us
 
     def peek(self) -> W | None:
         """The work with the earliest deadline."""

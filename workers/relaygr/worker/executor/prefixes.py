@@ -116,7 +116,15 @@ class TailIsSuffix:
     handle: Handle
 
 
-PrefixEvent = Computed | Undone | OnScratch | Failed | TooLate | TailIsSuffix
+@record(frozen=True, slots=True)
+class GaveWay:
+    """At `at_us` the prefix of this request was given up for a shorter request."""
+
+    request: RankingWork
+    at_us: int
+
+
+PrefixEvent = Computed | Undone | OnScratch | Failed | TooLate | TailIsSuffix | GaveWay
 
 
 class ChunkReadiness(enum.Enum):
@@ -311,6 +319,24 @@ class Prefixes:
         elif not on_scratch:
             self.by_user[user_id] = work
         self._context.scheduler.push(work)
+
+    def longest(self, user_id: str) -> PrefixWork | None:
+        """The longest computation for requests, none of this user, that may give way to a shorter request."""
+        work = self._context.scheduler.ranking.longest()
+        if not isinstance(work, PrefixWork) or work.prefix.key.user_id == user_id:
+            return None
+        is_running = self.running is not None and self.running.chunk.work is work
+        return None if is_running else work
+
+    def give_way(self, work: PrefixWork, now_us: int) -> None:
+        """Takes its requests away from a computation. It goes on for its jobs, or ends."""
+        self.free_scratch(work)
+        self.events.extend(GaveWay(waiter, now_us) for waiter in work.waiters)
+        work.waiters.clear()
+        if work.jobs:
+            self._context.scheduler.push(work)
+        else:
+            self.discard(work)
 
     # -- chunks ------------------------------------------------------------------------------------
 

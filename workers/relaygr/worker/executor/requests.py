@@ -62,6 +62,10 @@ MAX_LOOKUPS = 3
 WAITED_PART = 0.5
 """The part of the time from its receipt to its latest start for which a request waits for a reload that should end by
 then. Full inference without time to spare ends in time less often than such a copy."""
+GIVES_WAY_TO = 4
+"""A request gives way to one that demands at most a fourth of what it still does."""
+KEPT_PART = 0.25
+"""The part of the time of full inference that a request which gave way may still take."""
 LEAST_KEPT_BEHIND_OTHERS = 0.2
 """The smallest part of its prefix on which a request is ranked while others wait: an answer on less is worth little,
 and in an overload it would take the device time of requests that can be ranked whole."""
@@ -145,6 +149,16 @@ class Requests:
         except Exception as error:
             self._failed(work, error)
 
+    def give_way(self, work: RankingWork, now_us: int) -> None:
+        """A shorter request has taken the time of this one: ranks on a small part of the history, or rejects."""
+        assert work.prefix is not None
+        try:
+            whole_us = self._full_us(work.prefix.tokens, work.scored_tokens)
+            left_us = min(self._time_left_us(work, now_us), int(KEPT_PART * whole_us))
+            self._cut_short(work, work.prefix, left_us, now_us)
+        except Exception as error:
+            self._failed(work, error)
+
     def rank_on_cached_part(self, work: RankingWork, handle: Handle) -> None:
         """Ranks on the cached part, with the rest of the prefix in the suffix. The request releases `handle`."""
         assert work.prefix is not None
@@ -180,12 +194,15 @@ class Requests:
         # Checked before any work for the request: later steps take the device thread's time, a reload the link's.
         if work.is_promised:
             self._backlog.drop(work)
-        room_us = self._backlog.room_us(work.answer_by_us, now_us, sent_us=work.sent_us if is_new else None)
-        if work.predicted_us + self._backlog.own_us[work.path] > room_us:
+        sent_us = work.sent_us if is_new else None
+        room_us = self._backlog.room_us(work.answer_by_us, now_us, sent_us=sent_us)
+        own_us = self._backlog.own_us[work.path]
+        if work.predicted_us + own_us > room_us and self._finds_way(work, prefix, now_us, sent_us):
+            room_us = self._backlog.room_us(work.answer_by_us, now_us, sent_us=sent_us)
+        if work.predicted_us + own_us > room_us:
             # A refused request demands its look-up only.
             self._backlog.expected_us += OWN_WEIGHT * (self._backlog.prepare_us - self._backlog.expected_us)
-            left_us = room_us - self._backlog.own_us[work.path]
-            return self._cut_short(work, prefix, int(left_us), now_us)
+            return self._cut_short(work, prefix, int(room_us - own_us), now_us)
         self._backlog.expected_us += OWN_WEIGHT * (work.remaining_us - self._backlog.expected_us)
         if prefix.tokens == 0:
             return self._ready(work, now_us)
@@ -211,6 +228,23 @@ class Requests:
                 cache.release(handle)
             return self._wait_for_prefix(work, prefix, pending)
         return self._plan(work, prefix, handle, now_us, is_new)
+
+    def _finds_way(self, work: RankingWork, prefix: ResolvedPrefix, now_us: int, sent_us: int | None) -> bool:
+        """Whether another request, which demands far more, gave way to this one."""
+        longest = self._prefixes.longest(work.request.user_id) if self._backlog.lets_give_way else None
+        if longest is None or not self._uses_cache(work):
+            return False
+        peeked, tokens_of = self._parts.cache.peek(prefix.key), self._context.engine.layout.tokens
+        cached = max(peeked.hbm_behaviours, peeked.dram_behaviours)
+        latency = self._parts.corrector.model_at(prefix.tokens)
+        missing_us = self._context.chunking.duration_us(tokens_of(cached) if cached else 0, prefix.tokens, latency)
+        needed_us = work.predicted_us + self._backlog.own_us[work.path] + missing_us
+        if longest.remaining_us < GIVES_WAY_TO * needed_us:
+            return False
+        if self._backlog.room_us(work.answer_by_us, now_us, sent_us=sent_us, without=longest) < needed_us:
+            return False
+        self._prefixes.give_way(longest, now_us)
+        return True
 
     def _reload(self, work: RankingWork, prefix: ResolvedPrefix, found: Hit | Miss) -> PendingPrefix | None:
         """Starts a reload from DRAM, or waits for room to start it. None if the request has to go without."""

@@ -47,6 +47,8 @@ class JobOutcome(enum.StrEnum):
 
 
 NO_MEMORY: Final = "unanswered requests and their histories hold as much memory as worker.ranking_queue_bytes allows"
+SPENT_PART: Final = 1 / 3
+"""A computation may be given up while its spent device time is at most this part of what is left."""
 WORK_BYTES: Final = 2048
 """Memory of the objects of one piece of work."""
 BYTES_PER_TOKEN: Final = 48
@@ -277,6 +279,10 @@ class RankingWork:
         return False
 
     @property
+    def may_give_way(self) -> bool:
+        return False
+
+    @property
     def sent_us(self) -> int:
         """When the gateway sent it, by the clocks of both machines; at the latest when it was received."""
         return self.received.received_us - max(0, self.received_wall_us - self.request.sent_at_us)
@@ -320,6 +326,10 @@ class PrefixWork:
     @property
     def runs_in_chunks(self) -> bool:
         return True
+
+    @property
+    def may_give_way(self) -> bool:
+        return self.spent_us <= SPENT_PART * self.remaining_us
 
     @property
     def work_class(self) -> WorkClass:
