@@ -478,7 +478,8 @@ def test_a_request_that_must_compute_its_prefix_may_wait_for_half_of_the_time_or
     ahead_us = sum(promise.remaining_us for promise in admitted if promise.must_end_us <= 1_000)
     room_us = backlog.room_us(1_000, 0, sent_us=-way_us, ready_part=ready_part)
     longest_us = backlog.patience * (1_000 + way_us) - way_us
-    may_wait = longest_us >= 0 and ahead_us <= max(0.5, ready_part) * longest_us
+    unreserved = max(0.5, 1 - 2 * (1 - backlog.patience))
+    may_wait = longest_us >= 0 and ahead_us <= max(unreserved, ready_part) * longest_us
     assert room_us == backlog.room_us(1_000, 0) if may_wait or backlog.patience == 1 else room_us < 0
 
 

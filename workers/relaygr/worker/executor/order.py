@@ -18,13 +18,14 @@ not collapse.
 Above capacity alone that is not enough: every admitted request would wait until just before its deadline, where a small
 error makes it late, and only cheap requests would find room. So the more requests are refused, the shorter is the part
 of its time that a new request may wait for admitted work, down to `_LEAST_PATIENCE`. A request that must compute its
-prefix may wait for a smaller part still, down to half. The rest of the queue is left to requests whose prefix is ready
-or has a job, so that many of them are answered instead of few long ones (trunk reservation, as telephone networks do).
+prefix may then wait for a smaller part still, down to half of it. The rest of the queue is reserved for requests whose
+prefix is ready or has a job, so that many of them are answered instead of few long ones (trunk reservation, as
+telephone networks do).
 
-If a short request finds no room, the longest computation of a prefix that has hardly begun gives way to it: its request
-is answered on less, or refused. The next short requests find room then, too. To give up the longest work whenever
-something would be late keeps the most deadlines of a set (Moore's rule, 1968). In a lasting overload no new user would
-ever be answered so: there, only half of the queue is reserved.
+A burst of long requests is over before patience is lost. If a short request finds no room, the longest computation of a
+prefix that has hardly begun gives way to it: its request is answered on less, or refused. The next short requests find
+room then, too. To give up the longest work whenever something would be late keeps the most deadlines of a set (Moore's
+rule, 1968). In a lasting overload no new user would ever be answered so: there the reserved part of the queue does it.
 
 Warm-up has the least value: it runs only while no other work is queued and the device has been idle for some time, and
 gets at most a share of the time. Work that arrives runs after the warm-up chunk on the device.
@@ -54,8 +55,9 @@ _MISS_STEP = 0.05
 _MISS_SHARE = 0.01
 _MAX_CAUTION = 1.5
 _LEAST_PATIENCE = 0.25
-_LEAST_WITHOUT_PREFIX = 0.5
-"""A request that must compute its prefix may wait for this part of the time that others may, or for more."""
+_MOST_RESERVED = 0.5
+"""The largest part of the queue that is reserved for requests whose prefix is ready."""
+_RESERVED_PER_LOST_PATIENCE = 2.0
 _GIVES_WAY_FROM = 0.75
 """Patience from which long work gives way to short work."""
 _IMPATIENT_STEP = 0.02
@@ -211,7 +213,8 @@ class Backlog:
                 # If messages come faster than they are read, newer ones have more time left than this one.
                 return longest_wait_us
             # Not the time on the way: a worker without a backlog serves a request whatever it needs.
-            longest_wait_us *= max(_LEAST_WITHOUT_PREFIX, ready_part)
+            reserved = min(_MOST_RESERVED, _RESERVED_PER_LOST_PATIENCE * (1.0 - self.patience))
+            longest_wait_us *= max(1.0 - reserved, ready_part)
         if not self._entries and not unread_us:
             # Caution is for queues: without one, the first request after a burst needs none.
             return left_us

@@ -330,7 +330,8 @@ class Requests:
             tail_may_be_suffix=suffix is not None,
             tail_stays_in_suffix=stays,
         )
-        if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
+        if handle is not None and suffix is not None and (stays or plan.route is not Route.WHOLE):
+            # The look-up found time for the ranking pass. Only to compute more of the prefix needs more.
             self._note_ready(work)
             return self._rank_with_tail(work, handle, suffix, now_us)
         if is_new and self._backlog.patience < 1.0 and plan.route is not Route.REJECT:
