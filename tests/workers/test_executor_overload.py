@@ -641,6 +641,20 @@ def test_a_hit_that_would_be_late_behind_others_is_refused_when_it_is_looked_up(
     assert len(world.outbox.ranked_works) == 4
 
 
+def test_a_hit_with_a_tail_is_not_refused_for_the_share_of_pre_infer_that_delays_no_other_hit():
+    world = ExecutorWorld()
+    version = world.store.put("u", 100)
+    for name in ("first", "second"):
+        world.rank("u", version, name)
+        world.run()
+    world.job("v", world.store.put("v", 400), "job")
+    world.rank("u", version, "ahead", budget_us=4_000)
+    grown = world.rank("u", world.store.put("u", 102, 2), "grown", budget_us=4_500)
+    world.run()
+    assert not world.outbox.failures
+    assert (grown.path, grown.tokens_cached) == (Path.HBM, 100)
+
+
 def test_nothing_is_reloaded_for_a_request_that_would_be_late():
     world, first = world_with_a_in_dram()
     world.rank("a", first, "late", budget_us=900)
