@@ -742,12 +742,16 @@ class TestRatesWithoutASearch:
         ]
         lines = {line[2]: line[3:] for line in highest_rates(rows).rows}
         assert [lines[system][0] for system in ("B0", "C", "R")] == ["5", "40", "60"]
-        assert lines["R"][1].startswith("10.6 (") and lines["R"][2].startswith("1.55 (")
+        assert lines["R"][1].startswith("10.63 (") and lines["R"][2].startswith("1.55 (")
         assert lines["B0"][1] == ""
 
-    def test_a_system_that_passed_at_each_rate_has_no_highest(self) -> None:
-        rows = outcome("B0", {5.0: 0.0, 6.0: 0.02}, 1, figure="rate 5") + outcome("R", {50.0: 0.0}, 1, figure="rate 50")
-        assert [line[2] for line in highest_rates(rows).rows] == ["B0"]
+    def test_a_seed_that_passed_at_each_rate_has_no_highest(self) -> None:
+        rows = [
+            *outcome("B0", {5.0: 0.0, 6.0: 0.02}, 1, figure="rate 5"),
+            *outcome("B0", {6.0: 0.0}, 2, figure="rate 6"),
+            *outcome("R", {50.0: 0.0}, 1, figure="rate 50"),
+        ]
+        assert [line[2:4] for line in highest_rates(rows).rows] == [["B0", "5"]]
 
     def test_a_run_at_half_load_shows_whether_the_baseline_is_honest(self) -> None:
         plan = plan_of(QUICK, engine_times(QUICK))

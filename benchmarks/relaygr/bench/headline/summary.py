@@ -80,17 +80,17 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
 
 def highest_rates(rows: Sequence[RunRow]) -> Grid:
     """The highest of these rates that passed below the lowest that failed: its median over the seeds, and paired ratios
-    to B0 and C. Of systems that failed at one of their rates only: else a higher one may pass.
+    to B0 and C. Of seeds that failed at one of their rates only: else a higher one may pass.
     """
     lines = []
     for (cell, history), those in sorted(_played(rows, lambda row: (row.cell, row.history)).items()):
         reached: dict[System, dict[int, float]] = {}
         for system in System:
             own = [row for row in those if row.system == system]
-            if not all(row.passed for row in own):
-                seeds = dict.fromkeys(row.seed for row in own)
+            failed = dict.fromkeys(row.seed for row in own if not row.passed)
+            if failed:
                 reached[system] = {
-                    seed: highest({row.rate_per_s: row.passed for row in own if row.seed == seed}) for seed in seeds
+                    seed: highest({row.rate_per_s: row.passed for row in own if row.seed == seed}) for seed in failed
                 }
         for system, by_seed in reached.items():
             over = [

@@ -38,6 +38,7 @@ LEARNING_LOADS = {System.RELAY: 0.45, System.OFF: 0.2}
 """Parts of the capacity between those of the cells, at which few requests wait. At a much lower load the processor has
 less else to do, so forwards and hops take less time than in the cells."""
 LEARNING_S = 12.0
+LEARNT_REQUESTS = 200
 TABLE_WIDTH = 150
 _SETTINGS = (
     "log.level=warning",
@@ -268,7 +269,7 @@ class _Bench:
         self._latency = calibration.model
         self._runs = 0
         self.simulated, self.took_s = 0, 0.0
-        at_half = self._at(plan.rate_per_s / 2, FIRST_SEED - 1, max(seconds, 200 / plan.rate_per_s))
+        at_half = self._at(plan.rate_per_s / 2, FIRST_SEED - 1, max(seconds, 2 * LEARNT_REQUESTS / plan.rate_per_s))
         times = self._learnt(self._play(at_half, System.RELAY).records, System.RELAY)
         self.capacity_per_s = self._capacity(plan.rate_per_s, times)
 
@@ -283,7 +284,8 @@ class _Bench:
             for seed, system in itertools.product(seeds, System):
                 # The speed of the machine changes within minutes, so a run to learn from precedes each measured one.
                 learning_rate = LEARNING_LOADS[system] * self.capacity_per_s
-                learnt[system] += self._play(self._at(learning_rate, seed + repeats, LEARNING_S), system).records
+                seconds = max(LEARNING_S, LEARNT_REQUESTS / learning_rate)
+                learnt[system] += self._play(self._at(learning_rate, seed + repeats, seconds), system).records
                 played = self._play(self._at(rate, seed), system)
                 counted = played.records[round(COLD_SHARE * len(played.records)) :]
                 measured[system].append(self._outcome(requests_of(counted)))

@@ -25,7 +25,8 @@ telephone networks do).
 A burst of long requests is over before patience is lost. If a short request finds no room, the longest computation of a
 prefix that has hardly begun gives way to it: its request is answered on less, or refused. The next short requests find
 room then, too. To give up the longest work whenever something would be late keeps the most deadlines of a set (Moore's
-rule, 1968). In a lasting overload no new user would ever be answered so: there the reserved part of the queue does it.
+rule, 1968). While more than a fifth is refused, no new user would ever be answered so: there the reserved part of the
+queue does it.
 
 Warm-up has the least value: it runs only while no other work is queued and the device has been idle for some time, and
 gets at most a share of the time. Work that arrives runs after the warm-up chunk on the device.
@@ -278,7 +279,7 @@ class Backlog:
 
     @property
     def lets_give_way(self) -> bool:
-        """Whether long work may give way: not in a lasting overload, in which none would ever end."""
+        """Whether long work may give way: not while many requests are refused, since none would ever end."""
         return self.patience >= _GIVES_WAY_FROM
 
     def refused(self) -> None:

@@ -320,18 +320,17 @@ class Prefixes:
             self.by_user[user_id] = work
         self._context.scheduler.push(work)
 
-    def longest(self, user_id: str) -> PrefixWork | None:
-        """The longest computation for requests, none of this user, that may give way to a shorter request."""
+    def longest(self) -> PrefixWork | None:
+        """The longest computation that may give way to a shorter request, if no chunk of it runs."""
         work = self._context.scheduler.ranking.longest()
-        if not isinstance(work, PrefixWork) or work.prefix.key.user_id == user_id:
-            return None
         is_running = self.running is not None and self.running.chunk.work is work
-        return None if is_running else work
+        return work if isinstance(work, PrefixWork) and not is_running else None
 
     def give_way(self, work: PrefixWork, now_us: int) -> None:
-        """Takes its requests away from a computation. It goes on for its jobs, or ends."""
-        self.free_scratch(work)
-        self.events.extend(GaveWay(waiter, now_us) for waiter in work.waiters)
+        """Takes its request away from a computation. It goes on for its jobs, or ends."""
+        (request,) = work.waiters
+        self.events.append(GaveWay(request, now_us))
+        self._context.scheduler.backlog.drop(request)
         work.waiters.clear()
         if work.jobs:
             self._context.scheduler.push(work)

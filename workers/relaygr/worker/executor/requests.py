@@ -227,18 +227,20 @@ class Requests:
             if handle is not None:
                 cache.release(handle)
             return self._wait_for_prefix(work, prefix, pending)
-        return self._plan(work, prefix, handle, now_us, is_new)
+        return self._plan(work, prefix, handle, now_us, is_new, room_us)
 
     def _finds_way(self, work: RankingWork, prefix: ResolvedPrefix, now_us: int, sent_us: int | None) -> bool:
-        """Whether another request, which demands far more, gave way to this one."""
-        longest = self._prefixes.longest(work.request.user_id) if self._backlog.lets_give_way else None
+        """Whether another request, which demands far more, gave way to this one, whose prefix is cached but for a short
+        tail.
+        """
+        longest = self._prefixes.longest() if self._backlog.lets_give_way else None
         if longest is None or not self._uses_cache(work):
             return False
-        peeked, tokens_of = self._parts.cache.peek(prefix.key), self._context.engine.layout.tokens
+        peeked = self._parts.cache.peek(prefix.key)
         cached = max(peeked.hbm_behaviours, peeked.dram_behaviours)
-        latency = self._parts.corrector.model_at(prefix.tokens)
-        missing_us = self._context.chunking.duration_us(tokens_of(cached) if cached else 0, prefix.tokens, latency)
-        needed_us = work.predicted_us + self._backlog.own_us[work.path] + missing_us
+        if not cached or len(prefix.behaviours) - cached > self._parts.settings.longest_tail:
+            return False
+        needed_us = work.predicted_us + self._backlog.own_us[work.path]
         if longest.remaining_us < GIVES_WAY_TO * needed_us:
             return False
         if self._backlog.room_us(work.answer_by_us, now_us, sent_us=sent_us, without=longest) < needed_us:
@@ -310,13 +312,19 @@ class Requests:
     # -- routes ----------------------------------------------------------------------------
 
     def _plan(
-        self, work: RankingWork, prefix: ResolvedPrefix, handle: Handle | None, now_us: int, is_new: bool = False
+        self,
+        work: RankingWork,
+        prefix: ResolvedPrefix,
+        handle: Handle | None,
+        now_us: int,
+        is_new: bool = False,
+        room_us: float = 0.0,
     ) -> None:
         """Computes the missing part of the prefix if there is time for it; else less, or nothing.
 
-        `is_new`: no time was spent on the request before.
+        `is_new`: no time was spent on the request before. `room_us`: time that its look-up found for a ranking pass.
         """
-        suffix, stays = None, False
+        suffix, stays, latency = None, False, self._parts.corrector.model_at(prefix.tokens)
         if handle is not None:
             suffix = self._context.resolver.tail_as_suffix(prefix, handle.behaviours)
             stays = self._context.tail_stays_in_suffix(prefix, handle, len(prefix.suffix), prefix.scored_tokens)
@@ -325,15 +333,19 @@ class Requests:
             work.scored_tokens,
             handle.tokens if handle is not None else 0,
             self._time_left_us(work, now_us),
-            self._parts.corrector.model_at(prefix.tokens),
+            latency,
             self._context.chunking,
             tail_may_be_suffix=suffix is not None,
             tail_stays_in_suffix=stays,
         )
-        if handle is not None and suffix is not None and (stays or plan.route is not Route.WHOLE):
-            # The look-up found time for the ranking pass. Only to compute more of the prefix needs more.
-            self._note_ready(work)
-            return self._rank_with_tail(work, handle, suffix, now_us)
+        if handle is not None and suffix is not None:
+            # The share of pre-infer, which the plan leaves, delays no pass: without a computation the room is larger.
+            tail_tokens = prefix.tokens - handle.tokens
+            pass_us = latency.hit_us(handle.tokens, work.scored_tokens + tail_tokens) + self._backlog.own_us[work.path]
+            fits = pass_us <= room_us and (stays or plan.route is not Route.WHOLE)
+            if fits or plan.route is Route.TAIL_AS_SUFFIX:
+                self._note_ready(work)
+                return self._rank_with_tail(work, handle, suffix, now_us)
         if is_new and self._backlog.patience < 1.0 and plan.route is not Route.REJECT:
             own_us = self._backlog.own_us[work.path]
             ready_part = min(1.0, (work.predicted_us + own_us) / max(1.0, plan.predicted_us + own_us))

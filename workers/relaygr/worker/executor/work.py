@@ -329,7 +329,8 @@ class PrefixWork:
 
     @property
     def may_give_way(self) -> bool:
-        return self.spent_us <= SPENT_PART * self.remaining_us
+        is_whole = self.base is None and not self.on_scratch
+        return is_whole and len(self.waiters) == 1 and self.spent_us <= SPENT_PART * self.remaining_us
 
     @property
     def work_class(self) -> WorkClass:
