@@ -339,7 +339,7 @@ class Requests:
             tail_stays_in_suffix=stays,
         )
         if handle is not None and suffix is not None:
-            # The share of pre-infer, which the plan leaves, delays no pass: without a computation the room is larger.
+            # The plan leaves time for the share of pre-infer. A ranking pass alone needs only what the look-up found.
             tail_tokens = prefix.tokens - handle.tokens
             pass_us = latency.hit_us(handle.tokens, work.scored_tokens + tail_tokens) + self._backlog.own_us[work.path]
             fits = pass_us <= room_us and (stays or plan.route is not Route.WHOLE)
