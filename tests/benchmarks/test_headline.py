@@ -745,10 +745,11 @@ class TestRatesWithoutASearch:
         assert lines["R"][1].startswith("10.63 (") and lines["R"][2].startswith("1.55 (")
         assert lines["B0"][1] == ""
 
-    def test_a_seed_that_passed_at_each_rate_has_no_highest(self) -> None:
+    def test_a_seed_that_passed_or_failed_at_each_rate_has_no_highest(self) -> None:
         rows = [
             *outcome("B0", {5.0: 0.0, 6.0: 0.02}, 1, figure="rate 5"),
             *outcome("B0", {6.0: 0.0}, 2, figure="rate 6"),
+            *outcome("B0", {6.0: 0.02}, 3, figure="rate 6"),
             *outcome("R", {50.0: 0.0}, 1, figure="rate 50"),
         ]
         assert [line[2:4] for line in highest_rates(rows).rows] == [["B0", "5"]]

@@ -80,7 +80,7 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
 
 def highest_rates(rows: Sequence[RunRow]) -> Grid:
     """The highest of these rates that passed below the lowest that failed: its median over the seeds, and paired ratios
-    to B0 and C. Of seeds that failed at one of their rates only: else a higher one may pass.
+    to B0 and C. Only of seeds that passed and failed at some of their rates: else a higher or a lower one may be it.
     """
     lines = []
     for (cell, history), those in sorted(_played(rows, lambda row: (row.cell, row.history)).items()):
@@ -88,10 +88,10 @@ def highest_rates(rows: Sequence[RunRow]) -> Grid:
         for system in System:
             own = [row for row in those if row.system == system]
             failed = dict.fromkeys(row.seed for row in own if not row.passed)
-            if failed:
-                reached[system] = {
-                    seed: highest({row.rate_per_s: row.passed for row in own if row.seed == seed}) for seed in failed
-                }
+            values = {seed: highest({row.rate_per_s: row.passed for row in own if row.seed == seed}) for seed in failed}
+            by_seed = {seed: value for seed, value in values.items() if value}
+            if by_seed:
+                reached[system] = by_seed
         for system, by_seed in reached.items():
             over = [
                 ratio(paired_ratio(by_seed, reached[other]), len(by_seed))
