@@ -725,9 +725,8 @@ def test_rates_are_played_on_each_system_without_a_search(embedded_broker: Local
     assert figures_of(rows, "rates") == []
     write_report(tmp_path)
     report = (tmp_path / "report.md").read_text()
-    assert (
-        "| mini | 256 | R | 8 | 1 of 1 |" in report and "| mini | 192 | R | 8 |" in report and "1 of 5 seeds" in report
-    )
+    assert "| mini | 256 | R | 8 | 1 of 1 |" in report and "| mini | 192 | R | 8 | 1 of 1 |" in report
+    assert "1 of 5 seeds" in report
     assert "mini: rate 8" in report and f"mini: rate {snapped(12.34):g}" in report
 
 

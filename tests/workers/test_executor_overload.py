@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.schemas.messages import FailureReason, LatencyCoefficients, Path
+from relaygr.schemas.messages import FailureReason, HistoryVersion, LatencyCoefficients, Path
 from relaygr.worker.executor.executor import MAIL_PER_STEP
 from relaygr.worker.executor.order import Backlog, Scheduler, WorkClass
 from relaygr.worker.executor.work import JobOutcome, RankingWork
@@ -255,6 +255,14 @@ def ends_in_time(promises: list[Promise], now_us: int) -> bool:
     return True
 
 
+def world_with_u_cached() -> tuple[ExecutorWorld, HistoryVersion]:
+    world = ExecutorWorld()
+    version = world.store.put("u", 100)
+    world.rank("u", version, "first")
+    world.run()
+    return world, version
+
+
 PIECES = st.lists(st.tuples(st.integers(1, 1_000), st.integers(1, 300)), max_size=30)
 
 
@@ -437,10 +445,7 @@ def test_patience_comes_back_while_the_device_rests_however_few_requests_are_ans
 
 
 def test_an_impatient_worker_refuses_a_request_that_would_fit():
-    world = ExecutorWorld()
-    version = world.store.put("u", 100)
-    world.rank("u", version, "first")
-    world.run()
+    world, version = world_with_u_cached()
     for _ in range(100):
         world.executor.backlog.refused()
     for number in range(2):
@@ -542,6 +547,7 @@ class TestGivingWay:
         return world
 
     def failed(self, world: ExecutorWorld) -> list[str]:
+        assert {reason for _, reason, _ in world.outbox.failures} <= {FailureReason.OVERLOADED}
         return [work.request.request_id for work, _, _ in world.outbox.failures]
 
     def test_a_long_request_gives_way_to_short_ones_that_would_be_refused(self):
@@ -568,7 +574,8 @@ class TestGivingWay:
         for _ in range(2):
             world.executor.step()
         assert 0 < world.clock.monotonic_us() - 1_000_000 - 2_000 < 5_000
-        world.rank("short", self.short, "hit", budget_us=4_600)
+        # 3 ms of the prefix are left, more than four times the 0.6 ms of this request.
+        world.rank("short", self.short, "hit", budget_us=4_550, candidates=6)
         world.run()
         assert self.failed(world) == ["hit"]
         assert world.outbox.ranked_works[-1].path is Path.FULL
@@ -644,10 +651,7 @@ def test_requests_in_the_mailbox_count_with_the_demand_of_those_before():
 
 
 def test_a_hit_that_would_be_late_behind_others_is_refused_when_it_is_looked_up():
-    world = ExecutorWorld()
-    version = world.store.put("u", 100)
-    world.rank("u", version, "first")
-    world.run()
+    world, version = world_with_u_cached()
     for number in range(5):
         world.rank("u", version, f"r{number}", budget_us=3_500)
     assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["r3", "r4"]
@@ -656,11 +660,7 @@ def test_a_hit_that_would_be_late_behind_others_is_refused_when_it_is_looked_up(
 
 
 def test_a_hit_with_a_tail_is_not_refused_for_the_share_of_pre_infer_that_delays_no_other_hit():
-    world = ExecutorWorld()
-    version = world.store.put("u", 100)
-    for name in ("first", "second"):
-        world.rank("u", version, name)
-        world.run()
+    world, version = world_with_u_cached()
     world.job("v", world.store.put("v", 400), "job")
     world.rank("u", version, "ahead", budget_us=4_000)
     grown = world.rank("u", world.store.put("u", 102, 2), "grown", budget_us=4_500)
@@ -670,11 +670,7 @@ def test_a_hit_with_a_tail_is_not_refused_for_the_share_of_pre_infer_that_delays
 
 
 def test_a_hit_whose_long_tail_leaves_no_time_is_refused_when_it_is_looked_up():
-    world = ExecutorWorld()
-    version = world.store.put("u", 100)
-    for name in ("first", "second"):
-        world.rank("u", version, name)
-        world.run()
+    world, version = world_with_u_cached()
     world.rank("u", version, "ahead", budget_us=2_000)
     # A pass with the tail takes 4 ms, an append and a pass 1.3 ms, and 1.2 ms are left.
     world.rank("u", world.store.put("u", 130, 2), "grown", budget_us=2_200)

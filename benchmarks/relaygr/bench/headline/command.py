@@ -15,7 +15,7 @@ from rich.table import Table
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, PUBLISHED, QUICK, REUSES, Cell, at_reuse
-from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs
+from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs, points_at
 from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
@@ -103,9 +103,8 @@ def measure_rates(
         if history > cell.history * LENGTH_FACTORS[1]:
             longest = int(cell.history * LENGTH_FACTORS[1])
             raise RelayError(f"cell {cell.name} takes histories of up to {longest:,} behaviours, not {history:,}")
-    lengths = max(1, len(histories))
-    points = [rate for _ in cells for _ in systems for rate in rates_per_s for _ in range(lengths * len(mode.seeds))]
-    whole_s = sum(mode.seconds_at(rate) + mode.warm_up_s + RUN_OVERHEAD_S for rate in points)
+    points = [point for cell in cells for point in points_at(cell, rates_per_s, histories, mode.seeds)] * len(systems)
+    whole_s = sum(mode.seconds_at(point.rate_per_s) + mode.warm_up_s + RUN_OVERHEAD_S for point in points)
     console.print(f"{len(points)} runs, {whole_s / 60:.0f} minutes")
     with _bench(console, broker, mode, out, interactions) as bench:
         bench.run_rates(cells, systems, rates_per_s, histories)

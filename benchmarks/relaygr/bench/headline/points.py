@@ -17,7 +17,7 @@ from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.figures import CONFIRMED, decide_rows
 from relaygr.bench.headline.grid import LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
 from relaygr.bench.headline.plan import CellPlan
-from relaygr.bench.headline.rows import RunRow, Used, columns_of, score_columns
+from relaygr.bench.headline.rows import AT_RATE, RunRow, Used, columns_of, score_columns
 from relaygr.bench.headline.search import Found, highest_rate, longest_history, snapped
 from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System
 from relaygr.bench.rows import machine, now
@@ -81,6 +81,16 @@ class Point:
     history: int
     rate_per_s: float
     seed: int
+
+
+def points_at(cell: Cell, rates_per_s: Sequence[float], histories: Sequence[int], seeds: Sequence[int]) -> list[Point]:
+    """These rates without a search, at these histories; without any, at the cell's."""
+    return [
+        Point(f"{AT_RATE}{rate:g}", history, rate, seed)
+        for history in histories or (cell.history,)
+        for rate in map(snapped, rates_per_s)
+        for seed in seeds
+    ]
 
 
 Asked = Sequence[tuple[Cell, Sequence[System]]]

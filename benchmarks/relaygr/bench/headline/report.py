@@ -122,7 +122,8 @@ def _mode(
             blocks += [Heading(f"R against the others{transport}"), Text(text), others]
     rates = at_rates(rows)
     if rates.rows:
-        blocks += [Heading(f"The systems by rate{transport}"), rates, highest_rates(rows)]
+        bounded = highest_rates(rows)
+        blocks += [Heading(f"The systems by rate{transport}"), rates, *([bounded] if bounded.rows else [])]
     blocks += _plans(rows, plans)
     if figures:
         blocks += _headlines(figures, rows, mode, transport)

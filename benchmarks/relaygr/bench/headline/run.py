@@ -34,11 +34,12 @@ from relaygr.bench.headline.points import (
     Point,
     estimated_runs,
     key_of,
+    points_at,
     row_of,
     trace_name,
     workload_of,
 )
-from relaygr.bench.headline.rows import AT_RATE, OF_TRACE, RunFile, RunRow, Used
+from relaygr.bench.headline.rows import OF_TRACE, RunFile, RunRow, Used
 from relaygr.bench.headline.search import snapped
 from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System, settings_of
 from relaygr.bench.pipeline.run import MeasuredWindow
@@ -152,19 +153,12 @@ class Bench:
         """Plays these rates on each system without a search, at these histories; without any, at the cell's. They are
         no figure A or B.
         """
-        seeds = self._mode.seeds
-        lengths = max(1, len(histories))
-        self._progress.update(self._bar, total=len(cells) * len(systems) * len(rates_per_s) * lengths * len(seeds))
+        points = {cell.name: points_at(cell, rates_per_s, histories, self._mode.seeds) for cell in cells}
+        self._progress.update(self._bar, total=len(systems) * sum(map(len, points.values())))
         for cell in cells:
             plan = self.plan(cell)
             self._describe(cell, plan)
-            points = [
-                Point(f"{AT_RATE}{rate:g}", history, rate, seed)
-                for history in histories or (cell.history,)
-                for rate in map(snapped, rates_per_s)
-                for seed in seeds
-            ]
-            for system, point in itertools.product(systems, points):
+            for system, point in itertools.product(systems, points[cell.name]):
                 self._row(cell, plan, system, UNCUT, point)
 
     def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path) -> None:

@@ -59,6 +59,7 @@ _LEAST_PATIENCE = 0.25
 _MOST_RESERVED = 0.5
 """The largest part of the queue that is reserved for requests whose prefix is ready."""
 _RESERVED_PER_LOST_PATIENCE = 2.0
+"""All of it is reserved once a quarter of the patience is lost."""
 _GIVES_WAY_FROM = 0.75
 """Patience from which long work gives way to short work."""
 _IMPATIENT_STEP = 0.02

@@ -233,19 +233,21 @@ def plan_ranking(
     *,
     tail_may_be_suffix: bool = False,
     tail_stays_in_suffix: bool = False,
+    pass_remaining_us: float = 0.0,
 ) -> RoutePlan:
     """The best route that ends within `remaining_us`, with the first `cached_tokens` of the prefix in HBM.
 
     `scored_tokens`: suffix tokens + candidates. `tail_may_be_suffix`: the model allows the tokens that are not
     cached to be ranked in the suffix, and there are not too many of them. `tail_stays_in_suffix`: this is also cheaper
-    than to compute them.
+    than to compute them. `pass_remaining_us`: time for a ranking pass without any computation, if it is longer.
     """
     compute_us = chunking.duration_us(cached_tokens, prefix_tokens, latency)
     whole_us = latency.hit_us(prefix_tokens, scored_tokens) + compute_us
     tail_tokens = prefix_tokens - cached_tokens
     if tail_may_be_suffix and 0 < tail_tokens < prefix_tokens:
         predicted_us = latency.hit_us(cached_tokens, scored_tokens + tail_tokens)
-        if (tail_stays_in_suffix or whole_us > remaining_us) and predicted_us <= remaining_us:
+        fits = predicted_us <= max(remaining_us, pass_remaining_us)
+        if fits and (tail_stays_in_suffix or whole_us > remaining_us):
             return RoutePlan(Route.TAIL_AS_SUFFIX, int(predicted_us), cached_tokens)
     if whole_us <= remaining_us:
         return RoutePlan(Route.WHOLE, int(whole_us), prefix_tokens, compute_us)

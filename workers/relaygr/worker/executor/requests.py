@@ -324,7 +324,7 @@ class Requests:
 
         `is_new`: no time was spent on the request before. `room_us`: time that its look-up found for a ranking pass.
         """
-        suffix, stays, latency = None, False, self._parts.corrector.model_at(prefix.tokens)
+        suffix, stays = None, False
         if handle is not None:
             suffix = self._context.resolver.tail_as_suffix(prefix, handle.behaviours)
             stays = self._context.tail_stays_in_suffix(prefix, handle, len(prefix.suffix), prefix.scored_tokens)
@@ -333,19 +333,16 @@ class Requests:
             work.scored_tokens,
             handle.tokens if handle is not None else 0,
             self._time_left_us(work, now_us),
-            latency,
+            self._parts.corrector.model_at(prefix.tokens),
             self._context.chunking,
             tail_may_be_suffix=suffix is not None,
             tail_stays_in_suffix=stays,
+            # Without the share of pre-infer, which a computation leaves.
+            pass_remaining_us=room_us - self._backlog.own_us[work.path],
         )
-        if handle is not None and suffix is not None:
-            # The plan leaves time for the share of pre-infer. A ranking pass alone needs only what the look-up found.
-            tail_tokens = prefix.tokens - handle.tokens
-            pass_us = latency.hit_us(handle.tokens, work.scored_tokens + tail_tokens) + self._backlog.own_us[work.path]
-            fits = pass_us <= room_us and (stays or plan.route is not Route.WHOLE)
-            if fits or plan.route is Route.TAIL_AS_SUFFIX:
-                self._note_ready(work)
-                return self._rank_with_tail(work, handle, suffix, now_us)
+        if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
+            self._note_ready(work)
+            return self._rank_with_tail(work, handle, suffix, now_us)
         if is_new and self._backlog.patience < 1.0 and plan.route is not Route.REJECT:
             own_us = self._backlog.own_us[work.path]
             ready_part = min(1.0, (work.predicted_us + own_us) / max(1.0, plan.predicted_us + own_us))
