@@ -34,13 +34,14 @@ from relaygr.bench.headline.plan import (
     save_engine_times,
     save_plan,
 )
-from relaygr.bench.headline.plots import paths_at, plot_cell
+from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.points import (
     FULL_MODE,
     PARTITIONS,
     QUICK_MODE,
     RATES_MODE,
     SIMULATED_MODE,
+    CellSearch,
     Mode,
     Point,
 )
@@ -51,14 +52,15 @@ from relaygr.bench.headline.rows import (
     RunRow,
     Used,
     columns_of,
+    paths_at,
     read_dicts,
     read_rows,
     score_columns,
 )
 from relaygr.bench.headline.run import Bench, estimated_s
-from relaygr.bench.headline.search import highest_rate, longest_history, snapped
+from relaygr.bench.headline.search import highest_passing, snapped, values_around
 from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
-from relaygr.bench.headline.summary import baseline, by_cell, by_reuse, highest_rates
+from relaygr.bench.headline.summary import baseline, by_cell, by_reuse, highest_rates, hits_beside_preinfer
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
 from relaygr.bench.rows import machine
 from relaygr.devbroker import LocalBroker
@@ -103,9 +105,12 @@ def confirming(rates: dict[float, float], **changes: Any) -> list[RunRow]:
 
 
 class TestSearch:
+    RATES = values_around(4.0, 1.05, 0.25, 256.0, snapped)
+
+    @pytest.mark.parametrize("start", [0.1, 1.0, 17.0, 1_000.0])
     @pytest.mark.parametrize("capacity", [0.7, 1.0, 3.3, 17.0, 90.0])
-    def test_the_highest_rate_is_within_the_resolution_of_the_capacity(self, capacity: float) -> None:
-        found = highest_rate(lambda rate: rate <= capacity, 4.0, 1.05, 0.25, 256.0)
+    def test_the_highest_rate_is_within_the_resolution_of_the_capacity(self, capacity: float, start: float) -> None:
+        found = highest_passing(lambda rate: rate <= capacity, self.RATES, start)
         assert found.passed is not None and found.failed is not None
         assert found.passed <= capacity < found.failed
         assert found.failed / found.passed <= 1.06
@@ -119,31 +124,36 @@ class TestSearch:
                 rates.add(rate)
                 return rate <= capacity
 
-            highest_rate(passes, 4.0, 1.2, 0.25, 256.0)
+            highest_passing(passes, self.RATES, 4.0)
             asked.append(rates)
         assert len(asked[0] & asked[1]) >= 4
 
+    def test_a_search_that_starts_at_the_answer_needs_two_runs_and_one_nearby_four(self) -> None:
+        best, places = 8.73, self.RATES
+        assert best in places
+        for away, runs in ((0, 2), (1, 2), (-1, 4), (2, 4), (-2, 4), (40, 12)):
+            asked: list[float] = []
+
+            def passes(rate: float, asked: list[float] = asked) -> bool:
+                asked.append(rate)
+                return rate <= 9.0
+
+            highest_passing(passes, places, places[places.index(best) + away])
+            assert len(asked) <= runs, away
+
     def test_a_system_that_passes_or_fails_everywhere_ends_the_search_at_its_bounds(self) -> None:
-        always = highest_rate(lambda rate: True, 4.0, 1.1, 1.0, 16.0)
-        never = highest_rate(lambda rate: False, 4.0, 1.1, 1.0, 16.0)
+        rates = values_around(4.0, 2.0, 1.0, 16.0, snapped)
+        assert rates == [1.0, 2.0, 4.0, 8.0, 16.0]
+        always, never = (highest_passing(lambda rate, passes=passes: passes, rates, 4.0) for passes in (True, False))
         assert (always.passed, always.failed) == (16.0, None)
         assert (never.passed, never.failed) == (None, 1.0)
 
     @pytest.mark.parametrize("limit", [64, 200, 1_000, 4_095])
-    def test_the_longest_history_is_the_last_page_that_passes(self, limit: int) -> None:
-        found = longest_history(lambda length: length <= limit, 64, 4_096, 64, steps=20)
+    def test_a_fine_search_finds_the_last_page_that_passes(self, limit: int) -> None:
+        lengths = values_around(512, 1.01, 64, 4_160, lambda length: round(length / 64) * 64)
+        assert lengths == [float(length) for length in range(64, 4_161, 64)]
+        found = highest_passing(lambda length: length <= limit, lengths, 512)
         assert (found.passed, found.failed) == (limit // 64 * 64, limit // 64 * 64 + 64)
-
-    def test_few_steps_leave_a_coarse_answer_that_still_holds(self) -> None:
-        asked: list[float] = []
-
-        def passes(length: float) -> bool:
-            asked.append(length)
-            return length <= 1_000
-
-        found = longest_history(passes, 64, 4_096, 64, steps=2)
-        assert found.passed is not None and found.failed is not None and found.passed <= 1_000 < found.failed
-        assert len(asked) == 4
 
 
 class TestDecision:
@@ -433,6 +443,19 @@ class TestFigures:
         assert len(figures) == 3 and all(line.split(" (")[0].endswith("; simulated") for line in figures)
         assert "Times learnt from real runs: simulated: a run on Kafka" in text and "Generator" not in text
 
+    def test_hits_of_the_relay_are_held_against_those_of_the_oracle_on_the_same_trace(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        hits = {10.0: {"R": 61, "O": 10}, 20.0: {"R": 63, "O": 10}, 40.0: {"R": 30}}
+        for rate, by_system in hits.items():
+            for system, latency_ms in by_system.items():
+                each = row(system=system, rate_per_s=rate, preinfer_device_s=1.0, device_s=4.0)
+                file.add(each, [replace(SAMPLE, path="hbm", latency_us=latency_ms * 1000)])
+        table = hits_beside_preinfer(file.rows, read_dicts(tmp_path / "paths.csv"))
+        # The longest chunk takes 50 ms.
+        assert [(line[2], line[4], line[-2], line[-1]) for line in table.rows] == [
+            ("10", "25%", "62.0 ms", "yes"), ("20", "25%", "62.0 ms", "no")
+        ]  # fmt: skip
+
 
 class TestPage:
     PAGE = f"# Page\n\nBefore.\n\n{FIGURES_BEGIN}\nold\n{FIGURES_END}\n\nAfter.\n"
@@ -540,8 +563,8 @@ class TestSystems:
             load_settings(None, environment={}, overrides=(f"{name}={str(value).lower()}",))
 
 
-def test_the_quick_run_takes_25_minutes_and_the_full_one_says_that_it_takes_days() -> None:
-    assert 1_300 < estimated_s(with_other_reuses((QUICK,), QUICK_SYSTEMS), QUICK_MODE) < 1_700
+def test_the_quick_run_takes_twelve_minutes_and_the_full_one_says_that_it_takes_days() -> None:
+    assert 600 < estimated_s(with_other_reuses((QUICK,), QUICK_SYSTEMS), QUICK_MODE) < 900
     assert estimated_s(with_other_reuses(GRID, tuple(System)), FULL_MODE) > 86_400
 
 
@@ -598,8 +621,48 @@ def measured_in(folder: Path, cell: Cell) -> None:
         save_calibration(calibration, each)
 
 
+class TestCellSearch:
+    PLAN = plan_of(QUICK, engine_times(QUICK))
+
+    def asked(self, mode: Mode, system: System, limit: float) -> list[Point]:
+        """The points that a search asks for, if a run passes while length times rate is at most `limit`."""
+        points: list[Point] = []
+
+        def ask(system: System, variant: str, point: Point) -> RunRow:
+            points.append(point)
+            late = 0.0 if point.history * point.rate_per_s <= limit else 0.5
+            return row(system=system.value, rate_per_s=point.rate_per_s, history=point.history, late_share=late)
+
+        CellSearch(QUICK, self.PLAN, mode, ask).figures(system, "uncut", 200.0)
+        return points
+
+    def test_every_system_is_first_asked_at_half_load(self) -> None:
+        for system in (System.B0, System.R, System.O):
+            assert self.asked(QUICK_MODE, system, 1e5)[0] == Point("B", 2_048, self.PLAN.half_rate_per_s, 1)
+
+    def test_a_quick_search_takes_few_runs_and_compares_lengths_of_b0_and_r_only(self) -> None:
+        limits = {System.B0: 4e4, System.C: 2e5, System.R: 2.5e5, System.O: 8e5}
+        points = {system: self.asked(QUICK_MODE, system, limit) for system, limit in limits.items()}
+        assert {system for system, asked in points.items() if any(each.figure == "A" for each in asked)} == {"B0", "R"}
+        for asked in points.values():
+            for figure in {each.figure for each in asked}:
+                assert len({each for each in asked if each.figure == figure}) <= 5
+
+    def test_the_search_of_each_further_seed_starts_where_the_one_before_ended(self) -> None:
+        points = self.asked(replace(FULL_MODE, a_loads=()), System.R, 2.5e5)
+        by_seed = {seed: [each for each in points if (each.figure, each.seed) == ("B", seed)] for seed in range(1, 8)}
+        assert all(len(asked) == 2 for seed, asked in by_seed.items() if seed > 1) and len(by_seed[1]) > 2
+
+    def test_what_was_found_is_confirmed_with_fresh_seeds(self) -> None:
+        points = self.asked(replace(FULL_MODE, a_loads=()), System.R, 2.5e5)
+        confirmed = [each for each in points if each.figure == CONFIRMED["B"]]
+        assert [each.seed for each in confirmed] == list(range(1_001, 1_008))
+        best = max(each.rate_per_s for each in points if each.figure == "B" and each.rate_per_s * 2_048 <= 2.5e5)
+        assert {each.rate_per_s for each in confirmed} == {best}
+
+
 def simulated_mode(**changes: Any) -> Mode:
-    return replace(SIMULATED_MODE, seconds=10.0, least_requests=0, warm_up_s=5.0, resolution=64.0, steps=0, **changes)
+    return replace(SIMULATED_MODE, seconds=10.0, least_requests=0, warm_up_s=5.0, resolution=64.0, **changes)
 
 
 class TestSimulated:
@@ -660,7 +723,7 @@ class TestSimulated:
     def test_cells_are_simulated_side_by_side_and_found_in_the_file_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("relaygr.bench.headline.points.LONGEST_TUNE_FACTOR", 1)
+        monkeypatch.setattr("relaygr.bench.headline.points.RATE_FACTOR", 1)
         cells = [replace(CENTRE, name=name, reuse=reuse) for name, reuse in (("new", 0.0), ("again", 0.9))]
         measured_in(tmp_path, CENTRE)
         learnt = {System.B0: NO_TIMES, System.R: NO_TIMES}
@@ -766,8 +829,8 @@ def test_a_cell_in_miniature_runs_resumes_and_is_reported(
     embedded_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = miniature()
-    mode = replace(QUICK_MODE, seconds=1.0, warm_up_s=0.5, resolution=64.0, steps=0, a_loads=())
-    monkeypatch.setattr("relaygr.bench.headline.points.LONGEST_TUNE_FACTOR", 1)
+    mode = replace(QUICK_MODE, seconds=1.0, warm_up_s=0.5, resolution=64.0, a_loads=())
+    monkeypatch.setattr("relaygr.bench.headline.points.RATE_FACTOR", 1)
     monkeypatch.setattr("relaygr.bench.headline.plan.HALF", 0.02)
     monkeypatch.setitem(BY_NAME, "mini", cell)
     systems = (System.B0, System.R)

@@ -3,7 +3,7 @@
 * A: the longest history at which the deadline holds at P99, at a fixed rate.
 * B: the highest rate at which it holds, at a fixed history.
 
-`--quick` takes 25 minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
+`--quick` takes twelve minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
 virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50` plays only these
 rates, each after a minute of warm-up, without a search, and `--histories 2048,4096` plays them at these lengths.
@@ -28,7 +28,7 @@ OUT = Path("benchmarks/results/headline")
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, 25 minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, twelve minutes.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="The grid, with seven seeds. Says first how long it takes.")
     ] = False,
@@ -60,7 +60,7 @@ def main(
     rate: Annotated[float, typer.Option(min=0.01, help="With --make-trace: impressions/s.")] = 20.0,
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="Measured part of each run.", show_default="8; 30 with --rates; 120 with --full"),
+        typer.Option(min=1, help="Measured part of each run.", show_default="6; 30 with --rates; 120 with --full"),
     ] = None,
     interactions: Annotated[
         Path | None, typer.Option(help="An interaction log: users with real histories.", show_default=False)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from relaygr.bench.headline.document import Picture
 from relaygr.bench.headline.figures import Reached
-from relaygr.bench.headline.rows import QUANTILES, RunRow
+from relaygr.bench.headline.rows import QUANTILES, RunRow, paths_at
 from relaygr.bench.headline.systems import System
 
 COLOURS = {
@@ -134,15 +134,6 @@ def _mix(axes: Axes, rows: Sequence[RunRow]) -> bool:
     axes.set_ylabel("share of the requests")
     axes.legend(loc="lower left")
     return True
-
-
-def paths_at(paths: Sequence[Mapping[str, str]], row: RunRow) -> list[Mapping[str, str]]:
-    """The rows of `paths.csv` of this run."""
-    names = ("mode", "cell", "figure", "system", "variant", "history", "rate_per_s", "seed", "attempt")
-    wanted = [getattr(row, name) for name in names]
-    return [
-        each for each in paths if [type(value)(each[name]) for name, value in zip(names, wanted, strict=True)] == wanted
-    ]
 
 
 def _ccdf(axes: Axes, paths: Sequence[Mapping[str, str]], same: Sequence[RunRow]) -> bool:

@@ -18,7 +18,7 @@ from relaygr.bench.headline.figures import CONFIRMED, decide_rows
 from relaygr.bench.headline.grid import LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import AT_RATE, RunRow, Used, columns_of, score_columns
-from relaygr.bench.headline.search import Found, highest_rate, longest_history, snapped
+from relaygr.bench.headline.search import Found, highest_passing, snapped, values_around
 from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System
 from relaygr.bench.rows import machine, now
 
@@ -28,8 +28,12 @@ A_LOADS = (0.3, 0.6, 0.8)
 FRESH_SEEDS = 1_000
 """Runs that confirm a value have the seeds of the search plus a multiple of this."""
 CONFIRMATIONS = 6
-LONGEST_TUNE_FACTOR = 16
-"""Rates are searched up to this multiple of the half load, times two."""
+RATE_FACTOR = 16
+"""Rates are searched from the half load divided by this to the half load times this."""
+EXPECTED_USE = 0.5
+"""About the part of the device's time that a system uses at its limit: a search starts there."""
+START_ERROR = 1.5
+"""About the factor by which the first search of a system is wrong about that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,7 @@ class Mode:
     """Long enough for a flat share of hits and a flat P50: at first all users are cold, and the overload of that start
     would be measured."""
     resolution: float
-    """Factor between the highest rate that passed and the lowest that failed."""
-    steps: int
-    """Bisections of the length."""
+    """Factor between the highest value that passed and the lowest that failed."""
     a_loads: tuple[float, ...]
     variants: tuple[str, ...]
     attempts: int
@@ -56,6 +58,8 @@ class Mode:
     """Whether figure A takes the capacity of B0 at the short history from a search; else the engine alone gives it."""
     longest: float = 5.0
     """A run lasts at most so many times as long."""
+    a_systems: tuple[System, ...] = tuple(each for each in System if each is not System.B1)
+    """Systems of which figure A is searched. The length of B1 is fixed."""
 
     @property
     def decides(self) -> bool:
@@ -66,11 +70,11 @@ class Mode:
         return min(max(self.seconds, self.least_requests / rate_per_s), self.longest * self.seconds)
 
 
-QUICK_MODE = Mode("quick", (1,), 8.0, 100, 10.0, 1.5, 2, (0.3,), (UNCUT,), 2, False)
-FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, 6, A_LOADS, tuple(TUNED), 3, True)
-LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, 0, (), (UNCUT,), 1, False)
-RATES_MODE = Mode("rates", (1,), 30.0, 100, 60.0, 2.0, 0, (), (UNCUT,), 2, False)
-SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, 5, (0.3, 0.6), (UNCUT,), 1, False, math.inf)
+QUICK_MODE = Mode("quick", (1,), 6.0, 100, 6.0, 1.4, (0.3,), (UNCUT,), 2, False, a_systems=(System.B0, System.R))
+FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
+LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (UNCUT,), 1, False)
+RATES_MODE = Mode("rates", (1,), 30.0, 100, 60.0, 2.0, (), (UNCUT,), 2, False)
+SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, (0.3, 0.6), (UNCUT,), 1, False, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ Asked = Sequence[tuple[Cell, Sequence[System]]]
 """Cells, and the systems of each."""
 Ask = Callable[[System, str, Point], RunRow]
 """The row of a system, in a variant, at a point."""
+AskAt = Callable[[str, int, float], RunRow]
+"""The row of a figure, with a seed, at a value."""
 
 
 def workload_of(cell: Cell, plan: CellPlan, point: Point, mode: Mode) -> Workload:
@@ -174,14 +180,16 @@ def row_of(
 
 def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
     """About how many runs one cell takes."""
-    bisections = math.ceil(math.log2(math.log(2) / math.log(mode.resolution)))
-    seeds = len(mode.seeds)
+    doublings = math.floor(math.log2(max(1.0, math.log(START_ERROR) / math.log(mode.resolution))))
+    first, again = 3 + 2 * doublings, 3
+    search = first + again * (len(mode.seeds) - 1)
     tuning = len(mode.variants) if System.B0 in systems and len(mode.variants) > 1 else 0
-    rates = len(systems) * (3 + bisections) * seeds
-    lengths = len(systems) * (2 + mode.steps) * seeds * len(mode.a_loads)
-    short = (3 + bisections) if mode.measures_short_capacity else 0
-    decided = len(systems) * (1 + len(mode.a_loads)) * seeds if mode.decides else 0
-    return tuning + rates + lengths + short + decided
+    at_half = sum(system is not System.B0 for system in systems)
+    lengths = len(set(systems).intersection(mode.a_systems)) * len(mode.a_loads)
+    searches = len(systems) + lengths
+    short = first if mode.measures_short_capacity else 0
+    decided = searches * len(mode.seeds) if mode.decides else 0
+    return tuning + at_half + searches * search + short + decided
 
 
 class CellSearch:
@@ -203,67 +211,72 @@ class CellSearch:
         if not self._mode.measures_short_capacity:
             return self._plan.short_rate_per_s(1.0)
         history, seed = round(self._cell.history * SHORT), self._mode.seeds[0]
-        start = self._plan.short_rate_per_s(0.5)
-        found = highest_rate(
+        start = self._plan.short_rate_per_s(EXPECTED_USE)
+        found = highest_passing(
             lambda rate: self._ask(System.B0, variant, Point("short", history, rate, seed)).passed,
-            start, self._mode.resolution, start / 16, start * 16,
-        )  # fmt: skip
+            self._rates_around(start),
+            start,
+        )
         return found.passed or start
 
     def figures(self, system: System, variant: str, short_rate: float) -> None:
         """Asks for the points of both figures. `short_rate`: the capacity of B0 at the short history."""
         cell, mode, half = self._cell, self._mode, self._plan.half_rate_per_s
 
-        def asked(figure: str, seed: int, history: float, rate: float) -> RunRow:
+        def at_rate(figure: str, seed: int, rate: float) -> RunRow:
+            return self._ask(system, variant, Point(figure, cell.history, rate, seed))
+
+        def at_history(rate: float, figure: str, seed: int, history: float) -> RunRow:
             return self._ask(system, variant, Point(figure, int(history), rate, seed))
 
-        def rate_passes(seed: int, rate: float) -> bool:
-            return asked("B", seed, cell.history, rate).passed
-
-        def history_passes(seed: int, rate: float, history: float) -> bool:
-            return asked("A", seed, history, rate).passed
-
-        def confirms_rate(seed: int, rate: float) -> RunRow:
-            return asked(CONFIRMED["B"], seed, cell.history, rate)
-
-        def confirms_history(rate: float, seed: int, history: float) -> RunRow:
-            return asked(CONFIRMED["A"], seed, history, rate)
-
-        lowest, highest = half / 16, half * LONGEST_TUNE_FACTOR
-        rates = [
-            highest_rate(partial(rate_passes, seed), half, mode.resolution, lowest, highest) for seed in mode.seeds
-        ]
-        self._confirm(rates, confirms_rate, lambda rate: snapped(rate / mode.resolution))
-        if system is System.B1:
-            return  # Its length is fixed.
-        shortest, longest = (int(cell.history * factor) for factor in LENGTH_FACTORS)
+        # There the report compares what the systems cost.
+        at_rate("B", mode.seeds[0], half)
+        self._search("B", self._rates_around(half), EXPECTED_USE * 1e6 / self._device_us(system, cell.history), at_rate)
+        if system not in mode.a_systems:
+            return
+        shortest, longest = (cell.history * factor for factor in LENGTH_FACTORS)
+        lengths = values_around(cell.history * SHORT, mode.resolution, shortest, longest, _whole_pages)
         for load in mode.a_loads:
             rate = snapped(load * short_rate)
-            lengths = [
-                longest_history(partial(history_passes, seed, rate), shortest, longest, PAGE_TOKENS, mode.steps)
-                for seed in mode.seeds
-            ]
-            self._confirm(lengths, partial(confirms_history, rate), lambda history: history - PAGE_TOKENS)
+            fitting = [each for each in lengths if rate * self._device_us(system, int(each)) <= EXPECTED_USE * 1e6]
+            self._search("A", lengths, max(fitting, default=lengths[0]), partial(at_history, rate))
 
-    def _confirm(
-        self,
-        found: Sequence[Found],
-        run_at: Callable[[int, float], RunRow],
-        lower: Callable[[float], float],
-    ) -> None:
-        """Decides about the lowest of the seeds' highest values, and goes lower until the decision rule holds.
+    def _rates_around(self, rate_per_s: float) -> list[float]:
+        lowest, highest = rate_per_s / RATE_FACTOR, rate_per_s * RATE_FACTOR
+        return values_around(rate_per_s, self._mode.resolution, lowest, highest, snapped)
+
+    def _device_us(self, system: System, history: int) -> float:
+        """Device time for each request if the cache holds every prefix until its user comes again."""
+        cell, latency = self._cell, self._plan.latency
+        computed = 0.0 if system is System.O else 1.0 - cell.reuse if FLAGS[system].reuse else 1.0
+        return latency.hit_us(history, cell.suffix + cell.candidates) + computed * latency.pre_us(history)
+
+    def _search(self, figure: str, values: Sequence[float], start: float, ask: AskAt) -> None:
+        """Searches with each seed, and decides about what was found."""
+        found: list[Found] = []
+        for seed in self._mode.seeds:
+
+            def passes(value: float, seed: int = seed) -> bool:
+                return ask(figure, seed, value).passed
+
+            found.append(highest_passing(passes, values, start))
+            # The next seed's answer is near.
+            start = found[-1].passed or values[0]
+        reached = [each.passed for each in found if each.passed is not None]
+        if self._mode.decides and len(reached) == len(found):
+            self._confirm(CONFIRMED[figure], [each for each in values if each <= min(reached)], ask)
+
+    def _confirm(self, figure: str, values: Sequence[float], ask: AskAt) -> None:
+        """Decides about the highest of the values, and goes lower until the decision rule holds.
 
         The search chose a value because its runs passed, so those runs overrate it. Each decision therefore has seeds
         that no other run had.
         """
-        reached = [each.passed for each in found if each.passed is not None]
-        if not self._mode.decides or len(reached) < len(found):
-            return
-        value = min(reached)
-        for step in range(1, CONFIRMATIONS + 1):
-            rows = [run_at(seed + step * FRESH_SEEDS, value) for seed in self._mode.seeds]
+        for step, value in enumerate(reversed(values[-CONFIRMATIONS:]), start=1):
+            rows = [ask(figure, seed + step * FRESH_SEEDS, value) for seed in self._mode.seeds]
             if decide_rows(rows).passed:
                 return
-            value = lower(value)
-            if value <= 0:
-                return
+
+
+def _whole_pages(history: float) -> int:
+    return max(1, round(history / PAGE_TOKENS)) * PAGE_TOKENS

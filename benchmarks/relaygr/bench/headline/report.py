@@ -18,6 +18,7 @@ from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_TRACE, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import (
+    HIT_FACTOR,
     against_others,
     amount,
     at_rates,
@@ -25,6 +26,7 @@ from relaygr.bench.headline.summary import (
     by_cell,
     by_reuse,
     highest_rates,
+    hits_beside_preinfer,
     plan_of,
     ratio,
     share,
@@ -120,6 +122,10 @@ def _mode(
         if others.rows:
             text = "R / C is what pre-infer adds to a cache (goal in B: 1.5), R / O what is left to gain (goal: 0.9)."
             blocks += [Heading(f"R against the others{transport}"), Text(text), others]
+    hits = hits_beside_preinfer(rows, paths)
+    if hits.rows:
+        text = f"The limit is {HIT_FACTOR:g} times that of O, which computes no prefixes, and the longest chunk."
+        blocks += [Heading(f"Hits while prefixes are computed{transport}"), Text(text), hits]
     rates = at_rates(rows)
     if rates.rows:
         bounded = highest_rates(rows)

@@ -296,6 +296,15 @@ def quantile_rows(row: RunRow, samples: Sequence[Sample]) -> list[dict[str, typi
     return found
 
 
+def paths_at(paths: Sequence[Mapping[str, str]], row: RunRow) -> list[Mapping[str, str]]:
+    """The rows of `paths.csv` of this run."""
+    names = ("mode", "cell", "figure", "system", "variant", "history", "rate_per_s", "seed", "attempt")
+    wanted = [getattr(row, name) for name in names]
+    return [
+        each for each in paths if [type(value)(each[name]) for name, value in zip(names, wanted, strict=True)] == wanted
+    ]
+
+
 class RunFile:
     """`runs.csv` of a folder: the rows that are there, and those that are added."""
 

@@ -132,16 +132,23 @@ class Bench:
     def run_cells(self, asked: Asked) -> None:
         """Runs all figures of all cells."""
         self._progress.update(self._bar, total=sum(estimated_runs(systems, self._mode) for _, systems in asked))
+        for _, family in itertools.groupby(asked, lambda each: each[0].plan_name):
+            self._run_family(list(family))
+
+    def _run_family(self, asked: Asked) -> None:
+        """Runs cells of one plan. Each system's processes start once for all of them."""
+        plan = self.plan(asked[0][0])
+        self._describe(asked[0][0], plan)
+        searches = []
         for cell, systems in asked:
-            plan = self.plan(cell)
-            self._describe(cell, plan)
             search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan))
             variant = search.tuned() if System.B0 in systems else UNCUT
             short_rate = search.short_capacity(variant)
-            for system in systems:
-                if system is System.B1 and not self._has_limit(cell):
-                    continue
-                search.figures(system, variant, short_rate)
+            searches.append((cell, systems, partial(search.figures, variant=variant, short_rate=short_rate)))
+        for system in dict.fromkeys(system for _, systems in asked for system in systems):
+            for cell, systems, figures in searches:
+                if system in systems and (system is not System.B1 or self._has_limit(cell)):
+                    figures(system)
 
     def run_rates(
         self,
@@ -359,7 +366,7 @@ class Bench:
 
     def serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> Settings:
         """Has the processes of this system running, and returns their settings."""
-        wanted = (cell.name, system, variant)
+        wanted = (plan.cell, system, variant)
         if self._served == wanted:
             return self._settings
         self._close()

@@ -1,12 +1,15 @@
-"""The two searches, as pure functions of the results of runs. They need few runs, and can resume after an interruption.
+"""The search of both figures, as a pure function of the results of runs. It needs few runs, and can resume after an
+interruption.
 
-All rates lie on one lattice (start times a power of two, then repeated geometric means), and all lengths on multiples
-of a page, so that searches of different seeds and systems ask for the same runs.
+All searches of a figure choose from one list of values, so that those of different seeds and systems ask for the same
+runs. A search that starts near the answer needs two or three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Passes = Callable[[float], bool]
@@ -14,66 +17,44 @@ Passes = Callable[[float], bool]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The highest value that passed and the lowest that failed. None: none did, within the bounds of the search."""
+    """The highest value that passed and the lowest that failed. None: none did."""
 
     passed: float | None
     failed: float | None
 
 
-def highest_rate(passes: Passes, start: float, resolution: float, lowest: float, highest: float) -> Found:
-    """The highest rate that passes: doubled or halved from `start`, then bisected until the two ends are at most the
-    factor `resolution` apart.
+def values_around(
+    base: float, resolution: float, lowest: float, highest: float, snap: Callable[[float], float]
+) -> list[float]:
+    """`base` times each power of `resolution`, from `lowest` to `highest`, rising. `snap` rounds a value."""
+    if resolution <= 1 or not 0 < lowest <= base <= highest:
+        raise ValueError("resolution must be above 1, and the base within the bounds")
+    down, up = (math.floor(math.log(ratio) / math.log(resolution)) for ratio in (base / lowest, highest / base))
+    return sorted({snap(base * resolution**power) for power in range(-down, up + 1)})
+
+
+def highest_passing(passes: Passes, values: Sequence[float], start: float) -> Found:
+    """The highest of the rising `values` that passes: from the one below `start` on by one, two, four and more places,
+    until one passed and a higher one failed; then the search bisects what lies between.
     """
-    if resolution <= 1 or not lowest <= start <= highest:
-        raise ValueError("resolution must be above 1, and start within the bounds")
-    passed: float | None = None
-    failed: float | None = None
-    rate = start
+    place, stride = max(0, bisect.bisect_right(values, start) - 1), 1
+    passed: int | None = None
+    failed: int | None = None
     while passed is None or failed is None:
-        if passes(rate):
-            passed = rate
-            rate = snapped(rate * 2)
-            if rate > highest:
-                return Found(passed, None)
+        if passes(values[place]):
+            passed, following = place, min(place + stride, len(values) - 1)
         else:
-            failed = rate
-            rate = snapped(rate / 2)
-            if passed is None and rate < lowest:
-                return Found(None, failed)
-        if passed is not None and failed is not None:
+            failed, following = place, max(place - stride, 0)
+        if following == place:
             break
-    while failed / passed > resolution:
-        middle = snapped((passed * failed) ** 0.5)
-        if not passed < middle < failed:
-            break
-        if passes(middle):
+        place, stride = following, 2 * stride
+    while passed is not None and failed is not None and failed - passed > 1:
+        middle = (passed + failed) // 2
+        if passes(values[middle]):
             passed = middle
         else:
             failed = middle
-    return Found(passed, failed)
-
-
-def longest_history(passes: Passes, shortest: int, longest: int, page: int, steps: int) -> Found:
-    """The longest history that passes, a multiple of `page` from `shortest` to `longest`, by at most `steps` bisections
-    between the two ends.
-    """
-    low, high = max(1, round(shortest / page)), round(longest / page)
-    if high < low:
-        raise ValueError("the longest history is shorter than the shortest")
-    if not passes(low * page):
-        return Found(None, low * page)
-    if passes(high * page):
-        return Found(high * page, None)
-    for _ in range(steps):
-        if high - low <= 1:
-            break
-        # Times grow with the square of the length, so the geometric mean halves what is left to know.
-        middle = min(max(round((low * high) ** 0.5), low + 1), high - 1)
-        if passes(middle * page):
-            low = middle
-        else:
-            high = middle
-    return Found(low * page, high * page)
+    return Found(None if passed is None else values[passed], None if failed is None else values[failed])
 
 
 def snapped(rate: float) -> float:

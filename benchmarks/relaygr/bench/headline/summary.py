@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from relaygr.bench.headline.decision import Interval, paired_ratio
@@ -19,12 +20,17 @@ from relaygr.bench.headline.figures import (
 )
 from relaygr.bench.headline.grid import BY_NAME, GRID
 from relaygr.bench.headline.plan import CellPlan
-from relaygr.bench.headline.rows import AT_RATE, RunRow
+from relaygr.bench.headline.rows import AT_RATE, RunRow, paths_at
 from relaygr.bench.headline.systems import System
+from relaygr.schemas.messages import Path as RankingPath
+from relaygr.worker.settings import WorkerSettings
 
 K = TypeVar("K")
 BASELINE_LIMIT = 1.1
 """B0's time in the worker, as a multiple of the engine alone, above which it is no honest baseline."""
+HIT_FACTOR = 1.2
+"""Pre-infer may make the P99 of hits longer by this factor, and by the time of one chunk."""
+CHUNK_MS: float = WorkerSettings.model_fields["longest_chunk_ms"].default
 _TITLES = {"A": "A: longest history at {:g}/s", "B": "B: requests/s"}
 
 
@@ -197,25 +203,54 @@ def _short(interval: Interval | None) -> str:
 
 
 def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
-    """B0 in the worker over the engine alone, by cell, at half load. All cells must be within `BASELINE_LIMIT`."""
+    """B0 in the worker over the engine alone, at half load. All cells must be within `BASELINE_LIMIT`. Cells that
+    differ in the share of returning users alone are one line: B0 computes the same in all of them.
+    """
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        plan = plan_of(row.cell, plans)
+        if plan is None or (row.system, row.rate_per_s) != (System.B0, plan.half_rate_per_s):
+            continue
+        at_length = row.figure.startswith(AT_RATE) and row.cell in BY_NAME and row.history == BY_NAME[row.cell].history
+        if (row.figure == "B" or at_length) and row.valid and not math.isnan(row.worker_over_engine):
+            ratios.setdefault(plan.cell, []).append(row.worker_over_engine)
     lines = []
-    for name in dict.fromkeys(row.cell for row in rows):
-        plan = plan_of(name, plans)
-        half_per_s = math.nan if plan is None else plan.half_rate_per_s
-        history = BY_NAME[name].history if name in BY_NAME else 0
-        at = [
-            row.worker_over_engine
-            for row in rows
-            if (row.cell, row.system, row.rate_per_s) == (name, System.B0, half_per_s)
-            and (row.figure == "B" or (row.figure.startswith(AT_RATE) and row.history == history))
-            and row.valid
-            and not math.isnan(row.worker_over_engine)
-        ]
-        if at:
-            found = statistics.median(at)
-            verdict = "honest" if found <= BASELINE_LIMIT else "too slow for an honest baseline"
-            lines.append([name, f"{half_per_s:g}", str(len(at)), f"{found:.2f}", f"{BASELINE_LIMIT}", verdict])
+    for name, found in ratios.items():
+        verdict = "honest" if statistics.median(found) <= BASELINE_LIMIT else "too slow for an honest baseline"
+        half, middle = f"{plans[name].half_rate_per_s:g}", f"{statistics.median(found):.2f}"
+        lines.append([name, half, str(len(found)), middle, f"{BASELINE_LIMIT}", verdict])
     return Grid(("cell", "half load, requests/s", "runs", "worker / engine alone", "limit", ""), lines)
+
+
+def hits_beside_preinfer(rows: Sequence[RunRow], paths: Sequence[Mapping[str, str]]) -> Grid:
+    """P99 of hits in HBM where R met the deadline, beside that of O on the same trace, whose device computes no prefix
+    meanwhile.
+    """
+    lines = []
+    relays = [row for row in rows if row.system == System.R and row.passed]
+    for relay in sorted(relays, key=lambda row: (row.cell, row.history, row.rate_per_s, row.seed)):
+        question = replace(relay, system=System.O.value).key
+        oracle = next((row for row in rows if row.key == question and row.valid), None)
+        hits = [_hit_p99_ms(paths, row) for row in (relay, oracle) if row is not None]
+        if len(hits) < 2 or any(map(math.isnan, hits)):
+            continue
+        beside_ms, alone_ms = hits
+        allowed_ms = HIT_FACTOR * alone_ms + CHUNK_MS
+        lines.append(
+            [
+                relay.cell, f"{relay.history:,}", f"{relay.rate_per_s:g}", str(relay.seed),
+                share(relay.preinfer_device_s / relay.device_s), f"{beside_ms:.1f} ms", f"{alone_ms:.1f} ms",
+                f"{allowed_ms:.1f} ms", "yes" if beside_ms <= allowed_ms else "no",
+            ]
+        )  # fmt: skip
+    header = (
+        "cell", "history", "requests/s", "seed", "pre-infer of device time", "P99 of hits: R", "O", "limit", "within",
+    )  # fmt: skip
+    return Grid(header, lines)
+
+
+def _hit_p99_ms(paths: Sequence[Mapping[str, str]], row: RunRow) -> float:
+    return next((float(each["q0.99_ms"]) for each in paths_at(paths, row) if each["path"] == RankingPath.HBM), math.nan)
 
 
 def plan_of(cell: str, plans: Mapping[str, CellPlan]) -> CellPlan | None:
