@@ -452,9 +452,10 @@ class TestFigures:
                 file.add(each, [replace(SAMPLE, path="hbm", latency_us=latency_ms * 1000)])
         table = hits_beside_preinfer(file.rows, read_dicts(tmp_path / "paths.csv"))
         # The longest chunk takes 50 ms.
-        assert [(line[2], line[4], line[-2], line[-1]) for line in table.rows] == [
-            ("10", "25%", "62.0 ms", "yes"), ("20", "25%", "62.0 ms", "no")
-        ]  # fmt: skip
+        assert [(*line[2:4], *line[5:]) for line in table.rows] == [
+            ("10", "R", "25%", "61.0 ms", "10.0 ms", "62.0 ms", "yes"),
+            ("20", "R", "25%", "63.0 ms", "10.0 ms", "62.0 ms", "no"),
+        ]
 
 
 class TestPage:

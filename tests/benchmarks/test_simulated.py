@@ -51,12 +51,14 @@ def test_a_cell_near_saturation_is_out_of_range():
     assert [row([RUN], RUN, load).in_range for load in (0.3, 0.8, 0.81)] == [True, True, False]
 
 
-def test_an_inverted_order_of_systems_is_named():
+def test_an_inverted_order_of_two_cells_is_named():
     slow = replace(RUN, p99_ms=90.0)
     right = [row([RUN], RUN), row([slow], slow, system=System.OFF)]
-    wrong = [row([RUN], slow), row([slow], RUN, system=System.OFF)]
+    wrong = [row([RUN], slow), row([slow], RUN, load=0.6, system=System.OFF)]
     assert inverted(right) == []
-    assert inverted(wrong) == ["0.3"]
+    assert inverted(wrong) == ["relay at 0.3 and off at 0.6"]
+    # Above 80 % of capacity nothing is promised.
+    assert inverted([wrong[0], row([slow], RUN, load=0.9, system=System.OFF)]) == []
 
 
 def test_measured_and_simulated_requests_have_the_same_figures():

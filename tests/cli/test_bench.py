@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -79,3 +81,14 @@ def test_without_an_installed_benchmark_it_says_what_to_install(monkeypatch: pyt
 
 def test_the_help_of_the_engine_benchmark_names_its_shapes() -> None:
     assert tuple(SHAPES) == SHAPE_NAMES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["headline", "simulated"])
+def test_a_benchmark_that_runs_as_a_module_tells_an_error_without_a_traceback(name: str) -> None:
+    wrong = {"headline": ["--rates", "fast"], "simulated": ["--loads", "fast"]}[name]
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *wrong], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "fast" in done.stderr and done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -382,6 +383,24 @@ def test_times_are_learnt_from_a_run(tmp_path: Path):
     assert times.pre_noise[50] == pytest.approx(1.5)
     save_times(tmp_path / "times.json", times)
     assert load_times(tmp_path / "times.json") == times
+
+
+@pytest.mark.parametrize(
+    ("slow", "highest"),
+    [
+        (lambda number: number % 32 == 0, 1.03),  # One ranking of as many as take the time of a prefix.
+        (lambda number: number >= 150, 2.0),  # The second half of the run.
+    ],
+    ids=["short disturbances even out", "slow phases do not"],
+)
+def test_without_prefixes_their_noise_is_that_of_rankings_in_a_row(slow: Callable[[int], bool], highest: float):
+    usual_us = round(LATENCY.hit_us(TOKENS, CANDIDATES))
+    assert LATENCY.pre_us(TOKENS) == 32 * usual_us
+    timings = [StageTimings(queue_us=200, rank_us=usual_us * (2 if slow(n) else 1), total_us=5_000) for n in range(300)]
+    times = learn([record(n, "hbm", each, 6_000) for n, each in enumerate(timings)], LATENCY, CANDIDATES, "a run")
+    assert times.hit_noise[-1] == pytest.approx(2.0, rel=0.01)
+    assert times.pre_noise[-1] == pytest.approx(highest, rel=0.03)
+    assert times.pre_noise[0] == pytest.approx(1.0, rel=0.06)
 
 
 def test_a_tail_that_was_ranked_with_the_suffix_is_no_noise():

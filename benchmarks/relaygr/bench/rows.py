@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import csv
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relaygr.runtime.processor import processor_name
+
 
 def machine() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return f"{processor_name()}, Python {platform.python_version()}"
 
 
 def now() -> str:

@@ -128,4 +128,6 @@ def _read(port: int) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from relaygr.cli.app import run
+
+    run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -92,6 +93,15 @@ def command_of(name: str, target: Any) -> Any:
     command.name = name
     tidy_help(command)
     return command
+
+
+def run(target: Callable[..., object]) -> None:
+    """Runs a function as a program of its own. A RelayError ends it with its text and exit code 1."""
+    try:
+        command_of(target.__module__, target)()
+    except RelayError as error:
+        _complain(str(error))
+        raise SystemExit(1) from error
 
 
 def _complain(text: str) -> None:

@@ -53,11 +53,14 @@ class MeasuredTimes(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """A ranking of a measured run. `noise`: its device time over the expected one."""
+    """A ranking of a measured run."""
 
     queue_us: float
     answer_us: float
     noise: float
+    """Its device time over the expected one."""
+    per_prefix: float
+    """How many of it take as long as computing its prefix."""
 
 
 class Draws:
@@ -103,8 +106,8 @@ class MeasuredRequest(Protocol):
 def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tokens: int, origin: str) -> MeasuredTimes:
     """The times of a run at a load at which few requests wait: with the relay on, or of full inference alone.
 
-    `latency`: what forwards take in a simulation without noise; `scored_tokens`: suffix tokens and candidates of each
-    request.
+    `requests`: in the order of their times; `latency`: what forwards take in a simulation without noise;
+    `scored_tokens`: suffix tokens and candidates of each request.
 
     Raises RelayError if the run has too few requests.
     """
@@ -127,7 +130,12 @@ def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tok
         tail_tokens = 0 if timings.pre_infer_us else new_tokens
         expected_us = latency.hit_us(each.prefix_tokens - tail_tokens, scored_tokens + tail_tokens)
         staged_us = timings.queue_us + timings.wait_us + timings.pre_infer_us + timings.rank_us
-        ranked = _Ranked(timings.queue_us, max(0.0, timings.total_us - staged_us), timings.rank_us / expected_us)
+        ranked = _Ranked(
+            timings.queue_us,
+            max(0.0, timings.total_us - staged_us),
+            timings.rank_us / expected_us,
+            latency.pre_us(each.prefix_tokens) / expected_us,
+        )
         (hits if is_hit else others).append(ranked)
     # Without the relay there are no hits.
     ranked_like = hits if len(hits) >= LEAST_REQUESTS else others
@@ -136,7 +144,6 @@ def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tok
             f"{origin} has {len(hits)} requests that were ranked on a prefix in HBM, and {LEAST_REQUESTS} are "
             "needed: record a longer run with the relay on."
         )
-    noise = [each.noise for each in ranked_like]
     return MeasuredTimes(
         origin=origin,
         requests=len(hops),
@@ -144,9 +151,9 @@ def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tok
         # At a low load the shortest tenth of the requests waits for nothing.
         look_up_us=float(np.percentile([each.queue_us for each in ranked_like], 10)),
         answer_us=float(np.median([each.answer_us for each in ranked_like])),
-        hit_noise=_noise(noise),
-        # Full inference is rare where the relay works: its noise is then that of rankings.
-        pre_noise=_noise(prefixes if len(prefixes) >= LEAST_REQUESTS else noise),
+        hit_noise=_noise([each.noise for each in ranked_like]),
+        # Full inference is rare where the relay works.
+        pre_noise=_noise(prefixes if len(prefixes) >= LEAST_REQUESTS else _in_a_row(ranked_like)),
     )
 
 
@@ -171,6 +178,16 @@ def save_times(path: Path, times: MeasuredTimes) -> None:
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
     found: NDArray[np.float64] = np.quantile(np.asarray(values, dtype=np.float64), _STEPS)
     return tuple(float(each) for each in found)
+
+
+def _in_a_row(rankings: Sequence[_Ranked]) -> list[float]:
+    """The mean noise of as many rankings in a row as take the time of a prefix: short disturbances even out in a longer
+    computation, and slow phases of the machine do not.
+    """
+    count = round(float(np.median([each.per_prefix for each in rankings])))
+    count = min(max(1, count), len(rankings) // 2)
+    means = np.convolve([each.noise for each in rankings], np.full(count, 1 / count), mode="valid")
+    return [float(each) for each in means]
 
 
 def _noise(ratios: Sequence[float]) -> tuple[float, ...]:

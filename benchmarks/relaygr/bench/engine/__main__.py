@@ -106,4 +106,6 @@ def _named(known: Mapping[str, T], name: str) -> T:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from relaygr.cli.app import run
+
+    run(main)

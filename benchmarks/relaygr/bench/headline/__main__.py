@@ -174,4 +174,6 @@ def _chosen_systems(names: str, default: tuple, impossible: dict) -> tuple:  # t
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from relaygr.cli.app import run
+
+    run(main)

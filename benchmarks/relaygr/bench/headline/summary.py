@@ -21,7 +21,7 @@ from relaygr.bench.headline.figures import (
 from relaygr.bench.headline.grid import BY_NAME, GRID
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import AT_RATE, RunRow, paths_at
-from relaygr.bench.headline.systems import System
+from relaygr.bench.headline.systems import FLAGS, System
 from relaygr.schemas.messages import Path as RankingPath
 from relaygr.worker.settings import WorkerSettings
 
@@ -223,12 +223,12 @@ def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
 
 
 def hits_beside_preinfer(rows: Sequence[RunRow], paths: Sequence[Mapping[str, str]]) -> Grid:
-    """P99 of hits in HBM where R met the deadline, beside that of O on the same trace, whose device computes no prefix
-    meanwhile.
+    """P99 of hits in HBM where a relay met the deadline, beside that of O on the same trace, whose device computes no
+    prefix meanwhile.
     """
     lines = []
-    relays = [row for row in rows if row.system == System.R and row.passed]
-    for relay in sorted(relays, key=lambda row: (row.cell, row.history, row.rate_per_s, row.seed)):
+    relays = [row for row in rows if FLAGS[System(row.system)].events and row.passed]
+    for relay in sorted(relays, key=lambda row: (row.cell, row.history, row.rate_per_s, row.system, row.seed)):
         question = replace(relay, system=System.O.value).key
         oracle = next((row for row in rows if row.key == question and row.valid), None)
         hits = [_hit_p99_ms(paths, row) for row in (relay, oracle) if row is not None]
@@ -238,13 +238,14 @@ def hits_beside_preinfer(rows: Sequence[RunRow], paths: Sequence[Mapping[str, st
         allowed_ms = HIT_FACTOR * alone_ms + CHUNK_MS
         lines.append(
             [
-                relay.cell, f"{relay.history:,}", f"{relay.rate_per_s:g}", str(relay.seed),
+                relay.cell, f"{relay.history:,}", f"{relay.rate_per_s:g}", relay.system, str(relay.seed),
                 share(relay.preinfer_device_s / relay.device_s), f"{beside_ms:.1f} ms", f"{alone_ms:.1f} ms",
                 f"{allowed_ms:.1f} ms", "yes" if beside_ms <= allowed_ms else "no",
             ]
         )  # fmt: skip
     header = (
-        "cell", "history", "requests/s", "seed", "pre-infer of device time", "P99 of hits: R", "O", "limit", "within",
+        "cell", "history", "requests/s", "system", "seed", "pre-infer of device time", "P99 of its hits", "P99 of O's",
+        "limit", "within",
     )  # fmt: skip
     return Grid(header, lines)
 

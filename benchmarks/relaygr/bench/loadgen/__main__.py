@@ -38,4 +38,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from relaygr.cli.app import run
+
+    run(main)

@@ -133,4 +133,6 @@ def _short(file: str) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from relaygr.cli.app import run
+
+    run(main)

@@ -1,9 +1,10 @@
 """Compares `relaygr simulate` with measured runs: `python -m benchmarks.simulated --broker kafka`.
 
-The real relay (broker, trigger, one worker and a gateway) runs on this machine. The capacity is the load that fills the
-worker's device thread with the relay, by simulation. Each cell, a part of this capacity with the relay or without, is
-measured `--repeats` times. Before each of these runs another one is played, with another seed and at a load that is no
-cell. From those the simulation learns the times of Kafka and worker and the noise. Then it plays the cell's schedules:
+The real relay (broker, trigger, one worker and a gateway) runs on this machine. The capacity of a system, the relay or
+full inference alone, is the load that fills the worker's device thread, by simulation. Each cell, a part of a system's
+capacity, is measured `--repeats` times. Before each of these runs another one is played, with another seed and at a
+load that is no cell. From those the simulation learns the times of Kafka and worker and the noise. Then it plays the
+cell's schedules:
 
 * P50 and P99: simulated / measured - 1;
 * late: difference of the shares without an answer over the whole history in time, in points;
@@ -39,4 +40,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from relaygr.cli.app import run
+
+    run(main)

@@ -34,9 +34,9 @@ P50_LIMIT, P99_LIMIT, LATE_LIMIT, MIX_LIMIT = 0.05, 0.10, 0.02, 0.03
 HIGHEST_LOAD = 0.8
 PROBE_IMPRESSIONS = 1_500
 FIRST_SEED = 100
-LEARNING_LOADS = {System.RELAY: 0.45, System.OFF: 0.2}
-"""Parts of the capacity between those of the cells, at which few requests wait. At a much lower load the processor has
-less else to do, so forwards and hops take less time than in the cells."""
+LEARNING_LOAD = 0.45
+"""A part of the capacity between those of the cells. At a much lower load the processor has less else to do, so
+forwards and hops take less time than in the cells."""
 LEARNING_S = 12.0
 LEARNT_REQUESTS = 200
 TABLE_WIDTH = 150
@@ -67,6 +67,7 @@ class Row:
     """One cell: the median of the measured runs, their spread (largest - smallest), and the simulated ones."""
 
     load: float
+    """The part of this system's capacity."""
     system: str
     rate_per_s: float
     repeats: int
@@ -183,19 +184,15 @@ def row_of(
 
 
 def inverted(rows: Sequence[Row]) -> list[str]:
-    """The loads at which the simulation puts the systems in another order of P99 than the measured runs, although the
-    ranges of those do not overlap.
+    """The pairs of cells that the simulation puts in another order of P99 than the measured runs, although the ranges
+    of those do not overlap. Only cells in range.
     """
     found = []
-    for load in dict.fromkeys(row.load for row in rows):
-        pair = {row.system: row for row in rows if row.load == load}
-        if len(pair) < 2:
-            continue
-        relay, off = pair[System.RELAY.value], pair[System.OFF.value]
-        apart_ms = (relay.measured_p99_ms * relay.p99_spread + off.measured_p99_ms * off.p99_spread) / 2
-        measured_ms = relay.measured_p99_ms - off.measured_p99_ms
-        if abs(measured_ms) > apart_ms and measured_ms * (relay.simulated_p99_ms - off.simulated_p99_ms) < 0:
-            found.append(f"{load:g}")
+    for one, other in itertools.combinations([row for row in rows if row.in_range], 2):
+        apart_ms = (one.measured_p99_ms * one.p99_spread + other.measured_p99_ms * other.p99_spread) / 2
+        measured_ms = one.measured_p99_ms - other.measured_p99_ms
+        if abs(measured_ms) > apart_ms and measured_ms * (one.simulated_p99_ms - other.simulated_p99_ms) < 0:
+            found.append(f"{one.system} at {one.load:g} and {other.system} at {other.load:g}")
     return found
 
 
@@ -214,7 +211,6 @@ def compare_with_measured(
             "machine": machine(),
             "broker": started.what.split(" at ")[0],
             "seconds": seconds,
-            "capacity_per_s": round(bench.capacity_per_s, 2),
             "impressions_per_cpu_s": round(bench.simulated / max(1e-9, bench.took_s)),
         }
     wide = Console(highlight=False, width=max(console.width, TABLE_WIDTH))
@@ -222,7 +218,7 @@ def compare_with_measured(
     worst = max(rows, key=lambda row: row.excess)
     console.print(
         f"worst cell: {worst.system} at {worst.load:g} of capacity, {worst.excess:.1f} times the limit; "
-        f"order of systems inverted at: {', '.join(inverted(rows)) or 'no load'}; "
+        f"order inverted: {'; '.join(inverted(rows)) or 'no pair of cells'}; "
         f"{described['impressions_per_cpu_s']:,} simulated impressions a second of CPU",
         soft_wrap=True,
     )
@@ -269,33 +265,34 @@ class _Bench:
         self._latency = calibration.model
         self._runs = 0
         self.simulated, self.took_s = 0, 0.0
-        at_half = self._at(plan.rate_per_s / 2, FIRST_SEED - 1, max(seconds, 2 * LEARNT_REQUESTS / plan.rate_per_s))
-        times = self._learnt(self._play(at_half, System.RELAY).records, System.RELAY)
-        self.capacity_per_s = self._capacity(plan.rate_per_s, times)
+        self._capacity_per_s = {
+            System.RELAY: self._capacity(System.RELAY, plan.rate_per_s / 2),
+            System.OFF: self._capacity(System.OFF, plan.rate_per_s / 8),
+        }
 
     def rows(self, loads: Sequence[float], repeats: int) -> list[Row]:
         rows = []
         seeds = range(FIRST_SEED, FIRST_SEED + repeats)
         for load in loads:
-            rate = load * self.capacity_per_s
+            rates = {system: load * self._capacity_per_s[system] for system in System}
             learnt: dict[System, list[ImpressionRecord]] = {system: [] for system in System}
             measured: dict[System, list[Outcome]] = {system: [] for system in System}
             foreign_cpu: dict[System, list[float]] = {system: [] for system in System}
             for seed, system in itertools.product(seeds, System):
                 # The speed of the machine changes within minutes, so a run to learn from precedes each measured one.
-                learning_rate = LEARNING_LOADS[system] * self.capacity_per_s
+                learning_rate = LEARNING_LOAD * self._capacity_per_s[system]
                 seconds = max(LEARNING_S, LEARNT_REQUESTS / learning_rate)
                 learnt[system] += self._play(self._at(learning_rate, seed + repeats, seconds), system).records
-                played = self._play(self._at(rate, seed), system)
+                played = self._play(self._at(rates[system], seed), system)
                 counted = played.records[round(COLD_SHARE * len(played.records)) :]
                 measured[system].append(self._outcome(requests_of(counted)))
                 foreign_cpu[system].append(played.foreign_cpu)
             for system in System:
                 times = self._learnt(learnt[system], system)
-                runs = [self._simulate(self._at(rate, seed), system, times).requests for seed in seeds]
+                runs = [self._simulate(self._at(rates[system], seed), system, times).requests for seed in seeds]
                 simulated = [self._outcome(each) for each in runs]
                 other = float(np.median(foreign_cpu[system]))
-                rows.append(row_of(load, system, rate, measured[system], simulated, other))
+                rows.append(row_of(load, system, rates[system], measured[system], simulated, other))
         return rows
 
     def _at(self, rate_per_s: float, seed: int, seconds: float | None = None) -> Settings:
@@ -313,13 +310,14 @@ class _Bench:
         )
         return times
 
-    def _capacity(self, rate_per_s: float, times: MeasuredTimes) -> float:
-        """The load that fills the worker's device thread, by its simulated time for each ranking at this load."""
-        settings = self._at(rate_per_s, FIRST_SEED - 2, PROBE_IMPRESSIONS / rate_per_s)
-        done = self._simulate(settings, System.RELAY, times)
+    def _capacity(self, system: System, rate_per_s: float) -> float:
+        """The load that fills the worker's device thread, by its simulated time for each ranking at this low rate."""
+        learning = self._at(rate_per_s, FIRST_SEED - 1, max(self._seconds, LEARNT_REQUESTS / rate_per_s))
+        times = self._learnt(self._play(learning, system).records, system)
+        done = self._simulate(self._at(rate_per_s, FIRST_SEED - 2, PROBE_IMPRESSIONS / rate_per_s), system, times)
         ranked = int(np.isin(done.requests.endings, RANKED).sum())
         capacity = ranked / done.thread_s
-        self._console.print(f"simulated capacity: {capacity:.1f} impressions a second")
+        self._console.print(f"{system.value}: simulated capacity {capacity:.1f} impressions a second")
         return capacity
 
     @property

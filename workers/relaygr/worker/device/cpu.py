@@ -7,14 +7,12 @@ import ctypes
 import functools
 import math
 import mmap
-import os
-import platform
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import torch
 
+from relaygr.runtime.processor import processor_name
 from relaygr.worker.device.interface import Device, Event, MemoryInfo, Stream, too_large
 
 _INT8_INSTRUCTIONS = ("avx512_vnni", "avx_vnni", "amx_int8")
@@ -47,7 +45,7 @@ class CpuDevice(Device):
     """The CPU. All work is complete when its call returns."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), _cpu_name())
+        super().__init__(torch.device("cpu"), processor_name())
         _keep_freed_memory()
 
     def empty_bytes(self, *shape: int) -> torch.Tensor:
@@ -123,13 +121,3 @@ def _keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-def _cpu_name() -> str:
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    return f"{model}, {os.cpu_count()} cores"
