@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
@@ -124,7 +125,7 @@ class TestWorkload:
         assert reuse_of(made(reuse=reuse, warm_up_s=10)) == pytest.approx(reuse, abs=0.06)
 
     def test_users_return_after_gaps_with_that_mean_and_popular_ones_sooner(self) -> None:
-        trace = made(reuse=1.0, seconds=60)
+        trace = made(reuse=1.0, seconds=60, growth=0)
         times: dict[str, list[float]] = {}
         for user, at_us in zip(trace.user_id, trace.retrieval_us.tolist(), strict=True):
             times.setdefault(user, []).append(at_us / 1e6)
@@ -142,11 +143,21 @@ class TestWorkload:
         assert np.median(lead_ms) == pytest.approx(50, rel=0.05)
         assert np.std(np.log(lead_ms)) == pytest.approx(0.2, rel=0.1)
 
-    def test_histories_grow_up_to_the_longest(self) -> None:
-        trace = made(reuse=1.0, growth=50)
-        lengths = [n for user, n in zip(trace.user_id, trace.history_length.tolist(), strict=True) if user == "000001"]
-        assert lengths[1] == lengths[0] + 50
-        assert max(trace.history_length) == 400
+    def test_histories_grow_at_each_visit_until_their_user_leaves(self) -> None:
+        trace = made(reuse=1.0, growth=5, history_sigma=0.0, seconds=120)
+        lengths: dict[str, list[int]] = {}
+        for user, length in zip(trace.user_id, trace.history_length.tolist(), strict=True):
+            lengths.setdefault(user, []).append(length)
+        assert {later - sooner for each in lengths.values() for sooner, later in itertools.pairwise(each)} == {5}
+        assert (trace.history_length.min(), trace.history_length.max()) == (50, 150)
+        assert len(lengths) > 2 * LOAD.returning_users * LOAD.reuse
+
+    @pytest.mark.parametrize("rate_per_s", [0.5, 50.0])
+    def test_a_long_trace_has_no_longer_histories_than_a_short_one(self, rate_per_s: float) -> None:
+        trace = made(reuse=0.9, rate_per_s=rate_per_s, seconds=2_000 / rate_per_s, history_median=400, history_max=800)
+        count = len(trace) // 4
+        for lengths in (trace.history_length[:count], trace.history_length[-count:]):
+            assert np.median(lengths) == pytest.approx(400, rel=0.15)
 
     def test_a_burst_multiplies_the_rate_in_its_part_of_the_time(self) -> None:
         times = made(burst_factor=5.0, burst_every_s=5.0, burst_s=1.0, warm_up_s=0).retrieval_us / 1e6

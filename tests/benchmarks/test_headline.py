@@ -36,6 +36,7 @@ from relaygr.bench.headline.plan import (
 )
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.points import (
+    FRESH_SEEDS,
     FULL_MODE,
     PARTITIONS,
     QUICK_MODE,
@@ -445,10 +446,10 @@ class TestFigures:
 
     def test_hits_of_the_relay_are_held_against_those_of_the_oracle_on_the_same_trace(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
-        hits = {10.0: {"R": 61, "O": 10}, 20.0: {"R": 63, "O": 10}, 40.0: {"R": 30}}
+        hits = {10.0: {"R": 61, "R-uncut": 90, "O": 10}, 20.0: {"R": 63, "O": 10}, 40.0: {"R": 30}}
         for rate, by_system in hits.items():
             for system, latency_ms in by_system.items():
-                each = row(system=system, rate_per_s=rate, preinfer_device_s=1.0, device_s=4.0)
+                each = row(system=system, rate_per_s=rate, preinfer_device_s=1.0, device_s=4.0, preinfer_computed=3)
                 file.add(each, [replace(SAMPLE, path="hbm", latency_us=latency_ms * 1000)])
         table = hits_beside_preinfer(file.rows, read_dicts(tmp_path / "paths.csv"))
         # The longest chunk takes 50 ms.
@@ -565,7 +566,7 @@ class TestSystems:
 
 
 def test_the_quick_run_takes_twelve_minutes_and_the_full_one_says_that_it_takes_days() -> None:
-    assert 600 < estimated_s(with_other_reuses((QUICK,), QUICK_SYSTEMS), QUICK_MODE) < 900
+    assert 600 < estimated_s(with_other_reuses((QUICK,), QUICK_SYSTEMS), QUICK_MODE) < 840
     assert estimated_s(with_other_reuses(GRID, tuple(System)), FULL_MODE) > 86_400
 
 
@@ -653,6 +654,27 @@ class TestCellSearch:
         points = self.asked(replace(FULL_MODE, a_loads=()), System.R, 2.5e5)
         by_seed = {seed: [each for each in points if (each.figure, each.seed) == ("B", seed)] for seed in range(1, 8)}
         assert all(len(asked) == 2 for seed, asked in by_seed.items() if seed > 1) and len(by_seed[1]) > 2
+
+    def test_a_search_starts_below_half_load_if_half_load_failed(self) -> None:
+        half = self.PLAN.half_rate_per_s
+        points = self.asked(QUICK_MODE, System.R, 0.99 * half * QUICK.history)
+        assert max(each.rate_per_s for each in points if each.figure == "B") == half
+
+    def test_a_value_that_fresh_seeds_do_not_confirm_is_followed_by_the_one_below(self) -> None:
+        points: list[Point] = []
+
+        def ask(system: System, variant: str, point: Point) -> RunRow:
+            points.append(point)
+            limit = 2e5 if point.seed > FRESH_SEEDS else 2.5e5
+            late = 0.0 if point.history * point.rate_per_s <= limit else 0.5
+            return row(rate_per_s=point.rate_per_s, history=point.history, late_share=late)
+
+        CellSearch(QUICK, self.PLAN, replace(FULL_MODE, a_loads=()), ask).figures(System.R, "uncut", 200.0)
+        confirmed = [each for each in points if each.figure == CONFIRMED["B"]]
+        rates = list(dict.fromkeys(each.rate_per_s for each in confirmed))
+        assert rates == sorted(rates, reverse=True) and len(rates) > 2
+        assert rates[-1] * QUICK.history <= 2e5 < rates[-2] * QUICK.history
+        assert len({each.seed for each in confirmed}) == len(confirmed)
 
     def test_what_was_found_is_confirmed_with_fresh_seeds(self) -> None:
         points = self.asked(replace(FULL_MODE, a_loads=()), System.R, 2.5e5)

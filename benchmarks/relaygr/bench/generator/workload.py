@@ -6,6 +6,10 @@ come once. A returning user comes back after log-normal gaps, of which the popul
 gap of the user of rank k is proportional to k^zipf. There are as many returning users as the rate and the gap ask for,
 so a higher rate means more users, not users who come more often.
 
+However long a trace is, its lengths have about the same median: the history of a returning user grows from below the
+user's mean length to above it, then the user leaves, and a new one comes instead. Without this, runs at low rates,
+which last longer, would have longer histories.
+
 Adversarial loads: `hot_user_share` of all arrivals is of one user, and with `hot_partition_share` that share of the
 users is in partition 0.
 """
@@ -28,6 +32,8 @@ from relaygr.schemas import partition_for
 from relaygr.traffic.population import Population
 
 HOT_USER = "hot"
+LIFE_SHARE, LEAST_VISITS = 0.25, 20
+"""A returning user stays until the history has grown by this share, and for at least so many visits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,8 @@ class _User:
     length: int
     longest: int
     mean_gap_s: float = 0.0
+    leaves_at: float = math.inf
+    """The length from which on a returning user does not come again."""
 
 
 def make_trace(workload: Workload, prefix: str = "", logged: Population | None = None) -> Trace:
@@ -102,6 +110,8 @@ def make_trace(workload: Workload, prefix: str = "", logged: Population | None =
     due: list[tuple[float, int]] = []
     for number, user in enumerate(pool):
         user.mean_gap_s = workload.return_gap_s * float(weights[number])
+        if logged is None:
+            _live(workload, user, random.random())
         # The rest of a gap that began before the trace.
         heapq.heappush(due, (random.random() * _gap_s(workload, user, random), number))
     hot = _User(prefix + HOT_USER, _length(workload, random), workload.history_max) if workload.hot_user_share else None
@@ -114,6 +124,9 @@ def make_trace(workload: Workload, prefix: str = "", logged: Population | None =
             number = heapq.heappop(due)[1]
             user = pool[number]
             heapq.heappush(due, (at_s + _gap_s(workload, user, random), number))
+            if user.length + workload.growth > user.leaves_at and user.user_id in seen:
+                pool[number] = user = replace(next(users), mean_gap_s=user.mean_gap_s)
+                _live(workload, user, 0.0)
         else:
             user = next(users)
         if user.user_id in seen:
@@ -200,6 +213,14 @@ def _gap_s(workload: Workload, user: _User, random: np.random.Generator) -> floa
     """A log-normal gap with the user's mean."""
     sigma = workload.return_sigma
     return user.mean_gap_s * math.exp(random.normal(-sigma * sigma / 2, sigma))
+
+
+def _live(workload: Workload, user: _User, lived: float) -> None:
+    """Sets the lengths between which a returning user comes, around the mean, and the one after this share of them."""
+    if workload.growth:
+        half = max(LIFE_SHARE * user.length, LEAST_VISITS * workload.growth) / 2
+        first, user.leaves_at = max(user.length / 2, user.length - half), min(user.length + half, user.longest)
+        user.length = max(1, int(first + lived * (user.leaves_at - first)))
 
 
 def _length(workload: Workload, random: np.random.Generator) -> int:

@@ -33,7 +33,7 @@ RATE_FACTOR = 16
 EXPECTED_USE = 0.5
 """About the part of the device's time that a system uses at its limit: a search starts there."""
 START_ERROR = 1.5
-"""About the factor by which the first search of a system is wrong about that."""
+"""The start of the first search of a system may be off by about this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +184,12 @@ def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
     first, again = 3 + 2 * doublings, 3
     search = first + again * (len(mode.seeds) - 1)
     tuning = len(mode.variants) if System.B0 in systems and len(mode.variants) > 1 else 0
-    at_half = sum(system is not System.B0 for system in systems)
+    # A run at half load, which tells the search of B0 more than those of the others.
+    rates = len(systems) * (search - 1) + sum(system is not System.B0 for system in systems)
     lengths = len(set(systems).intersection(mode.a_systems)) * len(mode.a_loads)
-    searches = len(systems) + lengths
     short = first if mode.measures_short_capacity else 0
-    decided = searches * len(mode.seeds) if mode.decides else 0
-    return tuning + at_half + searches * search + short + decided
+    decided = (len(systems) + lengths) * len(mode.seeds) if mode.decides else 0
+    return tuning + rates + lengths * search + short + decided
 
 
 class CellSearch:
@@ -230,8 +230,9 @@ class CellSearch:
             return self._ask(system, variant, Point(figure, int(history), rate, seed))
 
         # There the report compares what the systems cost.
-        at_rate("B", mode.seeds[0], half)
-        self._search("B", self._rates_around(half), EXPECTED_USE * 1e6 / self._device_us(system, cell.history), at_rate)
+        passed_half = at_rate("B", mode.seeds[0], half).passed
+        expected = EXPECTED_USE * 1e6 / self._device_us(system, cell.history)
+        self._search("B", self._rates_around(half), (max if passed_half else min)(expected, half), at_rate)
         if system not in mode.a_systems:
             return
         shortest, longest = (cell.history * factor for factor in LENGTH_FACTORS)

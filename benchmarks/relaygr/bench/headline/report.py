@@ -18,6 +18,7 @@ from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_TRACE, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import (
+    CHUNK_MS,
     HIT_FACTOR,
     against_others,
     amount,
@@ -124,7 +125,7 @@ def _mode(
             blocks += [Heading(f"R against the others{transport}"), Text(text), others]
     hits = hits_beside_preinfer(rows, paths)
     if hits.rows:
-        text = f"The limit is {HIT_FACTOR:g} times that of O, which computes no prefixes, and the longest chunk."
+        text = f"The limit is {HIT_FACTOR:g} times O's P99 plus the longest chunk, {CHUNK_MS:g} ms."
         blocks += [Heading(f"Hits while prefixes are computed{transport}"), Text(text), hits]
     rates = at_rates(rows)
     if rates.rows:

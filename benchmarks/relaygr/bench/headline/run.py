@@ -79,9 +79,23 @@ class Played:
 def estimated_s(asked: Asked, mode: Mode) -> float:
     """About the time of these cells."""
     plans = len({cell.shape for cell, _ in asked})
-    starts = sum(len(systems) + len(mode.variants) for _, systems in asked)
+    variants = len(mode.variants) if len(mode.variants) > 1 else 0
+    starts = sum(len(systems) for systems in _served_systems(asked)) + variants * len(asked)
     runs = sum(estimated_runs(systems, mode) for _, systems in asked)
     return plans * PLAN_S + starts * START_S + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S)
+
+
+def _served_systems(asked: Asked) -> list[set[tuple[str, System]]]:
+    """By plan: the systems whose processes are started, and for which cells."""
+    families = itertools.groupby(asked, lambda each: each[0].plan_name)
+    return [{(_served_cell(cell, each), each) for cell, systems in own for each in systems} for _, own in families]
+
+
+def _served_cell(cell: Cell, system: System) -> str:
+    """Cells for which the processes of a system need not start again have one name. A trigger learns the risk and the
+    lead times from its requests, so each cell of a relay has one of its own.
+    """
+    return cell.name if FLAGS[system].events else cell.plan_name
 
 
 def progress_of(console: Console) -> Progress:
@@ -136,7 +150,7 @@ class Bench:
             self._run_family(list(family))
 
     def _run_family(self, asked: Asked) -> None:
-        """Runs cells of one plan. Each system's processes start once for all of them."""
+        """Runs cells of one plan, system by system: most systems' processes serve all of them."""
         plan = self.plan(asked[0][0])
         self._describe(asked[0][0], plan)
         searches = []
@@ -366,7 +380,7 @@ class Bench:
 
     def serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> Settings:
         """Has the processes of this system running, and returns their settings."""
-        wanted = (plan.cell, system, variant)
+        wanted = (_served_cell(cell, system), system, variant)
         if self._served == wanted:
             return self._settings
         self._close()

@@ -2,7 +2,7 @@
 interruption.
 
 All searches of a figure choose from one list of values, so that those of different seeds and systems ask for the same
-runs. A search that starts near the answer needs two or three.
+runs. A search that starts at the answer needs two.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def values_around(
 
 
 def highest_passing(passes: Passes, values: Sequence[float], start: float) -> Found:
-    """The highest of the rising `values` that passes: from the one below `start` on by one, two, four and more places,
-    until one passed and a higher one failed; then the search bisects what lies between.
+    """The highest of the rising `values` that passes. The search begins with the last value that is not above `start`,
+    goes on by one, two, four and more places until one passed and a higher one failed, and bisects what lies between.
     """
     place, stride = max(0, bisect.bisect_right(values, start) - 1), 1
     passed: int | None = None
