@@ -58,7 +58,7 @@ from relaygr.bench.headline.rows import (
     read_rows,
     score_columns,
 )
-from relaygr.bench.headline.run import Bench, estimated_s
+from relaygr.bench.headline.run import Bench, estimated_s, served_cell
 from relaygr.bench.headline.search import highest_passing, snapped, values_around
 from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
 from relaygr.bench.headline.summary import baseline, by_cell, by_reuse, highest_rates, hits_beside_preinfer
@@ -534,6 +534,11 @@ class TestCells:
                 assert at_reuse(other, cell.reuse).family == cell.family
                 assert (other.family, other.plan_name) == (cell.family, cell.plan_name)
 
+    def test_processes_serve_all_shares_of_returning_users_but_a_trigger_learns_from_one_cell(self) -> None:
+        cells = (QUICK, at_reuse(QUICK, 0.0))
+        served = {system: len({served_cell(cell, system) for cell in cells}) for system in QUICK_SYSTEMS}
+        assert served == {System.B0: 1, System.C: 1, System.R: 2, System.O: 1}
+
     def test_cells_are_measured_with_b0_and_r_at_the_other_shares(self) -> None:
         asked = with_other_reuses((QUICK,), QUICK_SYSTEMS)
         assert [(cell.name, systems) for cell, systems in asked] == [
@@ -845,6 +850,16 @@ class TestRatesWithoutASearch:
         for history, lines in ((QUICK.history, 1), (QUICK.history // 2, 0)):
             rows = outcome("B0", {half: 0.0}, 1, cell="quick", figure=f"rate {half:g}", history=history)
             assert len(baseline(rows, {"quick": plan}).rows) == lines
+
+    def test_cells_that_differ_in_returning_users_alone_have_one_line_of_the_baseline(self) -> None:
+        plan = plan_of(QUICK, engine_times(QUICK))
+        half = plan.half_rate_per_s
+        rows = [
+            each
+            for cell, ratio in (("quick", 1.2), ("quick-r0", 1.0), ("quick-r0.6", 1.05))
+            for each in outcome("B0", {half: 0.0}, 1, cell=cell, worker_over_engine=ratio)
+        ]
+        assert baseline(rows, {"quick": plan}).rows == [["quick", f"{half:g}", "3", "1.05", "1.1", "honest"]]
 
 
 @pytest.mark.slow

@@ -80,18 +80,16 @@ def estimated_s(asked: Asked, mode: Mode) -> float:
     """About the time of these cells."""
     plans = len({cell.shape for cell, _ in asked})
     variants = len(mode.variants) if len(mode.variants) > 1 else 0
-    starts = sum(len(systems) for systems in _served_systems(asked)) + variants * len(asked)
+    starts = len({(served_cell(cell, each), each) for cell, systems in asked for each in systems})
     runs = sum(estimated_runs(systems, mode) for _, systems in asked)
-    return plans * PLAN_S + starts * START_S + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S)
+    return (
+        plans * PLAN_S
+        + (starts + variants * len(asked)) * START_S
+        + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S)
+    )
 
 
-def _served_systems(asked: Asked) -> list[set[tuple[str, System]]]:
-    """By plan: the systems whose processes are started, and for which cells."""
-    families = itertools.groupby(asked, lambda each: each[0].plan_name)
-    return [{(_served_cell(cell, each), each) for cell, systems in own for each in systems} for _, own in families]
-
-
-def _served_cell(cell: Cell, system: System) -> str:
+def served_cell(cell: Cell, system: System) -> str:
     """Cells for which the processes of a system need not start again have one name. A trigger learns the risk and the
     lead times from its requests, so each cell of a relay has one of its own.
     """
@@ -380,7 +378,7 @@ class Bench:
 
     def serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> Settings:
         """Has the processes of this system running, and returns their settings."""
-        wanted = (_served_cell(cell, system), system, variant)
+        wanted = (served_cell(cell, system), system, variant)
         if self._served == wanted:
             return self._settings
         self._close()
