@@ -30,7 +30,8 @@ from relaygr.worker.measuring import EngineMeter, bind_own_arena
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import load_engine
 
-ALONE_ROUNDS = 7
+ALONE_ROUNDS = 5
+"""Rounds before, between and after the two calibrations."""
 HALF = 0.5
 _MIB = 1 << 20
 
@@ -110,18 +111,29 @@ def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
     write_model(cell, model)
     engine = load_engine(model, None, page_tokens=PAGE_TOKENS, threads=1)
     bind_own_arena(engine)
-    save_calibration(calibrate(engine, QUICK_BUDGET_S), calibration)
-    alone = calibrate(engine, QUICK_BUDGET_S, rest=lambda: None)
-    save_calibration(alone, alone_path(calibration))
     meter = EngineMeter(engine)
     tokens, short = engine.layout.tokens(cell.history), engine.layout.tokens(round(cell.history * SHORT))
+    pairs: dict[int, list[tuple[float, float]]] = {tokens: [], short: []}
+
+    def measure() -> None:
+        for n, measured in pairs.items():
+            for _ in range(ALONE_ROUNDS):
+                pre_us = sum(point.duration_us for point in meter.prefix(n, n))
+                measured.append((pre_us, meter.rank(n, cell.candidates).duration_us))
+
+    # The speed of a machine changes within seconds, so the rounds are spread over the time of the calibrations.
+    measure()
+    save_calibration(calibrate(engine, QUICK_BUDGET_S), calibration)
+    measure()
+    alone = calibrate(engine, QUICK_BUDGET_S, rest=lambda: None)
+    save_calibration(alone, alone_path(calibration))
+    measure()
 
     def median_ms(n: int) -> tuple[float, float]:
-        pairs = [
-            (sum(point.duration_us for point in meter.prefix(n, n)), meter.rank(n, cell.candidates).duration_us)
-            for _ in range(ALONE_ROUNDS)
-        ]
-        return statistics.median(pre for pre, _ in pairs) / 1000, statistics.median(hit for _, hit in pairs) / 1000
+        return (
+            statistics.median(pre_us for pre_us, _ in pairs[n]) / 1000,
+            statistics.median(hit_us for _, hit_us in pairs[n]) / 1000,
+        )
 
     pre_ms, hit_ms = median_ms(tokens)
     short_full_ms = sum(median_ms(short))
