@@ -15,6 +15,7 @@ from relaygr.admission.risk import (
     EVIDENCE,
     HORIZON_US,
     LEAST_MARGIN,
+    LEAST_OUTSIDE,
     LEAST_SAMPLES,
     MISSED_FOR_US,
     MOST_MARGIN,
@@ -108,13 +109,23 @@ def test_the_time_outside_is_a_high_quantile_and_not_a_mean():
     assert observer.report(LINEAR, 100).outside_us == 20_000
 
 
-def test_the_time_outside_follows_the_present_load():
+def outside_after(recent: int) -> int:
+    """The time outside after a load at which requests waited, and so many later ones that did not."""
     observer = FullPathObserver()
     for number in range(100):
         observer.outside.append((number, 50_000))
-    for number in range(LEAST_SAMPLES):
+    for number in range(recent):
         observer.outside.append((HORIZON_US + 1_000 + number, 1_000))
-    assert observer.report(LINEAR, HORIZON_US + 2_000).outside_us == 1_000
+    return observer.report(LINEAR, HORIZON_US + 2_000).outside_us
+
+
+def test_the_time_outside_follows_the_present_load():
+    assert outside_after(LEAST_OUTSIDE) == 1_000
+
+
+def test_of_few_requests_the_ones_before_count_however_old_they_are():
+    # At a low rate 99 % of few requests find no queue, and the next one may find one.
+    assert outside_after(LEAST_OUTSIDE - 2) == 50_000
 
 
 def waits_of(full_us: int, others_us: int, samples: int = LEAST_SAMPLES) -> FullPathObserver:

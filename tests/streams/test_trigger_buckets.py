@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr.admission.buckets import ONE_SHARE, BucketLimits, FleetBuckets, OwnerBuckets, SharedBucket, ValueGate
+from relaygr.admission.buckets import (
+    LOAD_BURSTS,
+    ONE_SHARE,
+    BucketLimits,
+    FleetBuckets,
+    OwnerBuckets,
+    SharedBucket,
+    ValueGate,
+)
 from relaygr.admission.latency import LatencyModel
 from relaygr.admission.policy import Estimate, OwnerView, Refusal
 from relaygr.schemas.messages import LatencyCoefficients
@@ -68,7 +76,8 @@ def test_admitted_bytes_times_time_and_device_time_stay_within_the_budget_over_e
             largest_device_us = max(largest_device_us, estimate.prepare_us)
             window_us = at_us - admitted[first][0] + LIMITS.burst_us
             assert byte_us <= (footprint_rate * window_us + largest_byte_us) * (1 + 1e-9)
-            assert device_us <= (LIMITS.load_limit * share * window_us + largest_device_us) * (1 + 1e-9)
+            load_window_us = window_us + (LOAD_BURSTS - 1) * LIMITS.burst_us
+            assert device_us <= (LIMITS.load_limit * share * load_window_us + largest_device_us) * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -119,8 +128,8 @@ def test_the_load_bucket_leaves_ranking_its_time() -> None:
         buckets.count_ranking(4_000, now_us)
     assert buckets.ranking_load(5_000_000) == pytest.approx(0.4, rel=0.02)
     now_us = 5_000_000
-    # rho - 0.4 leaves 0.4 of a device: 200 ms of burst.
-    assert buckets.admit(offer(prepare_us=150_000), now_us) is None
+    # rho - 0.4 leaves 0.4 of a device: 400 ms of two bursts.
+    assert buckets.admit(offer(prepare_us=350_000), now_us) is None
     assert buckets.admit(offer(prepare_us=60_000), now_us) is Refusal.LOAD
 
 

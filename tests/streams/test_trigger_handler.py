@@ -188,8 +188,8 @@ def test_a_flood_is_held_to_the_owners_load() -> None:
     made = handler(known_fleet())
     users = [f"user-{number}" for number in range(2_000) if partition_for(f"user-{number}".encode(), PARTITIONS) == 0]
     reasons = [made.decide(user.encode(), request(0, user_id=user), 0).reason for user in users]
-    # 41 ms each; the burst is half a second at 0.95 of a device, less the share of ranking.
-    assert 3 <= reasons.count(DecisionReason.ADMITTED) <= 11
+    # 41 ms each; two bursts are a second at 0.95 of a device, less the share of ranking.
+    assert 6 <= reasons.count(DecisionReason.ADMITTED) <= 22
     assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.LOW_VALUE)
 
 
@@ -314,9 +314,9 @@ def test_an_old_job_that_is_read_late_changes_nothing() -> None:
 
 
 def test_measured_lead_times_decide_what_is_feasible() -> None:
-    # The pre-infer takes 41 ms; 0.8 of 80 ms are enough for it, and so are 36 ms with half of a budget of 20 ms.
+    # The pre-infer takes 41 ms; 0.8 of 80 ms are enough for it, and so are 32 ms with a budget of 20 ms.
     assert Later(lasting_fleet()).event(0) is DecisionReason.ADMITTED
-    for share, reason in ((0.35, DecisionReason.INFEASIBLE), (0.45, DecisionReason.ADMITTED)):
+    for share, reason in ((0.2, DecisionReason.INFEASIBLE), (0.4, DecisionReason.ADMITTED)):
         report = LeadTimeReport(("default",), (share,), (round(share * 80_000),), (80_000,))
         assert Later(lasting_fleet(lead_times=report)).event(0) is reason
 

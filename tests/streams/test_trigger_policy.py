@@ -83,10 +83,10 @@ CASES = [
         dataclasses.replace(OWNER, ranking_queue_p99_us=16_000),
         DecisionReason.ADMITTED,
     ),
-    ("lead and half of the budget are too short", {"expected_ranking_at_us": NOW_US + 19_999}, OWNER, "infeasible"),
-    ("they are just long enough", {"expected_ranking_at_us": NOW_US + 20_000}, OWNER, DecisionReason.ADMITTED),
+    ("lead and budget are too short", {"expected_ranking_at_us": NOW_US + 10_109}, OWNER, DecisionReason.INFEASIBLE),
+    ("they are just long enough", {"expected_ranking_at_us": NOW_US + 10_110}, OWNER, DecisionReason.ADMITTED),
     (
-        "half of the budget is long enough, but the request comes before the job",
+        "the budget is long enough, but the request comes before the job",
         {"history_behaviours": 9_000, "expected_ranking_at_us": NOW_US},
         dataclasses.replace(OWNER, ranking_queue_p99_us=12_000),
         DecisionReason.INFEASIBLE,
@@ -94,7 +94,7 @@ CASES = [
     (
         "queued pre-infer work eats the lead",
         {},
-        dataclasses.replace(OWNER, preinfer_queue_us=30_001),
+        dataclasses.replace(OWNER, preinfer_queue_us=39_891),
         DecisionReason.INFEASIBLE,
     ),
     ("ranking was due before now", {"expected_ranking_at_us": NOW_US - 1}, OWNER, DecisionReason.INFEASIBLE),
@@ -131,7 +131,7 @@ def test_while_the_owners_predictions_are_off_more_is_at_risk_and_less_is_feasib
     off = dataclasses.replace(OWNER, predictions_off=True)
     short = {"history_behaviours": 17_000}
     assert [decided(owner=each, **short).reason for each in (OWNER, off)] == ["not_at_risk", "admitted"]
-    tight = {"expected_ranking_at_us": NOW_US + 25_000}
+    tight = {"expected_ranking_at_us": NOW_US + 15_000}
     assert [decided(owner=each, **tight).reason for each in (OWNER, off)] == ["admitted", "infeasible"]
 
 

@@ -5,7 +5,7 @@ bytes × time alive to a leaky bucket that drains at (1 - r) × capacity bytes a
 
     sum of admitted bytes × time alive <= drain × (window + burst) + the largest admission.
 
-**Load.** Each admission charges the device time of its preparation to a second bucket, which drains at
+**Load.** Each admission charges the device time of its preparation to a second bucket, of two bursts, which drains at
 
     max(preinfer_share, rho - ranking load)
 
@@ -45,6 +45,10 @@ _VALUE_WINDOW = 256
 _RANKING_WINDOW_US = 1_000_000.0
 """Time constant of the ranking load."""
 MAX_OWNERS = 4096
+LOAD_BURSTS = 2
+"""The load bucket holds so many bursts. The lead time bounds the queue of jobs at any moment, the load bucket what is
+admitted for longer. With one burst, the third of three long prefixes that came together was refused on an idle device:
+its request then computed it without the lead time."""
 _LENT = 0.5
 """The part of the burst that scenarios lend each other."""
 ONE_SHARE: Mapping[str, float] = {DEFAULT_SCENARIO: 1.0}
@@ -175,7 +179,7 @@ class OwnerBuckets:
         self._capacity_bytes = 0.0
         self._share = share
         self._footprint = SharedBucket(scenarios, 0.0, limits.burst_us, now_us)
-        self._load = SharedBucket(scenarios, 0.0, limits.burst_us, now_us)
+        self._load = SharedBucket(scenarios, 0.0, LOAD_BURSTS * limits.burst_us, now_us)
         self._values = {scenario: ValueGate() for scenario in scenarios}
         self._ranking_us = 0.0
         self._ranking_at_us = now_us
@@ -226,7 +230,7 @@ class OwnerBuckets:
 
     def _configure_load(self, now_us: int) -> None:
         free = max(self._limits.preinfer_share, self._limits.load_limit - self.ranking_load(now_us))
-        self._load.configure(free * self._share, self._limits.burst_us, now_us)
+        self._load.configure(free * self._share, LOAD_BURSTS * self._limits.burst_us, now_us)
 
     def _decay_ranking(self, now_us: int) -> None:
         if now_us > self._ranking_at_us:

@@ -1,13 +1,14 @@
 """The admission policy: whether an impression gets a pre-infer job.
 
     at risk    outside + ratio × margin × full path > ranking budget                      (`relaygr.admission.risk`)
-    feasible   queued pre-infer work + T_prepare <= usable lead time + ranking budget / 2
+    feasible   queued pre-infer work + T_prepare + T_hit <= usable lead time + ranking budget
     footprint  admitted rate × E[bytes × time alive] <= (1 - r) × cache capacity          (Little's law)
     load       admitted rate × E[T_prepare] + ranking rate × E[T_hit; T_full if not at risk] <= rho
 
 The usable lead time is a low quantile of the measured ones (`relaygr.admission.lead`), or `lead_fraction` of the
-expected one. A prefix that is ready a little after its request arrived still saves most of the computation, so it may
-take half of the budget. A request at risk counts with T_hit as ranking load, whether its job is admitted or not: if the
+expected one. A request waits for a prefix that is nearly ready, and takes the computation over, so a job may end after
+its request has arrived: the lead time that it used is saved in any case. Only a job that leaves too little time for
+ranking is of no use. A request at risk counts with T_hit as ranking load, whether its job is admitted or not: if the
 refused ones counted with T_full, each refusal would raise the ranking load and cause the next one, although the device
 has the same work with the job as without it.
 
@@ -48,7 +49,7 @@ class DecisionReason(enum.StrEnum):
     """Refused by the length of its history, while the owner is unknown or silent."""
     NOT_AT_RISK = "not_at_risk"
     INFEASIBLE = "infeasible"
-    """The prefix would be ready too long after the expected request, or the request comes before the job."""
+    """The request could not be ranked in time on the prefix, or the request comes before the job."""
     FOOTPRINT = "footprint"
     LOAD = "load"
     LOW_VALUE = "low_value"
@@ -75,8 +76,8 @@ class DecisionReason(enum.StrEnum):
 OFF_CAUTION: Final = 1.25
 """Factor on predicted times while a worker's predictions are off: more impressions are at risk, fewer feasible."""
 LATE_PART: Final = 0.5
-"""A prefix is due when this part of the ranking budget has passed after the request is expected. With an earlier time
-the job would go before requests that have less time than its own request will have."""
+"""A worker orders jobs as due when this part of the ranking budget has passed after the request is expected. With an
+earlier time the job would go before requests that have less time than its own request will have."""
 LONGEST_LIFE_US: Final = 60_000_000
 """The longest time that a worker holds a job, which bounds the effect of a gateway's wrong clock or time unit."""
 
@@ -397,9 +398,11 @@ def usable_lead_us(impression: ImpressionFacts, owner: OwnerView, lead_fraction:
     return lead_us - (1 - min(share, 1.0)) * (impression.expected_ranking_at_us - began_us)
 
 
-def feasible(preinfer_queue_us: float, prepare_us: float, usable_us: float, ranking_budget_us: float) -> bool:
-    """Whether the job comes before its request, and the prefix can be ready by the time at which the job is due."""
-    return usable_us > 0 and preinfer_queue_us + prepare_us <= usable_us + LATE_PART * ranking_budget_us
+def feasible(preinfer_queue_us: float, device_us: float, usable_us: float, ranking_budget_us: float) -> bool:
+    """Whether the job comes before its request, and the request can be ranked on its prefix in time. `device_us`: of
+    the prefix and the ranking.
+    """
+    return usable_us > 0 and preinfer_queue_us + device_us <= usable_us + ranking_budget_us
 
 
 def expired(impression: ImpressionFacts, now_us: int) -> bool:
@@ -471,8 +474,8 @@ def _refused_by(
     ):
         return DecisionReason.NOT_AT_RISK
     usable_us = usable_lead_us(impression, owner, limits.lead_fraction, now_us)
-    prepare_us = owner.caution * cost.prepare_us
-    if not feasible(owner.preinfer_queue_us, prepare_us, usable_us, impression.ranking_budget_us):
+    device_us = owner.caution * (cost.prepare_us + cost.hit_us)
+    if not feasible(owner.preinfer_queue_us, device_us, usable_us, impression.ranking_budget_us):
         return DecisionReason.INFEASIBLE
     refusal = None if buckets is None else buckets.admit(cost, now_us, impression.scenario)
     return None if refusal is None else _REFUSED[refusal]

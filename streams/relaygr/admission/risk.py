@@ -51,6 +51,9 @@ HORIZON_US: Final = 10_000_000
 RATIO_AGE_US: Final = 120_000_000
 """Age above which a run does not count for the ratio. While a length is at risk, no new run of it is measured."""
 LEAST_SAMPLES: Final = 16
+LEAST_OUTSIDE: Final = 128
+"""So many times outside count whatever their age: in the few requests of a low rate the rare one that waited for
+another's full inference would mostly be missing, and P99 would be the time without a queue."""
 MISSED_FOR_US: Final = 2_000_000
 """How long a report names a missed request. Several statuses name it, since one may get lost."""
 
@@ -155,8 +158,8 @@ class FullPathObserver:
     def _outside_us(self, now_us: int, share: float = QUANTILE) -> float:
         observed = self.outside.copy()
         recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= HORIZON_US]
-        if len(recent) < LEAST_SAMPLES:
-            recent = [outside_us for _, outside_us in observed][-LEAST_SAMPLES:]
+        if len(recent) < LEAST_OUTSIDE:
+            recent = [outside_us for _, outside_us in observed][-LEAST_OUTSIDE:]
         return max(0.0, quantile(recent, share)) if recent else 0.0
 
     def _full_outside_us(self, now_us: int, share: float = QUANTILE) -> float | None:

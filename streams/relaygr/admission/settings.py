@@ -28,7 +28,12 @@ class AdmissionSettings(Section):
         float, Field(ge=0, le=0.9, description="share of device time that jobs get even if ranking needs all of it")
     ] = 0.1
     burst_ms: Annotated[
-        int, Field(ge=1, le=60_000, description="size of each bucket, as the time in which it drains")
+        int,
+        Field(
+            ge=1,
+            le=60_000,
+            description="size of the footprint bucket, as the time in which it drains; the load bucket holds twice as much",
+        ),
     ] = 500
 
     def bucket_limits(self) -> BucketLimits:
