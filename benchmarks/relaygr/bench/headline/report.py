@@ -87,12 +87,9 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     main = by_cell(rows, figures, mode) if is_simulated else [by_reuse(rows, figures, mode), baseline(rows, plans)]
     blocks: list[Block] = [_conditions(rows), *main]
     first = rows[0].cell
-    same, plan = same_load(rows, mode, first), plan_of(first, plans)
+    same = same_load(rows, mode, first)
     if same:
         blocks += _costs(f"{first}: all systems on the same trace{_transport(rows)}", same)
-    if plan is not None and first in BY_NAME:
-        # The table of verdicts. The report has the device seconds, too.
-        blocks += _outlook(BY_NAME[first], plan, [row for row in rows if row.cell == first])[:3]
     # The page has headings of its own.
     told: list[Block] = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
     text = as_markdown([block for block in told if not isinstance(block, Grid) or block.rows], page.parent)
