@@ -20,8 +20,8 @@ from relaygr.admission.risk import (
     MISSED_FOR_US,
     MOST_MARGIN,
     NO_FACTORS,
+    OLDEST_US,
     RAISE,
-    RATIO_AGE_US,
     SETTLE_US,
     FullPathObserver,
     RiskFeedback,
@@ -109,23 +109,24 @@ def test_the_time_outside_is_a_high_quantile_and_not_a_mean():
     assert observer.report(LINEAR, 100).outside_us == 20_000
 
 
-def outside_after(recent: int) -> int:
-    """The time outside after a load at which requests waited, and so many later ones that did not."""
+def outside_after(recent: int, later_us: int = HORIZON_US) -> int:
+    """The time outside after a load at which requests waited, and so many that did not, so much later."""
     observer = FullPathObserver()
     for number in range(100):
         observer.outside.append((number, 50_000))
     for number in range(recent):
-        observer.outside.append((HORIZON_US + 1_000 + number, 1_000))
-    return observer.report(LINEAR, HORIZON_US + 2_000).outside_us
+        observer.outside.append((later_us + 1_000 + number, 1_000))
+    return observer.report(LINEAR, later_us + 2_000).outside_us
 
 
 def test_the_time_outside_follows_the_present_load():
     assert outside_after(LEAST_OUTSIDE) == 1_000
 
 
-def test_of_few_requests_the_ones_before_count_however_old_they_are():
+def test_if_few_requests_are_young_older_ones_count_too_but_not_for_ever():
     # At a low rate 99 % of few requests find no queue, and the next one may find one.
     assert outside_after(LEAST_OUTSIDE - 2) == 50_000
+    assert outside_after(LEAST_OUTSIDE - 2, later_us=OLDEST_US) == 1_000
 
 
 def waits_of(full_us: int, others_us: int, samples: int = LEAST_SAMPLES) -> FullPathObserver:
@@ -186,8 +187,8 @@ def test_a_single_outlier_does_not_count_and_old_runs_do_not():
     observer.ran(SHORT, 0, 80 * SHORT, 0)
     assert observer.report(LINEAR, 1).ratios[SHORT_BUCKET] == 1.0
     observer.ran(SHORT, 0, 80 * SHORT, 0)
-    assert observer.report(LINEAR, RATIO_AGE_US).ratios[SHORT_BUCKET] == 8.0
-    assert observer.report(LINEAR, RATIO_AGE_US + 1).ratios[SHORT_BUCKET] == 0.0
+    assert observer.report(LINEAR, OLDEST_US).ratios[SHORT_BUCKET] == 8.0
+    assert observer.report(LINEAR, OLDEST_US + 1).ratios[SHORT_BUCKET] == 0.0
 
 
 def test_ratios_are_of_the_model_of_the_same_status():

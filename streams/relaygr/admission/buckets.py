@@ -46,9 +46,8 @@ _RANKING_WINDOW_US = 1_000_000.0
 """Time constant of the ranking load."""
 MAX_OWNERS = 4096
 LOAD_BURSTS = 2
-"""The load bucket holds so many bursts. The lead time bounds the queue of jobs at any moment, the load bucket what is
-admitted for longer. With one burst, the third of three long prefixes that came together was refused on an idle device:
-its request then computed it without the lead time."""
+"""The load bucket holds so many bursts. With one, the third of three long prefixes that came together was refused on an
+idle device, and its request computed it without the lead time."""
 _LENT = 0.5
 """The part of the burst that scenarios lend each other."""
 ONE_SHARE: Mapping[str, float] = {DEFAULT_SCENARIO: 1.0}

@@ -7,10 +7,10 @@
 
 The usable lead time is a low quantile of the measured ones (`relaygr.admission.lead`), or `lead_fraction` of the
 expected one. A request waits for a prefix that is nearly ready, and takes the computation over, so a job may end after
-its request has arrived: the lead time that it used is saved in any case. Only a job that leaves too little time for
-ranking is of no use. A request at risk counts with T_hit as ranking load, whether its job is admitted or not: if the
-refused ones counted with T_full, each refusal would raise the ranking load and cause the next one, although the device
-has the same work with the job as without it.
+its request has arrived: the lead time that it used is saved in any case. Only a job that by its predicted device time
+leaves too little time for ranking is of no use. A request at risk counts with T_hit as ranking load, whether its job is
+admitted or not: if the refused ones counted with T_full, each refusal would raise the ranking load and cause the next
+one, although the device has the same work with the job as without it.
 
 An impression is admitted if it is at risk and feasible and both buckets have room. When a bucket is nearly full, the
 impressions that save the most time per byte are preferred; for a user who will probably come back, the time saved at

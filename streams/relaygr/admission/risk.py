@@ -48,12 +48,12 @@ NO_FACTORS: Final[tuple[float, ...]] = (1.0,) * LENGTH_BUCKETS
 
 HORIZON_US: Final = 10_000_000
 """Age above which an observation no longer counts, if there are enough younger ones."""
-RATIO_AGE_US: Final = 120_000_000
-"""Age above which a run does not count for the ratio. While a length is at risk, no new run of it is measured."""
+OLDEST_US: Final = 120_000_000
+"""Age above which no run counts for the ratio. While a length is at risk, no new run of it is measured."""
 LEAST_SAMPLES: Final = 16
 LEAST_OUTSIDE: Final = 128
-"""So many times outside count whatever their age: in the few requests of a low rate the rare one that waited for
-another's full inference would mostly be missing, and P99 would be the time without a queue."""
+"""If fewer times outside are young, older ones count, too, up to `OLDEST_US`: in the few requests of a low rate the
+rare one that waited for another's full inference would mostly be missing, and P99 would be the time without a queue."""
 MISSED_FOR_US: Final = 2_000_000
 """How long a report names a missed request. Several statuses name it, since one may get lost."""
 
@@ -159,7 +159,9 @@ class FullPathObserver:
         observed = self.outside.copy()
         recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= HORIZON_US]
         if len(recent) < LEAST_OUTSIDE:
-            recent = [outside_us for _, outside_us in observed][-LEAST_OUTSIDE:]
+            recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= OLDEST_US][-LEAST_OUTSIDE:]
+        if len(recent) < LEAST_SAMPLES:
+            recent = [outside_us for _, outside_us in observed][-LEAST_SAMPLES:]
         return max(0.0, quantile(recent, share)) if recent else 0.0
 
     def _full_outside_us(self, now_us: int, share: float = QUANTILE) -> float | None:
@@ -169,7 +171,7 @@ class FullPathObserver:
 
     def _ratios(self, latency: LatencyModel, now_us: int) -> tuple[float, ...]:
         """By bucket. A bucket with few runs takes the quantile over all runs, and 0 (unknown) if these are few, too."""
-        oldest_us = now_us - RATIO_AGE_US
+        oldest_us = now_us - OLDEST_US
         by_bucket = [[_ratio(run, latency) for run in runs.copy() if run.ended_us >= oldest_us] for runs in self._runs]
         pooled = [ratio for ratios in by_bucket for ratio in ratios]
         common = quantile(pooled, RATIO_QUANTILE) if len(pooled) >= LEAST_SAMPLES else 0.0

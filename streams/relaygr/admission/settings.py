@@ -32,7 +32,7 @@ class AdmissionSettings(Section):
         Field(
             ge=1,
             le=60_000,
-            description="size of the footprint bucket, as the time in which it drains; the load bucket has two of it",
+            description="size of the footprint bucket, as the time in which it drains; the load bucket holds two",
         ),
     ] = 500
 

@@ -62,8 +62,7 @@ class TriggerSettings(Section):
         Field(
             gt=0,
             le=1,
-            description="share of the expected lead time within which the prefix must be ready, while few lead times "
-            "were measured",
+            description="share of the expected lead time that a job may count on, while few lead times were measured",
         ),
     ] = 0.8
     missed_share: Annotated[

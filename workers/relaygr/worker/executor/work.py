@@ -182,7 +182,7 @@ class JobWork:
 
     @property
     def due_us(self) -> int:
-        """When the prefix must be ready: see `LATE_PART`."""
+        """By this time jobs are ordered: see `LATE_PART`."""
         return self.expected_ranking_us + int(LATE_PART * (self.expires_us - self.expected_ranking_us))
 
 
