@@ -32,7 +32,8 @@ class AdmissionSettings(Section):
         Field(
             ge=1,
             le=60_000,
-            description="size of the footprint bucket, as the time in which it drains; the load bucket holds two",
+            description="size of the footprint bucket, as the time in which it drains; the load bucket is twice "
+            "as large",
         ),
     ] = 500
 

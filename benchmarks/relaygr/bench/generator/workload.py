@@ -6,9 +6,9 @@ come once. A returning user comes back after log-normal gaps, of which the popul
 gap of the user of rank k is proportional to k^zipf. There are as many returning users as the rate and the gap ask for,
 so a higher rate means more users, not users who come more often.
 
-However long a trace is, its lengths have about the same median: the history of a returning user grows from below the
-user's mean length to above it, then the user leaves, and a new one comes instead. Without this, runs at low rates,
-which last longer, would have longer histories.
+However long a trace is, its lengths have about the same median: the history of a returning synthetic user grows from
+below the user's mean length to above it, then the user leaves, and a new one comes instead. Without this, runs at low
+rates, which last longer, would have longer histories. Users of a log and the hot user stay.
 
 Adversarial loads: `hot_user_share` of all arrivals is of one user, and with `hot_partition_share` that share of the
 users is in partition 0.
@@ -33,7 +33,7 @@ from relaygr.traffic.population import Population
 
 HOT_USER = "hot"
 LIFE_SHARE, LEAST_VISITS = 0.25, 20
-"""A returning user stays until the history has grown by this share, and for at least so many visits."""
+"""A returning user stays until the history has grown by this share, and for at least about so many visits."""
 
 
 @dataclass(frozen=True, slots=True)

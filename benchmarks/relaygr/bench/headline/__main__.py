@@ -33,7 +33,7 @@ def main(
         bool, typer.Option("--full", help="The grid, with seven seeds. Says first how long it takes.")
     ] = False,
     simulated: Annotated[
-        bool, typer.Option("--simulated", help="The grid in virtual time, an hour or two on two cores.")
+        bool, typer.Option("--simulated", help="The grid in virtual time, about an hour on two cores.")
     ] = False,
     rates: Annotated[
         str, typer.Option(help="Only play these requests/s, by commas, without a search.", show_default=False)

@@ -34,7 +34,7 @@ P50_LIMIT, P99_LIMIT, LATE_LIMIT, MIX_LIMIT = 0.05, 0.10, 0.02, 0.03
 HIGHEST_LOAD = 0.8
 PROBE_IMPRESSIONS = 1_500
 PROBE_PARTS = {System.RELAY: 1 / 2, System.OFF: 1 / 8}
-"""Parts of the demo's rate at which a capacity is estimated: nothing is refused or truncated there."""
+"""Parts of the demo's rate at which a capacity is estimated: so low that few requests wait."""
 FIRST_SEED = 100
 LEARNING_LOAD = 0.45
 """A part of the capacity between those of the cells. At a much lower load the processor has less else to do, so
