@@ -6,9 +6,10 @@ come once. A returning user comes back after log-normal gaps, of which the popul
 gap of the user of rank k is proportional to k^zipf. There are as many returning users as the rate and the gap ask for,
 so a higher rate means more users, not users who come more often.
 
-However long a trace is, its lengths have about the same median: the history of a returning synthetic user grows from
-below the user's mean length to above it, then the user leaves, and a new one comes instead. Without this, runs at low
-rates, which last longer, would have longer histories. Users of a log and the hot user stay.
+However long a trace is, its lengths have about the same distribution: the history of a returning synthetic user grows
+from below the user's mean length to above it, then the user leaves, and a new one comes instead. Without this, runs at
+low rates, which last longer, would have longer histories. Each returning user has a stratum of the lengths, so that
+three of them are one short, one middle and one long, whatever the seed. Users of a log and the hot user stay.
 
 Adversarial loads: `hot_user_share` of all arrivals is of one user, and with `hot_partition_share` that share of the
 users is in partition 0.
@@ -23,6 +24,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -33,7 +35,8 @@ from relaygr.traffic.population import Population
 
 HOT_USER = "hot"
 LIFE_SHARE, LEAST_VISITS = 0.25, 20
-"""A returning user stays until the history has grown by this share, and for at least about so many visits."""
+"""A returning user stays until the history has grown by this share of the median, and for at least about so many
+visits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,11 @@ class Workload:
         """The number of returning users, by Little's law."""
         return max(1, round(self.rate_per_s * self.reuse * self.return_gap_s))
 
+    @property
+    def life_behaviours(self) -> float:
+        """Behaviours by which the history of a returning user grows until the user leaves."""
+        return max(LIFE_SHARE * self.history_median, LEAST_VISITS * self.growth)
+
 
 @dataclass(slots=True)
 class _User:
@@ -111,22 +119,25 @@ def make_trace(workload: Workload, prefix: str = "", logged: Population | None =
     for number, user in enumerate(pool):
         user.mean_gap_s = workload.return_gap_s * float(weights[number])
         if logged is None:
-            _live(workload, user, random.random())
+            _live(workload, user, (number + random.random()) / len(pool), lived=random.random())
         # The rest of a gap that began before the trace.
         heapq.heappush(due, (random.random() * _gap_s(workload, user, random), number))
-    hot = _User(prefix + HOT_USER, _length(workload, random), workload.history_max) if workload.hot_user_share else None
+    hot = _User(prefix + HOT_USER, _length(workload, random.random()), workload.history_max)
+    # The first visit of each is that of a new user.
+    first_visits = workload.growth / workload.life_behaviours if logged is None else 0.0
+    returns = min(1.0, workload.reuse / (1 - first_visits))
     rows: list[tuple[int, int, str, int, int]] = []
     seen: set[str] = set()
     for at_s in _arrivals(workload, random):
-        if hot is not None and random.random() < workload.hot_user_share:
+        if workload.hot_user_share and random.random() < workload.hot_user_share:
             user = hot
-        elif pool and random.random() < workload.reuse:
+        elif random.random() < returns:
             number = heapq.heappop(due)[1]
             user = pool[number]
             heapq.heappush(due, (at_s + _gap_s(workload, user, random), number))
             if user.length + workload.growth > user.leaves_at and user.user_id in seen:
                 pool[number] = user = replace(next(users), mean_gap_s=user.mean_gap_s)
-                _live(workload, user, 0.0)
+                _live(workload, user, (number + random.random()) / len(pool), lived=0.0)
         else:
             user = next(users)
         if user.user_id in seen:
@@ -215,17 +226,22 @@ def _gap_s(workload: Workload, user: _User, random: np.random.Generator) -> floa
     return user.mean_gap_s * math.exp(random.normal(-sigma * sigma / 2, sigma))
 
 
-def _live(workload: Workload, user: _User, lived: float) -> None:
-    """Sets the lengths between which a returning user comes, around the mean, and the one after this share of them."""
+def _live(workload: Workload, user: _User, quantile: float, lived: float) -> None:
+    """Makes a user one who returns: with the mean length at this quantile of all lengths, and of the visits after which
+    the user leaves, which are as many for all, this share is past.
+    """
+    length = _length(workload, quantile)
     if workload.growth:
-        half = max(LIFE_SHARE * user.length, LEAST_VISITS * workload.growth) / 2
-        first, user.leaves_at = max(user.length / 2, user.length - half), min(user.length + half, user.longest)
-        user.length = max(1, int(first + lived * (user.leaves_at - first)))
+        half = workload.life_behaviours / 2
+        first, user.leaves_at = max(length / 2, length - half), min(length + half, user.longest)
+        length = max(1, int(first + lived * (user.leaves_at - first)))
+    user.length = length
 
 
-def _length(workload: Workload, random: np.random.Generator) -> int:
-    length = workload.history_median * math.exp(random.normal(0.0, workload.history_sigma))
-    return int(np.clip(length, 1, workload.history_max))
+def _length(workload: Workload, quantile: float) -> int:
+    """The log-normal length of which this share of all lengths is below."""
+    normal = workload.history_sigma * NormalDist().inv_cdf(max(quantile, 1e-9))
+    return int(np.clip(workload.history_median * math.exp(normal), 1, workload.history_max))
 
 
 def _users(workload: Workload, prefix: str, logged: Population | None) -> Iterator[_User]:
@@ -246,7 +262,7 @@ def _users(workload: Workload, prefix: str, logged: Population | None) -> Iterat
         name = f"{prefix}{number:06d}"
         if wants_hot:
             name = _in_partition(name, lambda key: partition_for(key, workload.partitions) == 0)
-        yield _User(name, _length(workload, random), workload.history_max)
+        yield _User(name, _length(workload, random.random()), workload.history_max)
 
 
 def _in_partition(name: str, wanted: Callable[[bytes], bool]) -> str:
