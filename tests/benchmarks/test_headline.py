@@ -421,7 +421,7 @@ class TestFigures:
 
     def test_a_line_for_each_cell_says_whether_it_counts_and_the_best_and_the_median_cell_are_named(self) -> None:
         rows = []
-        uses = {"lead-0": (0.5, 5.0), "lead-1": (0.4, 20.0), "gap-2": (0.5, 40.0), "bursts": (0.1, 80.0)}
+        uses = {"lead-0": (0.5, 5.0), "lead-1": (0.4, 20.0), "n2048-d4-r0.9": (0.5, 40.0), "bursts": (0.1, 80.0)}
         for cell, (use, relay) in uses.items():
             for system, top in (("B0", 10.0), ("C", 10.0), ("R", relay)):
                 rows += outcome(system, {top: 0.0, 2 * top: 0.5}, 1, cell=cell, device_use=use)
@@ -429,8 +429,10 @@ class TestFigures:
         grid, lines = by_cell(rows, figures_of(rows, "full"), "full")
         assert isinstance(grid, Grid) and isinstance(lines, Bullets)
         assert grid.rows[-1] == ["bursts", "10", "10", "80", "8.00", "8.00", "10%", "no", "64, 64 (1.00)"]
-        counted = "R / B0 in B, where it counts: best 4.00 (gap-2), median 2.00 (lead-1), worst 0.50 (lead-0)"
-        assert lines.lines[0] == f"{counted}; 3 cells, R below in 1"
+        counted = (
+            "R / B0 in B, where it counts: best 4.00 (n2048-d4-r0.9), median 2.00 (lead-1), worst 0.50 (lead-0)"
+        )
+        assert lines.lines[0] == f"{counted}; 3 cells, R below in 1; medians by reuse: 0.50 at 0.6, 4.00 at 0.9"
         assert lines.lines[1].startswith("R / B0 in B, all cells: best 8.00 (bursts), median 2.00 (lead-1)")
 
     def test_every_figure_of_a_simulation_says_that_it_is_one(self, tmp_path: Path) -> None:

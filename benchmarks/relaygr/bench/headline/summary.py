@@ -136,8 +136,8 @@ def against_others(figures: Sequence[Reached]) -> Grid:
 
 
 def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> list[Block]:
-    """A line for each cell, and the best, the median and the worst cell of each ratio. If cells of the committed grid
-    are there, these are of them alone.
+    """A line for each cell; the best, the median and the worst cell of each ratio, and its median at each share of
+    returning users. If cells of the committed grid are there, the ratios are of them alone.
     """
     cells = list(dict.fromkeys(each.cell for each in figures))
     most_rates = max((len(_of(figures, cell, "A", System.R)) for cell in cells), default=0)
@@ -180,7 +180,13 @@ def _extremes(values: Mapping[str, float]) -> str:
     ordered = sorted(values, key=lambda cell: values[cell])
     places = (("best", ordered[-1]), ("median", ordered[(len(ordered) - 1) // 2]), ("worst", ordered[0]))
     told = ", ".join(f"{name} {values[cell]:.2f} ({cell})" for name, cell in places)
-    return f"{told}; {len(ordered)} cells, R below in {sum(value < 1 for value in values.values())}"
+    by_reuse: dict[float, list[float]] = {}
+    for name, value in values.items():
+        if name in BY_NAME:
+            by_reuse.setdefault(BY_NAME[name].reuse, []).append(value)
+    medians = ", ".join(f"{statistics.median_low(those):.2f} at {each:g}" for each, those in sorted(by_reuse.items()))
+    below = sum(value < 1 for value in values.values())
+    return f"{told}; {len(ordered)} cells, R below in {below}" + (f"; medians by reuse: {medians}" if medians else "")
 
 
 def _of(figures: Sequence[Reached], cell: str, figure: str, system: System) -> list[Reached]:
