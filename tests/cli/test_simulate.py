@@ -112,6 +112,18 @@ def test_the_device_thread_is_busy_with_device_work_and_with_the_workers_own():
         assert done.thread_s == pytest.approx(done.device_s + own_s * len(done.requests), rel=0.01)
 
 
+def test_a_request_is_looked_up_also_if_its_job_has_read_the_history():
+    # The trigger prepares each request, since full inference takes longer than the time limit.
+    settings = ("traffic.budget_ms=8", "worker.reply_margin_ms=0")
+    none, some = (
+        outcome(case(*settings, times=NO_TIMES.model_copy(update={"look_up_us": each}), rate=2))
+        for each in (0.0, 3_000.0)
+    )
+    assert share(some, Ending.HBM) > 0.9
+    later_us = np.median(some.requests.latencies_us) - np.median(none.requests.latencies_us)
+    assert later_us == pytest.approx(3_000, abs=20)
+
+
 def test_an_idle_worker_answers_in_the_calibrated_time():
     done = outcome(case("traffic.budget_ms=2000", system=System.OFF, rate=0.5, seconds=60))
     service_us = LATENCY.append_us(0, TOKENS) + LATENCY.hit_us(TOKENS, CANDIDATES)
