@@ -120,6 +120,10 @@ class TestWorkload:
         assert stats.kstest(gaps * 1.1, stats.expon(scale=1 / LOAD.rate_per_s).cdf).pvalue < 0.01
         assert len({len(made(seed=seed)) for seed in range(1, 5)}) > 1
 
+    def test_at_most_all_visits_but_the_first_are_of_users_seen_before(self) -> None:
+        assert LOAD.visits == 12
+        assert reuse_of(made(reuse=1.0, warm_up_s=10)) == pytest.approx(11 / 12, abs=0.03)
+
     @pytest.mark.parametrize("reuse", [0.0, 0.6, 0.9])
     def test_that_share_of_the_measured_impressions_is_of_users_seen_before(self, reuse: float) -> None:
         assert reuse_of(made(reuse=reuse, warm_up_s=10)) == pytest.approx(reuse, abs=0.03)
@@ -149,7 +153,7 @@ class TestWorkload:
         for user, length in zip(trace.user_id, trace.history_length.tolist(), strict=True):
             lengths.setdefault(user, []).append(length)
         assert {later - sooner for each in lengths.values() for sooner, later in itertools.pairwise(each)} == {5}
-        assert (trace.history_length.min(), trace.history_length.max()) == (50, 150)
+        assert (trace.history_length.min(), trace.history_length.max()) == (50, 145)
         assert len(lengths) > 2 * LOAD.returning_users * LOAD.reuse
 
     @pytest.mark.parametrize("seed", range(5))
@@ -158,9 +162,29 @@ class TestWorkload:
         short, middle, long = sorted(set(trace.history_length.tolist()))
         assert short <= 88 <= middle <= 114 <= long
 
-    def test_users_with_long_histories_come_no_more_often_than_others(self) -> None:
-        trace = made(reuse=1.0, history_median=400, history_max=4_000, history_sigma=0.6, growth=2, seconds=120)
-        assert np.median(trace.history_length) == pytest.approx(400, rel=0.08)
+    def test_a_newcomer_has_the_stratum_of_the_user_who_left(self) -> None:
+        load = replace(LOAD, reuse=0.95, rate_per_s=4.0, return_gap_s=0.5, history_median=1_000, history_max=4_000)
+        load = replace(load, growth=1, seconds=1_000)
+        assert (load.returning_users, load.visits) == (2, 250)
+        rows: dict[str, list[int]] = {}
+        trace = make_trace(load)
+        for row, user in enumerate(trace.user_id):
+            rows.setdefault(user, []).append(row)
+        newcomers = [each for each in rows.values() if len(each) > 200 and each[0] > 400]
+        # Half of the growth is below the mean length.
+        is_short = {each[0]: trace.history_length[each[0]] + 125 < 1_000 for each in newcomers}
+        together = [(a, b) for a, b in itertools.combinations(newcomers, 2) if a[0] < b[-1] and b[0] < a[-1]]
+        assert len(together) > 5
+        assert all(is_short[a[0]] != is_short[b[0]] for a, b in together)
+
+    def test_all_returning_users_come_equally_often_before_they_leave(self) -> None:
+        trace = made(reuse=0.9, history_median=400, history_max=4_000, history_sigma=0.6, return_gap_s=1.0, seconds=120)
+        counts, first_us = Counter(trace.user_id), {}
+        for user, at_us in zip(trace.user_id, trace.retrieval_us.tolist(), strict=True):
+            first_us.setdefault(user, at_us)
+        # They came first in the trace, and had the time for all their visits.
+        ended = {counts[user] for user, at_us in first_us.items() if 30e6 < at_us < 60e6 and counts[user] > 1}
+        assert ended == {20}
 
     @pytest.mark.parametrize("rate_per_s", [0.5, 50.0])
     def test_a_long_trace_has_no_longer_histories_than_a_short_one(self, rate_per_s: float) -> None:

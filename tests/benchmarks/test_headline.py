@@ -429,11 +429,19 @@ class TestFigures:
         grid, lines = by_cell(rows, figures_of(rows, "full"), "full")
         assert isinstance(grid, Grid) and isinstance(lines, Bullets)
         assert grid.rows[-1] == ["bursts", "10", "10", "80", "8.00", "8.00", "10%", "no", "64, 64 (1.00)"]
-        counted = (
-            "R / B0 in B, where it counts: best 4.00 (n2048-d4-r0.9), median 2.00 (lead-1), worst 0.50 (lead-0)"
-        )
-        assert lines.lines[0] == f"{counted}; 3 cells, R below in 1; medians by reuse: 0.50 at 0.6, 4.00 at 0.9"
+        counted = "R / B0 in B, where it counts: best 4.00 (n2048-d4-r0.9), median 2.00 (lead-1), worst 0.50 (lead-0)"
+        assert lines.lines[0] == f"{counted}; 3 cells, R below in 1"
         assert lines.lines[1].startswith("R / B0 in B, all cells: best 8.00 (bursts), median 2.00 (lead-1)")
+
+    def test_medians_by_reuse_are_of_the_cells_that_have_a_value_at_each_share(self) -> None:
+        rows = []
+        relays = {"n2048-d4-r0": 10.0, "n2048-d4-r0.9": 40.0, "n4096-d4-r0": 20.0, "n4096-d4-r0.9": 80.0, "bursts": 5.0}
+        for cell, relay in relays.items():
+            for system, top in (("B0", 10.0), ("R", relay)):
+                rows += outcome(system, {top: 0.0, 2 * top: 0.5}, 1, cell=cell)
+        lines = by_cell(rows, figures_of(rows, "full"), "full")[1]
+        assert isinstance(lines, Bullets)
+        assert lines.lines[0].endswith("; medians by reuse, 2 cells each: 1.00 at 0, 4.00 at 0.9")
 
     def test_every_figure_of_a_simulation_says_that_it_is_one(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)

@@ -68,8 +68,8 @@ OnJob = Callable[[int, JobOutcome], None]
 
 @dataclass(slots=True)
 class _Histories:
-    """The histories as one worker reads them. What is asked once for each look-up takes the time of one: a request
-    whose job has resolved its history reads none, but is looked up, too.
+    """The histories as one worker reads them. `is_loading` takes the time of a look-up: the executor calls it in each,
+    also where it reads no history because the request's job has read it.
     """
 
     shared: SharedHistories

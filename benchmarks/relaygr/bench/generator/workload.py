@@ -1,15 +1,15 @@
 """Makes a trace from a description of its load. Pure: the same description gives the same trace.
 
 Arrivals are a Poisson process at `rate_per_s`, never rescaled to a total; `burst_factor` multiplies the rate during
-`burst_s` of every `burst_every_s`. A share `reuse` of the arrivals is of *returning* users, the others are of users who
-come once. A returning user comes back after log-normal gaps, of which the popular users have the shorter ones: the mean
-gap of the user of rank k is proportional to k^zipf. There are as many returning users as the rate and the gap ask for,
-so a higher rate means more users, not users who come more often.
+`burst_s` of every `burst_every_s`. A share `reuse` of the arrivals is of users who came before: of *returning* users.
+These come back after log-normal gaps, of which the popular users have the shorter ones: the mean gap of the user of
+rank k is proportional to k^zipf. There are as many returning users as the rate and the gap ask for, so a higher rate
+means more users, not users who come more often. All other users come once.
 
-However long a trace is, its lengths have about the same distribution: the history of a returning synthetic user grows
-from below the user's mean length to above it, then the user leaves, and a new one comes instead. Without this, runs at
-low rates, which last longer, would have longer histories. Each returning user has a stratum of the lengths, so that
-three of them are one short, one middle and one long, whatever the seed. Users of a log and the hot user stay.
+However long a trace is, its lengths have about the same distribution. The history of a returning synthetic user grows
+from below the user's mean length to above it; then the user leaves, and a new one comes instead. Without this, runs at
+low rates, which last longer, would have longer histories. All of them come equally often before they leave. Each has a
+stratum of the lengths, so that of three one is short and one is long, whatever the seed. Users of a log stay.
 
 Adversarial loads: `hot_user_share` of all arrivals is of one user, and with `hot_partition_share` that share of the
 users is in partition 0.
@@ -35,8 +35,8 @@ from relaygr.traffic.population import Population
 
 HOT_USER = "hot"
 LIFE_SHARE, LEAST_VISITS = 0.25, 20
-"""A returning user stays until the history has grown by this share of the median, and for at least about so many
-visits."""
+"""A returning user stays until the history has grown by this share of the median, and for at least so many visits, but
+not until it has grown by more than the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class Workload:
     warm_up_s: float
     """The part before it."""
     reuse: float
+    """The share of the impressions whose user came before; at most that of visits that are not the first."""
     return_gap_s: float
     """The mean gap of returning users."""
     history_median: int
@@ -85,14 +86,22 @@ class Workload:
             raise RelayError(f"workload: more than {MAX_ROWS // 2:,} impressions; lower the rate or the time")
 
     @property
-    def returning_users(self) -> int:
-        """The number of returning users, by Little's law."""
-        return max(1, round(self.rate_per_s * self.reuse * self.return_gap_s))
+    def visits(self) -> int:
+        """The visits of a returning synthetic user. Without growth users stay."""
+        if not self.growth:
+            return MAX_ROWS
+        wanted = max(LEAST_VISITS, round(LIFE_SHARE * self.history_median / self.growth))
+        return max(2, min(wanted, self.history_median // self.growth))
 
     @property
-    def life_behaviours(self) -> float:
-        """Behaviours by which the history of a returning user grows until the user leaves."""
-        return max(LIFE_SHARE * self.history_median, LEAST_VISITS * self.growth)
+    def returning_share(self) -> float:
+        """The share of the arrivals that is of returning synthetic users, the first visits of new ones included."""
+        return min(1.0, self.reuse / (1 - 1 / self.visits))
+
+    @property
+    def returning_users(self) -> int:
+        """The number of returning users, by Little's law."""
+        return max(1, round(self.rate_per_s * self.returning_share * self.return_gap_s))
 
 
 @dataclass(slots=True)
@@ -101,8 +110,8 @@ class _User:
     length: int
     longest: int
     mean_gap_s: float = 0.0
-    leaves_at: float = math.inf
-    """The length from which on a returning user does not come again."""
+    visits_left: int = MAX_ROWS
+    """A returning user has so many."""
 
 
 def make_trace(workload: Workload, prefix: str = "", logged: Population | None = None) -> Trace:
@@ -116,28 +125,28 @@ def make_trace(workload: Workload, prefix: str = "", logged: Population | None =
     ranks = random.permutation(len(pool)) + 1.0
     weights = ranks**workload.zipf / np.mean(ranks**workload.zipf) if pool else ranks
     due: list[tuple[float, int]] = []
+    returning_share = workload.returning_share if logged is None else workload.reuse
     for number, user in enumerate(pool):
         user.mean_gap_s = workload.return_gap_s * float(weights[number])
         if logged is None:
-            _live(workload, user, (number + random.random()) / len(pool), lived=random.random())
+            past = int(random.random() * workload.visits) if workload.growth else 0
+            _live(workload, user, (number + random.random()) / len(pool), past)
         # The rest of a gap that began before the trace.
         heapq.heappush(due, (random.random() * _gap_s(workload, user, random), number))
-    hot = _User(prefix + HOT_USER, _length(workload, random.random()), workload.history_max)
-    # The first visit of each is that of a new user.
-    first_visits = workload.growth / workload.life_behaviours if logged is None else 0.0
-    returns = min(1.0, workload.reuse / (1 - first_visits))
+    hot = _User(prefix + HOT_USER, _length(workload, 0.5), workload.history_max)
     rows: list[tuple[int, int, str, int, int]] = []
     seen: set[str] = set()
     for at_s in _arrivals(workload, random):
         if workload.hot_user_share and random.random() < workload.hot_user_share:
             user = hot
-        elif random.random() < returns:
+        elif random.random() < returning_share:
             number = heapq.heappop(due)[1]
             user = pool[number]
             heapq.heappush(due, (at_s + _gap_s(workload, user, random), number))
-            if user.length + workload.growth > user.leaves_at and user.user_id in seen:
+            if not user.visits_left:
                 pool[number] = user = replace(next(users), mean_gap_s=user.mean_gap_s)
-                _live(workload, user, (number + random.random()) / len(pool), lived=0.0)
+                _live(workload, user, (number + random.random()) / len(pool), past=0)
+            user.visits_left -= 1
         else:
             user = next(users)
         if user.user_id in seen:
@@ -226,21 +235,20 @@ def _gap_s(workload: Workload, user: _User, random: np.random.Generator) -> floa
     return user.mean_gap_s * math.exp(random.normal(-sigma * sigma / 2, sigma))
 
 
-def _live(workload: Workload, user: _User, quantile: float, lived: float) -> None:
-    """Makes a user one who returns: with the mean length at this quantile of all lengths, and of the visits after which
-    the user leaves, which are as many for all, this share is past.
+def _live(workload: Workload, user: _User, quantile: float, past: int) -> None:
+    """Makes a user one who returns. `quantile`: where the mean length lies among all lengths. `past`: how many of the
+    visits were before the trace.
     """
-    length = _length(workload, quantile)
+    user.visits_left = workload.visits - past
+    user.length = _length(workload, quantile)
     if workload.growth:
-        half = workload.life_behaviours / 2
-        first, user.leaves_at = max(length / 2, length - half), min(length + half, user.longest)
-        length = max(1, int(first + lived * (user.leaves_at - first)))
-    user.length = length
+        first = user.length - workload.growth * workload.visits // 2
+        user.length = min(max(1, first + workload.growth * past), user.longest)
 
 
 def _length(workload: Workload, quantile: float) -> int:
-    """The log-normal length of which this share of all lengths is below."""
-    normal = workload.history_sigma * NormalDist().inv_cdf(max(quantile, 1e-9))
+    """The log-normal length below which this share of all lengths lies."""
+    normal = workload.history_sigma * NormalDist().inv_cdf(min(max(quantile, 1e-9), 1 - 1e-9))
     return int(np.clip(workload.history_median * math.exp(normal), 1, workload.history_max))
 
 

@@ -18,7 +18,7 @@ from relaygr.bench.headline.figures import (
     highest,
     same_load,
 )
-from relaygr.bench.headline.grid import BY_NAME, GRID
+from relaygr.bench.headline.grid import BY_NAME, GRID, Cell
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import AT_RATE, RunRow, paths_at
 from relaygr.bench.headline.systems import FLAGS, System
@@ -180,13 +180,22 @@ def _extremes(values: Mapping[str, float]) -> str:
     ordered = sorted(values, key=lambda cell: values[cell])
     places = (("best", ordered[-1]), ("median", ordered[(len(ordered) - 1) // 2]), ("worst", ordered[0]))
     told = ", ".join(f"{name} {values[cell]:.2f} ({cell})" for name, cell in places)
-    by_reuse: dict[float, list[float]] = {}
+    below = sum(value < 1 for value in values.values())
+    return f"{told}; {len(ordered)} cells, R below in {below}{_medians(values)}"
+
+
+def _medians(values: Mapping[str, float]) -> str:
+    """The median at each share of returning users, of the cells that have a value at all of these shares."""
+    families: dict[Cell, dict[float, float]] = {}
     for name, value in values.items():
         if name in BY_NAME:
-            by_reuse.setdefault(BY_NAME[name].reuse, []).append(value)
-    medians = ", ".join(f"{statistics.median_low(those):.2f} at {each:g}" for each, those in sorted(by_reuse.items()))
-    below = sum(value < 1 for value in values.values())
-    return f"{told}; {len(ordered)} cells, R below in {below}" + (f"; medians by reuse: {medians}" if medians else "")
+            families.setdefault(BY_NAME[name].family, {})[BY_NAME[name].reuse] = value
+    most = max((len(each) for each in families.values()), default=0)
+    whole = [each for each in families.values() if len(each) == most]
+    if most < 2:
+        return ""
+    medians = (f"{statistics.median_low(each[reuse] for each in whole):.2f} at {reuse:g}" for reuse in sorted(whole[0]))
+    return f"; medians by reuse, {len(whole)} cells each: {', '.join(medians)}"
 
 
 def _of(figures: Sequence[Reached], cell: str, figure: str, system: System) -> list[Reached]:
