@@ -70,7 +70,7 @@ class Mode:
         return min(max(self.seconds, self.least_requests / rate_per_s), self.longest * self.seconds)
 
 
-QUICK_MODE = Mode("quick", (1,), 6.0, 100, 5.0, 1.4, (0.3,), (UNCUT,), 2, False, a_systems=(System.B0, System.R))
+QUICK_MODE = Mode("quick", (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, a_systems=(System.B0, System.R))
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
 LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (UNCUT,), 1, False)
 RATES_MODE = Mode("rates", (1,), 30.0, 100, 60.0, 2.0, (), (UNCUT,), 2, False)
