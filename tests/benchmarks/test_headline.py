@@ -435,13 +435,23 @@ class TestFigures:
 
     def test_medians_by_reuse_are_of_the_cells_that_have_a_value_at_each_share(self) -> None:
         rows = []
-        relays = {"n2048-d4-r0": 10.0, "n2048-d4-r0.9": 40.0, "n4096-d4-r0": 20.0, "n4096-d4-r0.9": 80.0, "bursts": 5.0}
+        relays = {"n2048-d4-r0": 10.0, "n2048-d4-r0.9": 40.0, "n4096-d4-r0": 20.0, "n4096-d4-r0.9": 80.0}
+        relays["n1024-d2.5-r0.9"] = 5.0
         for cell, relay in relays.items():
             for system, top in (("B0", 10.0), ("R", relay)):
                 rows += outcome(system, {top: 0.0, 2 * top: 0.5}, 1, cell=cell)
         lines = by_cell(rows, figures_of(rows, "full"), "full")[1]
         assert isinstance(lines, Bullets)
         assert lines.lines[0].endswith("; medians by reuse, 2 cells each: 1.00 at 0, 4.00 at 0.9")
+
+    def test_without_a_cell_that_has_a_value_at_each_share_there_are_no_medians_by_reuse(self) -> None:
+        rows = []
+        for cell in ("n2048-d4-r0", "n2048-d4-r0.6", "n4096-d4-r0.6", "n4096-d4-r0.9"):
+            for system in ("B0", "R"):
+                rows += outcome(system, {10.0: 0.0, 20.0: 0.5}, 1, cell=cell)
+        lines = by_cell(rows, figures_of(rows, "full"), "full")[1]
+        assert isinstance(lines, Bullets)
+        assert lines.lines[0].endswith("4 cells, R below in 0")
 
     def test_every_figure_of_a_simulation_says_that_it_is_one(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
