@@ -100,8 +100,12 @@ class Workload:
 
     @property
     def returning_users(self) -> int:
-        """The number of returning users, by Little's law."""
-        return max(1, round(self.rate_per_s * self.returning_share * self.return_gap_s))
+        """The number of returning synthetic users."""
+        return self.users_at(self.returning_share)
+
+    def users_at(self, share: float) -> int:
+        """The number of users who return at this share of the arrivals, by Little's law."""
+        return max(1, round(self.rate_per_s * share * self.return_gap_s))
 
 
 @dataclass(slots=True)
@@ -121,11 +125,11 @@ def make_trace(workload: Workload, prefix: str = "", logged: Population | None =
     """
     random = np.random.default_rng((workload.seed, 10))
     users = _users(workload, prefix, logged)
-    pool = [next(users) for _ in range(workload.returning_users)] if workload.reuse else []
+    returning_share = workload.returning_share if logged is None else workload.reuse
+    pool = [next(users) for _ in range(workload.users_at(returning_share))] if workload.reuse else []
     ranks = random.permutation(len(pool)) + 1.0
     weights = ranks**workload.zipf / np.mean(ranks**workload.zipf) if pool else ranks
     due: list[tuple[float, int]] = []
-    returning_share = workload.returning_share if logged is None else workload.reuse
     for number, user in enumerate(pool):
         user.mean_gap_s = workload.return_gap_s * float(weights[number])
         if logged is None:

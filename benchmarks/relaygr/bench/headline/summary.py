@@ -190,11 +190,11 @@ def _medians(values: Mapping[str, float]) -> str:
     for name, value in values.items():
         if name in BY_NAME:
             families.setdefault(BY_NAME[name].family, {})[BY_NAME[name].reuse] = value
-    shares = sorted({share for each in families.values() for share in each})
-    whole = [each for each in families.values() if len(each) == len(shares)]
-    if len(shares) < 2 or not whole:
+    reuses = sorted({reuse for each in families.values() for reuse in each})
+    whole = [each for each in families.values() if len(each) == len(reuses)]
+    if len(reuses) < 2 or not whole:
         return ""
-    medians = (f"{statistics.median_low(each[share] for each in whole):.2f} at {share:g}" for share in shares)
+    medians = (f"{statistics.median_low(each[reuse] for each in whole):.2f} at {reuse:g}" for reuse in reuses)
     return f"; medians by reuse, {len(whole)} cells each: {', '.join(medians)}"
 
 
