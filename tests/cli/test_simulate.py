@@ -9,22 +9,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simpy
 from scipy import stats
 from typer.testing import CliRunner
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import LatencyCoefficients, StageTimings
+from relaygr.schemas.messages import LatencyCoefficients, PreInferJob, RankingRequest, StageTimings
 from relaygr.schemas.partitioner import partition_for
 from relaygr.settings import load_settings
 from relaygr.simulate.case import System, case_of, shape_of_tokens
 from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of
+from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
 from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
 from relaygr.simulate.plan import plan_capacity
 from relaygr.simulate.relay import TAKEOVER_S, Autoscale, Case, Changes, RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
+from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.records import ImpressionRecord
 from relaygr.traffic.schedule import impressions
@@ -122,6 +125,37 @@ def test_a_request_is_looked_up_also_if_its_job_has_read_the_history():
     assert share(some, Ending.HBM) > 0.9
     later_us = np.median(some.requests.latencies_us) - np.median(none.requests.latencies_us)
     assert later_us == pytest.approx(3_000, abs=20)
+
+
+@pytest.mark.parametrize("is_admitted", [True, False], ids=["behind a request", "behind a job"])
+def test_the_poll_thread_sees_the_request_that_the_device_computes(is_admitted: bool):
+    """As a real one. Time of a job's prefix is promised to no request, so it refuses none."""
+    spec = case("worker.chunk_ms=60", "worker.longest_chunk_ms=60", "worker.reply_margin_ms=0").spec
+    env, histories, ended = simpy.Environment(), SharedHistories(1024), {}
+    histories.lengths.update(long=TOKENS, new=TOKENS)
+    worker = SimulatedWorker(
+        env, "w", spec, histories, np.random.default_rng(1),
+        lambda number, at_us, ending, _: ended.setdefault(number, (at_us, ending)),
+        lambda *_: None, lambda _: None,
+    )  # fmt: skip
+
+    def request(user_id: str, budget_us: int) -> RankingRequest:
+        now_us, items = EPOCH_US + int(env.now), np.zeros(CANDIDATES, "<i8")
+        return RankingRequest(f"{user_id}{env.now}", user_id, now_us, now_us + budget_us, 0, items, behaviours_of(0))
+
+    if is_admitted:
+        worker.receive_ranking(0, request("long", 40_000), 0)
+    else:
+        due_us = EPOCH_US + 20_000
+        worker.receive_job(0, PreInferJob("j", "long", EPOCH_US, due_us, 40, CANDIDATES, 0, EPOCH_US), 0)
+    env.run(until=1_000)
+    # The prefix takes 10.2 ms: 9.2 are left.
+    worker.receive_ranking(1, request("new", 9_000), 0)
+    env.run(until=1_001)
+    assert ended.get(1) == ((1_000, Ending.REFUSED) if is_admitted else None)
+    worker.receive_ranking(2, request("long", 9_800), 0)
+    env.run(until=30_000)
+    assert ended[2][0] == 10_560, "its prefix is ready in time"
 
 
 def test_an_idle_worker_answers_in_the_calibrated_time():

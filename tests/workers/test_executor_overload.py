@@ -15,7 +15,7 @@ from relaygr.schemas.messages import FailureReason, HistoryVersion, LatencyCoeff
 from relaygr.worker.executor.executor import MAIL_PER_STEP
 from relaygr.worker.executor.order import Backlog, Scheduler, WorkClass
 from relaygr.worker.executor.work import JobOutcome, RankingWork
-from relaygr.worker.model.interface import RankOutputs
+from relaygr.worker.model.interface import PrefixChunk, RankOutputs
 from tests.worlds.executor import ExecutorWorld, world_with_a_in_dram
 from tests.worlds.outbox import Outbox
 
@@ -639,6 +639,47 @@ class TestGivingWay:
         world.run()
         assert long.path is Path.TRUNCATED and not self.failed(world)
         assert len(world.outbox.ranked_works) == 3
+
+
+def test_of_the_chunk_that_the_device_computes_only_the_rest_counts():
+    backlog, promise = Backlog(), Promise(1_000, 300)
+    put(backlog, promise)
+    backlog.begin_chunk(promise, 200, now_us=0)
+    # The poll thread sees the same room while the chunk advances, and what it takes too long.
+    assert [backlog.room_us(1_000, now_us) for now_us in (0, 150, 200, 250)] == [700, 700, 700, 650]
+    put(backlog, promise)
+    assert backlog.room_us(1_000, 100) == 700, "work that is put again while its chunk runs counts once"
+    assert backlog.predicted_us == 300
+    backlog.end_chunk(now_us=200)
+    promise.remaining_us = 100
+    put(backlog, promise)
+    assert (backlog.room_us(1_000, 200), backlog.predicted_us) == (700, 100)
+    # A simulated poll thread asks for times before the end of what its device thread has done.
+    assert backlog.room_us(1_000, 150) == 700
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_chunk_for_a_request_is_begun_and_ended_and_one_for_a_job_leaves_no_trace(fails: bool):
+    world, seen = ExecutorWorld(), []
+    backlog, compute = world.executor.backlog, world.engine.pre_infer
+
+    def pre_infer(chunk: PrefixChunk) -> None:
+        started_us = world.clock.monotonic_us()
+        seen.append(backlog.computes_until_us - started_us)
+        compute(chunk)
+
+    world.engine.pre_infer = pre_infer  # type: ignore[method-assign]
+    world.job("job", world.store.put("job", 100), "job")
+    world.run()
+    assert all(each <= 0 for each in seen)
+    seen.clear()
+    if fails:
+        world.engine.fail_next = RuntimeError("kernel failed")
+    world.rank("request", world.store.put("request", 100), "request")
+    world.run()
+    assert seen[0] > 0
+    assert backlog.computes_until_us <= world.clock.monotonic_us()
+    assert (backlog.total_us, backlog.predicted_us) == (0, 0)
 
 
 def test_requests_in_the_mailbox_count_with_the_demand_of_those_before():

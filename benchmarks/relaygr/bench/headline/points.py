@@ -232,14 +232,16 @@ class CellSearch:
         # There the report compares what the systems cost.
         passed_half = at_rate("B", mode.seeds[0], half).passed
         expected = EXPECTED_USE * 1e6 / self._device_us(system, cell.history)
-        self._search("B", self._rates_around(half), (max if passed_half else min)(expected, half), at_rate)
+        reached = self._search("B", self._rates_around(half), (max if passed_half else min)(expected, half), at_rate)
         if system not in mode.a_systems:
             return
+        # The part of the device's time that this system uses at its limit is about the same for both figures.
+        use = reached * self._device_us(system, cell.history) / 1e6 if reached else EXPECTED_USE
         shortest, longest = (cell.history * factor for factor in LENGTH_FACTORS)
         lengths = values_around(cell.history * SHORT, mode.resolution, shortest, longest, _whole_pages)
         for load in mode.a_loads:
             rate = snapped(load * short_rate)
-            fitting = [each for each in lengths if rate * self._device_us(system, int(each)) <= EXPECTED_USE * 1e6]
+            fitting = [each for each in lengths if rate * self._device_us(system, int(each)) <= use * 1e6]
             self._search("A", lengths, max(fitting, default=lengths[0]), partial(at_history, rate))
 
     def _rates_around(self, rate_per_s: float) -> list[float]:
@@ -252,8 +254,8 @@ class CellSearch:
         computed = 0.0 if system is System.O else 1.0 - cell.reuse if FLAGS[system].reuse else 1.0
         return latency.hit_us(history, cell.suffix + cell.candidates) + computed * latency.pre_us(history)
 
-    def _search(self, figure: str, values: Sequence[float], start: float, ask: AskAt) -> None:
-        """Searches with each seed, and decides about what was found."""
+    def _search(self, figure: str, values: Sequence[float], start: float, ask: AskAt) -> float | None:
+        """Searches with each seed, and decides about what was found. Returns the last value that was found."""
         found: list[Found] = []
         for seed in self._mode.seeds:
 
@@ -266,6 +268,7 @@ class CellSearch:
         reached = [each.passed for each in found if each.passed is not None]
         if self._mode.decides and len(reached) == len(found):
             self._confirm(CONFIRMED[figure], [each for each in values if each <= min(reached)], ask)
+        return found[-1].passed
 
     def _confirm(self, figure: str, values: Sequence[float], ask: AskAt) -> None:
         """Decides about the highest of the values, and goes lower until the decision rule holds.

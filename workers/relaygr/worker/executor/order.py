@@ -165,13 +165,18 @@ class Backlog:
         """Since when the device thread has had nothing to do; None while it has."""
         self.gives_way_us = 0.0
         """The largest demand of queued work that may give way to shorter work."""
+        self.computes_until_us = 0
+        """When the chunk of admitted work that the device computes will end, as predicted; after it, when it ended."""
         self._by_deadline: list[tuple[float, int, float]] = []
         self._entries: dict[int, tuple[float, int, float]] = {}
+        self._begun: tuple[int, float] = (0, 0.0)
+        """The work of that chunk, by its `id`, and the chunk's part of its demand."""
 
     def put(self, work: SchedulableWork, latest_start_us: int) -> None:
         """Adds the work with its present demand; work that is there already is moved."""
         key, demand_us = id(work), work.remaining_us
-        entry = (latest_start_us + demand_us, key, demand_us)
+        begun_us = self._begun[1] if key == self._begun[0] else 0.0
+        entry = (latest_start_us + demand_us, key, max(0.0, demand_us - begun_us))
         if key in self._entries:
             if self._entries[key] == entry:
                 return
@@ -187,6 +192,16 @@ class Backlog:
             del self._by_deadline[bisect.bisect_left(self._by_deadline, entry)]
             # Sums of floats drift: an empty backlog begins anew.
             self.total_us = self.total_us - entry[2] if self._entries else 0.0
+
+    def begin_chunk(self, work: SchedulableWork, chunk_us: float, now_us: int) -> None:
+        """Notes that the device begins a chunk of this work. From now on its demand is the time until it ends."""
+        self._begun, self.computes_until_us = (id(work), chunk_us), now_us + round(chunk_us)
+        self.put(work, work.latest_start_us)
+
+    def end_chunk(self, now_us: int) -> None:
+        """Notes that the chunk ended, if one was begun. Its work must be put again, or dropped."""
+        if self._begun[0]:
+            self._begun, self.computes_until_us = (0, 0.0), now_us
 
     def room_us(
         self,
@@ -208,6 +223,7 @@ class Backlog:
         given up. Work that is late already is not considered.
         """
         left_us = must_end_us - now_us
+        unread_us += max(0, self.computes_until_us - now_us)
         longest_wait_us = math.inf
         if sent_us is not None and self.patience < 1.0:
             longest_wait_us = self.patience * (must_end_us - sent_us) - (now_us - sent_us)
@@ -261,7 +277,7 @@ class Backlog:
         """The time that a new request must have left in addition to its own work: the time until the admitted work is
         done, and more while many requests are refused. For any thread.
         """
-        return int(self.total_us * self.caution * self.pace / self.patience)
+        return int((self.total_us + self._begun[1]) * self.caution * self.pace / self.patience)
 
     def is_hopeless(self, must_end_us: int, now_us: int, sent_us: int | None = None) -> bool:
         """Whether a request that is still undecoded cannot be answered in time, however cheap it is. With `sent_us`: or

@@ -358,6 +358,9 @@ class Prefixes:
                 chunking = self._context.next_chunking(work, now_us)
             chunk = self._next_chunk(work, chunking)
             self._parts.results.send()
+            if work.waiters:
+                chunk_us = chunk.predicted_us(self._parts.corrector.model_at(work.total_tokens))
+                self._context.scheduler.backlog.begin_chunk(work, chunk_us, now_us)
             engine.pre_infer(chunk.inputs)
             if not self._context.is_cpu:
                 self.running = _Running(chunk, now_us, engine.device.current_stream().record())
@@ -412,9 +415,11 @@ class Prefixes:
         """The chunk is written and took `duration_us`: queues the next chunk, or publishes the prefix."""
         work = chunk.work
         had_job = any(waiter.was_announced for waiter in work.waiters)
+        backlog = self._context.scheduler.backlog
+        backlog.end_chunk(now_us)
         self._context.charge(work.work_class, duration_us, now_us, had_job=had_job)
         if work.waiters:
-            self._context.scheduler.backlog.done_us += duration_us
+            backlog.done_us += duration_us
         for waiter in work.waiters:
             waiter.pre_infer_us += duration_us
         work.spent_us += duration_us
@@ -619,6 +624,7 @@ class Prefixes:
 
     def _fail(self, work: PrefixWork, error: Exception) -> None:
         log.warning("pre-infer failed", tokens=work.total_tokens, error=repr(error))
+        self._context.scheduler.backlog.end_chunk(self._parts.clock.monotonic_us())
         self._end(work, JobOutcome.FAILED)
         self.events.append(Failed(work.waiters, error))
 
