@@ -658,28 +658,50 @@ def test_of_the_chunk_that_the_device_computes_only_the_rest_counts():
     assert backlog.room_us(1_000, 150) == 700
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_chunk_for_a_request_is_begun_and_ended_and_one_for_a_job_leaves_no_trace(fails: bool):
-    world, seen = ExecutorWorld(), []
+def test_the_time_of_a_jobs_chunk_counts_once_a_request_joins_it():
+    backlog, work = Backlog(), Promise(1_000, 300)
+    backlog.begin_chunk(work, 200, now_us=0)
+    assert backlog.room_us(1_000, 50) == 950
+    put(backlog, work)
+    assert backlog.room_us(1_000, 150) == 850 - 50 - 100
+    backlog.drop(work)
+    assert backlog.room_us(1_000, 150) == 850
+
+
+def test_work_that_gives_way_gives_back_only_what_has_not_begun():
+    backlog, long, other = Backlog(), Promise(140, 100), Promise(140, 40)
+    put(backlog, long)
+    put(backlog, other)
+    backlog.gives_way = long
+    backlog.begin_chunk(long, 50, now_us=0)
+    # 10 us of the chunk are left: of the 110 us until 150, 50 are taken without the rest of `long`.
+    for own_us, is_hopeless in ((60, False), (61, True)):
+        backlog.own_us[Path.HBM] = own_us
+        assert backlog.is_hopeless(150, 40) is is_hopeless
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_the_poll_thread_sees_the_chunk_of_a_request_and_not_that_of_a_job(fails: bool):
+    world, rooms_us = ExecutorWorld(), []
     backlog, compute = world.executor.backlog, world.engine.pre_infer
 
     def pre_infer(chunk: PrefixChunk) -> None:
-        started_us = world.clock.monotonic_us()
-        seen.append(backlog.computes_until_us - started_us)
+        now_us = world.clock.monotonic_us()
+        rooms_us.append([backlog.room_us(now_us + 100_000, now_us + later_us) for later_us in (0, 400)])
         compute(chunk)
 
     world.engine.pre_infer = pre_infer  # type: ignore[method-assign]
     world.job("job", world.store.put("job", 100), "job")
     world.run()
-    assert all(each <= 0 for each in seen)
-    seen.clear()
+    assert rooms_us == [[100_000, 99_600]]
     if fails:
         world.engine.fail_next = RuntimeError("kernel failed")
     world.rank("request", world.store.put("request", 100), "request")
     world.run()
-    assert seen[0] > 0
-    assert backlog.computes_until_us <= world.clock.monotonic_us()
-    assert (backlog.total_us, backlog.predicted_us) == (0, 0)
+    # The chunk takes 1 ms, as the ranking does after it.
+    assert rooms_us[1] == [98_000, 98_000]
+    now_us = world.clock.monotonic_us()
+    assert (backlog.room_us(now_us + 100_000, now_us), backlog.predicted_us) == (100_000, 0)
 
 
 def test_requests_in_the_mailbox_count_with_the_demand_of_those_before():

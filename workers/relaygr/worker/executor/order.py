@@ -163,19 +163,20 @@ class Backlog:
         """When the first request of this step was looked up; 0 if none was."""
         self.idle_since_us: int | None = None
         """Since when the device thread has had nothing to do; None while it has."""
-        self.gives_way_us = 0.0
-        """The largest demand of queued work that may give way to shorter work."""
+        self.gives_way: SchedulableWork | None = None
+        """The queued work with the largest demand that may give way to shorter work."""
         self.computes_until_us = 0
-        """When the chunk of admitted work that the device computes will end, as predicted; after it, when it ended."""
+        """When the device ends the chunk that it computes, as predicted; when it ended the last one that was part of
+        admitted work."""
         self._by_deadline: list[tuple[float, int, float]] = []
         self._entries: dict[int, tuple[float, int, float]] = {}
-        self._begun: tuple[int, float] = (0, 0.0)
-        """The work of that chunk, by its `id`, and the chunk's part of its demand."""
+        self._chunk: tuple[int, float] | None = None
+        """The work of the chunk that the device computes, by its `id`, and the chunk's part of its demand."""
 
     def put(self, work: SchedulableWork, latest_start_us: int) -> None:
         """Adds the work with its present demand; work that is there already is moved."""
         key, demand_us = id(work), work.remaining_us
-        begun_us = self._begun[1] if key == self._begun[0] else 0.0
+        begun_us = self._chunk[1] if self._chunk is not None and key == self._chunk[0] else 0.0
         entry = (latest_start_us + demand_us, key, max(0.0, demand_us - begun_us))
         if key in self._entries:
             if self._entries[key] == entry:
@@ -194,14 +195,26 @@ class Backlog:
             self.total_us = self.total_us - entry[2] if self._entries else 0.0
 
     def begin_chunk(self, work: SchedulableWork, chunk_us: float, now_us: int) -> None:
-        """Notes that the device begins a chunk of this work. From now on its demand is the time until it ends."""
-        self._begun, self.computes_until_us = (id(work), chunk_us), now_us + round(chunk_us)
-        self.put(work, work.latest_start_us)
+        """Notes that the device begins a chunk of this work, which may be admitted now, later or never. While it is,
+        the chunk's demand is the time until it ends.
+        """
+        self._chunk = (id(work), chunk_us)
+        if id(work) in self._entries:
+            self.put(work, work.latest_start_us)
+        # Last: the poll thread, which may ask meanwhile, rather counts too little than the chunk twice.
+        self.computes_until_us = now_us + round(chunk_us)
 
     def end_chunk(self, now_us: int) -> None:
         """Notes that the chunk ended, if one was begun. Its work must be put again, or dropped."""
-        if self._begun[0]:
-            self._begun, self.computes_until_us = (0, 0.0), now_us
+        if self._chunk is not None:
+            # A simulated poll thread asks for times before the end.
+            self.computes_until_us = now_us if self._computes_admitted else 0
+            self._chunk = None
+
+    @property
+    def _computes_admitted(self) -> bool:
+        chunk = self._chunk
+        return chunk is None or chunk[0] in self._entries
 
     def room_us(
         self,
@@ -223,7 +236,8 @@ class Backlog:
         given up. Work that is late already is not considered.
         """
         left_us = must_end_us - now_us
-        unread_us += max(0, self.computes_until_us - now_us)
+        if self._computes_admitted:
+            unread_us += max(0, self.computes_until_us - now_us)
         longest_wait_us = math.inf
         if sent_us is not None and self.patience < 1.0:
             longest_wait_us = self.patience * (must_end_us - sent_us) - (now_us - sent_us)
@@ -277,7 +291,9 @@ class Backlog:
         """The time that a new request must have left in addition to its own work: the time until the admitted work is
         done, and more while many requests are refused. For any thread.
         """
-        return int((self.total_us + self._begun[1]) * self.caution * self.pace / self.patience)
+        chunk = self._chunk
+        chunk_us = chunk[1] if chunk is not None and chunk[0] in self._entries else 0.0
+        return int((self.total_us + chunk_us) * self.caution * self.pace / self.patience)
 
     def is_hopeless(self, must_end_us: int, now_us: int, sent_us: int | None = None) -> bool:
         """Whether a request that is still undecoded cannot be answered in time, however cheap it is. With `sent_us`: or
@@ -288,11 +304,11 @@ class Backlog:
         unread_us, own_us = (self.handed_over - self.looked_up) * self.expected_us, self.own_us[Path.HBM]
         if self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us) >= own_us:
             return False
-        if not self.gives_way_us or not self.lets_give_way:
+        longest = self.gives_way
+        if longest is None or not self.lets_give_way:
             return True
         # If it is short, another request may give way to it.
-        unread_us -= self.gives_way_us
-        return self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us) < own_us
+        return self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us, without=longest) < own_us
 
     @property
     def lets_give_way(self) -> bool:
@@ -409,9 +425,8 @@ class DeadlineQueue(Generic[W]):
         return max(giving, key=lambda work: work.remaining_us, default=None)
 
     def _note_longest(self) -> None:
-        longest = self.longest()
         assert self._backlog is not None
-        self._backlog.gives_way_us = 0.0 if longest is None else longest.remaining_us
+        self._backlog.gives_way = self.longest()
 
     def peek(self) -> W | None:
         """The work with the earliest deadline."""

@@ -358,9 +358,8 @@ class Prefixes:
                 chunking = self._context.next_chunking(work, now_us)
             chunk = self._next_chunk(work, chunking)
             self._parts.results.send()
-            if work.waiters:
-                chunk_us = chunk.predicted_us(self._parts.corrector.model_at(work.total_tokens))
-                self._context.scheduler.backlog.begin_chunk(work, chunk_us, now_us)
+            chunk_us = chunk.predicted_us(self._parts.corrector.model_at(work.total_tokens))
+            self._context.scheduler.backlog.begin_chunk(work, chunk_us, now_us)
             engine.pre_infer(chunk.inputs)
             if not self._context.is_cpu:
                 self.running = _Running(chunk, now_us, engine.device.current_stream().record())
