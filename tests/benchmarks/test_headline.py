@@ -61,8 +61,8 @@ from relaygr.bench.headline.rows import (
 from relaygr.bench.headline.run import Bench, estimated_s, served_cell
 from relaygr.bench.headline.search import highest_passing, snapped, values_around
 from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
-from relaygr.bench.headline.summary import baseline, by_cell, by_reuse, highest_rates, hits_beside_preinfer
-from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
+from relaygr.bench.headline.summary import at_rates, baseline, by_cell, by_reuse, highest_rates, hits_beside_preinfer
+from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, TUNED, System, settings_of
 from relaygr.bench.rows import machine
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
@@ -301,10 +301,31 @@ class TestFigures:
         assert longest_truncation(figures_of(rows, "full"), "centre", decides=True) == 512
         assert longest_truncation(figures_of(lucky, "full"), "centre", decides=False) == 1_024
 
-    def test_rows_of_another_mode_and_invalid_ones_do_not_count(self) -> None:
-        rows = [*outcome("B0", {10.0: 0.0}, 1), row(rate_per_s=5.0, late_share=0.5, valid=False), row(mode="quick")]
+    def test_rows_of_another_mode_do_not_count_nor_invalid_attempts(self) -> None:
+        repeated = row(rate_per_s=10.0, late_share=0.5, valid=False)
+        rows = [repeated, *outcome("B0", {10.0: 0.0}, 1), row(mode="quick")]
         assert [each.value for each in figures_of(rows, "full")] == [10.0]
         assert figures_of(rows, "full")[0].is_at_least
+
+    def test_a_search_that_met_a_run_without_a_valid_attempt_has_no_value_and_the_report_says_so(
+        self, tmp_path: Path
+    ) -> None:
+        rows = [
+            *outcome("B0", {10.0: 0.0}, 1),
+            *outcome("B0", {20.0: 0.0}, 1, valid=False),
+            *outcome("B0", {10.0: 0.0, 20.0: 0.5}, 2),
+            *outcome("R", {10.0: 0.0}, 1, valid=False),
+        ]
+        assert [(each.system, each.by_seed) for each in figures_of(rows, "full")] == [("B0", {2: 10.0})]
+        file = RunFile(tmp_path)
+        for each in rows:
+            file.add(each, [SAMPLE])
+        write_report(tmp_path)
+        page = tmp_path / "page.md"
+        page.write_text(TestPage.PAGE, encoding="utf-8")
+        fill_page(tmp_path, None, page)
+        for text in (page.read_text(encoding="utf-8"), (tmp_path / "report.md").read_text(encoding="utf-8")):
+            assert "late in each attempt of a run: centre B0 B seed 1, centre R B seed 1." in text
 
     @pytest.mark.parametrize(("use", "counts"), [(0.31, True), (0.2, False)])
     def test_figure_b_counts_where_the_work_limits_the_baseline(self, use: float, counts: bool) -> None:
@@ -332,7 +353,7 @@ class TestFigures:
         assert [line.split(" | ")[2] for line in lines] == ["0", "0.9"]
         assert ["1.00 (one seed)" in lines[0], "2.00 (one seed)" in lines[1]] == [True, True]
         assert all("| 25% |" in line for line in lines) and "| 55% |" in lines[1]
-        assert "B0 was not measured at half load" in text and "Energy: not readable here." in text
+        assert "The folder `plans` lacks quick, quick-r0: " in text and "Energy: not readable here." in text
 
     def test_runs_of_another_mode_in_the_folder_do_not_change_the_table(self) -> None:
         own = outcome("B0", {10.0: 0.0}, 1) + outcome("R", {10.0: 0.0, 20.0: 0.0}, 1, reuse=0.6)
@@ -497,6 +518,16 @@ class TestPage:
         fill_page(tmp_path, "quick", page)
         assert "2.00 (one seed)" in page.read_text(encoding="utf-8")
 
+    def test_the_page_says_what_a_mere_cache_reaches(self, tmp_path: Path) -> None:
+        file, page = RunFile(tmp_path), tmp_path / "page.md"
+        for system, top in (("B0", 10.0), ("C", 15.0), ("R", 30.0)):
+            for each in outcome(system, {5.0: 0.0, top: 0.0}, 1):
+                file.add(each, [SAMPLE])
+        page.write_text(self.PAGE, encoding="utf-8")
+        fill_page(tmp_path, None, page)
+        text = page.read_text(encoding="utf-8")
+        assert "| cell | figure | R / C, 95 % |" in text and "| 2.00 (one seed) |" in text
+
     def test_a_page_without_marks_is_refused(self, tmp_path: Path) -> None:
         RunFile(tmp_path).add(row(), [SAMPLE])
         (tmp_path / "page.md").write_text("text", encoding="utf-8")
@@ -581,6 +612,13 @@ class TestSystems:
         assert not FLAGS[System.B0].reuse and not FLAGS[System.R].settings
         assert len({repr(FLAGS[system]) for system in RELAYS}) == len(RELAYS)
 
+    @pytest.mark.parametrize("variant", TUNED)
+    def test_b1_has_the_settings_that_b0_was_tuned_to(self, variant: str) -> None:
+        plan = plan_of(QUICK, engine_times(QUICK))
+        tuned = settings_of(QUICK, plan, System.B0, variant)
+        assert settings_of(QUICK, plan, System.B1, f"{variant}, at most 704 behaviours") == tuned
+        assert all(tuned["worker"][name] == value for name, value in TUNED[variant].items())
+
     @pytest.mark.parametrize("system", [system for system in RELAYS if system is not System.R])
     def test_an_ablation_is_a_setting_of_the_product_that_is_not_its_default(self, system: System) -> None:
         assert FLAGS[system].settings
@@ -608,6 +646,8 @@ def test_the_quick_run_takes_twelve_minutes_and_the_full_one_says_that_it_takes_
         ({"rates": "5,fast"}, "--rates takes requests a second, 0.1 to 10,000, by commas, such as 5,50: not '5,fast'"),
         ({"rates": "0"}, "--rates takes requests a second"),
         ({"rates": "5", "page": Path("benchmark.md")}, "no figures for --page"),
+        ({"trace": Path("load.csv"), "page": Path("benchmark.md")}, "takes no --seconds and --page"),
+        ({"trace": Path("load.csv"), "seconds": 9.0}, "takes no --seconds and --page"),
         ({"rates": "5", "histories": "2k"}, "--histories takes whole numbers of behaviours"),
         ({"rates": "5", "histories": "64,8193"}, "cell quick takes histories of up to 8,192 behaviours, not 8,193"),
         ({"quick": True, "histories": "64"}, "--histories belongs to --rates"),
@@ -679,6 +719,32 @@ class TestCellSearch:
         points = self.asked(replace(FULL_MODE, a_loads=()), System.R, 2.5e5)
         by_seed = {seed: [each for each in points if (each.figure, each.seed) == ("B", seed)] for seed in range(1, 8)}
         assert all(len(asked) == 2 for seed, asked in by_seed.items() if seed > 1) and len(by_seed[1]) > 2
+
+    def test_the_search_for_lengths_starts_at_the_part_of_the_device_that_the_search_for_rates_found(self) -> None:
+        lengths = {
+            limit: next(each.history for each in self.asked(QUICK_MODE, System.R, limit) if each.figure == "A")
+            for limit in (1e5, 2.5e5)
+        }
+        assert lengths[1e5] < lengths[2.5e5]
+
+    @pytest.mark.parametrize("figure", ["B", "A"])
+    def test_a_run_without_a_valid_attempt_ends_its_search_and_no_other(self, figure: str) -> None:
+        points: list[Point] = []
+
+        def ask(system: System, variant: str, point: Point) -> RunRow:
+            points.append(point)
+            rows = [each for each in points if each.figure == figure]
+            return row(history=point.history, rate_per_s=point.rate_per_s, valid=len(rows) < 2)
+
+        CellSearch(QUICK, self.PLAN, QUICK_MODE, ask).figures(System.B0, "uncut", 200.0)
+        assert len([each for each in points if each.figure == figure]) == 2
+        assert {each.figure for each in points} == {"A", "B"}
+
+    def test_b0_is_tuned_by_valid_runs(self) -> None:
+        def ask(system: System, variant: str, point: Point) -> RunRow:
+            return row(variant=variant, late_share=0.0 if variant == "uncut" else 0.5, valid=variant == "one at a time")
+
+        assert CellSearch(QUICK, self.PLAN, FULL_MODE, ask).tuned() == "one at a time"
 
     def test_a_search_starts_below_half_load_if_half_load_failed(self) -> None:
         half = self.PLAN.half_rate_per_s
@@ -832,12 +898,14 @@ def test_rates_are_played_on_each_system_without_a_search(embedded_broker: Local
     assert [(each.system, each.figure, each.rate_per_s) for each in rows if each.valid] == [
         (system, f"rate {rate:g}", rate) for system in (System.B0, System.R) for rate in (8.0, snapped(12.34))
     ] + [(System.R, "rate 8", 8.0)]
+    with pytest.raises(RelayError, match="this is another broker: give another folder with --out"):
+        Bench(Console(quiet=True), tmp_path, replace(embedded_broker, what="another broker at here"), mode, None)
     assert [each.history for each in rows if each.valid] == [256] * 4 + [192]
     assert figures_of(rows, "rates") == []
     write_report(tmp_path)
     report = (tmp_path / "report.md").read_text()
     assert "| mini | 256 | R | 8 | 1 of 1 |" in report and "| mini | 192 | R | 8 | 1 of 1 |" in report
-    assert "1 of 5 seeds" in report
+    assert "no fresh seed" in report
     assert "mini: rate 8" in report and f"mini: rate {snapped(12.34):g}" in report
 
 
@@ -854,6 +922,13 @@ class TestRatesWithoutASearch:
         assert [lines[system][0] for system in ("B0", "C", "R")] == ["5", "40", "60"]
         assert lines["R"][1].startswith("10.63 (") and lines["R"][2].startswith("1.55 (")
         assert lines["B0"][1] == ""
+
+    def test_seeds_that_chose_a_rate_do_not_decide_about_it(self) -> None:
+        rows = [each for seed in range(1, 7) for each in outcome("R", {50.0: 0.0}, seed, figure="rate 50")]
+        rows += outcome("R", {60.0: 0.02}, 1, figure="rate 60")
+        lines = {line[3]: line[4:] for line in at_rates(rows).rows}
+        assert lines["50"] == ["6 of 6", "0.00%", "5", "every seed, at most 0.00% late at 95% confidence"]
+        assert lines["60"] == ["0 of 1", "2.00%", "0", "no fresh seed"]
 
     def test_a_seed_that_passed_or_failed_at_each_rate_has_no_highest(self) -> None:
         rows = [

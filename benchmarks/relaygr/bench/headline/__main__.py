@@ -53,7 +53,8 @@ def main(
         str, typer.Option(help="Systems, by commas.", show_default="B0,C,R,O where possible; all with --full")
     ] = "",
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds of each search or rate.", show_default="1; 7 with --full")
+        int | None,
+        typer.Option(min=1, help="Seeds of each search or rate; runs of a --trace.", show_default="1; 7 with --full"),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="With --simulated: runs side by side.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="The first seed; the others follow it.")] = 1,
@@ -86,13 +87,14 @@ def main(
     from relaygr.bench.generator.trace import digest_of
     from relaygr.bench.headline.command import list_cells, measure, measure_rates, measure_trace, simulate, write_load
     from relaygr.bench.headline.grid import GRID, QUICK
-    from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, RATES_MODE, SIMULATED_MODE
+    from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, RATES_MODE, SIMULATED_MODE, TRACE_MODE
     from relaygr.bench.headline.report import fill_page, write_report
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
 
     if cells == "list":
         return list_cells()
     mode = FULL_MODE if full else SIMULATED_MODE if simulated else RATES_MODE if rates else QUICK_MODE
+    mode = TRACE_MODE if trace is not None else mode
     mode = replace(mode, seeds=tuple(seed + number for number in range(seeds or len(mode.seeds))))
     if seconds is not None:
         # Runs of another length are not mixed with those that the folder has.
@@ -100,6 +102,8 @@ def main(
     chosen = _chosen_cells(cells, GRID if full or simulated else (QUICK,))
     impossible: dict[System, str] = {}
     if trace is not None:
+        if page is not None or seconds is not None:
+            raise RelayError("--trace has a length of its own and searches for nothing: it takes no --seconds and --page")
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
     if histories and not rates:
         raise RelayError("--histories belongs to --rates; --quick and --full search for the longest history themselves")

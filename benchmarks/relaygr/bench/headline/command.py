@@ -16,6 +16,7 @@ from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs, points_at
+from relaygr.bench.headline.rows import RunFile
 from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
@@ -39,12 +40,15 @@ def measure(
     """Runs the cells. False: the user declined after the estimate of the time."""
     console = Console(highlight=False)
     asked = with_other_reuses(cells, systems)
-    whole_s = estimated_s(asked, mode)
+    runs = sum(estimated_runs(each, mode) for _, each in asked)
+    known = min(runs, len({row.key for row in RunFile(out).rows if row.mode == mode.name and row.valid}))
+    whole_s = estimated_s(asked, mode) * (1 - known / runs)
+    there = f" ({known} are there)" if known else ""
     days = f" ({whole_s / 86_400:.1f} days)" if whole_s > 86_400 else ""
     console.print(
         f"cells {', '.join(cell.name for cell, _ in asked)}; systems {', '.join(systems)}; "
         f"seeds {', '.join(map(str, mode.seeds))}: "
-        f"about {sum(estimated_runs(each, mode) for _, each in asked)} runs, {whole_s / 60:.0f} minutes{days}",
+        f"about {runs} runs{there}, {whole_s / 60:.0f} minutes{days}",
         soft_wrap=True,
     )
     if not mode.decides:

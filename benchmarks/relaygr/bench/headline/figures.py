@@ -41,9 +41,33 @@ class Reached:
     """Paired with B0; None without a value of either."""
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A search that ended at a run without a valid attempt."""
+
+    cell: str
+    system: str
+    figure: str
+    rate_per_s: float
+    """As in `Reached`."""
+    seed: int
+
+
+def broken_in(rows: Sequence[RunRow], mode: str) -> list[Broken]:
+    """The searches of a mode that have no value."""
+    own = [row for row in rows if row.mode == mode and row.figure in SEARCHED]
+    valid = {row.key for row in own if row.valid}
+    return list(dict.fromkeys(_search_of(row) for row in own if row.key not in valid))
+
+
+def _search_of(row: RunRow) -> Broken:
+    return Broken(row.cell, row.system, row.figure, row.rate_per_s if row.figure == "A" else 0.0, row.seed)
+
+
 def figures_of(rows: Sequence[RunRow], mode: str) -> list[Reached]:
-    """All figures of one mode, in the order of the rows."""
-    own = [row for row in rows if row.mode == mode and row.valid]
+    """All figures of one mode, in the order of the rows, of the searches that are not broken."""
+    broken = set(broken_in(rows, mode))
+    own = [row for row in rows if row.mode == mode and row.valid and _search_of(row) not in broken]
 
     def grouped(names: Mapping[str, str]) -> dict[tuple[str, str, float], list[RunRow]]:
         groups: dict[tuple[str, str, float], list[RunRow]] = {}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 from relaygr.bench.generator.samples import Sample
@@ -73,7 +74,9 @@ class Mode:
 QUICK_MODE = Mode("quick", (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, a_systems=(System.B0, System.R))
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
 LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (UNCUT,), 1, False)
-RATES_MODE = Mode("rates", (1,), 30.0, 100, 60.0, 2.0, (), (UNCUT,), 2, False)
+TRACE_MODE = replace(QUICK_MODE, name="trace")
+"""A trace says itself how long a run is; the number of seeds is that of repeated runs."""
+RATES_MODE = Mode("rates", (1,), 30.0, 1_000, 60.0, 2.0, (), (UNCUT,), 2, False)
 SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, (0.3, 0.6), (UNCUT,), 1, False, math.inf)
 
 
@@ -192,8 +195,12 @@ def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
     return tuning + rates + lengths * search + short + decided
 
 
+class NotMeasured(Exception):
+    """All attempts of a run were invalid, so nothing is known about its system. The report says so."""
+
+
 class CellSearch:
-    """The searches of one cell."""
+    """The searches of one cell. One that meets a run without a valid attempt ends there, without a value."""
 
     def __init__(self, cell: Cell, plan: CellPlan, mode: Mode, ask: Ask) -> None:
         self._cell, self._plan, self._mode, self._ask = cell, plan, mode, ask
@@ -204,7 +211,8 @@ class CellSearch:
             return self._mode.variants[0]
         point = Point("tune", self._cell.history, self._plan.half_rate_per_s, self._mode.seeds[0])
         rows = {name: self._ask(System.B0, name, point) for name in self._mode.variants}
-        return min(rows, key=lambda name: (rows[name].late_share, rows[name].p99_ms))
+        valid = [name for name, row in rows.items() if row.valid]
+        return min(valid, key=lambda name: (rows[name].late_share, rows[name].p99_ms), default=self._mode.variants[0])
 
     def short_capacity(self, variant: str) -> float:
         """The capacity of B0 at the short history."""
@@ -212,27 +220,38 @@ class CellSearch:
             return self._plan.short_rate_per_s(1.0)
         history, seed = round(self._cell.history * SHORT), self._mode.seeds[0]
         start = self._plan.short_rate_per_s(EXPECTED_USE)
-        found = highest_passing(
-            lambda rate: self._ask(System.B0, variant, Point("short", history, rate, seed)).passed,
-            self._rates_around(start),
-            start,
-        )
-        return found.passed or start
+        with suppress(NotMeasured):
+            found = highest_passing(
+                lambda rate: self._measured(System.B0, variant, Point("short", history, rate, seed)).passed,
+                self._rates_around(start),
+                start,
+            )
+            return found.passed or start
+        return start
+
+    def _measured(self, system: System, variant: str, point: Point) -> RunRow:
+        row = self._ask(system, variant, point)
+        if not row.valid:
+            raise NotMeasured
+        return row
 
     def figures(self, system: System, variant: str, short_rate: float) -> None:
         """Asks for the points of both figures. `short_rate`: the capacity of B0 at the short history."""
         cell, mode, half = self._cell, self._mode, self._plan.half_rate_per_s
 
         def at_rate(figure: str, seed: int, rate: float) -> RunRow:
-            return self._ask(system, variant, Point(figure, cell.history, rate, seed))
+            return self._measured(system, variant, Point(figure, cell.history, rate, seed))
 
         def at_history(rate: float, figure: str, seed: int, history: float) -> RunRow:
-            return self._ask(system, variant, Point(figure, int(history), rate, seed))
+            return self._measured(system, variant, Point(figure, int(history), rate, seed))
 
-        # There the report compares what the systems cost.
-        passed_half = at_rate("B", mode.seeds[0], half).passed
-        expected = EXPECTED_USE * 1e6 / self._device_us(system, cell.history)
-        reached = self._search("B", self._rates_around(half), (max if passed_half else min)(expected, half), at_rate)
+        reached = None
+        with suppress(NotMeasured):
+            # There the report compares what the systems cost.
+            passed_half = at_rate("B", mode.seeds[0], half).passed
+            expected = EXPECTED_USE * 1e6 / self._device_us(system, cell.history)
+            start = (max if passed_half else min)(expected, half)
+            reached = self._search("B", self._rates_around(half), start, at_rate)
         if system not in mode.a_systems:
             return
         # The part of the device's time that this system uses at its limit is about the same for both figures.
@@ -262,13 +281,17 @@ class CellSearch:
             def passes(value: float, seed: int = seed) -> bool:
                 return ask(figure, seed, value).passed
 
-            found.append(highest_passing(passes, values, start))
+            with suppress(NotMeasured):
+                found.append(highest_passing(passes, values, start))
+            if not found:
+                continue
             # The next seed's answer is near.
             start = found[-1].passed or values[0]
         reached = [each.passed for each in found if each.passed is not None]
-        if self._mode.decides and len(reached) == len(found):
-            self._confirm(CONFIRMED[figure], [each for each in values if each <= min(reached)], ask)
-        return found[-1].passed
+        if self._mode.decides and len(reached) == len(self._mode.seeds):
+            with suppress(NotMeasured):
+                self._confirm(CONFIRMED[figure], [each for each in values if each <= min(reached)], ask)
+        return found[-1].passed if found else None
 
     def _confirm(self, figure: str, values: Sequence[float], ask: AskAt) -> None:
         """Decides about the highest of the values, and goes lower until the decision rule holds.

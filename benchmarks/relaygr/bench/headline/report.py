@@ -1,4 +1,4 @@
-"""The report of a folder: `report.md` and `report.html`, from `runs.csv`, `paths.csv` and the plans in it."""
+"""The report of a folder: `report.md` and `report.html`, from `runs.csv`, `paths.csv` and `plans` in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from rich.console import Console
 
 from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Picture, Text, as_html, as_markdown
-from relaygr.bench.headline.figures import SEARCHED, Reached, counts_for_b, figures_of, same_load
+from relaygr.bench.headline.figures import (
+    SEARCHED,
+    Broken,
+    Reached,
+    broken_in,
+    counts_for_b,
+    figures_of,
+    same_load,
+)
 from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
@@ -84,8 +92,12 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
         raise RelayError(f"{page} has no lines `{FIGURES_BEGIN}` and `{FIGURES_END}` to write between")
     plans, figures = _read_plans(out), figures_of(rows, mode)
     is_simulated = _is_simulated(rows)
-    main = by_cell(rows, figures, mode) if is_simulated else [by_reuse(rows, figures, mode), baseline(rows, plans)]
+    compared: list[Block] = [by_reuse(rows, figures, mode), against_others(figures), baseline(rows, plans)]
+    main = by_cell(rows, figures, mode) if is_simulated else compared
     blocks: list[Block] = [_conditions(rows), *main]
+    broken = broken_in(rows, mode)
+    if broken:
+        blocks.append(Text(told_of(broken), is_note=True))
     first = rows[0].cell
     same = same_load(rows, mode, first)
     if same:
@@ -131,7 +143,7 @@ def _mode(
     blocks += _plans(rows, plans)
     if figures:
         blocks += _headlines(figures, rows, mode, transport)
-    blocks += _checks(rows, plans)
+    blocks += _checks(rows, plans, broken_in(rows, mode))
     for cell in dict.fromkeys(row.cell for row in rows):
         same = same_load(rows, mode, cell)
         own_rows = [row for row in rows if row.cell == cell and row.valid]
@@ -160,7 +172,7 @@ def _mode(
         plan = plan_of(name, plans)
         # A cell with another share of returning users has the same table.
         if plan is not None and name in BY_NAME and not BY_NAME[name].planned_as:
-            blocks += _outlook(BY_NAME[name], plan, [row for row in rows if row.cell == name])
+            blocks += _outlook(BY_NAME[name], plan, [row for row in rows if row.cell == name and not row.has_other_reuse])
     return blocks
 
 
@@ -298,7 +310,13 @@ def _summary(
     return [Bullets(lines)] if lines else []
 
 
-def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
+def told_of(broken: Sequence[Broken]) -> str:
+    """Which searches have no value, and why."""
+    names = (f"{each.cell} {each.system} {each.figure} seed {each.seed}" for each in broken)
+    return f"Without a value, since the generator was late in each attempt of a run: {', '.join(names)}."
+
+
+def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence[Broken]) -> list[Block]:
     """What must hold before a figure may be believed."""
     invalid = [row for row in rows if not row.valid]
     lags = [row.lag_p999_ms / row.deadline_ms for row in rows]
@@ -310,6 +328,8 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
         f"Cores that other processes of the machine used: median {foreign:.2f}.",
         *_scores(rows),
     ]
+    if broken:
+        measured.insert(1, told_of(broken))
     lines = [
         *([] if is_simulated else measured),
         f"Over-saturated runs, which do not pass: {sum(row.is_oversaturated for row in rows)}. "
@@ -317,10 +337,14 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
     ]
     blocks: list[Block] = [Heading("Checks"), Bullets(lines)]
     honest = baseline(rows, plans)
+    missing = sorted({row.cell for row in rows if plan_of(row.cell, plans) is None})
+    if missing:
+        text = f"The folder `plans` lacks {', '.join(missing)}: without it nothing compares B0 with the engine alone."
+        blocks.append(Text(text, is_note=True))
     if honest.rows:
         text = "B0's time in the worker at half load, without the queue, over that of the engine alone:"
         blocks += [Text(text), honest]
-    else:
+    elif not missing:
         blocks.append(Text("B0 was not measured at half load, so nothing says that it is an honest baseline.", True))
     return blocks
 

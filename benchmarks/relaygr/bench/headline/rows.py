@@ -30,6 +30,8 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
 
 AT_RATE, OF_TRACE = "rate ", "trace "
 """How the figure of a run without a search begins."""
+AT_REUSE = " at reuse "
+"""In the figure of a trace that is played with another share of returning users."""
 SIMULATED = "simulated"
 """How the broker's description of a simulated run begins."""
 
@@ -125,6 +127,11 @@ class RunRow:
     @property
     def is_oversaturated(self) -> bool:
         return self.queue_growth > QUEUE_GROWTH
+
+    @property
+    def has_other_reuse(self) -> bool:
+        """Whether the trace was given another share of returning users than its own."""
+        return self.figure.startswith(OF_TRACE) and AT_REUSE in self.figure
 
     @property
     def is_simulated(self) -> bool:

@@ -39,9 +39,9 @@ from relaygr.bench.headline.points import (
     trace_name,
     workload_of,
 )
-from relaygr.bench.headline.rows import OF_TRACE, RunFile, RunRow, Used
+from relaygr.bench.headline.rows import AT_REUSE, OF_TRACE, RunFile, RunRow, Used
 from relaygr.bench.headline.search import snapped
-from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System, settings_of
+from relaygr.bench.headline.systems import FLAGS, LIMITED, TUNED, UNCUT, System, settings_of
 from relaygr.bench.pipeline.run import MeasuredWindow
 from relaygr.demo.processes import Reading
 from relaygr.demo.stack import DemoStack
@@ -118,6 +118,14 @@ class Bench:
         self._interactions = interactions
         self._logged: Population | None = None
         self.file = RunFile(out)
+        self._known = {row.key for row in self.file.rows if row.valid}
+        """Questions that were answered before: no run is expected for them."""
+        others = {row.broker for row in self.file.rows if not row.is_simulated} - {self._broker_name}
+        if others:
+            raise RelayError(
+                f"the runs in {out} are of {', '.join(sorted(others))}, this is {self._broker_name}: give another folder "
+                "with --out"
+            )
         self._open = ExitStack()
         self._served: tuple[object, ...] = ()
         self._warm_pools: set[int] = set()
@@ -128,6 +136,11 @@ class Bench:
         """The longest history of B1."""
         self._settings = Settings()
         """Those of the processes that run now."""
+
+    @property
+    def _broker_name(self) -> str:
+        """Without its address, which changes."""
+        return self._broker.what.split(" at ")[0]
 
     def __enter__(self) -> Bench:
         self._work = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="relaygr-headline-")))
@@ -177,12 +190,15 @@ class Bench:
         for cell in cells:
             plan = self.plan(cell)
             self._describe(cell, plan)
-            for system, point in itertools.product(systems, points[cell.name]):
-                self._row(cell, plan, system, UNCUT, point)
+            # System after system at each seed: within minutes the speed of a machine changes as much as they differ.
+            for seed, system in itertools.product(self._mode.seeds, systems):
+                for point in points[cell.name]:
+                    if point.seed == seed:
+                        self._row(cell, plan, system, UNCUT, point)
 
     def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path) -> None:
-        """Plays a trace of others on each system, without a search. Unless its users are those of a log, B0 and R then
-        play it with other shares of returning users.
+        """Plays a trace of others on each system, without a search, once for each seed. Unless its users are those of a
+        log, B0 and R then play it with other shares of returning users.
         """
         plan = self.plan(cell)
         self._describe(cell, plan)
@@ -199,19 +215,21 @@ class Bench:
         seconds = max(1e-3, float(measured.max() - measured.min()) / 1e6)
         # A file that was changed asks another question.
         figure = f"{OF_TRACE}{trace.name} {digest_of(trace)}"
-        point = Point(figure, int(np.median(read.history_length)), snapped(len(measured) / seconds), 0)
+        history, rate = int(np.median(read.history_length)), snapped(len(measured) / seconds)
         pair = [system for system in systems if system in (System.B0, System.R)]
         reuses = REUSES if self._interactions is None else ()
-        self._progress.update(self._bar, total=len(systems) + len(pair) * len(reuses))
-        for system in systems:
-            self._row(cell, plan, system, UNCUT, point, trace)
+        runs = len(systems) + len(pair) * len(reuses)
+        self._progress.update(self._bar, total=runs * len(self._mode.seeds))
+        for seed, system in itertools.product(self._mode.seeds, systems):
+            self._row(cell, plan, system, UNCUT, Point(figure, history, rate, seed), trace)
         others = {}
         for reuse in reuses:
             others[reuse] = self._out / "traces" / f"{figure.replace(' ', '-')}-r{reuse:g}.parquet"
             write_trace(with_reuse(read, reuse), others[reuse])
-        for system in pair:
+        for seed, system in itertools.product(self._mode.seeds, pair):
             for reuse, path in others.items():
-                self._row(cell, plan, system, UNCUT, replace(point, figure=f"{figure} at reuse {reuse:g}"), path)
+                point = Point(f"{figure}{AT_REUSE}{reuse:g}", history, rate, seed)
+                self._row(cell, plan, system, UNCUT, point, path)
 
     def plan(self, cell: Cell) -> CellPlan:
         """The plan of the cell in this folder, as `plan_in`, and the files of its workers."""
@@ -234,7 +252,7 @@ class Bench:
         """Whether B1 has a longest history, by what B0 reached."""
         self._limit = longest_truncation(figures_of(self.file.rows, self._mode.name), cell.name, self._mode.decides)
         if not self._limit:
-            self._console.print(f"{cell.name}: no history was found at which B0 meets the deadline: there is no B1")
+            self._console.print(f"{cell.name}: B0 has no history in figure A, which B1 needs: there is no B1")
         return self._limit > 0
 
     # -- runs
@@ -244,7 +262,11 @@ class Bench:
     ) -> RunRow:
         """The row of this point: from the file, or of a run that is made now."""
         variant = self._variant(system, variant)
-        rows = self.file.attempts(key_of(cell, self._mode, system, variant, point))
+        key = key_of(cell, self._mode, system, variant, point)
+        rows = self.file.attempts(key)
+        if key in self._known:
+            self._known.remove(key)
+            self._progress.update(self._bar, total=(self._progress.tasks[self._bar].total or 1) - 1)
         while not any(row.valid for row in rows) and len(rows) < self._mode.attempts:
             asked = f"{point.figure}: {point.history:,} behaviours, {point.rate_per_s:g}/s"
             self._progress.update(self._bar, description=f"{cell.name} {system} {asked}")
@@ -260,7 +282,7 @@ class Bench:
     def _variant(self, system: System, variant: str) -> str:
         if system is System.B0:
             return variant
-        return f"{variant}, at most {self._limit:,} behaviours" if system is System.B1 else ""
+        return f"{variant}{LIMITED}{self._limit:,} behaviours" if system is System.B1 else ""
 
     def _tell(self, row: RunRow) -> None:
         verdict = "passed" if row.passed else "late" if row.valid else "not valid: the generator was late"
@@ -275,17 +297,24 @@ class Bench:
     def _run(
         self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, attempt: int, trace: Path | None
     ) -> RunRow:
-        played = self.play(cell, plan, system, variant, point, trace)
+        played = self.play(cell, plan, system, variant, point, trace, attempt)
         row = row_of(
             cell, plan, self._mode, system, variant, point, played.trace, played.samples, played.used,
-            broker=self._broker.what.split(" at ")[0], reuse=played.reuse, attempt=attempt,
+            broker=self._broker_name, reuse=played.reuse, attempt=attempt,
             reference=self._reference(cell, system, point),
         )  # fmt: skip
         self.file.add(row, played.samples)
         return row
 
     def play(
-        self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, trace: Path | None = None
+        self,
+        cell: Cell,
+        plan: CellPlan,
+        system: System,
+        variant: str,
+        point: Point,
+        trace: Path | None = None,
+        attempt: int = 1,
     ) -> Played:
         """Plays one run, and keeps its samples. It adds no row."""
         path = trace or self._trace(cell, plan, point)
@@ -303,7 +332,7 @@ class Bench:
             path = self._work / f"{name}.parquet"
             played = self._pooled(cell, point, played)
             write_trace(played, path)
-        samples_path = self._samples_path(cell, system, variant, point)
+        samples_path = self._samples_path(cell, system, variant, point, attempt)
         run = Run(name, path, samples_path, plan.deadline_ms, FLAGS[system].events, plan.lead_ms, SCORES_EVERY)
         samples_path.parent.mkdir(parents=True, exist_ok=True)
         energy: list[dict[Path, int]] = []
@@ -324,9 +353,11 @@ class Bench:
         if system in (System.B0, System.B1, System.O):
             return []
         for variant in TUNED:
-            path = self._samples_path(cell, System.B0, variant, point)
-            if path.exists():
-                return read_samples(path)
+            key = key_of(cell, self._mode, System.B0, variant, point)
+            valid = next((row for row in self.file.attempts(key) if row.valid), None)
+            if valid is not None:
+                path = self._samples_path(cell, System.B0, variant, point, valid.attempt)
+                return read_samples(path) if path.exists() else []
         return []
 
     def _trace(self, cell: Cell, plan: CellPlan, point: Point) -> Path:
@@ -347,9 +378,10 @@ class Bench:
             )
         return self._logged
 
-    def _samples_path(self, cell: Cell, system: System, variant: str, point: Point) -> Path:
+    def _samples_path(self, cell: Cell, system: System, variant: str, point: Point, attempt: int) -> Path:
         # Traces of two modes differ, and scores are compared on one trace.
         about = f"{point.figure}-n{point.history}-q{point.rate_per_s:g}-s{point.seed}-{self._mode.name}"
+        about += f"-attempt{attempt}" if attempt > 1 else ""
         name = f"{cell.name}-{system}-{variant}-{about}".replace(" ", "_").replace(",", "").replace("/", "_")
         return self._out / "samples" / f"{name}.parquet"
 
@@ -412,6 +444,7 @@ class Bench:
             save_checkpoint(model, limited, random_checkpoint(cell.model(), seed=0).tensors)
         prefix = f"headline-{cell.name}-{system.value.lower()}-{secrets.token_hex(2)}"
         kafka = self._broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
+        # B1's limit makes it another model, which calibrates itself at the start.
         values["worker"] |= {"model": model, "calibration": self._calibration if system is not System.B1 else None}
         return Settings.model_validate(kafka.model_dump() | {"log": {"level": "warning"}} | values)
 

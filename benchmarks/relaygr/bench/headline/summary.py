@@ -73,15 +73,24 @@ def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> G
 
 
 def at_rates(rows: Sequence[RunRow]) -> Grid:
-    """How each system met the deadline at the rates that were played without a search, by the decision rule."""
+    """How each system met the deadline at the rates that were played without a search, by the decision rule. A seed at
+    which a system was played at several values chose one of them, so it does not decide.
+    """
     systems, lines = list(System), []
+    values: dict[tuple[str, str, int], set[tuple[int, float]]] = {}
+    for row in rows:
+        if row.figure.startswith(AT_RATE):
+            values.setdefault((row.cell, row.system, row.seed), set()).add((row.history, row.rate_per_s))
     played = _played(rows, lambda row: (row.cell, row.history, systems.index(System(row.system)), row.rate_per_s))
     for (cell, history, system, rate), those in sorted(played.items()):
         passed = f"{sum(row.passed for row in those)} of {len(those)}"
         late = f"{statistics.mean(row.late_share for row in those):.2%}"
         name = systems[system].value
-        lines.append([cell, f"{history:,}", name, f"{rate:g}", passed, late, decide_rows(those).why])
-    return Grid(("cell", "history", "system", "requests/s", "seeds that passed", "late, mean", "decision"), lines)
+        fresh = [row for row in those if len(values[cell, row.system, row.seed]) == 1]
+        why = decide_rows(fresh).why if fresh else "no fresh seed"
+        lines.append([cell, f"{history:,}", name, f"{rate:g}", passed, late, str(len(fresh)), why])
+    header = ("cell", "history", "system", "requests/s", "seeds that passed", "late, mean", "fresh seeds", "decision")
+    return Grid(header, lines)
 
 
 def highest_rates(rows: Sequence[RunRow]) -> Grid:

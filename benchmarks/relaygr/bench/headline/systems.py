@@ -105,7 +105,9 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "one at a time": {"max_batch_requests": 1},
     "chunks of 2,048": {"max_chunk_tokens": 2_048},
 }
-"""The variants of B0. The fastest one at half load stands for it."""
+"""The variants of B0. The fastest one at half load stands for it, and B1 has its settings, too."""
+LIMITED = ", at most "
+"""In the variant of B1, after that of B0."""
 
 
 def settings_of(cell: Cell, plan: CellPlan, system: System, variant: str) -> dict[str, dict[str, Any]]:
@@ -120,7 +122,7 @@ def settings_of(cell: Cell, plan: CellPlan, system: System, variant: str) -> dic
             "history_max_bytes": ByteSize(8 << 30),
             # Full inference needs no cuts: they cost it time.
             **({} if flags.chunks else {"max_chunk_tokens": cell.longest_history}),
-            **(TUNED[variant] if system is System.B0 else {}),
+            **TUNED.get(variant.partition(LIMITED)[0], {}),
         }
     }
     for name, value in flags.settings.items():
