@@ -734,7 +734,7 @@ class TestCellSearch:
         def ask(system: System, variant: str, point: Point) -> RunRow:
             points.append(point)
             rows = [each for each in points if each.figure == figure]
-            return row(history=point.history, rate_per_s=point.rate_per_s, valid=len(rows) < 2)
+            return row(history=point.history, rate_per_s=point.rate_per_s, late_share=0.5, valid=len(rows) < 2)
 
         CellSearch(QUICK, self.PLAN, QUICK_MODE, ask).figures(System.B0, "uncut", 200.0)
         assert len([each for each in points if each.figure == figure]) == 2

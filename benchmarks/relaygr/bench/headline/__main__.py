@@ -103,7 +103,9 @@ def main(
     impossible: dict[System, str] = {}
     if trace is not None:
         if page is not None or seconds is not None:
-            raise RelayError("--trace has a length of its own and searches for nothing: it takes no --seconds and --page")
+            raise RelayError(
+                "--trace has a length of its own and searches for nothing: it takes no --seconds and --page"
+            )
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
     if histories and not rates:
         raise RelayError("--histories belongs to --rates; --quick and --full search for the longest history themselves")

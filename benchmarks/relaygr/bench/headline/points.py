@@ -195,7 +195,7 @@ def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
     return tuning + rates + lengths * search + short + decided
 
 
-class NotMeasured(Exception):
+class NotMeasuredError(Exception):
     """All attempts of a run were invalid, so nothing is known about its system. The report says so."""
 
 
@@ -220,7 +220,7 @@ class CellSearch:
             return self._plan.short_rate_per_s(1.0)
         history, seed = round(self._cell.history * SHORT), self._mode.seeds[0]
         start = self._plan.short_rate_per_s(EXPECTED_USE)
-        with suppress(NotMeasured):
+        with suppress(NotMeasuredError):
             found = highest_passing(
                 lambda rate: self._measured(System.B0, variant, Point("short", history, rate, seed)).passed,
                 self._rates_around(start),
@@ -232,7 +232,7 @@ class CellSearch:
     def _measured(self, system: System, variant: str, point: Point) -> RunRow:
         row = self._ask(system, variant, point)
         if not row.valid:
-            raise NotMeasured
+            raise NotMeasuredError
         return row
 
     def figures(self, system: System, variant: str, short_rate: float) -> None:
@@ -246,7 +246,7 @@ class CellSearch:
             return self._measured(system, variant, Point(figure, int(history), rate, seed))
 
         reached = None
-        with suppress(NotMeasured):
+        with suppress(NotMeasuredError):
             # There the report compares what the systems cost.
             passed_half = at_rate("B", mode.seeds[0], half).passed
             expected = EXPECTED_USE * 1e6 / self._device_us(system, cell.history)
@@ -281,7 +281,7 @@ class CellSearch:
             def passes(value: float, seed: int = seed) -> bool:
                 return ask(figure, seed, value).passed
 
-            with suppress(NotMeasured):
+            with suppress(NotMeasuredError):
                 found.append(highest_passing(passes, values, start))
             if not found:
                 continue
@@ -289,7 +289,7 @@ class CellSearch:
             start = found[-1].passed or values[0]
         reached = [each.passed for each in found if each.passed is not None]
         if self._mode.decides and len(reached) == len(self._mode.seeds):
-            with suppress(NotMeasured):
+            with suppress(NotMeasuredError):
                 self._confirm(CONFIRMED[figure], [each for each in values if each <= min(reached)], ask)
         return found[-1].passed if found else None
 

@@ -172,7 +172,9 @@ def _mode(
         plan = plan_of(name, plans)
         # A cell with another share of returning users has the same table.
         if plan is not None and name in BY_NAME and not BY_NAME[name].planned_as:
-            blocks += _outlook(BY_NAME[name], plan, [row for row in rows if row.cell == name and not row.has_other_reuse])
+            blocks += _outlook(
+                BY_NAME[name], plan, [row for row in rows if row.cell == name and not row.has_other_reuse]
+            )
     return blocks
 
 

@@ -123,8 +123,8 @@ class Bench:
         others = {row.broker for row in self.file.rows if not row.is_simulated} - {self._broker_name}
         if others:
             raise RelayError(
-                f"the runs in {out} are of {', '.join(sorted(others))}, this is {self._broker_name}: give another folder "
-                "with --out"
+                f"the runs in {out} are of {', '.join(sorted(others))}, this is {self._broker_name}: give another "
+                "folder with --out"
             )
         self._open = ExitStack()
         self._served: tuple[object, ...] = ()
