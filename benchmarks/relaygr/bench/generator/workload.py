@@ -188,7 +188,8 @@ def reuse_of(trace: Trace) -> float:
 
 def with_reuse(trace: Trace, reuse: float) -> Trace:
     """The trace with other users, so that about this share of the measured impressions is of users who came before.
-    Times, lengths and sizes stay. An impression keeps its user where it can.
+    Times, lengths and sizes stay. An impression keeps its user where it can. Else chance chooses among the users of the
+    nearest length that is not above its own.
     """
     own_reuse = reuse_of(trace)
     # Fewer returning users: some of their impressions go to new ones. More: some of new users go to those seen before.
@@ -207,8 +208,12 @@ def with_reuse(trace: Trace, reuse: float) -> Trace:
         comes_again = random.random() < (stays if own in came else joins)
         came.add(own)
         if comes_again and place:
-            # A history never becomes shorter. Of the others, the nearest is that of the user who came with it.
-            user = own if seen.get(own, length + 1) <= length else shortest_first[place - 1][1]
+            user = own
+            # A history never becomes shorter.
+            if seen.get(own, length + 1) > length:
+                nearest = shortest_first[place - 1][0]
+                first = bisect.bisect_left(shortest_first, (nearest, ""))
+                user = shortest_first[int(random.integers(first, place))][1]
             del shortest_first[bisect.bisect_left(shortest_first, (seen[user], user))]
         else:
             user = own if own not in seen else f"{prefix}{row}"
