@@ -16,13 +16,21 @@ from rich.console import Console
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.generator.samples import LOST, Sample
-from relaygr.bench.generator.trace import write_trace
+from relaygr.bench.generator.trace import read_trace, write_trace
 from relaygr.bench.generator.workload import Workload, make_trace
+from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
 from relaygr.bench.headline.command import with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
 from relaygr.bench.headline.document import Bullets, Grid
-from relaygr.bench.headline.figures import CONFIRMED, counts_for_b, figures_of, longest_truncation, same_load
+from relaygr.bench.headline.figures import (
+    CONFIRMED,
+    NO_LENGTHS,
+    counts_for_b,
+    figures_of,
+    longest_truncation,
+    same_load,
+)
 from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import (
@@ -48,6 +56,7 @@ from relaygr.bench.headline.points import (
 )
 from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
 from relaygr.bench.headline.rows import (
+    OF_LOG,
     SIMULATED,
     RunFile,
     RunRow,
@@ -393,6 +402,12 @@ class TestFigures:
         write_report(tmp_path)
         assert "R loses to B0: centre (R meets it nowhere)" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
+    def test_the_report_of_a_search_with_a_log_says_why_it_has_no_figure_a(self, tmp_path: Path) -> None:
+        RunFile(tmp_path).add(row(mode=f"quick{OF_LOG}0123abcd"), [SAMPLE])
+        write_report(tmp_path)
+        _, _, after = (tmp_path / "report.md").read_text(encoding="utf-8").partition("## A: longest median history")
+        assert NO_LENGTHS in after and after.index(NO_LENGTHS) < after.index("## B: ")
+
     def test_the_report_says_of_how_many_seeds_a_ratio_is_and_counts_the_others_as_lost(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
         for seed in range(1, 6):
@@ -611,6 +626,8 @@ def test_the_quick_run_takes_twelve_minutes_and_the_full_one_says_that_it_takes_
         ({"rates": "5", "histories": "2k"}, "--histories takes whole numbers of behaviours"),
         ({"rates": "5", "histories": "64,8193"}, "cell quick takes histories of up to 8,192 behaviours, not 8,193"),
         ({"quick": True, "histories": "64"}, "--histories belongs to --rates"),
+        ({"rates": "5", "histories": "64", "interactions": Path("log.csv")}, "leave out --histories"),
+        ({"full": True, "systems": "B0,B1", "interactions": Path("log.csv")}, "--interactions does not measure"),
         ({"rates": "5", "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
         ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
         ({"simulated": True, "systems": "B0,O"}, "B1 and O are not simulated"),
@@ -707,6 +724,62 @@ class TestCellSearch:
         assert [each.seed for each in confirmed] == list(range(1_001, 1_008))
         best = max(each.rate_per_s for each in points if each.figure == "B" and each.rate_per_s * 2_048 <= 2.5e5)
         assert {each.rate_per_s for each in confirmed} == {best}
+
+    @pytest.mark.parametrize("mode", [QUICK_MODE, FULL_MODE])
+    def test_the_highest_rate_of_a_search_is_known_before(self, mode: Mode) -> None:
+        for system in (System.B0, System.C, System.R):
+            highest = CellSearch(QUICK, self.PLAN, mode, lambda *_: row()).highest_rate_per_s(system)
+            asked = self.asked(replace(mode, a_loads=()), system, highest / 2 * QUICK.history)
+            assert highest / 4 < max(each.rate_per_s for each in asked) <= highest
+
+
+NO_BROKER: Any = None
+"""For runs that never start."""
+
+
+class TestUsersOfALog:
+    def log(self, folder: Path, users: int, length: int) -> Path:
+        lines = [f"u{user}\t{item}\t{item}" for user in range(users) for item in range(length)]
+        text = "user_id:token\titem_id:token\ttimestamp:float\n" + "\n".join(lines) + "\n"
+        (folder / "log.inter").write_text(text, encoding="utf-8")
+        return folder / "log.inter"
+
+    @pytest.mark.parametrize("option", ["quick", "full"])
+    def test_a_search_leaves_figure_a_out(
+        self, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[tuple[System, ...], Mode]] = []
+        monkeypatch.setattr(command, "measure", lambda _, systems, mode, *__, **___: asked.append((systems, mode)))
+        call: Callable[..., None] = main
+        call(**{option: True}, interactions=self.log(tmp_path, 1, 2))
+        ((systems, mode),) = asked
+        assert System.B1 not in systems and System.R in systems and OF_LOG in mode.name
+        search = TestCellSearch()
+        assert {each.figure for each in search.asked(mode, System.B0, 4e4)} <= {"B", CONFIRMED["B"]}
+        assert CellSearch(QUICK, search.PLAN, mode, lambda *_: row(figure="short")).short_capacity("uncut") == 200.0
+
+    def test_a_log_with_too_few_users_for_a_search_is_refused_before_the_first_run(self, tmp_path: Path) -> None:
+        measured_in(tmp_path, QUICK)
+        log = self.log(tmp_path, 20, 30)
+        with (
+            Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, log) as bench,
+            pytest.raises(RelayError, match=r"quick: its search may go up to .*20 users are too few .* --rates"),
+        ):
+            bench.run_cells([(QUICK, (System.B0, System.R))])
+
+    def test_rates_have_all_their_traces_before_the_first_run_with_histories_up_to_each_cells_longest(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cells = [replace(CENTRE, name=f"n{n}", history=n, return_gap_s=0.5) for n in (16, 128)]
+        for cell in cells:
+            measured_in(tmp_path, cell)
+        there: list[list[Path]] = []
+        monkeypatch.setattr(Bench, "_row", lambda *_: there.append(sorted((tmp_path / "traces").iterdir())))
+        mode, log = replace(RATES_MODE, seconds=1.0, least_requests=0, warm_up_s=0.5), self.log(tmp_path, 40, 400)
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, mode, log) as bench:
+            bench.run_rates(cells, [System.B0], [8.0])
+        assert len(there) == 2 and there[0] == there[1]
+        assert [read_trace(path).history_length.max() for path in reversed(there[0])] == [32, 256]
 
 
 def simulated_mode(**changes: Any) -> Mode:

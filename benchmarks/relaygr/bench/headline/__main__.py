@@ -88,6 +88,7 @@ def main(
     from relaygr.bench.headline.grid import GRID, QUICK
     from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, RATES_MODE, SIMULATED_MODE
     from relaygr.bench.headline.report import fill_page, write_report
+    from relaygr.bench.headline.rows import OF_LOG
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
 
     if cells == "list":
@@ -99,10 +100,14 @@ def main(
         mode = replace(mode, seconds=seconds, name=f"{mode.name}-{seconds:g}s")
     chosen = _chosen_cells(cells, GRID if full or simulated else (QUICK,))
     impossible: dict[System, str] = {}
+    if interactions is not None:
+        impossible[System.B1] = "B1 takes its longest history from figure A, which --interactions does not measure"
     if trace is not None:
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
     if histories and not rates:
         raise RelayError("--histories belongs to --rates; --quick and --full search for the longest history themselves")
+    if histories and interactions is not None:
+        raise RelayError("the users of a log have histories of their own lengths: leave out --histories")
     if rates:
         if page is not None:
             raise RelayError("--rates searches for nothing, so it has no figures for --page")
@@ -116,7 +121,8 @@ def main(
     default = tuple(System) if full else SIMULATED_SYSTEMS if simulated else QUICK_SYSTEMS
     wanted = _chosen_systems(systems, default, impossible)
     if interactions is not None:
-        mode = replace(mode, name=f"{mode.name}-log-{digest_of(interactions)}")
+        named = f"{mode.name}{OF_LOG}{digest_of(interactions)}"
+        mode = replace(mode, name=named, a_systems=(), measures_short_capacity=False)
     if make_trace is not None:
         return write_load(chosen[0], make_trace, rate, mode, interactions)
     if trace is not None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
+from relaygr.bench.headline.figures import NO_LENGTHS
 from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs, points_at
 from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s
@@ -49,6 +50,8 @@ def measure(
     )
     if not mode.decides:
         console.print("indicative: with one seed a figure may be off by a step of its search, and nothing is decided")
+    if interactions is not None:
+        console.print(NO_LENGTHS, soft_wrap=True)
     if asks and not typer.confirm("Begin?"):
         return False
     with _bench(console, broker, mode, out, interactions) as bench:

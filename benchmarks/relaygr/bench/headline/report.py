@@ -11,12 +11,12 @@ from rich.console import Console
 
 from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Picture, Text, as_html, as_markdown
-from relaygr.bench.headline.figures import SEARCHED, Reached, counts_for_b, figures_of, same_load
+from relaygr.bench.headline.figures import NO_LENGTHS, SEARCHED, Reached, counts_for_b, figures_of, same_load
 from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
-from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_TRACE, RunRow, read_dicts, read_rows
+from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_LOG, OF_TRACE, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import (
     CHUNK_MS,
     HIT_FACTOR,
@@ -235,6 +235,8 @@ def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str, tr
     ):
         own = [each for each in figures if each.figure == figure]
         if not own:
+            if figure == "A" and OF_LOG in mode:
+                blocks += [Heading(title + transport), Text(NO_LENGTHS)]
             continue
         lines = []
         for each in own:

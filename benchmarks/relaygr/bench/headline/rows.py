@@ -32,6 +32,8 @@ AT_RATE, OF_TRACE = "rate ", "trace "
 """How the figure of a run without a search begins."""
 SIMULATED = "simulated"
 """How the broker's description of a simulated run begins."""
+OF_LOG = "-log-"
+"""Stands in the name of a mode whose users are those of an interaction log."""
 
 
 @dataclass(frozen=True, slots=True)

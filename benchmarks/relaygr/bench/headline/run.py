@@ -116,7 +116,8 @@ class Bench:
     def __init__(self, console: Console, out: Path, broker: LocalBroker, mode: Mode, interactions: Path | None) -> None:
         self._console, self._out, self._broker, self._mode = console, out, broker, mode
         self._interactions = interactions
-        self._logged: Population | None = None
+        self._logged: dict[int, Population] = {}
+        """The users of the log, by the longest history."""
         self.file = RunFile(out)
         self._open = ExitStack()
         self._served: tuple[object, ...] = ()
@@ -143,9 +144,28 @@ class Bench:
 
     def run_cells(self, asked: Asked) -> None:
         """Runs all figures of all cells."""
+        if self._interactions is not None:
+            self._check_log(asked)
         self._progress.update(self._bar, total=sum(estimated_runs(systems, self._mode) for _, systems in asked))
         for _, family in itertools.groupby(asked, lambda each: each[0].plan_name):
             self._run_family(list(family))
+
+    def _check_log(self, asked: Asked) -> None:
+        """Makes a trace of each cell at the highest rate of its search. Raises RelayError if the log has too few users
+        for it.
+        """
+        for cell, systems in asked:
+            plan = self._planned(cell)[0]
+            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan))
+            rate = snapped(max(map(search.highest_rate_per_s, systems)))
+            point = Point("B", cell.history, rate, self._mode.seeds[0])
+            try:
+                make_trace(workload_of(cell, plan, point, self._mode), logged=self._users(cell))
+            except RelayError as error:
+                raise RelayError(
+                    f"{cell.name}: its search may go up to {rate:g} requests/s, and {error}. --rates plays chosen rates "
+                    "without a search, --seconds sets the time"
+                ) from error
 
     def _run_family(self, asked: Asked) -> None:
         """Runs cells of one plan, system by system: most systems' processes serve all of them."""
@@ -174,6 +194,11 @@ class Bench:
         """
         points = {cell.name: points_at(cell, rates_per_s, histories, self._mode.seeds) for cell in cells}
         self._progress.update(self._bar, total=len(systems) * sum(map(len, points.values())))
+        if self._interactions is not None:
+            # A log with too few users is refused before the first run.
+            for cell in cells:
+                for point in points[cell.name]:
+                    self._trace(cell, self._planned(cell)[0], point)
         for cell in cells:
             plan = self.plan(cell)
             self._describe(cell, plan)
@@ -215,13 +240,14 @@ class Bench:
 
     def plan(self, cell: Cell) -> CellPlan:
         """The plan of the cell in this folder, as `plan_in`, and the files of its workers."""
-        measuring = f"{cell.name}: measuring the engine alone"
-        plan, self._calibration = plan_in(
-            self._out, cell, lambda: self._progress.update(self._bar, description=measuring)
-        )
+        plan, self._calibration = self._planned(cell)
         self._model = self._work / cell.name / "model"
         write_model(cell, self._model)
         return plan
+
+    def _planned(self, cell: Cell) -> tuple[CellPlan, Path]:
+        measuring = f"{cell.name}: measuring the engine alone"
+        return plan_in(self._out, cell, lambda: self._progress.update(self._bar, description=measuring))
 
     def _describe(self, cell: Cell, plan: CellPlan) -> None:
         self._console.print(
@@ -339,13 +365,15 @@ class Bench:
         return path
 
     def _users(self, cell: Cell) -> Population | None:
-        if self._interactions is not None and self._logged is None:
-            self._logged = population_of(
+        if self._interactions is None:
+            return None
+        if cell.longest_history not in self._logged:
+            self._logged[cell.longest_history] = population_of(
                 TrafficSettings(
                     interactions=self._interactions, users=100_000, history_max=cell.longest_history, suffix=cell.suffix
                 )
             )
-        return self._logged
+        return self._logged[cell.longest_history]
 
     def _samples_path(self, cell: Cell, system: System, variant: str, point: Point) -> Path:
         # Traces of two modes differ, and scores are compared on one trace.
