@@ -16,7 +16,7 @@ from rich.console import Console
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.generator.samples import LOST, Sample
-from relaygr.bench.generator.trace import read_trace, write_trace
+from relaygr.bench.generator.trace import Trace, read_trace, write_trace
 from relaygr.bench.generator.workload import Workload, make_trace
 from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
@@ -780,6 +780,43 @@ class TestUsersOfALog:
             bench.run_rates(cells, [System.B0], [8.0])
         assert len(there) == 2 and there[0] == there[1]
         assert [read_trace(path).history_length.max() for path in reversed(there[0])] == [32, 256]
+
+
+class TestTraceOfOthers:
+    TRACE = make_trace(
+        Workload(
+            seed=1, rate_per_s=8, seconds=2, warm_up_s=0, reuse=0, return_gap_s=1, history_median=200, history_max=256,
+            lead_median_ms=100,
+        )
+    )  # fmt: skip
+
+    @pytest.mark.parametrize(("column", "value"), [("history_length", 16_385), ("suffix", 81), ("candidates", 129)])
+    def test_what_is_more_than_the_cell_takes_is_refused_with_the_option_for_another_cell(
+        self, column: str, value: int, tmp_path: Path
+    ) -> None:
+        columns: dict[str, Any] = {column: np.full(len(self.TRACE), value, np.int32)}
+        write_trace(replace(self.TRACE, **columns), tmp_path / "large.csv")
+        with (
+            Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench,
+            pytest.raises(RelayError, match=rf"large\.csv: {column} is up to {value:,}, .* --cells"),
+        ):
+            bench.run_trace(QUICK, [System.B0], tmp_path / "large.csv")
+
+    def test_it_is_played_from_its_first_event_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        measured_in(tmp_path, QUICK)
+        hour_us = 3_600_000_000
+        later = replace(
+            self.TRACE, retrieval_us=self.TRACE.retrieval_us + hour_us, ranking_us=self.TRACE.ranking_us + hour_us
+        )
+        write_trace(later, tmp_path / "later.csv")
+        played: list[Trace] = []
+        monkeypatch.setattr(Bench, "_row", lambda *asked: played.append(read_trace(asked[-1])))
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench:
+            bench.run_trace(QUICK, [System.B0, System.R], tmp_path / "later.csv")
+        assert len(played) == 2 + 2 * len(REUSES)
+        for each in played:
+            assert each.retrieval_us[0] == 0 and np.array_equal(np.diff(each.ranking_us), np.diff(later.ranking_us))
+            assert np.array_equal(each.ranking_us - each.retrieval_us, later.ranking_us - later.retrieval_us)
 
 
 def simulated_mode(**changes: Any) -> Mode:

@@ -185,3 +185,8 @@ def list_cells() -> None:
         f"Each cell is also there as NAME-r0 and NAME-r{REUSES[1]:g}: with other shares of returning users.",
         soft_wrap=True,
     )
+    console.print(
+        f"A trace (--trace) may have histories of up to {QUICK.longest_history // QUICK.history} times that length, "
+        f"suffixes of up to {QUICK.longest_suffix} behaviours and as many candidates.",
+        soft_wrap=True,
+    )

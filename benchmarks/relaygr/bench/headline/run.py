@@ -209,15 +209,17 @@ class Bench:
         """Plays a trace of others on each system, without a search. Unless its users are those of a log, B0 and R then
         play it with other shares of returning users.
         """
+        read = read_trace(trace).from_zero()
+        takes = {"history_length": cell.longest_history, "suffix": cell.longest_suffix, "candidates": cell.candidates}
+        for name, most in takes.items():
+            found = int(getattr(read, name).max())
+            if found > most:
+                raise RelayError(
+                    f"{trace}: {name} is up to {found:,}, and cell {cell.name} takes at most {most:,}: choose another "
+                    "cell with --cells; `--cells list` prints their sizes"
+                )
         plan = self.plan(cell)
         self._describe(cell, plan)
-        read = read_trace(trace)
-        longest = int(read.history_length.max())
-        if longest > cell.longest_history or int(read.candidates.max()) > cell.candidates:
-            raise RelayError(
-                f"{trace}: cell {cell.name} takes histories of up to {cell.longest_history:,} behaviours and "
-                f"{cell.candidates} candidates, the trace has {longest:,} and {int(read.candidates.max())}"
-            )
         measured = read.retrieval_us[read.part != WARM_UP]
         if not len(measured):
             raise RelayError(f"{trace}: every row is warm-up (part 0)")
@@ -228,11 +230,13 @@ class Bench:
         pair = [system for system in systems if system in (System.B0, System.R)]
         reuses = REUSES if self._interactions is None else ()
         self._progress.update(self._bar, total=len(systems) + len(pair) * len(reuses))
+        own = self._out / "traces" / f"{figure.replace(' ', '-')}.parquet"
+        write_trace(read, own)
         for system in systems:
-            self._row(cell, plan, system, UNCUT, point, trace)
+            self._row(cell, plan, system, UNCUT, point, own)
         others = {}
         for reuse in reuses:
-            others[reuse] = self._out / "traces" / f"{figure.replace(' ', '-')}-r{reuse:g}.parquet"
+            others[reuse] = own.with_name(f"{own.stem}-r{reuse:g}.parquet")
             write_trace(with_reuse(read, reuse), others[reuse])
         for system in pair:
             for reuse, path in others.items():
