@@ -640,6 +640,17 @@ def test_wrong_options_are_refused_with_the_reason(options: dict[str, Any], why:
         call(**options)
 
 
+def test_empty_names_of_cells_and_systems_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], list[str]]] = []
+    monkeypatch.setattr(
+        command, "measure", lambda cells, systems, *_, **__: asked.append(([each.name for each in cells], [*systems]))
+    )
+    call: Callable[..., None] = main
+    call(quick=True, cells="quick-r0, lead-0,", systems=",R,b0")
+    call(quick=True, cells=",", systems=",")
+    assert asked == [(["quick-r0", "lead-0"], ["B0", "R"]), (["quick"], [*QUICK_SYSTEMS])]
+
+
 COEFFICIENTS = LatencyCoefficients(
     a0=1_500.0, a1=8.0, a2=0.0, b0=1_000.0, b1=7.0, b2=0.0, c0=500.0, c1=1.0, c2=0.0, d0=10.0, d1=1e-4
 )

@@ -155,23 +155,28 @@ def _histories_of(text: str) -> list[int]:
     return [int(each) for each in text.split(",")] if text else []
 
 
-def _chosen_cells(names: str, default: tuple) -> tuple:  # type: ignore[type-arg]
+def _names_of(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _chosen_cells(text: str, default: tuple) -> tuple:  # type: ignore[type-arg]
     from relaygr.bench.headline.grid import BY_NAME
 
-    unknown = [name for name in names.split(",") if name and name not in BY_NAME]
+    names = _names_of(text)
+    unknown = [name for name in names if name not in BY_NAME]
     if unknown:
         raise RelayError(f"no cell has the name {unknown[0]!r}: `--cells list` prints them")
-    return tuple(BY_NAME[name] for name in names.split(",")) if names else default
+    return tuple(BY_NAME[name] for name in names) or default
 
 
-def _chosen_systems(names: str, default: tuple, impossible: dict) -> tuple:  # type: ignore[type-arg]
+def _chosen_systems(text: str, default: tuple, impossible: dict) -> tuple:  # type: ignore[type-arg]
     from relaygr.bench.headline.systems import System
 
-    known = {system.value.lower(): system for system in System}
-    unknown = [name for name in names.split(",") if name and name.lower() not in known]
+    names, known = _names_of(text), {system.value.lower(): system for system in System}
+    unknown = [name for name in names if name.lower() not in known]
     if unknown:
         raise RelayError(f"no system has the name {unknown[0]!r}: there are {', '.join(System)}")
-    wanted = {known[name.lower()] for name in names.split(",")} if names else set(default) - impossible.keys()
+    wanted = {known[name.lower()] for name in names} or set(default) - impossible.keys()
     for system, why in impossible.items():
         if system in wanted:
             raise RelayError(why)
