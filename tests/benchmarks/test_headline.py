@@ -255,6 +255,14 @@ class TestRow:
         assert row().passed
         assert not row(**change).passed
 
+    def test_a_run_says_why_it_did_not_pass(self) -> None:
+        changes: dict[str, dict[str, Any]] = {
+            "passed": {}, "late": {"late_share": 0.02}, "over-saturated": {"late_share": 0.5, "queue_growth": 9.0},
+            "other scores than B0's in 2 requests": {"scores_different": 2},
+            "not valid: the generator was late": {"valid": False, "late_share": 0.02},
+        }  # fmt: skip
+        assert [row(**change).verdict for change in changes.values()] == list(changes)
+
     def test_rows_are_read_as_they_were_added_and_answer_their_question(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
         file.add(row(offered_p99_ms=math.inf), [SAMPLE])
@@ -266,7 +274,18 @@ class TestRow:
 
     def test_rows_of_something_else_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "runs.csv").write_text("a,b\n1,2\n", encoding="utf-8")
-        with pytest.raises(RelayError, match=r"runs\.csv does not have the rows"):
+        with pytest.raises(RelayError, match=r"runs\.csv does not have the rows of this benchmark: line 2: KeyError"):
+            read_rows(tmp_path / "runs.csv")
+
+    def test_a_row_that_cannot_be_read_is_refused_with_its_line(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        file.add(row(), [SAMPLE])
+        file.add(row(machine="here"), [SAMPLE])
+        text = (tmp_path / "runs.csv").read_text(encoding="utf-8")
+        (tmp_path / "runs.csv").write_text(
+            text.replace(",here,Kafka,full,centre,B,B0,,64,", ",here,Kafka,full,centre,B,B0,,many,")
+        )
+        with pytest.raises(RelayError, match=r"line 3: ValueError.*many"):
             read_rows(tmp_path / "runs.csv")
 
 
@@ -419,6 +438,30 @@ class TestFigures:
         text = (tmp_path / "report.md").read_text(encoding="utf-8")
         assert "2.00 (2.00 to 2.00; 2 of 5 seeds)" in text
         assert "R loses to B0: centre (median of all seeds 0, B0 10)" in text
+
+    def test_the_report_says_at_which_rate_of_a_the_relay_loses(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        for rate, longest in ((5.0, 128), (9.0, 32)):
+            for system, length in (("B0", 64), ("R", longest)):
+                file.add(row(figure="A", system=system, rate_per_s=rate, history=length), [SAMPLE])
+        write_report(tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        assert "R / B0 over 2 pairs of a cell and a rate: median 1.25" in text
+        assert "R loses to B0: centre at 9/s (0.50)" in text
+
+    def test_the_report_says_why_a_cell_does_not_count(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        cells = {"idle": ({10.0: 0.0}, 0.1, {10.0: 0.0}), "busy": ({10.0: 0.0}, 0.9, {10.0: 0.5})}
+        for cell, (base, use, relay) in (cells | {"alone": ({}, 0.0, {10.0: 0.0})}).items():
+            for each in outcome("B0", base, 1, cell=cell, device_use=use) + outcome("R", relay, 1, cell=cell):
+                file.add(each, [SAMPLE])
+        write_report(tmp_path)
+        lines = (tmp_path / "report.md").read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if "Not counted" in line] == [
+            "* Not counted, because B0 does not reach 30 % device use within the deadline: idle",
+            "* Not counted, because no seed has a value of both R and B0: busy",
+            "* Not counted, because B0 was not run: alone",
+        ]
 
     def test_the_report_reads_the_plan_of_a_cell_with_a_dot_in_its_name(self, tmp_path: Path) -> None:
         name = "n1024-d1.5-r0.6"
@@ -756,9 +799,7 @@ class TestUsersOfALog:
         return folder / "log.inter"
 
     @pytest.mark.parametrize("option", ["quick", "full"])
-    def test_a_search_leaves_figure_a_out(
-        self, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_search_leaves_figure_a_out(self, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[tuple[tuple[System, ...], Mode]] = []
         monkeypatch.setattr(command, "measure", lambda _, systems, mode, *__, **___: asked.append((systems, mode)))
         call: Callable[..., None] = main

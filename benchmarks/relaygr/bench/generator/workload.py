@@ -6,10 +6,11 @@ These come back after log-normal gaps, of which the popular users have the short
 rank k is proportional to k^zipf. There are as many returning users as the rate and the gap ask for, so a higher rate
 means more users, not users who come more often. All other users come once.
 
-However long a trace is, its lengths have about the same distribution. The history of a returning synthetic user grows
-from below the user's mean length to above it; then the user leaves, and a new one comes instead. Without this, runs at
-low rates, which last longer, would have longer histories. All of them come equally often before they leave. Each has a
-stratum of the lengths, so that of three one is short and one is long, whatever the seed. Users of a log stay.
+However long a trace is, the lengths of synthetic users have about the same distribution. The history of one who returns
+grows from below the user's mean length to above it; then the user leaves, and a new one comes instead. Without this,
+runs at low rates, which last longer, would have longer histories. All of them come equally often before they leave.
+Each has a stratum of the lengths, so that of three one is short and one is long, whatever the seed. Users of a log and
+the hot user stay, and their histories grow to their longest.
 
 Adversarial loads: `hot_user_share` of all arrivals is of one user, and with `hot_partition_share` that share of the
 users is in partition 0.

@@ -163,8 +163,8 @@ class Bench:
                 make_trace(workload_of(cell, plan, point, self._mode), logged=self._users(cell))
             except RelayError as error:
                 raise RelayError(
-                    f"{cell.name}: its search may go up to {rate:g} requests/s, and {error}. --rates plays chosen rates "
-                    "without a search, --seconds sets the time"
+                    f"{cell.name}: its search may go up to {rate:g} requests/s, and {error}. --rates plays chosen "
+                    "rates without a search, --seconds sets the time"
                 ) from error
 
     def _run_family(self, asked: Asked) -> None:
@@ -293,12 +293,9 @@ class Bench:
         return f"{variant}, at most {self._limit:,} behaviours" if system is System.B1 else ""
 
     def _tell(self, row: RunRow) -> None:
-        verdict = "passed" if row.passed else "late" if row.valid else "not valid: the generator was late"
-        if row.is_oversaturated and row.valid:
-            verdict = "over-saturated"
         self._progress.console.print(
             f"  {row.system:<6} {row.figure}  {row.history:>6,} behaviours  {row.rate_per_s:>6g}/s  seed {row.seed}  "
-            f"{row.late_share:6.1%} late of {row.offered:<5}  P99 {row.offered_p99_ms:6.0f} ms  {verdict}",
+            f"{row.late_share:6.1%} late of {row.offered:<5}  P99 {row.offered_p99_ms:6.0f} ms  {row.verdict}",
             soft_wrap=True,
         )
 

@@ -192,9 +192,7 @@ def _load_generator() -> Any:
     return mlperf_loadgen
 
 
-def _test(
-    loadgen: Any, system: _SystemUnderTest, rate_per_s: float, limit_ms: int, seconds: float, out: Path
-) -> None:
+def _test(loadgen: Any, system: _SystemUnderTest, rate_per_s: float, limit_ms: int, seconds: float, out: Path) -> None:
     def issue(samples: list[Any]) -> None:
         for sample in samples:
             # The load generator takes the address of scores only to check accuracy.
