@@ -96,6 +96,16 @@ class TestOtherUsers:
         for column in ("retrieval_us", "ranking_us", "history_length", "suffix", "candidates", "part"):
             assert np.array_equal(getattr(other, column), getattr(trace, column)), column
 
+    def test_visits_with_histories_of_one_length_spread_over_many_users(self) -> None:
+        trace = made(reuse=0.0)
+        # The first user has the highest id.
+        users, lengths = sorted(trace.user_id, reverse=True), np.full(len(trace), 2_048, np.int32)
+        other = with_reuse(replace(trace, user_id=users, history_length=lengths), 0.6)
+        assert reuse_of(other) == pytest.approx(0.6, abs=0.04)
+        counts = Counter(other.user_id)
+        assert max(counts.values()) < 0.01 * len(trace)
+        assert sum(count > 1 for count in counts.values()) > 0.1 * len(trace)
+
     def test_users_stay_where_they_can(self) -> None:
         trace = made(reuse=0.6)
         assert with_reuse(trace, reuse_of(trace)).user_id == trace.user_id

@@ -16,13 +16,21 @@ from rich.console import Console
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.generator.samples import LOST, Sample
-from relaygr.bench.generator.trace import write_trace
+from relaygr.bench.generator.trace import Trace, read_trace, write_trace
 from relaygr.bench.generator.workload import Workload, make_trace
+from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
 from relaygr.bench.headline.command import with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
 from relaygr.bench.headline.document import Bullets, Grid
-from relaygr.bench.headline.figures import CONFIRMED, counts_for_b, figures_of, longest_truncation, same_load
+from relaygr.bench.headline.figures import (
+    CONFIRMED,
+    NO_LENGTHS,
+    counts_for_b,
+    figures_of,
+    longest_truncation,
+    same_load,
+)
 from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import (
@@ -48,6 +56,7 @@ from relaygr.bench.headline.points import (
 )
 from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
 from relaygr.bench.headline.rows import (
+    OF_LOG,
     SIMULATED,
     RunFile,
     RunRow,
@@ -246,6 +255,14 @@ class TestRow:
         assert row().passed
         assert not row(**change).passed
 
+    def test_a_run_says_why_it_did_not_pass(self) -> None:
+        changes: dict[str, dict[str, Any]] = {
+            "passed": {}, "late": {"late_share": 0.02}, "over-saturated": {"late_share": 0.5, "queue_growth": 9.0},
+            "other scores than B0's in 2 requests": {"scores_different": 2},
+            "not valid: the generator was late": {"valid": False, "late_share": 0.02},
+        }  # fmt: skip
+        assert [row(**change).verdict for change in changes.values()] == list(changes)
+
     def test_rows_are_read_as_they_were_added_and_answer_their_question(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
         file.add(row(offered_p99_ms=math.inf), [SAMPLE])
@@ -257,7 +274,18 @@ class TestRow:
 
     def test_rows_of_something_else_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "runs.csv").write_text("a,b\n1,2\n", encoding="utf-8")
-        with pytest.raises(RelayError, match=r"runs\.csv does not have the rows"):
+        with pytest.raises(RelayError, match=r"runs\.csv does not have the rows of this benchmark: line 2: KeyError"):
+            read_rows(tmp_path / "runs.csv")
+
+    def test_a_row_that_cannot_be_read_is_refused_with_its_line(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        file.add(row(), [SAMPLE])
+        file.add(row(machine="here"), [SAMPLE])
+        text = (tmp_path / "runs.csv").read_text(encoding="utf-8")
+        (tmp_path / "runs.csv").write_text(
+            text.replace(",here,Kafka,full,centre,B,B0,,64,", ",here,Kafka,full,centre,B,B0,,many,")
+        )
+        with pytest.raises(RelayError, match=r"line 3: ValueError.*many"):
             read_rows(tmp_path / "runs.csv")
 
 
@@ -414,6 +442,12 @@ class TestFigures:
         write_report(tmp_path)
         assert "R loses to B0: centre (R meets it nowhere)" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
+    def test_the_report_of_a_search_with_a_log_says_why_it_has_no_figure_a(self, tmp_path: Path) -> None:
+        RunFile(tmp_path).add(row(mode=f"quick{OF_LOG}0123abcd"), [SAMPLE])
+        write_report(tmp_path)
+        _, _, after = (tmp_path / "report.md").read_text(encoding="utf-8").partition("## A: longest median history")
+        assert NO_LENGTHS in after and after.index(NO_LENGTHS) < after.index("## B: ")
+
     def test_the_report_says_of_how_many_seeds_a_ratio_is_and_counts_the_others_as_lost(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
         for seed in range(1, 6):
@@ -425,6 +459,30 @@ class TestFigures:
         text = (tmp_path / "report.md").read_text(encoding="utf-8")
         assert "2.00 (2.00 to 2.00; 2 of 5 seeds)" in text
         assert "R loses to B0: centre (median of all seeds 0, B0 10)" in text
+
+    def test_the_report_says_at_which_rate_of_a_the_relay_loses(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        for rate, longest in ((5.0, 128), (9.0, 32)):
+            for system, length in (("B0", 64), ("R", longest)):
+                file.add(row(figure="A", system=system, rate_per_s=rate, history=length), [SAMPLE])
+        write_report(tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        assert "R / B0 over 2 pairs of a cell and a rate: median 1.25" in text
+        assert "R loses to B0: centre at 9/s (0.50)" in text
+
+    def test_the_report_says_why_a_cell_does_not_count(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        cells = {"idle": ({10.0: 0.0}, 0.1, {10.0: 0.0}), "busy": ({10.0: 0.0}, 0.9, {10.0: 0.5})}
+        for cell, (base, use, relay) in (cells | {"alone": ({}, 0.0, {10.0: 0.0})}).items():
+            for each in outcome("B0", base, 1, cell=cell, device_use=use) + outcome("R", relay, 1, cell=cell):
+                file.add(each, [SAMPLE])
+        write_report(tmp_path)
+        lines = (tmp_path / "report.md").read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if "Not counted" in line] == [
+            "* Not counted, because B0 does not reach 30 % device use within the deadline: idle",
+            "* Not counted, because no seed has a value of both R and B0: busy",
+            "* Not counted, because B0 was not run: alone",
+        ]
 
     def test_the_report_reads_the_plan_of_a_cell_with_a_dot_in_its_name(self, tmp_path: Path) -> None:
         name = "n1024-d1.5-r0.6"
@@ -651,6 +709,8 @@ def test_the_quick_run_takes_twelve_minutes_and_the_full_one_says_that_it_takes_
         ({"rates": "5", "histories": "2k"}, "--histories takes whole numbers of behaviours"),
         ({"rates": "5", "histories": "64,8193"}, "cell quick takes histories of up to 8,192 behaviours, not 8,193"),
         ({"quick": True, "histories": "64"}, "--histories belongs to --rates"),
+        ({"rates": "5", "histories": "64", "interactions": Path("log.csv")}, "leave out --histories"),
+        ({"full": True, "systems": "B0,B1", "interactions": Path("log.csv")}, "--interactions does not measure"),
         ({"rates": "5", "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
         ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
         ({"simulated": True, "systems": "B0,O"}, "B1 and O are not simulated"),
@@ -661,6 +721,17 @@ def test_wrong_options_are_refused_with_the_reason(options: dict[str, Any], why:
     call: Callable[..., None] = main
     with pytest.raises(RelayError, match=re.escape(why)):
         call(**options)
+
+
+def test_empty_names_of_cells_and_systems_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], list[str]]] = []
+    monkeypatch.setattr(
+        command, "measure", lambda cells, systems, *_, **__: asked.append(([each.name for each in cells], [*systems]))
+    )
+    call: Callable[..., None] = main
+    call(quick=True, cells="quick-r0, lead-0,", systems=",R,b0")
+    call(quick=True, cells=",", systems=",")
+    assert asked == [(["quick-r0", "lead-0"], ["B0", "R"]), (["quick"], [*QUICK_SYSTEMS])]
 
 
 COEFFICIENTS = LatencyCoefficients(
@@ -773,6 +844,97 @@ class TestCellSearch:
         assert [each.seed for each in confirmed] == list(range(1_001, 1_008))
         best = max(each.rate_per_s for each in points if each.figure == "B" and each.rate_per_s * 2_048 <= 2.5e5)
         assert {each.rate_per_s for each in confirmed} == {best}
+
+    @pytest.mark.parametrize("mode", [QUICK_MODE, FULL_MODE])
+    def test_the_highest_rate_of_a_search_is_known_before(self, mode: Mode) -> None:
+        for system in (System.B0, System.C, System.R):
+            highest = CellSearch(QUICK, self.PLAN, mode, lambda *_: row()).highest_rate_per_s(system)
+            asked = self.asked(replace(mode, a_loads=()), system, highest / 2 * QUICK.history)
+            assert highest / 4 < max(each.rate_per_s for each in asked) <= highest
+
+
+NO_BROKER: Any = None
+"""For runs that never start."""
+
+
+class TestUsersOfALog:
+    def log(self, folder: Path, users: int, length: int) -> Path:
+        lines = [f"u{user}\t{item}\t{item}" for user in range(users) for item in range(length)]
+        text = "user_id:token\titem_id:token\ttimestamp:float\n" + "\n".join(lines) + "\n"
+        (folder / "log.inter").write_text(text, encoding="utf-8")
+        return folder / "log.inter"
+
+    @pytest.mark.parametrize("option", ["quick", "full"])
+    def test_a_search_leaves_figure_a_out(self, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[tuple[tuple[System, ...], Mode]] = []
+        monkeypatch.setattr(command, "measure", lambda _, systems, mode, *__, **___: asked.append((systems, mode)))
+        call: Callable[..., None] = main
+        call(**{option: True}, interactions=self.log(tmp_path, 1, 2))
+        ((systems, mode),) = asked
+        assert System.B1 not in systems and System.R in systems and OF_LOG in mode.name
+        search = TestCellSearch()
+        assert {each.figure for each in search.asked(mode, System.B0, 4e4)} <= {"B", CONFIRMED["B"]}
+        assert CellSearch(QUICK, search.PLAN, mode, lambda *_: row(figure="short")).short_capacity("uncut") == 200.0
+
+    def test_a_log_with_too_few_users_for_a_search_is_refused_before_the_first_run(self, tmp_path: Path) -> None:
+        measured_in(tmp_path, QUICK)
+        log = self.log(tmp_path, 20, 30)
+        with (
+            Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, log) as bench,
+            pytest.raises(RelayError, match=r"quick: its search may go up to .*20 users are too few .* --rates"),
+        ):
+            bench.run_cells([(QUICK, (System.B0, System.R))])
+
+    def test_rates_have_all_their_traces_before_the_first_run_with_histories_up_to_each_cells_longest(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cells = [replace(CENTRE, name=f"n{n}", history=n, return_gap_s=0.5) for n in (16, 128)]
+        for cell in cells:
+            measured_in(tmp_path, cell)
+        there: list[list[Path]] = []
+        monkeypatch.setattr(Bench, "_row", lambda *_: there.append(sorted((tmp_path / "traces").iterdir())))
+        mode, log = replace(RATES_MODE, seconds=1.0, least_requests=0, warm_up_s=0.5), self.log(tmp_path, 40, 400)
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, mode, log) as bench:
+            bench.run_rates(cells, [System.B0], [8.0])
+        assert len(there) == 2 and there[0] == there[1]
+        assert [read_trace(path).history_length.max() for path in reversed(there[0])] == [32, 256]
+
+
+class TestTraceOfOthers:
+    TRACE = make_trace(
+        Workload(
+            seed=1, rate_per_s=8, seconds=2, warm_up_s=0, reuse=0, return_gap_s=1, history_median=200, history_max=256,
+            lead_median_ms=100,
+        )
+    )  # fmt: skip
+
+    @pytest.mark.parametrize(("column", "value"), [("history_length", 16_385), ("suffix", 81), ("candidates", 129)])
+    def test_what_is_more_than_the_cell_takes_is_refused_with_the_option_for_another_cell(
+        self, column: str, value: int, tmp_path: Path
+    ) -> None:
+        columns: dict[str, Any] = {column: np.full(len(self.TRACE), value, np.int32)}
+        write_trace(replace(self.TRACE, **columns), tmp_path / "large.csv")
+        with (
+            Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench,
+            pytest.raises(RelayError, match=rf"large\.csv: {column} is up to {value:,}, .* --cells"),
+        ):
+            bench.run_trace(QUICK, [System.B0], tmp_path / "large.csv")
+
+    def test_it_is_played_from_its_first_event_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        measured_in(tmp_path, QUICK)
+        hour_us = 3_600_000_000
+        later = replace(
+            self.TRACE, retrieval_us=self.TRACE.retrieval_us + hour_us, ranking_us=self.TRACE.ranking_us + hour_us
+        )
+        write_trace(later, tmp_path / "later.csv")
+        played: list[Trace] = []
+        monkeypatch.setattr(Bench, "_row", lambda *asked: played.append(read_trace(asked[-1])))
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench:
+            bench.run_trace(QUICK, [System.B0, System.R], tmp_path / "later.csv")
+        assert len(played) == 2 + 2 * len(REUSES)
+        for each in played:
+            assert each.retrieval_us[0] == 0 and np.array_equal(np.diff(each.ranking_us), np.diff(later.ranking_us))
+            assert np.array_equal(each.ranking_us - each.retrieval_us, later.ranking_us - later.retrieval_us)
 
 
 def simulated_mode(**changes: Any) -> Mode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from relaygr.bench.generator.trace import read_trace
 from relaygr.bench.headline.grid import BY_NAME, CENTRE
+from relaygr.bench.loadgen import run
 from relaygr.bench.loadgen.run import LEAST_REQUESTS, USERS, read_summary, run_loadgen
 from relaygr.runtime.errors import RelayError
 
@@ -38,6 +40,15 @@ def test_a_summary_without_its_figures_is_refused() -> None:
 def test_an_unknown_cell_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RelayError, match="no cell has the name 'none'"):
         run_loadgen("none", 0.3, 1.0, "embedded", tmp_path)
+
+
+def test_a_missing_load_generator_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlperf_loadgen", None)
+    monkeypatch.setattr(run, "local_broker", lambda _: pytest.fail("a broker was asked for"))
+    with pytest.raises(RelayError, match="pip install mlcommons-loadgen"):
+        run_loadgen("dlrm-v3-cpu", 0.3, 1.0, "embedded", tmp_path)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,11 @@ class Trace:
     def seconds(self) -> float:
         """From the start to the last ranking request."""
         return float(self.ranking_us.max()) / 1e6
+
+    def from_zero(self) -> Trace:
+        """The trace with its first event at 0."""
+        first_us = self.retrieval_us[0]
+        return replace(self, retrieval_us=self.retrieval_us - first_us, ranking_us=self.ranking_us - first_us)
 
     def _refuse(self, wrong: NDArray[np.bool_], why: str) -> None:
         if wrong.any():

@@ -6,10 +6,11 @@ These come back after log-normal gaps, of which the popular users have the short
 rank k is proportional to k^zipf. There are as many returning users as the rate and the gap ask for, so a higher rate
 means more users, not users who come more often. All other users come once.
 
-However long a trace is, its lengths have about the same distribution. The history of a returning synthetic user grows
-from below the user's mean length to above it; then the user leaves, and a new one comes instead. Without this, runs at
-low rates, which last longer, would have longer histories. All of them come equally often before they leave. Each has a
-stratum of the lengths, so that of three one is short and one is long, whatever the seed. Users of a log stay.
+However long a trace is, the lengths of synthetic users have about the same distribution. The history of one who returns
+grows from below the user's mean length to above it; then the user leaves, and a new one comes instead. Without this,
+runs at low rates, which last longer, would have longer histories. All of them come equally often before they leave.
+Each has a stratum of the lengths, so that of three one is short and one is long, whatever the seed. Users of a log and
+the hot user stay, and their histories grow to their longest.
 
 Adversarial loads: `hot_user_share` of all arrivals is of one user, and with `hot_partition_share` that share of the
 users is in partition 0.
@@ -188,7 +189,8 @@ def reuse_of(trace: Trace) -> float:
 
 def with_reuse(trace: Trace, reuse: float) -> Trace:
     """The trace with other users, so that about this share of the measured impressions is of users who came before.
-    Times, lengths and sizes stay. An impression keeps its user where it can.
+    Times, lengths and sizes stay. An impression keeps its user where it can. Else chance chooses among the users of the
+    nearest length that is not above its own.
     """
     own_reuse = reuse_of(trace)
     # Fewer returning users: some of their impressions go to new ones. More: some of new users go to those seen before.
@@ -207,8 +209,12 @@ def with_reuse(trace: Trace, reuse: float) -> Trace:
         comes_again = random.random() < (stays if own in came else joins)
         came.add(own)
         if comes_again and place:
-            # A history never becomes shorter. Of the others, the nearest is that of the user who came with it.
-            user = own if seen.get(own, length + 1) <= length else shortest_first[place - 1][1]
+            user = own
+            # A history never becomes shorter.
+            if seen.get(own, length + 1) > length:
+                nearest = shortest_first[place - 1][0]
+                first = bisect.bisect_left(shortest_first, (nearest, ""))
+                user = shortest_first[int(random.integers(first, place))][1]
             del shortest_first[bisect.bisect_left(shortest_first, (seen[user], user))]
         else:
             user = own if own not in seen else f"{prefix}{row}"

@@ -89,6 +89,7 @@ def main(
     from relaygr.bench.headline.grid import GRID, QUICK
     from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, RATES_MODE, SIMULATED_MODE, TRACE_MODE
     from relaygr.bench.headline.report import fill_page, write_report
+    from relaygr.bench.headline.rows import OF_LOG
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
 
     if cells == "list":
@@ -101,6 +102,8 @@ def main(
         mode = replace(mode, seconds=seconds, name=f"{mode.name}-{seconds:g}s")
     chosen = _chosen_cells(cells, GRID if full or simulated else (QUICK,))
     impossible: dict[System, str] = {}
+    if interactions is not None:
+        impossible[System.B1] = "B1 takes its longest history from figure A, which --interactions does not measure"
     if trace is not None:
         if page is not None or seconds is not None:
             raise RelayError(
@@ -109,6 +112,8 @@ def main(
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
     if histories and not rates:
         raise RelayError("--histories belongs to --rates; --quick and --full search for the longest history themselves")
+    if histories and interactions is not None:
+        raise RelayError("the users of a log have histories of their own lengths: leave out --histories")
     if rates:
         if page is not None:
             raise RelayError("--rates searches for nothing, so it has no figures for --page")
@@ -122,7 +127,8 @@ def main(
     default = tuple(System) if full else SIMULATED_SYSTEMS if simulated else QUICK_SYSTEMS
     wanted = _chosen_systems(systems, default, impossible)
     if interactions is not None:
-        mode = replace(mode, name=f"{mode.name}-log-{digest_of(interactions)}")
+        named = f"{mode.name}{OF_LOG}{digest_of(interactions)}"
+        mode = replace(mode, name=named, a_systems=(), measures_short_capacity=False)
     if make_trace is not None:
         return write_load(chosen[0], make_trace, rate, mode, interactions)
     if trace is not None:
@@ -155,23 +161,28 @@ def _histories_of(text: str) -> list[int]:
     return [int(each) for each in text.split(",")] if text else []
 
 
-def _chosen_cells(names: str, default: tuple) -> tuple:  # type: ignore[type-arg]
+def _names_of(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _chosen_cells(text: str, default: tuple) -> tuple:  # type: ignore[type-arg]
     from relaygr.bench.headline.grid import BY_NAME
 
-    unknown = [name for name in names.split(",") if name and name not in BY_NAME]
+    names = _names_of(text)
+    unknown = [name for name in names if name not in BY_NAME]
     if unknown:
         raise RelayError(f"no cell has the name {unknown[0]!r}: `--cells list` prints them")
-    return tuple(BY_NAME[name] for name in names.split(",")) if names else default
+    return tuple(BY_NAME[name] for name in names) or default
 
 
-def _chosen_systems(names: str, default: tuple, impossible: dict) -> tuple:  # type: ignore[type-arg]
+def _chosen_systems(text: str, default: tuple, impossible: dict) -> tuple:  # type: ignore[type-arg]
     from relaygr.bench.headline.systems import System
 
-    known = {system.value.lower(): system for system in System}
-    unknown = [name for name in names.split(",") if name and name.lower() not in known]
+    names, known = _names_of(text), {system.value.lower(): system for system in System}
+    unknown = [name for name in names if name.lower() not in known]
     if unknown:
         raise RelayError(f"no system has the name {unknown[0]!r}: there are {', '.join(System)}")
-    wanted = {known[name.lower()] for name in names.split(",")} if names else set(default) - impossible.keys()
+    wanted = {known[name.lower()] for name in names} or set(default) - impossible.keys()
     for system, why in impossible.items():
         if system in wanted:
             raise RelayError(why)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
+from relaygr.bench.headline.figures import NO_LENGTHS
 from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs, points_at
 from relaygr.bench.headline.rows import RunFile
@@ -53,6 +54,8 @@ def measure(
     )
     if not mode.decides:
         console.print("indicative: with one seed a figure may be off by a step of its search, and nothing is decided")
+    if interactions is not None:
+        console.print(NO_LENGTHS, soft_wrap=True)
     if asks and not typer.confirm("Begin?"):
         return False
     with _bench(console, broker, mode, out, interactions) as bench:
@@ -184,5 +187,10 @@ def list_cells() -> None:
         console.print(f"{cell.name}: {cell.origin}", soft_wrap=True)
     console.print(
         f"Each cell is also there as NAME-r0 and NAME-r{REUSES[1]:g}: with other shares of returning users.",
+        soft_wrap=True,
+    )
+    console.print(
+        f"A trace (--trace) may have histories of up to {QUICK.longest_history // QUICK.history} times that length, "
+        f"suffixes of up to {QUICK.longest_suffix} behaviours and as many candidates.",
         soft_wrap=True,
     )

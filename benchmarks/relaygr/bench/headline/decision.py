@@ -64,7 +64,8 @@ def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Inte
     """The geometric mean of ours / theirs over the seeds that both have, with a two-sided t interval; None without any.
     A seed at which one of them reached nothing (0) has no ratio: `seeds` says how many have.
 
-    Both values of a pair come from the same trace, so the difficulty of the trace cancels out.
+    Both values of a pair come from traces of one seed, so what the seed makes hard for both mostly cancels out. Only at
+    the same rate and length are these the same trace.
     """
     seeds = sorted(seed for seed in ours.keys() & theirs.keys() if ours[seed] > 0 and theirs[seed] > 0)
     if not seeds:

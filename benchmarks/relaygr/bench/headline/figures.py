@@ -17,6 +17,7 @@ CONFIRMED = {figure: f"{figure} confirmed" for figure in SEARCHED}
 LEAST_DEVICE_USE = 0.3
 """Figure B counts in cells where B0 uses at least this share of the device at its highest rate. At a lower share the
 deadline, and not the work, limits B0."""
+NO_LENGTHS = "No figure A: the users of a log have histories of their own lengths, so no search can choose the length."
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,6 +263,10 @@ class CellSearch:
             fitting = [each for each in lengths if rate * self._device_us(system, int(each)) <= use * 1e6]
             self._search("A", lengths, max(fitting, default=lengths[0]), partial(at_history, rate))
 
+    def highest_rate_per_s(self, system: System) -> float:
+        """About the highest rate that the search of B asks for: it may double a rate that filled the device."""
+        return min(2e6 / self._device_us(system, self._cell.history), RATE_FACTOR * self._plan.half_rate_per_s)
+
     def _rates_around(self, rate_per_s: float) -> list[float]:
         lowest, highest = rate_per_s / RATE_FACTOR, rate_per_s * RATE_FACTOR
         return values_around(rate_per_s, self._mode.resolution, lowest, highest, snapped)

@@ -12,6 +12,7 @@ from rich.console import Console
 from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Picture, Text, as_html, as_markdown
 from relaygr.bench.headline.figures import (
+    NO_LENGTHS,
     SEARCHED,
     Broken,
     Reached,
@@ -24,7 +25,7 @@ from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
-from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_TRACE, RunRow, read_dicts, read_rows
+from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_LOG, OF_TRACE, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import (
     CHUNK_MS,
     HIT_FACTOR,
@@ -249,6 +250,8 @@ def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str, tr
     ):
         own = [each for each in figures if each.figure == figure]
         if not own:
+            if figure == "A" and OF_LOG in mode:
+                blocks += [Heading(title + transport), Text(NO_LENGTHS)]
             continue
         lines = []
         for each in own:
@@ -282,33 +285,42 @@ def _summary(
         and each.ratio is not None
         and (figure == "A" or counts_for_b(figures, rows, each.cell, mode))
     }
+
+    def name_of(cell: str, rate_per_s: float) -> str:
+        return f"{cell} at {rate_per_s:g}/s" if figure == "A" else cell
+
     base = {(each.cell, each.rate_per_s): each.value for each in own if each.system == System.B0}
-    without = [cell for (cell, _), value in base.items() if not value]
+    without = [name_of(*question) for question, value in base.items() if not value]
     losing = []
+    left_out: dict[str, list[str]] = {}
     for each in own:
         if each.system != System.R:
             continue
-        b0 = base.get((each.cell, each.rate_per_s), 0)
+        question = (each.cell, each.rate_per_s)
+        name, b0 = name_of(*question), base.get(question, 0)
         if each.ratio is None:
-            losing += [f"{each.cell} (R meets it nowhere)"] if b0 > 0 else []
+            losing += [f"{name} (R meets it nowhere)"] if b0 > 0 else []
         elif each.ratio.value < 1:
-            losing.append(f"{each.cell} ({each.ratio.value:.2f})")
+            losing.append(f"{name} ({each.ratio.value:.2f})")
         elif each.value < b0:
             # The ratio leaves out the seeds at which R reaches nothing.
-            losing.append(f"{each.cell} (median of all seeds {amount(each.value)}, B0 {amount(b0)})")
-    left_out = sorted({each.cell for each in own if each.system == System.R} - {cell for cell, _ in ratios})
+            losing.append(f"{name} (median of all seeds {amount(each.value)}, B0 {amount(b0)})")
+        if figure == "B" and question not in ratios:
+            why = "B0 does not reach 30 % device use within the deadline"
+            if question not in base:
+                why = "B0 was not run"
+            elif counts_for_b(figures, rows, each.cell, mode):
+                why = "no seed has a value of both R and B0"
+            left_out.setdefault(why, []).append(name)
     lines = []
     if ratios:
-        values = sorted(ratios.values())
-        lines.append(f"R / B0 over {len(values)} cells: median {statistics.median(values):.2f}, best {values[-1]:.2f}")
+        values, what = sorted(ratios.values()), "pairs of a cell and a rate" if figure == "A" else "cells"
+        lines.append(f"R / B0 over {len(values)} {what}: median {statistics.median(values):.2f}, best {values[-1]:.2f}")
     if losing or any(each.system == System.R and each.ratio is not None for each in own):
         lines.append(f"Cells in which R loses to B0: {', '.join(losing) or 'none of those measured'}")
     if without:
         lines.append(f"B0 meets the deadline nowhere in the search: {', '.join(dict.fromkeys(without))}")
-    if figure == "B" and left_out:
-        lines.append(
-            f"Not counted, because B0 does not reach 30 % device use within the deadline: {', '.join(left_out)}"
-        )
+    lines += [f"Not counted, because {why}: {', '.join(sorted(names))}" for why, names in left_out.items()]
     return [Bullets(lines)] if lines else []
 
 

@@ -34,6 +34,8 @@ AT_REUSE = " at reuse "
 """In the figure of a trace that is played with another share of returning users."""
 SIMULATED = "simulated"
 """How the broker's description of a simulated run begins."""
+OF_LOG = "-log-"
+"""Stands in the name of a mode whose users are those of an interaction log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,17 @@ class RunRow:
     def passed(self) -> bool:
         """Whether the deadline holds at P99 in this run."""
         return self.valid and not self.is_oversaturated and self.late_share <= LATE_LIMIT and not self.scores_different
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run passed, and if not, why."""
+        if not self.valid:
+            return "not valid: the generator was late"
+        if self.is_oversaturated:
+            return "over-saturated"
+        if self.scores_different:
+            return f"other scores than B0's in {self.scores_different} requests"
+        return "passed" if self.passed else "late"
 
     @property
     def is_oversaturated(self) -> bool:
@@ -339,14 +352,17 @@ class RunFile:
 def read_rows(path: Path) -> list[RunRow]:
     """The rows of a file. Raises RelayError, with the line, for a file that is not one of this version."""
     types = typing.get_type_hints(RunRow)
+    rows: list[RunRow] = []
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            return [
-                RunRow(**{name: _parsed(kind, plain[name]) for name, kind in types.items()})
-                for plain in csv.DictReader(file)
-            ]
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        raise RelayError(f"{path} does not have the rows of this benchmark: {error!r}") from error
+            for plain in csv.DictReader(file):
+                rows.append(RunRow(**{name: _parsed(kind, plain[name]) for name, kind in types.items()}))  # noqa: PERF401
+    except OSError as error:
+        raise RelayError(f"{path} cannot be read: {error}") from error
+    except (KeyError, ValueError, TypeError) as error:
+        # The header is line 1.
+        raise RelayError(f"{path} does not have the rows of this benchmark: line {len(rows) + 2}: {error!r}") from error
+    return rows
 
 
 def read_dicts(path: Path) -> list[dict[str, str]]:

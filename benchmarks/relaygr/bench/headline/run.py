@@ -116,7 +116,8 @@ class Bench:
     def __init__(self, console: Console, out: Path, broker: LocalBroker, mode: Mode, interactions: Path | None) -> None:
         self._console, self._out, self._broker, self._mode = console, out, broker, mode
         self._interactions = interactions
-        self._logged: Population | None = None
+        self._logged: dict[int, Population] = {}
+        """The users of the log, by the longest history."""
         self.file = RunFile(out)
         self._known = {row.key for row in self.file.rows if row.valid}
         """Questions that were answered before: no run is expected for them."""
@@ -156,9 +157,28 @@ class Bench:
 
     def run_cells(self, asked: Asked) -> None:
         """Runs all figures of all cells."""
+        if self._interactions is not None:
+            self._check_log(asked)
         self._progress.update(self._bar, total=sum(estimated_runs(systems, self._mode) for _, systems in asked))
         for _, family in itertools.groupby(asked, lambda each: each[0].plan_name):
             self._run_family(list(family))
+
+    def _check_log(self, asked: Asked) -> None:
+        """Makes a trace of each cell at the highest rate of its search. Raises RelayError if the log has too few users
+        for it.
+        """
+        for cell, systems in asked:
+            plan = self._planned(cell)[0]
+            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan))
+            rate = snapped(max(map(search.highest_rate_per_s, systems)))
+            point = Point("B", cell.history, rate, self._mode.seeds[0])
+            try:
+                make_trace(workload_of(cell, plan, point, self._mode), logged=self._users(cell))
+            except RelayError as error:
+                raise RelayError(
+                    f"{cell.name}: its search may go up to {rate:g} requests/s, and {error}. --rates plays chosen "
+                    "rates without a search, --seconds sets the time"
+                ) from error
 
     def _run_family(self, asked: Asked) -> None:
         """Runs cells of one plan, system by system: most systems' processes serve all of them."""
@@ -187,6 +207,11 @@ class Bench:
         """
         points = {cell.name: points_at(cell, rates_per_s, histories, self._mode.seeds) for cell in cells}
         self._progress.update(self._bar, total=len(systems) * sum(map(len, points.values())))
+        if self._interactions is not None:
+            # A log with too few users is refused before the first run.
+            for cell in cells:
+                for point in points[cell.name]:
+                    self._trace(cell, self._planned(cell)[0], point)
         for cell in cells:
             plan = self.plan(cell)
             self._describe(cell, plan)
@@ -200,15 +225,17 @@ class Bench:
         """Plays a trace of others on each system, without a search, once for each seed. Unless its users are those of a
         log, B0 and R then play it with other shares of returning users.
         """
+        read = read_trace(trace).from_zero()
+        takes = {"history_length": cell.longest_history, "suffix": cell.longest_suffix, "candidates": cell.candidates}
+        for name, most in takes.items():
+            found = int(getattr(read, name).max())
+            if found > most:
+                raise RelayError(
+                    f"{trace}: {name} is up to {found:,}, and cell {cell.name} takes at most {most:,}: choose another "
+                    "cell with --cells; `--cells list` prints their sizes"
+                )
         plan = self.plan(cell)
         self._describe(cell, plan)
-        read = read_trace(trace)
-        longest = int(read.history_length.max())
-        if longest > cell.longest_history or int(read.candidates.max()) > cell.candidates:
-            raise RelayError(
-                f"{trace}: cell {cell.name} takes histories of up to {cell.longest_history:,} behaviours and "
-                f"{cell.candidates} candidates, the trace has {longest:,} and {int(read.candidates.max())}"
-            )
         measured = read.retrieval_us[read.part != WARM_UP]
         if not len(measured):
             raise RelayError(f"{trace}: every row is warm-up (part 0)")
@@ -220,11 +247,13 @@ class Bench:
         reuses = REUSES if self._interactions is None else ()
         runs = len(systems) + len(pair) * len(reuses)
         self._progress.update(self._bar, total=runs * len(self._mode.seeds))
+        own = self._out / "traces" / f"{figure.replace(' ', '-')}.parquet"
+        write_trace(read, own)
         for seed, system in itertools.product(self._mode.seeds, systems):
-            self._row(cell, plan, system, UNCUT, Point(figure, history, rate, seed), trace)
+            self._row(cell, plan, system, UNCUT, Point(figure, history, rate, seed), own)
         others = {}
         for reuse in reuses:
-            others[reuse] = self._out / "traces" / f"{figure.replace(' ', '-')}-r{reuse:g}.parquet"
+            others[reuse] = own.with_name(f"{own.stem}-r{reuse:g}.parquet")
             write_trace(with_reuse(read, reuse), others[reuse])
         for seed, system in itertools.product(self._mode.seeds, pair):
             for reuse, path in others.items():
@@ -233,13 +262,14 @@ class Bench:
 
     def plan(self, cell: Cell) -> CellPlan:
         """The plan of the cell in this folder, as `plan_in`, and the files of its workers."""
-        measuring = f"{cell.name}: measuring the engine alone"
-        plan, self._calibration = plan_in(
-            self._out, cell, lambda: self._progress.update(self._bar, description=measuring)
-        )
+        plan, self._calibration = self._planned(cell)
         self._model = self._work / cell.name / "model"
         write_model(cell, self._model)
         return plan
+
+    def _planned(self, cell: Cell) -> tuple[CellPlan, Path]:
+        measuring = f"{cell.name}: measuring the engine alone"
+        return plan_in(self._out, cell, lambda: self._progress.update(self._bar, description=measuring))
 
     def _describe(self, cell: Cell, plan: CellPlan) -> None:
         self._console.print(
@@ -285,12 +315,9 @@ class Bench:
         return f"{variant}{LIMITED}{self._limit:,} behaviours" if system is System.B1 else ""
 
     def _tell(self, row: RunRow) -> None:
-        verdict = "passed" if row.passed else "late" if row.valid else "not valid: the generator was late"
-        if row.is_oversaturated and row.valid:
-            verdict = "over-saturated"
         self._progress.console.print(
             f"  {row.system:<6} {row.figure}  {row.history:>6,} behaviours  {row.rate_per_s:>6g}/s  seed {row.seed}  "
-            f"{row.late_share:6.1%} late of {row.offered:<5}  P99 {row.offered_p99_ms:6.0f} ms  {verdict}",
+            f"{row.late_share:6.1%} late of {row.offered:<5}  P99 {row.offered_p99_ms:6.0f} ms  {row.verdict}",
             soft_wrap=True,
         )
 
@@ -370,13 +397,15 @@ class Bench:
         return path
 
     def _users(self, cell: Cell) -> Population | None:
-        if self._interactions is not None and self._logged is None:
-            self._logged = population_of(
+        if self._interactions is None:
+            return None
+        if cell.longest_history not in self._logged:
+            self._logged[cell.longest_history] = population_of(
                 TrafficSettings(
                     interactions=self._interactions, users=100_000, history_max=cell.longest_history, suffix=cell.suffix
                 )
             )
-        return self._logged
+        return self._logged[cell.longest_history]
 
     def _samples_path(self, cell: Cell, system: System, variant: str, point: Point, attempt: int) -> Path:
         # Traces of two modes differ, and scores are compared on one trace.

@@ -50,7 +50,7 @@ def run_loadgen(cell_name: str, load: float, seconds: float, broker: str, out: P
     """Runs the test, prints and writes its figures. Returns whether the load generator found the limit met."""
     if cell_name not in BY_NAME:
         raise RelayError(f"no cell has the name {cell_name!r}: `benchmarks.headline --cells list` prints them")
-    cell, console = BY_NAME[cell_name], Console(highlight=False)
+    cell, console, loadgen = BY_NAME[cell_name], Console(highlight=False), _load_generator()
     out.mkdir(parents=True, exist_ok=True)
     with local_broker(broker) as started, Bench(console, out, started, QUICK_MODE, None) as bench:
         plan = bench.plan(cell)
@@ -65,7 +65,7 @@ def run_loadgen(cell_name: str, load: float, seconds: float, broker: str, out: P
         with RelayClient(settings, gateway_id="loadgen", registry=CollectorRegistry()) as client:
             system = _SystemUnderTest(client, cell, plan)
             system.publish()
-            _test(system, rate_per_s, limit_ms, seconds, out)
+            _test(loadgen, system, rate_per_s, limit_ms, seconds, out)
         what = started.what.split(" at ")[0]
     found = read_summary((out / _SUMMARY).read_text(encoding="utf-8"))
     write_trace(system.trace(), out / "trace.parquet")
@@ -184,12 +184,15 @@ def _is_whole(outcome: RankOutcome) -> bool:
     return not (result.history_stale or result.history_loading or result.path is RankingPath.TRUNCATED)
 
 
-def _test(system: _SystemUnderTest, rate_per_s: float, limit_ms: int, seconds: float, out: Path) -> None:
+def _load_generator() -> Any:
     try:
-        import mlperf_loadgen as loadgen
+        import mlperf_loadgen
     except ImportError as error:
         raise RelayError("MLPerf's load generator is missing: pip install mlcommons-loadgen") from error
+    return mlperf_loadgen
 
+
+def _test(loadgen: Any, system: _SystemUnderTest, rate_per_s: float, limit_ms: int, seconds: float, out: Path) -> None:
     def issue(samples: list[Any]) -> None:
         for sample in samples:
             # The load generator takes the address of scores only to check accuracy.
