@@ -405,6 +405,13 @@ class TestFigures:
         figures = [line for line in embedded if line.startswith(("![", "## R against", "## A:", "## B:", "## centre:"))]
         assert len(figures) > 3 and all("; no real broker" in line for line in figures)
 
+    def test_a_folder_takes_the_runs_of_one_broker(self, tmp_path: Path) -> None:
+        RunFile(tmp_path).add(row(broker="Kafka"), [SAMPLE])
+        RunFile(tmp_path).add(row(broker=f"{SIMULATED}: Kafka"), [SAMPLE])
+        RunFile(tmp_path).refuse_other_brokers("Kafka")
+        with pytest.raises(RelayError, match="are of Kafka, this is librdkafka: give another folder with --out"):
+            RunFile(tmp_path).refuse_other_brokers("librdkafka")
+
     def test_the_report_compares_the_relay_with_a_mere_cache_and_with_the_oracle(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
         for system, best in (("B0", 10.0), ("C", 20.0), ("R", 30.0), ("O", 40.0)):
@@ -1060,8 +1067,6 @@ def test_rates_are_played_on_each_system_without_a_search(embedded_broker: Local
     assert [(each.system, each.figure, each.rate_per_s) for each in rows if each.valid] == [
         (system, f"rate {rate:g}", rate) for system in (System.B0, System.R) for rate in (8.0, snapped(12.34))
     ] + [(System.R, "rate 8", 8.0)]
-    with pytest.raises(RelayError, match="this is another broker: give another folder with --out"):
-        Bench(Console(quiet=True), tmp_path, replace(embedded_broker, what="another broker at here"), mode, None)
     assert [each.history for each in rows if each.valid] == [256] * 4 + [192]
     assert figures_of(rows, "rates") == []
     write_report(tmp_path)

@@ -18,7 +18,7 @@ from relaygr.bench.headline.figures import NO_LENGTHS
 from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs, points_at
 from relaygr.bench.headline.rows import RunFile
-from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s
+from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s, name_of
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
 from relaygr.runtime.errors import RelayError
@@ -136,6 +136,7 @@ def _bench(console: Console, broker: str, mode: Mode, out: Path, interactions: P
     """A bench on the chosen broker, which it names."""
     with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
+        RunFile(out).refuse_other_brokers(name_of(started))
         with Bench(console, out, started, mode, interactions) as bench:
             yield bench
 

@@ -334,6 +334,15 @@ class RunFile:
         self._paths = folder / "paths.csv"
         self.rows = read_rows(self._path) if self._path.exists() else []
 
+    def refuse_other_brokers(self, name: str) -> None:
+        """Raises RelayError if the folder has runs on another broker than this."""
+        others = {row.broker for row in self.rows if not row.is_simulated} - {name}
+        if others:
+            raise RelayError(
+                f"the runs in {self._path} are of {', '.join(sorted(others))}, this is {name}: give another folder "
+                "with --out"
+            )
+
     def attempts(self, key: tuple[object, ...]) -> list[RunRow]:
         """The rows that answer this question."""
         return [row for row in self.rows if row.key == key]

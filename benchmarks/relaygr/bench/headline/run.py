@@ -96,6 +96,11 @@ def served_cell(cell: Cell, system: System) -> str:
     return cell.name if FLAGS[system].events else cell.plan_name
 
 
+def name_of(broker: LocalBroker) -> str:
+    """The broker without its address, which changes."""
+    return broker.what.split(" at ")[0]
+
+
 def progress_of(console: Console) -> Progress:
     """A bar that counts runs."""
     columns = (
@@ -121,12 +126,6 @@ class Bench:
         self.file = RunFile(out)
         self._known = {row.key for row in self.file.rows if row.valid}
         """Questions that were answered before: no run is expected for them."""
-        others = {row.broker for row in self.file.rows if not row.is_simulated} - {self._broker_name}
-        if others:
-            raise RelayError(
-                f"the runs in {out} are of {', '.join(sorted(others))}, this is {self._broker_name}: give another "
-                "folder with --out"
-            )
         self._open = ExitStack()
         self._served: tuple[object, ...] = ()
         self._warm_pools: set[int] = set()
@@ -137,11 +136,6 @@ class Bench:
         """The longest history of B1."""
         self._settings = Settings()
         """Those of the processes that run now."""
-
-    @property
-    def _broker_name(self) -> str:
-        """Without its address, which changes."""
-        return self._broker.what.split(" at ")[0]
 
     def __enter__(self) -> Bench:
         self._work = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="relaygr-headline-")))
@@ -327,7 +321,7 @@ class Bench:
         played = self.play(cell, plan, system, variant, point, trace, attempt)
         row = row_of(
             cell, plan, self._mode, system, variant, point, played.trace, played.samples, played.used,
-            broker=self._broker_name, reuse=played.reuse, attempt=attempt,
+            broker=name_of(self._broker), reuse=played.reuse, attempt=attempt,
             reference=self._reference(cell, system, point),
         )  # fmt: skip
         self.file.add(row, played.samples)
