@@ -321,6 +321,20 @@ def test_a_sample_of_a_fleet_equals_the_whole_within_the_error():
         assert ours.value == pytest.approx(theirs.value, abs=1.5 * ours.error + (theirs.error or 0))
 
 
+def test_a_fleet_may_have_more_workers_than_users():
+    fleet = case("partitions=96", "traffic.users=6", "traffic.zipf_exponent=0", rate=20, seconds=4)
+    with Runner(1) as runner:
+        some = simulate(fleet, FleetSize(12, 8, 2), runner, lambda _: None)
+        whole = simulate(fleet, FleetSize(12, 12, 1), runner, lambda _: None)
+    assert some.requests > 0 and whole.requests == pytest.approx(60, abs=25)
+    assert some.workers == whole.workers == pytest.approx(12)
+
+
+def test_a_load_without_a_request_is_explained():
+    with Runner(1) as runner, pytest.raises(RelayError, match="No request was counted"):
+        simulate(case("partitions=96", rate=0.001, seconds=1), FleetSize(12, 2, 1), runner, lambda _: None)
+
+
 def test_a_worker_dies_once_in_the_fleet_and_not_in_a_sample_of_it():
     fleet = case("partitions=96", changes=Changes(kills_s=(3.0,), standby=True), rate=40, seconds=6)
     with Runner(1) as runner:
@@ -539,6 +553,22 @@ def test_the_command_plans_with_costs(calibration: Path, tmp_path: Path):
     plan = json.loads((tmp_path / "plan.json").read_text())["systems"]["relay"]
     assert plan["workers"] == 1 and plan["partitions"] == 48
     assert plan["cost_per_million"] == pytest.approx(2 / (30 * 3600) * 1e6)
+
+
+def simulated(calibration: Path, *arguments: str) -> str:
+    """What `relaygr simulate run` prints in a short run."""
+    command = ["simulate", "run", "--calibration", str(calibration), "--token-bytes", "2KiB", "--jobs", "1"]
+    command += ["--qps", "20", "--lengths", "512", "--slo-ms", "40", "--sample", "1", "--seeds", "1", *arguments]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_warns_of_fewer_users_than_workers_need(calibration: Path):
+    few = "users are few for 4 workers"
+    arguments = ("--workers", "4", "--sample", "4", "--seconds", "2")
+    assert f"39 {few}" in simulated(calibration, *arguments, "--users", "39")
+    assert few not in simulated(calibration, *arguments, "--users", "40")
 
 
 @pytest.mark.parametrize(

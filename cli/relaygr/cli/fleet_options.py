@@ -39,6 +39,8 @@ LengthsOption = Annotated[
 ]
 UsersOption = Annotated[int | None, typer.Option(min=1, help="Users.", show_default="setting")]
 JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="cores")]
+_USERS_PER_WORKER = 10
+"""With fewer, the load of a worker depends on which users it happens to own."""
 
 
 def fleet_settings(
@@ -142,6 +144,13 @@ def caveat(times: MeasuredTimes, calibration: Calibration) -> str:
         f"{times.origin}. ± is half of the 95 % confidence interval of the sample. Above 80 % of a worker's capacity "
         "the simulation is out of range."
     )
+
+
+def users_caveat(users: int, workers: int) -> str | None:
+    """What to know about a fleet of so few users; None with enough of them."""
+    if users >= _USERS_PER_WORKER * workers:
+        return None
+    return f"{users:,} users are few for {workers:,} workers, and some workers may have none: raise --users."
 
 
 def inputs_as_json(settings: Settings, calibration: Calibration, times: MeasuredTimes) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from relaygr.cli.fleet_options import (
     read_calibration,
     read_times,
     shape_of,
+    users_caveat,
 )
 from relaygr.cli.options import ConfigOption, SetOption
 from relaygr.cli.texts import stdout_console
@@ -115,6 +116,8 @@ def run(
     title = f"{workers:,} workers, {traffic.rate_per_s:g} impressions a second, {traffic.budget_ms} ms"
     console.print(table_of(results, title))
     console.print(caveat(learnt, measured))
+    if few := users_caveat(traffic.users, workers):
+        console.print(few, style="yellow")
     described = inputs_as_json(settings, measured, learnt) | {"workers": workers, "seconds": seconds, "day_s": day}
     if json_out is not None:
         write_json(json_out, to_json(results, described))
@@ -160,6 +163,8 @@ def plan(
     console = stdout_console()
     console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {traffic.budget_ms} ms"))
     console.print(caveat(learnt, measured))
+    if few := users_caveat(traffic.users, max(row.plan.workers for row in rows)):
+        console.print(few, style="yellow")
     if json_out is not None:
         write_json(json_out, plan_json(rows, inputs_as_json(settings, measured, learnt)))
 

@@ -51,10 +51,14 @@ class _Task:
 
 
 def simulate(case: Case[Demand], size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
-    """The figures of the fleet. Raises RelayError for a fleet that cannot be."""
+    """The figures of the fleet. Raises RelayError for a fleet that cannot be, or if no request is counted."""
     parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
     tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, seed)]
     outcomes = runner.run(tasks, on_progress)
+    if not any(len(outcome.requests) for outcome in outcomes):
+        raise RelayError(
+            "No request was counted: simulate longer, or raise traffic.rate_per_s, traffic.users or --sample."
+        )
     if size.sample >= len(parts):
         # The parts of one seed are one sample of the whole fleet.
         count = len(parts)
