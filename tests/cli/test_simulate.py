@@ -555,6 +555,28 @@ def test_the_command_plans_with_costs(calibration: Path, tmp_path: Path):
     assert plan["cost_per_million"] == pytest.approx(2 / (30 * 3600) * 1e6)
 
 
+@pytest.mark.parametrize(
+    ("slo_ms", "expected"),
+    [("200", {"workers": 1, "hbm_bytes": 0, "dram_bytes": 0, "cost_per_hour": 2.0}), ("1", {"cost_per_million": None})],
+    ids=["nothing is kept without the relay", "no number of workers is enough"],
+)
+def test_the_memory_and_costs_of_a_plan(calibration: Path, tmp_path: Path, slo_ms: str, expected: dict[str, object]):
+    out = tmp_path / "plan.json"
+    done = CliRunner().invoke(
+        app,
+        [
+            "simulate", "plan", "--calibration", str(calibration), "--qps", "5", "--impressions", "100", "--seeds", "1",
+            "--sample", "1", "--lengths", "256:512", "--slo-ms", slo_ms, "--jobs", "1", "--system", "off",
+            "--price-per-worker-hour", "2", "--json", str(out), "--token-bytes", "2KiB",
+        ],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    plan = json.loads(out.read_text())["systems"]["off"]
+    if "workers" not in expected:
+        expected |= dict.fromkeys(("workers", "partitions", "hbm_bytes", "dram_bytes", "cost_per_hour"))
+    assert {name: plan[name] for name in expected} == expected
+
+
 def simulated(calibration: Path, *arguments: str) -> str:
     """What `relaygr simulate run` prints in a short run."""
     command = ["simulate", "run", "--calibration", str(calibration), "--token-bytes", "2KiB", "--jobs", "1"]

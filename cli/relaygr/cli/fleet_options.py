@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from relaygr.settings import Settings
     from relaygr.simulate.case import Shape, System
     from relaygr.simulate.output import PlanRow
+    from relaygr.simulate.plan import CapacityPlan
     from relaygr.simulate.times import MeasuredTimes
     from relaygr.worker.calibration import Calibration
 
@@ -116,10 +117,9 @@ def plan_systems(
     price_per_worker_hour: float | None = None,
 ) -> list[PlanRow]:
     """The smallest fleet of each system that answers in time. Shows a progress bar on standard error."""
-    from relaygr.simulate.case import System, case_of, is_cpu
+    from relaygr.simulate.case import case_of, is_cpu
     from relaygr.simulate.fleet import Runner
-    from relaygr.simulate.output import PlanRow
-    from relaygr.simulate.plan import memory_of, plan_capacity
+    from relaygr.simulate.plan import plan_capacity
 
     rows = []
     with Runner(probes.jobs) as runner, progress_bar() as (progress, task):
@@ -130,11 +130,28 @@ def plan_systems(
                 progress.update(task, total=1.0, completed=share, description=f"{name}: {workers:,} workers")
 
             found = plan_capacity(case, probes.sample, probes.seeds, runner, show, probes.impressions)
-            hbm_bytes, dram_bytes = memory_of(settings.worker, shape.geometry, found.workers)
-            cost = None if price_per_worker_hour is None else price_per_worker_hour * found.workers
-            per_million = None if cost is None else cost / (settings.traffic.rate_per_s * 3600) * 1e6
-            rows.append(PlanRow(each, found, hbm_bytes, dram_bytes if each is System.RELAY else 0, cost, per_million))
+            rows.append(plan_row(each, found, settings, shape, price_per_worker_hour))
     return rows
+
+
+def plan_row(
+    system: System, plan: CapacityPlan, settings: Settings, shape: Shape, price_per_worker_hour: float | None
+) -> PlanRow:
+    """A plan with its memory and costs: none of either if no number of workers is enough."""
+    from relaygr.simulate.case import System
+    from relaygr.simulate.output import PlanRow
+    from relaygr.simulate.plan import memory_of
+
+    if plan.best is None:
+        return PlanRow(system, plan, None, None, None, None)
+    hbm_bytes, dram_bytes = memory_of(settings.worker, shape.geometry, plan.workers)
+    if system is System.OFF:
+        # Nothing is kept without the relay.
+        hbm_bytes = dram_bytes = 0
+    if price_per_worker_hour is None:
+        return PlanRow(system, plan, hbm_bytes, dram_bytes, None, None)
+    cost = price_per_worker_hour * plan.workers
+    return PlanRow(system, plan, hbm_bytes, dram_bytes, cost, cost / (settings.traffic.rate_per_s * 3600) * 1e6)
 
 
 def caveat(times: MeasuredTimes, calibration: Calibration) -> str:

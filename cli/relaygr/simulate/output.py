@@ -21,12 +21,14 @@ Results = Mapping[System, Figures]
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A plan as it is printed: the workers of one system, their memory, and what they cost."""
+    """A plan as it is printed: the workers of one system, their memory, and what they cost. None without a fleet, and
+    costs also without a price.
+    """
 
     system: System
     plan: CapacityPlan
-    hbm_bytes: int
-    dram_bytes: int
+    hbm_bytes: int | None
+    dram_bytes: int | None
     cost_per_hour: float | None
     cost_per_million: float | None
     """Per million ranking requests."""
@@ -72,8 +74,8 @@ def plan_table(rows: list[PlanRow], title: str) -> Table:
 
     table.add_row("workers", *(f"{row.plan.workers:,}" if row.plan.best else "none is enough" for row in rows))
     add("partitions", lambda _, best: f"{partitions_for(best.workers):,}")
-    add("HBM of all workers", lambda row, _: _size(row.hbm_bytes))
-    add("DRAM of all workers", lambda row, _: _size(row.dram_bytes))
+    add("HBM of all workers", lambda row, _: _size(row.hbm_bytes or 0))
+    add("DRAM of all workers", lambda row, _: _size(row.dram_bytes or 0))
     add("late, truncated or refused", lambda _, best: _share(best.figures.late_share))
     add("P99", lambda _, best: _ms(best.figures.p99_ms))
     add("device load", lambda _, best: _share(best.figures.device_load))
