@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, PreInferJob, RankingRequest, StageTimings
 from relaygr.schemas.partitioner import partition_for
 from relaygr.settings import load_settings
+from relaygr.simulate import fleet as fleet_module
 from relaygr.simulate.case import System, case_of, shape_of_tokens
 from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
@@ -29,7 +31,7 @@ from relaygr.simulate.relay import TAKEOVER_S, Autoscale, Case, Changes, RelaySi
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
 from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.population import SyntheticPopulation
-from relaygr.traffic.records import ImpressionRecord
+from relaygr.traffic.records import ImpressionRecord, RecordWriter
 from relaygr.traffic.schedule import impressions
 from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
 from relaygr.worker.kv import KvDtype
@@ -364,6 +366,18 @@ def test_processes_give_the_same_figures_as_one():
     assert done
 
 
+def test_the_progress_leaves_out_what_an_earlier_call_has_done(monkeypatch: pytest.MonkeyPatch):
+    one, shown = case(seconds=6), list[int]()
+    with Runner(2) as runner:
+        # Threads, because processes take long to start.
+        monkeypatch.setattr(fleet_module, "_played", runner._shared)
+        monkeypatch.setattr(fleet_module, "_LOOK_S", 0.001)
+        runner._pool = ThreadPoolExecutor(2)  # type: ignore[assignment]
+        simulate(one, FleetSize(2, 2, 3), runner, lambda _: None)
+        last = simulate(one, FleetSize(2, 2, 1), runner, shown.append)
+    assert shown and max(shown) <= last.impressions
+
+
 def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero():
     requests = Requests(np.array([1_000, 3_000, 90_000]), np.array([CODE[Ending.HBM]] * 3, np.uint8))
     part = PartOutcome(
@@ -577,6 +591,25 @@ def test_the_memory_and_costs_of_a_plan(calibration: Path, tmp_path: Path, slo_m
     assert {name: plan[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(("scored_tokens", "is_far"), [(CANDIDATES, False), (8 * CANDIDATES, True)])
+def test_times_far_from_the_calibrated_ones_raise_a_question(
+    calibration: Path, tmp_path: Path, scored_tokens: int, is_far: bool
+):
+    writer = RecordWriter(tmp_path / "relay.jsonl")
+    for number in range(60):
+        writer.write(record(number, "hbm", StageTimings(queue_us=200, rank_us=320, total_us=620), 2_620))
+    writer.close()
+    done = CliRunner().invoke(
+        app,
+        [
+            "simulate", "learn", str(tmp_path / "relay.jsonl"), "--calibration", str(calibration),
+            "--out", str(tmp_path / "times.json"), "--scored-tokens", str(scored_tokens),
+        ],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert (f"{scored_tokens} tokens (--scored-tokens)" in done.output) is is_far
+
+
 def simulated(calibration: Path, *arguments: str) -> str:
     """What `relaygr simulate run` prints in a short run."""
     command = ["simulate", "run", "--calibration", str(calibration), "--token-bytes", "2KiB", "--jobs", "1"]
@@ -603,6 +636,7 @@ def test_the_command_warns_of_fewer_users_than_workers_need(calibration: Path):
         (["--workers", "100"], "100 workers cannot share 48 partitions"),
         (["--times", "absent.json"], "cannot be read"),
         (["--set", "worker.hbm_bytes=1MiB"], "worker.hbm_bytes"),
+        (["--set", "worker.divert=true"], "--set worker.divert=false"),
     ],
 )
 def test_wrong_options_are_explained(calibration: Path, arguments: list[str], complaint: str):

@@ -42,6 +42,9 @@ app = typer.Typer(
     help="Simulate a fleet with the product's own decisions and calibrated times; plan its capacity.",
 )
 
+_FAR_NOISE = 2.0
+"""Device times beyond this many times the calibrated ones, or below that part of them, are those of other work."""
+
 SampleOption = Annotated[int, typer.Option(min=1, help="Parts of the fleet that each seed simulates.")]
 SeedsOption = Annotated[int, typer.Option(min=1, help="Seeds.")]
 SystemOption = Annotated[str, typer.Option(metavar="both|relay|off", help="Systems to simulate.")]
@@ -185,11 +188,19 @@ def learn_command(
     times = learn(read_records(records), read_calibration(calibration).model, scored_tokens, records.name)
     save_times(out, times)
     middle = len(times.hop_us) // 2
-    stdout_console().print(
+    hit, pre = times.hit_noise[middle], times.pre_noise[middle]
+    console = stdout_console()
+    console.print(
         f"{times.requests:,} requests: a hop {times.hop_us[middle] / 1000:.1f} ms (median), a look-up "
         f"{times.look_up_us:.0f} µs, an answer {times.answer_us:.0f} µs, measured / calibrated "
-        f"{times.hit_noise[middle]:.2f} (ranking) and {times.pre_noise[middle]:.2f} (pre-infer); written to {out}"
+        f"{hit:.2f} (ranking) and {pre:.2f} (pre-infer); written to {out}"
     )
+    if not all(1 / _FAR_NOISE <= each <= _FAR_NOISE for each in (hit, pre)):
+        console.print(
+            f"Measured device times are far from the calibrated ones. Did each request score {scored_tokens} tokens "
+            "(--scored-tokens)? Is the calibration that of the same model and machine?",
+            style="yellow",
+        )
 
 
 def _systems(text: str) -> list[System]:

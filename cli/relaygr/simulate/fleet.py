@@ -191,7 +191,8 @@ class Runner:
         futures = [self._pool.submit(_run_here, number, task) for number, task in enumerate(tasks)]
         try:
             while (state := wait(futures, _LOOK_S)).not_done:
-                on_progress(sum(self._shared))
+                # An earlier call may have had more tasks.
+                on_progress(sum(self._shared[: len(tasks)]))
                 if any(future.exception() is not None for future in state.done):
                     break
             for future in futures:
