@@ -626,6 +626,18 @@ def test_the_command_warns_of_fewer_users_than_workers_need(calibration: Path):
     assert few not in simulated(calibration, *arguments, "--users", "40")
 
 
+def test_the_figures_say_which_changes_and_samples_they_are_of(calibration: Path, tmp_path: Path):
+    out = tmp_path / "out.json"
+    simulated(
+        calibration, "--system", "off", "--seconds", "4", "--kill-at", "2", "--standby", "--autoscale", "1:2",
+        "--json", str(out),
+    )  # fmt: skip
+    written = json.loads(out.read_text())
+    expected = {"kills_s": [2.0], "standby": True, "start_s": 20.0, "sample": 1, "seeds": 1}
+    expected |= {"autoscale": {"least": 1, "most": 2, "target": 0.5, "interval_s": 15.0}}
+    assert {name: written[name] for name in expected} == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -637,6 +649,10 @@ def test_the_command_warns_of_fewer_users_than_workers_need(calibration: Path):
         (["--times", "absent.json"], "cannot be read"),
         (["--set", "worker.hbm_bytes=1MiB"], "worker.hbm_bytes"),
         (["--set", "worker.divert=true"], "--set worker.divert=false"),
+        (["--kill-at", "0.4"], "count from second 0.5 to second 2."),
+        (["--kill-at", "1", "--kill-at", "2"], "count from second 0.5 to second 2."),
+        (["--standby"], "add --kill-at"),
+        (["--target-load", "0.4"], "add --autoscale"),
     ],
 )
 def test_wrong_options_are_explained(calibration: Path, arguments: list[str], complaint: str):

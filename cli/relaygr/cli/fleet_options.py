@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from relaygr.simulate.case import Shape, System
     from relaygr.simulate.output import PlanRow
     from relaygr.simulate.plan import CapacityPlan
+    from relaygr.simulate.relay import Changes
     from relaygr.simulate.times import MeasuredTimes
     from relaygr.worker.calibration import Calibration
 
@@ -170,7 +171,15 @@ def users_caveat(users: int, workers: int) -> str | None:
     return f"{users:,} users are few for {workers:,} workers, and some workers may have none: raise --users."
 
 
-def inputs_as_json(settings: Settings, calibration: Calibration, times: MeasuredTimes) -> dict[str, Any]:
+def inputs_as_json(
+    settings: Settings,
+    calibration: Calibration,
+    times: MeasuredTimes,
+    sample: int,
+    seeds: int,
+    changes: Changes | None = None,
+) -> dict[str, Any]:
+    """What was simulated, in the form of JSON. `changes`: None where none are possible."""
     return {
         "device": calibration.machine.device_description,
         "calibrated_at": calibration.measured_at,
@@ -178,6 +187,9 @@ def inputs_as_json(settings: Settings, calibration: Calibration, times: Measured
         "traffic": settings.traffic.model_dump(mode="json"),
         "hbm_bytes": int(settings.worker.hbm_bytes),
         "dram_bytes": int(settings.worker.dram_bytes),
+        "sample": sample,
+        "seeds": seeds,
+        **(asdict(changes) if changes is not None else {}),
     }
 
 

@@ -44,6 +44,8 @@ app = typer.Typer(
 
 _FAR_NOISE = 2.0
 """Device times beyond this many times the calibrated ones, or below that part of them, are those of other work."""
+_TARGET_LOAD = 0.5
+"""The device load at which autoscaling aims by default."""
 
 SampleOption = Annotated[int, typer.Option(min=1, help="Parts of the fleet that each seed simulates.")]
 SeedsOption = Annotated[int, typer.Option(min=1, help="Seeds.")]
@@ -70,7 +72,10 @@ def run(
     autoscale: Annotated[
         str | None, typer.Option(metavar="LEAST:MOST", help="The number of workers follows the load.")
     ] = None,
-    target_load: Annotated[float, typer.Option(min=0.01, max=1, help="Device load that autoscaling aims at.")] = 0.5,
+    target_load: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1, help="Device load that autoscaling aims at.", show_default=str(_TARGET_LOAD)),
+    ] = None,
     start_s: Annotated[float, typer.Option(min=0, help="Time that a new worker takes to start.")] = 20.0,
     kill_at: Annotated[list[float] | None, typer.Option(min=0, help="A worker dies at this second.")] = None,
     standby: Annotated[bool, typer.Option("--standby", help="A standby takes over from each dead worker.")] = False,
@@ -95,6 +100,10 @@ def run(
         from relaygr.replay.plots import require_plot
 
         require_plot(plot)
+    if standby and not kill_at:
+        raise RelayError("--standby has no effect without a dead worker: add --kill-at SECOND.")
+    if target_load is not None and autoscale is None:
+        raise RelayError("--target-load has no effect on a fixed number of workers: add --autoscale LEAST:MOST.")
     settings = fleet_settings(config, overrides, qps, slo_ms, lengths, users, seconds)
     measured = read_calibration(calibration)
     shape = shape_of(model, token_bytes, settings, measured)
@@ -102,7 +111,7 @@ def run(
     rule = None
     if autoscale is not None:
         least, most = parse_pair("--autoscale", autoscale)
-        rule = Autoscale(least, most, target_load)
+        rule = Autoscale(least, most, _TARGET_LOAD if target_load is None else target_load)
         workers = min(max(workers, least), most)
     changes = Changes(tuple(kill_at or ()), standby, settings.session_timeout_ms / 1000, start_s, rule)
     size, console, results = FleetSize(workers, sample, seeds), stdout_console(), {}
@@ -121,7 +130,8 @@ def run(
     console.print(caveat(learnt, measured))
     if few := users_caveat(traffic.users, workers):
         console.print(few, style="yellow")
-    described = inputs_as_json(settings, measured, learnt) | {"workers": workers, "seconds": seconds, "day_s": day}
+    described = inputs_as_json(settings, measured, learnt, sample, seeds, changes)
+    described |= {"workers": workers, "seconds": seconds, "day_s": day}
     if json_out is not None:
         write_json(json_out, to_json(results, described))
     if plot is not None:
@@ -169,7 +179,7 @@ def plan(
     if few := users_caveat(traffic.users, max(row.plan.workers for row in rows)):
         console.print(few, style="yellow")
     if json_out is not None:
-        write_json(json_out, plan_json(rows, inputs_as_json(settings, measured, learnt)))
+        write_json(json_out, plan_json(rows, inputs_as_json(settings, measured, learnt, sample, seeds)))
 
 
 @app.command("learn")

@@ -52,6 +52,7 @@ class _Task:
 
 def simulate(case: Case[Demand], size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
     """The figures of the fleet. Raises RelayError for a fleet that cannot be, or if no request is counted."""
+    _check_kills(case)
     parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
     tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, seed)]
     outcomes = runner.run(tasks, on_progress)
@@ -118,6 +119,16 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
         impressions=sum(part.impressions for part in parts),
         took_s=sum(part.took_s for part in parts),
     )
+
+
+def _check_kills(case: Case[Demand]) -> None:
+    """Raises RelayError for a death of which the figures would show nothing."""
+    first_s, end_s = case.demand.cold_s, case.demand.traffic.duration_s
+    if not all(first_s <= at_s < end_s for at_s in case.changes.kills_s):
+        raise RelayError(
+            f"--kill-at: figures count from second {first_s:g} to second {end_s:g}. Let workers die in this time, or "
+            "change --seconds."
+        )
 
 
 def _tasks(case: Case[Demand], size: FleetSize, parts: Sequence[tuple[range, int]], seed: int) -> list[_Task]:
