@@ -638,6 +638,14 @@ def test_the_figures_say_which_changes_and_samples_they_are_of(calibration: Path
     assert {name: written[name] for name in expected} == expected
 
 
+def test_a_day_is_played_once_unless_seconds_are_given(calibration: Path, tmp_path: Path):
+    out = tmp_path / "out.json"
+    for more, seconds in (((), 6), (("--seconds", "2"), 2)):
+        simulated(calibration, "--system", "off", "--day", "6", "--json", str(out), *more)
+        written = json.loads(out.read_text())
+        assert (written["seconds"], written["traffic"]["duration_s"], written["day_s"]) == (seconds, seconds, 6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -671,3 +679,10 @@ def test_learning_needs_records(calibration: Path, tmp_path: Path):
 
 def test_a_demand_without_a_curve_is_constant():
     assert Demand(case().demand.traffic, 12, 1).load_at(5e6) == 1.0
+
+
+def test_a_day_loses_a_minute_to_its_cold_beginning_and_not_its_night():
+    traffic = case(seconds=86_400).demand.traffic
+    assert Demand(traffic, 12, 1, day_s=86_400).cold_s == 60
+    assert Demand(traffic, 12, 1).cold_s == 21_600
+    assert Demand(case(seconds=80).demand.traffic, 12, 1, day_s=80).cold_s == 20

@@ -44,6 +44,8 @@ app = typer.Typer(
 
 _FAR_NOISE = 2.0
 """Device times beyond this many times the calibrated ones, or below that part of them, are those of other work."""
+_SECONDS = 60.0
+"""The simulated time by default."""
 _TARGET_LOAD = 0.5
 """The device load at which autoscaling aims by default."""
 
@@ -59,7 +61,9 @@ def run(
     model: ModelOption = None,
     token_bytes: TokenBytesOption = "32KiB",
     workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 1,
-    seconds: Annotated[float, typer.Option(min=1, help="Simulated time.")] = 60.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Simulated time.", show_default=f"that of --day, or {_SECONDS:g}")
+    ] = None,
     qps: QpsOption = None,
     slo_ms: SloOption = None,
     lengths: LengthsOption = None,
@@ -104,6 +108,8 @@ def run(
         raise RelayError("--standby has no effect without a dead worker: add --kill-at SECOND.")
     if target_load is not None and autoscale is None:
         raise RelayError("--target-load has no effect on a fixed number of workers: add --autoscale LEAST:MOST.")
+    if seconds is None:
+        seconds = _SECONDS if day is None else day
     settings = fleet_settings(config, overrides, qps, slo_ms, lengths, users, seconds)
     measured = read_calibration(calibration)
     shape = shape_of(model, token_bytes, settings, measured)
