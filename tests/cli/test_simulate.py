@@ -26,7 +26,8 @@ from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
 from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
-from relaygr.simulate.plan import plan_capacity
+from relaygr.simulate.output import PlanRow, plain, plan_json, plan_table, table_of
+from relaygr.simulate.plan import CapacityPlan, Probe, plan_capacity
 from relaygr.simulate.relay import TAKEOVER_S, Autoscale, Case, Changes, RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
 from relaygr.simulate.worker import SimulatedWorker
@@ -391,6 +392,21 @@ def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero
     assert alone.thread_load.value == 0.25
     assert pair.p99_ms.error == 0
     assert (pair.requests, pair.impressions_per_s, pair.workers) == (6, 8, 2)
+
+
+@pytest.mark.parametrize(("thread_s", "is_in_range", "said"), [(3.2, True, "yes"), (3.3, False, "no")])
+def test_figures_near_saturation_are_marked_as_out_of_range(thread_s: float, is_in_range: bool, said: str):
+    part = PartOutcome(
+        requests=Requests(np.zeros(1, np.int64), np.array([CODE[Ending.HBM]], np.uint8)), found={}, jobs={},
+        device_s=1.0, thread_s=thread_s, seconds=2.0, worker_s=4.0, most_workers=2, impressions=1, took_s=0.1,
+    )  # fmt: skip
+    found = figures_of([part], 40)
+    assert found.is_in_range is plain(found)["is_in_range"] is is_in_range
+    row = PlanRow(System.RELAY, CapacityPlan(Probe(2, found), ()), 0, 0, None, None)
+    assert plan_json([row], {})["systems"]["relay"]["is_in_range"] is is_in_range
+    for table in (table_of({System.RELAY: found}, ""), plan_table([row], "")):
+        names, values = (list(column.cells) for column in table.columns)
+        assert values[names.index("in range (thread load up to 80%)")] == said
 
 
 def test_latencies_are_those_of_ranked_requests_and_refusals_are_late():

@@ -159,8 +159,8 @@ def caveat(times: MeasuredTimes, calibration: Calibration) -> str:
     device = calibration.machine.device_description
     return (
         f"Simulated, not measured. Device times: a calibration of {device}. Times of Kafka and worker, and noise: "
-        f"{times.origin}. ± is half of the 95 % confidence interval of the sample. Above 80 % of a worker's capacity "
-        "the simulation is out of range."
+        f"{times.origin}. ± is half of the 95 % confidence interval of the sample. Out of range, small errors of the "
+        "times become large ones of the latency."
     )
 
 

@@ -41,6 +41,9 @@ CODE: Final = {ending: code for code, ending in enumerate(ENDINGS)}
 _WHOLE: Final = [CODE[each] for each in (Ending.HBM, Ending.DRAM, Ending.PENDING, Ending.FULL)]
 RANKED: Final = [*_WHOLE, CODE[Ending.TRUNCATED]]
 NO_LATENCY: Final = -1
+HIGHEST_LOAD: Final = 0.8
+"""The highest load of a worker at which a simulation is in range: beyond, small errors of the times become large ones
+of the latency."""
 
 _STUDENT: Final = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """The 97.5 % quantile of Student's t, for 1, 2, ... degrees of freedom."""
@@ -129,6 +132,11 @@ class Figures:
     def impressions_per_s(self) -> float:
         """Simulated impressions a second of CPU time."""
         return self.impressions / self.took_s if self.took_s else 0.0
+
+    @property
+    def is_in_range(self) -> bool:
+        """Whether the device threads are busy for at most `HIGHEST_LOAD` of the time."""
+        return self.thread_load.value <= HIGHEST_LOAD
 
 
 def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.0) -> Figures:
