@@ -21,13 +21,14 @@ from relaygr.schemas.messages import LatencyCoefficients, PreInferJob, RankingRe
 from relaygr.schemas.partitioner import partition_for
 from relaygr.settings import load_settings
 from relaygr.simulate import fleet as fleet_module
+from relaygr.simulate import plan as plan_module
 from relaygr.simulate.case import System, case_of, shape_of_tokens
 from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
-from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests, figures_of
+from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
 from relaygr.simulate.output import PlanRow, plain, plan_json, plan_table, table_of
-from relaygr.simulate.plan import CapacityPlan, Probe, plan_capacity
+from relaygr.simulate.plan import CapacityPlan, Probe, least_workers, plan_capacity
 from relaygr.simulate.relay import TAKEOVER_S, Autoscale, Case, Changes, RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
 from relaygr.simulate.worker import SimulatedWorker
@@ -451,6 +452,36 @@ def test_the_planner_finds_fewer_workers_with_the_relay():
     assert none.best is None and none.workers == 0
 
 
+def plan_where(
+    is_enough: Callable[[int, float], bool], one: Case, monkeypatch: pytest.MonkeyPatch, impressions: int = 4_000
+) -> CapacityPlan:
+    """The plan for a fleet of which this tells whether so many workers are enough in so many seconds."""
+
+    def simulated(probed: Case, size: FleetSize, *_: object) -> Figures:
+        ending = Ending.HBM if is_enough(size.workers, probed.demand.traffic.duration_s) else Ending.REFUSED
+        part = PartOutcome(
+            requests=Requests(np.zeros(1, np.int64), np.array([CODE[ending]], np.uint8)), found={}, jobs={},
+            device_s=1.0, seconds=1.0, worker_s=1.0, most_workers=1, impressions=1, took_s=0.1,
+        )  # fmt: skip
+        return figures_of([part], 40)
+
+    monkeypatch.setattr(plan_module, "simulate", simulated)
+    with Runner(1) as runner:
+        return plan_capacity(one, 2, 2, runner, lambda *_: None, impressions)
+
+
+@pytest.mark.parametrize("needed", [1, 2, 7, 16, 17, 60])
+def test_the_planner_finds_also_fewer_workers_than_rankings_alone_would_fill(
+    needed: int, monkeypatch: pytest.MonkeyPatch
+):
+    # A ranking alone takes 20.3 ms. Most of it is paid once for a batch.
+    one = case(rate=800)
+    model = replace(one.spec.model, latency=LatencyModel(replace(COEFFICIENTS, c0=20_000)))
+    one = replace(one, spec=replace(one.spec, model=model))
+    assert least_workers(one) == 16
+    assert plan_where(lambda workers, _: workers >= needed, one, monkeypatch).workers in (needed, needed + 1)
+
+
 # -- measured times -------------------------------------------------------------------------------
 
 
@@ -666,6 +697,7 @@ def test_a_day_is_played_once_unless_seconds_are_given(calibration: Path, tmp_pa
     ("arguments", "complaint"),
     [
         (["--lengths", "long"], "--lengths"),
+        (["--lengths", "1000:1200"], "as in 1000:1250."),
         (["--autoscale", "4:2"], "--autoscale 4:2"),
         (["--system", "none"], "--system none"),
         (["--token-bytes", "3"], "multiple of 4"),

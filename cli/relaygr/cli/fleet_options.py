@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from relaygr.simulate.plan import CapacityPlan
     from relaygr.simulate.relay import Changes
     from relaygr.simulate.times import MeasuredTimes
+    from relaygr.traffic.settings import TrafficSettings
     from relaygr.worker.calibration import Calibration
 
 CalibrationOption = Annotated[Path, typer.Option(metavar="FILE", help="File of `relaygr calibrate`.")]
@@ -64,7 +66,23 @@ def fleet_settings(
     if lengths is not None:
         median, longest = parse_pair("--lengths", lengths if ":" in lengths else f"{lengths}:{_double(lengths)}")
         wanted += [f"traffic.history_median={median}", f"traffic.history_max={longest}"]
-    return command_settings(config, overrides=wanted)
+    settings = command_settings(config, overrides=wanted)
+    _check_lengths(settings.traffic)
+    return settings
+
+
+def _check_lengths(traffic: TrafficSettings) -> None:
+    """Raises RelayError where more than half of the synthetic users would begin with a shorter history than asked."""
+    from relaygr.traffic.population import FIRST_SHARE
+
+    longest_first = int(FIRST_SHARE * traffic.history_max)
+    if traffic.interactions is None and traffic.history_median > longest_first:
+        needed = math.ceil(traffic.history_median / FIRST_SHARE)
+        raise RelayError(
+            f"A median of {traffic.history_median} behaviours is too long: a history begins with at most "
+            f"{FIRST_SHARE:.0%} of the longest one, which is {traffic.history_max}. Set the longest to at least "
+            f"{needed}, as in {traffic.history_median}:{needed}."
+        )
 
 
 def _double(text: str) -> str:
