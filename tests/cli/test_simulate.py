@@ -403,7 +403,7 @@ def test_figures_near_saturation_are_marked_as_out_of_range(thread_s: float, is_
     )  # fmt: skip
     found = figures_of([part], 40)
     assert found.is_in_range is plain(found)["is_in_range"] is is_in_range
-    row = PlanRow(System.RELAY, CapacityPlan(Probe(2, found), ()), 0, 0, None, None)
+    row = PlanRow(System.RELAY, CapacityPlan(Probe(2, found, 4.0), ()), 0, 0, None, None)
     assert plan_json([row], {})["systems"]["relay"]["is_in_range"] is is_in_range
     for table in (table_of({System.RELAY: found}, ""), plan_table([row], "")):
         names, values = (list(column.cells) for column in table.columns)
@@ -480,6 +480,28 @@ def test_the_planner_finds_also_fewer_workers_than_rankings_alone_would_fill(
     one = replace(one, spec=replace(one.spec, model=model))
     assert least_workers(one) == 16
     assert plan_where(lambda workers, _: workers >= needed, one, monkeypatch).workers in (needed, needed + 1)
+
+
+def test_a_first_probe_that_fails_is_repeated_with_all_impressions(monkeypatch: pytest.MonkeyPatch):
+    # 2 seeds: 400 impressions of 20 workers take 100 s at 20 a second, and 4,000 take 1,000 s.
+    one, seconds = case(rate=20), list[float]()
+
+    def is_enough(workers: int, simulated_s: float) -> bool:
+        seconds.append(simulated_s)
+        return workers < 20 or simulated_s > 200
+
+    assert plan_where(is_enough, one, monkeypatch).workers == 1
+    assert seconds[:2] == [100, 1_000]
+    assert plan_where(lambda *_: False, one, monkeypatch).best is None
+
+
+def test_a_plan_says_how_many_seconds_it_simulated(monkeypatch: pytest.MonkeyPatch):
+    found = plan_where(lambda *_: True, case(rate=20), monkeypatch)
+    row = PlanRow(System.OFF, found, 0, 0, None, None)
+    assert plan_json([row], {})["systems"]["off"]["seconds"] == 100
+    assert [each["seconds"] for each in plan_json([row], {})["systems"]["off"]["probes"]][-1] == 100
+    names, values = (list(column.cells) for column in plan_table([row], "").columns)
+    assert values[names.index("simulated seconds, from empty caches on")] == "100"
 
 
 # -- measured times -------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ def plan_table(rows: list[PlanRow], title: str) -> Table:
     add("device load", lambda _, best: _share(best.figures.device_load))
     add("device thread load", lambda _, best: _share(best.figures.thread_load))
     add(_RANGE_TITLE, lambda _, best: _RANGE[best.figures.is_in_range])
+    add("simulated seconds, from empty caches on", lambda _, best: f"{best.seconds:,.0f}")
     if any(row.cost_per_hour is not None for row in rows):
         add("cost of an hour", lambda row, _: f"{row.cost_per_hour or 0:,.2f}")
         add("cost of a million requests", lambda row, _: f"{row.cost_per_million or 0:,.2f}")
@@ -100,11 +101,14 @@ def plan_json(rows: list[PlanRow], described: Mapping[str, Any]) -> dict[str, An
             "workers": row.plan.workers or None,
             "partitions": partitions_for(row.plan.workers) if row.plan.workers else None,
             "is_in_range": row.plan.best.figures.is_in_range if row.plan.best is not None else None,
+            "seconds": row.plan.best.seconds if row.plan.best is not None else None,
             "hbm_bytes": row.hbm_bytes,
             "dram_bytes": row.dram_bytes,
             "cost_per_hour": row.cost_per_hour,
             "cost_per_million": row.cost_per_million,
-            "probes": [{**plain(probe.figures), "workers": probe.workers} for probe in row.plan.probes],
+            "probes": [
+                {**plain(probe.figures), "workers": probe.workers, "seconds": probe.seconds} for probe in row.plan.probes
+            ],
         }
         for row in rows
     }

@@ -5,6 +5,9 @@ time limit. The search begins with `IDLE` times the number whose devices the cal
 not enough, no number is. It looks first above the number that the calibrated times fill, and below it if the lowest
 number tried is enough. It ends when it knows the number to about `STEP`, or to one worker. Every number is simulated with
 the same seeds.
+
+Each simulation is short and begins with empty caches: it sees no user who returns after its end, and may evict less than
+a fleet that runs for longer.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class Probe:
 
     workers: int
     figures: Figures
+    seconds: float
+    """Simulated time, its cold beginning included."""
 
     @property
     def is_enough(self) -> bool:
@@ -81,13 +86,16 @@ def plan_capacity(
             total = expected_impressions(probed, size)
             on_probe(workers, 0.0)
             figures = simulate(probed, size, runner, lambda done: on_probe(workers, min(1.0, done / total)))
-            probes[workers] = Probe(workers, figures)
+            probes[workers] = Probe(workers, figures, seconds)
         return probes[workers]
 
     # `few` is a guess until it was simulated.
     few = least_workers(case) - 1
     enough = IDLE * (few + 1)
-    if not probe(enough, min(impressions, _IDLE_IMPRESSIONS)).is_enough:
+    if impressions > _IDLE_IMPRESSIONS and not probe(enough, _IDLE_IMPRESSIONS).is_enough:
+        # So few impressions may be late by chance.
+        del probes[enough]
+    if not probe(enough).is_enough:
         return CapacityPlan(None, tuple(probes.values()))
     while True:
         while enough - few > max(1, STEP * enough):
