@@ -259,6 +259,16 @@ def test_the_number_of_workers_follows_a_day():
     assert 1 < done.worker_s / done.seconds < done.most_workers
 
 
+@pytest.mark.parametrize("standby", [False, True], ids=["restart", "standby"])
+def test_a_worker_that_takes_the_place_of_a_dead_one_is_one_of_the_most(standby: bool):
+    # All that the rule allows are wanted when it looks, between the death and the restart.
+    rule = Autoscale(1, 3, target=0.01, interval_s=2.0)
+    kill_s = 5.9 if standby else 4.5
+    changes = Changes(kills_s=(kill_s,), standby=standby, session_timeout_s=1.0, start_s=3.0, autoscale=rule)
+    done = outcome(case(system=System.OFF, changes=changes, rate=20, seconds=14), 3)
+    assert done.most_workers == 3
+
+
 def test_a_user_that_starts_again_is_deleted_first():
     done = outcome(case("traffic.start_again=true", "traffic.growth=200", "traffic.users=4", seconds=30))
     assert share(done, Ending.LOST) == 0
@@ -348,12 +358,25 @@ def test_a_worker_dies_once_in_the_fleet_and_not_in_a_sample_of_it():
             simulate(fleet, FleetSize(12, 1, 1), runner, lambda _: None)
 
 
-def test_the_limits_of_autoscaling_are_those_of_the_fleet():
-    rule = Autoscale(6, 12, target=0.01, interval_s=0.5)
-    fleet = case("partitions=96", changes=Changes(start_s=0.1, autoscale=rule), rate=40, seconds=6)
+@pytest.mark.parametrize(
+    ("least", "most", "target", "sample"), [(6, 12, 0.01, 8), (5, 13, 0.01, 2), (5, 13, 1.0, 2), (5, 13, 0.01, 1)]
+)
+def test_the_limits_of_autoscaling_are_those_of_the_fleet(least: int, most: int, target: float, sample: int):
+    rule = Autoscale(least, most, target, interval_s=0.5)
+    fleet = case("partitions=96", changes=Changes(start_s=0.1, autoscale=rule), rate=10, seconds=6)
     with Runner(1) as runner:
-        done = simulate(fleet, FleetSize(12, 8, 1), runner, lambda _: None)
-    assert 6 <= done.workers <= 12
+        done = simulate(fleet, FleetSize(12, sample, 1), runner, lambda _: None)
+    assert done.most_workers <= most
+    if sample > 1:
+        assert least <= done.workers <= most
+        assert done.most_workers == (most if target < 1 else 12)
+
+
+def test_autoscaling_below_one_worker_for_each_part_is_refused():
+    rule = Autoscale(2, 24)
+    fleet = case("partitions=96", changes=Changes(autoscale=rule))
+    with Runner(1) as runner, pytest.raises(RelayError, match="Write at least 3:24"):
+        simulate(fleet, FleetSize(24, 8, 1), runner, lambda _: None)
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ class Figures:
     workers: float
     """Workers on average."""
     most_workers: int
+    """The most workers at a time. Of a sample: its mean part times the parts of the fleet."""
     impressions: int
     took_s: float
     jobs: dict[str, int] = field(default_factory=dict)
@@ -160,6 +161,7 @@ def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.
     jobs: Counter[str] = Counter()
     for part in parts:
         jobs.update(part.jobs)
+    most = [part.most_workers for part in parts]
     return Figures(
         requests=sum(len(part.requests) for part in parts),
         parts=len(parts),
@@ -178,7 +180,7 @@ def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.
         device_load=estimate(lambda some: _share(some, _device_s, lambda each: each.worker_s)),
         thread_load=estimate(lambda some: _share(some, lambda each: each.thread_s, lambda each: each.worker_s)),
         workers=scale * sum(part.worker_s for part in parts) / sum(part.seconds for part in parts),
-        most_workers=max(part.most_workers for part in parts),
+        most_workers=max(most) if scale == 1 else round(scale * sum(most) / len(most)),
         impressions=sum(part.impressions for part in parts),
         took_s=sum(part.took_s for part in parts),
         jobs=dict(jobs),

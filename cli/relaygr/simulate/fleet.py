@@ -65,7 +65,12 @@ def simulate(case: Case[Demand], size: FleetSize, runner: Runner, on_progress: P
         count = len(parts)
         outcomes = [merged(outcomes[first : first + count]) for first in range(0, len(outcomes), count)]
         return figures_of(outcomes, case.demand.traffic.budget_ms)
-    return figures_of(outcomes, case.demand.traffic.budget_ms, scale=len(parts))
+    figures = figures_of(outcomes, case.demand.traffic.budget_ms, scale=len(parts))
+    rule = case.changes.autoscale
+    if rule is None:
+        return figures
+    # The sampled parts may be among the larger ones.
+    return replace(figures, most_workers=min(figures.most_workers, rule.most))
 
 
 def expected_impressions(case: Case[Demand], size: FleetSize) -> int:
@@ -137,6 +142,12 @@ def _tasks(case: Case[Demand], size: FleetSize, parts: Sequence[tuple[range, int
     if size.sample < len(parts):
         drawn = np.random.default_rng((demand.seed, 6)).choice(len(parts), size.sample, replace=False)
         chosen = sorted(drawn.tolist())  # type: ignore[assignment]
+    rule = case.changes.autoscale
+    if rule is not None and rule.least < len(parts):
+        raise RelayError(
+            f"--autoscale {rule.least}:{rule.most}: this fleet is simulated in {len(parts)} parts of at least one worker "
+            f"each. Write at least {len(parts)}:{rule.most}, or begin with fewer --workers."
+        )
     if case.changes.kills_s and size.sample < len(parts):
         raise RelayError(
             f"Failures need the whole fleet: raise --sample to {len(parts)}, or simulate at most "
@@ -154,9 +165,14 @@ def _changes_of(changes: Changes, place: int, partitions: range, workers: int, s
     """What happens in one part. Workers die in the first; the limits of autoscaling are those of the fleet."""
     rule = changes.autoscale
     if rule is not None:
-        part = workers / size.workers
-        least = max(1, round(rule.least * part))
-        rule = replace(rule, least=least, most=min(len(partitions), max(least, round(rule.most * part))))
+        first = place * GROUP_OF_CHANGES
+
+        def of_part(limit: int) -> int:
+            """Those of all parts add up to the limit."""
+            return limit * (first + workers) // size.workers - limit * first // size.workers
+
+        least = min(of_part(rule.least), len(partitions))
+        rule = replace(rule, least=least, most=min(len(partitions), of_part(rule.most)))
     return replace(changes, kills_s=() if place else changes.kills_s, autoscale=rule)
 
 
