@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,17 +20,20 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, PreInferJob, RankingRequest, StageTimings
 from relaygr.schemas.partitioner import partition_for
 from relaygr.settings import load_settings
+from relaygr.simulate import fleet as fleet_module
+from relaygr.simulate import plan as plan_module
 from relaygr.simulate.case import System, case_of, shape_of_tokens
 from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
-from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests, figures_of
+from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
-from relaygr.simulate.plan import plan_capacity
+from relaygr.simulate.output import PlanRow, plain, plan_json, plan_table, table_of
+from relaygr.simulate.plan import CapacityPlan, Probe, least_workers, plan_capacity
 from relaygr.simulate.relay import TAKEOVER_S, Autoscale, Case, Changes, RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
 from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.population import SyntheticPopulation
-from relaygr.traffic.records import ImpressionRecord
+from relaygr.traffic.records import ImpressionRecord, RecordWriter
 from relaygr.traffic.schedule import impressions
 from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
 from relaygr.worker.kv import KvDtype
@@ -255,6 +259,16 @@ def test_the_number_of_workers_follows_a_day():
     assert 1 < done.worker_s / done.seconds < done.most_workers
 
 
+@pytest.mark.parametrize("standby", [False, True], ids=["restart", "standby"])
+def test_a_worker_that_takes_the_place_of_a_dead_one_is_one_of_the_most(standby: bool):
+    # All that the rule allows are wanted when it looks, between the death and the restart.
+    rule = Autoscale(1, 3, target=0.01, interval_s=2.0)
+    kill_s = 5.9 if standby else 4.5
+    changes = Changes(kills_s=(kill_s,), standby=standby, session_timeout_s=1.0, start_s=3.0, autoscale=rule)
+    done = outcome(case(system=System.OFF, changes=changes, rate=20, seconds=14), 3)
+    assert done.most_workers == 3
+
+
 def test_a_user_that_starts_again_is_deleted_first():
     done = outcome(case("traffic.start_again=true", "traffic.growth=200", "traffic.users=4", seconds=30))
     assert share(done, Ending.LOST) == 0
@@ -321,6 +335,20 @@ def test_a_sample_of_a_fleet_equals_the_whole_within_the_error():
         assert ours.value == pytest.approx(theirs.value, abs=1.5 * ours.error + (theirs.error or 0))
 
 
+def test_a_fleet_may_have_more_workers_than_users():
+    fleet = case("partitions=96", "traffic.users=6", "traffic.zipf_exponent=0", rate=20, seconds=4)
+    with Runner(1) as runner:
+        some = simulate(fleet, FleetSize(12, 8, 2), runner, lambda _: None)
+        whole = simulate(fleet, FleetSize(12, 12, 1), runner, lambda _: None)
+    assert some.requests > 0 and whole.requests == pytest.approx(60, abs=25)
+    assert some.workers == whole.workers == pytest.approx(12)
+
+
+def test_a_load_without_a_request_is_explained():
+    with Runner(1) as runner, pytest.raises(RelayError, match="No request was counted"):
+        simulate(case("partitions=96", rate=0.001, seconds=1), FleetSize(12, 2, 1), runner, lambda _: None)
+
+
 def test_a_worker_dies_once_in_the_fleet_and_not_in_a_sample_of_it():
     fleet = case("partitions=96", changes=Changes(kills_s=(3.0,), standby=True), rate=40, seconds=6)
     with Runner(1) as runner:
@@ -330,12 +358,25 @@ def test_a_worker_dies_once_in_the_fleet_and_not_in_a_sample_of_it():
             simulate(fleet, FleetSize(12, 1, 1), runner, lambda _: None)
 
 
-def test_the_limits_of_autoscaling_are_those_of_the_fleet():
-    rule = Autoscale(6, 12, target=0.01, interval_s=0.5)
-    fleet = case("partitions=96", changes=Changes(start_s=0.1, autoscale=rule), rate=40, seconds=6)
+@pytest.mark.parametrize(
+    ("least", "most", "target", "sample"), [(6, 12, 0.01, 8), (5, 13, 0.01, 2), (5, 13, 1.0, 2), (5, 13, 0.01, 1)]
+)
+def test_the_limits_of_autoscaling_are_those_of_the_fleet(least: int, most: int, target: float, sample: int):
+    rule = Autoscale(least, most, target, interval_s=0.5)
+    fleet = case("partitions=96", changes=Changes(start_s=0.1, autoscale=rule), rate=10, seconds=6)
     with Runner(1) as runner:
-        done = simulate(fleet, FleetSize(12, 8, 1), runner, lambda _: None)
-    assert 6 <= done.workers <= 12
+        done = simulate(fleet, FleetSize(12, sample, 1), runner, lambda _: None)
+    assert done.most_workers <= most
+    if sample > 1:
+        assert least <= done.workers <= most
+        assert done.most_workers == (most if target < 1 else 12)
+
+
+def test_autoscaling_below_one_worker_for_each_part_is_refused():
+    rule = Autoscale(2, 24)
+    fleet = case("partitions=96", changes=Changes(autoscale=rule))
+    with Runner(1) as runner, pytest.raises(RelayError, match="Write at least 3:24"):
+        simulate(fleet, FleetSize(24, 8, 1), runner, lambda _: None)
 
 
 @pytest.mark.slow
@@ -348,6 +389,18 @@ def test_processes_give_the_same_figures_as_one():
             simulate(one, size, pool, done.append), took_s=0
         )
     assert done
+
+
+def test_the_progress_leaves_out_what_an_earlier_call_has_done(monkeypatch: pytest.MonkeyPatch):
+    one, shown = case(seconds=6), list[int]()
+    with Runner(2) as runner:
+        # Threads, because processes take long to start.
+        monkeypatch.setattr(fleet_module, "_played", runner._shared)
+        monkeypatch.setattr(fleet_module, "_LOOK_S", 0.001)
+        runner._pool = ThreadPoolExecutor(2)  # type: ignore[assignment]
+        simulate(one, FleetSize(2, 2, 3), runner, lambda _: None)
+        last = simulate(one, FleetSize(2, 2, 1), runner, shown.append)
+    assert shown and max(shown) <= last.impressions
 
 
 def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero():
@@ -363,6 +416,21 @@ def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero
     assert alone.thread_load.value == 0.25
     assert pair.p99_ms.error == 0
     assert (pair.requests, pair.impressions_per_s, pair.workers) == (6, 8, 2)
+
+
+@pytest.mark.parametrize(("thread_s", "is_in_range", "said"), [(3.2, True, "yes"), (3.3, False, "no")])
+def test_figures_near_saturation_are_marked_as_out_of_range(thread_s: float, is_in_range: bool, said: str):
+    part = PartOutcome(
+        requests=Requests(np.zeros(1, np.int64), np.array([CODE[Ending.HBM]], np.uint8)), found={}, jobs={},
+        device_s=1.0, thread_s=thread_s, seconds=2.0, worker_s=4.0, most_workers=2, impressions=1, took_s=0.1,
+    )  # fmt: skip
+    found = figures_of([part], 40)
+    assert found.is_in_range is plain(found)["is_in_range"] is is_in_range
+    row = PlanRow(System.RELAY, CapacityPlan(Probe(2, found, 4.0), ()), 0, 0, None, None)
+    assert plan_json([row], {})["systems"]["relay"]["is_in_range"] is is_in_range
+    for table in (table_of({System.RELAY: found}, ""), plan_table([row], "")):
+        names, values = (list(column.cells) for column in table.columns)
+        assert values[names.index("in range (thread load up to 80%)")] == said
 
 
 def test_latencies_are_those_of_ranked_requests_and_refusals_are_late():
@@ -405,6 +473,58 @@ def test_the_planner_finds_fewer_workers_with_the_relay():
     assert relay.best.is_enough and off.best.is_enough
     assert 1 <= relay.workers < off.workers
     assert none.best is None and none.workers == 0
+
+
+def plan_where(
+    is_enough: Callable[[int, float], bool], one: Case, monkeypatch: pytest.MonkeyPatch, impressions: int = 4_000
+) -> CapacityPlan:
+    """The plan for a fleet of which this tells whether so many workers are enough in so many seconds."""
+
+    def simulated(probed: Case, size: FleetSize, *_: object) -> Figures:
+        ending = Ending.HBM if is_enough(size.workers, probed.demand.traffic.duration_s) else Ending.REFUSED
+        part = PartOutcome(
+            requests=Requests(np.zeros(1, np.int64), np.array([CODE[ending]], np.uint8)), found={}, jobs={},
+            device_s=1.0, seconds=1.0, worker_s=1.0, most_workers=1, impressions=1, took_s=0.1,
+        )  # fmt: skip
+        return figures_of([part], 40)
+
+    monkeypatch.setattr(plan_module, "simulate", simulated)
+    with Runner(1) as runner:
+        return plan_capacity(one, 2, 2, runner, lambda *_: None, impressions)
+
+
+@pytest.mark.parametrize("needed", [1, 2, 7, 16, 17, 60])
+def test_the_planner_finds_also_fewer_workers_than_rankings_alone_would_fill(
+    needed: int, monkeypatch: pytest.MonkeyPatch
+):
+    # A ranking alone takes 20.3 ms. Most of it is paid once for a batch.
+    one = case(rate=800)
+    model = replace(one.spec.model, latency=LatencyModel(replace(COEFFICIENTS, c0=20_000)))
+    one = replace(one, spec=replace(one.spec, model=model))
+    assert least_workers(one) == 16
+    assert plan_where(lambda workers, _: workers >= needed, one, monkeypatch).workers in (needed, needed + 1)
+
+
+def test_a_first_probe_that_fails_is_repeated_with_all_impressions(monkeypatch: pytest.MonkeyPatch):
+    # 2 seeds: 400 impressions of 20 workers take 100 s at 20 a second, and 4,000 take 1,000 s.
+    one, seconds = case(rate=20), list[float]()
+
+    def is_enough(workers: int, simulated_s: float) -> bool:
+        seconds.append(simulated_s)
+        return workers < 20 or simulated_s > 200
+
+    assert plan_where(is_enough, one, monkeypatch).workers == 1
+    assert seconds[:2] == [100, 1_000]
+    assert plan_where(lambda *_: False, one, monkeypatch).best is None
+
+
+def test_a_plan_says_how_many_seconds_it_simulated(monkeypatch: pytest.MonkeyPatch):
+    found = plan_where(lambda *_: True, case(rate=20), monkeypatch)
+    row = PlanRow(System.OFF, found, 0, 0, None, None)
+    assert plan_json([row], {})["systems"]["off"]["seconds"] == 100
+    assert [each["seconds"] for each in plan_json([row], {})["systems"]["off"]["probes"]][-1] == 100
+    names, values = (list(column.cells) for column in plan_table([row], "").columns)
+    assert values[names.index("simulated seconds, from empty caches on")] == "100"
 
 
 # -- measured times -------------------------------------------------------------------------------
@@ -542,15 +662,98 @@ def test_the_command_plans_with_costs(calibration: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("slo_ms", "expected"),
+    [("200", {"workers": 1, "hbm_bytes": 0, "dram_bytes": 0, "cost_per_hour": 2.0}), ("1", {"cost_per_million": None})],
+    ids=["nothing is kept without the relay", "no number of workers is enough"],
+)
+def test_the_memory_and_costs_of_a_plan(calibration: Path, tmp_path: Path, slo_ms: str, expected: dict[str, object]):
+    out = tmp_path / "plan.json"
+    done = CliRunner().invoke(
+        app,
+        [
+            "simulate", "plan", "--calibration", str(calibration), "--qps", "5", "--impressions", "100", "--seeds", "1",
+            "--sample", "1", "--lengths", "256:512", "--slo-ms", slo_ms, "--jobs", "1", "--system", "off",
+            "--price-per-worker-hour", "2", "--json", str(out), "--token-bytes", "2KiB",
+        ],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    plan = json.loads(out.read_text())["systems"]["off"]
+    if "workers" not in expected:
+        expected |= dict.fromkeys(("workers", "partitions", "hbm_bytes", "dram_bytes", "cost_per_hour"))
+    assert {name: plan[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("scored_tokens", "is_far"), [(CANDIDATES, False), (8 * CANDIDATES, True)])
+def test_times_far_from_the_calibrated_ones_raise_a_question(
+    calibration: Path, tmp_path: Path, scored_tokens: int, is_far: bool
+):
+    writer = RecordWriter(tmp_path / "relay.jsonl")
+    for number in range(60):
+        writer.write(record(number, "hbm", StageTimings(queue_us=200, rank_us=320, total_us=620), 2_620))
+    writer.close()
+    done = CliRunner().invoke(
+        app,
+        [
+            "simulate", "learn", str(tmp_path / "relay.jsonl"), "--calibration", str(calibration),
+            "--out", str(tmp_path / "times.json"), "--scored-tokens", str(scored_tokens),
+        ],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert (f"{scored_tokens} tokens (--scored-tokens)" in done.output) is is_far
+
+
+def simulated(calibration: Path, *arguments: str) -> str:
+    """What `relaygr simulate run` prints in a short run."""
+    command = ["simulate", "run", "--calibration", str(calibration), "--token-bytes", "2KiB", "--jobs", "1"]
+    command += ["--qps", "20", "--lengths", "512", "--slo-ms", "40", "--sample", "1", "--seeds", "1", *arguments]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_warns_of_fewer_users_than_workers_need(calibration: Path):
+    few = "users are few for 4 workers"
+    arguments = ("--workers", "4", "--sample", "4", "--seconds", "2")
+    assert f"39 {few}" in simulated(calibration, *arguments, "--users", "39")
+    assert few not in simulated(calibration, *arguments, "--users", "40")
+
+
+def test_the_figures_say_which_changes_and_samples_they_are_of(calibration: Path, tmp_path: Path):
+    out = tmp_path / "out.json"
+    simulated(
+        calibration, "--system", "off", "--seconds", "4", "--kill-at", "2", "--standby", "--autoscale", "1:2",
+        "--json", str(out),
+    )  # fmt: skip
+    written = json.loads(out.read_text())
+    expected = {"kills_s": [2.0], "standby": True, "start_s": 20.0, "sample": 1, "seeds": 1}
+    expected |= {"autoscale": {"least": 1, "most": 2, "target": 0.5, "interval_s": 15.0}}
+    assert {name: written[name] for name in expected} == expected
+
+
+def test_a_day_is_played_once_unless_seconds_are_given(calibration: Path, tmp_path: Path):
+    out = tmp_path / "out.json"
+    for more, seconds in (((), 6), (("--seconds", "2"), 2)):
+        simulated(calibration, "--system", "off", "--day", "6", "--json", str(out), *more)
+        written = json.loads(out.read_text())
+        assert (written["seconds"], written["traffic"]["duration_s"], written["day_s"]) == (seconds, seconds, 6)
+
+
+@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--lengths", "long"], "--lengths"),
+        (["--lengths", "1000:1200"], "as in 1000:1250."),
         (["--autoscale", "4:2"], "--autoscale 4:2"),
         (["--system", "none"], "--system none"),
         (["--token-bytes", "3"], "multiple of 4"),
         (["--workers", "100"], "100 workers cannot share 48 partitions"),
         (["--times", "absent.json"], "cannot be read"),
         (["--set", "worker.hbm_bytes=1MiB"], "worker.hbm_bytes"),
+        (["--set", "worker.divert=true"], "--set worker.divert=false"),
+        (["--kill-at", "0.4"], "count from second 0.5 to second 2."),
+        (["--kill-at", "1", "--kill-at", "2"], "count from second 0.5 to second 2."),
+        (["--standby"], "add --kill-at"),
+        (["--target-load", "0.4"], "add --autoscale"),
     ],
 )
 def test_wrong_options_are_explained(calibration: Path, arguments: list[str], complaint: str):
@@ -569,3 +772,10 @@ def test_learning_needs_records(calibration: Path, tmp_path: Path):
 
 def test_a_demand_without_a_curve_is_constant():
     assert Demand(case().demand.traffic, 12, 1).load_at(5e6) == 1.0
+
+
+def test_a_day_loses_a_minute_to_its_cold_beginning_and_not_its_night():
+    traffic = case(seconds=86_400).demand.traffic
+    assert Demand(traffic, 12, 1, day_s=86_400).cold_s == 60
+    assert Demand(traffic, 12, 1).cold_s == 21_600
+    assert Demand(case(seconds=80).demand.traffic, 12, 1, day_s=80).cold_s == 20

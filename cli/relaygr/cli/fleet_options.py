@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from relaygr.settings import Settings
     from relaygr.simulate.case import Shape, System
     from relaygr.simulate.output import PlanRow
+    from relaygr.simulate.plan import CapacityPlan
+    from relaygr.simulate.relay import Changes
     from relaygr.simulate.times import MeasuredTimes
+    from relaygr.traffic.settings import TrafficSettings
     from relaygr.worker.calibration import Calibration
 
 CalibrationOption = Annotated[Path, typer.Option(metavar="FILE", help="File of `relaygr calibrate`.")]
@@ -39,6 +43,8 @@ LengthsOption = Annotated[
 ]
 UsersOption = Annotated[int | None, typer.Option(min=1, help="Users.", show_default="setting")]
 JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="cores")]
+_USERS_PER_WORKER = 10
+"""With fewer, the load of a worker depends on which users it happens to own."""
 
 
 def fleet_settings(
@@ -60,7 +66,23 @@ def fleet_settings(
     if lengths is not None:
         median, longest = parse_pair("--lengths", lengths if ":" in lengths else f"{lengths}:{_double(lengths)}")
         wanted += [f"traffic.history_median={median}", f"traffic.history_max={longest}"]
-    return command_settings(config, overrides=wanted)
+    settings = command_settings(config, overrides=wanted)
+    _check_lengths(settings.traffic)
+    return settings
+
+
+def _check_lengths(traffic: TrafficSettings) -> None:
+    """Raises RelayError where more than half of the synthetic users would begin with a shorter history than asked."""
+    from relaygr.traffic.population import FIRST_SHARE
+
+    longest_first = int(FIRST_SHARE * traffic.history_max)
+    if traffic.interactions is None and traffic.history_median > longest_first:
+        needed = math.ceil(traffic.history_median / FIRST_SHARE)
+        raise RelayError(
+            f"A median of {traffic.history_median} behaviours is too long: a history begins with at most "
+            f"{FIRST_SHARE:.0%} of the longest one, which is {traffic.history_max}. Set the longest to at least "
+            f"{needed}, as in {traffic.history_median}:{needed}."
+        )
 
 
 def _double(text: str) -> str:
@@ -114,10 +136,9 @@ def plan_systems(
     price_per_worker_hour: float | None = None,
 ) -> list[PlanRow]:
     """The smallest fleet of each system that answers in time. Shows a progress bar on standard error."""
-    from relaygr.simulate.case import System, case_of, is_cpu
+    from relaygr.simulate.case import case_of, is_cpu
     from relaygr.simulate.fleet import Runner
-    from relaygr.simulate.output import PlanRow
-    from relaygr.simulate.plan import memory_of, plan_capacity
+    from relaygr.simulate.plan import plan_capacity
 
     rows = []
     with Runner(probes.jobs) as runner, progress_bar() as (progress, task):
@@ -128,23 +149,55 @@ def plan_systems(
                 progress.update(task, total=1.0, completed=share, description=f"{name}: {workers:,} workers")
 
             found = plan_capacity(case, probes.sample, probes.seeds, runner, show, probes.impressions)
-            hbm_bytes, dram_bytes = memory_of(settings.worker, shape.geometry, found.workers)
-            cost = None if price_per_worker_hour is None else price_per_worker_hour * found.workers
-            per_million = None if cost is None else cost / (settings.traffic.rate_per_s * 3600) * 1e6
-            rows.append(PlanRow(each, found, hbm_bytes, dram_bytes if each is System.RELAY else 0, cost, per_million))
+            rows.append(plan_row(each, found, settings, shape, price_per_worker_hour))
     return rows
+
+
+def plan_row(
+    system: System, plan: CapacityPlan, settings: Settings, shape: Shape, price_per_worker_hour: float | None
+) -> PlanRow:
+    """A plan with its memory and costs: none of either if no number of workers is enough."""
+    from relaygr.simulate.case import System
+    from relaygr.simulate.output import PlanRow
+    from relaygr.simulate.plan import memory_of
+
+    if plan.best is None:
+        return PlanRow(system, plan, None, None, None, None)
+    hbm_bytes, dram_bytes = memory_of(settings.worker, shape.geometry, plan.workers)
+    if system is System.OFF:
+        # Nothing is kept without the relay.
+        hbm_bytes = dram_bytes = 0
+    if price_per_worker_hour is None:
+        return PlanRow(system, plan, hbm_bytes, dram_bytes, None, None)
+    cost = price_per_worker_hour * plan.workers
+    return PlanRow(system, plan, hbm_bytes, dram_bytes, cost, cost / (settings.traffic.rate_per_s * 3600) * 1e6)
 
 
 def caveat(times: MeasuredTimes, calibration: Calibration) -> str:
     device = calibration.machine.device_description
     return (
         f"Simulated, not measured. Device times: a calibration of {device}. Times of Kafka and worker, and noise: "
-        f"{times.origin}. ± is half of the 95 % confidence interval of the sample. Above 80 % of a worker's capacity "
-        "the simulation is out of range."
+        f"{times.origin}. ± is half of the 95 % confidence interval of the sample. Out of range, small errors of the "
+        "times become large ones of the latency."
     )
 
 
-def inputs_as_json(settings: Settings, calibration: Calibration, times: MeasuredTimes) -> dict[str, Any]:
+def users_caveat(users: int, workers: int) -> str | None:
+    """What to know about a fleet of so few users; None with enough of them."""
+    if users >= _USERS_PER_WORKER * workers:
+        return None
+    return f"{users:,} users are few for {workers:,} workers, and some workers may have none: raise --users."
+
+
+def inputs_as_json(
+    settings: Settings,
+    calibration: Calibration,
+    times: MeasuredTimes,
+    sample: int,
+    seeds: int,
+    changes: Changes | None = None,
+) -> dict[str, Any]:
+    """What was simulated, in the form of JSON. `changes`: None where none are possible."""
     return {
         "device": calibration.machine.device_description,
         "calibrated_at": calibration.measured_at,
@@ -152,6 +205,9 @@ def inputs_as_json(settings: Settings, calibration: Calibration, times: Measured
         "traffic": settings.traffic.model_dump(mode="json"),
         "hbm_bytes": int(settings.worker.hbm_bytes),
         "dram_bytes": int(settings.worker.dram_bytes),
+        "sample": sample,
+        "seeds": seeds,
+        **(asdict(changes) if changes is not None else {}),
     }
 
 

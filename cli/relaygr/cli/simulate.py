@@ -27,6 +27,7 @@ from relaygr.cli.fleet_options import (
     read_calibration,
     read_times,
     shape_of,
+    users_caveat,
 )
 from relaygr.cli.options import ConfigOption, SetOption
 from relaygr.cli.texts import stdout_console
@@ -41,6 +42,13 @@ app = typer.Typer(
     help="Simulate a fleet with the product's own decisions and calibrated times; plan its capacity.",
 )
 
+_FAR_NOISE = 2.0
+"""Device times beyond this many times the calibrated ones, or below that part of them, are those of other work."""
+_SECONDS = 60.0
+"""The simulated time by default."""
+_TARGET_LOAD = 0.5
+"""The device load at which autoscaling aims by default."""
+
 SampleOption = Annotated[int, typer.Option(min=1, help="Parts of the fleet that each seed simulates.")]
 SeedsOption = Annotated[int, typer.Option(min=1, help="Seeds.")]
 SystemOption = Annotated[str, typer.Option(metavar="both|relay|off", help="Systems to simulate.")]
@@ -53,7 +61,9 @@ def run(
     model: ModelOption = None,
     token_bytes: TokenBytesOption = "32KiB",
     workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 1,
-    seconds: Annotated[float, typer.Option(min=1, help="Simulated time.")] = 60.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Simulated time.", show_default=f"that of --day, or {_SECONDS:g}")
+    ] = None,
     qps: QpsOption = None,
     slo_ms: SloOption = None,
     lengths: LengthsOption = None,
@@ -66,7 +76,10 @@ def run(
     autoscale: Annotated[
         str | None, typer.Option(metavar="LEAST:MOST", help="The number of workers follows the load.")
     ] = None,
-    target_load: Annotated[float, typer.Option(min=0.01, max=1, help="Device load that autoscaling aims at.")] = 0.5,
+    target_load: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1, help="Device load that autoscaling aims at.", show_default=str(_TARGET_LOAD)),
+    ] = None,
     start_s: Annotated[float, typer.Option(min=0, help="Time that a new worker takes to start.")] = 20.0,
     kill_at: Annotated[list[float] | None, typer.Option(min=0, help="A worker dies at this second.")] = None,
     standby: Annotated[bool, typer.Option("--standby", help="A standby takes over from each dead worker.")] = False,
@@ -91,6 +104,12 @@ def run(
         from relaygr.replay.plots import require_plot
 
         require_plot(plot)
+    if standby and not kill_at:
+        raise RelayError("--standby has no effect without a dead worker: add --kill-at SECOND.")
+    if target_load is not None and autoscale is None:
+        raise RelayError("--target-load has no effect on a fixed number of workers: add --autoscale LEAST:MOST.")
+    if seconds is None:
+        seconds = _SECONDS if day is None else day
     settings = fleet_settings(config, overrides, qps, slo_ms, lengths, users, seconds)
     measured = read_calibration(calibration)
     shape = shape_of(model, token_bytes, settings, measured)
@@ -98,7 +117,7 @@ def run(
     rule = None
     if autoscale is not None:
         least, most = parse_pair("--autoscale", autoscale)
-        rule = Autoscale(least, most, target_load)
+        rule = Autoscale(least, most, _TARGET_LOAD if target_load is None else target_load)
         workers = min(max(workers, least), most)
     changes = Changes(tuple(kill_at or ()), standby, settings.session_timeout_ms / 1000, start_s, rule)
     size, console, results = FleetSize(workers, sample, seeds), stdout_console(), {}
@@ -115,7 +134,10 @@ def run(
     title = f"{workers:,} workers, {traffic.rate_per_s:g} impressions a second, {traffic.budget_ms} ms"
     console.print(table_of(results, title))
     console.print(caveat(learnt, measured))
-    described = inputs_as_json(settings, measured, learnt) | {"workers": workers, "seconds": seconds, "day_s": day}
+    if few := users_caveat(traffic.users, workers):
+        console.print(few, style="yellow")
+    described = inputs_as_json(settings, measured, learnt, sample, seeds, changes)
+    described |= {"workers": workers, "seconds": seconds, "day_s": day}
     if json_out is not None:
         write_json(json_out, to_json(results, described))
     if plot is not None:
@@ -160,8 +182,10 @@ def plan(
     console = stdout_console()
     console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {traffic.budget_ms} ms"))
     console.print(caveat(learnt, measured))
+    if few := users_caveat(traffic.users, max(row.plan.workers for row in rows)):
+        console.print(few, style="yellow")
     if json_out is not None:
-        write_json(json_out, plan_json(rows, inputs_as_json(settings, measured, learnt)))
+        write_json(json_out, plan_json(rows, inputs_as_json(settings, measured, learnt, sample, seeds)))
 
 
 @app.command("learn")
@@ -180,11 +204,19 @@ def learn_command(
     times = learn(read_records(records), read_calibration(calibration).model, scored_tokens, records.name)
     save_times(out, times)
     middle = len(times.hop_us) // 2
-    stdout_console().print(
+    hit, pre = times.hit_noise[middle], times.pre_noise[middle]
+    console = stdout_console()
+    console.print(
         f"{times.requests:,} requests: a hop {times.hop_us[middle] / 1000:.1f} ms (median), a look-up "
         f"{times.look_up_us:.0f} µs, an answer {times.answer_us:.0f} µs, measured / calibrated "
-        f"{times.hit_noise[middle]:.2f} (ranking) and {times.pre_noise[middle]:.2f} (pre-infer); written to {out}"
+        f"{hit:.2f} (ranking) and {pre:.2f} (pre-infer); written to {out}"
     )
+    if not all(1 / _FAR_NOISE <= each <= _FAR_NOISE for each in (hit, pre)):
+        console.print(
+            f"Measured device times are far from the calibrated ones. Did each request score {scored_tokens} tokens "
+            "(--scored-tokens)? Is the calibration that of the same model and machine?",
+            style="yellow",
+        )
 
 
 def _systems(text: str) -> list[System]:

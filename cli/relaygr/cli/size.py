@@ -86,7 +86,7 @@ def size(
     case = case_of(settings, shape, measured.model, learnt, on_cpu=is_cpu(measured), system=System.RELAY)
     sizing = size_of(case, relay.workers or least_workers(case), keep_s, reuse)
     if as_json:
-        content = plan_json(rows, inputs_as_json(settings, measured, learnt))
+        content = plan_json(rows, inputs_as_json(settings, measured, learnt, _SAMPLE, _SEEDS))
         typer.echo(json.dumps({**content, "calculated": as_plain(sizing)}, indent=2))
         return
     console = stdout_console()

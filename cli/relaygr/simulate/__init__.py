@@ -16,6 +16,7 @@ The trigger's handler, fleet view, policy and buckets, the worker's executor (ad
 cache tiers are those of the product. Simulated are the durations of device work (calibrated times, times a measured
 noise), the link between the tiers, and the time of messages on Kafka. Every figure is a prediction.
 
-Not simulated: consumers that pause, result retries, clocks that differ, waits for histories, and reloads that a ranking
-overlaps. Requests that are sent to a dead worker wait for the next owner of their partition.
+Not simulated: consumers that pause, result retries, clocks that differ, waits for histories, reloads that a ranking
+overlaps, requests that a worker diverts, and scenarios other than the default one. Requests that are sent to a dead
+worker wait for the next owner of their partition.
 """

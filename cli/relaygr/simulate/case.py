@@ -92,7 +92,11 @@ def case_of(
     changes: Changes | None = None,
     day_s: float | None = None,
 ) -> Case[Demand]:
-    """The case of a demand. Raises RelayError for settings that no worker takes."""
+    """The case of a demand. Raises RelayError for settings that no worker takes, or that are not simulated."""
+    if settings.worker.divert:
+        raise RelayError(
+            "A simulation diverts no requests: give --set worker.divert=false. Its figures are then those without it."
+        )
     relay = system is System.RELAY
     if not relay:
         worker = settings.worker.model_copy(update={"reuse_prefixes": False, "dram_bytes": 0})

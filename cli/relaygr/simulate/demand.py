@@ -30,6 +30,8 @@ _NIGHT_SHARE: Final = 0.35
 """The load at night, as a share of the load at the evening's peak."""
 COLD_SHARE: Final = 0.25
 """The beginning of a simulated demand, as a share, that no figure counts: caches and corrections are empty then."""
+COLD_MOST_OF_DAY_S: Final = 60.0
+"""The longest such beginning under a day's load curve: a quarter of a day would be its night."""
 
 
 class Load(Protocol):
@@ -66,7 +68,8 @@ class Demand:
 
     @property
     def cold_s(self) -> float:
-        return COLD_SHARE * self.traffic.duration_s
+        cold_s = COLD_SHARE * self.traffic.duration_s
+        return cold_s if self.day_s is None else min(cold_s, COLD_MOST_OF_DAY_S)
 
     def part(self, partitions: frozenset[int]) -> Part:
         """See `part_of`."""

@@ -41,6 +41,9 @@ CODE: Final = {ending: code for code, ending in enumerate(ENDINGS)}
 _WHOLE: Final = [CODE[each] for each in (Ending.HBM, Ending.DRAM, Ending.PENDING, Ending.FULL)]
 RANKED: Final = [*_WHOLE, CODE[Ending.TRUNCATED]]
 NO_LATENCY: Final = -1
+HIGHEST_LOAD: Final = 0.8
+"""The highest load of a worker at which a simulation is in range: beyond, small errors of the times become large ones
+of the latency."""
 
 _STUDENT: Final = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """The 97.5 % quantile of Student's t, for 1, 2, ... degrees of freedom."""
@@ -121,6 +124,7 @@ class Figures:
     workers: float
     """Workers on average."""
     most_workers: int
+    """The most workers at a time. Of a sample: its mean part times the parts of the fleet."""
     impressions: int
     took_s: float
     jobs: dict[str, int] = field(default_factory=dict)
@@ -129,6 +133,11 @@ class Figures:
     def impressions_per_s(self) -> float:
         """Simulated impressions a second of CPU time."""
         return self.impressions / self.took_s if self.took_s else 0.0
+
+    @property
+    def is_in_range(self) -> bool:
+        """Whether the device threads are busy for at most `HIGHEST_LOAD` of the time."""
+        return self.thread_load.value <= HIGHEST_LOAD
 
 
 def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.0) -> Figures:
@@ -152,6 +161,7 @@ def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.
     jobs: Counter[str] = Counter()
     for part in parts:
         jobs.update(part.jobs)
+    most = [part.most_workers for part in parts]
     return Figures(
         requests=sum(len(part.requests) for part in parts),
         parts=len(parts),
@@ -170,7 +180,7 @@ def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.
         device_load=estimate(lambda some: _share(some, _device_s, lambda each: each.worker_s)),
         thread_load=estimate(lambda some: _share(some, lambda each: each.thread_s, lambda each: each.worker_s)),
         workers=scale * sum(part.worker_s for part in parts) / sum(part.seconds for part in parts),
-        most_workers=max(part.most_workers for part in parts),
+        most_workers=max(most) if scale == 1 else round(scale * sum(most) / len(most)),
         impressions=sum(part.impressions for part in parts),
         took_s=sum(part.took_s for part in parts),
         jobs=dict(jobs),

@@ -51,16 +51,26 @@ class _Task:
 
 
 def simulate(case: Case[Demand], size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
-    """The figures of the fleet. Raises RelayError for a fleet that cannot be."""
+    """The figures of the fleet. Raises RelayError for a fleet that cannot be, or if no request is counted."""
+    _check_kills(case)
     parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
     tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, seed)]
     outcomes = runner.run(tasks, on_progress)
+    if not any(len(outcome.requests) for outcome in outcomes):
+        raise RelayError(
+            "No request was counted: simulate longer, or raise traffic.rate_per_s, traffic.users or --sample."
+        )
     if size.sample >= len(parts):
         # The parts of one seed are one sample of the whole fleet.
         count = len(parts)
         outcomes = [merged(outcomes[first : first + count]) for first in range(0, len(outcomes), count)]
         return figures_of(outcomes, case.demand.traffic.budget_ms)
-    return figures_of(outcomes, case.demand.traffic.budget_ms, scale=len(parts))
+    figures = figures_of(outcomes, case.demand.traffic.budget_ms, scale=len(parts))
+    rule = case.changes.autoscale
+    if rule is None:
+        return figures
+    # The sampled parts may be among the larger ones.
+    return replace(figures, most_workers=min(figures.most_workers, rule.most))
 
 
 def expected_impressions(case: Case[Demand], size: FleetSize) -> int:
@@ -116,12 +126,28 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
     )
 
 
+def _check_kills(case: Case[Demand]) -> None:
+    """Raises RelayError for a death of which the figures would show nothing."""
+    first_s, end_s = case.demand.cold_s, case.demand.traffic.duration_s
+    if not all(first_s <= at_s < end_s for at_s in case.changes.kills_s):
+        raise RelayError(
+            f"--kill-at: figures count from second {first_s:g} to second {end_s:g}. Let workers die in this time, or "
+            "change --seconds."
+        )
+
+
 def _tasks(case: Case[Demand], size: FleetSize, parts: Sequence[tuple[range, int]], seed: int) -> list[_Task]:
     chosen = range(len(parts))
     demand = replace(case.demand, seed=case.demand.seed + seed)
     if size.sample < len(parts):
         drawn = np.random.default_rng((demand.seed, 6)).choice(len(parts), size.sample, replace=False)
         chosen = sorted(drawn.tolist())  # type: ignore[assignment]
+    rule = case.changes.autoscale
+    if rule is not None and rule.least < len(parts):
+        raise RelayError(
+            f"--autoscale {rule.least}:{rule.most}: this fleet is simulated in {len(parts)} parts of at least one worker "
+            f"each. Write at least {len(parts)}:{rule.most}, or begin with fewer --workers."
+        )
     if case.changes.kills_s and size.sample < len(parts):
         raise RelayError(
             f"Failures need the whole fleet: raise --sample to {len(parts)}, or simulate at most "
@@ -139,9 +165,14 @@ def _changes_of(changes: Changes, place: int, partitions: range, workers: int, s
     """What happens in one part. Workers die in the first; the limits of autoscaling are those of the fleet."""
     rule = changes.autoscale
     if rule is not None:
-        part = workers / size.workers
-        least = max(1, round(rule.least * part))
-        rule = replace(rule, least=least, most=min(len(partitions), max(least, round(rule.most * part))))
+        first = place * GROUP_OF_CHANGES
+
+        def of_part(limit: int) -> int:
+            """Those of all parts add up to the limit."""
+            return limit * (first + workers) // size.workers - limit * first // size.workers
+
+        least = min(of_part(rule.least), len(partitions))
+        rule = replace(rule, least=least, most=min(len(partitions), of_part(rule.most)))
     return replace(changes, kills_s=() if place else changes.kills_s, autoscale=rule)
 
 
@@ -187,7 +218,8 @@ class Runner:
         futures = [self._pool.submit(_run_here, number, task) for number, task in enumerate(tasks)]
         try:
             while (state := wait(futures, _LOOK_S)).not_done:
-                on_progress(sum(self._shared))
+                # An earlier call may have had more tasks.
+                on_progress(sum(self._shared[: len(tasks)]))
                 if any(future.exception() is not None for future in state.done):
                     break
             for future in futures:

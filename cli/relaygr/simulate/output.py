@@ -13,7 +13,7 @@ from rich.table import Table
 
 from relaygr.runtime.errors import RelayError
 from relaygr.simulate.case import System
-from relaygr.simulate.figures import Ending, Estimate, Figures
+from relaygr.simulate.figures import HIGHEST_LOAD, Ending, Estimate, Figures
 from relaygr.simulate.plan import CapacityPlan, Probe, partitions_for
 
 Results = Mapping[System, Figures]
@@ -21,12 +21,14 @@ Results = Mapping[System, Figures]
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A plan as it is printed: the workers of one system, their memory, and what they cost."""
+    """A plan as it is printed: the workers of one system, their memory, and what they cost. None without a fleet, and
+    costs also without a price.
+    """
 
     system: System
     plan: CapacityPlan
-    hbm_bytes: int
-    dram_bytes: int
+    hbm_bytes: int | None
+    dram_bytes: int | None
     cost_per_hour: float | None
     cost_per_million: float | None
     """Per million ranking requests."""
@@ -53,6 +55,7 @@ def table_of(results: Results, title: str) -> Table:
     )
     table.add_row("device load", *(_share(each.device_load) for each in columns))
     table.add_row("device thread load", *(_share(each.thread_load) for each in columns))
+    table.add_row(_RANGE_TITLE, *(_RANGE[each.is_in_range] for each in columns))
     table.add_row("workers, on average", *(f"{each.workers:,.1f}" for each in columns))
     table.add_row("requests counted", *(f"{each.requests:,}" for each in columns))
     table.add_row("simulations", *(str(each.parts) for each in columns))
@@ -72,12 +75,14 @@ def plan_table(rows: list[PlanRow], title: str) -> Table:
 
     table.add_row("workers", *(f"{row.plan.workers:,}" if row.plan.best else "none is enough" for row in rows))
     add("partitions", lambda _, best: f"{partitions_for(best.workers):,}")
-    add("HBM of all workers", lambda row, _: _size(row.hbm_bytes))
-    add("DRAM of all workers", lambda row, _: _size(row.dram_bytes))
+    add("HBM of all workers", lambda row, _: _size(row.hbm_bytes or 0))
+    add("DRAM of all workers", lambda row, _: _size(row.dram_bytes or 0))
     add("late, truncated or refused", lambda _, best: _share(best.figures.late_share))
     add("P99", lambda _, best: _ms(best.figures.p99_ms))
     add("device load", lambda _, best: _share(best.figures.device_load))
     add("device thread load", lambda _, best: _share(best.figures.thread_load))
+    add(_RANGE_TITLE, lambda _, best: _RANGE[best.figures.is_in_range])
+    add("simulated seconds, from empty caches on", lambda _, best: f"{best.seconds:,.0f}")
     if any(row.cost_per_hour is not None for row in rows):
         add("cost of an hour", lambda row, _: f"{row.cost_per_hour or 0:,.2f}")
         add("cost of a million requests", lambda row, _: f"{row.cost_per_million or 0:,.2f}")
@@ -95,11 +100,15 @@ def plan_json(rows: list[PlanRow], described: Mapping[str, Any]) -> dict[str, An
         row.system.value: {
             "workers": row.plan.workers or None,
             "partitions": partitions_for(row.plan.workers) if row.plan.workers else None,
+            "is_in_range": row.plan.best.figures.is_in_range if row.plan.best is not None else None,
+            "seconds": row.plan.best.seconds if row.plan.best is not None else None,
             "hbm_bytes": row.hbm_bytes,
             "dram_bytes": row.dram_bytes,
             "cost_per_hour": row.cost_per_hour,
             "cost_per_million": row.cost_per_million,
-            "probes": [{**plain(probe.figures), "workers": probe.workers} for probe in row.plan.probes],
+            "probes": [
+                {**plain(probe.figures), "workers": probe.workers, "seconds": probe.seconds} for probe in row.plan.probes
+            ],
         }
         for row in rows
     }
@@ -109,7 +118,10 @@ def plan_json(rows: list[PlanRow], described: Mapping[str, Any]) -> dict[str, An
 def plain(figures: Figures) -> dict[str, Any]:
     """The figures as JSON takes them: what is not a number is null."""
     plain_figures: dict[str, Any] = _without_nan(asdict(figures))
-    return plain_figures | {"impressions_per_s": round(figures.impressions_per_s)}
+    return plain_figures | {
+        "impressions_per_s": round(figures.impressions_per_s),
+        "is_in_range": figures.is_in_range,
+    }
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -162,6 +174,8 @@ def save_plot(path: Path, results: Results, title: str) -> None:
 
 
 _NAMES = {System.RELAY: "with the relay", System.OFF: "without"}
+_RANGE_TITLE = f"in range (thread load up to {HIGHEST_LOAD:.0%})"
+_RANGE = {True: "yes", False: "no"}
 
 
 def _size(size_bytes: int) -> str:

@@ -2,8 +2,12 @@
 
 A number of workers is enough if at most `LATE_SHARE` of the requests have no answer over their whole history within the
 time limit. The search begins with `IDLE` times the number whose devices the calibrated times fill. If even these are
-not enough, no number is. It ends when it knows the number to about `STEP`, or to one worker. Every number is simulated
-with the same seeds.
+not enough, no number is. It looks first above the number that the calibrated times fill, and below it if the lowest
+number tried is enough. It ends when it knows the number to about `STEP`, or to one worker. Every number is simulated with
+the same seeds.
+
+Each simulation is short and begins with empty caches: it sees no user who returns after its end, and may evict less than
+a fleet that runs for longer.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ class Probe:
 
     workers: int
     figures: Figures
+    seconds: float
+    """Simulated time, its cold beginning included."""
 
     @property
     def is_enough(self) -> bool:
@@ -80,30 +86,40 @@ def plan_capacity(
             total = expected_impressions(probed, size)
             on_probe(workers, 0.0)
             figures = simulate(probed, size, runner, lambda done: on_probe(workers, min(1.0, done / total)))
-            probes[workers] = Probe(workers, figures)
+            probes[workers] = Probe(workers, figures, seconds)
         return probes[workers]
 
+    # `few` is a guess until it was simulated.
     few = least_workers(case) - 1
     enough = IDLE * (few + 1)
-    if not probe(enough, min(impressions, _IDLE_IMPRESSIONS)).is_enough:
+    if impressions > _IDLE_IMPRESSIONS and not probe(enough, _IDLE_IMPRESSIONS).is_enough:
+        # So few impressions may be late by chance.
+        del probes[enough]
+    if not probe(enough).is_enough:
         return CapacityPlan(None, tuple(probes.values()))
-    while enough - few > max(1, STEP * enough):
-        # A part of the interval that grows with the number, since the number is wanted to a part of itself.
-        middle = min(max(round(math.sqrt(max(1, few) * enough)), few + 1), enough - 1)
-        if probe(middle).is_enough:
-            enough = middle
-        else:
-            few = middle
-    return CapacityPlan(probe(enough), tuple(probes.values()))
+    while True:
+        while enough - few > max(1, STEP * enough):
+            # A part of the interval that grows with the number, since the number is wanted to a part of itself.
+            middle = min(max(round(math.sqrt(max(1, few) * enough)), few + 1), enough - 1)
+            if probe(middle).is_enough:
+                enough = middle
+            else:
+                few = middle
+        if few == 0 or not probe(few).is_enough:
+            return CapacityPlan(probe(enough), tuple(probes.values()))
+        enough, few = few, few // 2
 
 
 def least_workers(case: Case[Demand]) -> int:
-    """Workers whose devices are filled by ranking on cached prefixes, or by full inference without the relay."""
+    """Workers whose devices are filled by ranking on cached prefixes, or by full inference without the relay.
+
+    A guess, not a bound: requests of a batch share its fixed cost, and histories may be shorter than the median.
+    """
     model, traffic = case.spec.model, case.demand.traffic
     tokens = model.layout.tokens(min(traffic.history_median, model.limits.max_prefix_behaviours))
     scored = traffic.suffix * model.layout.tokens_per_behaviour + traffic.candidates
-    each_us = model.latency.hit_us(tokens, scored) if case.relay else model.latency.full_us(tokens, scored)
-    return max(1, math.floor(traffic.rate_per_s * each_us / 1e6))
+    prefix_us = 0.0 if case.relay else model.latency.pre_us(tokens)
+    return max(1, math.floor(traffic.rate_per_s * (prefix_us + model.latency.hit_us(tokens, scored)) / 1e6))
 
 
 def memory_of(worker: WorkerSettings, geometry: DramGeometry, workers: int) -> tuple[int, int]:

@@ -22,7 +22,6 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 import simpy
 
-from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import PreInferJob, RankingRequest, RetrievalEvent
 from relaygr.schemas.partitioner import users_in
 from relaygr.simulate.demand import Load, Part
@@ -158,6 +157,8 @@ class RelaySimulation:
         self._members: list[_Member] = []
         self._gone: list[_Member] = []
         self._started = 0
+        self._coming = 0
+        """Workers that start now, or take the place of a dead one later."""
         self._worker_us = self._counted_us = self._counted_worker_us = self._ends_us = 0.0
         self._used_device_s = self._preinfer_device_s = self._thread_s = 0.0
         self._wasted = 0
@@ -168,7 +169,7 @@ class RelaySimulation:
         self._assign(at_once=True)
 
     def run(self) -> PartOutcome:
-        """Plays the impressions. Raises RelayError if there is none."""
+        """Plays the impressions. A part whose partitions have no user has none."""
         began_s = time.process_time()
         env = self._env
         for member in self._members:
@@ -184,8 +185,6 @@ class RelaySimulation:
         self._after(self._ends_us, self._end_counting)
         ended = env.process(self._play())
         env.run(until=ended)
-        if not self._endings:
-            raise RelayError("No impression was simulated: raise traffic.rate_per_s, or simulate longer.")
         return self._outcome(cold_us, time.process_time() - began_s)
 
     # -- the gateway -------------------------------------------------------------------------------
@@ -439,6 +438,7 @@ class RelaySimulation:
             self._deliver_job(number, job, partition)
         for number, (request, partition) in sorted(member.requests.items()):
             self._deliver_ranking(number, request, partition)
+        self._coming += 1
         if changes.standby:
             self._after(TAKEOVER_S * 1e6, partial(self._succeed, member, worker.left_in_dram()))
             return
@@ -447,6 +447,7 @@ class RelaySimulation:
 
     def _succeed(self, member: _Member, dram: list[StoredEntry]) -> None:
         """The standby takes over the partitions and the DRAM tier."""
+        self._coming -= 1
         partitions = member.worker.partitions
         moved = any(partitions & each.worker.partitions for each in self._members)
         successor = self._start_member(member.number, dram)
@@ -456,17 +457,11 @@ class RelaySimulation:
             self._own(successor, partitions, 0.0)
 
     def _join(self) -> None:
+        self._coming -= 1
         self._start_member()
         self._assign()
 
     def _autoscale(self, rule: Autoscale) -> Generator[simpy.Event, None, None]:
-        coming = 0
-
-        def join() -> None:
-            nonlocal coming
-            coming -= 1
-            self._join()
-
         while True:
             yield self._env.timeout(rule.interval_s * 1e6)
             used_s = 0.0
@@ -474,12 +469,12 @@ class RelaySimulation:
                 device_s = sum(member.worker.device_s().values())
                 used_s += device_s - member.seen_device_s
                 member.seen_device_s = device_s
-            present = len(self._members) + coming
+            present = len(self._members) + self._coming
             wanted = min(max(int(np.ceil(used_s / rule.interval_s / rule.target)), rule.least), rule.most)
             for _ in range(wanted - present):
-                coming += 1
-                self._after(self._case.changes.start_s * 1e6, join)
-            if wanted < present and not coming:
+                self._coming += 1
+                self._after(self._case.changes.start_s * 1e6, self._join)
+            if wanted < present and not self._coming:
                 # One at a time: each leaves its users' prefixes behind. It still answers what it has.
                 self._leave(self._members[-1])
                 self._assign()

@@ -23,7 +23,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings, load_settings
 from relaygr.simulate.case import Shape, System, case_of, shape_of_model
 from relaygr.simulate.demand import COLD_SHARE
-from relaygr.simulate.figures import ENDINGS, NO_LATENCY, RANKED, PartOutcome, Requests, requests_of
+from relaygr.simulate.figures import ENDINGS, HIGHEST_LOAD, NO_LATENCY, RANKED, PartOutcome, Requests, requests_of
 from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn
 from relaygr.traffic.population import population_of
@@ -31,7 +31,6 @@ from relaygr.traffic.records import ImpressionRecord, read_records
 from relaygr.worker.calibration import load_calibration
 
 P50_LIMIT, P99_LIMIT, LATE_LIMIT, MIX_LIMIT = 0.05, 0.10, 0.02, 0.03
-HIGHEST_LOAD = 0.8
 PROBE_IMPRESSIONS = 1_500
 PROBE_PARTS = {System.RELAY: 1 / 2, System.OFF: 1 / 8}
 """Parts of the demo's rate at which a capacity is estimated: so low that few requests wait."""
