@@ -145,8 +145,8 @@ def _tasks(case: Case[Demand], size: FleetSize, parts: Sequence[tuple[range, int
     rule = case.changes.autoscale
     if rule is not None and rule.least < len(parts):
         raise RelayError(
-            f"--autoscale {rule.least}:{rule.most}: this fleet is simulated in {len(parts)} parts of at least one worker "
-            f"each. Write at least {len(parts)}:{rule.most}, or begin with fewer --workers."
+            f"--autoscale {rule.least}:{rule.most}: this fleet is simulated in {len(parts)} parts of at least one "
+            f"worker each. Write at least {len(parts)}:{rule.most}, or begin with fewer --workers."
         )
     if case.changes.kills_s and size.sample < len(parts):
         raise RelayError(

@@ -107,7 +107,8 @@ def plan_json(rows: list[PlanRow], described: Mapping[str, Any]) -> dict[str, An
             "cost_per_hour": row.cost_per_hour,
             "cost_per_million": row.cost_per_million,
             "probes": [
-                {**plain(probe.figures), "workers": probe.workers, "seconds": probe.seconds} for probe in row.plan.probes
+                {**plain(probe.figures), "workers": probe.workers, "seconds": probe.seconds}
+                for probe in row.plan.probes
             ],
         }
         for row in rows

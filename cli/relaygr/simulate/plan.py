@@ -3,11 +3,11 @@
 A number of workers is enough if at most `LATE_SHARE` of the requests have no answer over their whole history within the
 time limit. The search begins with `IDLE` times the number whose devices the calibrated times fill. If even these are
 not enough, no number is. It looks first above the number that the calibrated times fill, and below it if the lowest
-number tried is enough. It ends when it knows the number to about `STEP`, or to one worker. Every number is simulated with
-the same seeds.
+number tried is enough. It ends when it knows the number to about `STEP`, or to one worker. Every number is simulated
+with the same seeds.
 
-Each simulation is short and begins with empty caches: it sees no user who returns after its end, and may evict less than
-a fleet that runs for longer.
+Each simulation is short and begins with empty caches: it sees no user who returns after its end, and may evict less
+than a fleet that runs for longer.
 """
 
 from __future__ import annotations
