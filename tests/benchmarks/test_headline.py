@@ -804,12 +804,12 @@ class TestCellSearch:
         by_seed = {seed: [each for each in points if (each.figure, each.seed) == ("B", seed)] for seed in range(1, 8)}
         assert all(len(asked) == 2 for seed, asked in by_seed.items() if seed > 1) and len(by_seed[1]) > 2
 
-    def test_the_search_for_lengths_starts_at_the_part_of_the_device_that_the_search_for_rates_found(self) -> None:
-        lengths = {
-            limit: next(each.history for each in self.asked(QUICK_MODE, System.R, limit) if each.figure == "A")
-            for limit in (3e5, 6e5)
-        }
-        assert lengths[3e5] < lengths[6e5]
+    def test_a_cache_that_reached_less_than_expected_is_asked_for_shorter_histories_first(self) -> None:
+        def first(system: System, limit: float) -> int:
+            return next(each.history for each in self.asked(QUICK_MODE, system, limit) if each.figure == "A")
+
+        assert first(System.R, 1e5) < first(System.R, 6e5)
+        assert first(System.B0, 2e4) == first(System.B0, 6e5)
 
     @pytest.mark.parametrize("figure", ["B", "A"])
     def test_a_run_without_a_valid_attempt_ends_its_search_and_no_other(self, figure: str) -> None:

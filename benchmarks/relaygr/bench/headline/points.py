@@ -254,10 +254,10 @@ class CellSearch:
             reached = self._search("B", self._rates_around(half), start, at_rate)
         if system not in mode.a_systems:
             return
-        # The part of the device's time that this system uses at its limit is about the same for both figures. One seed
-        # may find much less by chance.
-        found_use = reached * self._device_us(system, cell.history) / 1e6 if reached else EXPECTED_USE
-        use = max(found_use, EXPECTED_USE / 2)
+        use = EXPECTED_USE
+        if reached and FLAGS[system].reuse:
+            # A cache loses prefixes, which `_device_us` leaves out. How many, the rates tell.
+            use = min(use, reached * self._device_us(system, cell.history) / 1e6)
         shortest, longest = (cell.history * factor for factor in LENGTH_FACTORS)
         lengths = values_around(cell.history * SHORT, mode.resolution, shortest, longest, _whole_pages)
         for load in mode.a_loads:
