@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from relaygr.settings import load_settings
 from relaygr.simulate import fleet as fleet_module
 from relaygr.simulate import plan as plan_module
 from relaygr.simulate.case import System, case_of, shape_of_tokens
-from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of
+from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of, shares_of
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
 from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
@@ -306,9 +306,13 @@ def test_the_impressions_of_many_users_are_thinned_to_a_day():
 
 
 def test_the_shares_of_all_parts_add_up():
-    demand = case("traffic.users=30000").demand
-    shares = [part_of(demand, frozenset(part)).share for part, _ in parts_of(12, 5, 2)]
-    assert sum(shares) == pytest.approx(1)
+    for users in (400, 30_000):
+        demand = case(f"traffic.users={users}").demand
+        parts = [part for part, _ in parts_of(12, 5, 2)]
+        shares = [part_of(demand, frozenset(part)).share for part in parts]
+        assert sum(shares) == pytest.approx(1)
+        by_partition = shares_of(demand)
+        assert shares == pytest.approx([by_partition[part.start : part.stop].sum() for part in parts])
 
 
 def test_parts_are_the_ranges_of_the_groups_assignor():
@@ -333,6 +337,21 @@ def test_a_sample_of_a_fleet_equals_the_whole_within_the_error():
         ours, theirs = getattr(some, name), getattr(whole, name)
         assert ours.error is not None
         assert ours.value == pytest.approx(theirs.value, abs=1.5 * ours.error + (theirs.error or 0))
+
+
+def test_a_sample_counts_the_users_who_come_most():
+    # One worker of twelve owns the first user, and has more than its device can do.
+    fleet = case(
+        "partitions=96", "traffic.users=30000", "traffic.zipf_exponent=1.2", system=System.OFF, rate=500, seconds=4
+    )
+    with Runner(1) as runner:
+        whole = simulate(fleet, FleetSize(12, 12, 1), runner, lambda _: None)
+        some = simulate(fleet, FleetSize(12, 2, 1), runner, lambda _: None)
+    assert whole.highest_share == some.highest_share > 2
+    assert whole.late_share.value > 0.1
+    assert some.late_share.value == pytest.approx(whole.late_share.value, abs=0.04)
+    assert some.thread_load.value == pytest.approx(whole.thread_load.value, rel=0.15)
+    assert some.workers == whole.workers == pytest.approx(12)
 
 
 def test_a_fleet_may_have_more_workers_than_users():
@@ -367,9 +386,8 @@ def test_the_limits_of_autoscaling_are_those_of_the_fleet(least: int, most: int,
     with Runner(1) as runner:
         done = simulate(fleet, FleetSize(12, sample, 1), runner, lambda _: None)
     assert done.most_workers <= most
-    if sample > 1:
-        assert least <= done.workers <= most
-        assert done.most_workers == (most if target < 1 else 12)
+    assert least <= done.workers <= most
+    assert done.most_workers == (most if target < 1 else 12)
 
 
 def test_autoscaling_below_one_worker_for_each_part_is_refused():
@@ -416,6 +434,41 @@ def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero
     assert alone.thread_load.value == 0.25
     assert pair.p99_ms.error == 0
     assert (pair.requests, pair.impressions_per_s, pair.workers) == (6, 8, 2)
+
+
+def part_with(latencies_us: Sequence[int], device_s: float) -> PartOutcome:
+    requests = Requests(np.array(latencies_us), np.array([CODE[Ending.HBM]] * len(latencies_us), np.uint8))
+    return PartOutcome(
+        requests=requests, found={}, jobs={}, device_s=device_s, seconds=1.0, worker_s=1.0, most_workers=1,
+        impressions=len(latencies_us), took_s=0.1,
+    )  # fmt: skip
+
+
+def test_the_busiest_part_stands_for_itself_and_the_sample_for_all_others():
+    busiest, usual = part_with([90_000] * 1_000, 0.9), part_with([10_000] * 100, 0.1)
+    found = figures_of([usual] * 4, 40, 11, [busiest] * 2)
+    assert found.late_share.value == pytest.approx(0.5)
+    assert found.late_share.error == pytest.approx(0, abs=1e-9)
+    assert found.device_load.value == pytest.approx((0.9 + 10 * 0.1) / 11)
+    assert (found.p99_ms.value, found.workers, found.most_workers) == (90, pytest.approx(11), 11)
+    assert (found.requests, found.parts) == (2_400, 6)
+    assert figures_of([usual] * 4, 40, 11, [busiest]).late_share.error is None, "one simulation tells no spread"
+
+
+def test_the_errors_of_the_busiest_part_and_of_the_others_add_up():
+    busiest, others = [part_with([1], each) for each in (0.7, 0.9)], [part_with([1], each) for each in (0.1, 0.3, 0.5)]
+    error = figures_of(others, 40, 5, busiest).device_load.error
+    variances = (0.1**2, 4**2 * 0.04 / 3)
+    freedom = sum(variances) ** 2 / (variances[0] ** 2 + variances[1] ** 2 / 2)
+    assert error == pytest.approx(stats.t.ppf(0.975, int(freedom)) * np.sqrt(sum(variances)) / 5, rel=0.01)
+
+
+def test_percentiles_count_a_request_as_often_as_its_part_stands_for_others():
+    random = np.random.default_rng(1)
+    busiest, usual = (random.lognormal(mean, 0.3, 2_000).astype(np.int64) for mean in (11, 10))
+    found = figures_of([part_with(usual.tolist(), 0.1)], 40, 4, [part_with(busiest.tolist(), 0.1)])
+    expected = np.percentile(np.concatenate([busiest, usual, usual, usual]), [50, 99]) / 1000
+    assert [found.p50_ms.value, found.p99_ms.value] == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.parametrize(("thread_s", "is_in_range", "said"), [(3.2, True, "yes"), (3.3, False, "no")])

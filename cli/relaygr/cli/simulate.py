@@ -49,7 +49,9 @@ _SECONDS = 60.0
 _TARGET_LOAD = 0.5
 """The device load at which autoscaling aims by default."""
 
-SampleOption = Annotated[int, typer.Option(min=1, help="Parts of the fleet that each seed simulates.")]
+SampleOption = Annotated[
+    int, typer.Option(min=1, help="Parts of the fleet that each seed simulates beside the busiest one.")
+]
 SeedsOption = Annotated[int, typer.Option(min=1, help="Seeds.")]
 SystemOption = Annotated[str, typer.Option(metavar="both|relay|off", help="Systems to simulate.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures.")]

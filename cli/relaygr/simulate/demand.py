@@ -199,6 +199,21 @@ def weights_of(users: int, traffic: TrafficSettings) -> NDArray[np.float64]:
     return weights
 
 
+def shares_of(demand: Demand) -> NDArray[np.float64]:
+    """The expected share of the fleet's impressions by partition. Raises RelayError for an interaction log that cannot
+    be used.
+    """
+    traffic = demand.traffic
+    if traffic.interactions is None:
+        found = partitions_of(np.arange(traffic.users), demand.partitions)
+    else:
+        population = population_of(traffic)
+        names = (population.user_id(user).encode() for user in range(population.size))
+        found = np.array([partition_for(name, demand.partitions) for name in names], np.int64)
+    weights = weights_of(found.size, traffic)
+    return np.bincount(found, weights, demand.partitions) / weights.sum()
+
+
 def _first_lengths(traffic: TrafficSettings) -> NDArray[np.int64]:
     """As `SyntheticPopulation`."""
     random = np.random.default_rng((traffic.seed, 0))

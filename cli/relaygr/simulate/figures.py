@@ -1,7 +1,8 @@
 """The figures of a simulation, each with its sampling error and the number of samples.
 
 An error is half of the 95 % confidence interval, by the jackknife over the simulated parts: each part has its own users
-and its own seed. With one part there is none.
+and its own seed. With one part there is none. The busiest part of a large fleet is always simulated. It stands for
+itself, and the random parts for all others: a stratified sample.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ class Figures:
     workers: float
     """Workers on average."""
     most_workers: int
-    """The most workers at a time. Of a sample: its mean part times the parts of the fleet."""
+    """The most workers at a time. Of a sample: estimated from its parts."""
+    highest_share: float = 1.0
+    """Expected impressions of a worker of the busiest part, as a multiple of the mean worker's."""
     impressions: int
     took_s: float
     jobs: dict[str, int] = field(default_factory=dict)
@@ -140,17 +143,41 @@ class Figures:
         return self.thread_load.value <= HIGHEST_LOAD
 
 
-def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.0) -> Figures:
-    """The figures of these parts together. `scale`: parts of the whole fleet.
+_Weighted = Sequence[tuple[float, PartOutcome]]
+"""Outcomes, each with the number of parts that it stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stratum:
+    """Simulated parts that stand for `size` parts of the fleet together."""
+
+    size: float
+    parts: Sequence[PartOutcome]
+
+    def weighted(self) -> _Weighted:
+        return [(self.size / len(self.parts), part) for part in self.parts]
+
+    def without(self, place: int) -> _Stratum:
+        return _Stratum(self.size, [*self.parts[:place], *self.parts[place + 1 :]])
+
+
+def figures_of(
+    parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.0, busiest: Sequence[PartOutcome] = ()
+) -> Figures:
+    """The figures of these parts together. `scale`: parts of the whole fleet; `busiest`: simulations of the busiest of
+    them, which is not among `parts`.
 
     Raises ValueError without a part.
     """
     if not parts:
         raise ValueError("nothing was simulated")
     budget_us = round(budget_ms * 1000)
+    strata = [_Stratum(1.0, busiest), _Stratum(scale - 1, parts)] if busiest else [_Stratum(scale, parts)]
+    parts = [*busiest, *parts]
+    weighted = _weighted(strata)
 
-    def estimate(statistic: Callable[[Sequence[PartOutcome]], float]) -> Estimate:
-        return _jackknife(parts, statistic)
+    def estimate(statistic: Callable[[_Weighted], float]) -> Estimate:
+        return _jackknife(strata, statistic)
 
     def percentile(share: float) -> Estimate:
         return estimate(lambda some: _percentile_ms(some, share))
@@ -161,7 +188,7 @@ def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.
     jobs: Counter[str] = Counter()
     for part in parts:
         jobs.update(part.jobs)
-    most = [part.most_workers for part in parts]
+    most = [weight * part.most_workers for weight, part in weighted]
     return Figures(
         requests=sum(len(part.requests) for part in parts),
         parts=len(parts),
@@ -179,8 +206,8 @@ def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.
         device_s_per_1000=estimate(lambda some: 1000 * _share(some, _device_s, _ranked)),
         device_load=estimate(lambda some: _share(some, _device_s, lambda each: each.worker_s)),
         thread_load=estimate(lambda some: _share(some, lambda each: each.thread_s, lambda each: each.worker_s)),
-        workers=scale * sum(part.worker_s for part in parts) / sum(part.seconds for part in parts),
-        most_workers=max(most) if scale == 1 else round(scale * sum(most) / len(most)),
+        workers=scale * _share(weighted, lambda each: each.worker_s, lambda each: each.seconds),
+        most_workers=max(part.most_workers for part in parts) if scale == 1 else round(sum(most)),
         impressions=sum(part.impressions for part in parts),
         took_s=sum(part.took_s for part in parts),
         jobs=dict(jobs),
@@ -231,30 +258,51 @@ def _ending(measured: ImpressionRecord) -> Ending:
     return Ending.REFUSED if measured.reason == "overloaded" else Ending.FAILED
 
 
-def _jackknife(parts: Sequence[PartOutcome], statistic: Callable[[Sequence[PartOutcome]], float]) -> Estimate:
-    value, count = statistic(parts), len(parts)
-    if count < 2:
-        return Estimate(value)
-    without = np.array([statistic([*parts[:place], *parts[place + 1 :]]) for place in range(count)])
-    if not np.isfinite(without).all():
-        return Estimate(value)
-    deviation = math.sqrt((count - 1) / count * float(np.square(without - without.mean()).sum()))
-    student = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else _NORMAL
-    return Estimate(value, student * deviation)
+def _weighted(strata: Sequence[_Stratum]) -> _Weighted:
+    return [each for stratum in strata for each in stratum.weighted()]
 
 
-def _percentile_ms(parts: Sequence[PartOutcome], share: float) -> float:
+def _jackknife(strata: Sequence[_Stratum], statistic: Callable[[_Weighted], float]) -> Estimate:
+    """Leaves out one part at a time. A stratum of one part tells no spread, so there is no error."""
+    value = statistic(_weighted(strata))
+    variances: list[tuple[float, int]] = []
+    """Of each stratum, with its degrees of freedom."""
+    for number, stratum in enumerate(strata):
+        count = len(stratum.parts)
+        changed = ([*strata[:number], stratum.without(place), *strata[number + 1 :]] for place in range(count))
+        without = np.array([statistic(_weighted(each)) for each in changed] if count > 1 else [math.nan])
+        if not np.isfinite(without).all():
+            return Estimate(value)
+        variances.append(((count - 1) / count * float(np.square(without - without.mean()).sum()), count - 1))
+    variance = sum(each for each, _ in variances)
+    if not variance:
+        return Estimate(value, 0.0)
+    # The degrees of freedom of the sum, by Welch and Satterthwaite.
+    freedom = math.floor(variance**2 / sum(each**2 / own for each, own in variances) + 1e-6)
+    student = _STUDENT[freedom - 1] if freedom - 1 < len(_STUDENT) else _NORMAL
+    return Estimate(value, student * math.sqrt(variance))
+
+
+def _percentile_ms(parts: _Weighted, share: float) -> float:
     """Of ranked requests: a refusal is fast, and would make an overloaded fleet look fast."""
-    latencies = np.concatenate([part.requests.latencies_us for part in parts])
-    ranked = latencies[np.isin(np.concatenate([part.requests.endings for part in parts]), RANKED)]
-    return float(np.percentile(ranked, share)) / 1000 if ranked.size else math.nan
+    latencies = np.concatenate([part.requests.latencies_us for _, part in parts])
+    is_ranked = np.isin(np.concatenate([part.requests.endings for _, part in parts]), RANKED)
+    ranked = latencies[is_ranked]
+    if len({weight for weight, _ in parts}) == 1 or ranked.size < 2:
+        return float(np.percentile(ranked, share)) / 1000 if ranked.size else math.nan
+    weights = np.concatenate([np.full(len(part.requests), weight) for weight, part in parts])[is_ranked]
+    order = np.argsort(ranked)
+    # With equal weights these are the places of `np.percentile`.
+    middles = np.cumsum(weights[order]) - weights[order] / 2
+    places = (middles - middles[0]) / (middles[-1] - middles[0])
+    return float(np.interp(share / 100, places, ranked[order])) / 1000
 
 
 def _share(
-    parts: Sequence[PartOutcome], counted: Callable[[PartOutcome], float], of: Callable[[PartOutcome], float]
+    parts: _Weighted, counted: Callable[[PartOutcome], float], of: Callable[[PartOutcome], float]
 ) -> float:
-    total = sum(of(part) for part in parts)
-    return sum(counted(part) for part in parts) / total if total else math.nan
+    total = sum(weight * of(part) for weight, part in parts)
+    return sum(weight * counted(part) for weight, part in parts) / total if total else math.nan
 
 
 def _count(part: PartOutcome) -> int:

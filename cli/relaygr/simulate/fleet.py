@@ -2,7 +2,9 @@
 
 Workers of a relay share nothing but their users: the partitions of some workers, with these workers, can be simulated
 without the rest. A fleet of up to `sample` parts is simulated whole, once for each seed. Of a larger fleet each seed
-simulates another random sample of its parts, and the differences between the parts give the sampling error.
+simulates the busiest part, and another random sample of the others: a few users may have a large share of the
+impressions, and a random sample would mostly miss the worker that owns them. The differences between the parts give the
+sampling error.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from relaygr.runtime.errors import RelayError
-from relaygr.simulate.demand import Demand
+from relaygr.simulate.demand import Demand, shares_of
 from relaygr.simulate.figures import Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.relay import Case, Changes, RelaySimulation
 
@@ -39,7 +41,7 @@ class FleetSize:
 
     workers: int
     sample: int = 8
-    """Parts that each seed simulates."""
+    """Random parts that each seed simulates, beside the busiest one."""
     seeds: int = 4
 
 
@@ -54,23 +56,34 @@ def simulate(case: Case[Demand], size: FleetSize, runner: Runner, on_progress: P
     """The figures of the fleet. Raises RelayError for a fleet that cannot be, or if no request is counted."""
     _check_kills(case)
     parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
-    tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, seed)]
+    busiest, share = busiest_part(case.demand, parts)
+    tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, busiest, seed)]
     outcomes = runner.run(tasks, on_progress)
     if not any(len(outcome.requests) for outcome in outcomes):
         raise RelayError(
             "No request was counted: simulate longer, or raise traffic.rate_per_s, traffic.users or --sample."
         )
+    budget_ms, highest_share = case.demand.traffic.budget_ms, share * size.workers / parts[busiest][1]
     if size.sample >= len(parts):
         # The parts of one seed are one sample of the whole fleet.
         count = len(parts)
         outcomes = [merged(outcomes[first : first + count]) for first in range(0, len(outcomes), count)]
-        return figures_of(outcomes, case.demand.traffic.budget_ms)
-    figures = figures_of(outcomes, case.demand.traffic.budget_ms, scale=len(parts))
-    rule = case.changes.autoscale
-    if rule is None:
-        return figures
-    # The sampled parts may be among the larger ones.
-    return replace(figures, most_workers=min(figures.most_workers, rule.most))
+        return replace(figures_of(outcomes, budget_ms), highest_share=highest_share)
+    count = 1 + size.sample
+    others = [outcome for number, outcome in enumerate(outcomes) if number % count]
+    figures = figures_of(others, budget_ms, len(parts), outcomes[::count])
+    rule, most = case.changes.autoscale, figures.most_workers
+    # The sampled parts may be among those with the higher limits.
+    most = most if rule is None else min(most, rule.most)
+    return replace(figures, most_workers=most, highest_share=highest_share)
+
+
+def busiest_part(demand: Demand, parts: Sequence[tuple[range, int]]) -> tuple[int, float]:
+    """The part with the most expected impressions for each of its workers, and its share of the fleet's impressions."""
+    by_partition = shares_of(demand)
+    shares = [float(by_partition[each.start : each.stop].sum()) for each, _ in parts]
+    busiest = max(range(len(parts)), key=lambda place: shares[place] / parts[place][1])
+    return busiest, shares[busiest]
 
 
 def expected_impressions(case: Case[Demand], size: FleetSize) -> int:
@@ -79,7 +92,10 @@ def expected_impressions(case: Case[Demand], size: FleetSize) -> int:
     traffic = case.demand.traffic
     times_us = np.linspace(0, traffic.duration_s * 1e6, 1000)
     load = float(np.mean([case.demand.load_at(at_us) for at_us in times_us]))
-    share = min(1.0, size.sample / len(parts))
+    share = 1.0
+    if size.sample < len(parts):
+        _, highest = busiest_part(case.demand, parts)
+        share = highest + (1 - highest) * size.sample / (len(parts) - 1)
     return max(1, round(traffic.rate_per_s * load * traffic.duration_s * share * size.seeds))
 
 
@@ -136,12 +152,16 @@ def _check_kills(case: Case[Demand]) -> None:
         )
 
 
-def _tasks(case: Case[Demand], size: FleetSize, parts: Sequence[tuple[range, int]], seed: int) -> list[_Task]:
-    chosen = range(len(parts))
+def _tasks(
+    case: Case[Demand], size: FleetSize, parts: Sequence[tuple[range, int]], busiest: int, seed: int
+) -> list[_Task]:
+    """All parts, or the busiest one and then a sample of the others."""
+    chosen = list(range(len(parts)))
     demand = replace(case.demand, seed=case.demand.seed + seed)
     if size.sample < len(parts):
-        drawn = np.random.default_rng((demand.seed, 6)).choice(len(parts), size.sample, replace=False)
-        chosen = sorted(drawn.tolist())  # type: ignore[assignment]
+        others = [place for place in chosen if place != busiest]
+        drawn = np.random.default_rng((demand.seed, 6)).choice(others, size.sample, replace=False)
+        chosen = [busiest, *sorted(drawn.tolist())]
     rule = case.changes.autoscale
     if rule is not None and rule.least < len(parts):
         raise RelayError(

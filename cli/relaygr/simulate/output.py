@@ -56,6 +56,7 @@ def table_of(results: Results, title: str) -> Table:
     table.add_row("device load", *(_share(each.device_load) for each in columns))
     table.add_row("device thread load", *(_share(each.thread_load) for each in columns))
     table.add_row(_RANGE_TITLE, *(_RANGE[each.is_in_range] for each in columns))
+    table.add_row(_BUSIEST_TITLE, *(f"{each.highest_share:.1f}" for each in columns))
     table.add_row("workers, on average", *(f"{each.workers:,.1f}" for each in columns))
     table.add_row("requests counted", *(f"{each.requests:,}" for each in columns))
     table.add_row("simulations", *(str(each.parts) for each in columns))
@@ -82,6 +83,7 @@ def plan_table(rows: list[PlanRow], title: str) -> Table:
     add("device load", lambda _, best: _share(best.figures.device_load))
     add("device thread load", lambda _, best: _share(best.figures.thread_load))
     add(_RANGE_TITLE, lambda _, best: _RANGE[best.figures.is_in_range])
+    add(_BUSIEST_TITLE, lambda _, best: f"{best.figures.highest_share:.1f}")
     add("simulated seconds, from empty caches on", lambda _, best: f"{best.seconds:,.0f}")
     if any(row.cost_per_hour is not None for row in rows):
         add("cost of an hour", lambda row, _: f"{row.cost_per_hour or 0:,.2f}")
@@ -177,6 +179,7 @@ def save_plot(path: Path, results: Results, title: str) -> None:
 _NAMES = {System.RELAY: "with the relay", System.OFF: "without"}
 _RANGE_TITLE = f"in range (thread load up to {HIGHEST_LOAD:.0%})"
 _RANGE = {True: "yes", False: "no"}
+_BUSIEST_TITLE = "impressions of the busiest worker / mean"
 
 
 def _size(size_bytes: int) -> str:

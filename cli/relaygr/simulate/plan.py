@@ -19,7 +19,7 @@ from typing import Final
 
 from relaygr.simulate.demand import Demand
 from relaygr.simulate.figures import Figures
-from relaygr.simulate.fleet import FleetSize, Runner, expected_impressions, simulate
+from relaygr.simulate.fleet import FleetSize, Runner, busiest_part, expected_impressions, parts_of, simulate
 from relaygr.simulate.relay import Case
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.settings import WorkerSettings
@@ -34,6 +34,8 @@ IMPRESSIONS: Final = 4_000
 _IDLE_IMPRESSIONS: Final = 400
 """Enough to see whether idle workers are fast enough."""
 _LEAST_S: Final = 4.0
+_MOST_BUSIEST: Final = 4
+"""The busiest part is simulated in each probe. It may have so many times the impressions of the sample, and no more."""
 
 OnProbe = Callable[[int, float], None]
 """Gets the number of workers that is simulated now, and the share of its impressions that are done."""
@@ -80,9 +82,13 @@ def plan_capacity(
     def probe(workers: int, wanted: int = impressions) -> Probe:
         if workers not in probes:
             traffic, size = case.demand.traffic, FleetSize(workers, sample, seeds)
-            seconds = max(_LEAST_S, wanted / (traffic.rate_per_s * min(1.0, sample / workers) * seeds))
-            traffic = traffic.model_copy(update={"duration_s": seconds})
-            probed = replace(case, demand=replace(case.demand, traffic=traffic, partitions=partitions_for(workers)))
+            demand = replace(case.demand, partitions=partitions_for(workers))
+            seconds = wanted / (traffic.rate_per_s * min(1.0, sample / workers) * seeds)
+            if sample < workers:
+                _, highest = busiest_part(demand, parts_of(demand.partitions, workers, 1))
+                seconds = min(seconds, _MOST_BUSIEST * wanted / (traffic.rate_per_s * highest * seeds))
+            seconds = max(_LEAST_S, seconds)
+            probed = replace(case, demand=replace(demand, traffic=traffic.model_copy(update={"duration_s": seconds})))
             total = expected_impressions(probed, size)
             on_probe(workers, 0.0)
             figures = simulate(probed, size, runner, lambda done: on_probe(workers, min(1.0, done / total)))
