@@ -290,7 +290,8 @@ class Bench:
         rows = self.file.attempts(key)
         if key in self._known:
             self._known.remove(key)
-            self._progress.update(self._bar, total=(self._progress.tasks[self._bar].total or 1) - 1)
+            bar = self._progress.tasks[self._bar]
+            self._progress.update(self._bar, total=max(bar.completed + 1, (bar.total or 0) - 1))
         while not any(row.valid for row in rows) and len(rows) < self._mode.attempts:
             asked = f"{point.figure}: {point.history:,} behaviours, {point.rate_per_s:g}/s"
             self._progress.update(self._bar, description=f"{cell.name} {system} {asked}")
