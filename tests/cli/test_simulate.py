@@ -346,7 +346,7 @@ def test_a_sample_counts_the_users_who_come_most():
     )
     with Runner(1) as runner:
         whole = simulate(fleet, FleetSize(12, 12, 1), runner, lambda _: None)
-        some = simulate(fleet, FleetSize(12, 2, 1), runner, lambda _: None)
+        some = simulate(fleet, FleetSize(12, 4, 3), runner, lambda _: None)
     assert whole.highest_share == some.highest_share > 2
     assert whole.late_share.value > 0.1
     assert some.late_share.value == pytest.approx(whole.late_share.value, abs=0.04)

@@ -211,7 +211,8 @@ def shares_of(demand: Demand) -> NDArray[np.float64]:
         names = (population.user_id(user).encode() for user in range(population.size))
         found = np.array([partition_for(name, demand.partitions) for name in names], np.int64)
     weights = weights_of(found.size, traffic)
-    return np.bincount(found, weights, demand.partitions) / weights.sum()
+    shares: NDArray[np.float64] = np.bincount(found, weights, demand.partitions) / weights.sum()
+    return shares
 
 
 def _first_lengths(traffic: TrafficSettings) -> NDArray[np.int64]:

@@ -298,9 +298,7 @@ def _percentile_ms(parts: _Weighted, share: float) -> float:
     return float(np.interp(share / 100, places, ranked[order])) / 1000
 
 
-def _share(
-    parts: _Weighted, counted: Callable[[PartOutcome], float], of: Callable[[PartOutcome], float]
-) -> float:
+def _share(parts: _Weighted, counted: Callable[[PartOutcome], float], of: Callable[[PartOutcome], float]) -> float:
     total = sum(weight * of(part) for weight, part in parts)
     return sum(weight * counted(part) for weight, part in parts) / total if total else math.nan
 

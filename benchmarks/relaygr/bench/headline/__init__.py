@@ -4,6 +4,6 @@
                                                                                                         |
     report (tables, plots)  <-  decision (seeds, bounds, ratios)  <-  search (which run comes next)  <--+
 
-Every figure is a function of `runs.csv`, `paths.csv` and the plans, so a report can be made again, and a search that was
-interrupted goes on where it stopped: a run that is in the file is not repeated.
+Every figure is a function of `runs.csv`, `paths.csv` and the plans, so a report can be made again, and a search that
+was interrupted goes on where it stopped: a run that is in the file is not repeated.
 """
