@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,15 @@ def row(**changes: Any) -> RunRow:
 def outcome(system: str, rates: dict[float, float], seed: int, **changes: Any) -> list[RunRow]:
     """Rows of figure B: late shares by rate."""
     return [row(system=system, seed=seed, rate_per_s=rate, late_share=late, **changes) for rate, late in rates.items()]
+
+
+def reported(folder: Path, rows: Iterable[RunRow]) -> str:
+    """The report of a folder with these rows."""
+    file = RunFile(folder)
+    for each in rows:
+        file.add(each, [SAMPLE])
+    write_report(folder)
+    return (folder / "report.md").read_text(encoding="utf-8")
 
 
 def confirming(rates: dict[float, float], **changes: Any) -> list[RunRow]:
@@ -345,14 +354,10 @@ class TestFigures:
             *outcome("R", {10.0: 0.0}, 1, valid=False),
         ]
         assert [(each.system, each.by_seed) for each in figures_of(rows, "full")] == [("B0", {2: 10.0})]
-        file = RunFile(tmp_path)
-        for each in rows:
-            file.add(each, [SAMPLE])
-        write_report(tmp_path)
-        page = tmp_path / "page.md"
+        report, page = reported(tmp_path, rows), tmp_path / "page.md"
         page.write_text(TestPage.PAGE, encoding="utf-8")
         fill_page(tmp_path, None, page)
-        for text in (page.read_text(encoding="utf-8"), (tmp_path / "report.md").read_text(encoding="utf-8")):
+        for text in (page.read_text(encoding="utf-8"), report):
             assert "late in each attempt of a run: centre B0 B seed 1, centre R B seed 1." in text
 
     @pytest.mark.parametrize(("use", "counts"), [(0.31, True), (0.2, False)])
@@ -369,13 +374,12 @@ class TestFigures:
         assert [(each.system, each.rate_per_s) for each in found] == [("B0", rate), ("R", rate)]
 
     def test_the_report_says_the_ratio_at_each_share_of_returning_users_and_what_it_cost(self, tmp_path: Path) -> None:
-        file = RunFile(tmp_path)
+        rows = []
         for cell, best, hits in (("quick-r0", 10.0, 0.0), ("quick", 20.0, 0.55)):
             for system, top in (("B0", 10.0), ("R", best)):
-                for each in outcome(system, {5.0: 0.0, top: 0.0, 2 * top: 0.5}, 1, cell=cell):
-                    file.add(replace(each, hbm_share=hits, preinfer_computed=8, preinfer_wasted=2), [SAMPLE])
-        write_report(tmp_path)
-        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+                used = {"hbm_share": hits, "preinfer_computed": 8, "preinfer_wasted": 2}
+                rows += outcome(system, {5.0: 0.0, top: 0.0, 2 * top: 0.5}, 1, cell=cell, **used)
+        text = reported(tmp_path, rows)
         head = "| quick | B: requests/s |"
         lines = [line for line in text.splitlines() if line.startswith(head)]
         assert [line.split(" | ")[2] for line in lines] == ["0", "0.9"]
@@ -392,17 +396,19 @@ class TestFigures:
         assert [line[3] for line in table.rows] == ["0.60"]
 
     def test_every_figure_that_had_no_real_broker_says_so(self, tmp_path: Path) -> None:
-        for folder, broker in (("kafka", "Apache Kafka 4"), ("embedded", "librdkafka's embedded cluster")):
-            file = RunFile(tmp_path / folder)
-            for each in outcome("B0", {10.0: 0.0}, 1, broker=broker) + outcome("R", {10.0: 0.0}, 1, broker=broker):
-                file.add(each, [SAMPLE])
-            write_report(tmp_path / folder)
         kafka, embedded = (
-            (tmp_path / folder / "report.md").read_text(encoding="utf-8").splitlines()
-            for folder in ("kafka", "embedded")
+            reported(
+                tmp_path / folder,
+                outcome("B0", {10.0: 0.0}, 1, broker=broker) + outcome("R", {10.0: 0.0}, 1, broker=broker),
+            )
+            for folder, broker in (("kafka", "Apache Kafka 4"), ("embedded", "librdkafka's embedded cluster"))
         )
-        assert not [line for line in kafka if "no real broker" in line]
-        figures = [line for line in embedded if line.startswith(("![", "## R against", "## A:", "## B:", "## centre:"))]
+        assert "no real broker" not in kafka
+        figures = [
+            line
+            for line in embedded.splitlines()
+            if line.startswith(("![", "## R against", "## A:", "## B:", "## centre:"))
+        ]
         assert len(figures) > 3 and all("; no real broker" in line for line in figures)
 
     def test_a_folder_takes_the_runs_of_one_broker(self, tmp_path: Path) -> None:
@@ -413,20 +419,15 @@ class TestFigures:
             RunFile(tmp_path).refuse_other_brokers("librdkafka")
 
     def test_the_report_compares_the_relay_with_a_mere_cache_and_with_the_oracle(self, tmp_path: Path) -> None:
-        file = RunFile(tmp_path)
-        for system, best in (("B0", 10.0), ("C", 20.0), ("R", 30.0), ("O", 40.0)):
-            for each in outcome(system, {best: 0.0, 2 * best: 0.5}, 1):
-                file.add(each, [SAMPLE])
-        write_report(tmp_path)
-        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        bests = {"B0": 10.0, "C": 20.0, "R": 30.0, "O": 40.0}
+        rows = [each for system, best in bests.items() for each in outcome(system, {best: 0.0, 2 * best: 0.5}, 1)]
+        text = reported(tmp_path, rows)
         assert "| centre | B: requests/s | 1.50 (one seed) | 0.75 (one seed) |" in text
 
     def test_the_report_tells_approximate_scores_apart_from_exact_ones(self, tmp_path: Path) -> None:
-        file = RunFile(tmp_path)
-        for system, error in (("B0", 0.0), ("R", 1e-6), ("R-int8", 3e-3)):
-            file.add(row(system=system, scores_compared=5, scores_worst_error=error), [SAMPLE])
-        write_report(tmp_path)
-        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        errors = {"B0": 0.0, "R": 1e-6, "R-int8": 3e-3}
+        rows = [row(system=each, scores_compared=5, scores_worst_error=error) for each, error in errors.items()]
+        text = reported(tmp_path, rows)
         assert "10 compared, 0 different, largest difference 1.0e-06" in text
         assert "Approximate scores of R-int8 against B0's on the same trace: 5 compared, 0 different" in text
 
@@ -443,48 +444,42 @@ class TestFigures:
         assert [each.path.name for each in made] == ["quick-centre-length-5.png", "quick-centre-length-9.png"]
 
     def test_the_report_names_a_cell_that_only_the_baseline_serves_as_lost(self, tmp_path: Path) -> None:
-        file = RunFile(tmp_path)
-        for each in outcome("B0", {10.0: 0.0}, 1) + outcome("R", {10.0: 0.5}, 1):
-            file.add(each, [SAMPLE])
-        write_report(tmp_path)
-        assert "R loses to B0: centre (R meets it nowhere)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+        text = reported(tmp_path, outcome("B0", {10.0: 0.0}, 1) + outcome("R", {10.0: 0.5}, 1))
+        assert "R loses to B0: centre (R meets it nowhere)" in text
 
     def test_the_report_of_a_search_with_a_log_says_why_it_has_no_figure_a(self, tmp_path: Path) -> None:
-        RunFile(tmp_path).add(row(mode=f"quick{OF_LOG}0123abcd"), [SAMPLE])
-        write_report(tmp_path)
-        _, _, after = (tmp_path / "report.md").read_text(encoding="utf-8").partition("## A: longest median history")
+        text = reported(tmp_path, [row(mode=f"quick{OF_LOG}0123abcd")])
+        _, _, after = text.partition("## A: longest median history")
         assert NO_LENGTHS in after and after.index(NO_LENGTHS) < after.index("## B: ")
 
     def test_the_report_says_of_how_many_seeds_a_ratio_is_and_counts_the_others_as_lost(self, tmp_path: Path) -> None:
-        file = RunFile(tmp_path)
+        rows = []
         for seed in range(1, 6):
             passes = {10.0: 0.0, 20.0: 0.0 if seed < 3 else 0.5}
             relay = passes if seed < 3 else dict.fromkeys(passes, 0.5)
-            for each in outcome("B0", {10.0: 0.0, 20.0: 0.5}, seed) + outcome("R", relay, seed):
-                file.add(each, [SAMPLE])
-        write_report(tmp_path)
-        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+            rows += outcome("B0", {10.0: 0.0, 20.0: 0.5}, seed) + outcome("R", relay, seed)
+        text = reported(tmp_path, rows)
         assert "2.00 (2.00 to 2.00; 2 of 5 seeds)" in text
         assert "R loses to B0: centre (median of all seeds 0, B0 10)" in text
 
     def test_the_report_says_at_which_rate_of_a_the_relay_loses(self, tmp_path: Path) -> None:
-        file = RunFile(tmp_path)
-        for rate, longest in ((5.0, 128), (9.0, 32)):
-            for system, length in (("B0", 64), ("R", longest)):
-                file.add(row(figure="A", system=system, rate_per_s=rate, history=length), [SAMPLE])
-        write_report(tmp_path)
-        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        text = reported(
+            tmp_path,
+            [
+                row(figure="A", system=system, rate_per_s=rate, history=length)
+                for rate, longest in ((5.0, 128), (9.0, 32))
+                for system, length in (("B0", 64), ("R", longest))
+            ],
+        )
         assert "R / B0 over 2 pairs of a cell and a rate: median 1.25" in text
         assert "R loses to B0: centre at 9/s (0.50)" in text
 
     def test_the_report_says_why_a_cell_does_not_count(self, tmp_path: Path) -> None:
-        file = RunFile(tmp_path)
+        rows = []
         cells = {"idle": ({10.0: 0.0}, 0.1, {10.0: 0.0}), "busy": ({10.0: 0.0}, 0.9, {10.0: 0.5})}
         for cell, (base, use, relay) in (cells | {"alone": ({}, 0.0, {10.0: 0.0})}).items():
-            for each in outcome("B0", base, 1, cell=cell, device_use=use) + outcome("R", relay, 1, cell=cell):
-                file.add(each, [SAMPLE])
-        write_report(tmp_path)
-        lines = (tmp_path / "report.md").read_text(encoding="utf-8").splitlines()
+            rows += outcome("B0", base, 1, cell=cell, device_use=use) + outcome("R", relay, 1, cell=cell)
+        lines = reported(tmp_path, rows).splitlines()
         assert [line for line in lines if "Not counted" in line] == [
             "* Not counted, because B0 does not reach 30 % device use within the deadline: idle",
             "* Not counted, because no seed has a value of both R and B0: busy",
@@ -499,10 +494,7 @@ class TestFigures:
             hbm_bytes=1 << 26, dram_bytes=1 << 28, coefficients=TestBreakEven.LATENCY.coefficients,
         )  # fmt: skip
         save_plan(plan, tmp_path / "plans" / f"{name}.json")
-        for each in outcome("B0", {10.0: 0.0}, 1, cell=name):
-            RunFile(tmp_path).add(each, [SAMPLE])
-        write_report(tmp_path)
-        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        text = reported(tmp_path, outcome("B0", {10.0: 0.0}, 1, cell=name))
         assert f"| {name} | 1,024 |" in text and f"{name}: where the relay pays" in text
 
     def test_a_line_for_each_cell_says_whether_it_counts_and_the_best_and_the_median_cell_are_named(self) -> None:
@@ -540,12 +532,9 @@ class TestFigures:
         assert lines.lines[0].endswith("4 cells, R below in 0")
 
     def test_every_figure_of_a_simulation_says_that_it_is_one(self, tmp_path: Path) -> None:
-        file = RunFile(tmp_path)
         changes: dict[str, Any] = {"broker": f"{SIMULATED}: a run on Kafka", "foreign_cpu": math.nan}
-        for each in outcome("B0", {10.0: 0.0}, 1, **changes) + outcome("R", {20.0: 0.0}, 1, **changes):
-            file.add(each, [SAMPLE])
-        write_report(tmp_path)
-        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        rows = outcome("B0", {10.0: 0.0}, 1, **changes) + outcome("R", {20.0: 0.0}, 1, **changes)
+        text = reported(tmp_path, rows)
         figures = [line for line in text.splitlines() if line.startswith(("## The systems", "## R against", "## B:"))]
         assert len(figures) == 3 and all(line.split(" (")[0].endswith("; simulated") for line in figures)
         assert "Times learnt from real runs: simulated: a run on Kafka" in text and "Generator" not in text

@@ -292,7 +292,7 @@ class Backlog:
         done, and more while many requests are refused. For any thread.
         """
         chunk = self._chunk
-        chunk_us = chunk[1] if chunk is not None and chunk[0] in self._entries else 0.0
+        chunk_us = chunk[1] if chunk is not None and self._computes_admitted else 0.0
         return int((self.total_us + chunk_us) * self.caution * self.pace / self.patience)
 
     def is_hopeless(self, must_end_us: int, now_us: int, sent_us: int | None = None) -> bool:

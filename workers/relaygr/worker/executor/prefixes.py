@@ -356,10 +356,10 @@ class Prefixes:
             chunking = self._context.chunking
             if work.remaining_us > self._chunk_us:
                 chunking = self._context.next_chunking(work, now_us)
-            chunk = self._next_chunk(work, chunking)
+            latency = self._parts.corrector.model_at(work.total_tokens)
+            chunk = self._next_chunk(work, chunking, latency)
             self._parts.results.send()
-            chunk_us = chunk.predicted_us(self._parts.corrector.model_at(work.total_tokens))
-            self._context.scheduler.backlog.begin_chunk(work, chunk_us, now_us)
+            self._context.scheduler.backlog.begin_chunk(work, chunk.predicted_us(latency), now_us)
             engine.pre_infer(chunk.inputs)
             if not self._context.is_cpu:
                 self.running = _Running(chunk, now_us, engine.device.current_stream().record())
@@ -403,11 +403,11 @@ class Prefixes:
             return None
         latency, chunking = self._parts.corrector.model_at(work.total_tokens), self._context.chunking
         chunking = replace(chunking, chunk_us=min(self._chunk_us, slack_us))
-        if self._next_chunk(work, chunking).predicted_us(latency) > slack_us:
+        if self._next_chunk(work, chunking, latency).predicted_us(latency) > slack_us:
             return None
         if self.prepare(work, now_us) is not ChunkReadiness.READY:
             return None
-        chunk = self._next_chunk(work, chunking)
+        chunk = self._next_chunk(work, chunking, latency)
         return chunk if chunk.predicted_us(latency) <= slack_us else None
 
     def count(self, chunk: Chunk, duration_us: int, now_us: int) -> None:
@@ -431,8 +431,7 @@ class Prefixes:
         else:
             self._complete(work, now_us)
 
-    def _next_chunk(self, work: PrefixWork, chunking: Chunking) -> Chunk:
-        latency = self._parts.corrector.model_at(work.total_tokens)
+    def _next_chunk(self, work: PrefixWork, chunking: Chunking, latency: LatencyModel) -> Chunk:
         return Chunk(work, chunking.end(work.done_tokens, work.total_tokens, latency))
 
     # -- before a chunk ----------------------------------------------------------------------------
