@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from relaygr.bench.headline.points import (
     RATES_MODE,
     SIMULATED_MODE,
     CellSearch,
+    FoundUses,
     Mode,
     Point,
 )
@@ -147,10 +148,10 @@ class TestSearch:
             asked.append(rates)
         assert len(asked[0] & asked[1]) >= 4
 
-    def test_a_search_that_starts_at_the_answer_needs_two_runs_and_one_nearby_four(self) -> None:
+    def test_a_search_that_starts_at_the_answer_needs_two_runs_and_one_nearby_few(self) -> None:
         best, places = 8.73, self.RATES
         assert best in places
-        for away, runs in ((0, 2), (1, 2), (-1, 4), (2, 4), (-2, 4), (40, 12)):
+        for away, runs in ((0, 2), (1, 2), (-1, 3), (2, 3), (-2, 5), (40, 14)):
             asked: list[float] = []
 
             def passes(rate: float, asked: list[float] = asked) -> bool:
@@ -787,6 +788,58 @@ class TestCellSearch:
         for asked in points.values():
             for figure in {each.figure for each in asked}:
                 assert len({each for each in asked if each.figure == figure}) <= 5
+
+    def searched(
+        self, cells: Sequence[Cell], systems: Sequence[System], use: float
+    ) -> list[tuple[Cell, System, Point]]:
+        """The points of searches that share what they found, if a run passes while it uses at most this part of the
+        device.
+        """
+        points: list[tuple[Cell, System, Point]] = []
+
+        def search_of(cell: Cell) -> CellSearch:
+            def ask(system: System, variant: str, point: Point) -> RunRow:
+                points.append((cell, system, point))
+                computed = 1.0 if system is System.B0 else 1.0 - cell.reuse
+                latency, scored = self.PLAN.latency, cell.suffix + cell.candidates
+                needed_us = latency.hit_us(point.history, scored) + computed * latency.pre_us(point.history)
+                late = 0.0 if point.rate_per_s * needed_us <= use * 1e6 else 0.5
+                return row(rate_per_s=point.rate_per_s, history=point.history, late_share=late)
+
+            return CellSearch(cell, self.PLAN, QUICK_MODE, ask, uses, cell is cells[0])
+
+        uses = FoundUses()
+        searches = [search_of(cell) for cell in cells]
+        for system in systems:
+            for search in searches:
+                search.figures(system, "uncut", 200.0)
+        return points
+
+    def test_searches_of_other_cells_start_at_the_answer_of_the_most_alike(self) -> None:
+        cells = [QUICK, at_reuse(QUICK, 0.0), at_reuse(QUICK, 0.6)]
+        for use in (0.25, 0.8):
+            points = self.searched(cells, (System.B0, System.R), use)
+            later = {
+                (cell.name, system): [each for at, by, each in points if (at, by) == (cell, system)]
+                for cell in cells[1:]
+                for system in (System.B0, System.R)
+            }
+            for figure in ("A", "B"):
+                counts = {key: len({each for each in asked if each.figure == figure}) for key, asked in later.items()}
+                assert counts["quick-r0", System.B0] == counts["quick-r0.6", System.B0] == 2
+                assert counts["quick-r0", System.R] <= 3
+                assert counts["quick-r0.6", System.R] <= 5
+
+    def test_only_the_first_of_these_cells_is_asked_at_half_load_and_the_others_where_b0_got_to(self) -> None:
+        cells, half = [QUICK, at_reuse(QUICK, 0.6)], self.PLAN.half_rate_per_s
+        first: dict[tuple[str, System], Point] = {}
+        points = self.searched(cells, (System.B0, System.R), 0.2)
+        for cell, system, point in points:
+            first.setdefault((cell.name, system), point)
+        assert first["quick", System.B0].rate_per_s == first["quick", System.R].rate_per_s == half
+        base = [each for cell, system, each in points if (cell.name, system) == ("quick-r0.6", System.B0)]
+        reached = max(each.rate_per_s for each in base if each.figure == "B" and each.rate_per_s <= 0.4 * half)
+        assert first["quick-r0.6", System.R] == Point("B", 2_048, reached, 1)
 
     def test_the_search_of_each_further_seed_starts_where_the_one_before_ended(self) -> None:
         points = self.asked(replace(FULL_MODE, a_loads=()), System.R, 2.5e5)

@@ -32,7 +32,9 @@ CONFIRMATIONS = 6
 RATE_FACTOR = 16
 """Rates are searched from the half load divided by this to the half load times this."""
 EXPECTED_USE = 0.5
-"""About the part of the device's time that a system uses at its limit: a search starts there."""
+"""About the part of the device's time that a system uses at its limit: the first search starts there."""
+ALIKE = 0.5
+"""Systems whose shares of computed prefixes differ by less use about the same part of the device at their limits."""
 START_ERROR = 1.5
 """The start of the first search of a system may be off by about this factor."""
 
@@ -199,11 +201,43 @@ class NotMeasuredError(Exception):
     """All attempts of a run were invalid, so nothing is known about its system. The report says so."""
 
 
+class FoundUses:
+    """The parts of the device's time that systems used at the limits that searches found. The cells of one plan share
+    them, so that a search starts near its answer.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[float, float]]] = {}
+
+    def add(self, figure: str, computed: float, use: float) -> None:
+        """`computed`: the share of requests whose prefix the system has to compute."""
+        self._found.setdefault(figure, []).insert(0, (computed, use))
+
+    def near(self, figure: str, computed: float) -> float | None:
+        """The use of the most alike search, the last one if there are several; None if none was alike."""
+        found = self._found.get(figure, [])
+        alike = [(abs(each - computed), use) for each, use in found if abs(each - computed) < ALIKE]
+        return min(alike, key=lambda each: each[0])[1] if alike else None
+
+
 class CellSearch:
     """The searches of one cell. One that meets a run without a valid attempt ends there, without a value."""
 
-    def __init__(self, cell: Cell, plan: CellPlan, mode: Mode, ask: Ask) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        plan: CellPlan,
+        mode: Mode,
+        ask: Ask,
+        uses: FoundUses | None = None,
+        has_half_load: bool = True,
+    ) -> None:
+        """`has_half_load`: whether all systems are asked at half load. Without it they are at the rate that B0 reached.
+        In either case the report has a rate at which to compare what they cost.
+        """
         self._cell, self._plan, self._mode, self._ask = cell, plan, mode, ask
+        self._uses = uses or FoundUses()
+        self._shared_per_s = plan.half_rate_per_s if has_half_load else None
 
     def tuned(self) -> str:
         """The variant of B0 with the lowest latency at half load."""
@@ -238,6 +272,7 @@ class CellSearch:
     def figures(self, system: System, variant: str, short_rate: float) -> None:
         """Asks for the points of both figures. `short_rate`: the capacity of B0 at the short history."""
         cell, mode, half = self._cell, self._mode, self._plan.half_rate_per_s
+        computed = self._computed(system)
 
         def at_rate(figure: str, seed: int, rate: float) -> RunRow:
             return self._measured(system, variant, Point(figure, cell.history, rate, seed))
@@ -245,25 +280,32 @@ class CellSearch:
         def at_history(rate: float, figure: str, seed: int, history: float) -> RunRow:
             return self._measured(system, variant, Point(figure, int(history), rate, seed))
 
-        reached = None
+        use_in_b = EXPECTED_USE
         with suppress(NotMeasuredError):
-            # There the report compares what the systems cost.
-            passed_half = at_rate("B", mode.seeds[0], half).passed
-            expected = EXPECTED_USE * 1e6 / self._device_us(system, cell.history)
-            start = (max if passed_half else min)(expected, half)
+            per_request_s = self._device_us(system, cell.history) / 1e6
+            start = (self._uses.near("B", computed) or EXPECTED_USE) / per_request_s
+            if self._shared_per_s or system is not System.B0:
+                shared = self._shared_per_s or half
+                start = (max if at_rate("B", mode.seeds[0], shared).passed else min)(start, shared)
             reached = self._search("B", self._rates_around(half), start, at_rate)
+            if reached:
+                use_in_b = reached * per_request_s
+                self._uses.add("B", computed, use_in_b)
+            if system is System.B0:
+                self._shared_per_s = self._shared_per_s or reached
         if system not in mode.a_systems:
             return
-        use = EXPECTED_USE
-        if reached and FLAGS[system].reuse:
-            # A cache loses prefixes, which `_device_us` leaves out. How many, the rates tell.
-            use = min(use, reached * self._device_us(system, cell.history) / 1e6)
+        # A cache loses prefixes, which `_device_us` leaves out. How many, the rates tell.
+        most = min(EXPECTED_USE, use_in_b) if FLAGS[system].reuse else EXPECTED_USE
         shortest, longest = (cell.history * factor for factor in LENGTH_FACTORS)
         lengths = values_around(cell.history * SHORT, mode.resolution, shortest, longest, _whole_pages)
         for load in mode.a_loads:
             rate = snapped(load * short_rate)
+            use = self._uses.near("A", computed) or most
             fitting = [each for each in lengths if rate * self._device_us(system, int(each)) <= use * 1e6]
-            self._search("A", lengths, max(fitting, default=lengths[0]), partial(at_history, rate))
+            found = self._search("A", lengths, max(fitting, default=lengths[0]), partial(at_history, rate))
+            if found:
+                self._uses.add("A", computed, rate * self._device_us(system, int(found)) / 1e6)
 
     def highest_rate_per_s(self, system: System) -> float:
         """About the highest rate that the search of B asks for: it may double a rate that filled the device."""
@@ -275,9 +317,14 @@ class CellSearch:
 
     def _device_us(self, system: System, history: int) -> float:
         """Device time for each request if the cache holds every prefix until its user comes again."""
-        cell, latency = self._cell, self._plan.latency
-        computed = 0.0 if system is System.O else 1.0 - cell.reuse if FLAGS[system].reuse else 1.0
-        return latency.hit_us(history, cell.suffix + cell.candidates) + computed * latency.pre_us(history)
+        latency, scored = self._plan.latency, self._cell.suffix + self._cell.candidates
+        return latency.hit_us(history, scored) + self._computed(system) * latency.pre_us(history)
+
+    def _computed(self, system: System) -> float:
+        """The share of requests whose prefix the system computes, if the cache holds all others."""
+        if system is System.O:
+            return 0.0
+        return 1.0 - self._cell.reuse if FLAGS[system].reuse else 1.0
 
     def _search(self, figure: str, values: Sequence[float], start: float, ask: AskAt) -> float | None:
         """Searches with each seed, and decides about what was found. Returns the last value that was found."""

@@ -30,6 +30,7 @@ from relaygr.bench.headline.points import (
     PARTITIONS,
     Asked,
     CellSearch,
+    FoundUses,
     Mode,
     Point,
     estimated_runs,
@@ -178,9 +179,11 @@ class Bench:
         """Runs cells of one plan, system by system: most systems' processes serve all of them."""
         plan = self.plan(asked[0][0])
         self._describe(asked[0][0], plan)
-        searches = []
+        searches, uses = [], FoundUses()
         for cell, systems in asked:
-            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan))
+            # Half load shows whether B0 is honest, and B0 computes the same in all of these cells.
+            has_half_load = cell is asked[0][0]
+            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses, has_half_load)
             variant = search.tuned() if System.B0 in systems else UNCUT
             short_rate = search.short_capacity(variant)
             searches.append((cell, systems, partial(search.figures, variant=variant, short_rate=short_rate)))
