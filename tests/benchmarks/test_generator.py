@@ -232,6 +232,7 @@ class TestWorkload:
         trace = make_trace(few, logged=users)
         assert set(trace.user_id) <= set("abc")
         assert max(trace.history_length) <= 56
+        assert set(make_trace(replace(few, hot_user_share=0.5), logged=users).user_id) <= set("abc")
         with pytest.raises(RelayError, match="3 users are too few"):
             make_trace(replace(few, reuse=0.0), logged=users)
 

@@ -35,12 +35,14 @@ from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK,
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import (
     CellPlan,
+    EngineAlone,
     EngineTimes,
     alone_path,
     plan_in,
     plan_of,
     save_engine_times,
     save_plan,
+    write_model,
 )
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.points import (
@@ -59,6 +61,7 @@ from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page,
 from relaygr.bench.headline.rows import (
     OF_LOG,
     SIMULATED,
+    SLOW_LIMIT,
     RunFile,
     RunRow,
     Used,
@@ -97,7 +100,7 @@ def columns(samples: list[Sample], **used: Any) -> dict[str, Any]:
 
 def row(**changes: Any) -> RunRow:
     base = RunRow(
-        measured_at="2026-01-01T00:00:00Z", machine="one", broker="Kafka", mode="full", cell="centre", figure="B",
+        measured_at="2026-01-01T00:00:00Z", machine="one", code="c0de", broker="Kafka", mode="full", cell="centre", figure="B",
         system="B0", variant="", history=64, rate_per_s=10.0, seed=1, attempt=1, **columns([SAMPLE] * 20),
         **score_columns([], []),
     )  # fmt: skip
@@ -269,9 +272,17 @@ class TestRow:
         changes: dict[str, dict[str, Any]] = {
             "passed": {}, "late": {"late_share": 0.02}, "over-saturated": {"late_share": 0.5, "queue_growth": 9.0},
             "other scores than B0's in 2 requests": {"scores_different": 2},
-            "not valid: the generator was late": {"valid": False, "late_share": 0.02},
+            "not valid: the generator was late": {"valid": False, "lag_p999_ms": 50.0, "slowdown": 1.5},
+            "not valid: the machine was 1.50 times slower": {"valid": False, "slowdown": 1.5},
         }  # fmt: skip
         assert [row(**change).verdict for change in changes.values()] == list(changes)
+
+    @pytest.mark.parametrize(
+        ("slowdown", "is_valid"), [(math.nan, True), (0.8, True), (SLOW_LIMIT, True), (1.3, False)]
+    )
+    def test_a_run_on_a_machine_that_is_slower_than_planned_is_invalid(self, slowdown: float, is_valid: bool) -> None:
+        found = columns_of([SAMPLE], DEADLINE_MS, 10.0, 0.5, Used(), {SAMPLE.row: 25_000.0}, slowdown)
+        assert found["valid"] is is_valid
 
     def test_rows_are_read_as_they_were_added_and_answer_their_question(self, tmp_path: Path) -> None:
         file = RunFile(tmp_path)
@@ -914,6 +925,36 @@ NO_BROKER: Any = None
 """For runs that never start."""
 
 
+class TestSpeedOfTheMachine:
+    PLAN = plan_of(QUICK, engine_times(QUICK))
+
+    @pytest.mark.parametrize(("wait_s", "waited_until"), [(60.0, 1.1), (0.0, 1.5)])
+    def test_a_run_waits_until_it_is_the_planned_one_or_its_time_is_over(
+        self, wait_s: float, waited_until: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slowdowns = iter([1.5, 1.4, 1.1, 1.0])
+        monkeypatch.setattr(Bench, "_slowdown", lambda *_: next(slowdowns))
+        monkeypatch.setattr("relaygr.bench.headline.run.SPEED_INTERVAL_S", 0.0)
+        mode = replace(RATES_MODE, wait_s=wait_s)
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, mode, None) as bench:
+            assert bench._await_speed(QUICK, self.PLAN) == waited_until
+
+    def test_it_is_what_full_inference_takes_now_over_its_planned_time(self, tmp_path: Path) -> None:
+        cell = miniature()
+        write_model(cell, tmp_path)
+        alone = EngineAlone(cell, tmp_path, cell.history)
+        plan = replace(self.PLAN, full_ms=1e-3)
+        assert alone.slowdown(plan) == pytest.approx(2 * alone.slowdown(replace(plan, full_ms=2e-3)), rel=0.8)
+        assert alone.slowdown(plan) > 10, "a microsecond is no time for full inference"
+
+
+@pytest.fixture
+def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of tests share the machine with other tests, so they are valid however slow it is."""
+    for module in ("rows", "run"):
+        monkeypatch.setattr(f"relaygr.bench.headline.{module}.SLOW_LIMIT", math.inf)
+
+
 class TestUsersOfALog:
     def log(self, folder: Path, users: int, length: int) -> Path:
         lines = [f"u{user}\t{item}\t{item}" for user in range(users) for item in range(length)]
@@ -1080,6 +1121,7 @@ def miniature() -> Cell:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("any_speed")
 def test_users_who_were_there_in_the_run_before_are_new_in_the_next_one(
     embedded_broker: LocalBroker, tmp_path: Path
 ) -> None:
@@ -1108,6 +1150,7 @@ def test_cells_of_one_shape_have_plans_of_the_same_times() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("any_speed")
 def test_rates_are_played_on_each_system_without_a_search(embedded_broker: LocalBroker, tmp_path: Path) -> None:
     mode = replace(RATES_MODE, seconds=1.0, least_requests=0, warm_up_s=0.5)
     with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
@@ -1175,6 +1218,7 @@ class TestRatesWithoutASearch:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("any_speed")
 def test_a_cell_in_miniature_runs_resumes_and_is_reported(
     embedded_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -252,12 +253,14 @@ class LateEvent(Event):
     log: list[str]
     error: Exception | None = None
     passed: bool = False
+    on_wait: Callable[[], None] = lambda: None
 
     def done(self) -> bool:
         return self.passed
 
     def wait(self) -> None:
         self.log.append("waited")
+        self.on_wait()
         self.passed = True
         if self.error is not None:
             raise self.error
@@ -268,9 +271,10 @@ class LateStream:
     log: list[str]
     error: Exception | None
     ended: bool
+    on_wait: Callable[[], None]
 
     def record(self) -> Event:
-        return LateEvent(self.log, self.error, self.ended)
+        return LateEvent(self.log, self.error, self.ended, self.on_wait)
 
 
 class LateDevice(CpuDevice):
@@ -281,13 +285,14 @@ class LateDevice(CpuDevice):
         self.log: list[str] = []
         self.error: Exception | None = None
         self.ended = False
+        self.on_wait: Callable[[], None] = lambda: None
 
     @property
     def is_cpu(self) -> bool:
         return False
 
     def current_stream(self) -> LateStream:  # type: ignore[override]
-        return LateStream(self.log, self.error, self.ended)
+        return LateStream(self.log, self.error, self.ended, self.on_wait)
 
     def synchronize(self) -> None:
         self.log.append("waited for all")
@@ -311,6 +316,20 @@ def test_the_host_does_other_work_before_it_waits_for_a_chunk():
     world.executor.step()
     assert device.log == ["looked up", "waited"]
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
+
+
+def test_a_request_that_comes_while_the_host_waits_for_a_chunk_is_ranked_before_the_next_one():
+    world, device = world_on_a_late_device()
+    cached = world.store.put("a", 100)
+    world.rank("a", cached, "a1")
+    world.run()
+    world.job("b", world.store.put("b", 300), "b1")
+    device.on_wait = lambda: world.rank("a", cached, "a2", budget_us=2_000, looks_up=False)  # type: ignore[assignment]
+    world.executor.step()
+    chunks = len(world.engine.chunks)
+    world.executor.step()
+    assert world.outbox.paths == [Path.FULL, Path.HBM]
+    assert len(world.engine.chunks) == chunks
 
 
 @pytest.mark.parametrize("is_seen_to_end", [True, False])

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import csv
 import platform
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from relaygr.runtime.processor import processor_name
+from relaygr.schemas import __version__
+
+_CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def machine() -> str:
@@ -18,6 +23,18 @@ def machine() -> str:
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+@cache
+def code() -> str:
+    """The commit of this checkout, with a plus if its files have changed since. Without a checkout, the version."""
+    if (_CHECKOUT / ".git").exists():
+        asked = ("git", "-C", str(_CHECKOUT), "describe", "--always", "--abbrev=10", "--dirty=+")
+        try:
+            return subprocess.run(asked, capture_output=True, check=True, text=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            pass
+    return __version__
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

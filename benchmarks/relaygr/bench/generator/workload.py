@@ -139,6 +139,8 @@ def make_trace(workload: Workload, prefix: str = "", logged: Population | None =
         # The rest of a gap that began before the trace.
         heapq.heappush(due, (random.random() * _gap_s(workload, user, random), number))
     hot = _User(prefix + HOT_USER, _length(workload, 0.5), workload.history_max)
+    if logged is not None and workload.hot_user_share:
+        hot = next(users)
     rows: list[tuple[int, int, str, int, int]] = []
     seen: set[str] = set()
     for at_s in _arrivals(workload, random):

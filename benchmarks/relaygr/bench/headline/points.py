@@ -21,7 +21,7 @@ from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import AT_RATE, RunRow, Used, columns_of, score_columns
 from relaygr.bench.headline.search import Found, highest_passing, snapped, values_around
 from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System
-from relaygr.bench.rows import machine, now
+from relaygr.bench.rows import code, machine, now
 
 PARTITIONS = 8
 A_LOADS = (0.3, 0.6, 0.8)
@@ -56,9 +56,11 @@ class Mode:
     a_loads: tuple[float, ...]
     variants: tuple[str, ...]
     attempts: int
-    """A run whose generator was late says nothing, and is repeated up to so many times in all."""
+    """An invalid run says nothing, and is repeated up to so many times in all."""
     measures_short_capacity: bool
     """Whether figure A takes the capacity of B0 at the short history from a search; else the engine alone gives it."""
+    wait_s: float = 120.0
+    """A run waits for so long, at most, until the machine is as fast as planned."""
     longest: float = 5.0
     """A run lasts at most so many times as long."""
     a_systems: tuple[System, ...] = tuple(each for each in System if each is not System.B1)
@@ -73,13 +75,15 @@ class Mode:
         return min(max(self.seconds, self.least_requests / rate_per_s), self.longest * self.seconds)
 
 
-QUICK_MODE = Mode("quick", (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, a_systems=(System.B0, System.R))
+QUICK_MODE = Mode(
+    "quick", (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, wait_s=20.0, a_systems=(System.B0, System.R)
+)
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
 LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (UNCUT,), 1, False)
 TRACE_MODE = replace(QUICK_MODE, name="trace")
 """A trace says itself how long a run is; the number of seeds is that of repeated runs."""
-RATES_MODE = Mode("rates", (1,), 30.0, 1_000, 60.0, 2.0, (), (UNCUT,), 2, False)
-SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, (0.3, 0.6), (UNCUT,), 1, False, math.inf)
+RATES_MODE = Mode("rates", (1,), 30.0, 1_000, 60.0, 2.0, (), (UNCUT,), 3, False)
+SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, (0.3, 0.6), (UNCUT,), 1, False, longest=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ def row_of(
     reuse: float,
     attempt: int = 1,
     reference: Sequence[Sample] = (),
+    slowdown: float = math.nan,
 ) -> RunRow:
     """The row of a run. `reference`: samples of the same trace whose scores are full inference's."""
     scored = cell.suffix + cell.candidates
@@ -168,6 +173,7 @@ def row_of(
     return RunRow(
         measured_at=now(),
         machine=machine(),
+        code=code(),
         broker=broker,
         mode=mode.name,
         cell=cell.name,
@@ -178,7 +184,7 @@ def row_of(
         rate_per_s=point.rate_per_s,
         seed=point.seed,
         attempt=attempt,
-        **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us),
+        **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us, slowdown),
         **score_columns(samples, reference, FLAGS[system].score_tolerance),
     )
 

@@ -25,7 +25,7 @@ from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell
-from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_LOG, OF_TRACE, RunRow, read_dicts, read_rows
+from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_LOG, OF_TRACE, SLOW_LIMIT, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import (
     CHUNK_MS,
     HIT_FACTOR,
@@ -186,6 +186,7 @@ def _conditions(rows: Sequence[RunRow]) -> Bullets:
     return Bullets(
         [
             f"Machine: {'; '.join(dict.fromkeys(row.machine for row in rows))}",
+            f"Code: {', '.join(dict.fromkeys(row.code or 'unknown' for row in rows))}",
             f"Times learnt from real runs: {brokers}" if is_simulated else f"Broker: {brokers}, on the same cores",
             f"Measured: {min(row.measured_at for row in rows)} to {max(row.measured_at for row in rows)}, "
             f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, "
@@ -330,15 +331,25 @@ def told_of(broken: Sequence[Broken]) -> str:
     return f"Without a value, since the generator was late in each attempt of a run: {', '.join(names)}."
 
 
+def _speeds(rows: Sequence[RunRow]) -> str:
+    known = [row.slowdown for row in rows if not math.isnan(row.slowdown)]
+    if not known:
+        return "no run has a speed"
+    return f"the times were {min(known):.2f} to {max(known):.2f}, median {statistics.median(known):.2f}"
+
+
 def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence[Broken]) -> list[Block]:
     """What must hold before a figure may be believed."""
-    invalid = [row for row in rows if not row.valid]
+    slow = [row for row in rows if row.slowdown > SLOW_LIMIT]
     lags = [row.lag_p999_ms / row.deadline_ms for row in rows]
     foreign = statistics.median(row.foreign_cpu for row in rows)
     is_simulated = _is_simulated(rows)
     measured = [
-        f"Generator: P99.9 lag of at most {LAG_LIMIT:.0%} of the deadline, else a run is invalid. {len(invalid)} of "
-        f"{len(rows)} runs were, and do not count; the median lag was {statistics.median(lags):.2%} of the deadline.",
+        f"Generator: P99.9 lag of at most {LAG_LIMIT:.0%} of the deadline, else a run is invalid and does not count. "
+        f"{sum(lag > LAG_LIMIT for lag in lags)} of {len(rows)} runs were; the median lag was "
+        f"{statistics.median(lags):.2%} of the deadline.",
+        f"Speed: the engine alone, before and after a run, takes at most {SLOW_LIMIT} times its planned time, else the "
+        f"run is invalid. {len(slow)} were; {_speeds(rows)}.",
         f"Cores that other processes of the machine used: median {foreign:.2f}.",
         *_scores(rows),
     ]

@@ -23,6 +23,9 @@ from relaygr.schemas.messages import Path as RankingPath
 
 LAG_LIMIT = 0.02
 """A run is valid if the generator's P99.9 lag is at most this part of the deadline."""
+SLOW_LIMIT = 1.15
+"""A run is invalid if the engine alone, before or after it, takes more than its planned time by this factor: another
+guest of a shared machine slows it down, which no counter of this one shows."""
 QUEUE_GROWTH = 5.0
 """A run is over-saturated if so many more requests are in flight at its end."""
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
@@ -44,6 +47,8 @@ class RunRow:
 
     measured_at: str
     machine: str
+    code: str
+    """Empty in rows that are older than this column."""
     broker: str
     mode: str
     cell: str
@@ -115,6 +120,10 @@ class RunRow:
     cpu_broker: float
     foreign_cpu: float
     lag_p999_ms: float
+    slowdown: float
+    """What the engine alone took before or after the run, the longer of the two, as a multiple of its planned time. NaN
+    in simulated rows, and in rows that are older than this column.
+    """
     queue_growth: float
     scores_compared: int
     scores_worst_error: float
@@ -130,7 +139,9 @@ class RunRow:
     def verdict(self) -> str:
         """Whether the run passed, and if not, why."""
         if not self.valid:
-            return "not valid: the generator was late"
+            generator_late = self.lag_p999_ms > LAG_LIMIT * self.deadline_ms
+            why = "the generator was late" if generator_late else f"the machine was {self.slowdown:.2f} times slower"
+            return f"not valid: {why}"
         if self.is_oversaturated:
             return "over-saturated"
         if self.scores_different:
@@ -188,6 +199,7 @@ def columns_of(
     reuse: float,
     used: Used,
     engine_us: Mapping[int, float],
+    slowdown: float = math.nan,
 ) -> dict[str, typing.Any]:
     """The measured columns. `engine_us`: what full inference takes by the engine alone, by row of the trace."""
     measured = [each for each in samples if each.part != WARM_UP]
@@ -254,8 +266,9 @@ def columns_of(
         **{f"cpu_{role}": cores.get(role, 0.0) for role in ("worker", "trigger", "load", "broker")},
         "foreign_cpu": used.foreign_cpu,
         "lag_p999_ms": lag_ms,
+        "slowdown": slowdown,
         "queue_growth": queue_growth(begins, ends),
-        "valid": lag_ms <= LAG_LIMIT * deadline_ms,
+        "valid": lag_ms <= LAG_LIMIT * deadline_ms and not slowdown > SLOW_LIMIT,
     }
 
 

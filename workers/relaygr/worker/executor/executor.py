@@ -203,8 +203,10 @@ class Executor:
         if prefixes.events:
             self._handle_events()
         if prefixes.running is not None:
-            # Mail and timers ran while the device computed the last chunk.
+            # Mail and timers ran while the device computed the last chunk. A request that came during the wait need
+            # not wait for the next chunk, too.
             prefixes.settle()
+            self.take_mail()
             self._handle_events()
             now_us = self._parts.clock.monotonic_us()
         if self._parts.results.unsent:
