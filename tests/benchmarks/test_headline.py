@@ -31,7 +31,7 @@ from relaygr.bench.headline.figures import (
     longest_truncation,
     same_load,
 )
-from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, PUBLISHED, QUICK, REUSES, Cell, at_reuse
+from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, LOOSE, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import (
     CellPlan,
@@ -100,8 +100,8 @@ def columns(samples: list[Sample], **used: Any) -> dict[str, Any]:
 
 def row(**changes: Any) -> RunRow:
     base = RunRow(
-        measured_at="2026-01-01T00:00:00Z", machine="one", code="c0de", broker="Kafka", mode="full", cell="centre", figure="B",
-        system="B0", variant="", history=64, rate_per_s=10.0, seed=1, attempt=1, **columns([SAMPLE] * 20),
+        measured_at="2026-01-01T00:00:00Z", machine="one", code="c0de", broker="Kafka", mode="full", cell="centre",
+        figure="B", system="B0", variant="", history=64, rate_per_s=10.0, seed=1, attempt=1, **columns([SAMPLE] * 20),
         **score_columns([], []),
     )  # fmt: skip
     return replace(base, **changes)
@@ -304,7 +304,7 @@ class TestRow:
         file.add(row(machine="here"), [SAMPLE])
         text = (tmp_path / "runs.csv").read_text(encoding="utf-8")
         (tmp_path / "runs.csv").write_text(
-            text.replace(",here,Kafka,full,centre,B,B0,,64,", ",here,Kafka,full,centre,B,B0,,many,")
+            text.replace(",here,c0de,Kafka,full,centre,B,B0,,64,", ",here,c0de,Kafka,full,centre,B,B0,,many,")
         )
         with pytest.raises(RelayError, match=r"line 3: ValueError.*many"):
             read_rows(tmp_path / "runs.csv")
@@ -639,7 +639,7 @@ class TestBreakEven:
 
 class TestCells:
     def test_they_have_names_of_their_own_and_differ(self) -> None:
-        named = (QUICK, *GRID, *PUBLISHED)
+        named = (QUICK, LOOSE, *GRID, *PUBLISHED)
         assert len({cell.name for cell in named}) == len({replace(cell, name="") for cell in named}) == len(named)
         for cell in named:
             cell.model()
@@ -650,7 +650,7 @@ class TestCells:
         assert not any(cell.origin for cell in GRID)
 
     def test_every_cell_is_there_at_each_share_of_returning_users_with_the_same_deadline(self) -> None:
-        for cell in (QUICK, *GRID, *PUBLISHED):
+        for cell in (QUICK, LOOSE, *GRID, *PUBLISHED):
             for reuse in REUSES:
                 other = at_reuse(cell, reuse)
                 assert (BY_NAME[other.name], other.reuse) == (other, reuse)

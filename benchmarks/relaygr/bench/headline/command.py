@@ -15,7 +15,7 @@ from rich.table import Table
 from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline.figures import NO_LENGTHS
-from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, PUBLISHED, QUICK, REUSES, Cell, at_reuse
+from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, LOOSE, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs, points_at
 from relaygr.bench.headline.rows import RunFile
 from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s, name_of
@@ -169,7 +169,7 @@ def list_cells() -> None:
     table = Table(title="Cells; times are multiples of what the engine alone takes")
     for name in ("cell", "history", "deadline", "lead", "reuse", "return gap", "candidates", "else"):
         table.add_column(name)
-    for cell in (QUICK, *GRID, *PUBLISHED):
+    for cell in (QUICK, LOOSE, *GRID, *PUBLISHED):
         others = {
             "growth": cell.growth,
             "zipf": cell.zipf,

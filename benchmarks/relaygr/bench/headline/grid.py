@@ -152,6 +152,10 @@ MEMORY = tuple(
 )
 """With 4 and 16 times the DRAM."""
 GRID = (*_grid(), *MEMORY)
+LOOSE = replace(MEMORY[0], name="dram768-n2048-d5-r0.9", deadline_factor=5.0)
+"""Added last, and no part of the grid: with the deadline of `MEMORY[0]`, B0 held at 6 requests/s on a real broker with a
+fourth of the device, so figure B did not count there.
+"""
 PUBLISHED = (
     replace(
         CENTRE, name="unipinrec", history=992, candidates=656, layers=12,
@@ -191,6 +195,6 @@ PUBLISHED = (
 """Cells that others published."""
 BY_NAME = {
     cell.name: cell
-    for named in (QUICK, *GRID, *PUBLISHED)
+    for named in (QUICK, LOOSE, *GRID, *PUBLISHED)
     for cell in (named, *(at_reuse(named, reuse) for reuse in REUSES))
 }
