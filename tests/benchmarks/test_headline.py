@@ -35,14 +35,12 @@ from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, LOOSE, PUBLISHED,
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import (
     CellPlan,
-    EngineAlone,
     EngineTimes,
     alone_path,
     plan_in,
     plan_of,
     save_engine_times,
     save_plan,
-    write_model,
 )
 from relaygr.bench.headline.plots import plot_cell
 from relaygr.bench.headline.points import (
@@ -281,7 +279,7 @@ class TestRow:
         ("slowdown", "is_valid"), [(math.nan, True), (0.8, True), (SLOW_LIMIT, True), (1.3, False)]
     )
     def test_a_run_on_a_machine_that_is_slower_than_planned_is_invalid(self, slowdown: float, is_valid: bool) -> None:
-        found = columns_of([SAMPLE], DEADLINE_MS, 10.0, 0.5, Used(), {SAMPLE.row: 25_000.0}, slowdown)
+        found = columns_of([SAMPLE], DEADLINE_MS, 10.0, 0.5, Used(), {SAMPLE.row: 25_000.0}, slowdown, SLOW_LIMIT)
         assert found["valid"] is is_valid
 
     def test_rows_are_read_as_they_were_added_and_answer_their_question(self, tmp_path: Path) -> None:
@@ -925,34 +923,17 @@ NO_BROKER: Any = None
 """For runs that never start."""
 
 
-class TestSpeedOfTheMachine:
-    PLAN = plan_of(QUICK, engine_times(QUICK))
-
-    @pytest.mark.parametrize(("wait_s", "waited_until"), [(60.0, 1.1), (0.0, 1.5)])
-    def test_a_run_waits_until_it_is_the_planned_one_or_its_time_is_over(
-        self, wait_s: float, waited_until: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class TestQuietMachine:
+    @pytest.mark.parametrize(("wait_s", "asked"), [(60.0, 3), (0.0, 0)])
+    def test_a_run_that_decides_waits_for_it_for_a_limited_time(
+        self, wait_s: float, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        slowdowns = iter([1.5, 1.4, 1.1, 1.0])
-        monkeypatch.setattr(Bench, "_slowdown", lambda *_: next(slowdowns))
-        monkeypatch.setattr("relaygr.bench.headline.run.SPEED_INTERVAL_S", 0.0)
-        mode = replace(RATES_MODE, wait_s=wait_s)
-        with Bench(Console(quiet=True), tmp_path, NO_BROKER, mode, None) as bench:
-            assert bench._await_speed(QUICK, self.PLAN) == waited_until
-
-    def test_it_is_what_full_inference_takes_now_over_its_planned_time(self, tmp_path: Path) -> None:
-        cell = miniature()
-        write_model(cell, tmp_path)
-        alone = EngineAlone(cell, tmp_path, cell.history)
-        plan = replace(self.PLAN, full_ms=1e-3)
-        assert alone.slowdown(plan) == pytest.approx(2 * alone.slowdown(replace(plan, full_ms=2e-3)), rel=0.8)
-        assert alone.slowdown(plan) > 10, "a microsecond is no time for full inference"
-
-
-@pytest.fixture
-def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of tests share the machine with other tests, so they are valid however slow it is."""
-    for module in ("rows", "run"):
-        monkeypatch.setattr(f"relaygr.bench.headline.{module}.SLOW_LIMIT", math.inf)
+        slowdowns = [1.5, 1.4, 1.1, 1.0]
+        monkeypatch.setattr(MachineSpeed, "__init__", lambda *_: None)
+        monkeypatch.setattr(MachineSpeed, "slowdown", lambda *_: slowdowns.pop(0))
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, replace(RATES_MODE, wait_s=wait_s), None) as bench:
+            bench._await_quiet(MachineSpeed(tmp_path))
+        assert len(slowdowns) == 4 - asked
 
 
 class TestUsersOfALog:
@@ -1121,7 +1102,6 @@ def miniature() -> Cell:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("any_speed")
 def test_users_who_were_there_in_the_run_before_are_new_in_the_next_one(
     embedded_broker: LocalBroker, tmp_path: Path
 ) -> None:
@@ -1150,9 +1130,8 @@ def test_cells_of_one_shape_have_plans_of_the_same_times() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("any_speed")
 def test_rates_are_played_on_each_system_without_a_search(embedded_broker: LocalBroker, tmp_path: Path) -> None:
-    mode = replace(RATES_MODE, seconds=1.0, least_requests=0, warm_up_s=0.5)
+    mode = replace(RATES_MODE, seconds=1.0, least_requests=0, warm_up_s=0.5, wait_s=0.0, slow_limit=math.inf)
     with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
         bench.run_rates([miniature()], [System.B0, System.R], [8.0, 12.34])
         bench.run_rates([miniature()], [System.R], [8.0], [192])
@@ -1218,7 +1197,6 @@ class TestRatesWithoutASearch:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("any_speed")
 def test_a_cell_in_miniature_runs_resumes_and_is_reported(
     embedded_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

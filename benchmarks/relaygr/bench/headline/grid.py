@@ -153,8 +153,8 @@ MEMORY = tuple(
 """With 4 and 16 times the DRAM."""
 GRID = (*_grid(), *MEMORY)
 LOOSE = replace(MEMORY[0], name="dram768-n2048-d5-r0.9", deadline_factor=5.0)
-"""Added last, and no part of the grid: with the deadline of `MEMORY[0]`, B0 held at 6 requests/s on a real broker with a
-fourth of the device, so figure B did not count there.
+"""Added last, and no part of the grid: at the deadline of `MEMORY[0]` a real broker let B0 use a fourth of the device,
+so figure B did not count there.
 """
 PUBLISHED = (
     replace(

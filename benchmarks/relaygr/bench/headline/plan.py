@@ -31,7 +31,7 @@ from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import load_engine
 
 ALONE_ROUNDS = 5
-"""Rounds before, between and after the two calibrations, and of `EngineAlone.slowdown`."""
+"""Rounds before, between and after the two calibrations."""
 HALF = 0.5
 _MIB = 1 << 20
 
@@ -101,36 +101,6 @@ class CellPlan:
         return snapped(load * 1000 / self.short_full_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class FullTimes:
-    """One full inference by the engine alone."""
-
-    pre_us: float
-    hit_us: float
-
-
-class EngineAlone:
-    """The engine of a cell in this process, with nothing beside it."""
-
-    def __init__(self, cell: Cell, model: Path, longest: int) -> None:
-        """`model`: the folder of its checkpoint. `longest`: the longest history that may be measured."""
-        self.engine = load_engine(model, None, page_tokens=PAGE_TOKENS, threads=1)
-        bind_own_arena(self.engine, longest_tokens=self.engine.layout.tokens(longest))
-        self._meter, self._cell = EngineMeter(self.engine), cell
-
-    def full(self, history: int) -> FullTimes:
-        """Full inference on a history, its prefix in one chunk."""
-        tokens = self.engine.layout.tokens(history)
-        pre_us = sum(point.duration_us for point in self._meter.prefix(tokens, tokens))
-        return FullTimes(pre_us, self._meter.rank(tokens, self._cell.candidates).duration_us)
-
-    def slowdown(self, plan: CellPlan) -> float:
-        """What full inference on the median history takes now, as a multiple of its planned time."""
-        self.full(self._cell.history)  # Caches and clock rates of an idle machine.
-        rounds = [self.full(self._cell.history) for _ in range(ALONE_ROUNDS)]
-        return statistics.median(each.pre_us + each.hit_us for each in rounds) / 1000 / plan.full_ms
-
-
 def measure_engine(cell: Cell, calibration: Path) -> EngineTimes:
     """Calibrates the workers of this shape, writes their calibration, and measures the engine alone."""
     with TemporaryDirectory(prefix="relaygr-engine-") as folder:
@@ -139,13 +109,17 @@ def measure_engine(cell: Cell, calibration: Path) -> EngineTimes:
 
 def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
     write_model(cell, model)
-    alone_here = EngineAlone(cell, model, cell.longest_history)
-    engine, short = alone_here.engine, round(cell.history * SHORT)
-    rounds: dict[int, list[FullTimes]] = {cell.history: [], short: []}
+    engine = load_engine(model, None, page_tokens=PAGE_TOKENS, threads=1)
+    bind_own_arena(engine)
+    meter = EngineMeter(engine)
+    tokens, short = engine.layout.tokens(cell.history), engine.layout.tokens(round(cell.history * SHORT))
+    pairs: dict[int, list[tuple[float, float]]] = {tokens: [], short: []}
 
     def measure() -> None:
-        for history, measured in rounds.items():
-            measured += [alone_here.full(history) for _ in range(ALONE_ROUNDS)]
+        for n, measured in pairs.items():
+            for _ in range(ALONE_ROUNDS):
+                pre_us = sum(point.duration_us for point in meter.prefix(n, n))
+                measured.append((pre_us, meter.rank(n, cell.candidates).duration_us))
 
     # The speed of a machine changes within seconds, so the rounds are spread over the time of the calibrations.
     measure()
@@ -155,26 +129,26 @@ def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
     save_calibration(alone, alone_path(calibration))
     measure()
 
-    def median(history: int) -> FullTimes:
-        return FullTimes(
-            statistics.median(each.pre_us for each in rounds[history]),
-            statistics.median(each.hit_us for each in rounds[history]),
+    def median_ms(n: int) -> tuple[float, float]:
+        return (
+            statistics.median(pre_us for pre_us, _ in pairs[n]) / 1000,
+            statistics.median(hit_us for _, hit_us in pairs[n]) / 1000,
         )
 
-    def bytes_of(history: int) -> int:
-        return engine.geometry.pages_for(engine.layout.tokens(history)) * engine.geometry.page_bytes
-
-    whole, short_whole = median(cell.history), median(short)
+    pre_ms, hit_ms = median_ms(tokens)
+    short_full_ms = sum(median_ms(short))
+    prefix_bytes = engine.geometry.pages_for(tokens) * engine.geometry.page_bytes
+    longest_bytes = engine.geometry.pages_for(engine.layout.tokens(cell.longest_history)) * engine.geometry.page_bytes
     return EngineTimes(
         shape=cell.shape,
         machine=machine(),
         made_at=now(),
         engine=f"{engine.backend} on {engine.device.description}, one thread",
-        pre_ms=round(whole.pre_us / 1000, 3),
-        hit_ms=round(whole.hit_us / 1000, 3),
-        short_full_ms=round((short_whole.pre_us + short_whole.hit_us) / 1000, 3),
-        prefix_bytes=bytes_of(cell.history),
-        longest_bytes=bytes_of(cell.longest_history),
+        pre_ms=round(pre_ms, 3),
+        hit_ms=round(hit_ms, 3),
+        short_full_ms=round(short_full_ms, 3),
+        prefix_bytes=prefix_bytes,
+        longest_bytes=longest_bytes,
         coefficients=alone.coefficients,
     )
 

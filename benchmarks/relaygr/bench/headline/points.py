@@ -18,7 +18,7 @@ from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.figures import CONFIRMED, decide_rows
 from relaygr.bench.headline.grid import LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
 from relaygr.bench.headline.plan import CellPlan
-from relaygr.bench.headline.rows import AT_RATE, RunRow, Used, columns_of, score_columns
+from relaygr.bench.headline.rows import AT_RATE, SLOW_LIMIT, RunRow, Used, columns_of, score_columns
 from relaygr.bench.headline.search import Found, highest_passing, snapped, values_around
 from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System
 from relaygr.bench.rows import code, machine, now
@@ -60,7 +60,9 @@ class Mode:
     measures_short_capacity: bool
     """Whether figure A takes the capacity of B0 at the short history from a search; else the engine alone gives it."""
     wait_s: float = 120.0
-    """A run waits for so long, at most, until the machine is as fast as planned."""
+    """A run waits for so long, at most, until the machine is quiet."""
+    slow_limit: float = SLOW_LIMIT
+    """A run with a higher slowdown is invalid."""
     longest: float = 5.0
     """A run lasts at most so many times as long."""
     a_systems: tuple[System, ...] = tuple(each for each in System if each is not System.B1)
@@ -76,8 +78,21 @@ class Mode:
 
 
 QUICK_MODE = Mode(
-    "quick", (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, wait_s=20.0, a_systems=(System.B0, System.R)
+    "quick",
+    (1,),
+    6.0,
+    100,
+    7.0,
+    1.4,
+    (0.3,),
+    (UNCUT,),
+    2,
+    False,
+    wait_s=0.0,
+    slow_limit=math.inf,
+    a_systems=(System.B0, System.R),
 )
+"""It decides nothing, so a noisy machine shows in its report, and ends no search."""
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
 LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (UNCUT,), 1, False)
 TRACE_MODE = replace(QUICK_MODE, name="trace")
@@ -184,7 +199,7 @@ def row_of(
         rate_per_s=point.rate_per_s,
         seed=point.seed,
         attempt=attempt,
-        **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us, slowdown),
+        **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us, slowdown, mode.slow_limit),
         **score_columns(samples, reference, FLAGS[system].score_tolerance),
     )
 

@@ -334,13 +334,15 @@ def told_of(broken: Sequence[Broken]) -> str:
 def _speeds(rows: Sequence[RunRow]) -> str:
     known = [row.slowdown for row in rows if not math.isnan(row.slowdown)]
     if not known:
-        return "no run has a speed"
-    return f"the times were {min(known):.2f} to {max(known):.2f}, median {statistics.median(known):.2f}"
+        return "How fast the machine was during the runs is not known."
+    return (
+        f"Machine: fixed work took {min(known):.2f} to {max(known):.2f} times its quiet time during the runs, median "
+        f"{statistics.median(known):.2f}. Runs that decide are invalid above {SLOW_LIMIT}."
+    )
 
 
 def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence[Broken]) -> list[Block]:
     """What must hold before a figure may be believed."""
-    slow = [row for row in rows if row.slowdown > SLOW_LIMIT]
     lags = [row.lag_p999_ms / row.deadline_ms for row in rows]
     foreign = statistics.median(row.foreign_cpu for row in rows)
     is_simulated = _is_simulated(rows)
@@ -348,8 +350,7 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence
         f"Generator: P99.9 lag of at most {LAG_LIMIT:.0%} of the deadline, else a run is invalid and does not count. "
         f"{sum(lag > LAG_LIMIT for lag in lags)} of {len(rows)} runs were; the median lag was "
         f"{statistics.median(lags):.2%} of the deadline.",
-        f"Speed: the engine alone, before and after a run, takes at most {SLOW_LIMIT} times its planned time, else the "
-        f"run is invalid. {len(slow)} were; {_speeds(rows)}.",
+        _speeds(rows),
         f"Cores that other processes of the machine used: median {foreign:.2f}.",
         *_scores(rows),
     ]

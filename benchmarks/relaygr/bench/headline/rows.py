@@ -24,8 +24,7 @@ from relaygr.schemas.messages import Path as RankingPath
 LAG_LIMIT = 0.02
 """A run is valid if the generator's P99.9 lag is at most this part of the deadline."""
 SLOW_LIMIT = 1.15
-"""A run is invalid if the engine alone, before or after it, takes more than its planned time by this factor: another
-guest of a shared machine slows it down, which no counter of this one shows."""
+"""A run that decides is invalid if fixed work takes so many times as much CPU time during it as on the quiet machine."""
 QUEUE_GROWTH = 5.0
 """A run is over-saturated if so many more requests are in flight at its end."""
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
@@ -121,8 +120,8 @@ class RunRow:
     foreign_cpu: float
     lag_p999_ms: float
     slowdown: float
-    """What the engine alone took before or after the run, the longer of the two, as a multiple of its planned time. NaN
-    in simulated rows, and in rows that are older than this column.
+    """The CPU time of fixed work during the run, as a multiple of that on the quiet machine. NaN in simulated rows, and
+    in rows that are older than this column.
     """
     queue_growth: float
     scores_compared: int
@@ -200,6 +199,7 @@ def columns_of(
     used: Used,
     engine_us: Mapping[int, float],
     slowdown: float = math.nan,
+    slow_limit: float = math.inf,
 ) -> dict[str, typing.Any]:
     """The measured columns. `engine_us`: what full inference takes by the engine alone, by row of the trace."""
     measured = [each for each in samples if each.part != WARM_UP]
@@ -268,7 +268,7 @@ def columns_of(
         "lag_p999_ms": lag_ms,
         "slowdown": slowdown,
         "queue_growth": queue_growth(begins, ends),
-        "valid": lag_ms <= LAG_LIMIT * deadline_ms and not slowdown > SLOW_LIMIT,
+        "valid": lag_ms <= LAG_LIMIT * deadline_ms and not slowdown > slow_limit,
     }
 
 

@@ -26,7 +26,7 @@ from relaygr.bench.generator.trace import MEASURED, WARM_UP, Trace, digest_of, r
 from relaygr.bench.generator.workload import make_trace, reuse_of, with_reuse
 from relaygr.bench.headline.figures import figures_of, longest_truncation
 from relaygr.bench.headline.grid import ITEMS, LENGTH_FACTORS, REUSES, Cell
-from relaygr.bench.headline.plan import CellPlan, EngineAlone, plan_in, write_model
+from relaygr.bench.headline.plan import CellPlan, plan_in, write_model
 from relaygr.bench.headline.points import (
     PARTITIONS,
     Asked,
@@ -41,10 +41,11 @@ from relaygr.bench.headline.points import (
     trace_name,
     workload_of,
 )
-from relaygr.bench.headline.rows import AT_REUSE, OF_TRACE, SLOW_LIMIT, RunFile, RunRow, Used
+from relaygr.bench.headline.rows import AT_REUSE, OF_TRACE, RunFile, RunRow, Used
 from relaygr.bench.headline.search import snapped
 from relaygr.bench.headline.systems import FLAGS, LIMITED, TUNED, UNCUT, System, settings_of
 from relaygr.bench.pipeline.run import MeasuredWindow
+from relaygr.bench.speed import MachineSpeed
 from relaygr.demo.processes import Reading
 from relaygr.demo.stack import DemoStack
 from relaygr.devbroker import LocalBroker
@@ -62,7 +63,7 @@ POOL_BUDGET_MS = 30_000
 RUN_OVERHEAD_S = 4.0
 """Histories, their reading, encoding, the wait for the last results, and the speed of the engine alone."""
 START_S = 9.0
-SPEED_INTERVAL_S = 2.0
+SPEED_WINDOW_S = 2.0
 PLAN_S = 25.0
 _WASTED = "relaygr_cache_preinfers_wasted_total"
 _JOBS = "relaygr_worker_preinfer_jobs_total"
@@ -135,8 +136,8 @@ class Bench:
         self._known_users: set[str] = set()
         """Users of the runs so far on the processes that run now."""
         self._count = 0
-        self._alone: EngineAlone | None = None
-        """That of the present plan, once a run asked for it."""
+        self._speed: MachineSpeed | None = None
+        """Once a run asked for it."""
         self._limit = 0
         """The longest history of B1."""
         self._settings = Settings()
@@ -264,7 +265,7 @@ class Bench:
     def plan(self, cell: Cell) -> CellPlan:
         """The plan of the cell in this folder, as `plan_in`, and the files of its workers."""
         plan, self._calibration = self._planned(cell)
-        self._model, self._alone = self._work / cell.name / "model", None
+        self._model = self._work / cell.name / "model"
         write_model(cell, self._model)
         return plan
 
@@ -326,30 +327,28 @@ class Bench:
     def _run(
         self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, attempt: int, trace: Path | None
     ) -> RunRow:
-        before = self._await_speed(cell, plan)
-        played = self.play(cell, plan, system, variant, point, trace, attempt)
+        if self._speed is None:
+            self._speed = MachineSpeed(self._out)
+        self._await_quiet(self._speed)
+        with self._speed.watch() as watch:
+            played = self.play(cell, plan, system, variant, point, trace, attempt)
         row = row_of(
             cell, plan, self._mode, system, variant, point, played.trace, played.samples, played.used,
             broker=name_of(self._broker), reuse=played.reuse, attempt=attempt,
-            reference=self._reference(cell, system, point), slowdown=max(before, self._slowdown(cell, plan)),
+            reference=self._reference(cell, system, point), slowdown=watch.slowdown,
         )  # fmt: skip
         self.file.add(row, played.samples)
         return row
 
-    def _await_speed(self, cell: Cell, plan: CellPlan) -> float:
-        """Waits until the machine is as fast as planned, or for as long as the mode allows. Returns its slowdown."""
+    def _await_quiet(self, speed: MachineSpeed) -> None:
+        """Waits until the machine is quiet, or for as long as the mode allows."""
         ends_s, asked = time.monotonic() + self._mode.wait_s, self._progress.tasks[self._bar].description
-        while (slowdown := self._slowdown(cell, plan)) > SLOW_LIMIT and time.monotonic() < ends_s:
-            why = f"{cell.name}: waiting, the machine is {slowdown:.2f} times slower than planned"
-            self._progress.update(self._bar, description=why)
-            time.sleep(SPEED_INTERVAL_S)
+        while time.monotonic() < ends_s:
+            slowdown = speed.slowdown(SPEED_WINDOW_S)
+            if slowdown <= self._mode.slow_limit:
+                break
+            self._progress.update(self._bar, description=f"waiting: the machine is {slowdown:.2f} times slower")
         self._progress.update(self._bar, description=asked)
-        return slowdown
-
-    def _slowdown(self, cell: Cell, plan: CellPlan) -> float:
-        if self._alone is None:
-            self._alone = EngineAlone(cell, self._model, cell.history)
-        return self._alone.slowdown(plan)
 
     def play(
         self,

@@ -1,0 +1,55 @@
+"""The speed of the machine during a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relaygr.bench.rows import machine
+from relaygr.bench.speed import FixedWork, MachineSpeed
+from relaygr.runtime.errors import RelayError
+
+
+@pytest.fixture
+def times_us(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the fixed work takes, the last value again and again."""
+    times = [100.0]
+    monkeypatch.setattr(FixedWork, "cpu_us", lambda _: times.pop(0) if len(times) > 1 else times[0])
+    monkeypatch.setattr("relaygr.bench.speed.INTERVAL_S", 0.001)
+    monkeypatch.setattr("relaygr.bench.speed.QUIET_S", 0.05)
+    return times
+
+
+def test_fixed_work_takes_cpu_time() -> None:
+    assert FixedWork().cpu_us() > 0
+
+
+def test_a_run_is_compared_with_the_quiet_machine_of_its_folder(tmp_path: Path, times_us: list[float]) -> None:
+    assert MachineSpeed(tmp_path).slowdown(0.0) == 1.0
+    times_us[:] = [150.0]
+    again = MachineSpeed(tmp_path)
+    assert again.slowdown(0.0) == pytest.approx(1.5)
+    with again.watch() as watch:
+        pass
+    assert watch.slowdown == pytest.approx(1.5)
+
+
+def test_bursts_of_others_while_the_quiet_time_is_measured_do_not_count(tmp_path: Path, times_us: list[float]) -> None:
+    times_us[:] = [100.0, 200.0, 100.0, 200.0, 200.0, 100.0]
+    assert MachineSpeed(tmp_path).slowdown(0.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"machine": "another", "quiet_us": 1.0}, "was made on another"),
+        ({"machine": machine()}, "does not have the speed of a machine: KeyError"),
+        ([], "does not have the speed of a machine: TypeError"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: object, why: str) -> None:
+    (tmp_path / "speed.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(RelayError, match=why):
+        MachineSpeed(tmp_path)
