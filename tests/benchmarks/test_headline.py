@@ -75,6 +75,7 @@ from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, Trace
 from relaygr.bench.headline.summary import at_rates, baseline, by_cell, by_reuse, highest_rates, hits_beside_preinfer
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, TUNED, System, settings_of
 from relaygr.bench.rows import machine
+from relaygr.bench.speed import MachineSpeed
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS, LatencyCoefficients

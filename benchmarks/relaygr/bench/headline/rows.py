@@ -24,7 +24,7 @@ from relaygr.schemas.messages import Path as RankingPath
 LAG_LIMIT = 0.02
 """A run is valid if the generator's P99.9 lag is at most this part of the deadline."""
 SLOW_LIMIT = 1.15
-"""A run that decides is invalid if fixed work takes so many times as much CPU time during it as on the quiet machine."""
+"""A run that decides is invalid if fixed work takes more times as much CPU time as on the quiet machine."""
 QUEUE_GROWTH = 5.0
 """A run is over-saturated if so many more requests are in flight at its end."""
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
