@@ -816,7 +816,7 @@ class TestCellSearch:
                 late = 0.0 if point.rate_per_s * needed_us <= use * 1e6 else 0.5
                 return row(rate_per_s=point.rate_per_s, history=point.history, late_share=late)
 
-            return CellSearch(cell, self.PLAN, QUICK_MODE, ask, uses, cell is cells[0])
+            return CellSearch(cell, self.PLAN, QUICK_MODE, ask, uses)
 
         uses = FoundUses()
         searches = [search_of(cell) for cell in cells]
@@ -836,20 +836,10 @@ class TestCellSearch:
             }
             for figure in ("A", "B"):
                 counts = {key: len({each for each in asked if each.figure == figure}) for key, asked in later.items()}
-                assert counts["quick-r0", System.B0] == counts["quick-r0.6", System.B0] == 2
+                # Figure B has a run at half load, too.
+                assert counts["quick-r0", System.B0] <= 3 and counts["quick-r0.6", System.B0] <= 3
                 assert counts["quick-r0", System.R] <= 3
                 assert counts["quick-r0.6", System.R] <= 5
-
-    def test_only_the_first_of_these_cells_is_asked_at_half_load_and_the_others_where_b0_got_to(self) -> None:
-        cells, half = [QUICK, at_reuse(QUICK, 0.6)], self.PLAN.half_rate_per_s
-        first: dict[tuple[str, System], Point] = {}
-        points = self.searched(cells, (System.B0, System.R), 0.2)
-        for cell, system, point in points:
-            first.setdefault((cell.name, system), point)
-        assert first["quick", System.B0].rate_per_s == first["quick", System.R].rate_per_s == half
-        base = [each for cell, system, each in points if (cell.name, system) == ("quick-r0.6", System.B0)]
-        reached = max(each.rate_per_s for each in base if each.figure == "B" and each.rate_per_s <= 0.4 * half)
-        assert first["quick-r0.6", System.R] == Point("B", 2_048, reached, 1)
 
     def test_the_search_of_each_further_seed_starts_where_the_one_before_ended(self) -> None:
         points = self.asked(replace(FULL_MODE, a_loads=()), System.R, 2.5e5)
@@ -1185,6 +1175,7 @@ class TestRatesWithoutASearch:
         for history, lines in ((QUICK.history, 1), (QUICK.history // 2, 0)):
             rows = outcome("B0", {half: 0.0}, 1, cell="quick", figure=f"rate {half:g}", history=history)
             assert len(baseline(rows, {"quick": plan}).rows) == lines
+            assert baseline([replace(each, slowdown=1.3) for each in rows], {"quick": plan}).rows == []
 
     def test_cells_that_differ_in_returning_users_alone_have_one_line_of_the_baseline(self) -> None:
         plan = plan_of(QUICK, engine_times(QUICK))

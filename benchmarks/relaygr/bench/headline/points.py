@@ -244,21 +244,9 @@ class FoundUses:
 class CellSearch:
     """The searches of one cell. One that meets a run without a valid attempt ends there, without a value."""
 
-    def __init__(
-        self,
-        cell: Cell,
-        plan: CellPlan,
-        mode: Mode,
-        ask: Ask,
-        uses: FoundUses | None = None,
-        has_half_load: bool = True,
-    ) -> None:
-        """`has_half_load`: whether all systems are asked at half load. Without it they are at the rate that B0 reached.
-        In either case the report has a rate at which to compare what they cost.
-        """
+    def __init__(self, cell: Cell, plan: CellPlan, mode: Mode, ask: Ask, uses: FoundUses | None = None) -> None:
         self._cell, self._plan, self._mode, self._ask = cell, plan, mode, ask
         self._uses = uses or FoundUses()
-        self._shared_per_s = plan.half_rate_per_s if has_half_load else None
 
     def tuned(self) -> str:
         """The variant of B0 with the lowest latency at half load."""
@@ -305,15 +293,12 @@ class CellSearch:
         with suppress(NotMeasuredError):
             per_request_s = self._device_us(system, cell.history) / 1e6
             start = (self._uses.near("B", computed) or EXPECTED_USE) / per_request_s
-            if self._shared_per_s or system is not System.B0:
-                shared = self._shared_per_s or half
-                start = (max if at_rate("B", mode.seeds[0], shared).passed else min)(start, shared)
+            # There the report compares what the systems cost, and sees whether B0 is honest.
+            start = (max if at_rate("B", mode.seeds[0], half).passed else min)(start, half)
             reached = self._search("B", self._rates_around(half), start, at_rate)
             if reached:
                 use_in_b = reached * per_request_s
                 self._uses.add("B", computed, use_in_b)
-            if system is System.B0:
-                self._shared_per_s = self._shared_per_s or reached
         if system not in mode.a_systems:
             return
         # A cache loses prefixes, which `_device_us` leaves out. How many, the rates tell.

@@ -371,7 +371,8 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence
         text = "B0's time in the worker at half load, without the queue, over that of the engine alone:"
         blocks += [Text(text), honest]
     elif not missing:
-        blocks.append(Text("B0 was not measured at half load, so nothing says that it is an honest baseline.", True))
+        text = "B0 was not measured at half load on a quiet machine, so nothing says that it is an honest baseline."
+        blocks.append(Text(text, is_note=True))
     return blocks
 
 

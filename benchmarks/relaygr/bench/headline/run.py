@@ -186,9 +186,7 @@ class Bench:
         self._describe(asked[0][0], plan)
         searches, uses = [], FoundUses()
         for cell, systems in asked:
-            # Half load shows whether B0 is honest, and B0 computes the same in all of these cells.
-            has_half_load = cell is asked[0][0]
-            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses, has_half_load)
+            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses)
             variant = search.tuned() if System.B0 in systems else UNCUT
             short_rate = search.short_capacity(variant)
             searches.append((cell, systems, partial(search.figures, variant=variant, short_rate=short_rate)))

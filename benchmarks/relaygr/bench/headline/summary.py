@@ -20,7 +20,7 @@ from relaygr.bench.headline.figures import (
 )
 from relaygr.bench.headline.grid import BY_NAME, GRID, Cell
 from relaygr.bench.headline.plan import CellPlan
-from relaygr.bench.headline.rows import AT_RATE, RunRow, paths_at
+from relaygr.bench.headline.rows import AT_RATE, SLOW_LIMIT, RunRow, paths_at
 from relaygr.bench.headline.systems import FLAGS, System
 from relaygr.schemas.messages import Path as RankingPath
 from relaygr.worker.settings import WorkerSettings
@@ -227,13 +227,15 @@ def _short(interval: Interval | None) -> str:
 
 
 def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
-    """B0 in the worker over the engine alone, at half load. All cells must be within `BASELINE_LIMIT`. Cells that
-    differ in the share of returning users alone are one line: B0 computes the same in all of them.
+    """B0 in the worker over the engine alone, at half load, on a quiet machine. All cells must be within
+    `BASELINE_LIMIT`. Cells that differ in the share of returning users alone are one line: B0 computes the same in all
+    of them.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:
         plan = plan_of(row.cell, plans)
-        if plan is None or (row.system, row.rate_per_s) != (System.B0, plan.half_rate_per_s):
+        is_half = plan is not None and (row.system, row.rate_per_s) == (System.B0, plan.half_rate_per_s)
+        if plan is None or not is_half or row.slowdown > SLOW_LIMIT:
             continue
         at_length = row.figure.startswith(AT_RATE) and row.cell in BY_NAME and row.history == BY_NAME[row.cell].history
         if (row.figure == "B" or at_length) and row.valid and not math.isnan(row.worker_over_engine):
