@@ -24,8 +24,8 @@ from relaygr.schemas.messages import Path as RankingPath
 LAG_LIMIT = 0.02
 """A run is valid if the generator's P99.9 lag is at most this part of the deadline."""
 SLOW_LIMIT = 1.25
-"""A run that decides is invalid if fixed work took more than so many times its quiet CPU time. On a quiet machine that is
-busy with the run it takes 1.05 to 1.16 times; another guest on the same core makes it 1.5 times."""
+"""A run that decides is invalid if fixed work took more than so many times its quiet CPU time. Beside a run on a quiet
+machine it takes 1.05 to 1.16 times, and 1.5 times while another guest uses the same core."""
 QUEUE_GROWTH = 5.0
 """A run is over-saturated if so many more requests are in flight at its end."""
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
