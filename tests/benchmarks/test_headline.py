@@ -272,7 +272,7 @@ class TestRow:
             "passed": {}, "late": {"late_share": 0.02}, "over-saturated": {"late_share": 0.5, "queue_growth": 9.0},
             "other scores than B0's in 2 requests": {"scores_different": 2},
             "not valid: the generator was late": {"valid": False, "lag_p999_ms": 50.0, "slowdown": 1.5},
-            "not valid: the machine was 1.50 times slower": {"valid": False, "slowdown": 1.5},
+            "not valid: the machine took 1.50 times as long": {"valid": False, "slowdown": 1.5},
         }  # fmt: skip
         assert [row(**change).verdict for change in changes.values()] == list(changes)
 
@@ -294,7 +294,7 @@ class TestRow:
 
     def test_rows_of_something_else_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "runs.csv").write_text("a,b\n1,2\n", encoding="utf-8")
-        with pytest.raises(RelayError, match=r"runs\.csv does not have the rows of this benchmark: line 2: KeyError"):
+        with pytest.raises(RelayError, match=r"runs\.csv does not have the rows of this version: line 2: KeyError"):
             read_rows(tmp_path / "runs.csv")
 
     def test_a_row_that_cannot_be_read_is_refused_with_its_line(self, tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ class TestFigures:
         page.write_text(TestPage.PAGE, encoding="utf-8")
         fill_page(tmp_path, None, page)
         for text in (page.read_text(encoding="utf-8"), report):
-            assert "late in each attempt of a run: centre B0 B seed 1, centre R B seed 1." in text
+            assert "each attempt of a run was invalid: centre B0 B seed 1, centre R B seed 1." in text
 
     @pytest.mark.parametrize(("use", "counts"), [(0.31, True), (0.2, False)])
     def test_figure_b_counts_where_the_work_limits_the_baseline(self, use: float, counts: bool) -> None:
@@ -915,16 +915,57 @@ NO_BROKER: Any = None
 
 
 class TestQuietMachine:
-    @pytest.mark.parametrize(("wait_s", "asked"), [(60.0, 3), (0.0, 0)])
-    def test_a_run_that_decides_waits_for_it_for_a_limited_time(
-        self, wait_s: float, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        slowdowns = [1.5, 1.4, 1.1, 1.0]
+    @pytest.fixture
+    def slowdowns(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """Those that the next windows find, the last one again and again."""
+        found = [1.5, 1.4, 1.1]
         monkeypatch.setattr(MachineSpeed, "__init__", lambda *_: None)
-        monkeypatch.setattr(MachineSpeed, "slowdown", lambda *_: slowdowns.pop(0))
-        with Bench(Console(quiet=True), tmp_path, NO_BROKER, replace(RATES_MODE, wait_s=wait_s), None) as bench:
-            bench._await_quiet(MachineSpeed(tmp_path))
-        assert len(slowdowns) == 4 - asked
+        monkeypatch.setattr(MachineSpeed, "slowdown", lambda *_: found.pop(0) if len(found) > 1 else found[0])
+        return found
+
+    def test_a_run_that_decides_waits_for_it(self, slowdowns: list[float], tmp_path: Path) -> None:
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, RATES_MODE, None) as bench:
+            bench._quiet_speed()
+        assert slowdowns == [1.1]
+
+    @pytest.mark.parametrize("mode", [QUICK_MODE, replace(RATES_MODE, wait_s=0.05)])
+    def test_it_does_not_wait_for_ever(self, mode: Mode, slowdowns: list[float], tmp_path: Path) -> None:
+        slowdowns[:] = [1.5]
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, mode, None) as bench:
+            bench._quiet_speed()
+
+    def test_only_searches_that_decide_are_invalid_on_a_slow_one(self) -> None:
+        assert RATES_MODE.slow_limit == FULL_MODE.slow_limit == SLOW_LIMIT < QUICK_MODE.slow_limit
+        five = QUICK_MODE.with_seeds((1, 2, 3, 4, 5))
+        assert (five.slow_limit, five.wait_s) == (SLOW_LIMIT, RATES_MODE.wait_s)
+        assert QUICK_MODE.with_seeds((3,)) == replace(QUICK_MODE, seeds=(3,))
+
+    def test_runs_that_it_made_invalid_are_tried_again_by_the_next_call(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        measured_in(tmp_path, QUICK)
+        point = Point("rate 8", QUICK.history, 8.0, 1)
+        attempts: list[int] = []
+
+        def run(
+            bench: Bench, cell: Cell, _: CellPlan, system: System, variant: str, point: Point, attempt: int, __: None
+        ) -> RunRow:
+            attempts.append(attempt)
+            made = row(
+                mode="rates", cell=cell.name, figure=point.figure, system=system.value, variant=variant,
+                history=point.history, rate_per_s=point.rate_per_s, valid=False, **changes,
+            )  # fmt: skip
+            bench.file.add(made, [SAMPLE])
+            return made
+
+        monkeypatch.setattr(Bench, "_run", run)
+        calls: list[tuple[dict[str, float], int]] = [
+            ({"slowdown": 1.5}, 3), ({"slowdown": 1.5}, 6), ({"lag_p999_ms": 50.0}, 9), ({}, 9),
+        ]  # fmt: skip
+        for changes, in_all in calls:  # noqa: B007 - `run` uses them
+            with Bench(Console(quiet=True), tmp_path, NO_BROKER, RATES_MODE, None) as bench:
+                bench._row(QUICK, bench.plan(QUICK), System.C, "", point)
+            assert attempts == list(range(1, in_all + 1))
 
 
 class TestUsersOfALog:
@@ -1134,7 +1175,7 @@ def test_rates_are_played_on_each_system_without_a_search(embedded_broker: Local
     assert figures_of(rows, "rates") == []
     write_report(tmp_path)
     report = (tmp_path / "report.md").read_text()
-    assert "| mini | 256 | R | 8 | 1 of 1 |" in report and "| mini | 192 | R | 8 | 1 of 1 |" in report
+    assert "| mini | 256 | R | 8 | 1 of 1 | 0 |" in report and "| mini | 192 | R | 8 | 1 of 1 | 0 |" in report
     assert "no fresh seed" in report
     assert "mini: rate 8" in report and f"mini: rate {snapped(12.34):g}" in report
 
@@ -1156,9 +1197,10 @@ class TestRatesWithoutASearch:
     def test_seeds_that_chose_a_rate_do_not_decide_about_it(self) -> None:
         rows = [each for seed in range(1, 7) for each in outcome("R", {50.0: 0.0}, seed, figure="rate 50")]
         rows += outcome("R", {60.0: 0.02}, 1, figure="rate 60")
+        rows += outcome("R", {60.0: 0.0}, 7, figure="rate 60", valid=False)
         lines = {line[3]: line[4:] for line in at_rates(rows).rows}
-        assert lines["50"] == ["6 of 6", "0.00%", "5", "every seed, at most 0.00% late at 95% confidence"]
-        assert lines["60"] == ["0 of 1", "2.00%", "0", "no fresh seed"]
+        assert lines["50"] == ["6 of 6", "0", "0.00%", "5", "every seed, at most 0.00% late at 95% confidence"]
+        assert lines["60"] == ["0 of 1", "1", "2.00%", "0", "no fresh seed"]
 
     def test_a_seed_that_passed_or_failed_at_each_rate_has_no_highest(self) -> None:
         rows = [
@@ -1175,7 +1217,8 @@ class TestRatesWithoutASearch:
         for history, lines in ((QUICK.history, 1), (QUICK.history // 2, 0)):
             rows = outcome("B0", {half: 0.0}, 1, cell="quick", figure=f"rate {half:g}", history=history)
             assert len(baseline(rows, {"quick": plan}).rows) == lines
-            assert baseline([replace(each, slowdown=1.3) for each in rows], {"quick": plan}).rows == []
+            noisy = baseline([replace(each, slowdown=1.3) for each in rows], {"quick": plan}).rows
+            assert [line[2:] for line in noisy] == [["0", "-", "1.1", "not known: the machine was slow"]] * lines
 
     def test_cells_that_differ_in_returning_users_alone_have_one_line_of_the_baseline(self) -> None:
         plan = plan_of(QUICK, engine_times(QUICK))

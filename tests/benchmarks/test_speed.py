@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ def times_us(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     times = [100.0]
     monkeypatch.setattr(FixedWork, "cpu_us", lambda _: times.pop(0) if len(times) > 1 else times[0])
     monkeypatch.setattr("relaygr.bench.speed.INTERVAL_S", 0.001)
-    monkeypatch.setattr("relaygr.bench.speed.QUIET_S", 0.05)
+    monkeypatch.setattr("relaygr.bench.speed.QUIET_S", 0.02)
     return times
 
 
@@ -33,12 +35,34 @@ def test_a_run_is_compared_with_the_quiet_machine_of_its_folder(tmp_path: Path, 
     assert again.slowdown(0.0) == pytest.approx(1.5)
     with again.watch() as watch:
         pass
-    assert watch.slowdown == pytest.approx(1.5)
+    assert watch.slowdown_since(0.0) == pytest.approx(1.5)
+
+
+def test_only_what_was_measured_since_a_time_counts(tmp_path: Path, times_us: list[float]) -> None:
+    speed = MachineSpeed(tmp_path)
+    times_us[:] = [300.0]
+    with speed.watch() as watch:
+        time.sleep(0.02)
+        begin_s = time.monotonic()
+        times_us[:] = [200.0]
+        time.sleep(0.02)
+    assert watch.slowdown_since(begin_s) == pytest.approx(2.0)
+    assert math.isnan(watch.slowdown_since(time.monotonic()))
+
+
+def test_the_watch_uses_hardly_any_cpu_time(tmp_path: Path) -> None:
+    speed = MachineSpeed(tmp_path)
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    with speed.watch():
+        time.sleep(1.0)
+    assert time.process_time() - began_cpu_s < 0.1 * (time.monotonic() - began_s), "one thread, a millisecond at a time"
 
 
 def test_bursts_of_others_while_the_quiet_time_is_measured_do_not_count(tmp_path: Path, times_us: list[float]) -> None:
-    times_us[:] = [100.0, 200.0, 100.0, 200.0, 200.0, 100.0]
-    assert MachineSpeed(tmp_path).slowdown(0.0) == 1.0
+    times_us[:] = [*[100.0, 200.0, 200.0] * 8, 200.0]
+    speed = MachineSpeed(tmp_path)
+    times_us[:] = [100.0]
+    assert speed.slowdown(0.0) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,21 @@ def now() -> str:
 
 @cache
 def code() -> str:
-    """The commit of this checkout, with a plus if its files have changed since. Without a checkout, the version."""
-    if (_CHECKOUT / ".git").exists():
-        asked = ("git", "-C", str(_CHECKOUT), "describe", "--always", "--abbrev=10", "--dirty=+")
-        try:
-            return subprocess.run(asked, capture_output=True, check=True, text=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            pass
-    return __version__
+    """The commit of this checkout, with a plus if its code has changed since. Without a checkout, the version."""
+    if not (_CHECKOUT / ".git").exists():
+        return __version__
+    try:
+        commit = _git("rev-parse", "--short=10", "HEAD")
+        # The benchmarks write the other files themselves.
+        changed = _git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results", ":!docs")
+    except (OSError, subprocess.CalledProcessError):
+        return __version__
+    return f"{commit}+" if changed else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ("git", "--no-optional-locks", "-C", str(_CHECKOUT), *arguments)
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,12 +1,14 @@
 """How fast the machine was during a run.
 
 Guests of a shared host slow each other down, by a half and for seconds at a time where they share a core's two threads.
-No counter of a guest shows it, but the CPU time of fixed work does.
+No counter of a guest shows it, but the CPU time of fixed work does. It is compared with its quiet time, the lowest
+tenth of some seconds. Its mean on a quiet machine is a little longer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import threading
 import time
@@ -18,7 +20,7 @@ from relaygr.bench.rows import machine
 from relaygr.runtime.errors import RelayError
 
 INTERVAL_S = 0.05
-QUIET_S = 3.0
+QUIET_S = 5.0
 """How long the fixed work is repeated for its quiet time."""
 _WIDTH, _PRODUCTS = 96, 16
 """A fifth of a millisecond, in a core's own caches: 0.4 % of a core."""
@@ -70,7 +72,8 @@ class SpeedWatch:
 
     def __init__(self, work: FixedWork, quiet_us: float) -> None:
         self._work, self._quiet_us = work, quiet_us
-        self._times_us: list[float] = []
+        self._times_us: list[tuple[float, float]] = []
+        """When, on the monotonic clock in seconds, and how long."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="speed")
 
@@ -82,14 +85,16 @@ class SpeedWatch:
         self._stopping.set()
         self._thread.join()
 
-    @property
-    def slowdown(self) -> float:
-        """The mean time of the fixed work, as a multiple of its quiet time."""
-        return statistics.mean(self._times_us) / self._quiet_us
+    def slowdown_since(self, begin_s: float) -> float:
+        """The mean time of the fixed work since then (monotonic), as a multiple of its quiet time. NaN if it did not
+        run.
+        """
+        times_us = [took_us for at_s, took_us in self._times_us if at_s >= begin_s]
+        return statistics.mean(times_us) / self._quiet_us if times_us else math.nan
 
     def _run(self) -> None:
         while True:
-            self._times_us.append(self._work.cpu_us())
+            self._times_us.append((time.monotonic(), self._work.cpu_us()))
             if self._stopping.wait(INTERVAL_S):
                 return
 

@@ -96,7 +96,7 @@ def main(
         return list_cells()
     modes = ((full, FULL_MODE), (simulated, SIMULATED_MODE), (bool(rates), RATES_MODE), (trace is not None, TRACE_MODE))
     mode = next((mode for is_asked, mode in modes if is_asked), QUICK_MODE)
-    mode = replace(mode, seeds=tuple(seed + number for number in range(seeds or len(mode.seeds))))
+    mode = mode.with_seeds(tuple(seed + number for number in range(seeds or len(mode.seeds))))
     if seconds is not None:
         # Runs of another length are not mixed with those that the folder has.
         mode = replace(mode, seconds=seconds, name=f"{mode.name}-{seconds:g}s")

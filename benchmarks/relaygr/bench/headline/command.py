@@ -184,7 +184,7 @@ def list_cells() -> None:
         )  # fmt: skip
     console = Console(highlight=False, width=120)
     console.print(table)
-    for cell in PUBLISHED:
+    for cell in (LOOSE, *PUBLISHED):
         console.print(f"{cell.name}: {cell.origin}", soft_wrap=True)
     console.print(
         f"Each cell is also there as NAME-r0 and NAME-r{REUSES[1]:g}: with other shares of returning users.",

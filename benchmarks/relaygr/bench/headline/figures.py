@@ -55,8 +55,8 @@ class Broken:
 
 
 def broken_in(rows: Sequence[RunRow], mode: str) -> list[Broken]:
-    """The searches of a mode that have no value."""
-    own = [row for row in rows if row.mode == mode and row.figure in SEARCHED]
+    """The searches of a mode that have no value, and the choices before them (tune, short)."""
+    own = [row for row in rows if row.mode == mode and row.figure in (*SEARCHED, "tune", "short")]
     valid = {row.key for row in own if row.valid}
     return list(dict.fromkeys(_search_of(row) for row in own if row.key not in valid))
 

@@ -39,6 +39,9 @@ START_ERROR = 1.5
 """The start of the first search of a system may be off by about this factor."""
 
 
+WAIT_S = 120.0
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """How much is run."""
@@ -59,7 +62,7 @@ class Mode:
     """An invalid run says nothing, and is repeated up to so many times in all."""
     measures_short_capacity: bool
     """Whether figure A takes the capacity of B0 at the short history from a search; else the engine alone gives it."""
-    wait_s: float = 120.0
+    wait_s: float = WAIT_S
     """A run waits for so long, at most, until the machine is quiet."""
     slow_limit: float = SLOW_LIMIT
     """A run with a higher slowdown is invalid."""
@@ -67,6 +70,11 @@ class Mode:
     """A run lasts at most so many times as long."""
     a_systems: tuple[System, ...] = tuple(each for each in System if each is not System.B1)
     """Systems of which figure A is searched. The length of B1 is fixed."""
+
+    def with_seeds(self, seeds: tuple[int, ...]) -> Mode:
+        """With other seeds. If these are enough to decide, slow runs are invalid."""
+        mode = replace(self, seeds=seeds)
+        return replace(mode, wait_s=WAIT_S, slow_limit=SLOW_LIMIT) if mode.decides else mode
 
     @property
     def decides(self) -> bool:
@@ -92,7 +100,7 @@ QUICK_MODE = Mode(
     slow_limit=math.inf,
     a_systems=(System.B0, System.R),
 )
-"""It decides nothing, so a noisy machine shows in its report, and ends no search."""
+"""With one seed it decides nothing, so a noisy machine shows in its report, and ends no search."""
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
 LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (UNCUT,), 1, False)
 TRACE_MODE = replace(QUICK_MODE, name="trace")
@@ -206,8 +214,8 @@ def row_of(
 
 def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
     """About how many runs one cell takes."""
-    doublings = math.floor(math.log2(max(1.0, math.log(START_ERROR) / math.log(mode.resolution))))
-    first, again = 3 + 2 * doublings, 3
+    further = math.floor(math.log2(max(1.0, math.log(START_ERROR) / math.log(mode.resolution))))
+    first, again = 3 + 2 * further, 3
     search = first + again * (len(mode.seeds) - 1)
     tuning = len(mode.variants) if System.B0 in systems and len(mode.variants) > 1 else 0
     # A run at half load, which tells the search of B0 more than those of the others.
@@ -298,6 +306,8 @@ class CellSearch:
             reached = self._search("B", self._rates_around(half), start, at_rate)
             if reached:
                 use_in_b = reached * per_request_s
+            # B1 computes less than `computed` says.
+            if reached and system is not System.B1:
                 self._uses.add("B", computed, use_in_b)
         if system not in mode.a_systems:
             return

@@ -328,7 +328,7 @@ def _summary(
 def told_of(broken: Sequence[Broken]) -> str:
     """Which searches have no value, and why."""
     names = (f"{each.cell} {each.system} {each.figure} seed {each.seed}" for each in broken)
-    return f"Without a value, since the generator was late in each attempt of a run: {', '.join(names)}."
+    return f"Without a value, since each attempt of a run was invalid: {', '.join(names)}."
 
 
 def _speeds(rows: Sequence[RunRow]) -> str:
@@ -337,7 +337,8 @@ def _speeds(rows: Sequence[RunRow]) -> str:
         return "How fast the machine was during the runs is not known."
     return (
         f"Machine: fixed work took {min(known):.2f} to {max(known):.2f} times its quiet time during the runs, median "
-        f"{statistics.median(known):.2f}. Runs that decide are invalid above {SLOW_LIMIT}."
+        f"{statistics.median(known):.2f}. With five seeds or more, and with --rates, a run above {SLOW_LIMIT} is "
+        f"invalid: {sum(row.was_slow for row in rows)} were."
     )
 
 
@@ -371,7 +372,7 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence
         text = "B0's time in the worker at half load, without the queue, over that of the engine alone:"
         blocks += [Text(text), honest]
     elif not missing:
-        text = "B0 was not measured at half load on a quiet machine, so nothing says that it is an honest baseline."
+        text = "B0 was not measured at half load, so nothing says that it is an honest baseline."
         blocks.append(Text(text, is_note=True))
     return blocks
 
@@ -424,14 +425,13 @@ def _every_run(rows: Sequence[RunRow]) -> list[Block]:
             row.cell, row.figure, row.system, row.variant or "-", f"{row.history:,}", f"{row.rate_per_s:g}",
             str(row.seed), str(row.offered), f"{row.late_share:.1%}",
             str(row.truncated), f"{row.failed} / {row.expired} / {row.lost}", f"{row.offered_p99_ms:.0f}",
-            f"{row.lag_p999_ms:.1f}",
-            "yes" if row.passed else "no" if row.valid else "invalid",
+            f"{row.lag_p999_ms:.1f}", "-" if math.isnan(row.slowdown) else f"{row.slowdown:.2f}", row.verdict,
         ]
         for row in rows
     ]  # fmt: skip
     header = (
         "cell", "figure", "system", "variant", "history", "rate/s", "seed", "offered", "late", "truncated",
-        "failed / expired / lost", "P99 of offered, ms", "generator lag P99.9, ms", "passed",
+        "failed / expired / lost", "P99 of offered, ms", "generator lag P99.9, ms", "machine", "verdict",
     )  # fmt: skip
     return [Heading("Every run"), Grid(header, lines)]
 

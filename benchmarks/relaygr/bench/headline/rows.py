@@ -24,8 +24,8 @@ from relaygr.schemas.messages import Path as RankingPath
 LAG_LIMIT = 0.02
 """A run is valid if the generator's P99.9 lag is at most this part of the deadline."""
 SLOW_LIMIT = 1.25
-"""A run that decides is invalid if fixed work took more than so many times its quiet CPU time. Beside a run on a quiet
-machine it takes 1.05 to 1.16 times, and 1.5 times while another guest uses the same core."""
+"""A run that decides is invalid if fixed work took more than so many times its quiet CPU time. The run itself makes it
+1.05 to 1.16, another guest on the same core 1.5 times."""
 QUEUE_GROWTH = 5.0
 """A run is over-saturated if so many more requests are in flight at its end."""
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
@@ -48,7 +48,7 @@ class RunRow:
     measured_at: str
     machine: str
     code: str
-    """Empty in rows that are older than this column."""
+    """The commit, as `rows.code`. Empty if it is not known."""
     broker: str
     mode: str
     cell: str
@@ -121,9 +121,7 @@ class RunRow:
     foreign_cpu: float
     lag_p999_ms: float
     slowdown: float
-    """The CPU time of fixed work during the run, as a multiple of that on the quiet machine. NaN in simulated rows, and
-    in rows that are older than this column.
-    """
+    """The CPU time of fixed work during the measured part, as a multiple of its quiet time. NaN: not known."""
     queue_growth: float
     scores_compared: int
     scores_worst_error: float
@@ -139,14 +137,18 @@ class RunRow:
     def verdict(self) -> str:
         """Whether the run passed, and if not, why."""
         if not self.valid:
-            generator_late = self.lag_p999_ms > LAG_LIMIT * self.deadline_ms
-            why = "the generator was late" if generator_late else f"the machine was {self.slowdown:.2f} times slower"
+            why = f"the machine took {self.slowdown:.2f} times as long" if self.was_slow else "the generator was late"
             return f"not valid: {why}"
         if self.is_oversaturated:
             return "over-saturated"
         if self.scores_different:
             return f"other scores than B0's in {self.scores_different} requests"
         return "passed" if self.passed else "late"
+
+    @property
+    def was_slow(self) -> bool:
+        """Whether the run is invalid because of the machine's speed alone."""
+        return not self.valid and self.lag_p999_ms <= LAG_LIMIT * self.deadline_ms
 
     @property
     def is_oversaturated(self) -> bool:
@@ -384,7 +386,7 @@ def read_rows(path: Path) -> list[RunRow]:
         raise RelayError(f"{path} cannot be read: {error}") from error
     except (KeyError, ValueError, TypeError) as error:
         # The header is line 1.
-        raise RelayError(f"{path} does not have the rows of this benchmark: line {len(rows) + 2}: {error!r}") from error
+        raise RelayError(f"{path} does not have the rows of this version: line {len(rows) + 2}: {error!r}") from error
     return rows
 
 

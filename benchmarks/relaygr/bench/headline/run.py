@@ -61,9 +61,11 @@ POOL = 16
 """Users of the oracle, all of them ready in HBM."""
 POOL_BUDGET_MS = 30_000
 RUN_OVERHEAD_S = 4.0
-"""Histories, their reading, encoding, the wait for the last results, and the speed of the engine alone."""
+"""Histories, their reading, encoding, and the wait for the last results."""
 START_S = 9.0
 SPEED_WINDOW_S = 2.0
+QUIET_LIMIT = 1.15
+"""The slowdown up to which an idle machine counts as quiet."""
 PLAN_S = 25.0
 _WASTED = "relaygr_cache_preinfers_wasted_total"
 _JOBS = "relaygr_worker_preinfer_jobs_total"
@@ -78,6 +80,8 @@ class Played:
     samples: list[Sample]
     used: Used
     reuse: float
+    slowdown: float
+    """Of the measured part."""
 
 
 def estimated_s(asked: Asked, mode: Mode) -> float:
@@ -89,7 +93,7 @@ def estimated_s(asked: Asked, mode: Mode) -> float:
     return (
         plans * PLAN_S
         + (starts + variants * len(asked)) * START_S
-        + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S)
+        + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S + (SPEED_WINDOW_S if mode.wait_s else 0.0))
     )
 
 
@@ -268,8 +272,11 @@ class Bench:
         return plan
 
     def _planned(self, cell: Cell) -> tuple[CellPlan, Path]:
-        measuring = f"{cell.name}: measuring the engine alone"
-        return plan_in(self._out, cell, lambda: self._progress.update(self._bar, description=measuring))
+        def at_measuring() -> None:
+            self._quiet_speed()
+            self._progress.update(self._bar, description=f"{cell.name}: measuring the engine alone")
+
+        return plan_in(self._out, cell, at_measuring)
 
     def _describe(self, cell: Cell, plan: CellPlan) -> None:
         self._console.print(
@@ -294,11 +301,14 @@ class Bench:
         variant = self._variant(system, variant)
         key = key_of(cell, self._mode, system, variant, point)
         rows = self.file.attempts(key)
+        # Noise in an earlier call says nothing about this one.
+        left = self._mode.attempts - sum(not row.was_slow for row in rows)
         if key in self._known:
             self._known.remove(key)
             bar = self._progress.tasks[self._bar]
             self._progress.update(self._bar, total=max(bar.completed + 1, (bar.total or 0) - 1))
-        while not any(row.valid for row in rows) and len(rows) < self._mode.attempts:
+        while left > 0 and not any(row.valid for row in rows):
+            left -= 1
             asked = f"{point.figure}: {point.history:,} behaviours, {point.rate_per_s:g}/s"
             self._progress.update(self._bar, description=f"{cell.name} {system} {asked}")
             try:
@@ -325,28 +335,27 @@ class Bench:
     def _run(
         self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, attempt: int, trace: Path | None
     ) -> RunRow:
-        if self._speed is None:
-            self._speed = MachineSpeed(self._out)
-        self._await_quiet(self._speed)
-        with self._speed.watch() as watch:
-            played = self.play(cell, plan, system, variant, point, trace, attempt)
+        played = self.play(cell, plan, system, variant, point, trace, attempt)
         row = row_of(
             cell, plan, self._mode, system, variant, point, played.trace, played.samples, played.used,
             broker=name_of(self._broker), reuse=played.reuse, attempt=attempt,
-            reference=self._reference(cell, system, point), slowdown=watch.slowdown,
+            reference=self._reference(cell, system, point), slowdown=played.slowdown,
         )  # fmt: skip
         self.file.add(row, played.samples)
         return row
 
-    def _await_quiet(self, speed: MachineSpeed) -> None:
-        """Waits until the machine is quiet, or for as long as the mode allows."""
+    def _quiet_speed(self) -> MachineSpeed:
+        """The speed of the machine, after waiting until it is quiet, or for as long as the mode allows."""
+        if self._speed is None:
+            self._speed = MachineSpeed(self._out)
         ends_s, asked = time.monotonic() + self._mode.wait_s, self._progress.tasks[self._bar].description
         while time.monotonic() < ends_s:
-            slowdown = speed.slowdown(SPEED_WINDOW_S)
-            if slowdown <= self._mode.slow_limit:
+            slowdown = self._speed.slowdown(SPEED_WINDOW_S)
+            if slowdown <= QUIET_LIMIT:
                 break
-            self._progress.update(self._bar, description=f"waiting: the machine is {slowdown:.2f} times slower")
+            self._progress.update(self._bar, description=f"waiting: the machine takes {slowdown:.2f} times as long")
         self._progress.update(self._bar, description=asked)
+        return self._speed
 
     def play(
         self,
@@ -378,17 +387,23 @@ class Bench:
         run = Run(name, path, samples_path, plan.deadline_ms, FLAGS[system].events, plan.lead_ms, SCORES_EVERY)
         samples_path.parent.mkdir(parents=True, exist_ok=True)
         energy: list[dict[Path, int]] = []
+        begun_s = math.inf
 
         def at_begin() -> Reading:
+            nonlocal begun_s
+            begun_s = time.monotonic()
             energy.append(read_energy_uj())
             return self._reading()
 
+        speed = self._quiet_speed()
         window = MeasuredWindow(self._player.begun(name), self._roles, at_begin)
-        self._player.play(run, window.sample)
+        with speed.watch() as watch:
+            self._player.play(run, window.sample)
+        measured_s = begun_s + float(played.retrieval_us[played.part != WARM_UP].min()) / 1e6
         energy_j = used_j(energy[0], read_energy_uj()) if energy else math.nan
         samples = read_samples(samples_path)
         after = self._reading()
-        return Played(played, samples, _used(window, after, energy_j), reuse)
+        return Played(played, samples, _used(window, after, energy_j), reuse, watch.slowdown_since(measured_s))
 
     def _reference(self, cell: Cell, system: System, point: Point) -> list[Sample]:
         """The samples of B0 on the same trace, if there are any; its scores are full inference's."""

@@ -78,9 +78,11 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
     """
     systems, lines = list(System), []
     values: dict[tuple[str, str, int], set[tuple[int, float]]] = {}
+    asked: dict[tuple[str, str, int, float], set[int]] = {}
     for row in rows:
         if row.figure.startswith(AT_RATE):
             values.setdefault((row.cell, row.system, row.seed), set()).add((row.history, row.rate_per_s))
+            asked.setdefault((row.cell, row.system, row.history, row.rate_per_s), set()).add(row.seed)
     played = _played(rows, lambda row: (row.cell, row.history, systems.index(System(row.system)), row.rate_per_s))
     for (cell, history, system, rate), those in sorted(played.items()):
         passed = f"{sum(row.passed for row in those)} of {len(those)}"
@@ -88,8 +90,12 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
         name = systems[system].value
         fresh = [row for row in those if len(values[cell, row.system, row.seed]) == 1]
         why = decide_rows(fresh).why if fresh else "no fresh seed"
-        lines.append([cell, f"{history:,}", name, f"{rate:g}", passed, late, str(len(fresh)), why])
-    header = ("cell", "history", "system", "requests/s", "seeds that passed", "late, mean", "fresh seeds", "decision")
+        invalid = len(asked.get((cell, name, history, rate), set()) - {row.seed for row in those})
+        lines.append([cell, f"{history:,}", name, f"{rate:g}", passed, str(invalid), late, str(len(fresh)), why])
+    header = (
+        "cell", "history", "system", "requests/s", "seeds that passed", "seeds without a valid run", "late, mean",
+        "fresh seeds", "decision",
+    )  # fmt: skip
     return Grid(header, lines)
 
 
@@ -227,23 +233,27 @@ def _short(interval: Interval | None) -> str:
 
 
 def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
-    """B0 in the worker over the engine alone, at half load, on a quiet machine. All cells must be within
-    `BASELINE_LIMIT`. Cells that differ in the share of returning users alone are one line: B0 computes the same in all
-    of them.
+    """B0 in the worker over the engine alone, at half load. All cells must be within `BASELINE_LIMIT`. Cells that
+    differ in the share of returning users alone are one line: B0 computes the same in all of them. Runs on a slow
+    machine say nothing.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:
         plan = plan_of(row.cell, plans)
-        is_half = plan is not None and (row.system, row.rate_per_s) == (System.B0, plan.half_rate_per_s)
-        if plan is None or not is_half or row.slowdown > SLOW_LIMIT:
+        if plan is None or (row.system, row.rate_per_s) != (System.B0, plan.half_rate_per_s):
             continue
         at_length = row.figure.startswith(AT_RATE) and row.cell in BY_NAME and row.history == BY_NAME[row.cell].history
         if (row.figure == "B" or at_length) and row.valid and not math.isnan(row.worker_over_engine):
-            ratios.setdefault(plan.cell, []).append(row.worker_over_engine)
+            found = ratios.setdefault(plan.cell, [])
+            if not row.slowdown > SLOW_LIMIT:
+                found.append(row.worker_over_engine)
     lines = []
     for name, found in ratios.items():
-        verdict = "honest" if statistics.median(found) <= BASELINE_LIMIT else "too slow for an honest baseline"
-        half, middle = f"{plans[name].half_rate_per_s:g}", f"{statistics.median(found):.2f}"
+        half, middle, verdict = f"{plans[name].half_rate_per_s:g}", "-", "not known: the machine was slow"
+        if found:
+            middle = f"{statistics.median(found):.2f}"
+            is_honest = statistics.median(found) <= BASELINE_LIMIT
+            verdict = "honest" if is_honest else "too slow for an honest baseline"
         lines.append([name, half, str(len(found)), middle, f"{BASELINE_LIMIT}", verdict])
     return Grid(("cell", "half load, requests/s", "runs", "worker / engine alone", "limit", ""), lines)
 

@@ -188,7 +188,7 @@ class Executor:
         if backlog.idle_since_us is not None:
             backlog.wake(self._parts.clock.monotonic_us())
         backlog.looking_up_since_us, looked_up = 0, backlog.looked_up
-        self.take_mail()
+        taken = self.take_mail()
         now_us = context.last_progress_us = self._parts.clock.monotonic_us()
         if backlog.looking_up_since_us:
             self._look_ups += backlog.looked_up - looked_up
@@ -206,7 +206,7 @@ class Executor:
             # Mail and timers ran while the device computed the last chunk. A request that came during the wait need
             # not wait for the next chunk, too.
             prefixes.settle()
-            self.take_mail()
+            self.take_mail(MAIL_PER_STEP - taken)
             self._handle_events()
             now_us = self._parts.clock.monotonic_us()
         if self._parts.results.unsent:
@@ -256,10 +256,12 @@ class Executor:
         """The users to warm up, the most likely first. They replace those that were offered before."""
         self._warm_ups.offer(user_ids)
 
-    def take_mail(self, most: int = MAIL_PER_STEP) -> None:
-        """Runs the posted calls, at most this many."""
-        for _ in range(min(len(self._mailbox), most)):
+    def take_mail(self, most: int = MAIL_PER_STEP) -> int:
+        """Runs the posted calls, at most this many. Returns how many they were."""
+        taken = min(len(self._mailbox), most)
+        for _ in range(taken):
             self._mailbox.popleft()()
+        return taken
 
     def histories_changed(self, user_ids: Iterable[str]) -> None:
         """Wakes the work that waits for these users' histories."""
