@@ -279,8 +279,9 @@ class TestRow:
     @pytest.mark.parametrize(
         ("slowdown", "is_valid"), [(math.nan, True), (0.8, True), (SLOW_LIMIT, True), (1.3, False)]
     )
-    def test_a_run_on_a_machine_that_is_slower_than_planned_is_invalid(self, slowdown: float, is_valid: bool) -> None:
-        found = columns_of([SAMPLE], DEADLINE_MS, 10.0, 0.5, Used(), {SAMPLE.row: 25_000.0}, slowdown, SLOW_LIMIT)
+    def test_a_run_on_a_machine_that_is_slower_than_quiet_is_invalid(self, slowdown: float, is_valid: bool) -> None:
+        used, engine_us = Used(slowdown=slowdown), {SAMPLE.row: 25_000.0}
+        found = columns_of([SAMPLE], DEADLINE_MS, 10.0, 0.5, used, engine_us, SLOW_LIMIT)
         assert found["valid"] is is_valid
 
     def test_rows_are_read_as_they_were_added_and_answer_their_question(self, tmp_path: Path) -> None:
@@ -932,7 +933,7 @@ class TestQuietMachine:
     def test_it_does_not_wait_for_ever(self, mode: Mode, slowdowns: list[float], tmp_path: Path) -> None:
         slowdowns[:] = [1.5]
         with Bench(Console(quiet=True), tmp_path, NO_BROKER, mode, None) as bench:
-            bench._quiet_speed()
+            assert bench._quiet_speed().slowdown(0.0) == 1.5
 
     def test_only_searches_that_decide_are_invalid_on_a_slow_one(self) -> None:
         assert RATES_MODE.slow_limit == FULL_MODE.slow_limit == SLOW_LIMIT < QUICK_MODE.slow_limit
@@ -1198,9 +1199,11 @@ class TestRatesWithoutASearch:
         rows = [each for seed in range(1, 7) for each in outcome("R", {50.0: 0.0}, seed, figure="rate 50")]
         rows += outcome("R", {60.0: 0.02}, 1, figure="rate 60")
         rows += outcome("R", {60.0: 0.0}, 7, figure="rate 60", valid=False)
+        rows += outcome("R", {70.0: 0.0}, 8, figure="rate 70", valid=False)
         lines = {line[3]: line[4:] for line in at_rates(rows).rows}
         assert lines["50"] == ["6 of 6", "0", "0.00%", "5", "every seed, at most 0.00% late at 95% confidence"]
         assert lines["60"] == ["0 of 1", "1", "2.00%", "0", "no fresh seed"]
+        assert lines["70"] == ["0 of 0", "1", "-", "0", "no fresh seed"]
 
     def test_a_seed_that_passed_or_failed_at_each_rate_has_no_highest(self) -> None:
         rows = [

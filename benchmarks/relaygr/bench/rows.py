@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from relaygr.runtime.errors import RelayError
 from relaygr.runtime.processor import processor_name
 from relaygr.schemas import __version__
 
@@ -19,6 +20,12 @@ _CHECKOUT = Path(__file__).resolve().parents[3]
 
 def machine() -> str:
     return f"{processor_name()}, Python {platform.python_version()}"
+
+
+def refuse_other_machine(path: Path, made_on: str) -> None:
+    """Raises RelayError if a file was made on another machine than this."""
+    if made_on != machine():
+        raise RelayError(f"{path} was made on {made_on}, this is {machine()}: give another folder with --out")
 
 
 def now() -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.headline.grid import PAGE_TOKENS, SHORT, Cell
 from relaygr.bench.headline.search import snapped
-from relaygr.bench.rows import machine, now
+from relaygr.bench.rows import machine, now, refuse_other_machine
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.calibration import QUICK_BUDGET_S, calibrate, save_calibration
@@ -206,8 +206,7 @@ def plan_in(out: Path, cell: Cell, on_measure: Callable[[], None] = lambda: None
             save_engine_times(measure_engine(cell, calibration), measured)
         plan = plan_of(cell, load_engine_times(measured))
         save_plan(plan, path)
-    if plan.machine != machine():
-        raise RelayError(f"{path} was made on {plan.machine}, this is {machine()}: give another folder with --out")
+    refuse_other_machine(path, plan.machine)
     return plan, calibration
 
 

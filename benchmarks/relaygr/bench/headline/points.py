@@ -37,9 +37,8 @@ ALIKE = 0.5
 """Systems whose shares of computed prefixes differ by less use about the same part of the device at their limits."""
 START_ERROR = 1.5
 """The start of the first search of a system may be off by about this factor."""
-
-
 WAIT_S = 120.0
+"""A run that decides waits for so long, at most, until the machine is quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +85,9 @@ class Mode:
 
 
 QUICK_MODE = Mode(
-    "quick",
-    (1,),
-    6.0,
-    100,
-    7.0,
-    1.4,
-    (0.3,),
-    (UNCUT,),
-    2,
-    False,
-    wait_s=0.0,
-    slow_limit=math.inf,
+    "quick", (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, wait_s=0.0, slow_limit=math.inf,
     a_systems=(System.B0, System.R),
-)
+)  # fmt: skip
 """With one seed it decides nothing, so a noisy machine shows in its report, and ends no search."""
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
 LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (UNCUT,), 1, False)
@@ -186,7 +174,6 @@ def row_of(
     reuse: float,
     attempt: int = 1,
     reference: Sequence[Sample] = (),
-    slowdown: float = math.nan,
 ) -> RunRow:
     """The row of a run. `reference`: samples of the same trace whose scores are full inference's."""
     scored = cell.suffix + cell.candidates
@@ -207,7 +194,7 @@ def row_of(
         rate_per_s=point.rate_per_s,
         seed=point.seed,
         attempt=attempt,
-        **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us, slowdown, mode.slow_limit),
+        **columns_of(samples, plan.deadline_ms, seconds, reuse, used, engine_us, mode.slow_limit),
         **score_columns(samples, reference, FLAGS[system].score_tolerance),
     )
 
@@ -236,17 +223,18 @@ class FoundUses:
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[float, float]]] = {}
+        self._found: dict[str, dict[float, float]] = {}
+        """Uses by the share of computed prefixes, by figure."""
 
     def add(self, figure: str, computed: float, use: float) -> None:
         """`computed`: the share of requests whose prefix the system has to compute."""
-        self._found.setdefault(figure, []).insert(0, (computed, use))
+        self._found.setdefault(figure, {})[computed] = use
 
     def near(self, figure: str, computed: float) -> float | None:
-        """The use of the most alike search, the last one if there are several; None if none was alike."""
-        found = self._found.get(figure, [])
-        alike = [(abs(each - computed), use) for each, use in found if abs(each - computed) < ALIKE]
-        return min(alike, key=lambda each: each[0])[1] if alike else None
+        """The use of the most alike search; None if none was alike."""
+        found = self._found.get(figure, {})
+        nearest = min(found, key=lambda each: abs(each - computed), default=math.inf)
+        return found[nearest] if abs(nearest - computed) < ALIKE else None
 
 
 class CellSearch:
@@ -306,9 +294,8 @@ class CellSearch:
             reached = self._search("B", self._rates_around(half), start, at_rate)
             if reached:
                 use_in_b = reached * per_request_s
-            # B1 computes less than `computed` says.
-            if reached and system is not System.B1:
-                self._uses.add("B", computed, use_in_b)
+                if system is not System.B1:  # It computes less than `computed` says.
+                    self._uses.add("B", computed, use_in_b)
         if system not in mode.a_systems:
             return
         # A cache loses prefixes, which `_device_us` leaves out. How many, the rates tell.

@@ -336,7 +336,7 @@ def _speeds(rows: Sequence[RunRow]) -> str:
     if not known:
         return "How fast the machine was during the runs is not known."
     return (
-        f"Machine: fixed work took {min(known):.2f} to {max(known):.2f} times its quiet time during the runs, median "
+        f"Speed: fixed work took {min(known):.2f} to {max(known):.2f} times its quiet time during the runs, median "
         f"{statistics.median(known):.2f}. With five seeds or more, and with --rates, a run above {SLOW_LIMIT} is "
         f"invalid: {sum(row.was_slow for row in rows)} were."
     )
@@ -431,7 +431,7 @@ def _every_run(rows: Sequence[RunRow]) -> list[Block]:
     ]  # fmt: skip
     header = (
         "cell", "figure", "system", "variant", "history", "rate/s", "seed", "offered", "late", "truncated",
-        "failed / expired / lost", "P99 of offered, ms", "generator lag P99.9, ms", "machine", "verdict",
+        "failed / expired / lost", "P99 of offered, ms", "generator lag P99.9, ms", "slowdown", "verdict",
     )  # fmt: skip
     return [Heading("Every run"), Grid(header, lines)]
 

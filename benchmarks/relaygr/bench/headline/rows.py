@@ -182,7 +182,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a run used of the machine: counters of the worker over the run, and cores by role."""
+    """What a run used of the machine: counters of the worker, cores by role, and how fast it was."""
 
     device_s: float = 0.0
     preinfer_device_s: float = 0.0
@@ -192,6 +192,8 @@ class Used:
     energy_j: float = math.nan
     cores: Mapping[str, float] | None = None
     foreign_cpu: float = math.nan
+    slowdown: float = math.nan
+    """As in `RunRow`."""
 
 
 def columns_of(
@@ -201,10 +203,11 @@ def columns_of(
     reuse: float,
     used: Used,
     engine_us: Mapping[int, float],
-    slowdown: float = math.nan,
     slow_limit: float = math.inf,
 ) -> dict[str, typing.Any]:
-    """The measured columns. `engine_us`: what full inference takes by the engine alone, by row of the trace."""
+    """The measured columns. `engine_us`: what full inference takes by the engine alone, by row of the trace. A run with
+    a higher slowdown than `slow_limit` is invalid.
+    """
     measured = [each for each in samples if each.part != WARM_UP]
     if not measured:
         raise RelayError("the run has no measured request")
@@ -269,9 +272,9 @@ def columns_of(
         **{f"cpu_{role}": cores.get(role, 0.0) for role in ("worker", "trigger", "load", "broker")},
         "foreign_cpu": used.foreign_cpu,
         "lag_p999_ms": lag_ms,
-        "slowdown": slowdown,
+        "slowdown": used.slowdown,
         "queue_growth": queue_growth(begins, ends),
-        "valid": lag_ms <= LAG_LIMIT * deadline_ms and not slowdown > slow_limit,
+        "valid": lag_ms <= LAG_LIMIT * deadline_ms and not used.slowdown > slow_limit,
     }
 
 

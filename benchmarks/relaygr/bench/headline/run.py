@@ -80,8 +80,6 @@ class Played:
     samples: list[Sample]
     used: Used
     reuse: float
-    slowdown: float
-    """Of the measured part."""
 
 
 def estimated_s(asked: Asked, mode: Mode) -> float:
@@ -339,7 +337,7 @@ class Bench:
         row = row_of(
             cell, plan, self._mode, system, variant, point, played.trace, played.samples, played.used,
             broker=name_of(self._broker), reuse=played.reuse, attempt=attempt,
-            reference=self._reference(cell, system, point), slowdown=played.slowdown,
+            reference=self._reference(cell, system, point),
         )  # fmt: skip
         self.file.add(row, played.samples)
         return row
@@ -403,7 +401,7 @@ class Bench:
         energy_j = used_j(energy[0], read_energy_uj()) if energy else math.nan
         samples = read_samples(samples_path)
         after = self._reading()
-        return Played(played, samples, _used(window, after, energy_j), reuse, watch.slowdown_since(measured_s))
+        return Played(played, samples, _used(window, after, energy_j, watch.slowdown_since(measured_s)), reuse)
 
     def _reference(self, cell: Cell, system: System, point: Point) -> list[Sample]:
         """The samples of B0 on the same trace, if there are any; its scores are full inference's."""
@@ -514,7 +512,7 @@ class Bench:
         return {self._player.pid: "load"} | self._workers.roles()
 
 
-def _used(window: MeasuredWindow, after: Reading, energy_j: float) -> Used:
+def _used(window: MeasuredWindow, after: Reading, energy_j: float, slowdown: float) -> Used:
     def total(name: str, **labels: str) -> float:
         return after.total(name, **labels) - window.before.total(name, **labels)
 
@@ -527,4 +525,5 @@ def _used(window: MeasuredWindow, after: Reading, energy_j: float) -> Used:
         energy_j=energy_j,
         cores=window.cpu_per_second(),
         foreign_cpu=window.foreign_cpu_per_second(),
+        slowdown=slowdown,
     )

@@ -78,19 +78,24 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
     """
     systems, lines = list(System), []
     values: dict[tuple[str, str, int], set[tuple[int, float]]] = {}
-    asked: dict[tuple[str, str, int, float], set[int]] = {}
+    asked: dict[tuple[str, int, int, float], set[int]] = {}
+
+    def key_of(row: RunRow) -> tuple[str, int, int, float]:
+        return row.cell, row.history, systems.index(System(row.system)), row.rate_per_s
+
     for row in rows:
         if row.figure.startswith(AT_RATE):
             values.setdefault((row.cell, row.system, row.seed), set()).add((row.history, row.rate_per_s))
-            asked.setdefault((row.cell, row.system, row.history, row.rate_per_s), set()).add(row.seed)
-    played = _played(rows, lambda row: (row.cell, row.history, systems.index(System(row.system)), row.rate_per_s))
-    for (cell, history, system, rate), those in sorted(played.items()):
+            asked.setdefault(key_of(row), set()).add(row.seed)
+    played = _played(rows, key_of)
+    for key, seeds in sorted(asked.items()):
+        (cell, history, system, rate), those = key, played.get(key, [])
         passed = f"{sum(row.passed for row in those)} of {len(those)}"
-        late = f"{statistics.mean(row.late_share for row in those):.2%}"
+        late = f"{statistics.mean(row.late_share for row in those):.2%}" if those else "-"
         name = systems[system].value
         fresh = [row for row in those if len(values[cell, row.system, row.seed]) == 1]
         why = decide_rows(fresh).why if fresh else "no fresh seed"
-        invalid = len(asked.get((cell, name, history, rate), set()) - {row.seed for row in those})
+        invalid = len(seeds - {row.seed for row in those})
         lines.append([cell, f"{history:,}", name, f"{rate:g}", passed, str(invalid), late, str(len(fresh)), why])
     header = (
         "cell", "history", "system", "requests/s", "seeds that passed", "seeds without a valid run", "late, mean",
