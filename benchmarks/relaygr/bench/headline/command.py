@@ -40,7 +40,7 @@ def measure(
 ) -> bool:
     """Runs the cells. False: the user declined after the estimate of the time."""
     console = Console(highlight=False)
-    asked = with_other_reuses(cells, systems)
+    asked = with_other_reuses(cells, systems, mode)
     runs = sum(estimated_runs(each, mode) for _, each in asked)
     known = min(runs, len({row.key for row in RunFile(out).rows if row.mode == mode.name and row.valid}))
     whole_s = estimated_s(asked, mode) * (1 - known / runs)
@@ -70,7 +70,7 @@ def simulate(
     from relaygr.bench.headline.simulated import SimulatedBench, learnt_in
 
     console = Console(highlight=False)
-    asked = with_other_reuses(cells, systems)
+    asked = with_other_reuses(cells, systems, mode)
     learnt = learnt_in(out, console, broker)
     runs = sum(estimated_runs(each, mode) for _, each in asked)
     console.print(
@@ -81,10 +81,13 @@ def simulate(
     SimulatedBench(console, out, mode, learnt, processes).run_cells(asked)
 
 
-def with_other_reuses(cells: Sequence[Cell], systems: Sequence[System]) -> list[tuple[Cell, tuple[System, ...]]]:
+def with_other_reuses(
+    cells: Sequence[Cell], systems: Sequence[System], mode: Mode
+) -> list[tuple[Cell, tuple[System, ...]]]:
     """Each cell with the systems. After it, the same cell at each of `REUSES` with B0 and R, if it is not there."""
     there = {(cell.family, cell.reuse) for cell in cells}
-    pair = tuple(system for system in systems if system in (System.B0, System.R))
+    others_too = (System.R,) if mode.measures_b0_once else (System.B0, System.R)
+    pair = tuple(system for system in systems if system in others_too)
     asked: list[tuple[Cell, tuple[System, ...]]] = []
     for cell in cells:
         asked.append((cell, tuple(systems)))

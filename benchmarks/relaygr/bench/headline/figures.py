@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from relaygr.bench.headline.decision import LEAST_SEEDS, Decision, Interval, decide, paired_ratio
+from relaygr.bench.headline.grid import plan_name_of
 from relaygr.bench.headline.rows import RunRow
 from relaygr.bench.headline.systems import System
 
@@ -25,6 +26,8 @@ class Reached:
     """The highest value of one figure that one system reached in one cell. `value` is the median over the seeds."""
 
     cell: str
+    measured_in: str
+    """The cell whose runs these are: that of B0 may be another one of the same plan."""
     system: str
     figure: str
     rate_per_s: float
@@ -66,9 +69,14 @@ def _search_of(row: RunRow) -> Broken:
 
 
 def figures_of(rows: Sequence[RunRow], mode: str) -> list[Reached]:
-    """All figures of one mode, in the order of the rows, of the searches that are not broken."""
+    """All figures of one mode, in the order of the rows, of the searches that are not broken.
+
+    B0 computes every history in full, so the share of returning users changes nothing for it. A cell without runs of B0
+    has those of another cell of its plan.
+    """
     broken = set(broken_in(rows, mode))
     own = [row for row in rows if row.mode == mode and row.valid and _search_of(row) not in broken]
+    with_b0 = {row.cell for row in rows if row.mode == mode and row.system == System.B0}
 
     def grouped(names: Mapping[str, str]) -> dict[tuple[str, str, float], list[RunRow]]:
         groups: dict[tuple[str, str, float], list[RunRow]] = {}
@@ -76,6 +84,14 @@ def figures_of(rows: Sequence[RunRow], mode: str) -> list[Reached]:
             if row.figure in names:
                 figure = names[row.figure]
                 groups.setdefault((row.cell, figure, row.rate_per_s if figure == "A" else 0.0), []).append(row)
+        lent = {
+            (plan_name_of(cell), figure, rate): base
+            for (cell, figure, rate), found in groups.items()
+            if (base := [row for row in found if row.system == System.B0])
+        }
+        for (cell, figure, rate), found in groups.items():
+            if cell not in with_b0:
+                found[:0] = lent.get((plan_name_of(cell), figure, rate), [])
         return groups
 
     confirming = grouped({confirmed: figure for figure, confirmed in CONFIRMED.items()})
@@ -101,6 +117,7 @@ def _group(cell: str, figure: str, rate: float, rows: Sequence[RunRow], confirmi
         found.append(
             Reached(
                 cell,
+                own[0].cell,
                 system,
                 figure,
                 rate,
@@ -162,9 +179,13 @@ def device_use_of_b0(figures: Sequence[Reached], rows: Sequence[RunRow], cell: s
     base = next((each for each in figures if (each.cell, each.figure, each.system) == (cell, "B", System.B0)), None)
     if base is None or not base.value:
         return math.nan
-    at = [row for row in rows if _is(row, mode, cell, "B") and row.system == System.B0]
-    at = [row for row in at if row.rate_per_s in base.by_seed.values()]
-    return statistics.median(row.device_use for row in at) if at else math.nan
+    return statistics.median(row.device_use for row in rows_at_highest(base, rows, mode))
+
+
+def rows_at_highest(reached: Reached, rows: Sequence[RunRow], mode: str) -> list[RunRow]:
+    """The runs of figure B at the highest rate of each seed that passed."""
+    own = (row for row in rows if _is(row, mode, reached.measured_in, "B") and row.system == reached.system)
+    return [row for row in own if row.rate_per_s == reached.by_seed.get(row.seed)]
 
 
 def same_load(rows: Sequence[RunRow], mode: str, cell: str, systems: Sequence[str] = ()) -> list[RunRow]:

@@ -202,3 +202,8 @@ BY_NAME = {
     for named in (QUICK, LOOSE, *GRID, *PUBLISHED)
     for cell in (named, *(at_reuse(named, reuse) for reuse in REUSES))
 }
+
+
+def plan_name_of(cell: str) -> str:
+    """The name of the plan of the cell with this name."""
+    return BY_NAME[cell].plan_name if cell in BY_NAME else cell

@@ -69,6 +69,9 @@ class Mode:
     """A run lasts at most so many times as long."""
     a_systems: tuple[System, ...] = tuple(each for each in System if each is not System.B1)
     """Systems of which figure A is searched. The length of B1 is fixed."""
+    measures_b0_once: bool = False
+    """Whether B0 is measured at one share of returning users alone. It computes every history in full, so the others
+    change nothing for it."""
 
     def with_seeds(self, seeds: tuple[int, ...]) -> Mode:
         """With other seeds. If these are enough to decide, slow runs are invalid."""
@@ -86,7 +89,7 @@ class Mode:
 
 QUICK_MODE = Mode(
     "quick", (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, wait_s=0.0, slow_limit=math.inf,
-    a_systems=(System.B0, System.R),
+    a_systems=(System.B0, System.R), measures_b0_once=True,
 )  # fmt: skip
 """With one seed it decides nothing, so a noisy machine shows in its report, and ends no search."""
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
@@ -206,7 +209,7 @@ def estimated_runs(systems: Sequence[System], mode: Mode) -> int:
     search = first + again * (len(mode.seeds) - 1)
     tuning = len(mode.variants) if System.B0 in systems and len(mode.variants) > 1 else 0
     # A run at half load, which tells the search of B0 more than those of the others.
-    rates = len(systems) * (search - 1) + sum(system is not System.B0 for system in systems)
+    rates = len(systems) * search - (System.B0 in systems)
     lengths = len(set(systems).intersection(mode.a_systems)) * len(mode.a_loads)
     short = first if mode.measures_short_capacity else 0
     decided = (len(systems) + lengths) * len(mode.seeds) if mode.decides else 0
@@ -240,9 +243,20 @@ class FoundUses:
 class CellSearch:
     """The searches of one cell. One that meets a run without a valid attempt ends there, without a value."""
 
-    def __init__(self, cell: Cell, plan: CellPlan, mode: Mode, ask: Ask, uses: FoundUses | None = None) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        plan: CellPlan,
+        mode: Mode,
+        ask: Ask,
+        uses: FoundUses | None = None,
+        compares: bool = True,
+    ) -> None:
+        """`compares`: whether each system is first asked at half load. There the report compares what the systems cost,
+        and sees whether B0 is honest.
+        """
         self._cell, self._plan, self._mode, self._ask = cell, plan, mode, ask
-        self._uses = uses or FoundUses()
+        self._uses, self._compares = uses or FoundUses(), compares
 
     def tuned(self) -> str:
         """The variant of B0 with the lowest latency at half load."""
@@ -289,8 +303,8 @@ class CellSearch:
         with suppress(NotMeasuredError):
             per_request_s = self._device_us(system, cell.history) / 1e6
             start = (self._uses.near("B", computed) or EXPECTED_USE) / per_request_s
-            # There the report compares what the systems cost, and sees whether B0 is honest.
-            start = (max if at_rate("B", mode.seeds[0], half).passed else min)(start, half)
+            if self._compares:
+                start = (max if at_rate("B", mode.seeds[0], half).passed else min)(start, half)
             reached = self._search("B", self._rates_around(half), start, at_rate)
             if reached:
                 use_in_b = reached * per_request_s

@@ -37,6 +37,7 @@ from relaygr.bench.headline.summary import (
     by_reuse,
     highest_rates,
     hits_beside_preinfer,
+    measured_once,
     plan_of,
     ratio,
     share,
@@ -93,7 +94,8 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
         raise RelayError(f"{page} has no lines `{FIGURES_BEGIN}` and `{FIGURES_END}` to write between")
     plans, figures = _read_plans(out), figures_of(rows, mode)
     is_simulated = _is_simulated(rows)
-    compared: list[Block] = [by_reuse(rows, figures, mode), against_others(figures), baseline(rows, plans)]
+    table = by_reuse(rows, figures, mode)
+    compared: list[Block] = [table, *measured_once(figures), against_others(figures), baseline(rows, plans)]
     main = by_cell(rows, figures, mode) if is_simulated else compared
     blocks: list[Block] = [_conditions(rows), *main]
     broken = broken_in(rows, mode)
@@ -128,7 +130,11 @@ def _mode(
         blocks += [Heading(f"The systems by cell{transport}"), *by_cell(rows, figures, mode)]
         table = by_reuse(rows, figures, mode)
         if table.rows:
-            blocks += [Heading(f"R against B0, by the share of returning users{transport}"), table]
+            blocks += [
+                Heading(f"R against B0, by the share of returning users{transport}"),
+                table,
+                *measured_once(figures),
+            ]
         others = against_others(figures)
         if others.rows:
             text = "R / C is what pre-infer adds to a cache (goal in B: 1.5), R / O what is left to gain (goal: 0.9)."
@@ -256,7 +262,7 @@ def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str, tr
             continue
         lines = []
         for each in own:
-            at = [row for row in rows if (row.cell, row.system, row.figure) == (each.cell, each.system, figure)]
+            at = [row for row in rows if (row.cell, row.system, row.figure) == (each.measured_in, each.system, figure)]
             reuse = statistics.median(row.reuse for row in at)
             lines.append(
                 [

@@ -188,7 +188,7 @@ class Bench:
         self._describe(asked[0][0], plan)
         searches, uses = [], FoundUses()
         for cell, systems in asked:
-            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses)
+            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses, len(systems) > 1)
             variant = search.tuned() if System.B0 in systems else UNCUT
             short_rate = search.short_capacity(variant)
             searches.append((cell, systems, partial(search.figures, variant=variant, short_rate=short_rate)))

@@ -9,16 +9,17 @@ from dataclasses import replace
 from typing import TypeVar
 
 from relaygr.bench.headline.decision import Interval, paired_ratio
-from relaygr.bench.headline.document import Block, Bullets, Grid
+from relaygr.bench.headline.document import Block, Bullets, Grid, Text
 from relaygr.bench.headline.figures import (
     LEAST_DEVICE_USE,
     Reached,
     decide_rows,
     device_use_of_b0,
     highest,
+    rows_at_highest,
     same_load,
 )
-from relaygr.bench.headline.grid import BY_NAME, GRID, Cell
+from relaygr.bench.headline.grid import BY_NAME, GRID, Cell, plan_name_of
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import AT_RATE, SLOW_LIMIT, RunRow, paths_at
 from relaygr.bench.headline.systems import FLAGS, System
@@ -38,7 +39,8 @@ def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> G
     """R and B0 in each figure of a mode; `rows` may have others. Cells that differ in the share of returning users
     alone stand together.
 
-    The costs are those of runs of figure B on the same trace.
+    The costs are those of runs of figure B on the same trace. Without such runs, as where B0 was measured in another
+    cell, each system has those at its own highest rate.
     """
     lines = []
     for relay in sorted((each for each in figures if each.system == System.R), key=_place):
@@ -52,7 +54,6 @@ def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> G
             if (row.mode, row.cell, row.system, row.figure) == (mode, relay.cell, System.R, relay.figure) and row.valid
         )
         cell = BY_NAME.get(relay.cell)
-        costs = same_load(rows, mode, relay.cell, (System.B0, System.R)) if relay.figure == "B" else []
         lines.append(
             [
                 (cell.plan_name if cell is not None else relay.cell),
@@ -62,7 +63,7 @@ def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> G
                 amount(base.value),
                 amount(relay.value),
                 ratio(relay.ratio, len(relay.by_seed)),
-                *_costs(costs),
+                *(_costs(base, relay, rows, mode) if relay.figure == "B" else ("", "", "")),
             ]
         )
     header = (
@@ -70,6 +71,19 @@ def by_reuse(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> G
         "prefixes wasted", "device s per 1,000: B0, R",
     )  # fmt: skip
     return Grid(header, lines)
+
+
+def measured_once(figures: Sequence[Reached]) -> list[Block]:
+    """Where B0 was measured, if that is another cell."""
+    others = dict.fromkeys(each.measured_in for each in figures if each.measured_in != each.cell)
+    if not others:
+        return []
+    return [
+        Text(
+            f"B0 was measured in {', '.join(others)} alone, and stands in the cells with other shares of returning "
+            "users, too: it computes every history in full, so they change nothing for it."
+        )
+    ]
 
 
 def at_rates(rows: Sequence[RunRow]) -> Grid:
@@ -298,8 +312,7 @@ def _hit_p99_ms(paths: Sequence[Mapping[str, str]], row: RunRow) -> float:
 
 def plan_of(cell: str, plans: Mapping[str, CellPlan]) -> CellPlan | None:
     """The plan of the cell with this name."""
-    known = BY_NAME.get(cell)
-    return plans.get(known.plan_name if known is not None else cell)
+    return plans.get(plan_name_of(cell))
 
 
 def ratio(interval: Interval | None, seeds: int) -> str:
@@ -321,12 +334,15 @@ def share(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.0%}"
 
 
-def _costs(same: Sequence[RunRow]) -> list[str]:
-    if not same:
+def _costs(base: Reached, relay: Reached, rows: Sequence[RunRow], mode: str) -> list[str]:
+    same = same_load(rows, mode, relay.cell, (System.B0, System.R))
+    at = same or [row for each in (base, relay) for row in rows_at_highest(each, rows, mode)[:1]]
+    if len(at) < 2:
         return ["", "", ""]
-    base, relay = same
-    device = f"{base.device_s_per_1000:.1f}, {relay.device_s_per_1000:.1f} at {base.rate_per_s:g}/s"
-    return [share(relay.hit_share), share(relay.wasted_share), device]
+    of_base, of_relay = at
+    rate = "" if same else f" at {of_base.rate_per_s:g}/s"
+    device = f"{of_base.device_s_per_1000:.1f}{rate}, {of_relay.device_s_per_1000:.1f} at {of_relay.rate_per_s:g}/s"
+    return [share(of_relay.hit_share), share(of_relay.wasted_share), device]
 
 
 def _question(each: Reached) -> tuple[str, str, float]:
