@@ -746,8 +746,7 @@ def test_the_quick_run_takes_ten_minutes_and_the_full_one_says_that_it_takes_day
         ({"rates": "5,fast"}, "--rates takes requests a second, 0.1 to 10,000, by commas, such as 5,50: not '5,fast'"),
         ({"rates": "0"}, "--rates takes requests a second"),
         ({"rates": "5", "page": Path("benchmark.md")}, "no figures for --page"),
-        ({"trace": Path("load.csv"), "page": Path("benchmark.md")}, "takes no --seconds and --page"),
-        ({"trace": Path("load.csv"), "seconds": 9.0}, "takes no --seconds and --page"),
+        ({"trace": Path("load.csv"), "page": Path("benchmark.md")}, "no figures for --page"),
         ({"rates": "5", "histories": "2k"}, "--histories takes whole numbers of behaviours"),
         ({"rates": "5", "histories": "64,8193"}, "cell quick takes histories of up to 8,192 behaviours, not 8,193"),
         ({"quick": True, "histories": "64"}, "--histories belongs to --rates"),
@@ -1085,6 +1084,21 @@ class TestTraceOfOthers:
         for each in played:
             assert each.retrieval_us[0] == 0 and np.array_equal(np.diff(each.ranking_us), np.diff(later.ranking_us))
             assert np.array_equal(each.ranking_us - each.retrieval_us, later.ranking_us - later.retrieval_us)
+
+    def test_its_first_seconds_are_a_question_of_their_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        measured_in(tmp_path, QUICK)
+        write_trace(self.TRACE, tmp_path / "load.csv")
+        played: list[tuple[str, Trace]] = []
+        monkeypatch.setattr(Bench, "_row", lambda *asked: played.append((asked[-2].figure, read_trace(asked[-1]))))
+        for seconds in (None, 1.0):
+            with Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench:
+                bench.run_trace(QUICK, [System.B0], tmp_path / "load.csv", seconds)
+        (whole, every), (part, first) = played[0], played[1 + len(REUSES)]
+        assert part == f"{whole} first 1 s" and len(every) == len(self.TRACE)
+        from_start_us = self.TRACE.retrieval_us - self.TRACE.retrieval_us[0]
+        assert np.array_equal(first.retrieval_us, from_start_us[from_start_us < 1_000_000])
 
 
 def simulated_mode(**changes: Any) -> Mode:

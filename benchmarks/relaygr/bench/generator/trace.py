@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,12 @@ class Trace:
         """The trace with its first event at 0."""
         first_us = self.retrieval_us[0]
         return replace(self, retrieval_us=self.retrieval_us - first_us, ranking_us=self.ranking_us - first_us)
+
+    def first(self, seconds: float) -> Trace:
+        """The rows of its first seconds. Raises RelayError if there are none."""
+        count = int(np.searchsorted(self.retrieval_us, round(seconds * 1e6)))
+        columns = {each.name: getattr(self, each.name)[:count] for each in fields(self) if each.name != "made_by"}
+        return replace(self, **columns)
 
     def _refuse(self, wrong: NDArray[np.bool_], why: str) -> None:
         if wrong.any():

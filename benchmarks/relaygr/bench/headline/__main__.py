@@ -7,9 +7,9 @@
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
 virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50` plays only these
 rates, each after a minute of warm-up, without a search, and `--histories 2048,4096` plays them at these lengths.
-`--trace FILE` plays a trace of your own on each system. `--make-trace FILE` writes the trace of a load and ends.
-`--report` makes the report again from the CSV files and measures nothing. `--page docs/benchmark.md` also writes the
-main figures (with `--report`: of the last search) into that page.
+`--trace FILE` plays a trace of your own on each system; with `--seconds` its first part. `--make-trace FILE` writes
+the trace of a load and ends. `--report` makes the report again from the CSV files and measures nothing. `--page
+docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into that page.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -61,7 +61,11 @@ def main(
     rate: Annotated[float, typer.Option(min=0.01, help="With --make-trace: impressions/s.")] = 20.0,
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="Measured part of each run.", show_default="6; 30 with --rates; 120 with --full"),
+        typer.Option(
+            min=1,
+            help="Measured part of each run; with --trace: its first seconds alone.",
+            show_default="6; 30 with --rates; 120 with --full; the whole --trace",
+        ),
     ] = None,
     interactions: Annotated[
         Path | None, typer.Option(help="An interaction log: users with real histories.", show_default=False)
@@ -105,10 +109,8 @@ def main(
     if interactions is not None:
         impossible[System.B1] = "B1 takes its longest history from figure A, which --interactions does not measure"
     if trace is not None:
-        if page is not None or seconds is not None:
-            raise RelayError(
-                "--trace has a length of its own and searches for nothing: it takes no --seconds and --page"
-            )
+        if page is not None:
+            raise RelayError("--trace searches for nothing, so it has no figures for --page")
         impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
     if histories and not rates:
         raise RelayError("--histories belongs to --rates; --quick and --full search for the longest history themselves")
@@ -132,7 +134,7 @@ def main(
     if make_trace is not None:
         return write_load(chosen[0], make_trace, rate, mode, interactions)
     if trace is not None:
-        measure_trace(chosen[0], wanted, trace, mode, broker, out, interactions)
+        measure_trace(chosen[0], wanted, trace, mode, broker, out, interactions, seconds)
     elif rates:
         measure_rates(chosen, wanted, _rates_of(rates), _histories_of(histories), mode, broker, out, interactions)
     elif simulated:

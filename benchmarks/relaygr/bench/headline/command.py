@@ -128,10 +128,11 @@ def measure_trace(
     broker: str,
     out: Path,
     interactions: Path | None,
+    seconds: float | None,
 ) -> None:
-    """Plays a trace of others on each system."""
+    """Plays a trace of others, or its first seconds, on each system."""
     with _bench(Console(highlight=False), broker, mode, out, interactions) as bench:
-        bench.run_trace(cell, systems, trace)
+        bench.run_trace(cell, systems, trace, seconds)
 
 
 @contextmanager

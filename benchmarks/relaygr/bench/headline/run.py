@@ -223,11 +223,13 @@ class Bench:
                     if point.seed == seed:
                         self._row(cell, plan, system, UNCUT, point)
 
-    def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path) -> None:
+    def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path, seconds: float | None = None) -> None:
         """Plays a trace of others on each system, without a search, once for each seed. Unless its users are those of a
-        log, B0 and R then play it with other shares of returning users.
+        log, B0 and R then play it with other shares of returning users. `seconds`: only its first ones.
         """
         read = read_trace(trace).from_zero()
+        if seconds is not None:
+            read = read.first(seconds)
         takes = {"history_length": cell.longest_history, "suffix": cell.longest_suffix, "candidates": cell.candidates}
         for name, most in takes.items():
             found = int(getattr(read, name).max())
@@ -241,10 +243,11 @@ class Bench:
         measured = read.retrieval_us[read.part != WARM_UP]
         if not len(measured):
             raise RelayError(f"{trace}: every row is warm-up (part 0)")
-        seconds = max(1e-3, float(measured.max() - measured.min()) / 1e6)
+        measured_s = max(1e-3, float(measured.max() - measured.min()) / 1e6)
         # A file that was changed asks another question.
-        figure = f"{OF_TRACE}{trace.name} {digest_of(trace)}"
-        history, rate = int(np.median(read.history_length)), snapped(len(measured) / seconds)
+        part = "" if seconds is None else f" first {seconds:g} s"
+        figure = f"{OF_TRACE}{trace.name} {digest_of(trace)}{part}"
+        history, rate = int(np.median(read.history_length)), snapped(len(measured) / measured_s)
         pair = [system for system in systems if system in (System.B0, System.R)]
         reuses = REUSES if self._interactions is None else ()
         runs = len(systems) + len(pair) * len(reuses)
