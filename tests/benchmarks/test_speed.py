@@ -21,6 +21,7 @@ def times_us(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(FixedWork, "cpu_us", lambda _: times.pop(0) if len(times) > 1 else times[0])
     monkeypatch.setattr("relaygr.bench.speed.INTERVAL_S", 0.001)
     monkeypatch.setattr("relaygr.bench.speed.QUIET_S", 0.02)
+    monkeypatch.setattr("relaygr.bench.speed.WINDOW_S", 0.0)
     return times
 
 
@@ -48,6 +49,15 @@ def test_only_what_was_measured_since_a_time_counts(tmp_path: Path, times_us: li
         time.sleep(0.02)
     assert watch.slowdown_since(begin_s) == pytest.approx(2.0)
     assert math.isnan(watch.slowdown_since(time.monotonic()))
+
+
+def test_a_run_waits_until_the_machine_is_quiet_but_not_for_ever(tmp_path: Path, times_us: list[float]) -> None:
+    speed, told = MachineSpeed(tmp_path), list[float]()
+    times_us[:] = [150.0, 120.0, 110.0, 150.0]
+    speed.wait_until_quiet(60.0, told.append)
+    assert told == pytest.approx([1.5, 1.2])
+    speed.wait_until_quiet(0.01)
+    assert speed.slowdown(0.0) == pytest.approx(1.5)
 
 
 def test_the_watch_uses_hardly_any_cpu_time(tmp_path: Path) -> None:

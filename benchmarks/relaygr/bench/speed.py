@@ -12,6 +12,7 @@ import math
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +23,10 @@ from relaygr.runtime.errors import RelayError
 INTERVAL_S = 0.05
 QUIET_S = 5.0
 """How long the fixed work is repeated for its quiet time."""
+QUIET_LIMIT = 1.15
+"""The slowdown up to which an idle machine counts as quiet."""
+WINDOW_S = 2.0
+"""How long a look at an idle machine takes."""
 _WIDTH, _PRODUCTS = 96, 16
 """A fifth of a millisecond, in a core's own caches. With its thread it takes about 1 % of a core."""
 
@@ -61,6 +66,15 @@ class MachineSpeed:
     def slowdown(self, seconds: float) -> float:
         """The time of fixed work within this time, as a multiple of its quiet time."""
         return statistics.mean(self._work.repeated_us(seconds)) / self._quiet_us
+
+    def wait_until_quiet(self, at_most_s: float, on_wait: Callable[[float], None] = lambda _: None) -> None:
+        """Waits until the idle machine is quiet, or for this time. `on_wait` gets each slowdown of one that is not."""
+        ends_s = time.monotonic() + at_most_s
+        while time.monotonic() < ends_s:
+            slowdown = self.slowdown(WINDOW_S)
+            if slowdown <= QUIET_LIMIT:
+                return
+            on_wait(slowdown)
 
     def watch(self) -> SpeedWatch:
         """Measures while it is entered."""

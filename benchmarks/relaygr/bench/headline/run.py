@@ -45,7 +45,7 @@ from relaygr.bench.headline.rows import AT_REUSE, OF_TRACE, RunFile, RunRow, Use
 from relaygr.bench.headline.search import snapped
 from relaygr.bench.headline.systems import FLAGS, LIMITED, TUNED, UNCUT, System, settings_of
 from relaygr.bench.pipeline.run import MeasuredWindow
-from relaygr.bench.speed import MachineSpeed
+from relaygr.bench.speed import WINDOW_S, MachineSpeed
 from relaygr.demo.processes import Reading
 from relaygr.demo.stack import DemoStack
 from relaygr.devbroker import LocalBroker
@@ -63,9 +63,6 @@ POOL_BUDGET_MS = 30_000
 RUN_OVERHEAD_S = 4.0
 """Histories, their reading, encoding, and the wait for the last results."""
 START_S = 9.0
-SPEED_WINDOW_S = 2.0
-QUIET_LIMIT = 1.15
-"""The slowdown up to which an idle machine counts as quiet."""
 PLAN_S = 25.0
 _WASTED = "relaygr_cache_preinfers_wasted_total"
 _JOBS = "relaygr_worker_preinfer_jobs_total"
@@ -91,7 +88,7 @@ def estimated_s(asked: Asked, mode: Mode) -> float:
     return (
         plans * PLAN_S
         + (starts + variants * len(asked)) * START_S
-        + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S + (SPEED_WINDOW_S if mode.wait_s else 0.0))
+        + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S + (WINDOW_S if mode.wait_s else 0.0))
     )
 
 
@@ -349,12 +346,12 @@ class Bench:
         """The speed of the machine, after waiting until it is quiet, or for as long as the mode allows."""
         if self._speed is None:
             self._speed = MachineSpeed(self._out)
-        ends_s, asked = time.monotonic() + self._mode.wait_s, self._progress.tasks[self._bar].description
-        while time.monotonic() < ends_s:
-            slowdown = self._speed.slowdown(SPEED_WINDOW_S)
-            if slowdown <= QUIET_LIMIT:
-                break
+        asked = self._progress.tasks[self._bar].description
+
+        def tell(slowdown: float) -> None:
             self._progress.update(self._bar, description=f"waiting: the machine takes {slowdown:.2f} times as long")
+
+        self._speed.wait_until_quiet(self._mode.wait_s, tell)
         self._progress.update(self._bar, description=asked)
         return self._speed
 

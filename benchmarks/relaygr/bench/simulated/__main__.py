@@ -13,7 +13,9 @@ cell's schedules:
 A cell agrees if P50 is within 5 %, P99 within 10 %, late within 2 points and mix within 3; or within the spread of the
 repeated runs, where that is larger. A cell above 80 % of capacity is out of range: it is shown and not judged. The exit
 code is 1 if a cell in range differs, or if two of them change places in the order of P99. All this takes 25 minutes.
-`foreign_cpu` says how many cores other processes used: where they were many, a difference says little.
+Each pair of runs first waits until the machine is quiet, for a minute at most. `foreign_cpu` says how many cores other
+processes used, and `slowdown` how much longer than on the quiet machine fixed work took: where they are high, a
+difference says little.
 """
 
 from __future__ import annotations

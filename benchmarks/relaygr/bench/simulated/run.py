@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from relaygr.bench.pipeline.run import MeasuredWindow
 from relaygr.bench.rows import append_rows, machine, now
+from relaygr.bench.speed import MachineSpeed
 from relaygr.demo.plan import PlanOverrides
 from relaygr.demo.prepare import CALIBRATION_FILE, make_model, plan_for_this_machine, planned_settings
 from relaygr.demo.stack import DemoStack
@@ -40,6 +42,8 @@ LEARNING_LOAD = 0.45
 forwards and hops take less time than in the cells."""
 LEARNING_S = 12.0
 LEARNT_REQUESTS = 200
+WAIT_S = 60.0
+"""A pair of runs waits for so long, at most, until the machine is quiet."""
 TABLE_WIDTH = 150
 _SETTINGS = (
     "log.level=warning",
@@ -90,6 +94,8 @@ class Row:
     mix_spread: float
     foreign_cpu: float
     """Cores that other processes of the machine used meanwhile; median of the measured runs."""
+    slowdown: float
+    """How many times as long as on a quiet machine fixed work took meanwhile; the highest of the measured runs."""
     in_range: bool
 
     @property
@@ -144,6 +150,7 @@ def row_of(
     measured: Sequence[Outcome],
     simulated: Sequence[Outcome],
     foreign_cpu: float = 0.0,
+    slowdown: float = 1.0,
 ) -> Row:
     """Compares a cell's runs. Both sequences have the same seeds in the same order."""
 
@@ -180,6 +187,7 @@ def row_of(
         mix_worst=ENDINGS[worst].value,
         mix_spread=float(np.ptp(mixes, axis=0)[worst]),
         foreign_cpu=foreign_cpu,
+        slowdown=slowdown,
         in_range=load <= HIGHEST_LOAD,
     )
 
@@ -243,10 +251,13 @@ def parse_loads(text: str) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """A measured run: its records in the order of their numbers, and the cores that other processes used."""
+    """A measured run: its records in the order of their numbers, the cores that other processes used, and how many
+    times as long as on a quiet machine fixed work took.
+    """
 
     records: list[ImpressionRecord]
     foreign_cpu: float
+    slowdown: float
 
 
 class _Bench:
@@ -254,6 +265,8 @@ class _Bench:
 
     def __init__(self, console: Console, broker: LocalBroker, folder: Path, seconds: float) -> None:
         self._console, self._broker, self._folder, self._seconds = console, broker, folder, seconds
+        self._speed = MachineSpeed(folder)
+        self._speed.wait_until_quiet(WAIT_S)
         settings = load_settings(None, overrides=_SETTINGS)
         population = population_of(settings.traffic)
         model = make_model(folder / "model", settings, population)
@@ -278,8 +291,10 @@ class _Bench:
             learnt: dict[System, list[ImpressionRecord]] = {system: [] for system in System}
             measured: dict[System, list[Outcome]] = {system: [] for system in System}
             foreign_cpu: dict[System, list[float]] = {system: [] for system in System}
+            slowdowns: dict[System, list[float]] = {system: [] for system in System}
             for seed, system in itertools.product(seeds, System):
                 # The speed of the machine changes within minutes, so a run to learn from precedes each measured one.
+                self._speed.wait_until_quiet(WAIT_S)
                 learning_rate = LEARNING_LOAD * self._capacity_per_s[system]
                 seconds = max(LEARNING_S, LEARNT_REQUESTS / learning_rate)
                 learnt[system] += self._play(self._at(learning_rate, seed + repeats, seconds), system).records
@@ -287,12 +302,13 @@ class _Bench:
                 counted = played.records[round(COLD_SHARE * len(played.records)) :]
                 measured[system].append(self._outcome(requests_of(counted)))
                 foreign_cpu[system].append(played.foreign_cpu)
+                slowdowns[system].append(played.slowdown)
             for system in System:
                 times = self._learnt(learnt[system], system)
                 runs = [self._simulate(self._at(rates[system], seed), system, times).requests for seed in seeds]
                 simulated = [self._outcome(each) for each in runs]
-                other = float(np.median(foreign_cpu[system]))
-                rows.append(row_of(load, system, rates[system], measured[system], simulated, other))
+                other, slowest = float(np.median(foreign_cpu[system])), max(slowdowns[system])
+                rows.append(row_of(load, system, rates[system], measured[system], simulated, other, slowest))
         return rows
 
     def _at(self, rate_per_s: float, seed: int, seconds: float | None = None) -> Settings:
@@ -347,10 +363,12 @@ class _Bench:
                 self._console, self._folder, self._broker, named, relay=relay, workers=1, observed=False
             ) as stack,
             self._console.status(title),
+            self._speed.watch() as watch,
         ):
-            window = MeasuredWindow(records, stack.roles)
+            window, began_s = MeasuredWindow(records, stack.roles), time.monotonic()
             stack.play_unobserved(records, window.sample)
-        return _Played(sorted(read_records(records), key=lambda each: each.number), window.foreign_cpu_per_second())
+        played = sorted(read_records(records), key=lambda each: each.number)
+        return _Played(played, window.foreign_cpu_per_second(), watch.slowdown_since(began_s))
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -362,6 +380,7 @@ def _table(rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("mix", justify="right")
     table.add_column("other cores", justify="right")
+    table.add_column("slowdown", justify="right")
     table.add_column("")
     for row in rows:
         table.add_row(
@@ -377,6 +396,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row.simulated_late:.1%}",
             f"{row.mix_worst} {row.mix_error:.1%}",
             f"{row.foreign_cpu:.2f}",
+            f"{row.slowdown:.2f}",
             row.verdict,
         )
     return table
