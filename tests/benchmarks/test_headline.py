@@ -616,6 +616,19 @@ class TestPage:
         text = page.read_text(encoding="utf-8")
         assert "| cell | figure | R / C, 95 % |" in text and "| 2.00 (one seed) |" in text
 
+    def test_the_page_shows_late_requests_by_rate_and_what_each_system_reached(self, tmp_path: Path) -> None:
+        rows = outcome("B0", {5.0: 0.0, 10.0: 0.2}, 1, cell="quick")
+        for cell, top in (("quick", 20.0), ("quick-r0", 10.0)):
+            rows += outcome("R", {5.0: 0.0, top: 0.0, 2 * top: 0.1}, 1, cell=cell)
+        page = tmp_path / "page.md"
+        page.write_text(self.PAGE, encoding="utf-8")
+        reported(tmp_path, rows)
+        fill_page(tmp_path, None, page)
+        assert "![Late requests by rate, and what each system reached (quick)](images/page.png)" in page.read_text(
+            "utf-8"
+        )
+        assert (tmp_path / "images" / "page.png").read_bytes().startswith(b"\x89PNG")
+
     def test_the_documentation_shows_the_figures_of_the_runs_that_are_kept(self, tmp_path: Path) -> None:
         root, copy = Path(__file__).parents[2], tmp_path / "benchmark.md"
         shutil.copy(root / "docs" / "benchmark.md", copy)

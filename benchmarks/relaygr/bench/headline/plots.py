@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from relaygr.bench.headline.decision import LATE_LIMIT
 from relaygr.bench.headline.document import Picture
 from relaygr.bench.headline.figures import Reached
+from relaygr.bench.headline.grid import BY_NAME, plan_name_of
 from relaygr.bench.headline.rows import QUANTILES, RunRow, paths_at
+from relaygr.bench.headline.summary import amount
 from relaygr.bench.headline.systems import System
 
 COLOURS = {
@@ -62,6 +66,71 @@ def plot_cell(
     save("ccdf", "Latency by path, at the same load", lambda axes: _ccdf(axes, paths, same))
     save("stages", "Mean time of each stage, at the same load", lambda axes: _stages(axes, paths, same))
     return made
+
+
+def plot_overview(path: Path, rows: Sequence[RunRow], figures: Sequence[Reached], transport: str = "") -> Picture:
+    """Draws both figures of a mode: late requests by the rate in its first cell, then what each system reached in that
+    cell and at the other shares of returning users.
+    """
+    cell = rows[0].cell
+    names = [each for each in dict.fromkeys(each.cell for each in figures) if plan_name_of(each) == plan_name_of(cell)]
+    own = [each for each in figures if each.cell in names]
+    panels: list[tuple[str, Callable[[Axes], bool]]] = [
+        ("Late requests by the offered rate", partial(_late, [row for row in rows if row.cell == cell]))
+    ]
+    for figure, title in (
+        ("B", "Most requests a second with 99 % in time"),
+        ("A", "Longest history with 99 % in time, at {:g}/s"),
+    ):
+        for rate in sorted({each.rate_per_s for each in own if each.figure == figure}):
+            reached = [each for each in own if (each.figure, each.rate_per_s) == (figure, rate)]
+            panels.append((title.format(rate), partial(_reached, reached, names)))
+    drawing = Figure(figsize=(4.6 * len(panels), 3.8), layout="constrained")
+    FigureCanvasAgg(drawing)
+    for axes, (title, draw) in zip(drawing.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw(axes)
+        axes.set_title(f"{title}{transport}", fontsize=10)
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=110)
+    return Picture(f"Late requests by rate, and what each system reached ({cell}{transport})", path)
+
+
+def _late(rows: Sequence[RunRow], axes: Axes) -> bool:
+    own = [row for row in rows if row.figure == "B" and row.valid]
+    drawn = _lines(axes, own, lambda row: row.rate_per_s, lambda row: 100 * row.late_share)
+    if drawn:
+        axes.axhline(100 * LATE_LIMIT, color="#111827", linestyle="--", linewidth=1)
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=100 * LATE_LIMIT)
+        axes.set_ylim(bottom=-0.05)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+        axes.set_xlabel("offered requests a second")
+        axes.set_ylabel("late, %; dashed line: the limit")
+    return drawn
+
+
+def _reached(figures: Sequence[Reached], cells: Sequence[str], axes: Axes) -> bool:
+    """Bars of each system, grouped by the share of returning users. The oracle's would dwarf the others."""
+    reuses = {cell: BY_NAME[cell].reuse if cell in BY_NAME else math.nan for cell in cells}
+    ordered = sorted(cells, key=lambda cell: reuses[cell])
+    width, known = 0.17, set[str]()
+    for place, cell in enumerate(ordered):
+        bars = [each for each in figures if each.cell == cell and each.system != System.O]
+        bars.sort(key=lambda each: list(System).index(System(each.system)))
+        for number, each in enumerate(bars):
+            drawn = axes.bar(
+                place + (number - (len(bars) - 1) / 2) * width, each.value, 0.9 * width,
+                label=None if each.system in known else each.system, color=COLOURS[System(each.system)],
+            )  # fmt: skip
+            known.add(each.system)
+            axes.bar_label(drawn, [f"{'≥ ' if each.is_at_least else ''}{amount(each.value)}"], fontsize=7, padding=1)
+    axes.set_xticks(range(len(ordered)), [f"{reuses[cell]:g}" for cell in ordered])
+    axes.set_xlabel("share of returning users")
+    axes.margins(y=0.12)
+    axes.legend(fontsize=8, loc="upper left")
+    return bool(known)
 
 
 def _lines(axes: Axes, rows: Sequence[RunRow], x: Callable[[RunRow], float], y: Callable[[RunRow], float]) -> bool:

@@ -24,7 +24,7 @@ from relaygr.bench.headline.figures import (
 from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
-from relaygr.bench.headline.plots import plot_cell
+from relaygr.bench.headline.plots import plot_cell, plot_overview
 from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_LOG, OF_TRACE, SLOW_LIMIT, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import (
     CHUNK_MS,
@@ -82,8 +82,8 @@ def write_report(out: Path) -> None:
 
 
 def fill_page(out: Path, mode: str | None, page: Path) -> None:
-    """Writes the main figures of a mode (None: of that of the last search) between the marks of a page. Raises
-    RelayError without the marks.
+    """Writes the main figures of a mode (None: of that of the last search) between the marks of a page, and their plot
+    into the folder `images` beside it. Raises RelayError without the marks.
     """
     every = read_rows(out / "runs.csv")
     mode = mode or next((row.mode for row in reversed(every) if row.figure in SEARCHED), every[-1].mode)
@@ -97,7 +97,10 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     table = by_reuse(rows, figures, mode)
     compared: list[Block] = [table, *measured_once(figures), against_others(figures), baseline(rows, plans)]
     main = by_cell(rows, figures, mode) if is_simulated else compared
-    blocks: list[Block] = [_conditions(rows), *main]
+    blocks: list[Block] = [_conditions(rows)]
+    if figures and not is_simulated:
+        blocks.append(plot_overview(page.parent / "images" / f"{page.stem}.png", rows, figures, _transport(rows)))
+    blocks += main
     broken = broken_in(rows, mode)
     if broken:
         blocks.append(Text(told_of(broken), is_note=True))
@@ -126,6 +129,8 @@ def _mode(
     if len(seeds) < LEAST_SEEDS:
         text = f"Indicative: {len(seeds)} of at least {LEAST_SEEDS} seeds. No figure of this run is decided."
         blocks.append(Text(text, is_note=True))
+    if figures and not is_simulated:
+        blocks.append(plot_overview(out / "plots" / f"{mode}-overview.png", rows, figures, transport))
     if figures:
         blocks += [Heading(f"The systems by cell{transport}"), *by_cell(rows, figures, mode)]
         table = by_reuse(rows, figures, mode)
