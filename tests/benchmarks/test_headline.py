@@ -54,6 +54,7 @@ from relaygr.bench.headline.points import (
     FoundUses,
     Mode,
     Point,
+    workload_of,
 )
 from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
 from relaygr.bench.headline.rows import (
@@ -842,6 +843,17 @@ class TestCellSearch:
         CellSearch(QUICK, self.PLAN, QUICK_MODE, ask, compares=False).figures(System.R, "uncut", 200.0)
         assert points[0].rate_per_s > self.PLAN.half_rate_per_s
 
+    def test_many_returning_users_have_more_time_to_get_warm(self) -> None:
+        def warm_up_s(rate: float, cell: Cell = QUICK, mode: Mode = QUICK_MODE) -> float:
+            return workload_of(cell, self.PLAN, Point("B", 2_048, rate, 1), mode).warm_up_s
+
+        assert warm_up_s(5.0) == warm_up_s(200.0, at_reuse(QUICK, 0.0)) == QUICK_MODE.warm_up_s
+        pre_s = self.PLAN.latency.pre_us(2_048) / 1e6
+        rate = 4.0 / (QUICK.reuse * QUICK.return_gap_s * pre_s)
+        assert warm_up_s(rate) == pytest.approx(3 * QUICK.return_gap_s + 2 * 4.0)
+        assert warm_up_s(1e4) == 2 * QUICK_MODE.warm_up_s
+        assert warm_up_s(rate, mode=RATES_MODE) == RATES_MODE.warm_up_s
+
     def test_a_quick_search_takes_few_runs_and_compares_lengths_of_b0_and_r_only(self) -> None:
         limits = {System.B0: 4e4, System.C: 2e5, System.R: 2.5e5, System.O: 8e5}
         points = {system: self.asked(QUICK_MODE, system, limit) for system, limit in limits.items()}
@@ -1279,6 +1291,23 @@ class TestRatesWithoutASearch:
         ]
         assert [line[2:4] for line in highest_rates(rows).rows] == [["B0", "5"]]
 
+    @pytest.mark.parametrize(
+        ("over", "slowdown", "verdict"),
+        [
+            (1.05, 1.2, "honest"),
+            (1.15, 1.1, "honest, on a slower machine"),
+            (1.25, 1.1, "too slow for an honest baseline"),
+            (1.15, math.nan, "too slow for an honest baseline"),
+        ],
+    )
+    def test_the_baseline_is_held_against_the_engine_alone_on_the_quiet_machine(
+        self, over: float, slowdown: float, verdict: str
+    ) -> None:
+        plan = plan_of(QUICK, engine_times(QUICK))
+        rows = outcome("B0", {plan.half_rate_per_s: 0.0}, 1, cell="quick", worker_over_engine=over, slowdown=slowdown)
+        told = "1.00" if math.isnan(slowdown) else f"{slowdown:.2f}"
+        assert [line[3:] for line in baseline(rows, {"quick": plan}).rows] == [[f"{over:.2f}", told, "1.1", verdict]]
+
     def test_a_run_at_half_load_shows_whether_the_baseline_is_honest(self) -> None:
         plan = plan_of(QUICK, engine_times(QUICK))
         half = plan.half_rate_per_s
@@ -1286,7 +1315,7 @@ class TestRatesWithoutASearch:
             rows = outcome("B0", {half: 0.0}, 1, cell="quick", figure=f"rate {half:g}", history=history)
             assert len(baseline(rows, {"quick": plan}).rows) == lines
             noisy = baseline([replace(each, slowdown=1.3) for each in rows], {"quick": plan}).rows
-            assert [line[2:] for line in noisy] == [["0", "-", "1.1", "not known: the machine was slow"]] * lines
+            assert [line[2:] for line in noisy] == [["0", "-", "-", "1.1", "not known: the machine was slow"]] * lines
 
     def test_cells_that_differ_in_returning_users_alone_have_one_line_of_the_baseline(self) -> None:
         plan = plan_of(QUICK, engine_times(QUICK))
@@ -1296,7 +1325,7 @@ class TestRatesWithoutASearch:
             for cell, ratio in (("quick", 1.2), ("quick-r0", 1.0), ("quick-r0.6", 1.05))
             for each in outcome("B0", {half: 0.0}, 1, cell=cell, worker_over_engine=ratio)
         ]
-        assert baseline(rows, {"quick": plan}).rows == [["quick", f"{half:g}", "3", "1.05", "1.1", "honest"]]
+        assert baseline(rows, {"quick": plan}).rows == [["quick", f"{half:g}", "3", "1.05", "1.00", "1.1", "honest"]]
 
 
 @pytest.mark.slow

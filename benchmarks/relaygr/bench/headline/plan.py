@@ -121,7 +121,8 @@ def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
                 pre_us = sum(point.duration_us for point in meter.prefix(n, n))
                 measured.append((pre_us, meter.rank(n, cell.candidates).duration_us))
 
-    # The speed of a machine changes within seconds, so the rounds are spread over the time of the calibrations.
+    # The speed of a machine changes within seconds, so the rounds are spread over the time of the calibrations. Others
+    # can only slow the machine down, so the fastest quarter of the rounds is that of the engine alone.
     measure()
     save_calibration(calibrate(engine, QUICK_BUDGET_S), calibration)
     measure()
@@ -129,14 +130,11 @@ def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
     save_calibration(alone, alone_path(calibration))
     measure()
 
-    def median_ms(n: int) -> tuple[float, float]:
-        return (
-            statistics.median(pre_us for pre_us, _ in pairs[n]) / 1000,
-            statistics.median(hit_us for _, hit_us in pairs[n]) / 1000,
-        )
+    def quiet_ms(n: int) -> list[float]:
+        return [statistics.quantiles(times_us)[0] / 1000 for times_us in zip(*pairs[n], strict=True)]
 
-    pre_ms, hit_ms = median_ms(tokens)
-    short_full_ms = sum(median_ms(short))
+    pre_ms, hit_ms = quiet_ms(tokens)
+    short_full_ms = sum(quiet_ms(short))
     prefix_bytes = engine.geometry.pages_for(tokens) * engine.geometry.page_bytes
     longest_bytes = engine.geometry.pages_for(engine.layout.tokens(cell.longest_history)) * engine.geometry.page_bytes
     return EngineTimes(

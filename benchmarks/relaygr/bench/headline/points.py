@@ -52,7 +52,7 @@ class Mode:
     """A run at a low rate lasts longer, so that its P99 means something."""
     warm_up_s: float
     """Long enough for a flat share of hits and a flat P50: at first all users are cold, and the overload of that start
-    would be measured."""
+    would be measured. `warm_up_of` makes it longer where they are many."""
     resolution: float
     """Factor between the highest value that passed and the lowest that failed."""
     a_loads: tuple[float, ...]
@@ -128,13 +128,22 @@ AskAt = Callable[[str, int, float], RunRow]
 """The row of a figure, with a seed, at a value."""
 
 
+def warm_up_of(cell: Cell, plan: CellPlan, point: Point, mode: Mode) -> float:
+    """The seconds before the measured part of a run: those of the mode, up to twice as many where that is too short for
+    the returning users to come and for the device to compute the prefix of each, beside its other work.
+    """
+    users = point.rate_per_s * cell.reuse * cell.return_gap_s
+    needed_s = 3 * cell.return_gap_s + 2 * users * plan.latency.pre_us(point.history) / 1e6
+    return min(max(mode.warm_up_s, needed_s), 2 * mode.warm_up_s)
+
+
 def workload_of(cell: Cell, plan: CellPlan, point: Point, mode: Mode) -> Workload:
     """The load of a point: the same for all systems."""
     return Workload(
         seed=point.seed,
         rate_per_s=point.rate_per_s,
         seconds=mode.seconds_at(point.rate_per_s),
-        warm_up_s=mode.warm_up_s,
+        warm_up_s=warm_up_of(cell, plan, point, mode),
         reuse=cell.reuse,
         return_gap_s=cell.return_gap_s,
         history_median=point.history,

@@ -64,6 +64,8 @@ RUN_OVERHEAD_S = 4.0
 """Histories, their reading, encoding, and the wait for the last results."""
 START_S = 9.0
 PLAN_S = 25.0
+ENGINE_WAIT_S = 30.0
+"""The engine alone waits for so long, at least, for a quiet machine."""
 _WASTED = "relaygr_cache_preinfers_wasted_total"
 _JOBS = "relaygr_worker_preinfer_jobs_total"
 _DEVICE = "relaygr_worker_device_seconds_total"
@@ -271,7 +273,8 @@ class Bench:
 
     def _planned(self, cell: Cell) -> tuple[CellPlan, Path]:
         def at_measuring() -> None:
-            self._quiet_speed()
+            # All deadlines of the cell are multiples of these times.
+            self._quiet_speed(max(ENGINE_WAIT_S, self._mode.wait_s))
             self._progress.update(self._bar, description=f"{cell.name}: measuring the engine alone")
 
         return plan_in(self._out, cell, at_measuring)
@@ -342,8 +345,8 @@ class Bench:
         self.file.add(row, played.samples)
         return row
 
-    def _quiet_speed(self) -> MachineSpeed:
-        """The speed of the machine, after waiting until it is quiet, or for as long as the mode allows."""
+    def _quiet_speed(self, wait_s: float | None = None) -> MachineSpeed:
+        """The speed of the machine, after waiting until it is quiet, or for this time; None: that of the mode."""
         if self._speed is None:
             self._speed = MachineSpeed(self._out)
         asked = self._progress.tasks[self._bar].description
@@ -351,7 +354,7 @@ class Bench:
         def tell(slowdown: float) -> None:
             self._progress.update(self._bar, description=f"waiting: the machine takes {slowdown:.2f} times as long")
 
-        self._speed.wait_until_quiet(self._mode.wait_s, tell)
+        self._speed.wait_until_quiet(self._mode.wait_s if wait_s is None else wait_s, tell)
         self._progress.update(self._bar, description=asked)
         return self._speed
 
