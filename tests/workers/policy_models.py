@@ -102,6 +102,76 @@ class SlowSlru:
         return next((line.entry_id for line in self.probation + self.protected), None)
 
 
+class SlowArc:
+    """T1 and T2 are `recent` and `frequent`, B1 and B2 what they lost, p the target."""
+
+    def __init__(self, capacity_pages: int, visit_us: int) -> None:
+        self.capacity, self.visit_us, self.target = capacity_pages, visit_us, 0.0
+        self.recent: list[Line] = []
+        self.frequent: list[Line] = []
+        self.lost_recent: list[tuple[int, int]] = []
+        self.lost_frequent: list[tuple[int, int]] = []
+
+    def add(self, entry_id: int, weight: EntryWeight, now_us: int) -> None:
+        line = _find(self.recent + self.frequent, entry_id)
+        if line is not None:
+            line.weight = weight
+            self.touch(entry_id, now_us)
+            return
+        b1, b2 = (sum(pages for _, pages in lost) for lost in (self.lost_recent, self.lost_frequent))
+        line = Line(entry_id, weight, now_us, now_us)
+        if weight.identity in dict(self.lost_recent):
+            self.lost_recent = [ghost for ghost in self.lost_recent if ghost[0] != weight.identity]
+            self.target = min(self.capacity, self.target + weight.pages * max(1.0, b2 / b1))
+            self.frequent.append(line)
+        elif weight.identity in dict(self.lost_frequent):
+            self.lost_frequent = [ghost for ghost in self.lost_frequent if ghost[0] != weight.identity]
+            self.target = max(0.0, self.target - weight.pages * max(1.0, b1 / b2))
+            self.frequent.append(line)
+        else:
+            self.recent.append(line)
+
+    def touch(self, entry_id: int, now_us: int) -> None:
+        line = _find(self.recent + self.frequent, entry_id)
+        assert line is not None
+        order = self.recent if line in self.recent else self.frequent
+        order.remove(line)
+        if now_us - line.visit_us >= self.visit_us:
+            line.visit_us = now_us
+            order = self.frequent
+        order.append(line)
+
+    def evict(self, entry_id: int) -> None:
+        line = _find(self.recent + self.frequent, entry_id)
+        assert line is not None
+        lost = self.lost_recent if line in self.recent else self.lost_frequent
+        self.remove(entry_id)
+        lost[:] = [ghost for ghost in lost if ghost[0] != line.weight.identity]
+        lost.append((line.weight.identity, line.weight.pages))
+        while self.lost_recent and self._pages(self.recent) + self._lost(self.lost_recent) > self.capacity:
+            self.lost_recent.pop(0)
+        while self.lost_frequent and self._lost(self.lost_recent + self.lost_frequent) > self.capacity:
+            self.lost_frequent.pop(0)
+
+    def remove(self, entry_id: int) -> None:
+        self.recent = [line for line in self.recent if line.entry_id != entry_id]
+        self.frequent = [line for line in self.frequent if line.entry_id != entry_id]
+
+    def first(self) -> int | None:
+        """REPLACE of the paper."""
+        if self.recent and (self._pages(self.recent) > self.target or not self.frequent):
+            return self.recent[0].entry_id
+        return self.frequent[0].entry_id if self.frequent else None
+
+    @staticmethod
+    def _pages(lines: list[Line]) -> int:
+        return sum(line.weight.pages for line in lines)
+
+    @staticmethod
+    def _lost(ghosts: list[tuple[int, int]]) -> int:
+        return sum(pages for _, pages in ghosts)
+
+
 class SlowS3Fifo:
     def __init__(self, capacity_pages: int, visit_us: int) -> None:
         self.small_limit = max(1, int(capacity_pages * 0.1))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr.worker.cache.policies import (
+    Arc,
     CostAware,
     Demoting,
     EntryWeight,
@@ -26,7 +27,7 @@ from relaygr.worker.cache.policies import (
     Ttl,
     make_policy,
 )
-from tests.workers.policy_models import SlowCostAware, SlowLru, SlowOrder, SlowS3Fifo, SlowSlru
+from tests.workers.policy_models import SlowArc, SlowCostAware, SlowLru, SlowOrder, SlowS3Fifo, SlowSlru
 
 VISIT_US = 100
 """Of the orders below; later uses are other visits."""
@@ -83,16 +84,14 @@ class TestScans:
     def test_lru_forgets_the_hot_set_at_every_scan(self) -> None:
         assert hits_of_a_hot_set_behind_scans(Lru()) == 200 - 10 * 5
 
-    @pytest.mark.parametrize("order", [Slru(20, visit_us=VISIT_US), S3Fifo(20, visit_us=VISIT_US)], ids=["slru", "s3"])
-    def test_slru_and_s3fifo_keep_the_hot_set_after_the_first_scan(self, order: EvictionOrder) -> None:
-        assert hits_of_a_hot_set_behind_scans(order) == 200 - 5
+    @pytest.mark.parametrize("kind", [Arc, Slru, S3Fifo])
+    def test_arc_slru_and_s3fifo_keep_the_hot_set_after_the_first_scan(self, kind: type[Arc | Slru | S3Fifo]) -> None:
+        assert hits_of_a_hot_set_behind_scans(kind(20, visit_us=VISIT_US)) == 200 - 5
 
-    @pytest.mark.parametrize(
-        "make", [lambda: Slru(20, visit_us=VISIT_US), lambda: S3Fifo(20, visit_us=VISIT_US)], ids=["slru", "s3"]
-    )
-    def test_all_uses_within_one_visit_count_once(self, make: Callable[[], EvictionOrder]) -> None:
+    @pytest.mark.parametrize("kind", [Arc, Slru, S3Fifo])
+    def test_all_uses_within_one_visit_count_once(self, kind: type[Arc | Slru | S3Fifo]) -> None:
         """Job and ranking request of one impression each touch the prefix: every scan looked like a hot set."""
-        tier = BoundedTier(make(), 20)
+        tier = BoundedTier(kind(20, visit_us=VISIT_US), 20)
         for now_us in range(0, 4 * VISIT_US, VISIT_US):
             tier.ask("regular", now_us)
         for number in range(100):
@@ -100,6 +99,65 @@ class TestScans:
             for moment in range(3):
                 tier.ask(f"stranger {number}", now_us + moment)
         assert "regular" in tier.users
+
+
+class TestArc:
+    def test_entries_of_one_visit_go_first_until_one_returns_that_was_evicted_too_early(self) -> None:
+        arc = Arc(10, VISIT_US)
+        for number in (1, 2, 3):
+            arc.add(number, weight(identity=number), 0)
+        arc.touch(1, VISIT_US)
+        assert list(arc.victims(0)) == [2, 3, 1]
+        arc.evict(2)
+        arc.add(4, weight(identity=2), 2 * VISIT_US)
+        # It is among the frequent ones now, and the recent ones may have a page.
+        assert list(arc.victims(0)) == [1, 4, 3]
+
+    def test_a_frequent_entry_that_was_evicted_too_early_takes_the_room_back(self) -> None:
+        arc = Arc(10, VISIT_US)
+        for number in (1, 2, 3):
+            arc.add(number, weight(identity=number), 0)
+        for number in (1, 2):
+            arc.touch(number, VISIT_US)
+        arc.evict(3)
+        arc.add(4, weight(identity=3), 2 * VISIT_US)
+        arc.add(5, weight(identity=5), 2 * VISIT_US)
+        assert list(arc.victims(0)) == [1, 2, 4, 5]
+        arc.evict(1)
+        arc.add(6, weight(identity=1), 3 * VISIT_US)
+        assert list(arc.victims(0)) == [5, 2, 4, 6]
+
+    def test_a_hot_set_that_moves_on_at_once_is_cached_as_by_lru(self) -> None:
+        """SLRU keeps the users of yesterday in half of its room, S3-FIFO in nine tenths."""
+        hits = {}
+        for order in (Lru(), Arc(20, VISIT_US), Slru(20, visit_us=VISIT_US), S3Fifo(20, VISIT_US)):
+            tier, now_us = BoundedTier(order, 20), 0
+            hits[type(order)] = 0
+            for day in range(20):
+                for _ in range(5):
+                    for user in range(18):
+                        now_us += VISIT_US
+                        hits[type(order)] += tier.ask(f"{day} {user}", now_us)
+        assert hits[Slru] < 0.8 * hits[Lru] and hits[S3Fifo] < 0.8 * hits[Lru]
+        assert hits[Arc] > 0.9 * hits[Lru]
+
+    def test_what_it_remembers_is_bounded_by_pages(self) -> None:
+        arc = Arc(10, VISIT_US)
+        for number in range(1, 100):
+            arc.add(number, weight(2, identity=number), number)
+            if number % 2:
+                arc.touch(number, number + VISIT_US)
+            arc.evict(number)
+        assert sum(queue.ghost_pages for queue in (arc._recent, arc._frequent)) <= 10
+        assert sum(len(queue.ghosts) for queue in (arc._recent, arc._frequent)) <= 5
+
+    def test_a_removed_entry_leaves_no_memory(self) -> None:
+        arc = Arc(10, VISIT_US)
+        arc.add(1, weight(identity=1), 0)
+        arc.remove(1)
+        arc.add(2, weight(identity=1), 1)
+        arc.add(3, weight(identity=3), 2)
+        assert list(arc.victims(3)) == [2, 3]
 
 
 class TestSlru:
@@ -289,6 +347,7 @@ _MODELS: dict[str, tuple[Callable[[], EvictionOrder], Callable[[], SlowOrder]]] 
     "lru": (Lru, SlowLru),
     "ttl": (lambda: Ttl(1_000), SlowLru),
     "slru": (lambda: Slru(15, visit_us=VISIT_US), lambda: SlowSlru(15, VISIT_US)),
+    "arc": (lambda: Arc(15, VISIT_US), lambda: SlowArc(15, VISIT_US)),
     "s3fifo": (lambda: S3Fifo(25, VISIT_US), lambda: SlowS3Fifo(25, VISIT_US)),
     "cost": (lambda: CostAware(VISIT_US), lambda: SlowCostAware(VISIT_US)),
 }

@@ -6,7 +6,8 @@ lock or counts bytes.
 
 | name | evicts first | suits | does not suit |
 |---|---|---|---|
-| `slru` (default) | entries with one visit, least recently used | most traffic | a hot set that changes fast |
+| `arc` (default) | entries with one visit, or those with more, by which were missed lately | all traffic | - |
+| `slru` | entries with one visit, least recently used | most traffic | a hot set that changes fast |
 | `lru` | the least recently used | users who come often and then never again | users who come once |
 | `s3fifo` | entries with one visit, in order of arrival | many users who come once | few, large entries |
 | `cost` | the least time saved per byte | histories of very different lengths | equal lengths: it only counts visits |
@@ -19,6 +20,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from relaygr.worker.cache.policies.arc import Arc
 from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight, EvictionOrder, EvictionPolicy
 from relaygr.worker.cache.policies.cost_aware import CostAware
 from relaygr.worker.cache.policies.recency import Demoting, Lru, Slru, Ttl
@@ -27,6 +29,7 @@ from relaygr.worker.cache.policies.s3fifo import S3Fifo
 __all__ = [
     "DEFAULT_POLICY",
     "VISIT_US",
+    "Arc",
     "CostAware",
     "Demoting",
     "EntryWeight",
@@ -48,6 +51,7 @@ DEFAULT_TTL_US = 600_000_000
 class PolicyName(enum.StrEnum):
     """The names of the policies. The table above lists the traffic that each suits."""
 
+    ARC = "arc"
     LRU = "lru"
     SLRU = "slru"
     S3FIFO = "s3fifo"
@@ -55,7 +59,7 @@ class PolicyName(enum.StrEnum):
     TTL = "ttl"
 
 
-DEFAULT_POLICY = PolicyName.SLRU
+DEFAULT_POLICY = PolicyName.ARC
 """`docs/cache-policies.md` compares the policies on traffic of many kinds."""
 
 
@@ -77,6 +81,7 @@ class TierPolicies:
 
 
 _ORDERS: Mapping[PolicyName, Callable[[PolicyOptions], EvictionOrder]] = {
+    PolicyName.ARC: lambda options: Arc(options.capacity_pages),
     PolicyName.LRU: lambda _: Lru(),
     PolicyName.SLRU: lambda options: Slru(options.capacity_pages),
     PolicyName.S3FIFO: lambda options: S3Fifo(options.capacity_pages),
