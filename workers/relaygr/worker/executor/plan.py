@@ -49,6 +49,10 @@ class Chunking:
     page_tokens: int
     in_one_chunk: bool = False
 
+    def within(self, chunk_us: float) -> Chunking:
+        """The same with another bound of the time."""
+        return Chunking(chunk_us, self.max_tokens, self.page_tokens, self.in_one_chunk)
+
     def end(self, done_tokens: int, total_tokens: int, latency: LatencyModel) -> int:
         """The end of the next chunk: the last page boundary that is predicted to be reached within the bounds.
 
