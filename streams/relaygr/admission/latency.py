@@ -42,7 +42,8 @@ from relaygr.schemas.record import record
 
 def length_bucket(prefix_tokens: int) -> int:
     """The bucket of prefixes of this length: the bit length of their number of tokens."""
-    return min(prefix_tokens.bit_length(), LENGTH_BUCKETS - 1)
+    bits = prefix_tokens.bit_length()
+    return bits if bits < LENGTH_BUCKETS else LENGTH_BUCKETS - 1
 
 
 TAIL_PART: Final = 1 / 2
@@ -195,9 +196,14 @@ class LatencyModel:
         linear = c.b1 + 2 * c.b2 * cached_tokens
         steepness = linear + math.sqrt(linear * linear + 4 * c.b2 * spare_us)
         tokens = limit_tokens if steepness <= 0 else int(min(2 * spare_us / steepness, limit_tokens))
-        while tokens < limit_tokens and self.append_us(cached_tokens, tokens + 1) <= budget_us:
-            tokens += 1
-        while tokens > 0 and self.append_us(cached_tokens, tokens) > budget_us:
+        # `append_us`, written out, against the rounding of the root.
+        b0, b1, b2, read_us, twice = c.b0, c.b1, c.b2, c.b3 * cached_tokens, 2 * cached_tokens
+        while tokens < limit_tokens:
+            more = tokens + 1
+            if b0 + b1 * more + b2 * more * (twice + more) + read_us > budget_us:
+                break
+            tokens = more
+        while tokens > 0 and b0 + b1 * tokens + b2 * tokens * (twice + tokens) + read_us > budget_us:
             tokens -= 1
         return tokens
 
@@ -350,10 +356,11 @@ class _Correction:
             self._inverse = inverse
         expected = self.factor + self.extra_us * inverse
         predicted = expected if bucket is None else expected * self.length_ratios[bucket]
-        self.recent.append((measured_us * inverse, predicted / max(measured_us * inverse, _LEAST_RATIO)))
+        measured = measured_us * inverse
+        self.recent.append((measured, predicted / max(measured, _LEAST_RATIO)))
         if bucket is not None:
-            self._observe_length(bucket, measured_us * inverse / max(expected, _LEAST_RATIO), weight)
-        ratio = min(max(measured_us * inverse, expected / 2), expected * 2)
+            self._observe_length(bucket, measured / max(expected, _LEAST_RATIO), weight)
+        ratio = min(max(measured, expected / 2), expected * 2)
         off_inverse, off_ratio = inverse - self._inverse, ratio - self.ratio
         self._inverse += weight * off_inverse
         self.ratio = min(max(self.ratio + weight * off_ratio, 1 / max_factor), max_factor)
