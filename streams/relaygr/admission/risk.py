@@ -60,8 +60,9 @@ MISSED_FOR_US: Final = 2_000_000
 
 def full_path_us(latency: LatencyModel, prefix_tokens: int, scored_tokens: int) -> float:
     """Predicted device time of full inference: the later of the measured formula and of the worker's own plan."""
-    planned_us = latency.pre_us(prefix_tokens) + latency.hit_us(prefix_tokens, scored_tokens)
-    return max(latency.full_us(prefix_tokens, scored_tokens), planned_us)
+    full_us = latency.full_us(prefix_tokens, scored_tokens)
+    planned_us = latency.append_us(0, prefix_tokens) + latency.hit_us(prefix_tokens, scored_tokens)
+    return full_us if full_us > planned_us else planned_us
 
 
 def risky_us(
@@ -164,8 +165,8 @@ class FullPathObserver:
 
     def _outside(self, now_us: int) -> list[float]:
         """The times outside that count, in ascending order; none before the first answer."""
-        observed = self.outside.copy()
-        recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= HORIZON_US]
+        observed, oldest_us = self.outside.copy(), now_us - HORIZON_US
+        recent = [outside_us for at_us, outside_us in observed if at_us >= oldest_us]
         if len(recent) < LEAST_OUTSIDE:
             recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= OLDEST_US][-LEAST_OUTSIDE:]
         if len(recent) < LEAST_SAMPLES:
@@ -173,10 +174,11 @@ class FullPathObserver:
         return sorted(recent)
 
     def _full_outside(self, now_us: int) -> list[float]:
-        """Those of full inference; none if few were measured lately: an old wait would keep all at risk, and then no new
-        one is measured.
+        """Those of full inference; none if few were measured lately: an old wait would keep all at risk, and then no
+        new one is measured.
         """
-        recent = [outside_us for at_us, outside_us in self.outside_full.copy() if now_us - at_us <= HORIZON_US]
+        oldest_us = now_us - HORIZON_US
+        recent = [outside_us for at_us, outside_us in self.outside_full.copy() if at_us >= oldest_us]
         return sorted(recent) if len(recent) >= LEAST_SAMPLES else []
 
     def _ratios(self, latency: LatencyModel, now_us: int) -> tuple[float, ...]:

@@ -144,7 +144,8 @@ class PagePool:
     def drop_clean(self, pages: PageArray) -> None:
         """Frees pages of `take_dirty` that hold zeros now."""
         self._dirty[pages] = False
-        self.drop(pages)
+        self._references[pages] = 0
+        self._put_back(pages)
 
     def mark_dirty(self) -> None:
         """Every page may hold bytes of an earlier process."""
@@ -181,11 +182,14 @@ class PagePool:
         self._references[places] = left
         if least:
             return 0  # The usual end of a request: the prefix keeps its pages.
-        freed = pages[left == 0][::-1]
-        self._stack[self.free : self.free + freed.size] = freed
-        self.free += freed.size
-        self._may_have_dirty = self._may_have_dirty or bool(self._dirty[freed].any())
+        freed = pages[left == 0]
+        self._put_back(freed)
+        self._may_have_dirty = True  # Every page that was in use is dirty.
         return int(freed.size)
+
+    def _put_back(self, pages: PageArray) -> None:
+        self._stack[self.free : self.free + pages.size] = pages[::-1]
+        self.free += pages.size
 
     def free_pages(self) -> PageArray:
         """A copy of the free list."""
