@@ -94,6 +94,16 @@ def test_a_larger_factor_is_never_less_risky(
     assert risky_us(model, factors, NO_FACTORS, tokens, scored) <= risky_us(model, larger, NO_FACTORS, tokens, scored)
 
 
+@given(coefficients, all_factors, st.integers(0, 200_000), st.integers(0, 1000))
+def test_the_risk_is_the_largest_over_the_own_and_all_shorter_buckets(
+    latency: LatencyCoefficients, factors: list[float], tokens: int, scored: int
+):
+    model, own = LatencyModel(latency), length_bucket(tokens)
+    shorter = [factors[bucket] * full_path_us(model, (1 << bucket) - 1, scored) for bucket in range(own)]
+    worst_us = max([factors[own] * full_path_us(model, tokens, scored), *shorter])
+    assert risky_us(model, factors, NO_FACTORS, tokens, scored) == worst_us
+
+
 def test_unknown_and_absent_ratios_are_one_and_wild_ones_are_bounded():
     assert factors_of((0.0, 100.0, 0.01, 1.5)) == (1.0, 8.0, 0.5, 1.5, *[1.0] * (LENGTH_BUCKETS - 4))
     assert len(factors_of((2.0,) * 100)) == LENGTH_BUCKETS

@@ -32,6 +32,17 @@ def test_few_or_old_lead_times_are_no_evidence() -> None:
     assert measured(LEAST_SAMPLES).report(HORIZON_US + 1) is None
 
 
+def test_reports_between_the_requests_change_nothing_and_only_the_newest_count() -> None:
+    often, once = LeadTimes(), LeadTimes()
+    for number in range(3_000):
+        request = number, NOW_US + 20_000 + 7_919 * number % 50_000, NOW_US, NOW_US + 100_000
+        often.arrived["default"].append(request)
+        once.arrived["default"].append(request)
+        if number % 100 == 0:
+            often.report(number)
+    assert often.report(3_000) == once.report(3_000) is not None
+
+
 def test_each_scenario_has_lead_times_of_its_own() -> None:
     lead = measured(LEAST_SAMPLES)
     for _ in range(LEAST_SAMPLES):

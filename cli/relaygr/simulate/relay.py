@@ -174,7 +174,9 @@ class RelaySimulation:
         env = self._env
         for member in self._members:
             self._warm_up(member)
-        env.process(self._report_statuses())
+        if self._case.relay:
+            # Only the trigger reads statuses.
+            env.process(self._report_statuses())
         for at_s in self._case.changes.kills_s:
             self._after(self._begins_us + round(at_s * 1e6), self._kill_one)
         if self._case.changes.autoscale is not None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 BLOCK = 64
 DIGEST_BYTES = 16
 _DOMAIN = b"relaygr.history.1"
+_Bytes = bytes | memoryview
 
 
 @record(frozen=True, slots=True)
@@ -106,11 +107,9 @@ def extend_chain(chain: DigestChain, behaviours: Behaviours) -> DigestChain:
     timestamps = memoryview(behaviours.timestamps_ms.astype("<i8", copy=False).tobytes())
     for start in range(full * BLOCK, length, BLOCK):
         end = min(start + BLOCK, length)
-        digest = blake2b(current, digest_size=DIGEST_BYTES)
-        digest.update(items[start * 8 : end * 8])
-        digest.update(actions[start * 2 : end * 2])
-        digest.update(timestamps[start * 8 : end * 8])
-        current = digest.digest()
+        current = _next(
+            current, items[start * 8 : end * 8], actions[start * 2 : end * 2], timestamps[start * 8 : end * 8]
+        )
         digests.append(current)
     return DigestChain(chain.seed, b"".join(digests), length)
 
@@ -126,9 +125,22 @@ def digest_at(chain: DigestChain, behaviours: Behaviours, length: int) -> bytes:
     if known is not None:
         return known
     full = length // BLOCK
-    # The digest of the full blocks serves as the seed, so that these blocks are neither copied nor hashed.
-    before = DigestChain(chain.after(full), b"", 0)
-    return extend_chain(before, behaviours[full * BLOCK : length]).digest
+    block = slice(full * BLOCK, length)
+    return _next(
+        chain.after(full),
+        behaviours.items[block].astype("<i8", copy=False).tobytes(),
+        behaviours.actions[block].astype("<u2", copy=False).tobytes(),
+        behaviours.timestamps_ms[block].astype("<i8", copy=False).tobytes(),
+    )
+
+
+def _next(before: bytes, items: _Bytes, actions: _Bytes, timestamps: _Bytes) -> bytes:
+    """The digest after one more block, whose columns are these."""
+    digest = blake2b(before, digest_size=DIGEST_BYTES)
+    digest.update(items)
+    digest.update(actions)
+    digest.update(timestamps)
+    return digest.digest()
 
 
 @functools.lru_cache(maxsize=4096)

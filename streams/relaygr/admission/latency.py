@@ -42,7 +42,8 @@ from relaygr.schemas.record import record
 
 def length_bucket(prefix_tokens: int) -> int:
     """The bucket of prefixes of this length: the bit length of their number of tokens."""
-    return min(prefix_tokens.bit_length(), LENGTH_BUCKETS - 1)
+    bits = prefix_tokens.bit_length()
+    return bits if bits < LENGTH_BUCKETS else LENGTH_BUCKETS - 1
 
 
 TAIL_PART: Final = 1 / 2
@@ -195,18 +196,29 @@ class LatencyModel:
         linear = c.b1 + 2 * c.b2 * cached_tokens
         steepness = linear + math.sqrt(linear * linear + 4 * c.b2 * spare_us)
         tokens = limit_tokens if steepness <= 0 else int(min(2 * spare_us / steepness, limit_tokens))
-        while tokens < limit_tokens and self.append_us(cached_tokens, tokens + 1) <= budget_us:
-            tokens += 1
-        while tokens > 0 and self.append_us(cached_tokens, tokens) > budget_us:
+        # `append_us`, written out, against the rounding of the root.
+        b0, b1, b2, read_us, twice = c.b0, c.b1, c.b2, c.b3 * cached_tokens, 2 * cached_tokens
+        while tokens < limit_tokens:
+            more = tokens + 1
+            if b0 + b1 * more + b2 * more * (twice + more) + read_us > budget_us:
+                break
+            tokens = more
+        while tokens > 0 and b0 + b1 * tokens + b2 * tokens * (twice + tokens) + read_us > budget_us:
             tokens -= 1
         return tokens
 
     def scaled(self, factors: dict[Stage, float], extra_us: dict[Stage, float] | None = None) -> LatencyModel:
         """The model with each stage's times multiplied by its factor (absent: 1), plus its extra (absent: 0)."""
-        c = self.coefficients
         extra_us = extra_us or {}
-        full, pre, hit, reload = [factors.get(stage, 1.0) for stage in _STAGES]
-        more_full, more_pre, more_hit, more_reload = [extra_us.get(stage, 0.0) for stage in _STAGES]
+        return self.scaled_by(
+            [factors.get(stage, 1.0) for stage in _STAGES], [extra_us.get(stage, 0.0) for stage in _STAGES]
+        )
+
+    def scaled_by(self, factors: Sequence[float], extra_us: Sequence[float]) -> LatencyModel:
+        """`scaled`, with the factor and the extra of each stage in the order of `Stage`."""
+        c = self.coefficients
+        full, pre, hit, reload = factors
+        more_full, more_pre, more_hit, more_reload = extra_us
         return LatencyModel(
             LatencyCoefficients(
                 c.a0 * full + more_full, c.a1 * full, c.a2 * full, c.b0 * pre + more_pre, c.b1 * pre, c.b2 * pre,
@@ -315,7 +327,9 @@ class _Correction:
     1 / calibrated gives it and the factor.
     """
 
-    __slots__ = ("_counts", "_covariance", "_inverse", "_variance", "extra_us", "length_ratios", "ratio", "recent")
+    __slots__ = (
+        "_counts", "_covariance", "_inverse", "_variance", "extra_us", "factor", "length_ratios", "ratio", "recent"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_MEASUREMENTS)
@@ -323,15 +337,12 @@ class _Correction:
         self.ratio = 1.0
         """The moving average of measured / calibrated."""
         self.extra_us = 0.0
+        self.factor = 1.0
+        """Measured / calibrated without the extra."""
         self.length_ratios = [1.0] * LENGTH_BUCKETS
         self._counts = [0] * LENGTH_BUCKETS
         self._inverse: float | None = None
         self._variance = self._covariance = 0.0
-
-    @property
-    def factor(self) -> float:
-        """Measured / calibrated without the extra."""
-        return self.ratio - self.extra_us * (self._inverse or 0.0)
 
     def counts(self) -> list[int]:
         """The measurements of each length bucket."""
@@ -345,10 +356,11 @@ class _Correction:
             self._inverse = inverse
         expected = self.factor + self.extra_us * inverse
         predicted = expected if bucket is None else expected * self.length_ratios[bucket]
-        self.recent.append((measured_us * inverse, predicted / max(measured_us * inverse, _LEAST_RATIO)))
+        measured = measured_us * inverse
+        self.recent.append((measured, predicted / max(measured, _LEAST_RATIO)))
         if bucket is not None:
-            self._observe_length(bucket, measured_us * inverse / max(expected, _LEAST_RATIO), weight)
-        ratio = min(max(measured_us * inverse, expected / 2), expected * 2)
+            self._observe_length(bucket, measured / max(expected, _LEAST_RATIO), weight)
+        ratio = min(max(measured, expected / 2), expected * 2)
         off_inverse, off_ratio = inverse - self._inverse, ratio - self.ratio
         self._inverse += weight * off_inverse
         self.ratio = min(max(self.ratio + weight * off_ratio, 1 / max_factor), max_factor)
@@ -357,6 +369,7 @@ class _Correction:
         # Sizes that differ by a few per cent say nothing about the extra.
         slope = self._covariance / (self._variance + (_SAME_SIZE * self._inverse) ** 2)
         self.extra_us = min(max(slope, 0.0), (self.ratio - 1 / max_factor) / self._inverse)
+        self.factor = self.ratio - self.extra_us * self._inverse
 
     def _observe_length(self, bucket: int, found: float, weight: float) -> None:
         """`found`: measured / predicted without the ratio of this bucket."""
@@ -439,13 +452,17 @@ class Corrector:
         bucket, known = length_bucket(prefix_tokens), self._at
         model = known.get(bucket)
         if model is None:
-            factors, extra_us = {}, {}
-            for stage, correction in self._corrections.items():
-                ratio = correction.length_ratios[bucket]
-                factors[stage], extra_us[stage] = correction.factor * ratio, correction.extra_us * ratio
+            corrections = [(each, each.length_ratios[bucket]) for each in self._corrections.values()]
+            factors = [correction.factor * ratio for correction, ratio in corrections]
+            extra_us = [correction.extra_us * ratio for correction, ratio in corrections]
             # An observation on the device thread begins a new dictionary, so an old model does not stay in it.
-            model = known[bucket] = self.calibrated.scaled(factors, extra_us)
+            model = known[bucket] = self.calibrated.scaled_by(factors, extra_us)
         return model
+
+    def cut_us(self, cached_tokens: int) -> float:
+        """`cut_us` of `model`, which would have to be made for it."""
+        correction, c = self._corrections[Stage.PRE], self.calibrated.coefficients
+        return c.b0 * correction.factor + correction.extra_us + c.b3 * correction.factor * cached_tokens
 
     def pass_time(self, prefix_tokens: int, scored_tokens: int) -> PassTime:
         """The corrected time of a ranking pass, as `model_at` has it. A model would last until the next observation
@@ -472,11 +489,10 @@ class Corrector:
         """The corrected model, on average over all lengths."""
         model = self._model
         if model is None:
-            corrections = self._corrections.items()
-            factors = {stage: correction.factor for stage, correction in corrections}
+            corrections = self._corrections.values()
             # The local variable is returned, because an observation on the device thread may reset the attribute.
-            model = self._model = self.calibrated.scaled(
-                factors, {stage: correction.extra_us for stage, correction in corrections}
+            model = self._model = self.calibrated.scaled_by(
+                [each.factor for each in corrections], [each.extra_us for each in corrections]
             )
         return model
 

@@ -13,8 +13,9 @@ Pure: no clock, no I/O.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
@@ -53,7 +54,8 @@ class LeadTimes:
 
     def __init__(self) -> None:
         self.arrived: defaultdict[str, deque[ArrivedRequest]] = defaultdict(partial(deque, maxlen=_MOST_SAMPLES))
-        """By scenario. The worker has refused the messages of scenarios that it does not know."""
+        """By scenario, since the last report. The worker has refused the messages of unknown scenarios."""
+        self._windows: defaultdict[str, _Window] = defaultdict(_Window)
         self.latest: Mapping[str, LeadQuantiles] = {}
         """By scenario, as of the last report; without those of which few were measured lately."""
 
@@ -61,7 +63,10 @@ class LeadTimes:
         """The part of the status; None while nothing is known."""
         found: dict[str, LeadQuantiles] = {}
         for scenario, arrived in list(self.arrived.items()):
-            quantiles = _quantiles(arrived.copy(), now_us)
+            window = self._windows[scenario]
+            while arrived:
+                window.add(arrived.popleft())
+            quantiles = window.quantiles(now_us)
             if quantiles is not None:
                 found[scenario] = quantiles
         self.latest = found
@@ -75,19 +80,45 @@ class LeadTimes:
         )
 
 
-def _quantiles(arrived: Iterable[ArrivedRequest], now_us: int) -> LeadQuantiles | None:
-    """None while few were measured lately."""
-    pairs = [
-        (max(0, sent_us - retrieval_us), expected_us - retrieval_us)
-        for at_us, sent_us, retrieval_us, expected_us in arrived
-        if now_us - at_us <= HORIZON_US and expected_us > retrieval_us
-    ]
-    if len(pairs) < LEAST_SAMPLES:
-        return None
-    times = sorted(measured_us for measured_us, _ in pairs)
-    shares = sorted(measured_us / expected_us for measured_us, expected_us in pairs)
-    low, middle = int(LOW_QUANTILE * len(pairs)), len(pairs) // 2
-    return LeadQuantiles(times[low], times[middle], shares[low], shares[middle])
+class _Window:
+    """The lead times of one scenario that count now: in order of arrival, and in ascending order, so that a report does
+    not sort them again for a few new ones.
+    """
+
+    __slots__ = ("_latest", "_shares", "_times_us")
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[int, int, float]] = deque()
+        """When the request came, its lead time, and measured / expected."""
+        self._times_us: list[int] = []
+        self._shares: list[float] = []
+
+    def add(self, request: ArrivedRequest) -> None:
+        at_us, sent_us, retrieval_us, expected_us = request
+        if expected_us <= retrieval_us:
+            return
+        if len(self._latest) == _MOST_SAMPLES:
+            self._drop_oldest()
+        measured_us = max(0, sent_us - retrieval_us)
+        share = measured_us / (expected_us - retrieval_us)
+        self._latest.append((at_us, measured_us, share))
+        insort(self._times_us, measured_us)
+        insort(self._shares, share)
+
+    def quantiles(self, now_us: int) -> LeadQuantiles | None:
+        """None while few were measured lately."""
+        while self._latest and now_us - self._latest[0][0] > HORIZON_US:
+            self._drop_oldest()
+        count = len(self._latest)
+        if count < LEAST_SAMPLES:
+            return None
+        low, middle = int(LOW_QUANTILE * count), count // 2
+        return LeadQuantiles(self._times_us[low], self._times_us[middle], self._shares[low], self._shares[middle])
+
+    def _drop_oldest(self) -> None:
+        _, measured_us, share = self._latest.popleft()
+        del self._times_us[bisect_left(self._times_us, measured_us)]
+        del self._shares[bisect_left(self._shares, share)]
 
 
 def lead_shares_of(report: LeadTimeReport | None) -> Mapping[str, float]:

@@ -60,8 +60,9 @@ MISSED_FOR_US: Final = 2_000_000
 
 def full_path_us(latency: LatencyModel, prefix_tokens: int, scored_tokens: int) -> float:
     """Predicted device time of full inference: the later of the measured formula and of the worker's own plan."""
-    planned_us = latency.pre_us(prefix_tokens) + latency.hit_us(prefix_tokens, scored_tokens)
-    return max(latency.full_us(prefix_tokens, scored_tokens), planned_us)
+    full_us = latency.full_us(prefix_tokens, scored_tokens)
+    planned_us = latency.append_us(0, prefix_tokens) + latency.hit_us(prefix_tokens, scored_tokens)
+    return full_us if full_us > planned_us else planned_us
 
 
 def risky_us(
@@ -72,12 +73,14 @@ def risky_us(
     It never falls with the length: a bucket counts with its longest prefix for all longer prefixes.
     """
     own = length_bucket(prefix_tokens)
-    factors = [ratio * margin for ratio, margin in zip(ratios[: own + 1], margins[: own + 1], strict=True)]
-    worst_us = factors[own] * full_path_us(latency, prefix_tokens, scored_tokens)
-    for bucket in range(own):
-        if factors[bucket] > factors[own]:
-            longest = (1 << bucket) - 1
-            worst_us = max(worst_us, factors[bucket] * full_path_us(latency, longest, scored_tokens))
+    largest = ratios[own] * margins[own]
+    worst_us = largest * full_path_us(latency, prefix_tokens, scored_tokens)
+    for bucket in range(own - 1, -1, -1):
+        # A shorter prefix takes longer only if its factor is larger than those of all longer ones.
+        factor = ratios[bucket] * margins[bucket]
+        if factor > largest:
+            largest, longest = factor, (1 << bucket) - 1
+            worst_us = max(worst_us, factor * full_path_us(latency, longest, scored_tokens))
     return worst_us
 
 
@@ -89,7 +92,11 @@ def factors_of(ratios: Sequence[float]) -> tuple[float, ...]:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of the values do not exceed. Needs at least one value."""
-    ordered = sorted(values)
+    return _quantile(sorted(values), share)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """`quantile` of values in ascending order."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
@@ -135,11 +142,12 @@ class FullPathObserver:
 
     def report(self, latency: LatencyModel, now_us: int) -> FullPathReport:
         """The report, with predictions of the latency model that the same status carries."""
-        outside_us, full_outside_us = self._outside_us(now_us), self._full_outside_us(now_us)
-        # Full inference would have begun later than the request on its prepared prefix.
-        usual_full_us = self._full_outside_us(now_us, USUAL_QUANTILE)
-        usual_us = self._outside_us(now_us, USUAL_QUANTILE)
-        later_us = 0.0 if usual_full_us is None else max(0.0, usual_full_us - usual_us)
+        outside, full_outside = self._outside(now_us), self._full_outside(now_us)
+        later_us = 0.0
+        if full_outside:
+            # Full inference would have begun later than the request on its prepared prefix.
+            usual_us = _time_outside_us(outside, USUAL_QUANTILE)
+            later_us = max(0.0, _time_outside_us(full_outside, USUAL_QUANTILE) - usual_us)
         while self.prepared:
             prefix_tokens, scored_tokens, left_us = self.prepared.popleft()
             bucket = length_bucket(prefix_tokens)
@@ -147,27 +155,31 @@ class FullPathObserver:
             if later_us + full_path_us(latency, prefix_tokens, scored_tokens) <= left_us:
                 self._needless_counts[bucket] += 1
         return FullPathReport(
-            outside_us=round(outside_us),
+            outside_us=round(_time_outside_us(outside, QUANTILE)),
             ratios=self._ratios(latency, now_us),
             prepared=tuple(self._prepared_counts),
             needless=tuple(self._needless_counts),
             missed=tuple(name for at_us, name in self._missed.copy() if now_us - at_us <= MISSED_FOR_US),
-            full_outside_us=None if full_outside_us is None else round(full_outside_us),
+            full_outside_us=round(_time_outside_us(full_outside, QUANTILE)) if full_outside else None,
         )
 
-    def _outside_us(self, now_us: int, share: float = QUANTILE) -> float:
-        observed = self.outside.copy()
-        recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= HORIZON_US]
+    def _outside(self, now_us: int) -> list[float]:
+        """The times outside that count, in ascending order; none before the first answer."""
+        observed, oldest_us = self.outside.copy(), now_us - HORIZON_US
+        recent = [outside_us for at_us, outside_us in observed if at_us >= oldest_us]
         if len(recent) < LEAST_OUTSIDE:
             recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= OLDEST_US][-LEAST_OUTSIDE:]
         if len(recent) < LEAST_SAMPLES:
             recent = [outside_us for _, outside_us in observed][-LEAST_SAMPLES:]
-        return max(0.0, quantile(recent, share)) if recent else 0.0
+        return sorted(recent)
 
-    def _full_outside_us(self, now_us: int, share: float = QUANTILE) -> float | None:
-        """None if few were measured lately: an old wait would keep all at risk, and then no new one is measured."""
-        recent = [outside_us for at_us, outside_us in self.outside_full.copy() if now_us - at_us <= HORIZON_US]
-        return max(0.0, quantile(recent, share)) if len(recent) >= LEAST_SAMPLES else None
+    def _full_outside(self, now_us: int) -> list[float]:
+        """Those of full inference; none if few were measured lately: an old wait would keep all at risk, and then no
+        new one is measured.
+        """
+        oldest_us = now_us - HORIZON_US
+        recent = [outside_us for at_us, outside_us in self.outside_full.copy() if at_us >= oldest_us]
+        return sorted(recent) if len(recent) >= LEAST_SAMPLES else []
 
     def _ratios(self, latency: LatencyModel, now_us: int) -> tuple[float, ...]:
         """By bucket. A bucket with few runs takes the quantile over all runs, and 0 (unknown) if these are few, too."""
@@ -176,6 +188,10 @@ class FullPathObserver:
         pooled = [ratio for ratios in by_bucket for ratio in ratios]
         common = quantile(pooled, RATIO_QUANTILE) if len(pooled) >= LEAST_SAMPLES else 0.0
         return tuple(quantile(each, RATIO_QUANTILE) if len(each) >= LEAST_SAMPLES else common for each in by_bucket)
+
+
+def _time_outside_us(ordered: Sequence[float], share: float) -> float:
+    return max(0.0, _quantile(ordered, share)) if ordered else 0.0
 
 
 def _ratio(run: _Run, latency: LatencyModel) -> float:

@@ -13,6 +13,7 @@ At most `most` users are remembered; the one with the oldest last event is forgo
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from typing import Final
 
@@ -80,7 +81,7 @@ class ReturnGaps:
 
     def chance(self, before: int, within_us: float) -> float:
         """The share of such visits that were followed by another one within this time; 0 while too few are known."""
-        buckets = sum(_longest_us(bucket) <= within_us for bucket in range(GAP_BUCKETS))
+        buckets = bisect_right(_LONGEST_US, within_us)
         visits, returns = self._visits[before], sum(self._returns[before][:buckets])
         if visits < LEAST_VISITS:
             visits = sum(self._visits)
@@ -93,8 +94,8 @@ def gap_bucket(gap_us: int) -> int:
     return min((gap_us >> 20).bit_length(), GAP_BUCKETS - 1)
 
 
-def _longest_us(bucket: int) -> float:
-    return float(1 << (20 + bucket))
+_LONGEST_US: Final = [float(1 << (20 + bucket)) for bucket in range(GAP_BUCKETS)]
+"""The longest gap of each bucket."""
 
 
 class Users:

@@ -200,6 +200,8 @@ class WorkerMetrics:
             ["tokens"],
             registry=registry,
         )
+        self._full_path_ratios: dict[int, Gauge] = {}
+        """Those of `_full_path_ratio` that are known, by bucket."""
         self._joined = Counter(
             "relaygr_worker_prefix_joined_total",
             "Ranking requests that joined the computation of their prefix: begun (pending) or still queued (overtaken)",
@@ -296,7 +298,10 @@ class WorkerMetrics:
         """By length bucket; 0 for unknown ones."""
         for bucket, ratio in enumerate(ratios):
             if ratio > 0:
-                self._full_path_ratio.labels(_fewest_tokens(bucket)).set(ratio)
+                gauge = self._full_path_ratios.get(bucket)
+                if gauge is None:
+                    gauge = self._full_path_ratios[bucket] = self._full_path_ratio.labels(_fewest_tokens(bucket))
+                gauge.set(ratio)
 
     def set_needless(self, total: int) -> None:
         """The total of needlessly prepared requests so far."""

@@ -58,6 +58,10 @@ class PrefixKey:
     """Number of behaviours that the key covers."""
     is_known: bool = field(init=False)
     """Whether the key identifies a prefix at all."""
+    _hashed: dict[int, bytes] | None = field(init=False, repr=False, default=None)
+    """The digests that were computed inside a block, by length: the look-ups of a request ask for the same ones. Few,
+    since each is that of an entry or a mark of the user.
+    """
 
     def __post_init__(self) -> None:
         # Computed once, since every look-up needs both.
@@ -78,8 +82,18 @@ class PrefixKey:
         if known is not None or length > self.length:
             return known
         if self.behaviours is not None:
-            return digest_at(self.chain, self.behaviours, length)
+            return self._hashed_at(length, self.behaviours)
         return next((mark.digest for mark in self.marks if mark.length == length), None)
+
+    def _hashed_at(self, length: int, behaviours: Behaviours) -> bytes:
+        hashed = self._hashed
+        if hashed is None:
+            hashed = {}
+            object.__setattr__(self, "_hashed", hashed)
+        digest = hashed.get(length)
+        if digest is None:
+            digest = hashed[length] = digest_at(self.chain, behaviours, length)
+        return digest
 
     def head(self, length: int) -> PrefixKey | None:
         """The key of the first `length` behaviours, or None if their digest is not known."""

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -265,7 +265,7 @@ class ExecutorContext:
             return self.chunking
         first = self.scheduler.ranking.peek()
         slack_us = first.latest_start_us - now_us if first is not None and first is not work else math.inf
-        cut_us = self.parts.corrector.model.cut_us(work.done_tokens)
+        cut_us = self.parts.corrector.cut_us(work.done_tokens)
         own = {(job.job.user_id, job.job.request_id) for job in work.jobs}
         arrival_us, others_us = self.arrivals.next_us(now_us, own)
         # This one is in that queue, too, unless a request waits for it, or nobody.
@@ -273,8 +273,8 @@ class ExecutorContext:
         bound_us = chunk_bound_us(shortest_us, longest_us, cut_us, slack_us, arrival_us, others_us, prefixes)
         # The time of a prefix grows with the number of chunks, that is with the mean of 1 / bound.
         mean = 1 / self.chunking.chunk_us + CHUNK_WEIGHT * (1 / bound_us - 1 / self.chunking.chunk_us)
-        self.chunking = replace(self.chunking, chunk_us=1 / mean)
-        return replace(self.chunking, chunk_us=bound_us)
+        self.chunking = self.chunking.within(1 / mean)
+        return self.chunking.within(bound_us)
 
     def tail_stays_in_suffix(
         self, prefix: ResolvedPrefix, cached: Handle, suffix_behaviours: int, scored_tokens: int

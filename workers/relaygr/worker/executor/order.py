@@ -40,7 +40,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from relaygr.schemas.messages import Path
@@ -368,14 +367,10 @@ class Backlog:
         self.patience = max(_LEAST_PATIENCE, self.patience - _IMPATIENT_STEP)
 
 
-@dataclass(order=True, slots=True)
-class QueueEntry(Generic[W]):
-    """One push of the work. A later push of the same work invalidates this one."""
-
-    due_us: float
-    """When its device work must have ended."""
-    sequence: int
-    work: W = field(compare=False)
+QueueEntry = tuple[float, int, W]
+"""One push of work: when its device work must have ended, a number that no other push has, and the work. A later push
+of the same work invalidates this one.
+"""
 
 
 class DeadlineQueue(Generic[W]):
@@ -396,15 +391,16 @@ class DeadlineQueue(Generic[W]):
         return len(self.entries)
 
     def __iter__(self) -> Iterator[W]:
-        return (entry.work for entry in self.entries.values())
+        return (work for _, _, work in self.entries.values())
 
     def push(self, work: W) -> None:
         """Adds the work, or moves it to the place of its present deadline."""
-        entry = QueueEntry(_due_us(work), next(self._sequence), work)
+        latest_start_us = work.latest_start_us
+        entry = latest_start_us + work.remaining_us, next(self._sequence), work
         self.entries[id(work)] = entry
         heapq.heappush(self._heap, entry)
         if self._backlog is not None:
-            self._backlog.put(work, work.latest_start_us)
+            self._backlog.put(work, latest_start_us)
             if work.runs_in_chunks:
                 self._in_chunks[id(work)] = work
                 self._note_longest()
@@ -432,8 +428,9 @@ class DeadlineQueue(Generic[W]):
         """The work with the earliest deadline."""
         while self._heap:
             entry = self._heap[0]
-            if self.entries.get(id(entry.work)) is entry:
-                return entry.work
+            work = entry[2]
+            if self.entries.get(id(work)) is entry:
+                return work
             heapq.heappop(self._heap)
         return None
 

@@ -49,6 +49,10 @@ class Chunking:
     page_tokens: int
     in_one_chunk: bool = False
 
+    def within(self, chunk_us: float) -> Chunking:
+        """The same with another bound of the time."""
+        return Chunking(chunk_us, self.max_tokens, self.page_tokens, self.in_one_chunk)
+
     def end(self, done_tokens: int, total_tokens: int, latency: LatencyModel) -> int:
         """The end of the next chunk: the last page boundary that is predicted to be reached within the bounds.
 
@@ -60,9 +64,9 @@ class Chunking:
         fitting = latency.longest_append(done_tokens, self.chunk_us, most) or 0
         if done_tokens + fitting == total_tokens:
             return total_tokens
-        next_boundary = (done_tokens // self.page_tokens + 1) * self.page_tokens
-        last_boundary = (done_tokens + fitting) // self.page_tokens * self.page_tokens
-        return min(max(next_boundary, last_boundary), total_tokens)
+        # A fitting chunk that ends in its first page ends with that page all the same.
+        page = max(done_tokens // self.page_tokens + 1, (done_tokens + fitting) // self.page_tokens)
+        return min(page * self.page_tokens, total_tokens)
 
     def duration_us(self, done_tokens: int, total_tokens: int, latency: LatencyModel) -> float:
         """Predicted time of all chunks that are left of a prefix; 0 if none is left."""
@@ -241,14 +245,18 @@ def plan_ranking(
     cached to be ranked in the suffix, and there are not too many of them. `tail_stays_in_suffix`: this is also cheaper
     than to compute them. `pass_remaining_us`: time for a ranking pass without any computation, if it is longer.
     """
-    compute_us = chunking.duration_us(cached_tokens, prefix_tokens, latency)
-    whole_us = latency.hit_us(prefix_tokens, scored_tokens) + compute_us
     tail_tokens = prefix_tokens - cached_tokens
+    tail_as_suffix = None
     if tail_may_be_suffix and 0 < tail_tokens < prefix_tokens:
         predicted_us = latency.hit_us(cached_tokens, scored_tokens + tail_tokens)
-        fits = predicted_us <= max(remaining_us, pass_remaining_us)
-        if fits and (tail_stays_in_suffix or whole_us > remaining_us):
-            return RoutePlan(Route.TAIL_AS_SUFFIX, int(predicted_us), cached_tokens)
+        if predicted_us <= max(remaining_us, pass_remaining_us):
+            tail_as_suffix = RoutePlan(Route.TAIL_AS_SUFFIX, int(predicted_us), cached_tokens)
+            if tail_stays_in_suffix:
+                return tail_as_suffix
+    compute_us = chunking.duration_us(cached_tokens, prefix_tokens, latency)
+    whole_us = latency.hit_us(prefix_tokens, scored_tokens) + compute_us
+    if tail_as_suffix is not None and whole_us > remaining_us:
+        return tail_as_suffix
     if whole_us <= remaining_us:
         return RoutePlan(Route.WHOLE, int(whole_us), prefix_tokens, compute_us)
     return plan_truncation(prefix_tokens, scored_tokens, remaining_us, latency, chunking)

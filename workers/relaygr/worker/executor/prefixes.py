@@ -24,7 +24,6 @@ from __future__ import annotations
 import enum
 from bisect import insort
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -225,7 +224,7 @@ class Prefixes:
         A ranking pass of `rank_us` may run beside the copy.
         """
         if isinstance(found, Hit):
-            in_hbm, in_dram = found.handle.behaviours, self._parts.cache.peek(prefix.key).dram_behaviours
+            in_hbm, in_dram = found.handle.behaviours, self._parts.cache.dram_behaviours(prefix.key)
         else:
             in_hbm, in_dram = 0, found.dram_behaviours
         if in_dram <= in_hbm:
@@ -402,7 +401,7 @@ class Prefixes:
         if not isinstance(work, PrefixWork):
             return None
         latency, chunking = self._parts.corrector.model_at(work.total_tokens), self._context.chunking
-        chunking = replace(chunking, chunk_us=min(self._chunk_us, slack_us))
+        chunking = chunking.within(min(self._chunk_us, slack_us))
         if self._next_chunk(work, chunking, latency).predicted_us(latency) > slack_us:
             return None
         if self.prepare(work, now_us) is not ChunkReadiness.READY:
