@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.generator.samples import LOST, Sample
 from relaygr.bench.generator.trace import Trace, read_trace, write_trace
-from relaygr.bench.generator.workload import Workload, make_trace
+from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
 from relaygr.bench.headline.command import with_other_reuses
@@ -401,26 +402,39 @@ class TestFigures:
         assert "The folder `plans` lacks quick, quick-r0: " in text and "Energy: not readable here." in text
 
     def test_b0_stands_in_the_cells_of_its_plan_in_which_it_was_not_measured(self, tmp_path: Path) -> None:
-        rows = outcome("B0", {5.0: 0.0, 10.0: 0.0, 20.0: 0.5}, 1, cell="quick", device_use=0.4, device_s_per_1000=100.0)
-        rows += outcome("R", {20.0: 0.0, 40.0: 0.5}, 1, cell="quick-r0.6", hbm_share=0.6, device_s_per_1000=50.0)
-        rows += outcome("R", {20.0: 0.0, 40.0: 0.5}, 1, cell="centre")
-        figures = figures_of(rows, "full")
+        quick = {"mode": "quick"}
+        rows = outcome("B0", {5.0: 0.0, 10.0: 0.0, 20.0: 0.5}, 1, cell="quick", device_use=0.2, **quick)
+        rows = [replace(each, device_s_per_1000=100.0) for each in rows]
+        rows += outcome(
+            "R", {20.0: 0.0, 40.0: 0.5}, 1, cell="quick-r0.6", hbm_share=0.6, device_s_per_1000=50.0, **quick
+        )
+        rows += outcome("R", {20.0: 0.0, 40.0: 0.5}, 1, **quick)
+        figures = figures_of(rows, "quick")
         found = {(each.cell, each.system): each for each in figures}
         lent, relay = found["quick-r0.6", "B0"], found["quick-r0.6", "R"]
         assert (lent.measured_in, lent.value) == ("quick", 10.0)
         assert relay.ratio is not None and (relay.measured_in, relay.ratio.value) == ("quick-r0.6", pytest.approx(2.0))
         assert ("centre", "B0") not in found
-        assert counts_for_b(figures, rows, "quick-r0.6", "full")
+        assert not counts_for_b(figures, rows, "quick-r0.6", "quick")
         text = reported(tmp_path, rows)
         line = next(each for each in text.splitlines() if each.startswith("| quick | B: requests/s | 0.6 |"))
-        assert line.endswith("| 60% | - | 100.0 at 10/s, 50.0 at 20/s |")
-        assert "B0 was measured in quick alone, and stands in the cells with other shares" in text
+        assert "| 10 (of quick) | 20 | 2.00 (one seed) | 20%, does not count | 60% at 20/s | - |" in line
+        assert line.endswith("| 100.0 at 10/s, 50.0 at 20/s |")
+        assert "B0 was measured in quick alone" in text
+
+    def test_b0_stands_for_no_cell_in_a_mode_that_measures_it_in_each(self) -> None:
+        rows = outcome("B0", {10.0: 0.0}, 1, cell="quick") + outcome("R", {10.0: 0.0}, 1, cell="quick-r0")
+        for mode, lends in (("quick", True), ("quick-9s", True), ("quick-log-1", False), ("full", False)):
+            found = figures_of([replace(each, mode=mode) for each in rows], mode)
+            assert (("quick-r0", "B0") in {(each.cell, each.system) for each in found}) == lends
 
     def test_b0_does_not_stand_where_its_own_runs_were_invalid(self) -> None:
-        rows = outcome("B0", {10.0: 0.0, 20.0: 0.5}, 1, cell="quick") + outcome("R", {10.0: 0.0}, 1, cell="quick-r0")
-        assert ("quick-r0", "B0") in {(each.cell, each.system) for each in figures_of(rows, "full")}
-        rows += outcome("B0", {10.0: 0.0}, 1, cell="quick-r0", valid=False)
-        assert ("quick-r0", "B0") not in {(each.cell, each.system) for each in figures_of(rows, "full")}
+        quick = {"mode": "quick"}
+        rows = outcome("B0", {10.0: 0.0, 20.0: 0.5}, 1, cell="quick", **quick)
+        rows += outcome("R", {10.0: 0.0}, 1, cell="quick-r0", **quick)
+        assert ("quick-r0", "B0") in {(each.cell, each.system) for each in figures_of(rows, "quick")}
+        rows += outcome("B0", {10.0: 0.0}, 1, cell="quick-r0", valid=False, **quick)
+        assert ("quick-r0", "B0") not in {(each.cell, each.system) for each in figures_of(rows, "quick")}
 
     def test_runs_of_another_mode_in_the_folder_do_not_change_the_table(self) -> None:
         own = outcome("B0", {10.0: 0.0}, 1) + outcome("R", {10.0: 0.0, 20.0: 0.0}, 1, reuse=0.6)
@@ -617,18 +631,29 @@ class TestPage:
         text = page.read_text(encoding="utf-8")
         assert "| cell | figure | R / C, 95 % |" in text and "| 2.00 (one seed) |" in text
 
-    def test_the_page_shows_late_requests_by_rate_and_what_each_system_reached(self, tmp_path: Path) -> None:
-        rows = outcome("B0", {5.0: 0.0, 10.0: 0.2}, 1, cell="quick")
+    def test_the_page_shows_late_requests_by_rate_and_what_each_system_reached(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rows = outcome("B0", {5.0: 0.0, 10.0: 0.2}, 1, cell="quick", mode="quick")
         for cell, top in (("quick", 20.0), ("quick-r0", 10.0)):
-            rows += outcome("R", {5.0: 0.0, top: 0.0, 2 * top: 0.1}, 1, cell=cell)
-        page = tmp_path / "page.md"
+            rows += outcome("R", {5.0: 0.0, top: 0.0, 2 * top: 0.1}, 1, cell=cell, mode="quick")
+        page, drawn = tmp_path / "page.md", list[Figure]()
         page.write_text(self.PAGE, encoding="utf-8")
         reported(tmp_path, rows)
+        save = Figure.savefig
+        monkeypatch.setattr(Figure, "savefig", lambda *to, **how: drawn.append(to[0]) or save(*to, **how))
         fill_page(tmp_path, None, page)
         assert "![Late requests by rate, and what each system reached (quick)](images/page.png)" in page.read_text(
             "utf-8"
         )
-        assert (tmp_path / "images" / "page.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "images" / "page.png").exists()
+        late, reached = drawn[-1].axes
+        lines = {line.get_label(): line.get_xydata().tolist() for line in late.get_lines()[:2]}
+        assert lines == {"B0": [[5.0, 0.0], [10.0, 20.0]], "R": [[5.0, 0.0], [20.0, 0.0], [40.0, 10.0]]}
+        # Without returning users first, B0 of the other cell and R; then at 0.9.
+        assert [bar.get_height() for bar in reached.patches] == [5.0, 10.0, 5.0, 20.0]
+        assert [bar.get_hatch() for bar in reached.patches] == ["//", None, None, None]
+        assert [text.get_text() for text in reached.get_xticklabels()] == ["0", "0.9"]
 
     def test_the_documentation_shows_the_figures_of_the_runs_that_are_kept(self, tmp_path: Path) -> None:
         root, copy = Path(__file__).parents[2], tmp_path / "benchmark.md"
@@ -708,11 +733,28 @@ class TestCells:
         assert "lead-1-r0" in names and names.count("n1024-d2.5-r0") == 1
         assert len({(BY_NAME[name].family, BY_NAME[name].reuse) for name in names}) == len(names)
 
-    def test_the_quick_run_measures_b0_at_one_share_alone(self) -> None:
+    def test_the_quick_run_measures_b0_at_the_highest_share_alone(self) -> None:
         asked = with_other_reuses((QUICK,), QUICK_SYSTEMS, QUICK_MODE)
         assert [(cell.name, systems) for cell, systems in asked] == [
             ("quick", QUICK_SYSTEMS), ("quick-r0", (System.R,)), ("quick-r0.6", (System.R,))
         ]  # fmt: skip
+        # With more returning users lengths would have to change, and users of a log have lengths of their own.
+        alone = at_reuse(QUICK, 0.0)
+        assert QUICK_MODE.lends_b0(alone) and not QUICK_MODE.lends_b0(QUICK)
+        assert not QUICK_MODE.lends_b0(replace(BY_NAME["n2048-d4-r0.9"], planned_as="n2048-d4-r0.6"))
+        assert not replace(QUICK_MODE, name=f"quick{OF_LOG}1").lends_b0(alone)
+
+    def test_where_b0_is_not_measured_the_trace_has_the_same_times_and_lengths(self, tmp_path: Path) -> None:
+        plan, traces = plan_of(QUICK, engine_times(QUICK)), {}
+        with Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench:
+            for cell in (QUICK, at_reuse(QUICK, 0.0), at_reuse(QUICK, 0.6)):
+                traces[cell.reuse] = read_trace(bench._trace(cell, plan, Point("B", QUICK.history, 20.0, 1)))
+        own = traces[QUICK.reuse]
+        for reuse, other in traces.items():
+            assert np.array_equal(other.ranking_us, own.ranking_us) and np.array_equal(other.part, own.part)
+            assert np.array_equal(other.history_length, own.history_length)
+            assert reuse_of(other) == pytest.approx(reuse, abs=0.12)
+        assert set(own.user_id).isdisjoint(traces[0.0].user_id)
 
 
 RELAYS = [system for system, flags in FLAGS.items() if flags.events]
@@ -1295,7 +1337,7 @@ class TestRatesWithoutASearch:
         ("over", "slowdown", "verdict"),
         [
             (1.05, 1.2, "honest"),
-            (1.15, 1.1, "honest, on a slower machine"),
+            (1.15, 1.1, "not known: the machine was slower"),
             (1.25, 1.1, "too slow for an honest baseline"),
             (1.15, math.nan, "too slow for an honest baseline"),
         ],
@@ -1305,7 +1347,7 @@ class TestRatesWithoutASearch:
     ) -> None:
         plan = plan_of(QUICK, engine_times(QUICK))
         rows = outcome("B0", {plan.half_rate_per_s: 0.0}, 1, cell="quick", worker_over_engine=over, slowdown=slowdown)
-        told = "1.00" if math.isnan(slowdown) else f"{slowdown:.2f}"
+        told = "-" if math.isnan(slowdown) else f"{slowdown:.2f}"
         assert [line[3:] for line in baseline(rows, {"quick": plan}).rows] == [[f"{over:.2f}", told, "1.1", verdict]]
 
     def test_a_run_at_half_load_shows_whether_the_baseline_is_honest(self) -> None:
@@ -1325,7 +1367,7 @@ class TestRatesWithoutASearch:
             for cell, ratio in (("quick", 1.2), ("quick-r0", 1.0), ("quick-r0.6", 1.05))
             for each in outcome("B0", {half: 0.0}, 1, cell=cell, worker_over_engine=ratio)
         ]
-        assert baseline(rows, {"quick": plan}).rows == [["quick", f"{half:g}", "3", "1.05", "1.00", "1.1", "honest"]]
+        assert baseline(rows, {"quick": plan}).rows == [["quick", f"{half:g}", "3", "1.05", "-", "1.1", "honest"]]
 
 
 @pytest.mark.slow

@@ -118,18 +118,16 @@ class SlowArc:
             line.weight = weight
             self.touch(entry_id, now_us)
             return
-        b1, b2 = (sum(pages for _, pages in lost) for lost in (self.lost_recent, self.lost_frequent))
-        line = Line(entry_id, weight, now_us, now_us)
-        if weight.identity in dict(self.lost_recent):
-            self.lost_recent = [ghost for ghost in self.lost_recent if ghost[0] != weight.identity]
+        b1, b2 = (max(1, self._lost(lost)) for lost in (self.lost_recent, self.lost_frequent))
+        was_recent, was_frequent = (weight.identity in dict(lost) for lost in (self.lost_recent, self.lost_frequent))
+        self.lost_recent = [ghost for ghost in self.lost_recent if ghost[0] != weight.identity]
+        self.lost_frequent = [ghost for ghost in self.lost_frequent if ghost[0] != weight.identity]
+        if was_recent:
             self.target = min(self.capacity, self.target + weight.pages * max(1.0, b2 / b1))
-            self.frequent.append(line)
-        elif weight.identity in dict(self.lost_frequent):
-            self.lost_frequent = [ghost for ghost in self.lost_frequent if ghost[0] != weight.identity]
+        elif was_frequent:
             self.target = max(0.0, self.target - weight.pages * max(1.0, b1 / b2))
-            self.frequent.append(line)
-        else:
-            self.recent.append(line)
+        order = self.frequent if was_recent or was_frequent else self.recent
+        order.append(Line(entry_id, weight, now_us, now_us))
 
     def touch(self, entry_id: int, now_us: int) -> None:
         line = _find(self.recent + self.frequent, entry_id)

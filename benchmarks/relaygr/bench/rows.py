@@ -52,11 +52,15 @@ def _git(*arguments: str) -> str:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends the rows, at least one, and the header to a new file."""
+    """Appends the rows, at least one, and the header to a new file. Raises RelayError for a file with other columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
+    new, columns = not path.exists(), list(rows[0])
+    if not new:
+        with path.open(newline="", encoding="utf-8") as file:
+            if next(csv.reader(file), columns) != columns:
+                raise RelayError(f"{path} has the columns of another version: move it away, or choose another file")
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, columns)
         if new:
             writer.writeheader()
         writer.writerows(rows)

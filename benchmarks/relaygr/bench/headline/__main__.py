@@ -6,9 +6,9 @@
 `--quick` takes about ten minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
 virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50` plays only these
-rates, each after a minute of warm-up, without a search, and `--histories 2048,4096` plays them at these lengths.
-`--trace FILE` plays a trace of your own on each system; with `--seconds` its first part. `--make-trace FILE` writes
-the trace of a load and ends. `--report` makes the report again from the CSV files and measures nothing. `--page
+rates, each after one or two minutes of warm-up, without a search, and `--histories 2048,4096` plays them at these
+lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part. `--make-trace FILE`
+writes the trace of a load and ends. `--report` makes the report again from the CSV files and measures nothing. `--page
 docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into that page.
 
 A run that is interrupted goes on where it stopped when the same command is given again.

@@ -84,16 +84,19 @@ def simulate(
 def with_other_reuses(
     cells: Sequence[Cell], systems: Sequence[System], mode: Mode
 ) -> list[tuple[Cell, tuple[System, ...]]]:
-    """Each cell with the systems. After it, the same cell at each of `REUSES` with B0 and R, if it is not there."""
+    """Each cell with the systems. After it, the same cell at each of `REUSES` that is not there: with R, and with B0
+    unless its runs in the first cell stand for those.
+    """
     there = {(cell.family, cell.reuse) for cell in cells}
-    others_too = (System.R,) if mode.measures_b0_once else (System.B0, System.R)
-    pair = tuple(system for system in systems if system in others_too)
     asked: list[tuple[Cell, tuple[System, ...]]] = []
     for cell in cells:
         asked.append((cell, tuple(systems)))
         others = [at_reuse(cell, reuse) for reuse in REUSES if (cell.family, reuse) not in there]
         there |= {(other.family, other.reuse) for other in others}
-        asked += [(other, pair) for other in others if pair]
+        for other in others:
+            wanted = (System.R,) if mode.lends_b0(other) else (System.B0, System.R)
+            chosen = tuple(system for system in systems if system in wanted)
+            asked += [(other, chosen)] if chosen else []
     return asked
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from relaygr.bench.headline.decision import LEAST_SEEDS, Decision, Interval, decide, paired_ratio
 from relaygr.bench.headline.grid import plan_name_of
-from relaygr.bench.headline.rows import RunRow
+from relaygr.bench.headline.rows import RunRow, measures_b0_once
 from relaygr.bench.headline.systems import System
 
 SEARCHED = ("A", "B")
@@ -27,7 +27,7 @@ class Reached:
 
     cell: str
     measured_in: str
-    """The cell whose runs these are: that of B0 may be another one of the same plan."""
+    """The cell whose runs these are: for B0 perhaps the one of the plan (`measures_b0_once`)."""
     system: str
     figure: str
     rate_per_s: float
@@ -71,8 +71,7 @@ def _search_of(row: RunRow) -> Broken:
 def figures_of(rows: Sequence[RunRow], mode: str) -> list[Reached]:
     """All figures of one mode, in the order of the rows, of the searches that are not broken.
 
-    B0 computes every history in full, so the share of returning users changes nothing for it. A cell without runs of B0
-    has those of another cell of its plan.
+    In a mode that measures B0 once, cells without runs of B0 have those of the cell of their plan.
     """
     broken = set(broken_in(rows, mode))
     own = [row for row in rows if row.mode == mode and row.valid and _search_of(row) not in broken]
@@ -84,14 +83,10 @@ def figures_of(rows: Sequence[RunRow], mode: str) -> list[Reached]:
             if row.figure in names:
                 figure = names[row.figure]
                 groups.setdefault((row.cell, figure, row.rate_per_s if figure == "A" else 0.0), []).append(row)
-        lent = {
-            (plan_name_of(cell), figure, rate): base
-            for (cell, figure, rate), found in groups.items()
-            if (base := [row for row in found if row.system == System.B0])
-        }
         for (cell, figure, rate), found in groups.items():
-            if cell not in with_b0:
-                found[:0] = lent.get((plan_name_of(cell), figure, rate), [])
+            if measures_b0_once(mode) and cell not in with_b0:
+                lender = groups.get((plan_name_of(cell), figure, rate), [])
+                found[:0] = [row for row in lender if row.system == System.B0]
         return groups
 
     confirming = grouped({confirmed: figure for figure, confirmed in CONFIRMED.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,7 @@ def plot_overview(path: Path, rows: Sequence[RunRow], figures: Sequence[Reached]
         ("Late requests by the offered rate", partial(_late, [row for row in rows if row.cell == cell]))
     ]
     for figure, title in (
-        ("B", "Most requests a second with 99 % in time"),
+        ("B", "Most requests a second with 99 % in time (O left out)"),
         ("A", "Longest history with 99 % in time, at {:g}/s"),
     ):
         for rate in sorted({each.rate_per_s for each in own if each.figure == figure}):
@@ -112,10 +113,12 @@ def _late(rows: Sequence[RunRow], axes: Axes) -> bool:
 
 
 def _reached(figures: Sequence[Reached], cells: Sequence[str], axes: Axes) -> bool:
-    """Bars of each system, grouped by the share of returning users. The oracle's would dwarf the others."""
+    """Bars of each system but O, whose would dwarf the others, grouped by the share of returning users. Those that were
+    measured in another cell are hatched.
+    """
     reuses = {cell: BY_NAME[cell].reuse if cell in BY_NAME else math.nan for cell in cells}
     ordered = sorted(cells, key=lambda cell: reuses[cell])
-    width, known = 0.17, set[str]()
+    width, known = 0.8 / max(Counter(each.cell for each in figures).values()), set[str]()
     for place, cell in enumerate(ordered):
         bars = [each for each in figures if each.cell == cell and each.system != System.O]
         bars.sort(key=lambda each: list(System).index(System(each.system)))
@@ -123,6 +126,7 @@ def _reached(figures: Sequence[Reached], cells: Sequence[str], axes: Axes) -> bo
             drawn = axes.bar(
                 place + (number - (len(bars) - 1) / 2) * width, each.value, 0.9 * width,
                 label=None if each.system in known else each.system, color=COLOURS[System(each.system)],
+                hatch="//" if each.measured_in != each.cell else None, edgecolor="white", linewidth=0,
             )  # fmt: skip
             known.add(each.system)
             axes.bar_label(drawn, [f"{'≥ ' if each.is_at_least else ''}{amount(each.value)}"], fontsize=7, padding=1)

@@ -16,9 +16,18 @@ from relaygr.bench.generator.trace import WARM_UP, Trace
 from relaygr.bench.generator.workload import Workload
 from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.figures import CONFIRMED, decide_rows
-from relaygr.bench.headline.grid import LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
+from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
 from relaygr.bench.headline.plan import CellPlan
-from relaygr.bench.headline.rows import AT_RATE, SLOW_LIMIT, RunRow, Used, columns_of, score_columns
+from relaygr.bench.headline.rows import (
+    AT_RATE,
+    QUICK_NAME,
+    SLOW_LIMIT,
+    RunRow,
+    Used,
+    columns_of,
+    measures_b0_once,
+    score_columns,
+)
 from relaygr.bench.headline.search import Found, highest_passing, snapped, values_around
 from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System
 from relaygr.bench.rows import code, machine, now
@@ -69,9 +78,6 @@ class Mode:
     """A run lasts at most so many times as long."""
     a_systems: tuple[System, ...] = tuple(each for each in System if each is not System.B1)
     """Systems of which figure A is searched. The length of B1 is fixed."""
-    measures_b0_once: bool = False
-    """Whether B0 is measured at one share of returning users alone. It computes every history in full, so the others
-    change nothing for it."""
 
     def with_seeds(self, seeds: tuple[int, ...]) -> Mode:
         """With other seeds. If these are enough to decide, slow runs are invalid."""
@@ -82,14 +88,18 @@ class Mode:
     def decides(self) -> bool:
         return len(self.seeds) >= LEAST_SEEDS
 
+    def lends_b0(self, cell: Cell) -> bool:
+        """Whether runs of B0 in the cell of the plan stand for those in this one."""
+        return measures_b0_once(self.name) and cell.reuse < BY_NAME[cell.plan_name].reuse
+
     def seconds_at(self, rate_per_s: float) -> float:
         """The measured part of a run at this rate."""
         return min(max(self.seconds, self.least_requests / rate_per_s), self.longest * self.seconds)
 
 
 QUICK_MODE = Mode(
-    "quick", (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, wait_s=0.0, slow_limit=math.inf,
-    a_systems=(System.B0, System.R), measures_b0_once=True,
+    QUICK_NAME, (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, wait_s=0.0, slow_limit=math.inf,
+    a_systems=(System.B0, System.R),
 )  # fmt: skip
 """With one seed it decides nothing, so a noisy machine shows in its report, and ends no search."""
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
@@ -134,7 +144,7 @@ def warm_up_of(cell: Cell, plan: CellPlan, point: Point, mode: Mode) -> float:
     """
     users = point.rate_per_s * cell.reuse * cell.return_gap_s
     needed_s = 3 * cell.return_gap_s + 2 * users * plan.latency.pre_us(point.history) / 1e6
-    return min(max(mode.warm_up_s, needed_s), 2 * mode.warm_up_s)
+    return min(max(mode.warm_up_s, needed_s if cell.reuse else 0.0), 2 * mode.warm_up_s)
 
 
 def workload_of(cell: Cell, plan: CellPlan, point: Point, mode: Mode) -> Workload:

@@ -40,6 +40,7 @@ from relaygr.bench.headline.summary import (
     measured_once,
     plan_of,
     ratio,
+    reached,
     share,
 )
 from relaygr.bench.headline.systems import FLAGS, System
@@ -275,7 +276,7 @@ def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str, tr
                     f"{each.rate_per_s:g}" if figure == "A" else f"{at[0].history:,}",
                     f"{reuse:.2f}",
                     each.system,
-                    ("at least " if each.is_at_least and each.value else "") + amount(each.value),
+                    ("at least " if each.is_at_least and each.value else "") + reached(each),
                     amount(each.decided) if each.decided is not None else "-",
                     ratio(each.ratio, len(each.by_seed)),
                 ]

@@ -39,6 +39,16 @@ SIMULATED = "simulated"
 """How the broker's description of a simulated run begins."""
 OF_LOG = "-log-"
 """Stands in the name of a mode whose users are those of an interaction log."""
+QUICK_NAME = "quick"
+"""How the name of the quick mode begins."""
+
+
+def measures_b0_once(mode: str) -> bool:
+    """Whether the mode of this name measures B0 only at a cell's own share of returning users. It plays lower shares
+    on traces of the same times and lengths (`with_reuse`), which are the same work for B0. Users of a log have
+    histories of their own, so they cannot be exchanged.
+    """
+    return mode.startswith(QUICK_NAME) and OF_LOG not in mode
 
 
 @dataclass(frozen=True, slots=True)

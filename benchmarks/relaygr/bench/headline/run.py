@@ -25,7 +25,7 @@ from relaygr.bench.generator.samples import Sample, read_samples
 from relaygr.bench.generator.trace import MEASURED, WARM_UP, Trace, digest_of, read_trace, write_trace
 from relaygr.bench.generator.workload import make_trace, reuse_of, with_reuse
 from relaygr.bench.headline.figures import figures_of, longest_truncation
-from relaygr.bench.headline.grid import ITEMS, LENGTH_FACTORS, REUSES, Cell
+from relaygr.bench.headline.grid import BY_NAME, ITEMS, LENGTH_FACTORS, REUSES, Cell
 from relaygr.bench.headline.plan import CellPlan, plan_in, write_model
 from relaygr.bench.headline.points import (
     PARTITIONS,
@@ -60,8 +60,8 @@ SCORES_EVERY = 10
 POOL = 16
 """Users of the oracle, all of them ready in HBM."""
 POOL_BUDGET_MS = 30_000
-RUN_OVERHEAD_S = 4.0
-"""Histories, their reading, encoding, and the wait for the last results."""
+RUN_OVERHEAD_S = 6.0
+"""Histories, their reading, encoding, the wait for the last results, and what some runs are longer."""
 START_S = 9.0
 PLAN_S = 25.0
 ENGINE_WAIT_S = 30.0
@@ -187,7 +187,8 @@ class Bench:
         self._describe(asked[0][0], plan)
         searches, uses = [], FoundUses()
         for cell, systems in asked:
-            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses, len(systems) > 1)
+            compares = System.B0 in systems or not self._mode.lends_b0(cell)
+            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses, compares)
             variant = search.tuned() if System.B0 in systems else UNCUT
             short_rate = search.short_capacity(variant)
             searches.append((cell, systems, partial(search.figures, variant=variant, short_rate=short_rate)))
@@ -419,12 +420,15 @@ class Bench:
         return []
 
     def _trace(self, cell: Cell, plan: CellPlan, point: Point) -> Path:
-        """The file of the trace: the same for all systems."""
+        """The file of the trace: the same for all systems. A cell that has no B0 of its own has the times and lengths
+        of the cell whose B0 stands for it.
+        """
         name = trace_name(cell, point, self._mode)
         path = self._out / "traces" / f"{name}.parquet"
         if not path.exists():
-            load = workload_of(cell, plan, point, self._mode)
-            write_trace(make_trace(load, f"{name}-", self._users(cell)), path)
+            base = BY_NAME[cell.plan_name] if self._mode.lends_b0(cell) else cell
+            made = make_trace(workload_of(base, plan, point, self._mode), f"{name}-", self._users(cell))
+            write_trace(made if base is cell else with_reuse(made, cell.reuse), path)
         return path
 
     def _users(self, cell: Cell) -> Population | None:

@@ -213,7 +213,7 @@ def compare_with_measured(
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="relaygr-bench-") as name, local_broker(broker) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
-        bench = _Bench(console, started, Path(name), seconds)
+        bench = _Bench(console, started, Path(name), seconds, out.parent)
         rows = bench.rows(wanted, repeats)
         described = {
             "measured_at": now(),
@@ -263,10 +263,10 @@ class _Played:
 class _Bench:
     """One broker, one model and one calibration for all runs."""
 
-    def __init__(self, console: Console, broker: LocalBroker, folder: Path, seconds: float) -> None:
+    def __init__(self, console: Console, broker: LocalBroker, folder: Path, seconds: float, results: Path) -> None:
         self._console, self._broker, self._folder, self._seconds = console, broker, folder, seconds
-        self._speed = MachineSpeed(folder)
-        self._speed.wait_until_quiet(WAIT_S)
+        self._speed = MachineSpeed(results)
+        self._wait()
         settings = load_settings(None, overrides=_SETTINGS)
         population = population_of(settings.traffic)
         model = make_model(folder / "model", settings, population)
@@ -294,7 +294,7 @@ class _Bench:
             slowdowns: dict[System, list[float]] = {system: [] for system in System}
             for seed, system in itertools.product(seeds, System):
                 # The speed of the machine changes within minutes, so a run to learn from precedes each measured one.
-                self._speed.wait_until_quiet(WAIT_S)
+                self._wait()
                 learning_rate = LEARNING_LOAD * self._capacity_per_s[system]
                 seconds = max(LEARNING_S, LEARNT_REQUESTS / learning_rate)
                 learnt[system] += self._play(self._at(learning_rate, seed + repeats, seconds), system).records
@@ -310,6 +310,12 @@ class _Bench:
                 other, slowest = float(np.median(foreign_cpu[system])), max(slowdowns[system])
                 rows.append(row_of(load, system, rates[system], measured[system], simulated, other, slowest))
         return rows
+
+    def _wait(self) -> None:
+        with self._console.status("waiting for a quiet machine") as status:
+            self._speed.wait_until_quiet(
+                WAIT_S, lambda slowdown: status.update(f"waiting: the machine takes {slowdown:.2f} times as long")
+            )
 
     def _at(self, rate_per_s: float, seed: int, seconds: float | None = None) -> Settings:
         update = {"rate_per_s": rate_per_s, "seed": seed, "duration_s": seconds or self._seconds}

@@ -6,7 +6,7 @@ lock or counts bytes.
 
 | name | evicts first | suits | does not suit |
 |---|---|---|---|
-| `arc` (default) | entries with one visit, or those with more, by which were missed lately | all traffic | - |
+| `arc` (default) | entries with one visit, until too many of them return after eviction | most traffic | scans |
 | `slru` | entries with one visit, least recently used | most traffic | a hot set that changes fast |
 | `lru` | the least recently used | users who come often and then never again | users who come once |
 | `s3fifo` | entries with one visit, in order of arrival | many users who come once | few, large entries |

@@ -6,8 +6,8 @@
   early there, so the target grows; one that returns from the memory of `frequent` makes it smaller. Either enters
   `frequent` at once.
 
-So a scan passes through a small `recent`, while a hot set that changes fast gets a large one. Sizes are pages: `recent`
-and its memory take at most the tier's pages, both memories together as many.
+So a scan passes through a small `recent`, while a hot set that changes fast gets a large one. Sizes are pages. At each
+eviction the memories shrink until `recent` and its memory are within the tier's pages, and both memories together, too.
 
 Source: Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003; with visits instead of uses
 (`contract`), and pages instead of entries.
@@ -137,13 +137,12 @@ class Arc:
         by more where the memory of the other order is the larger one.
         """
         recent, frequent = self._recent, self._frequent
-        sizes = recent.ghost_pages, frequent.ghost_pages
-        if recent.forget(weight.identity):
-            step = weight.pages * max(1.0, sizes[1] / sizes[0])
+        of_recent, of_frequent = max(1, recent.ghost_pages), max(1, frequent.ghost_pages)
+        left_recent, left_frequent = recent.forget(weight.identity), frequent.forget(weight.identity)
+        if left_recent:
+            step = weight.pages * max(1.0, of_frequent / of_recent)
             self._target = min(float(self._capacity), self._target + step)
-        elif frequent.forget(weight.identity):
-            step = weight.pages * max(1.0, sizes[0] / sizes[1])
+        elif left_frequent:
+            step = weight.pages * max(1.0, of_recent / of_frequent)
             self._target = max(0.0, self._target - step)
-        else:
-            return False
-        return True
+        return left_recent or left_frequent
