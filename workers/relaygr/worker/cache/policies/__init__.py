@@ -51,9 +51,9 @@ DEFAULT_TTL_US = 600_000_000
 class PolicyName(enum.StrEnum):
     """The names of the policies. The table above lists the traffic that each suits."""
 
-    ARC = "arc"
     LRU = "lru"
     SLRU = "slru"
+    ARC = "arc"
     S3FIFO = "s3fifo"
     COST = "cost"
     TTL = "ttl"
@@ -81,9 +81,9 @@ class TierPolicies:
 
 
 _ORDERS: Mapping[PolicyName, Callable[[PolicyOptions], EvictionOrder]] = {
-    PolicyName.ARC: lambda options: Arc(options.capacity_pages),
     PolicyName.LRU: lambda _: Lru(),
     PolicyName.SLRU: lambda options: Slru(options.capacity_pages),
+    PolicyName.ARC: lambda options: Arc(options.capacity_pages),
     PolicyName.S3FIFO: lambda options: S3Fifo(options.capacity_pages),
     PolicyName.COST: lambda _: CostAware(),
     PolicyName.TTL: lambda options: Ttl(options.ttl_us),
