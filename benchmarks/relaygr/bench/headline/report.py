@@ -99,6 +99,8 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     compared: list[Block] = [table, *measured_once(figures), against_others(figures), baseline(rows, plans)]
     main = by_cell(rows, figures, mode) if is_simulated else compared
     blocks: list[Block] = [_conditions(rows)]
+    if not is_simulated:
+        blocks.append(Text(_speeds(rows)))
     if figures and not is_simulated:
         blocks.append(plot_overview(page.parent / "images" / f"{page.stem}.png", rows, figures, _transport(rows)))
     blocks += main
