@@ -90,7 +90,8 @@ class Mode:
 
     def lends_b0(self, cell: Cell) -> bool:
         """Whether runs of B0 in the cell of the plan stand for those in this one."""
-        return measures_b0_once(self.name) and cell.reuse < BY_NAME[cell.plan_name].reuse
+        base = BY_NAME.get(cell.plan_name)
+        return measures_b0_once(self.name) and base is not None and cell.reuse < base.reuse
 
     def seconds_at(self, rate_per_s: float) -> float:
         """The measured part of a run at this rate."""

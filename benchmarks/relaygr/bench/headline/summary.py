@@ -355,11 +355,9 @@ def _costs(base: Reached, relay: Reached, rows: Sequence[RunRow], mode: str) -> 
         return ["", "", ""]
     of_base, of_relay = at
     at_base, at_relay = (f" at {row.rate_per_s:g}/s" for row in at)
-    if same:
-        device = f"{of_base.device_s_per_1000:.1f}, {of_relay.device_s_per_1000:.1f}{at_relay}"
-        return [share(of_relay.hit_share), share(of_relay.wasted_share), device]
-    device = f"{of_base.device_s_per_1000:.1f}{at_base}, {of_relay.device_s_per_1000:.1f}{at_relay}"
-    return [f"{share(of_relay.hit_share)}{at_relay}", share(of_relay.wasted_share), device]
+    hits = share(of_relay.hit_share) + ("" if same else at_relay)
+    base_s = f"{of_base.device_s_per_1000:.1f}" + ("" if same else at_base)
+    return [hits, share(of_relay.wasted_share), f"{base_s}, {of_relay.device_s_per_1000:.1f}{at_relay}"]
 
 
 def _use_of_b0(figures: Sequence[Reached], rows: Sequence[RunRow], cell: str, mode: str) -> str:
