@@ -3,7 +3,7 @@
 * A: the longest history at which the deadline holds at P99, at a fixed rate.
 * B: the highest rate at which it holds, at a fixed history.
 
-`--quick` takes about ten minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
+`--quick` takes 10 to 15 minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
 `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
 virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50` plays only these
 rates, each after one or two minutes of warm-up, without a search, and `--histories 2048,4096` plays them at these
@@ -28,7 +28,7 @@ OUT = Path("benchmarks/results/headline")
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, about ten minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, 10 to 15 minutes.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="The grid, with seven seeds. Says first how long it takes.")
     ] = False,
