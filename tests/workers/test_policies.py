@@ -148,7 +148,7 @@ class TestArc:
             if number % 2:
                 arc.touch(number, number + VISIT_US)
             arc.evict(number)
-        assert sum(queue.ghost_pages for queue in (arc._recent, arc._frequent)) <= 10
+        assert sum(queue.ghosts.pages for queue in (arc._recent, arc._frequent)) <= 10
         assert sum(len(queue.ghosts) for queue in (arc._recent, arc._frequent)) <= 5
 
     def test_a_removed_entry_leaves_no_memory(self) -> None:

@@ -76,7 +76,7 @@ def plot_overview(path: Path, rows: Sequence[RunRow], figures: Sequence[Reached]
     cell = rows[0].cell
     names = [each for each in dict.fromkeys(each.cell for each in figures) if plan_name_of(each) == plan_name_of(cell)]
     own = [each for each in figures if each.cell in names]
-    panels: list[tuple[str, Callable[[Axes], bool]]] = [
+    panels: list[tuple[str, Callable[[Axes], None]]] = [
         ("Late requests by the offered rate", partial(_late, [row for row in rows if row.cell == cell]))
     ]
     for figure, title in (
@@ -97,10 +97,9 @@ def plot_overview(path: Path, rows: Sequence[RunRow], figures: Sequence[Reached]
     return Picture(f"Late requests by rate, and what each system reached ({cell}{transport})", path)
 
 
-def _late(rows: Sequence[RunRow], axes: Axes) -> bool:
+def _late(rows: Sequence[RunRow], axes: Axes) -> None:
     own = [row for row in rows if row.figure == "B" and row.valid]
-    drawn = _lines(axes, own, lambda row: row.rate_per_s, lambda row: 100 * row.late_share)
-    if drawn:
+    if _lines(axes, own, lambda row: row.rate_per_s, lambda row: 100 * row.late_share):
         axes.axhline(100 * LATE_LIMIT, color="#111827", linestyle="--", linewidth=1)
         axes.set_xscale("log")
         axes.set_yscale("symlog", linthresh=100 * LATE_LIMIT)
@@ -109,10 +108,9 @@ def _late(rows: Sequence[RunRow], axes: Axes) -> bool:
             axis.set_major_formatter("{x:g}")
         axes.set_xlabel("offered requests a second")
         axes.set_ylabel("late, %; dashed line: the limit")
-    return drawn
 
 
-def _reached(figures: Sequence[Reached], cells: Sequence[str], axes: Axes) -> bool:
+def _reached(figures: Sequence[Reached], cells: Sequence[str], axes: Axes) -> None:
     """Bars of each system but O, whose would dwarf the others, grouped by the share of returning users. Those that were
     measured in another cell are hatched.
     """
@@ -134,7 +132,6 @@ def _reached(figures: Sequence[Reached], cells: Sequence[str], axes: Axes) -> bo
     axes.set_xlabel("share of returning users")
     axes.margins(y=0.12)
     axes.legend(fontsize=8, loc="upper left")
-    return bool(known)
 
 
 def _lines(axes: Axes, rows: Sequence[RunRow], x: Callable[[RunRow], float], y: Callable[[RunRow], float]) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight
+from relaygr.worker.cache.policies.ghosts import Ghosts
 
 
 @dataclass(slots=True)
@@ -31,15 +32,14 @@ class _Node:
 
 
 class _Queue:
-    """Entries by last use, and the identities of those that were evicted, each with its pages, the oldest first."""
+    """Entries by last use, and the memory of those that were evicted."""
 
-    __slots__ = ("entries", "ghost_pages", "ghosts", "pages")
+    __slots__ = ("entries", "ghosts", "pages")
 
     def __init__(self) -> None:
         self.entries: OrderedDict[int, _Node] = OrderedDict()
         self.pages = 0
-        self.ghosts: OrderedDict[int, int] = OrderedDict()
-        self.ghost_pages = 0
+        self.ghosts = Ghosts()
 
     def put(self, entry_id: int, node: _Node) -> None:
         self.entries[entry_id] = node
@@ -49,20 +49,6 @@ class _Queue:
         node = self.entries.pop(entry_id, None)
         self.pages -= node.pages if node is not None else 0
         return node
-
-    def remember(self, node: _Node) -> None:
-        self.forget(node.identity)
-        self.ghosts[node.identity] = node.pages
-        self.ghost_pages += node.pages
-
-    def forget(self, identity: int) -> bool:
-        """Whether the identity was remembered."""
-        pages = self.ghosts.pop(identity, None)
-        self.ghost_pages -= pages or 0
-        return pages is not None
-
-    def forget_oldest(self) -> None:
-        self.ghost_pages -= self.ghosts.popitem(last=False)[1]
 
 
 class Arc:
@@ -99,12 +85,12 @@ class Arc:
         for queue in (self._recent, self._frequent):
             node = queue.pop(entry_id)
             if node is not None:
-                queue.remember(node)
-        recent, frequent = self._recent, self._frequent
-        while recent.ghosts and recent.pages + recent.ghost_pages > self._capacity:
-            recent.forget_oldest()
-        while frequent.ghosts and recent.ghost_pages + frequent.ghost_pages > self._capacity:
-            frequent.forget_oldest()
+                queue.ghosts.remember(node.identity, node.pages)
+        of_recent, of_frequent = self._recent.ghosts, self._frequent.ghosts
+        while of_recent and self._recent.pages + of_recent.pages > self._capacity:
+            of_recent.forget_oldest()
+        while of_frequent and of_recent.pages + of_frequent.pages > self._capacity:
+            of_frequent.forget_oldest()
 
     def remove(self, entry_id: int) -> None:
         self._recent.pop(entry_id)
@@ -136,8 +122,8 @@ class Arc:
         """Whether the entry was evicted lately. Then the target moves towards the order that lost it: by its pages, or
         by more where the memory of the other order is the larger one.
         """
-        recent, frequent = self._recent, self._frequent
-        of_recent, of_frequent = max(1, recent.ghost_pages), max(1, frequent.ghost_pages)
+        recent, frequent = self._recent.ghosts, self._frequent.ghosts
+        of_recent, of_frequent = max(1, recent.pages), max(1, frequent.pages)
         left_recent, left_frequent = recent.forget(weight.identity), frequent.forget(weight.identity)
         if left_recent:
             step = weight.pages * max(1.0, of_frequent / of_recent)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight
+from relaygr.worker.cache.policies.ghosts import Ghosts
 
 _SMALL_SHARE = 0.1
 _MOST_VISITS = 3
@@ -45,10 +46,8 @@ class S3Fifo:
         self._visit_us = visit_us
         self._small: OrderedDict[int, _Node] = OrderedDict()
         self._main: OrderedDict[int, _Node] = OrderedDict()
-        self._ghosts: OrderedDict[int, int] = OrderedDict()
-        """Pages by identity, oldest first."""
+        self._ghosts = Ghosts()
         self._small_pages = 0
-        self._ghost_pages = 0
 
     def add(self, entry_id: int, weight: EntryWeight, now_us: int) -> None:
         small = self._small.get(entry_id)
@@ -59,9 +58,7 @@ class S3Fifo:
             self.touch(entry_id, now_us)
             return
         node = _Node(weight.pages, weight.identity, now_us)
-        remembered = self._ghosts.pop(weight.identity, None)
-        if remembered is not None:
-            self._ghost_pages -= remembered
+        if self._ghosts.forget(weight.identity):
             self._main[entry_id] = node
         else:
             self._small[entry_id] = node
@@ -77,7 +74,9 @@ class S3Fifo:
         node = self._small.get(entry_id)
         self.remove(entry_id)
         if node is not None:
-            self._remember(node)
+            self._ghosts.remember(node.identity, node.pages)
+            while self._ghosts.pages > self._ghost_limit:
+                self._ghosts.forget_oldest()
 
     def remove(self, entry_id: int) -> None:
         node = self._small.pop(entry_id, None)
@@ -121,9 +120,3 @@ class S3Fifo:
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
-
-    def _remember(self, node: _Node) -> None:
-        self._ghost_pages += node.pages - self._ghosts.pop(node.identity, 0)
-        self._ghosts[node.identity] = node.pages
-        while self._ghost_pages > self._ghost_limit:
-            self._ghost_pages -= self._ghosts.popitem(last=False)[1]
