@@ -60,6 +60,31 @@ def test_a_run_waits_until_the_machine_is_quiet_but_not_for_ever(tmp_path: Path,
     assert speed.slowdown(0.0) == pytest.approx(1.5)
 
 
+def test_a_machine_that_is_never_quiet_is_waited_for_ever_shorter(
+    tmp_path: Path, times_us: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed, clock_s = MachineSpeed(tmp_path), [0.0]
+
+    def slowdown(_: float) -> float:
+        clock_s[0] += 1.0
+        return times_us[0] / 100
+
+    monkeypatch.setattr(speed, "slowdown", slowdown)
+    monkeypatch.setattr("time.monotonic", lambda: clock_s[0])
+
+    def waited_s() -> float:
+        began_s = clock_s[0]
+        speed.wait_until_quiet(8.0)
+        return clock_s[0] - began_s
+
+    times_us[:] = [150.0]
+    assert [waited_s() for _ in range(4)] == [8, 4, 2, 1]
+    times_us[:] = [100.0]
+    assert waited_s() == 1, "one look"
+    times_us[:] = [150.0]
+    assert waited_s() == 8, "it was quiet since"
+
+
 def test_the_watch_uses_hardly_any_cpu_time(tmp_path: Path) -> None:
     speed = MachineSpeed(tmp_path)
     began_s, began_cpu_s = time.monotonic(), time.process_time()

@@ -62,19 +62,25 @@ class MachineSpeed:
         """Measures the quiet time if the folder has none. Raises RelayError for that of another machine."""
         self._work = FixedWork()
         self._quiet_us = _quiet_us_in(out, self._work)
+        self._patience = 1.0
 
     def slowdown(self, seconds: float) -> float:
         """The time of fixed work within this time, as a multiple of its quiet time."""
         return statistics.mean(self._work.repeated_us(seconds)) / self._quiet_us
 
     def wait_until_quiet(self, at_most_s: float, on_wait: Callable[[float], None] = lambda _: None) -> None:
-        """Waits until the idle machine is quiet, or for this time. `on_wait` gets each slowdown of one that is not."""
-        ends_s = time.monotonic() + at_most_s
+        """Waits until the idle machine is quiet, or for this time. `on_wait` gets each slowdown of one that is not.
+
+        Each wait in vain halves the longest time of the next one, since some hosts are never quiet.
+        """
+        ends_s = time.monotonic() + self._patience * at_most_s
         while time.monotonic() < ends_s:
             slowdown = self.slowdown(WINDOW_S)
             if slowdown <= QUIET_LIMIT:
+                self._patience = 1.0
                 return
             on_wait(slowdown)
+        self._patience /= 2
 
     def watch(self) -> SpeedWatch:
         """Measures while it is entered."""
