@@ -322,7 +322,9 @@ class CellSearch:
         use_in_b = EXPECTED_USE
         with suppress(NotMeasuredError):
             per_request_s = self._device_us(system, cell.history) / 1e6
-            start = (self._uses.near("B", computed) or EXPECTED_USE) / per_request_s
+            # The oracle's prefixes cost nothing, so the limits of others say nothing about its own.
+            near = None if system is System.O else self._uses.near("B", computed)
+            start = (near or EXPECTED_USE) / per_request_s
             if self._compares:
                 start = (max if at_rate("B", mode.seeds[0], half).passed else min)(start, half)
             reached = self._search("B", self._rates_around(half), start, at_rate)
