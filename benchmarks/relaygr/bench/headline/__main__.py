@@ -3,13 +3,14 @@
 * A: the longest history at which the deadline holds at P99, at a fixed rate.
 * B: the highest rate at which it holds, at a fixed history.
 
-`--quick` takes 10 to 15 minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
-`--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated` plays the grid in
-virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50` plays only these
-rates, each after one or two minutes of warm-up, without a search, and `--histories 2048,4096` plays them at these
-lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part. `--make-trace FILE`
-writes the trace of a load and ends. `--report` makes the report again from the CSV files and measures nothing. `--page
-docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into that page.
+`--quick` takes 10 to 15 minutes on two cores, 20 on a busy host: one cell, one seed, so its figures are indicative and
+decide nothing. `--full` runs the committed grid with seven seeds, and says before how long it takes. `--simulated`
+plays the grid in virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50`
+plays only these rates, each after one or two minutes of warm-up, without a search, and `--histories 2048,4096` plays
+them at these lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part.
+`--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the CSV files and
+measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into
+that page.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -28,7 +29,7 @@ OUT = Path("benchmarks/results/headline")
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, 10 to 15 minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, 10 to 20 minutes.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="The grid, with seven seeds. Says first how long it takes.")
     ] = False,
