@@ -21,7 +21,7 @@ from relaygr.bench.generator.trace import Trace, read_trace, write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
-from relaygr.bench.headline.command import with_other_reuses
+from relaygr.bench.headline.command import runs_there, with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
 from relaygr.bench.headline.document import Bullets, Grid
 from relaygr.bench.headline.figures import (
@@ -97,6 +97,13 @@ DEADLINE_MS = 100
 
 def columns(samples: list[Sample], **used: Any) -> dict[str, Any]:
     return columns_of(samples, DEADLINE_MS, 10.0, 0.5, Used(**used), {each.row: 25_000.0 for each in samples})
+
+
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of tests say nothing, so the engine alone does not wait for a quiet machine."""
+    for module in ("run", "simulated"):
+        monkeypatch.setattr(f"relaygr.bench.headline.{module}.ENGINE_WAIT_S", 0.0)
 
 
 def row(**changes: Any) -> RunRow:
@@ -787,6 +794,13 @@ class TestSystems:
 def test_the_quick_run_takes_ten_minutes_and_the_full_one_says_that_it_takes_days() -> None:
     assert 480 < estimated_s(with_other_reuses((QUICK,), QUICK_SYSTEMS, QUICK_MODE), QUICK_MODE) < 660
     assert estimated_s(with_other_reuses(GRID, tuple(System), FULL_MODE), FULL_MODE) > 86_400
+
+
+def test_only_valid_runs_of_what_is_asked_count_as_there() -> None:
+    mode, asked = FULL_MODE.with_seeds((1, 2)), [(CENTRE, (System.B0, System.R))]
+    there = [row(), row(), row(seed=1_002), row(system="R", rate_per_s=9.0)]
+    others = [row(cell="quick"), row(system="C"), row(mode="quick"), row(seed=3), row(seed=2, valid=False)]
+    assert runs_there(there + others, asked, mode) == 3
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ QUIET_LIMIT = 1.15
 """The slowdown up to which an idle machine counts as quiet."""
 WINDOW_S = 2.0
 """How long a look at an idle machine takes."""
+LEAST_PATIENCE = 1 / 8
 _WIDTH, _PRODUCTS = 96, 16
 """A fifth of a millisecond, in a core's own caches. With its thread it takes about 1 % of a core."""
 
@@ -71,8 +72,10 @@ class MachineSpeed:
     def wait_until_quiet(self, at_most_s: float, on_wait: Callable[[float], None] = lambda _: None) -> None:
         """Waits until the idle machine is quiet, or for this time. `on_wait` gets each slowdown of one that is not.
 
-        Each wait in vain halves the longest time of the next one, since some hosts are never quiet.
+        Each wait in vain halves the longest time of the next one, down to an eighth, since some hosts are never quiet.
         """
+        if at_most_s <= 0:
+            return
         ends_s = time.monotonic() + self._patience * at_most_s
         while time.monotonic() < ends_s:
             slowdown = self.slowdown(WINDOW_S)
@@ -80,7 +83,7 @@ class MachineSpeed:
                 self._patience = 1.0
                 return
             on_wait(slowdown)
-        self._patience /= 2
+        self._patience = max(self._patience / 2, LEAST_PATIENCE)
 
     def watch(self) -> SpeedWatch:
         """Measures while it is entered."""

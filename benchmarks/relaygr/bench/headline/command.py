@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from relaygr.bench.generator.trace import write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline.figures import NO_LENGTHS
 from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, LOOSE, PUBLISHED, QUICK, REUSES, Cell, at_reuse
-from relaygr.bench.headline.points import PARTITIONS, Mode, estimated_runs, points_at
-from relaygr.bench.headline.rows import RunFile
+from relaygr.bench.headline.points import FRESH_SEEDS, PARTITIONS, Asked, Mode, estimated_runs, points_at
+from relaygr.bench.headline.rows import RunFile, RunRow
 from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s, name_of
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
@@ -42,7 +42,7 @@ def measure(
     console = Console(highlight=False)
     asked = with_other_reuses(cells, systems, mode)
     runs = sum(estimated_runs(each, mode) for _, each in asked)
-    known = min(runs, len({row.key for row in RunFile(out).rows if row.mode == mode.name and row.valid}))
+    known = min(runs, runs_there(RunFile(out).rows, asked, mode))
     whole_s = estimated_s(asked, mode) * (1 - known / runs)
     there = f" ({known} are there)" if known else ""
     days = f" ({whole_s / 86_400:.1f} days)" if whole_s > 86_400 else ""
@@ -61,6 +61,14 @@ def measure(
     with _bench(console, broker, mode, out, interactions) as bench:
         bench.run_cells(asked)
     return True
+
+
+def runs_there(rows: Iterable[RunRow], asked: Asked, mode: Mode) -> int:
+    """How many of the asked runs have a valid row."""
+    places = {(mode.name, cell.name, system.value) for cell, systems in asked for system in systems}
+    valid = (row for row in rows if row.valid and (row.mode, row.cell, row.system) in places)
+    # The seeds of confirming runs are those of the search plus a multiple of `FRESH_SEEDS`.
+    return len({row.key for row in valid if row.seed % FRESH_SEEDS in mode.seeds})
 
 
 def simulate(

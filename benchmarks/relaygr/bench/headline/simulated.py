@@ -37,12 +37,13 @@ from relaygr.bench.headline.points import (
     trace_name,
     workload_of,
 )
-from relaygr.bench.headline.rows import SIMULATED, RunFile, RunRow, Used
-from relaygr.bench.headline.run import Bench, progress_of
+from relaygr.bench.headline.rows import SIMULATED, SLOW_LIMIT, RunFile, RunRow, Used
+from relaygr.bench.headline.run import ENGINE_WAIT_S, Bench, progress_of
 from relaygr.bench.headline.search import snapped
 from relaygr.bench.headline.summary import amount
 from relaygr.bench.headline.systems import FLAGS, UNCUT, System, settings_of
 from relaygr.bench.rows import machine, now
+from relaygr.bench.speed import MachineSpeed
 from relaygr.devbroker import local_broker
 from relaygr.schemas.partitioner import partition_for
 from relaygr.settings import Settings
@@ -87,6 +88,7 @@ def learnt_in(out: Path, console: Console, broker: str) -> Learnt:
 
 def _learn(out: Path, console: Console, broker: str) -> Learnt:
     samples: dict[System, list[Sample]] = {}
+    slowdowns: list[float] = []
     with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
         console.print(f"learning times from {len(LEARNT_FROM)} runs on {started.what}", soft_wrap=True)
         with Bench(console, out, started, LEARNING_MODE, None) as bench:
@@ -96,8 +98,19 @@ def _learn(out: Path, console: Console, broker: str) -> Learnt:
                 point = Point("learn", cell.history, rate, LEARNING_MODE.seeds[0])
                 played = bench.play(cell, plan, system, UNCUT if system is System.B0 else "", point)
                 samples.setdefault(system, []).extend(each for each in played.samples if each.part != WARM_UP)
+                slowdowns.append(played.used.slowdown)
     device = load_calibration(alone_path(plan_in(out, QUICK)[1])).model
-    where = f"cell {QUICK.name} at {rate:g}/s on {started.what.split(' at ')[0]}, {machine()}, {now()}"
+    slowest = max(slowdowns)
+    if slowest > SLOW_LIMIT:
+        console.print(
+            f"warning: the machine took up to {slowest:.2f} times as long as when it is quiet, and so do the learnt "
+            f"times. Remove {out / 'learnt'} to learn them again",
+            soft_wrap=True,
+        )
+    where = (
+        f"cell {QUICK.name} at {rate:g}/s on {started.what.split(' at ')[0]}, {machine()}, slowdown up to "
+        f"{slowest:.2f}, {now()}"
+    )
     scored = QUICK.suffix + QUICK.candidates
     return {system: learn(own, device, scored, f"{system} in {where}") for system, own in samples.items()}
 
@@ -274,7 +287,12 @@ class SimulatedBench:
                 self._pool.shutdown(cancel_futures=True)
 
     def _planned(self, cell: Cell) -> tuple[CellPlan, Calibration, Calibration]:
-        plan, path = plan_in(self._out, cell, lambda: self._console.print(f"{cell.shape}: measuring the engine alone"))
+        def at_measuring() -> None:
+            # All deadlines of the cell are multiples of these times.
+            MachineSpeed(self._out).wait_until_quiet(ENGINE_WAIT_S)
+            self._console.print(f"{cell.shape}: measuring the engine alone")
+
+        plan, path = plan_in(self._out, cell, at_measuring)
         return plan, load_calibration(path), load_calibration(alone_path(path))
 
     def _search(self, cell: Cell, plan: CellPlan, calibration: Calibration, alone: Calibration, system: System) -> None:
