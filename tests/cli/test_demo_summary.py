@@ -7,7 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from relaygr.demo.summary import LEAST_COMPARED, compare_scores, gates, summarise
+from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.demo.summary import (
+    LEAST_COMPARED,
+    Gate,
+    PredictionFigures,
+    compare_scores,
+    gates,
+    slow_machine,
+    summarise,
+)
 from relaygr.traffic.records import LOST, ImpressionRecord, pack_scores
 
 SCORES = np.array([0.5, -1.0, 0.25], np.float32)
@@ -106,3 +115,24 @@ def test_on_a_busy_machine_only_lost_requests_and_scores_are_judged() -> None:
     slow = [record(number, path="truncated") for number in range(3)]
     shown = gates(summarise(slow, 1), summarise([], 0), compare_scores([], []), busy=True)
     assert [gate.name for gate in shown if gate.judged] == ["no request lost", "cached scores equal full scores"]
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "gate", "told"),
+    [
+        (1.6, Gate("at least 90% ranked", False, "77%"), True),
+        (1.2, Gate("at least 90% ranked", False, "77%"), False),
+        (1.6, Gate("at least 90% ranked", True, "99%"), False),
+        (1.6, Gate("at least 90% ranked", False, "77%", judged=False), False),
+    ],
+)
+def test_a_failed_gate_is_explained_by_a_machine_that_was_slower_than_when_it_was_measured(
+    slowdown: float, gate: Gate, told: bool
+) -> None:
+    figures = PredictionFigures({Stage.PRE: PredictionQuality(slowdown, 0.5, 1.0, 1.5)})
+    why = slow_machine(summarise([record()], 1.0, predictions=figures), [gate])
+    assert ("1.60 times its calibrated time" in why) if told else not why
+
+
+def test_without_measured_prefixes_nothing_is_known_of_the_machine() -> None:
+    assert not slow_machine(summarise([record()], 1.0), [Gate("at least 90% ranked", False, "77%")])

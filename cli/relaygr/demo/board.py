@@ -19,7 +19,15 @@ from rich.text import Text
 from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.demo.plan import DemoPlan
 from relaygr.demo.processes import CommandProcess, Reading, read_metrics
-from relaygr.demo.summary import COLD_SHARE, Gate, LatencySummary, RunSummary, ScoreComparison, latency_summary
+from relaygr.demo.summary import (
+    COLD_SHARE,
+    Gate,
+    LatencySummary,
+    RunSummary,
+    ScoreComparison,
+    latency_summary,
+    slow_machine,
+)
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag import GroupReport, LagMonitor, LagSettings
 from relaygr.schemas.messages import Outcome, Path
@@ -308,6 +316,9 @@ def print_summary(
         f"{comparison.worst_error:.1e} of the largest score"
     )
     print_gates(console, shown)
+    why = slow_machine(relay, shown)
+    if why:
+        console.print(f"slow       {why}", style="yellow", soft_wrap=True)
 
 
 def print_gates(console: Console, shown: Sequence[Gate]) -> None:
