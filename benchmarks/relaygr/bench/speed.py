@@ -28,6 +28,7 @@ QUIET_LIMIT = 1.15
 WINDOW_S = 2.0
 """How long a look at an idle machine takes."""
 LEAST_PATIENCE = 1 / 8
+"""The part of the longest time that is always waited."""
 _WIDTH, _PRODUCTS = 96, 16
 """A fifth of a millisecond, in a core's own caches. With its thread it takes about 1 % of a core."""
 

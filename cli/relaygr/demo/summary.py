@@ -27,7 +27,7 @@ LEAST_COMPARED = 200
 SCORE_TOLERANCE = 2e-5
 """The largest difference of two scores, relative to the largest score, in float32."""
 SLOW_RUN = 1.4
-"""Measured / calibrated time of pre-infer from which a failed gate may be the machine's fault. Quiet ones reach 1.3."""
+"""Measured / calibrated time of pre-infer from which a failed gate may be the machine's fault."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,6 +312,8 @@ class CellSearch:
         """Asks for the points of both figures. `short_rate`: the capacity of B0 at the short history."""
         cell, mode, half = self._cell, self._mode, self._plan.half_rate_per_s
         computed = self._computed(system)
+        # The oracle's prefixes cost nothing: its limits say nothing about those of others, nor theirs about its own.
+        uses = FoundUses() if system is System.O else self._uses
 
         def at_rate(figure: str, seed: int, rate: float) -> RunRow:
             return self._measured(system, variant, Point(figure, cell.history, rate, seed))
@@ -322,16 +324,14 @@ class CellSearch:
         use_in_b = EXPECTED_USE
         with suppress(NotMeasuredError):
             per_request_s = self._device_us(system, cell.history) / 1e6
-            # The oracle's prefixes cost nothing, so the limits of others say nothing about its own.
-            near = None if system is System.O else self._uses.near("B", computed)
-            start = (near or EXPECTED_USE) / per_request_s
+            start = (uses.near("B", computed) or EXPECTED_USE) / per_request_s
             if self._compares:
                 start = (max if at_rate("B", mode.seeds[0], half).passed else min)(start, half)
             reached = self._search("B", self._rates_around(half), start, at_rate)
             if reached:
                 use_in_b = reached * per_request_s
                 if system is not System.B1:  # It computes less than `computed` says.
-                    self._uses.add("B", computed, use_in_b)
+                    uses.add("B", computed, use_in_b)
         if system not in mode.a_systems:
             return
         # A cache loses prefixes, which `_device_us` leaves out. How many, the rates tell.
@@ -340,11 +340,11 @@ class CellSearch:
         lengths = values_around(cell.history * SHORT, mode.resolution, shortest, longest, _whole_pages)
         for load in mode.a_loads:
             rate = snapped(load * short_rate)
-            use = self._uses.near("A", computed) or most
+            use = uses.near("A", computed) or most
             fitting = [each for each in lengths if rate * self._device_us(system, int(each)) <= use * 1e6]
             found = self._search("A", lengths, max(fitting, default=lengths[0]), partial(at_history, rate))
             if found:
-                self._uses.add("A", computed, rate * self._device_us(system, int(found)) / 1e6)
+                uses.add("A", computed, rate * self._device_us(system, int(found)) / 1e6)
 
     def highest_rate_per_s(self, system: System) -> float:
         """About the highest rate that the search of B asks for: it may double a rate that filled the device."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -286,11 +287,15 @@ class SimulatedBench:
                 threads.shutdown(wait=False, cancel_futures=True)
                 self._pool.shutdown(cancel_futures=True)
 
+    @cached_property
+    def _speed(self) -> MachineSpeed:
+        """Made when the first engine is measured. One for all, because it remembers waits in vain."""
+        return MachineSpeed(self._out)
+
     def _planned(self, cell: Cell) -> tuple[CellPlan, Calibration, Calibration]:
         def at_measuring() -> None:
-            # All deadlines of the cell are multiples of these times.
-            MachineSpeed(self._out).wait_until_quiet(ENGINE_WAIT_S)
-            self._console.print(f"{cell.shape}: measuring the engine alone")
+            self._console.print(f"{cell.shape}: measuring the engine alone, after a wait for a quiet machine")
+            self._speed.wait_until_quiet(ENGINE_WAIT_S)
 
         plan, path = plan_in(self._out, cell, at_measuring)
         return plan, load_calibration(path), load_calibration(alone_path(path))
