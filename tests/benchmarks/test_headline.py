@@ -57,7 +57,7 @@ from relaygr.bench.headline.points import (
     Point,
     workload_of,
 )
-from relaygr.bench.headline.report import FIGURES_BEGIN, FIGURES_END, fill_page, write_report
+from relaygr.bench.headline.report import FIGURES, GRID_FIGURES, OTHERS_FIGURES, fill_page, marks_of, write_report
 from relaygr.bench.headline.rows import (
     OF_LOG,
     SIMULATED,
@@ -611,7 +611,7 @@ class TestFigures:
 
 
 class TestPage:
-    PAGE = f"# Page\n\nBefore.\n\n{FIGURES_BEGIN}\nold\n{FIGURES_END}\n\nAfter.\n"
+    PAGE = "# Page\n\nBefore.\n\n{}\nold\n{}\n\nAfter.\n".format(*marks_of(FIGURES))
 
     def test_the_figures_of_the_last_mode_replace_what_stands_between_the_marks(self, tmp_path: Path) -> None:
         file, page = RunFile(tmp_path), tmp_path / "page.md"
@@ -662,10 +662,31 @@ class TestPage:
         assert [bar.get_hatch() for bar in reached.patches] == ["//", None, None, None]
         assert [text.get_text() for text in reached.get_xticklabels()] == ["0", "0.9"]
 
-    def test_the_documentation_shows_the_figures_of_the_runs_that_are_kept(self, tmp_path: Path) -> None:
+    def test_simulated_figures_of_the_grid_and_of_others_stand_between_marks_of_their_own(self, tmp_path: Path) -> None:
+        rows, page = [], tmp_path / "page.md"
+        reached = {"n2048-d4-r0": 10.0, "n2048-d4-r0.6": 20.0, "unipinrec": 2.0}
+        for cell, top in reached.items():
+            for system, value in (("B0", 10.0), ("R", top)):
+                rates = {value: 0.0, 2 * value: 0.5}
+                rows += outcome(system, rates, 1, cell=cell, mode="simulated", broker=f"{SIMULATED}: a run")
+            rows += [
+                row(system=each, cell=cell, mode="simulated", broker=f"{SIMULATED}: a run", figure="A", history=length)
+                for each, length in (("B0", 64), ("R", 128))
+            ]
+        parts = {name: "{}\n{}\n".format(*marks_of(name)) for name in (GRID_FIGURES, OTHERS_FIGURES)}
+        page.write_text("\n".join(parts.values()), encoding="utf-8")
+        reported(tmp_path, rows)
+        fill_page(tmp_path, None, page)
+        grid, others = page.read_text(encoding="utf-8").split(marks_of(GRID_FIGURES)[1])
+        assert "| n2048-d4 | 0, 0.6 | 10; 10 | -; - | 10; 20 | 64; 64 | 128; 128 | - |" in grid
+        assert "2 of 65 cells; not played: n1024-d1.5-r0," in grid and "a run" in grid and "unipinrec" not in grid
+        assert "| unipinrec | 0.6 | 10 | - | 2 | 64 | 128 | - |" in others and "n2048" not in others
+
+    @pytest.mark.parametrize("folder", ["headline-quick", "headline-simulated"])
+    def test_the_documentation_shows_the_figures_of_the_runs_that_are_kept(self, tmp_path: Path, folder: str) -> None:
         root, copy = Path(__file__).parents[2], tmp_path / "benchmark.md"
         shutil.copy(root / "docs" / "benchmark.md", copy)
-        fill_page(root / "benchmarks" / "results" / "headline-quick", None, copy)
+        fill_page(root / "benchmarks" / "results" / folder, None, copy)
         assert copy.read_text(encoding="utf-8") == (root / "docs" / "benchmark.md").read_text(encoding="utf-8")
 
     def test_a_page_without_marks_is_refused(self, tmp_path: Path) -> None:

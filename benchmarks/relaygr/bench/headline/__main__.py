@@ -10,7 +10,7 @@ plays only these rates, each after one or two minutes of warm-up, without a sear
 them at these lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part.
 `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the CSV files and
 measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into
-that page.
+that page: live ones between its marks `figures`, simulated ones between `grid` and `cells of others`.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """

@@ -202,6 +202,8 @@ BY_NAME = {
     for named in (QUICK, LOOSE, *GRID, *PUBLISHED)
     for cell in (named, *(at_reuse(named, reuse) for reuse in REUSES))
 }
+COMMITTED = frozenset(name for name, cell in BY_NAME.items() if cell.family in {cell.family for cell in GRID})
+"""The names of the grid's cells, at each share of returning users."""
 
 
 def plan_name_of(cell: str) -> str:

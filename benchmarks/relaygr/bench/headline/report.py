@@ -21,7 +21,7 @@ from relaygr.bench.headline.figures import (
     figures_of,
     same_load,
 )
-from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, REUSES, Cell
+from relaygr.bench.headline.grid import BY_NAME, COMMITTED, GRID, LENGTH_FACTORS, PUBLISHED, REUSES, Cell
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell, plot_overview
@@ -34,6 +34,7 @@ from relaygr.bench.headline.summary import (
     at_rates,
     baseline,
     by_cell,
+    by_family,
     by_reuse,
     highest_rates,
     hits_beside_preinfer,
@@ -49,7 +50,8 @@ from relaygr.runtime.errors import RelayError
 TITLE = "The headline figures"
 EMBEDDED = "embedded cluster"
 """A part of a broker's description that says that it is none."""
-FIGURES_BEGIN, FIGURES_END = "<!-- figures: begin -->", "<!-- figures: end -->"
+FIGURES, GRID_FIGURES, OTHERS_FIGURES = "figures", "grid", "cells of others"
+"""What stands between marks of a page: the live figures, and those of a simulation."""
 LOADS = (0.1, 0.3, 0.6, 1.2)
 GAPS_S = (10.0, 600.0)
 OTHERS = (
@@ -83,38 +85,67 @@ def write_report(out: Path) -> None:
 
 
 def fill_page(out: Path, mode: str | None, page: Path) -> None:
-    """Writes the main figures of a mode (None: of that of the last search) between the marks of a page, and their plot
-    into the folder `images` beside it. Raises RelayError without the marks.
+    """Writes the main figures of a mode (None: of that of the last search) between marks of a page: simulated ones of
+    the grid and of the cells of others each between their own, live ones with their plot, in the folder `images` beside
+    the page. Raises RelayError without the marks.
     """
     every = read_rows(out / "runs.csv")
     mode = mode or next((row.mode for row in reversed(every) if row.figure in SEARCHED), every[-1].mode)
     rows = [row for row in every if row.mode == mode]
-    before, begin, rest = page.read_text(encoding="utf-8").partition(FIGURES_BEGIN)
-    _, end, after = rest.partition(FIGURES_END)
-    if not (begin and end):
-        raise RelayError(f"{page} has no lines `{FIGURES_BEGIN}` and `{FIGURES_END}` to write between")
-    plans, figures = _read_plans(out), figures_of(rows, mode)
-    is_simulated = _is_simulated(rows)
-    table = by_reuse(rows, figures, mode)
-    compared: list[Block] = [table, *measured_once(figures), against_others(figures), baseline(rows, plans)]
-    main = by_cell(rows, figures, mode) if is_simulated else compared
-    blocks: list[Block] = [_conditions(rows)]
-    if not is_simulated:
-        blocks.append(Text(_speeds(rows)))
-    if figures and not is_simulated:
-        blocks.append(plot_overview(page.parent / "images" / f"{page.stem}.png", rows, figures, _transport(rows)))
-    blocks += main
+    plans, text = _read_plans(out), page.read_text(encoding="utf-8")
+    if _is_simulated(rows):
+        parts = _simulated_figures(rows, mode, plans)
+    else:
+        parts = {FIGURES: _live_figures(rows, mode, plans, page.parent / "images" / f"{page.stem}.png")}
+    for name, blocks in parts.items():
+        begin, end = marks_of(name)
+        before, found_begin, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise RelayError(f"{page} has no lines `{begin}` and `{end}` to write between")
+        # The page has headings of its own.
+        told: list[Block] = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
+        shown = as_markdown([block for block in told if not isinstance(block, Grid) or block.rows], page.parent)
+        text = f"{before}{begin}\n\n{shown}\n{end}{after}"
+    page.write_text(text, encoding="utf-8")
+
+
+def marks_of(name: str) -> tuple[str, str]:
+    """The lines of a page between which these figures stand."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def _live_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellPlan], plot: Path) -> list[Block]:
+    figures = figures_of(rows, mode)
+    blocks: list[Block] = [_conditions(rows), Text(_speeds(rows))]
+    if figures:
+        blocks.append(plot_overview(plot, rows, figures, _transport(rows)))
+    blocks += [by_reuse(rows, figures, mode), *measured_once(figures), against_others(figures), baseline(rows, plans)]
     broken = broken_in(rows, mode)
     if broken:
         blocks.append(Text(told_of(broken), is_note=True))
     first = rows[0].cell
     same = same_load(rows, mode, first)
-    if same:
-        blocks += _costs(f"{first}: all systems on the same trace{_transport(rows)}", same)
-    # The page has headings of its own.
-    told: list[Block] = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
-    text = as_markdown([block for block in told if not isinstance(block, Grid) or block.rows], page.parent)
-    page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
+    return [*blocks, *(_costs(f"{first}: all systems on the same trace{_transport(rows)}", same) if same else [])]
+
+
+def _simulated_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellPlan]) -> dict[str, list[Block]]:
+    of_others = {cell.family for cell in PUBLISHED}
+    parts: dict[str, list[Block]] = {}
+    for name, is_of_others in ((GRID_FIGURES, False), (OTHERS_FIGURES, True)):
+        own = [row for row in rows if (BY_NAME[row.cell].family in of_others) is is_of_others]
+        if not own:
+            continue
+        figures, broken = figures_of(own, mode), broken_in(own, mode)
+        blocks: list[Block] = [by_family(figures, plans, own)]
+        if not is_of_others:
+            played = {row.cell for row in own}
+            missing = ", ".join(cell.name for cell in GRID if cell.name not in played)
+            count = f"{len(COMMITTED & played)} of {len(COMMITTED)} cells"
+            about = Text(f"{count}; not played: {missing}" if missing else count)
+            blocks = [_conditions(rows), about, *blocks, by_cell(own, figures, mode)[1]]
+        parts[name] = [*blocks, *([Text(told_of(broken), is_note=True)] if broken else [])]
+    return parts
 
 
 def _read_plans(out: Path) -> dict[str, CellPlan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from relaygr.bench.headline.figures import (
     rows_at_highest,
     same_load,
 )
-from relaygr.bench.headline.grid import BY_NAME, GRID, Cell, plan_name_of
+from relaygr.bench.headline.grid import BY_NAME, COMMITTED, Cell, plan_name_of
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import AT_RATE, SLOW_LIMIT, RunRow, paths_at
 from relaygr.bench.headline.systems import FLAGS, System
@@ -177,7 +178,7 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
     """
     cells = list(dict.fromkeys(each.cell for each in figures))
     most_rates = max((len(_of(figures, cell, "A", System.R)) for cell in cells), default=0)
-    committed = {cell.name for cell in GRID}.intersection(cells) or set(cells)
+    committed = COMMITTED.intersection(cells) or set(cells)
     ratios: dict[str, dict[str, float]] = {}
     lines = []
     for cell in cells:
@@ -210,6 +211,37 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
         *(f"A at rate {number + 1}: B0, R (R / B0)" for number in range(most_rates)),
     )  # fmt: skip
     return [Grid(header, lines), Bullets([f"{name}: {_extremes(values)}" for name, values in ratios.items()])]
+
+
+def by_family(figures: Sequence[Reached], plans: Mapping[str, CellPlan], rows: Sequence[RunRow]) -> Grid:
+    """A line for all cells that differ in the share of returning users alone. Their values stand in the order of these
+    shares, without B0 where it was measured in another cell.
+    """
+    families: dict[Cell, dict[float, str]] = {}
+    for name in dict.fromkeys(each.cell for each in figures):
+        families.setdefault(BY_NAME[name].family, {})[BY_NAME[name].reuse] = name
+    over = {line[0]: line[3] for line in baseline(rows, plans).rows}
+    most_rates = max((len(_of(figures, each.cell, "A", System.R)) for each in figures), default=0)
+    lines = []
+    for members in families.values():
+        names = [members[reuse] for reuse in sorted(members)]
+        cell = BY_NAME[names[-1]]
+
+        def values(figure: str, system: System, rate: int, names: Sequence[str] = names) -> str:
+            found = [_of(figures, name, figure, system)[rate:][:1] for name in names]
+            return "; ".join(amount(each[0].value) if each else "-" for each in found)
+
+        lines.append(
+            [
+                re.sub(r"-r[0-9.]+$", "", cell.plan_name),
+                ", ".join(f"{reuse:g}" for reuse in sorted(members)),
+                *(values("B", system, 0) for system in (System.B0, System.C, System.R)),
+                *(values("A", system, rate) for rate in range(most_rates) for system in (System.B0, System.R)),
+                over.get(cell.plan_name, "-"),
+            ]
+        )
+    lengths = [f"A at rate {rate + 1}: {system}" for rate in range(most_rates) for system in (System.B0, System.R)]
+    return Grid(("cell", "reuse", "B: B0", "B: C", "B: R", *lengths, "B0 in the worker / engine alone"), lines)
 
 
 def _extremes(values: Mapping[str, float]) -> str:
