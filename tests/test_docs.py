@@ -48,7 +48,7 @@ FOLDERS_OF_TESTS = ("pipeline", "worlds")
 FORMS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / ".github").rglob("*.yml"))
 WORDS_MAX = 24_000
 GENERATED = ("docs/messages.md", "docs/settings.md")
-FIGURES = re.compile(r"<!-- ([\w ]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
+FIGURES = re.compile(r"<!-- ([\w -]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 """Parts of a page that `benchmarks.headline` writes."""
 
 

@@ -130,9 +130,10 @@ def test_a_failed_gate_is_explained_by_a_machine_that_was_slower_than_when_it_wa
     slowdown: float, gate: Gate, told: bool
 ) -> None:
     figures = PredictionFigures({Stage.PRE: PredictionQuality(slowdown, 0.5, 1.0, 1.5)})
-    why = slow_machine(summarise([record()], 1.0, predictions=figures), [gate])
+    runs = [summarise([record()], 1.0), summarise([record()], 1.0, predictions=figures)]
+    why = slow_machine(runs, [gate])
     assert ("1.60 times its calibrated time" in why) if told else not why
 
 
 def test_without_measured_prefixes_nothing_is_known_of_the_machine() -> None:
-    assert not slow_machine(summarise([record()], 1.0), [Gate("at least 90% ranked", False, "77%")])
+    assert not slow_machine([summarise([record()], 1.0)], [Gate("at least 90% ranked", False, "77%")])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 
 from rich.console import Console, Group, RenderableType
@@ -315,18 +315,18 @@ def print_summary(
         f"scores     {comparison.compared} requests compared with full inference, worst error "
         f"{comparison.worst_error:.1e} of the largest score"
     )
-    print_gates(console, shown)
-    why = slow_machine(relay, shown)
-    if why:
-        console.print(f"slow       {why}", style="yellow", soft_wrap=True)
+    print_gates(console, shown, [relay])
 
 
-def print_gates(console: Console, shown: Sequence[Gate]) -> None:
-    """Prints whether each gate was passed."""
+def print_gates(console: Console, shown: Sequence[Gate], runs: Iterable[RunSummary]) -> None:
+    """Prints whether each gate of these runs was passed, and what to do if one was not because the machine was slow."""
     for gate in shown:
         mark = "[green]yes[/green]" if gate.passed else "[red]NO [/red]"
         mark, note = (mark, "") if gate.judged else ("[yellow]?  [/yellow]", " (not judged: the machine is busy)")
         console.print(f"{mark}        {gate.name}: {gate.found}{note}")
+    why = slow_machine(runs, shown)
+    if why:
+        console.print(f"slow       {why}", style="yellow", soft_wrap=True)
 
 
 def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:

@@ -217,7 +217,7 @@ def _run_of(name: str, scenario: ScenarioSettings, prefix: str, records: Path, s
         name,
         scenario,
         prefix,
-        summarise(read, 0.0),
+        summarise(read, 0.0, predictions=stack.predictions()),
         frozenset(record.model_revision for record in read if record.model_revision is not None),
         jobs=int(trigger.total(events, scenario=name, admitted="yes")),
         events=int(trigger.total(events, scenario=name)),
@@ -286,4 +286,4 @@ def print_scenarios(console: Console, result: ScenarioDemo) -> None:
     table.add_row("lead time, P10", *(f"{each.lead_ms:.0f} ms" if each.lead_ms else "-" for each in found))
     console.print()
     console.print(table)
-    print_gates(console, result.gates)
+    print_gates(console, result.gates, [each.run for each in found])

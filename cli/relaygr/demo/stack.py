@@ -117,7 +117,7 @@ class DemoStack:
         )
         board.run(lambda: self.has_ended(gateway))
         warm_up = self._device_seconds(work_class=WorkClass.WARM_UP.value) - warm_up_before
-        summary = summarise(tail.records, self._device_seconds() - before, warm_up, self._predictions())
+        summary = summarise(tail.records, self._device_seconds() - before, warm_up, self.predictions())
         if self._page is not None and self._live is not None:
             self._live.stop()
             self._page.add_run(run_view(title, summary, tail.records), self._settings.traffic.budget_ms)
@@ -190,7 +190,8 @@ class DemoStack:
     def _device_seconds(self, **labels: str) -> float:
         return sum(reading.total("relaygr_worker_device_seconds_total", **labels) for reading in self.worker_readings())
 
-    def _predictions(self) -> PredictionFigures:
+    def predictions(self) -> PredictionFigures:
+        """How good the predictions of this stack's trigger and workers were so far."""
         workers = self.worker_readings()
         trigger = self.trigger_reading()
         qualities = {stage: _mean_quality(workers, stage) for stage in Stage}

@@ -10,7 +10,8 @@ plays only these rates, each after one or two minutes of warm-up, without a sear
 them at these lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part.
 `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the CSV files and
 measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into
-that page: live ones between its marks `figures`, simulated ones between `grid` and `cells of others`.
+that page: live ones between its marks `figures`, simulated ones between `grid` and `cells of others`, and those of
+given rates between marks with the name of the folder.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -118,8 +119,6 @@ def main(
     if histories and interactions is not None:
         raise RelayError("the users of a log have histories of their own lengths: leave out --histories")
     if rates:
-        if page is not None:
-            raise RelayError("--rates searches for nothing, so it has no figures for --page")
         impossible[System.B1] = "B1 takes its longest history from figure A, which --rates does not measure"
     if trace is not None or interactions is not None:
         impossible[System.O] = "O ranks synthetic users of its own: it plays neither --trace nor --interactions"

@@ -85,9 +85,11 @@ def write_report(out: Path) -> None:
 
 
 def fill_page(out: Path, mode: str | None, page: Path) -> None:
-    """Writes the main figures of a mode (None: of that of the last search) between marks of a page: simulated ones of
-    the grid and of the cells of others each between their own, live ones with their plot, in the folder `images` beside
-    the page. Raises RelayError without the marks.
+    """Writes the main figures of a mode (None: of that of the last search) between marks of a page.
+
+    Simulated ones of the grid and of the cells of others have marks of their own; those of given rates have marks with
+    the name of the folder. The plot of other live ones goes into the folder `images` beside the page. Raises RelayError
+    without the marks.
     """
     every = read_rows(out / "runs.csv")
     mode = mode or next((row.mode for row in reversed(every) if row.figure in SEARCHED), every[-1].mode)
@@ -95,6 +97,8 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     plans, text = _read_plans(out), page.read_text(encoding="utf-8")
     if _is_simulated(rows):
         parts = _simulated_figures(rows, mode, plans)
+    elif at_rates(rows).rows:
+        parts = {out.name: [_conditions(rows), Text(_speeds(rows)), at_rates(rows), baseline(rows, plans)]}
     else:
         parts = {FIGURES: _live_figures(rows, mode, plans, page.parent / "images" / f"{page.stem}.png")}
     for name, blocks in parts.items():
@@ -381,9 +385,9 @@ def _speeds(rows: Sequence[RunRow]) -> str:
     if not known:
         return "How fast the machine was during the runs is not known."
     return (
-        f"Speed: fixed work took {min(known):.2f} to {max(known):.2f} times its quiet time during the runs, median "
-        f"{statistics.median(known):.2f}. With five seeds or more, and with --rates, a run above {SLOW_LIMIT} is "
-        f"invalid: {sum(row.was_slow for row in rows)} were."
+        f"Speed: fixed work took {min(known):.2f} to {max(known):.2f} times its quiet time during {len(known)} of "
+        f"{len(rows)} runs, median {statistics.median(known):.2f}. With five seeds or more, and with --rates, a run "
+        f"above {SLOW_LIMIT} is invalid: {sum(row.was_slow for row in rows)} were."
     )
 
 

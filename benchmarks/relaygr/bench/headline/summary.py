@@ -113,10 +113,13 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
         fresh = [row for row in those if len(values[cell, row.system, row.seed]) == 1]
         why = decide_rows(fresh).why if fresh else "no fresh seed"
         invalid = len(seeds - {row.seed for row in those})
-        lines.append([cell, f"{history:,}", name, f"{rate:g}", passed, str(invalid), late, str(len(fresh)), why])
+        use = share(statistics.mean(row.device_use for row in those) if those else math.nan)
+        deadlines = "; ".join(f"{deadline} ms" for deadline in sorted({row.deadline_ms for row in those})) or "-"
+        asked_for = [cell, deadlines, f"{history:,}", name, f"{rate:g}"]
+        lines.append([*asked_for, use, passed, str(invalid), late, str(len(fresh)), why])
     header = (
-        "cell", "history", "system", "requests/s", "seeds that passed", "seeds without a valid run", "late, mean",
-        "fresh seeds", "decision",
+        "cell", "deadline", "history", "system", "requests/s", "device use, mean", "seeds that passed",
+        "seeds without a valid run", "late, mean", "fresh seeds", "decision",
     )  # fmt: skip
     return Grid(header, lines)
 
