@@ -98,7 +98,7 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     if _is_simulated(rows):
         parts = _simulated_figures(rows, mode, plans)
     elif at_rates(rows).rows:
-        parts = {out.name: [_conditions(rows), Text(_speeds(rows)), at_rates(rows), baseline(rows, plans)]}
+        parts = {out.resolve().name: [_conditions(rows), Text(_speeds(rows)), at_rates(rows), baseline(rows, plans)]}
     else:
         parts = {FIGURES: _live_figures(rows, mode, plans, page.parent / "images" / f"{page.stem}.png")}
     for name, blocks in parts.items():

@@ -218,7 +218,7 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
 
 def by_family(figures: Sequence[Reached], plans: Mapping[str, CellPlan], rows: Sequence[RunRow]) -> Grid:
     """A line for all cells that differ in the share of returning users alone. Their values stand in the order of these
-    shares, without B0 where it was measured in another cell.
+    shares.
     """
     families: dict[Cell, dict[float, str]] = {}
     for name in dict.fromkeys(each.cell for each in figures):
