@@ -57,7 +57,7 @@ from relaygr.bench.headline.points import (
     Point,
     workload_of,
 )
-from relaygr.bench.headline.report import FIGURES, GRID_FIGURES, OTHERS_FIGURES, fill_page, marks_of, write_report
+from relaygr.bench.headline.report import FIGURES, GRID_FIGURES, OTHERS_FIGURES, fill_page, marks_for, write_report
 from relaygr.bench.headline.rows import (
     OF_LOG,
     SIMULATED,
@@ -192,7 +192,7 @@ class TestDecision:
         ("every seed well within", [0.001, 0.0, 0.002, 0.001, 0.0], True, "every seed"),
         ("one seed beyond", [0.0, 0.0, 0.0, 0.0, 0.011], False, "a seed had 1.10% late"),
         ("too few seeds", [0.0] * 4, False, "4 of 5 seeds"),
-        ("within, but too scattered to be sure", [0.0, 0.0099, 0.0, 0.0099, 0.0099], False, "at 95% confidence"),
+        ("within, but too scattered to be sure", [0.0, 0.0099, 0.0, 0.0099, 0.0099], False, "95% sure"),
     )
 
     @pytest.mark.parametrize(("shares", "passed", "why"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -564,7 +564,7 @@ class TestFigures:
         assert isinstance(grid, Grid) and isinstance(lines, Bullets)
         assert grid.rows[-1] == ["bursts", "10", "10", "80", "8.00", "8.00", "10%", "no", "64, 64 (1.00)"]
         counted = "R / B0 in B, where it counts: best 4.00 (n2048-d4-r0.9), median 2.00 (lead-1), worst 0.50 (lead-0)"
-        assert lines.lines[0] == f"{counted}; 3 cells, R below in 1"
+        assert lines.lines[0] == f"{counted}; 3 cells, below 1 in 1, at least 1.5 in 2"
         assert lines.lines[1].startswith("R / B0 in B, all cells: best 8.00 (bursts), median 2.00 (lead-1)")
 
     def test_medians_by_reuse_are_of_the_cells_that_have_a_value_at_each_share(self) -> None:
@@ -585,7 +585,7 @@ class TestFigures:
                 rows += outcome(system, {10.0: 0.0, 20.0: 0.5}, 1, cell=cell)
         lines = by_cell(rows, figures_of(rows, "full"), "full")[1]
         assert isinstance(lines, Bullets)
-        assert lines.lines[0].endswith("4 cells, R below in 0")
+        assert lines.lines[0].endswith("4 cells, below 1 in 0, at least 1.5 in 0")
 
     def test_every_figure_of_a_simulation_says_that_it_is_one(self, tmp_path: Path) -> None:
         changes: dict[str, Any] = {"broker": f"{SIMULATED}: a run on Kafka", "foreign_cpu": math.nan}
@@ -611,7 +611,7 @@ class TestFigures:
 
 
 class TestPage:
-    PAGE = "# Page\n\nBefore.\n\n{}\nold\n{}\n\nAfter.\n".format(*marks_of(FIGURES))
+    PAGE = "# Page\n\nBefore.\n\n{}\nreplaced\n{}\n\nAfter.\n".format(*marks_for(FIGURES))
 
     def test_the_figures_of_the_last_mode_replace_what_stands_between_the_marks(self, tmp_path: Path) -> None:
         file, page = RunFile(tmp_path), tmp_path / "page.md"
@@ -623,7 +623,7 @@ class TestPage:
         for _ in range(2):
             fill_page(tmp_path, None, page)
             text = page.read_text(encoding="utf-8")
-            assert text.startswith("# Page\n\nBefore.") and text.endswith("After.\n") and "old" not in text
+            assert text.startswith("# Page\n\nBefore.") and text.endswith("After.\n") and "replaced" not in text
             assert text.count("3.00 (one seed)") == 1 and "2.00 (one seed)" not in text
         fill_page(tmp_path, "quick", page)
         assert "2.00 (one seed)" in page.read_text(encoding="utf-8")
@@ -662,7 +662,9 @@ class TestPage:
         assert [bar.get_hatch() for bar in reached.patches] == ["//", None, None, None]
         assert [text.get_text() for text in reached.get_xticklabels()] == ["0", "0.9"]
 
-    def test_simulated_figures_of_the_grid_and_of_others_stand_between_marks_of_their_own(self, tmp_path: Path) -> None:
+    def test_simulated_figures_of_the_grid_and_of_others_stand_between_marks_for_their_own(
+        self, tmp_path: Path
+    ) -> None:
         rows, page = [], tmp_path / "page.md"
         reached = {"n2048-d4-r0": 10.0, "n2048-d4-r0.6": 20.0, "unipinrec": 2.0}
         for cell, top in reached.items():
@@ -673,27 +675,31 @@ class TestPage:
                 row(system=each, cell=cell, mode="simulated", broker=f"{SIMULATED}: a run", figure="A", history=length)
                 for each, length in (("B0", 64), ("R", 128))
             ]
-        parts = {name: "{}\n{}\n".format(*marks_of(name)) for name in (GRID_FIGURES, OTHERS_FIGURES)}
+        parts = {name: "{}\n{}\n".format(*marks_for(name)) for name in (GRID_FIGURES, OTHERS_FIGURES)}
         page.write_text("\n".join(parts.values()), encoding="utf-8")
         reported(tmp_path, rows)
         fill_page(tmp_path, None, page)
-        grid, others = page.read_text(encoding="utf-8").split(marks_of(GRID_FIGURES)[1])
-        assert "| n2048-d4 | 0, 0.6 | 10; 10 | -; - | 10; 20 | 64; 64 | 128; 128 | - |" in grid
-        assert "2 of 65 cells; not played: n1024-d1.5-r0," in grid and "a run" in grid and "unipinrec" not in grid
-        assert "| unipinrec | 0.6 | 10 | - | 2 | 64 | 128 | - |" in others and "n2048" not in others
+        grid, others = page.read_text(encoding="utf-8").split(marks_for(GRID_FIGURES)[1])
+        assert "| n2048-d4 | 0, 0.6 | 10; 10 | -; - | 10; 20 | 0%; 0% | 64; 64 | -; - | 128; 128 | - |" in grid
+        assert "2 of 65 cells were played. Not played: n1024-d1.5, " in grid and ", n2048-d4-r0.9, " in grid
+        assert "a run" in grid and "unipinrec" not in grid and "Indicative: 1 of at least 5 seeds" in grid
+        assert "| unipinrec | 0.6 | 10 | - | 2 | 0% | 64 | - | 128 | - |" in others and "n2048" not in others
 
     def test_rates_that_were_given_stand_between_marks_with_the_name_of_their_folder(self, tmp_path: Path) -> None:
         out, page = tmp_path / "far", tmp_path / "page.md"
         rows = [
             each for seed in range(1, 6) for each in outcome("R", {50.0: 0.0}, seed, figure="rate 50", device_use=0.5)
         ]
-        page.write_text("{}\n{}\n".format(*marks_of("far")), encoding="utf-8")
+        page.write_text("{}\n{}\n".format(*marks_for("far")), encoding="utf-8")
         reported(out, rows)
         fill_page(out, None, page)
         text = page.read_text(encoding="utf-8")
-        assert "| R | 50 | 50% | 5 of 5 | 0 | 0.00% | 5 | every seed, at most 0.00% late" in text and "Machine" in text
+        assert "Rows: folder `far`." in text and "nothing compares B0 with the engine alone" in text
+        assert "| R | 50 | 50% | 5 of 5 | 0 | 0.00% | 5 | every seed passed; 95% sure" in text and "Machine" in text
 
-    @pytest.mark.parametrize("folder", ["headline-quick", "headline-simulated", "headline-best", "headline-rates"])
+    @pytest.mark.parametrize(
+        "folder", ["headline-quick", "headline-noisy", "headline-simulated", "headline-best", "headline-rates"]
+    )
     def test_the_documentation_shows_the_figures_of_the_runs_that_are_kept(self, tmp_path: Path, folder: str) -> None:
         root, copy = Path(__file__).parents[2], tmp_path / "benchmark.md"
         shutil.copy(root / "docs" / "benchmark.md", copy)
@@ -848,6 +854,9 @@ def test_only_valid_runs_of_what_is_asked_count_as_there() -> None:
         ({"rates": "5,fast"}, "--rates takes requests a second, 0.1 to 10,000, by commas, such as 5,50: not '5,fast'"),
         ({"rates": "0"}, "--rates takes requests a second"),
         ({"trace": Path("load.csv"), "page": Path("benchmark.md")}, "no figures for --page"),
+        ({"rates": "5", "page": Path("nowhere.md")}, "nowhere.md cannot be read"),
+        ({"quick": True, "page": Path("README.md")}, "README.md has no lines `<!-- figures: begin -->`"),
+        ({"rates": "5", "page": Path("README.md")}, "README.md has no lines `<!-- headline: begin -->`"),
         ({"rates": "5", "histories": "2k"}, "--histories takes whole numbers of behaviours"),
         ({"rates": "5", "histories": "64,8193"}, "cell quick takes histories of up to 8,192 behaviours, not 8,193"),
         ({"quick": True, "histories": "64"}, "--histories belongs to --rates"),
@@ -1366,7 +1375,13 @@ class TestRatesWithoutASearch:
         rows += outcome("R", {60.0: 0.0}, 7, figure="rate 60", valid=False)
         rows += outcome("R", {70.0: 0.0}, 8, figure="rate 70", valid=False)
         lines = {line[4]: line[6:] for line in at_rates(rows).rows}
-        assert lines["50"] == ["6 of 6", "0", "0.00%", "5", "every seed, at most 0.00% late at 95% confidence"]
+        assert lines["50"] == [
+            "6 of 6",
+            "0",
+            "0.00%",
+            "5",
+            "every seed passed; 95% sure that their mean is at most 0.00% late",
+        ]
         assert lines["60"] == ["0 of 1", "1", "2.00%", "0", "no fresh seed"]
         assert lines["70"] == ["0 of 0", "1", "-", "0", "no fresh seed"]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.admission.scenarios import ScenarioSettings
 from relaygr.demo.processes import write_config
-from relaygr.demo.scenarios import ScenarioRun, gates
-from relaygr.demo.summary import summarise
+from relaygr.demo.scenarios import ScenarioDemo, ScenarioRun, gates, print_scenarios
+from relaygr.demo.summary import PredictionFigures, summarise
 from relaygr.settings import Settings, load
 from relaygr.traffic.records import LOST
 from tests.cli.test_demo_summary import record
@@ -51,6 +54,14 @@ def test_a_gate_fails_for_its_reason(changed: ScenarioRun, name: str) -> None:
 
 def test_an_unknown_scenario_that_is_served_fails_a_gate() -> None:
     assert failed(RUNS, "ranked: no reason") == ["an unknown scenario is refused"]
+
+
+def test_a_failed_gate_of_a_machine_that_was_slower_than_when_it_was_measured_says_what_to_do() -> None:
+    slow = PredictionFigures({Stage.PRE: PredictionQuality(1.6, 0.5, 1.0, 1.5)})
+    runs = (*RUNS[:2], a_run("ads", "shop-ads", "m2", jobs=0, run=replace(RUNS[2].run, predictions=slow)))
+    console = Console(file=StringIO(), width=200)
+    print_scenarios(console, ScenarioDemo(runs, gates(runs, REFUSED)))
+    assert "pre-infer took 1.60 times its calibrated time" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_children_read_the_scenarios_that_the_demo_writes(tmp_path: Path) -> None:

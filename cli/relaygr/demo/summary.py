@@ -213,7 +213,7 @@ def slow_machine(runs: Iterable[RunSummary], shown: Sequence[Gate]) -> str:
         return ""
     return (
         f"The machine was slower than when it was measured: pre-infer took {slowdown:.2f} times its "
-        "calibrated time. Other programs, or other guests of its host, use it. Run the demo again when they do not."
+        "calibrated time. Other programs, or other guests of its host, may use it. Run the demo again when they do not."
     )
 
 

@@ -9,9 +9,9 @@ plays the grid in virtual time on `--processes` cores, with times that it first 
 plays only these rates, each after one or two minutes of warm-up, without a search, and `--histories 2048,4096` plays
 them at these lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part.
 `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the CSV files and
-measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search) into
-that page: live ones between its marks `figures`, simulated ones between `grid` and `cells of others`, and those of
-given rates between marks with the name of the folder.
+measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search, else of
+the last run) into that page: live ones between its marks `figures`, simulated ones between `grid` and `cells of
+others`, and those of given rates between marks with the name of the folder.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -94,7 +94,7 @@ def main(
     from relaygr.bench.headline.command import list_cells, measure, measure_rates, measure_trace, simulate, write_load
     from relaygr.bench.headline.grid import GRID, QUICK
     from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, RATES_MODE, SIMULATED_MODE, TRACE_MODE
-    from relaygr.bench.headline.report import fill_page, write_report
+    from relaygr.bench.headline.report import FIGURES, fill_page, marks_for, read_page, write_report
     from relaygr.bench.headline.rows import OF_LOG
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
 
@@ -126,6 +126,12 @@ def main(
         impossible = dict.fromkeys((System.B1, System.O), "B1 and O are not simulated")
         if interactions is not None:
             raise RelayError("--simulated does not take --interactions")
+    if page is not None:
+        # A page without marks is refused before the runs, not after them.
+        text, own = read_page(page), marks_for(out.resolve().name)
+        marks = own if rates else marks_for(FIGURES)
+        if not (report or simulated or marks[0] in text or own[0] in text):
+            raise RelayError(f"{page} has no lines `{marks[0]}` and `{marks[1]}` to write between")
     default = tuple(System) if full else SIMULATED_SYSTEMS if simulated else QUICK_SYSTEMS
     wanted = _chosen_systems(systems, default, impossible)
     if interactions is not None:

@@ -48,8 +48,10 @@ def decide(late_shares: Sequence[float], limit: float = LATE_LIMIT, least_seeds:
     if len(late_shares) < least_seeds:
         return Decision(False, f"{len(late_shares)} of {least_seeds} seeds", upper)
     if upper > limit:
-        return Decision(False, f"up to {upper:.2%} late at {CONFIDENCE:.0%} confidence", upper)
-    return Decision(True, f"every seed, at most {upper:.2%} late at {CONFIDENCE:.0%} confidence", upper)
+        return Decision(False, f"not {CONFIDENCE:.0%} sure: their mean may be {upper:.2%} late", upper)
+    return Decision(
+        True, f"every seed passed; {CONFIDENCE:.0%} sure that their mean is at most {upper:.2%} late", upper
+    )
 
 
 def upper_bound(values: Sequence[float], confidence: float = CONFIDENCE) -> float:

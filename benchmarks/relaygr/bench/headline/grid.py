@@ -118,12 +118,17 @@ sooner. At a tighter deadline B0 uses less than 30 % of the device, so figure B 
 """
 
 
+def family_name_of(cell: str) -> str:
+    """The name of the cell without its share of returning users."""
+    return re.sub(r"-r[0-9.]+$", "", cell)
+
+
 def at_reuse(cell: Cell, reuse: float) -> Cell:
     """The cell with another share of returning users. Its deadline, lead time and memory stay the same."""
     if cell.reuse == reuse:
         return cell
     plan = cell.plan_name
-    name = f"{re.sub(r'-r[0-9.]+$', '', plan)}-r{reuse:g}"
+    name = f"{family_name_of(plan)}-r{reuse:g}"
     return replace(cell, name=name, reuse=reuse, planned_as="" if name == plan else plan)
 
 
@@ -202,8 +207,9 @@ BY_NAME = {
     for named in (QUICK, LOOSE, *GRID, *PUBLISHED)
     for cell in (named, *(at_reuse(named, reuse) for reuse in REUSES))
 }
-COMMITTED = frozenset(name for name, cell in BY_NAME.items() if cell.family in {cell.family for cell in GRID})
-"""The names of the grid's cells, at each share of returning users."""
+_FAMILIES = {cell.family for cell in GRID}
+GRID_NAMES = tuple(name for name, cell in BY_NAME.items() if cell.family in _FAMILIES)
+"""The grid's cells, at each share of returning users."""
 
 
 def plan_name_of(cell: str) -> str:

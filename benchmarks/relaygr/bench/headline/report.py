@@ -21,7 +21,7 @@ from relaygr.bench.headline.figures import (
     figures_of,
     same_load,
 )
-from relaygr.bench.headline.grid import BY_NAME, COMMITTED, GRID, LENGTH_FACTORS, PUBLISHED, REUSES, Cell
+from relaygr.bench.headline.grid import BY_NAME, GRID_NAMES, LENGTH_FACTORS, PUBLISHED, REUSES, Cell, family_name_of
 from relaygr.bench.headline.outlook import Demand, Verdict, outlook
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell, plot_overview
@@ -85,71 +85,105 @@ def write_report(out: Path) -> None:
 
 
 def fill_page(out: Path, mode: str | None, page: Path) -> None:
-    """Writes the main figures of a mode (None: of that of the last search) between marks of a page.
-
-    Simulated ones of the grid and of the cells of others have marks of their own; those of given rates have marks with
-    the name of the folder. The plot of other live ones goes into the folder `images` beside the page. Raises RelayError
-    without the marks.
+    """Writes the main figures of a mode (None: of that of the last search, else of the last run) between marks of a
+    page: where `marks_for` says, and live ones of a search with their plot, in the folder `images` beside the page.
+    Raises RelayError without the marks, and for a mode without such figures.
     """
-    every = read_rows(out / "runs.csv")
+    every, text = read_rows(out / "runs.csv"), read_page(page)
     mode = mode or next((row.mode for row in reversed(every) if row.figure in SEARCHED), every[-1].mode)
-    rows = [row for row in every if row.mode == mode]
-    plans, text = _read_plans(out), page.read_text(encoding="utf-8")
+    rows, own_marks, plans = [row for row in every if row.mode == mode], out.resolve().name, _read_plans(out)
+    figures = figures_of(rows, mode)
     if _is_simulated(rows):
         parts = _simulated_figures(rows, mode, plans)
     elif at_rates(rows).rows:
-        parts = {out.resolve().name: [_conditions(rows), Text(_speeds(rows)), at_rates(rows), baseline(rows, plans)]}
+        parts = {own_marks: [*_about(rows), at_rates(rows), *_honest_baseline(rows, plans)]}
+    elif not figures:
+        raise RelayError(f"{out}: the runs of mode {mode} have no figures for a page")
+    elif marks_for(own_marks)[0] in text:
+        parts = {own_marks: _live_figures(rows, mode, plans)}
     else:
-        parts = {FIGURES: _live_figures(rows, mode, plans, page.parent / "images" / f"{page.stem}.png")}
+        plot = plot_overview(page.parent / "images" / f"{page.stem}.png", rows, figures, _transport(rows))
+        parts = {FIGURES: [plot, *_live_figures(rows, mode, plans)]}
     for name, blocks in parts.items():
-        begin, end = marks_of(name)
+        begin, end = marks_for(name)
         before, found_begin, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found_begin and found_end):
             raise RelayError(f"{page} has no lines `{begin}` and `{end}` to write between")
         # The page has headings of its own.
         told: list[Block] = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
+        told.insert(0, Text(f"Rows: folder `{own_marks}`."))
         shown = as_markdown([block for block in told if not isinstance(block, Grid) or block.rows], page.parent)
         text = f"{before}{begin}\n\n{shown}\n{end}{after}"
     page.write_text(text, encoding="utf-8")
 
 
-def marks_of(name: str) -> tuple[str, str]:
-    """The lines of a page between which these figures stand."""
+def read_page(page: Path) -> str:
+    """The text of a page. Raises RelayError if it cannot be read."""
+    try:
+        return page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RelayError(f"{page} cannot be read: {error}. --page takes a page with marks to write between") from error
+
+
+def marks_for(name: str) -> tuple[str, str]:
+    """The lines of a page between which these figures stand. Simulated ones of the grid and of the cells of others have
+    names of their own, those of given rates that of their folder. Others stand under `FIGURES`, or under the name of
+    their folder if the page has it.
+    """
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
-def _live_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellPlan], plot: Path) -> list[Block]:
-    figures = figures_of(rows, mode)
-    blocks: list[Block] = [_conditions(rows), Text(_speeds(rows))]
-    if figures:
-        blocks.append(plot_overview(plot, rows, figures, _transport(rows)))
-    blocks += [by_reuse(rows, figures, mode), *measured_once(figures), against_others(figures), baseline(rows, plans)]
-    broken = broken_in(rows, mode)
-    if broken:
-        blocks.append(Text(told_of(broken), is_note=True))
-    first = rows[0].cell
+def _about(rows: Sequence[RunRow]) -> list[Block]:
+    """Where and how the rows were measured, and whether they may decide."""
+    speeds: list[Block] = [] if _is_simulated(rows) else [Text(_speeds(rows))]
+    return [_conditions(rows), *speeds, *_indicative(rows)]
+
+
+def _indicative(rows: Sequence[RunRow]) -> list[Block]:
+    seeds = {row.seed for row in rows}
+    if len(seeds) >= LEAST_SEEDS:
+        return []
+    text = f"Indicative: {len(seeds)} of at least {LEAST_SEEDS} seeds. No figure of this run is decided."
+    return [Text(text, is_note=True)]
+
+
+def _live_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellPlan]) -> list[Block]:
+    figures, broken, first = figures_of(rows, mode), broken_in(rows, mode), rows[0].cell
     same = same_load(rows, mode, first)
-    return [*blocks, *(_costs(f"{first}: all systems on the same trace{_transport(rows)}", same) if same else [])]
+    return [
+        *_about(rows),
+        by_reuse(rows, figures, mode),
+        *measured_once(figures),
+        against_others(figures),
+        *_honest_baseline(rows, plans),
+        *([Text(told_of(broken), is_note=True)] if broken else []),
+        *(_costs(f"{first}: all systems on the same trace{_transport(rows)}", same) if same else []),
+    ]
 
 
 def _simulated_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellPlan]) -> dict[str, list[Block]]:
-    of_others = {cell.family for cell in PUBLISHED}
+    of_others = {name for name, cell in BY_NAME.items() if cell.family in {other.family for other in PUBLISHED}}
     parts: dict[str, list[Block]] = {}
     for name, is_of_others in ((GRID_FIGURES, False), (OTHERS_FIGURES, True)):
-        own = [row for row in rows if (BY_NAME[row.cell].family in of_others) is is_of_others]
+        own = [row for row in rows if (row.cell in of_others) is is_of_others]
         if not own:
             continue
         figures, broken = figures_of(own, mode), broken_in(own, mode)
-        blocks: list[Block] = [by_family(figures, plans, own)]
+        blocks = [*_about(own), by_family(own, figures, plans, mode)]
         if not is_of_others:
-            played = {row.cell for row in own}
-            missing = ", ".join(cell.name for cell in GRID if cell.name not in played)
-            count = f"{len(COMMITTED & played)} of {len(COMMITTED)} cells"
-            about = Text(f"{count}; not played: {missing}" if missing else count)
-            blocks = [_conditions(rows), about, *blocks, by_cell(own, figures, mode)[1]]
+            blocks += [by_cell(own, figures, mode)[1], Text(_played({row.cell for row in own}))]
         parts[name] = [*blocks, *([Text(told_of(broken), is_note=True)] if broken else [])]
     return parts
+
+
+def _played(cells: set[str]) -> str:
+    """How much of the grid was played, and what was not."""
+    missing = [name for name in GRID_NAMES if name not in cells]
+    whole = {family_name_of(name) for name in missing} - {family_name_of(name) for name in cells}
+    told = dict.fromkeys(family_name_of(name) if family_name_of(name) in whole else name for name in missing)
+    count = f"{len(cells.intersection(GRID_NAMES))} of {len(GRID_NAMES)} cells were played"
+    return f"{count}. Not played: {', '.join(told)}." if told else f"{count}."
 
 
 def _read_plans(out: Path) -> dict[str, CellPlan]:
@@ -162,11 +196,8 @@ def _mode(
 ) -> list[Block]:
     figures = figures_of(rows, mode)
     is_simulated = _is_simulated(rows)
-    seeds, transport = sorted({row.seed for row in rows}), _transport(rows)
-    blocks: list[Block] = [Heading(f"Run: {mode}"), _conditions(rows)]
-    if len(seeds) < LEAST_SEEDS:
-        text = f"Indicative: {len(seeds)} of at least {LEAST_SEEDS} seeds. No figure of this run is decided."
-        blocks.append(Text(text, is_note=True))
+    transport = _transport(rows)
+    blocks: list[Block] = [Heading(f"Run: {mode}"), _conditions(rows), *_indicative(rows)]
     if figures and not is_simulated:
         blocks.append(plot_overview(out / "plots" / f"{mode}-overview.png", rows, figures, transport))
     if figures:
@@ -382,12 +413,14 @@ def told_of(broken: Sequence[Broken]) -> str:
 
 def _speeds(rows: Sequence[RunRow]) -> str:
     known = [row.slowdown for row in rows if not math.isnan(row.slowdown)]
+    late = sum(not row.valid and not row.was_slow for row in rows)
+    invalid = f" {late} of {len(rows)} runs were invalid because the load generator was late." if late else ""
     if not known:
-        return "How fast the machine was during the runs is not known."
+        return f"How fast the machine was during the runs is not known.{invalid}"
     return (
         f"Speed: fixed work took {min(known):.2f} to {max(known):.2f} times its quiet time during {len(known)} of "
         f"{len(rows)} runs, median {statistics.median(known):.2f}. With five seeds or more, and with --rates, a run "
-        f"above {SLOW_LIMIT} is invalid: {sum(row.was_slow for row in rows)} were."
+        f"above {SLOW_LIMIT} is invalid: {sum(row.was_slow for row in rows)} were.{invalid}"
     )
 
 
@@ -412,6 +445,12 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence
         f"Requests ranked on another history than asked for: {sum(row.stale for row in rows)}.",
     ]
     blocks: list[Block] = [Heading("Checks"), Bullets(lines)]
+    return [*blocks, *_honest_baseline(rows, plans)]
+
+
+def _honest_baseline(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
+    """B0 beside the engine alone, and what is not known of it."""
+    blocks: list[Block] = []
     honest = baseline(rows, plans)
     missing = sorted({row.cell for row in rows if plan_of(row.cell, plans) is None})
     if missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from relaygr.bench.headline.figures import (
     rows_at_highest,
     same_load,
 )
-from relaygr.bench.headline.grid import BY_NAME, COMMITTED, Cell, plan_name_of
+from relaygr.bench.headline.grid import BY_NAME, GRID_NAMES, Cell, family_name_of, plan_name_of
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import AT_RATE, SLOW_LIMIT, RunRow, paths_at
 from relaygr.bench.headline.systems import FLAGS, System
@@ -119,7 +118,7 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
         lines.append([*asked_for, use, passed, str(invalid), late, str(len(fresh)), why])
     header = (
         "cell", "deadline", "history", "system", "requests/s", "device use, mean", "seeds that passed",
-        "seeds without a valid run", "late, mean", "fresh seeds", "decision",
+        "seeds without a valid run", "late, mean of all seeds", "fresh seeds", "decision of the fresh seeds",
     )  # fmt: skip
     return Grid(header, lines)
 
@@ -181,7 +180,7 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
     """
     cells = list(dict.fromkeys(each.cell for each in figures))
     most_rates = max((len(_of(figures, cell, "A", System.R)) for cell in cells), default=0)
-    committed = COMMITTED.intersection(cells) or set(cells)
+    committed = set(GRID_NAMES).intersection(cells) or set(cells)
     ratios: dict[str, dict[str, float]] = {}
     lines = []
     for cell in cells:
@@ -206,6 +205,10 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
             "R / B0 in B, all cells": over_base,
             "R / C in B": over_cache,
         } | {f"R / B0 in A at rate {number + 1}": each.ratio for number, each in enumerate(longest)}
+        cached = _of(figures, cell, "A", System.C)
+        found |= {
+            f"R / C in A at rate {number + 1}": _over(longest[number:], cached[number:]) for number in range(most_rates)
+        }
         for name, interval in found.items():
             if interval is not None and cell in committed:
                 ratios.setdefault(name, {})[cell] = interval.value
@@ -216,10 +219,11 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
     return [Grid(header, lines), Bullets([f"{name}: {_extremes(values)}" for name, values in ratios.items()])]
 
 
-def by_family(figures: Sequence[Reached], plans: Mapping[str, CellPlan], rows: Sequence[RunRow]) -> Grid:
+def by_family(rows: Sequence[RunRow], figures: Sequence[Reached], plans: Mapping[str, CellPlan], mode: str) -> Grid:
     """A line for all cells that differ in the share of returning users alone. Their values stand in the order of these
     shares.
     """
+    systems = (System.B0, System.C, System.R)
     families: dict[Cell, dict[float, str]] = {}
     for name in dict.fromkeys(each.cell for each in figures):
         families.setdefault(BY_NAME[name].family, {})[BY_NAME[name].reuse] = name
@@ -236,23 +240,29 @@ def by_family(figures: Sequence[Reached], plans: Mapping[str, CellPlan], rows: S
 
         lines.append(
             [
-                re.sub(r"-r[0-9.]+$", "", cell.plan_name),
+                family_name_of(cell.plan_name),
                 ", ".join(f"{reuse:g}" for reuse in sorted(members)),
-                *(values("B", system, 0) for system in (System.B0, System.C, System.R)),
-                *(values("A", system, rate) for rate in range(most_rates) for system in (System.B0, System.R)),
+                *(values("B", system, 0) for system in systems),
+                "; ".join(share(device_use_of_b0(figures, rows, name, mode)) for name in names),
+                *(values("A", system, rate) for rate in range(most_rates) for system in systems),
                 over.get(cell.plan_name, "-"),
             ]
         )
-    lengths = [f"A at rate {rate + 1}: {system}" for rate in range(most_rates) for system in (System.B0, System.R)]
-    return Grid(("cell", "reuse", "B: B0", "B: C", "B: R", *lengths, "B0 in the worker / engine alone"), lines)
+    header = (
+        "cell", "reuse", *(f"B: {system}" for system in systems), "B: device use of B0",
+        *(f"A at rate {rate + 1}: {system}" for rate in range(most_rates) for system in systems),
+        "B0 in the worker / engine alone",
+    )  # fmt: skip
+    return Grid(header, lines)
 
 
 def _extremes(values: Mapping[str, float]) -> str:
     ordered = sorted(values, key=lambda cell: values[cell])
     places = (("best", ordered[-1]), ("median", ordered[(len(ordered) - 1) // 2]), ("worst", ordered[0]))
     told = ", ".join(f"{name} {values[cell]:.2f} ({cell})" for name, cell in places)
-    below = sum(value < 1 for value in values.values())
-    return f"{told}; {len(ordered)} cells, R below in {below}{_medians(values)}"
+    below, well_above = sum(value < 1 for value in values.values()), sum(value >= 1.5 for value in values.values())
+    counts = f"{len(ordered)} cells, below 1 in {below}, at least 1.5 in {well_above}"
+    return f"{told}; {counts}{_medians(values)}"
 
 
 def _medians(values: Mapping[str, float]) -> str:
