@@ -192,7 +192,7 @@ class TestDecision:
         ("every seed well within", [0.001, 0.0, 0.002, 0.001, 0.0], True, "every seed"),
         ("one seed beyond", [0.0, 0.0, 0.0, 0.0, 0.011], False, "a seed had 1.10% late"),
         ("too few seeds", [0.0] * 4, False, "4 of 5 seeds"),
-        ("within, but too scattered to be sure", [0.0, 0.0099, 0.0, 0.0099, 0.0099], False, "95% sure"),
+        ("within, but too scattered to be sure", [0.0, 0.0099, 0.0, 0.0099, 0.0099], False, "not 95% sure"),
     )
 
     @pytest.mark.parametrize(("shares", "passed", "why"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -662,9 +662,7 @@ class TestPage:
         assert [bar.get_hatch() for bar in reached.patches] == ["//", None, None, None]
         assert [text.get_text() for text in reached.get_xticklabels()] == ["0", "0.9"]
 
-    def test_simulated_figures_of_the_grid_and_of_others_stand_between_marks_for_their_own(
-        self, tmp_path: Path
-    ) -> None:
+    def test_simulated_figures_of_the_grid_and_of_others_stand_between_marks_of_their_own(self, tmp_path: Path) -> None:
         rows, page = [], tmp_path / "page.md"
         reached = {"n2048-d4-r0": 10.0, "n2048-d4-r0.6": 20.0, "unipinrec": 2.0}
         for cell, top in reached.items():

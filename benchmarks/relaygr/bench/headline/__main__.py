@@ -94,7 +94,7 @@ def main(
     from relaygr.bench.headline.command import list_cells, measure, measure_rates, measure_trace, simulate, write_load
     from relaygr.bench.headline.grid import GRID, QUICK
     from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, RATES_MODE, SIMULATED_MODE, TRACE_MODE
-    from relaygr.bench.headline.report import FIGURES, fill_page, marks_for, read_page, write_report
+    from relaygr.bench.headline.report import FIGURES, fill_page, marked_name, read_page, write_report
     from relaygr.bench.headline.rows import OF_LOG
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
 
@@ -128,10 +128,9 @@ def main(
             raise RelayError("--simulated does not take --interactions")
     if page is not None:
         # A page without marks is refused before the runs, not after them.
-        text, own = read_page(page), marks_for(out.resolve().name)
-        marks = own if rates else marks_for(FIGURES)
-        if not (report or simulated or marks[0] in text or own[0] in text):
-            raise RelayError(f"{page} has no lines `{marks[0]}` and `{marks[1]}` to write between")
+        text, folder = read_page(page), out.resolve().name
+        if not (report or simulated):
+            marked_name(page, text, folder, *(() if rates else (FIGURES,)))
     default = tuple(System) if full else SIMULATED_SYSTEMS if simulated else QUICK_SYSTEMS
     wanted = _chosen_systems(systems, default, impossible)
     if interactions is not None:

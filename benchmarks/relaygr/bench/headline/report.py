@@ -86,33 +86,35 @@ def write_report(out: Path) -> None:
 
 def fill_page(out: Path, mode: str | None, page: Path) -> None:
     """Writes the main figures of a mode (None: of that of the last search, else of the last run) between marks of a
-    page: where `marks_for` says, and live ones of a search with their plot, in the folder `images` beside the page.
-    Raises RelayError without the marks, and for a mode without such figures.
+    page. Raises RelayError without the marks, and for a mode without such figures.
+
+    Simulated figures of the grid and of the cells of others have names of their own, those of given rates that of their
+    folder. Others stand under the name of their folder if the page has it, else under `FIGURES`, with a plot in the
+    folder `images` beside the page.
     """
     every, text = read_rows(out / "runs.csv"), read_page(page)
     mode = mode or next((row.mode for row in reversed(every) if row.figure in SEARCHED), every[-1].mode)
-    rows, own_marks, plans = [row for row in every if row.mode == mode], out.resolve().name, _read_plans(out)
-    figures = figures_of(rows, mode)
+    rows, folder, plans = [row for row in every if row.mode == mode], out.resolve().name, _read_plans(out)
+    figures, given_rates = figures_of(rows, mode), at_rates(rows)
     if _is_simulated(rows):
         parts = _simulated_figures(rows, mode, plans)
-    elif at_rates(rows).rows:
-        parts = {own_marks: [*_about(rows), at_rates(rows), *_honest_baseline(rows, plans)]}
-    elif not figures:
-        raise RelayError(f"{out}: the runs of mode {mode} have no figures for a page")
-    elif marks_for(own_marks)[0] in text:
-        parts = {own_marks: _live_figures(rows, mode, plans)}
+    elif given_rates.rows:
+        parts = {folder: [*_about(rows), given_rates, *_honest_baseline(rows, plans)]}
+    elif figures:
+        name = marked_name(page, text, folder, FIGURES)
+        parts = {name: _live_figures(rows, figures, mode, plans)}
+        if name == FIGURES:
+            plot = page.parent / "images" / f"{page.stem}.png"
+            parts[name].insert(0, plot_overview(plot, rows, figures, _transport(rows)))
     else:
-        plot = plot_overview(page.parent / "images" / f"{page.stem}.png", rows, figures, _transport(rows))
-        parts = {FIGURES: [plot, *_live_figures(rows, mode, plans)]}
+        raise RelayError(f"{out}: the runs of mode {mode} have no figures for a page")
     for name, blocks in parts.items():
-        begin, end = marks_for(name)
-        before, found_begin, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not (found_begin and found_end):
-            raise RelayError(f"{page} has no lines `{begin}` and `{end}` to write between")
+        begin, end = marks_for(marked_name(page, text, name))
+        before, rest = text.split(begin, 1)
+        after = rest.split(end, 1)[1]
         # The page has headings of its own.
         told: list[Block] = [Text(f"{block.text}:") if isinstance(block, Heading) else block for block in blocks]
-        told.insert(0, Text(f"Rows: folder `{own_marks}`."))
+        told.insert(0, Text(f"Rows: folder `{folder}`."))
         shown = as_markdown([block for block in told if not isinstance(block, Grid) or block.rows], page.parent)
         text = f"{before}{begin}\n\n{shown}\n{end}{after}"
     page.write_text(text, encoding="utf-8")
@@ -127,11 +129,17 @@ def read_page(page: Path) -> str:
 
 
 def marks_for(name: str) -> tuple[str, str]:
-    """The lines of a page between which these figures stand. Simulated ones of the grid and of the cells of others have
-    names of their own, those of given rates that of their folder. Others stand under `FIGURES`, or under the name of
-    their folder if the page has it.
-    """
+    """The lines of a page between which the figures of this name stand."""
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def marked_name(page: Path, text: str, *names: str) -> str:
+    """The first of these names whose marks the text of the page has. Raises RelayError if it has those of none."""
+    for name in names:
+        begin, end = marks_for(name)
+        if end in text.partition(begin)[2]:
+            return name
+    raise RelayError(f"{page} has no lines `{begin}` and `{end}` to write between")
 
 
 def _about(rows: Sequence[RunRow]) -> list[Block]:
@@ -148,8 +156,10 @@ def _indicative(rows: Sequence[RunRow]) -> list[Block]:
     return [Text(text, is_note=True)]
 
 
-def _live_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellPlan]) -> list[Block]:
-    figures, broken, first = figures_of(rows, mode), broken_in(rows, mode), rows[0].cell
+def _live_figures(
+    rows: Sequence[RunRow], figures: Sequence[Reached], mode: str, plans: dict[str, CellPlan]
+) -> list[Block]:
+    broken, first = broken_in(rows, mode), rows[0].cell
     same = same_load(rows, mode, first)
     return [
         *_about(rows),
@@ -163,7 +173,8 @@ def _live_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellPlan])
 
 
 def _simulated_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellPlan]) -> dict[str, list[Block]]:
-    of_others = {name for name, cell in BY_NAME.items() if cell.family in {other.family for other in PUBLISHED}}
+    families = {cell.family for cell in PUBLISHED}
+    of_others = {name for name, cell in BY_NAME.items() if cell.family in families}
     parts: dict[str, list[Block]] = {}
     for name, is_of_others in ((GRID_FIGURES, False), (OTHERS_FIGURES, True)):
         own = [row for row in rows if (row.cell in of_others) is is_of_others]
@@ -172,12 +183,12 @@ def _simulated_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellP
         figures, broken = figures_of(own, mode), broken_in(own, mode)
         blocks = [*_about(own), by_family(own, figures, plans, mode)]
         if not is_of_others:
-            blocks += [by_cell(own, figures, mode)[1], Text(_played({row.cell for row in own}))]
+            blocks += [by_cell(own, figures, mode)[1], Text(_coverage({row.cell for row in own}))]
         parts[name] = [*blocks, *([Text(told_of(broken), is_note=True)] if broken else [])]
     return parts
 
 
-def _played(cells: set[str]) -> str:
+def _coverage(cells: set[str]) -> str:
     """How much of the grid was played, and what was not."""
     missing = [name for name in GRID_NAMES if name not in cells]
     whole = {family_name_of(name) for name in missing} - {family_name_of(name) for name in cells}
@@ -414,7 +425,7 @@ def told_of(broken: Sequence[Broken]) -> str:
 def _speeds(rows: Sequence[RunRow]) -> str:
     known = [row.slowdown for row in rows if not math.isnan(row.slowdown)]
     late = sum(not row.valid and not row.was_slow for row in rows)
-    invalid = f" {late} of {len(rows)} runs were invalid because the load generator was late." if late else ""
+    invalid = f" Invalid because the load generator was late: {late} of {len(rows)} runs." if late else ""
     if not known:
         return f"How fast the machine was during the runs is not known.{invalid}"
     return (

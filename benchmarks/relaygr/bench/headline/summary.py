@@ -206,9 +206,9 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
             "R / C in B": over_cache,
         } | {f"R / B0 in A at rate {number + 1}": each.ratio for number, each in enumerate(longest)}
         cached = _of(figures, cell, "A", System.C)
-        found |= {
-            f"R / C in A at rate {number + 1}": _over(longest[number:], cached[number:]) for number in range(most_rates)
-        }
+        for number, each in enumerate(longest):
+            of_cache = _at(cached, each.rate_per_s)
+            found[f"R / C in A at rate {number + 1}"] = _over([each], [of_cache] if of_cache else [])
         for name, interval in found.items():
             if interval is not None and cell in committed:
                 ratios.setdefault(name, {})[cell] = interval.value
@@ -234,17 +234,27 @@ def by_family(rows: Sequence[RunRow], figures: Sequence[Reached], plans: Mapping
         names = [members[reuse] for reuse in sorted(members)]
         cell = BY_NAME[names[-1]]
 
-        def values(figure: str, system: System, rate: int, names: Sequence[str] = names) -> str:
-            found = [_of(figures, name, figure, system)[rate:][:1] for name in names]
-            return "; ".join(amount(each[0].value) if each else "-" for each in found)
+        def in_b(system: System, names: Sequence[str] = names) -> str:
+            return "; ".join(
+                amount(each[0].value) if each else "-" for each in (_of(figures, n, "B", system) for n in names)
+            )
+
+        def in_a(system: System, number: int, names: Sequence[str] = names) -> str:
+            # The rates of cells differ: those of the relay number them.
+            rates = [[each.rate_per_s for each in _of(figures, name, "A", System.R)] for name in names]
+            found = [
+                _at(_of(figures, name, "A", system), own[number]) if number < len(own) else None
+                for name, own in zip(names, rates, strict=True)
+            ]
+            return "; ".join(amount(each.value) if each else "-" for each in found)
 
         lines.append(
             [
                 family_name_of(cell.plan_name),
                 ", ".join(f"{reuse:g}" for reuse in sorted(members)),
-                *(values("B", system, 0) for system in systems),
+                *(in_b(system) for system in systems),
                 "; ".join(share(device_use_of_b0(figures, rows, name, mode)) for name in names),
-                *(values("A", system, rate) for rate in range(most_rates) for system in systems),
+                *(in_a(system, rate) for rate in range(most_rates) for system in systems),
                 over.get(cell.plan_name, "-"),
             ]
         )
@@ -289,8 +299,12 @@ def _over(ours: Sequence[Reached], theirs: Sequence[Reached]) -> Interval | None
     return paired_ratio(ours[0].by_seed, theirs[0].by_seed) if ours and theirs else None
 
 
+def _at(found: Sequence[Reached], rate_per_s: float) -> Reached | None:
+    return next((each for each in found if each.rate_per_s == rate_per_s), None)
+
+
 def _pair(bases: Sequence[Reached], relay: Reached) -> str:
-    base = next((each for each in bases if each.rate_per_s == relay.rate_per_s), None)
+    base = _at(bases, relay.rate_per_s)
     return f"{amount(base.value) if base else '-'}, {amount(relay.value)} ({_short(relay.ratio)})"
 
 
