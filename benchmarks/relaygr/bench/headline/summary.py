@@ -229,32 +229,24 @@ def by_family(rows: Sequence[RunRow], figures: Sequence[Reached], plans: Mapping
         families.setdefault(BY_NAME[name].family, {})[BY_NAME[name].reuse] = name
     over = {line[0]: line[3] for line in baseline(rows, plans).rows}
     most_rates = max((len(_of(figures, each.cell, "A", System.R)) for each in figures), default=0)
+
+    def values_of(name: str) -> list[str]:
+        in_b = [_at(_of(figures, name, "B", system)) for system in systems]
+        # The rates of cells differ: those of the relay number them.
+        rates = [each.rate_per_s for each in _of(figures, name, "A", System.R)]
+        in_a = [_at(_of(figures, name, "A", system), rate) for rate in rates for system in systems]
+        in_a += [None] * (len(systems) * (most_rates - len(rates)))
+        told = [amount(each.value) if each else "-" for each in (*in_b, *in_a)]
+        return [*told[: len(in_b)], share(device_use_of_b0(figures, rows, name, mode)), *told[len(in_b) :]]
+
     lines = []
     for members in families.values():
-        names = [members[reuse] for reuse in sorted(members)]
-        cell = BY_NAME[names[-1]]
-
-        def in_b(system: System, names: Sequence[str] = names) -> str:
-            return "; ".join(
-                amount(each[0].value) if each else "-" for each in (_of(figures, n, "B", system) for n in names)
-            )
-
-        def in_a(system: System, number: int, names: Sequence[str] = names) -> str:
-            # The rates of cells differ: those of the relay number them.
-            rates = [[each.rate_per_s for each in _of(figures, name, "A", System.R)] for name in names]
-            found = [
-                _at(_of(figures, name, "A", system), own[number]) if number < len(own) else None
-                for name, own in zip(names, rates, strict=True)
-            ]
-            return "; ".join(amount(each.value) if each else "-" for each in found)
-
+        cell = BY_NAME[members[max(members)]]
         lines.append(
             [
                 family_name_of(cell.plan_name),
                 ", ".join(f"{reuse:g}" for reuse in sorted(members)),
-                *(in_b(system) for system in systems),
-                "; ".join(share(device_use_of_b0(figures, rows, name, mode)) for name in names),
-                *(in_a(system, rate) for rate in range(most_rates) for system in systems),
+                *map("; ".join, zip(*(values_of(members[reuse]) for reuse in sorted(members)), strict=True)),
                 over.get(cell.plan_name, "-"),
             ]
         )
@@ -299,8 +291,9 @@ def _over(ours: Sequence[Reached], theirs: Sequence[Reached]) -> Interval | None
     return paired_ratio(ours[0].by_seed, theirs[0].by_seed) if ours and theirs else None
 
 
-def _at(found: Sequence[Reached], rate_per_s: float) -> Reached | None:
-    return next((each for each in found if each.rate_per_s == rate_per_s), None)
+def _at(found: Sequence[Reached], rate_per_s: float | None = None) -> Reached | None:
+    """That of this rate; None: the first."""
+    return next((each for each in found if rate_per_s is None or each.rate_per_s == rate_per_s), None)
 
 
 def _pair(bases: Sequence[Reached], relay: Reached) -> str:
