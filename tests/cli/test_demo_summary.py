@@ -120,10 +120,11 @@ def test_on_a_busy_machine_only_lost_requests_and_scores_are_judged() -> None:
 @pytest.mark.parametrize(
     ("slowdown", "gate", "told"),
     [
-        (1.6, Gate("at least 90% ranked", False, "77%"), True),
-        (1.2, Gate("at least 90% ranked", False, "77%"), False),
-        (1.6, Gate("at least 90% ranked", True, "99%"), False),
-        (1.6, Gate("at least 90% ranked", False, "77%", judged=False), False),
+        (1.6, Gate("at least 90% ranked", False, "77%", depends_on_speed=True), True),
+        (1.2, Gate("at least 90% ranked", False, "77%", depends_on_speed=True), False),
+        (1.6, Gate("at least 90% ranked", True, "99%", depends_on_speed=True), False),
+        (1.6, Gate("at least 90% ranked", False, "77%", depends_on_speed=True, is_busy=True), False),
+        (1.6, Gate("cached scores equal full scores", False, "3 differ"), False),
     ],
 )
 def test_a_failed_gate_is_explained_by_a_machine_that_was_slower_than_when_it_was_measured(
@@ -136,4 +137,5 @@ def test_a_failed_gate_is_explained_by_a_machine_that_was_slower_than_when_it_wa
 
 
 def test_without_measured_prefixes_nothing_is_known_of_the_machine() -> None:
-    assert not slow_machine([summarise([record()], 1.0)], [Gate("at least 90% ranked", False, "77%")])
+    failed = Gate("at least 90% ranked", False, "77%", depends_on_speed=True)
+    assert not slow_machine([summarise([record()], 1.0)], [failed])

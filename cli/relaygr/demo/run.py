@@ -63,7 +63,7 @@ class DemoResult:
 
     @property
     def passed(self) -> bool:
-        return all(gate.passed or not gate.judged for gate in self.gates)
+        return not any(gate.failed for gate in self.gates)
 
 
 def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult | ScenarioDemo:

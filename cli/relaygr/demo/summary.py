@@ -109,8 +109,20 @@ class Gate:
     name: str
     passed: bool
     found: str
-    judged: bool = True
-    """False: the machine was too busy, and the result says nothing about the relay."""
+    depends_on_speed: bool = False
+    """Whether a slow machine can be why it failed."""
+    is_busy: bool = False
+    """Whether other processes of the machine took too much of it."""
+
+    @property
+    def judged(self) -> bool:
+        """False: the machine was too busy, and the result says nothing about the relay."""
+        return not (self.depends_on_speed and self.is_busy)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was judged, and not fulfilled."""
+        return self.judged and not self.passed
 
 
 def summarise(
@@ -180,20 +192,29 @@ def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison, busy
             f"at least {LEAST_RANKED_SHARE:.0%} ranked",
             relay.share(relay.ranked) >= LEAST_RANKED_SHARE,
             f"{relay.share(relay.ranked):.1%}",
-            not busy,
+            depends_on_speed=True,
+            is_busy=busy,
         ),
         Gate(
             f"at least {LEAST_HBM_SHARE:.0%} hit in HBM",
             relay.share(hbm) >= LEAST_HBM_SHARE,
             f"{relay.share(hbm):.1%}",
-            not busy,
+            depends_on_speed=True,
+            is_busy=busy,
         ),
-        Gate("some prefixes came from DRAM", relay.from_dram > 0, f"{relay.from_dram} requests", not busy),
+        Gate(
+            "some prefixes came from DRAM",
+            relay.from_dram > 0,
+            f"{relay.from_dram} requests",
+            depends_on_speed=True,
+            is_busy=busy,
+        ),
         Gate(
             f"at least {LEAST_COMPARED} requests compared",
             comparison.compared >= LEAST_COMPARED,
             str(comparison.compared),
-            not busy,
+            depends_on_speed=True,
+            is_busy=busy,
         ),
         Gate(
             "cached scores equal full scores",
@@ -204,12 +225,12 @@ def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison, busy
 
 
 def slow_machine(runs: Iterable[RunSummary], shown: Sequence[Gate]) -> str:
-    """What to do about a failed gate if the machine was slower than when it was measured; else nothing. A guest does
-    not see that others use its host.
+    """What to do about a failed gate that depends on the machine's speed if the machine was slower than when it was
+    measured; else nothing. A guest does not see that others use its host.
     """
     found = (run.predictions.device.get(Stage.PRE) for run in runs)
     slowdown = max((quality.slowdown for quality in found if quality is not None), default=0.0)
-    if slowdown < SLOW_RUN or all(gate.passed or not gate.judged for gate in shown):
+    if slowdown < SLOW_RUN or not any(gate.failed and gate.depends_on_speed for gate in shown):
         return ""
     return (
         f"The machine was slower than when it was measured: pre-infer took {slowdown:.2f} times its "
