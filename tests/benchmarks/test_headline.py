@@ -23,7 +23,6 @@ from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
 from relaygr.bench.headline.command import runs_there, with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
-from relaygr.bench.headline.document import Bullets, Grid
 from relaygr.bench.headline.figures import (
     CONFIRMED,
     NO_LENGTHS,
@@ -560,8 +559,8 @@ class TestFigures:
             for system, top in (("B0", 10.0), ("C", 10.0), ("R", relay)):
                 rows += outcome(system, {top: 0.0, 2 * top: 0.5}, 1, cell=cell, device_use=use)
             rows += [row(system=each, cell=cell, figure="A", history=64) for each in ("B0", "R")]
-        grid, lines = by_cell(rows, figures_of(rows, "full"), "full")
-        assert isinstance(grid, Grid) and isinstance(lines, Bullets)
+        found = by_cell(rows, figures_of(rows, "full"), "full")
+        grid, lines = found.table, found.ratios
         assert grid.rows[-1] == ["bursts", "10", "10", "80", "8.00", "8.00", "10%", "no", "64, 64 (1.00)"]
         counted = "R / B0 in B, where it counts: best 4.00 (n2048-d4-r0.9), median 2.00 (lead-1), worst 0.50 (lead-0)"
         assert lines.lines[0] == f"{counted}; 3 cells, below 1 in 1, at least 1.5 in 2"
@@ -574,8 +573,7 @@ class TestFigures:
         for cell, relay in relays.items():
             for system, top in (("B0", 10.0), ("R", relay)):
                 rows += outcome(system, {top: 0.0, 2 * top: 0.5}, 1, cell=cell)
-        lines = by_cell(rows, figures_of(rows, "full"), "full")[1]
-        assert isinstance(lines, Bullets)
+        lines = by_cell(rows, figures_of(rows, "full"), "full").ratios
         assert lines.lines[0].endswith("; medians by reuse, 2 cells each: 1.00 at 0, 4.00 at 0.9")
 
     def test_without_a_cell_that_has_a_value_at_each_share_there_are_no_medians_by_reuse(self) -> None:
@@ -583,8 +581,7 @@ class TestFigures:
         for cell in ("n2048-d4-r0", "n2048-d4-r0.6", "n4096-d4-r0.6", "n4096-d4-r0.9"):
             for system in ("B0", "R"):
                 rows += outcome(system, {10.0: 0.0, 20.0: 0.5}, 1, cell=cell)
-        lines = by_cell(rows, figures_of(rows, "full"), "full")[1]
-        assert isinstance(lines, Bullets)
+        lines = by_cell(rows, figures_of(rows, "full"), "full").ratios
         assert lines.lines[0].endswith("4 cells, below 1 in 0, at least 1.5 in 0")
 
     def test_every_figure_of_a_simulation_says_that_it_is_one(self, tmp_path: Path) -> None:

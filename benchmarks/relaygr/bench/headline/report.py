@@ -183,7 +183,7 @@ def _simulated_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellP
         figures, broken = figures_of(own, mode), broken_in(own, mode)
         blocks = [*_about(own), by_family(own, figures, plans, mode)]
         if not is_of_others:
-            blocks += [by_cell(own, figures, mode)[1], Text(_coverage({row.cell for row in own}))]
+            blocks += [by_cell(own, figures, mode).ratios, Text(_coverage({row.cell for row in own}))]
         parts[name] = [*blocks, *([Text(told_of(broken), is_note=True)] if broken else [])]
     return parts
 
@@ -212,7 +212,8 @@ def _mode(
     if figures and not is_simulated:
         blocks.append(plot_overview(out / "plots" / f"{mode}-overview.png", rows, figures, transport))
     if figures:
-        blocks += [Heading(f"The systems by cell{transport}"), *by_cell(rows, figures, mode)]
+        cells = by_cell(rows, figures, mode)
+        blocks += [Heading(f"The systems by cell{transport}"), cells.table, cells.ratios]
         table = by_reuse(rows, figures, mode)
         if table.rows:
             blocks += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from relaygr.bench.headline.decision import Interval, paired_ratio
@@ -174,10 +174,19 @@ def against_others(figures: Sequence[Reached]) -> Grid:
     return Grid(("cell", "figure", *(f"R / {system.value}, 95 %" for system in present)), lines)
 
 
-def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> list[Block]:
-    """A line for each cell; the best, the median and the worst cell of each ratio, and its median at each share of
-    returning users. If cells of the committed grid are there, the ratios are of them alone.
+@dataclass(frozen=True, slots=True)
+class ByCell:
+    """A line for each cell, and what they say together."""
+
+    table: Grid
+    ratios: Bullets
+    """The best, the median and the worst cell of each ratio, and its median at each share of returning users. If cells
+    of the committed grid are there, of them alone.
     """
+
+
+def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> ByCell:
+    """The figures of each cell, and their ratios."""
     cells = list(dict.fromkeys(each.cell for each in figures))
     most_rates = max((len(_of(figures, cell, "A", System.R)) for cell in cells), default=0)
     committed = set(GRID_NAMES).intersection(cells) or set(cells)
@@ -216,7 +225,8 @@ def by_cell(rows: Sequence[RunRow], figures: Sequence[Reached], mode: str) -> li
         "cell", "B: B0", "C", "R", "R / B0", "R / C", "device use of B0", "counts",
         *(f"A at rate {number + 1}: B0, R (R / B0)" for number in range(most_rates)),
     )  # fmt: skip
-    return [Grid(header, lines), Bullets([f"{name}: {_extremes(values)}" for name, values in ratios.items()])]
+    told = [f"{name}: {_extremes(values)}" for name, values in ratios.items()]
+    return ByCell(Grid(header, lines), Bullets(told))
 
 
 def by_family(rows: Sequence[RunRow], figures: Sequence[Reached], plans: Mapping[str, CellPlan], mode: str) -> Grid:
@@ -227,7 +237,7 @@ def by_family(rows: Sequence[RunRow], figures: Sequence[Reached], plans: Mapping
     families: dict[Cell, dict[float, str]] = {}
     for name in dict.fromkeys(each.cell for each in figures):
         families.setdefault(BY_NAME[name].family, {})[BY_NAME[name].reuse] = name
-    over = {line[0]: line[3] for line in baseline(rows, plans).rows}
+    over = {each.cell: _times(each.over_engine) for each in baselines(rows, plans)}
     most_rates = max((len(_of(figures, each.cell, "A", System.R)) for each in figures), default=0)
 
     def values_of(name: str) -> list[str]:
@@ -305,10 +315,37 @@ def _short(interval: Interval | None) -> str:
     return "-" if interval is None else f"{interval.value:.2f}"
 
 
-def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
-    """B0 in the worker over the engine alone, at half load. All cells must be within `BASELINE_LIMIT`. Cells that
-    differ in the share of returning users alone are one line: B0 computes the same in all of them. The engine alone was
-    measured on the quiet machine, so a slower one in a run makes the ratio larger; a much slower one says nothing.
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """B0 in the worker beside the engine alone, at half load of one cell."""
+
+    cell: str
+    rate_per_s: float
+    runs: int
+    """Those on a machine that was not slow. Without any, nothing is known."""
+    over_engine: float
+    """Its time without the queue, over that of the engine alone. NaN without runs."""
+    slowdown: float
+    """Of the machine; NaN if it was not measured."""
+    at_quiet: float
+    """`over_engine` without the slowdown of the machine, where that was measured; NaN without runs."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is an honest baseline."""
+        if not self.runs:
+            return "not known: the machine was slow"
+        if self.over_engine <= BASELINE_LIMIT:
+            return "honest"
+        if not math.isnan(self.slowdown) and self.at_quiet <= BASELINE_LIMIT:
+            return "not known: the machine was slower"
+        return "too slow for an honest baseline"
+
+
+def baselines(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> list[Baseline]:
+    """B0 at half load, by cell. All cells must be within `BASELINE_LIMIT`. Cells that differ in the share of returning
+    users alone are one: B0 computes the same in all of them. The engine alone was measured on the quiet machine, so a
+    slower one in a run makes the ratio larger; a much slower one says nothing.
     """
     measured: dict[str, list[RunRow]] = {}
     for row in rows:
@@ -320,22 +357,38 @@ def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
             found = measured.setdefault(plan.cell, [])
             if not row.slowdown > SLOW_LIMIT:
                 found.append(row)
-    lines = []
-    for name, found in measured.items():
-        half, told, verdict = f"{plans[name].half_rate_per_s:g}", ["-", "-"], "not known: the machine was slow"
-        if found:
-            over = statistics.median(row.worker_over_engine for row in found)
-            known = [row.slowdown for row in found if not math.isnan(row.slowdown)]
-            told = [f"{over:.2f}", f"{statistics.median(known):.2f}" if known else "-"]
-            at_quiet = statistics.median(row.worker_over_engine / max(1.0, row.slowdown) for row in found)
-            verdict = "too slow for an honest baseline"
-            if over <= BASELINE_LIMIT:
-                verdict = "honest"
-            elif known and at_quiet <= BASELINE_LIMIT:
-                verdict = "not known: the machine was slower"
-        lines.append([name, half, str(len(found)), *told, f"{BASELINE_LIMIT}", verdict])
+    return [
+        Baseline(
+            name,
+            plans[name].half_rate_per_s,
+            len(found),
+            _median([row.worker_over_engine for row in found]),
+            _median([row.slowdown for row in found if not math.isnan(row.slowdown)]),
+            _median([row.worker_over_engine / max(1.0, row.slowdown) for row in found]),
+        )
+        for name, found in measured.items()
+    ]
+
+
+def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
+    """A line for each of the `baselines`."""
+    lines = [
+        [
+            each.cell, f"{each.rate_per_s:g}", str(each.runs), _times(each.over_engine), _times(each.slowdown),
+            f"{BASELINE_LIMIT}", each.verdict,
+        ]
+        for each in baselines(rows, plans)
+    ]  # fmt: skip
     header = ("cell", "half load, requests/s", "runs", "worker / engine alone", "slowdown of the machine", "limit", "")
     return Grid(header, lines)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+def _times(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def hits_beside_preinfer(rows: Sequence[RunRow], paths: Sequence[Mapping[str, str]]) -> Grid:
