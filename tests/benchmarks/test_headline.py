@@ -584,6 +584,18 @@ class TestFigures:
         lines = by_cell(rows, figures_of(rows, "full"), "full").ratios
         assert lines.lines[0].endswith("4 cells, below 1 in 0, at least 1.5 in 0")
 
+    @pytest.mark.parametrize(
+        ("is_valid", "told"),
+        [(True, "4 runs above 1.25 count, so the figures are those of a slow machine."), (False, "invalid: 4 were.")],
+    )
+    def test_the_speed_of_the_machine_says_whether_slow_runs_count(
+        self, is_valid: bool, told: str, tmp_path: Path
+    ) -> None:
+        rows = [*outcome("B0", {10.0: 0.0, 20.0: 0.5}, 1), *outcome("R", {10.0: 0.0, 20.0: 0.0}, 1)]
+        rows = [replace(each, slowdown=1.5, valid=is_valid) for each in rows]
+        text = reported(tmp_path, [*rows, row(slowdown=1.0)])
+        assert "fixed work took 1.00 to 1.50 times its quiet time during 5 of 5 runs" in text and told in text
+
     def test_every_figure_of_a_simulation_says_that_it_is_one(self, tmp_path: Path) -> None:
         changes: dict[str, Any] = {"broker": f"{SIMULATED}: a run on Kafka", "foreign_cpu": math.nan}
         rows = outcome("B0", {10.0: 0.0}, 1, **changes) + outcome("R", {20.0: 0.0}, 1, **changes)
@@ -861,6 +873,7 @@ def test_only_valid_runs_of_what_is_asked_count_as_there() -> None:
         ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
         ({"simulated": True, "systems": "B0,O"}, "B1 and O are not simulated"),
         ({"simulated": True, "interactions": Path("log.csv")}, "--simulated does not take --interactions"),
+        ({"simulated": True, "any_speed": True}, "--any-speed belongs to real runs"),
     ],
 )
 def test_wrong_options_are_refused_with_the_reason(options: dict[str, Any], why: str) -> None:
@@ -1093,6 +1106,11 @@ class TestQuietMachine:
         five = QUICK_MODE.with_seeds((1, 2, 3, 4, 5))
         assert (five.slow_limit, five.wait_s) == (SLOW_LIMIT, RATES_MODE.wait_s)
         assert QUICK_MODE.with_seeds((3,)) == replace(QUICK_MODE, seeds=(3,))
+
+    def test_where_it_is_never_quiet_slow_runs_count_if_asked_and_are_not_mixed_with_others(self) -> None:
+        five = QUICK_MODE.with_seeds((1, 2, 3, 4, 5)).at_any_speed()
+        assert (five.slow_limit, five.wait_s, five.name) == (math.inf, 0.0, "quick-any-speed")
+        assert five.decides
 
     def test_runs_that_it_made_invalid_are_tried_again_by_the_next_call(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,8 @@ decide nothing. `--full` runs the committed grid with seven seeds, and says befo
 plays the grid in virtual time on `--processes` cores, with times that it first learns on the broker. `--rates 5,50`
 plays only these rates, each after one or two minutes of warm-up, without a search, and `--histories 2048,4096` plays
 them at these lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part.
-`--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from the CSV files and
+`--make-trace FILE` writes the trace of a load and ends. With `--any-speed` runs on a slow machine count: the report
+says how slow it was. `--report` makes the report again from the CSV files and
 measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search, else of
 the last run) into that page: live ones between its marks `figures`, simulated ones between `grid` and `cells of
 others`, and those of given rates between marks with the name of the folder.
@@ -69,6 +70,9 @@ def main(
             show_default="6; 30 with --rates; 120 with --full; the whole --trace",
         ),
     ] = None,
+    any_speed: Annotated[
+        bool, typer.Option("--any-speed", help="For a host that is never quiet: runs on a slow machine count.")
+    ] = False,
     interactions: Annotated[
         Path | None, typer.Option(help="An interaction log: users with real histories.", show_default=False)
     ] = None,
@@ -106,6 +110,10 @@ def main(
     if seconds is not None:
         # Runs of another length are not mixed with those that the folder has.
         mode = replace(mode, seconds=seconds, name=f"{mode.name}-{seconds:g}s")
+    if any_speed:
+        if simulated:
+            raise RelayError("--any-speed belongs to real runs: virtual time has one speed")
+        mode = mode.at_any_speed()
     chosen = _chosen_cells(cells, GRID if full or simulated else (QUICK,))
     impossible: dict[System, str] = {}
     if interactions is not None:

@@ -84,6 +84,10 @@ class Mode:
         mode = replace(self, seeds=seeds)
         return replace(mode, wait_s=WAIT_S, slow_limit=SLOW_LIMIT) if mode.decides else mode
 
+    def at_any_speed(self) -> Mode:
+        """For a machine that is never quiet: no run waits for a quiet machine, and slow runs count."""
+        return replace(self, name=f"{self.name}-any-speed", wait_s=0.0, slow_limit=math.inf)
+
     @property
     def decides(self) -> bool:
         return len(self.seeds) >= LEAST_SEEDS

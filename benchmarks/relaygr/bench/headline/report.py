@@ -429,10 +429,16 @@ def _speeds(rows: Sequence[RunRow]) -> str:
     invalid = f" Invalid because the load generator was late: {late} of {len(rows)} runs." if late else ""
     if not known:
         return f"How fast the machine was during the runs is not known.{invalid}"
+    counted = sum(row.valid and row.slowdown > SLOW_LIMIT for row in rows)
+    slow = f"{counted} runs above {SLOW_LIMIT} count, so the figures are those of a slow machine."
+    if not counted:
+        slow = (
+            f"With five seeds or more, and with --rates, a run above {SLOW_LIMIT} is invalid: "
+            f"{sum(row.was_slow for row in rows)} were."
+        )
     return (
         f"Speed: fixed work took {min(known):.2f} to {max(known):.2f} times its quiet time during {len(known)} of "
-        f"{len(rows)} runs, median {statistics.median(known):.2f}. With five seeds or more, and with --rates, a run "
-        f"above {SLOW_LIMIT} is invalid: {sum(row.was_slow for row in rows)} were.{invalid}"
+        f"{len(rows)} runs, median {statistics.median(known):.2f}. {slow}{invalid}"
     )
 
 
