@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from relaygr.admission.buckets import OwnerBuckets
 from relaygr.admission.latency import LatencyModel, Stage
+from relaygr.admission.policy import Estimate, Refusal
 from relaygr.schemas.digest import digest_chain
 from relaygr.schemas.messages import (
     FailureReason,
@@ -20,7 +22,8 @@ from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.executor.context import REMEMBERED_US
 from relaygr.worker.executor.executor import LEFT
 from relaygr.worker.executor.requests import WAITED_PART
-from relaygr.worker.executor.work import JobOutcome, RecentIds
+from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.work import Deletions, JobOutcome, RecentIds
 from tests.worlds.executor import (
     COEFFICIENTS,
     GEOMETRY,
@@ -29,6 +32,7 @@ from tests.worlds.executor import (
     PAGE_TOKENS,
     TOKEN_US,
     ExecutorWorld,
+    FakeEngine,
     history_of,
     world_with_a_in_dram,
 )
@@ -467,14 +471,91 @@ def test_a_deleted_user_leaves_nothing_in_the_cache():
     assert world.cache.stats().dram.free == 128
 
 
+def deleted(world: ExecutorWorld, user_id: str) -> list[object]:
+    """Deletes the user as the history follower does, ends all work, and returns what the cache has of the user."""
+    world.cache.invalidate_user(user_id)
+    world.store.histories.pop(user_id)
+    world.executor.user_deleted(user_id)
+    for _ in range(3):
+        world.mover.finish()
+        world.run()
+    return [entry for tier in world.cache.ledger.tiers for entry in tier.index.of_user(user_id)]
+
+
 def test_a_user_deleted_in_mid_computation_is_still_answered_and_leaves_nothing():
     world = ExecutorWorld()
-    version = world.store.put("u", 300)
-    world.rank(version=version)
+    world.rank(version=world.store.put("u", 300))
     world.executor.step()
-    world.executor.user_deleted("u")
+    assert deleted(world, "u") == []
+    assert (world.outbox.answers, world.outbox.paths) == (1, [Path.FULL])
+
+
+def test_a_user_deleted_before_a_computation_begins_is_still_answered_and_leaves_nothing():
+    world = ExecutorWorld()
+    world.rank(version=world.store.put("u", 300))
+    assert deleted(world, "u") == []
+    assert (world.outbox.answers, world.outbox.paths) == (1, [Path.FULL])
+
+
+@pytest.mark.parametrize("is_job", [True, False])
+def test_a_user_deleted_during_a_reload_leaves_nothing(is_job: bool):
+    world, version = world_with_a_in_dram()
+    answers, jobs = world.outbox.answers, len(world.outbox.jobs)
+    (world.job if is_job else world.rank)("a", version, "r9")
+    assert deleted(world, "a") == []
+    assert world.outbox.jobs[jobs:] == ([JobOutcome.NO_HISTORY] if is_job else [])
+    assert world.outbox.answers - answers == (0 if is_job else 1)
+
+
+def test_a_job_that_waits_for_another_version_of_a_user_who_is_deleted_leaves_nothing():
+    world = ExecutorWorld()
+    world.job(version=world.store.put("u", 200), request_id="r1")
+    world.executor.step()
+    world.job(version=world.store.put("u", 300, number=2), request_id="r2")
+    assert deleted(world, "u") == []
+    assert sorted(world.outbox.jobs) == [JobOutcome.FAILED, JobOutcome.NO_HISTORY]
+
+
+def test_the_prefix_of_a_user_who_returns_after_a_deletion_is_cached_again():
+    world = ExecutorWorld()
+    world.rank(version=world.store.put("u", 300))
+    assert deleted(world, "u") == []
+    version = world.store.put("u", 20)
+    for number in range(2):
+        world.rank(version=version, request_id=f"again-{number}")
+        world.run()
+    assert world.outbox.paths[-2:] == [Path.FULL, Path.HBM]
+
+
+def test_a_prefix_counts_as_deleted_where_its_deletion_may_be_forgotten():
+    deletions, resolver = Deletions(2), ExecutorWorld().executor._context.resolver
+    unknown = resolver.history("z", None, None, 0)
+    prefixes = {user: resolver.prefix(user, unknown, 0, Scored(0, 4)) for user in "abcz"}
+    for user in "abc":
+        deletions.add(user)
+    # The deletion of "a" is no longer known, so "z" may have been deleted, too.
+    assert all(deletions.cover(prefix) for prefix in prefixes.values())
+    for prefix in prefixes.values():
+        prefix.deletions = deletions.count
+    assert not any(deletions.cover(prefix) for prefix in prefixes.values())
+
+
+def test_jobs_that_were_admitted_are_not_charged_again_for_another_model(monkeypatch: pytest.MonkeyPatch):
+    charged: list[int] = []
+    admit = OwnerBuckets.admit
+
+    def counted(self: OwnerBuckets, estimate: Estimate, now_us: int, scenario: str) -> Refusal | None:
+        charged.append(estimate.prefix_tokens)
+        return admit(self, estimate, now_us, scenario)
+
+    monkeypatch.setattr(OwnerBuckets, "admit", counted)
+    world = ExecutorWorld()
+    for number in range(3):
+        world.job(f"u{number}", world.store.put(f"u{number}", 100), f"r{number}", lead_us=3_000_000)
+    world.executor.serve_with(FakeEngine(world.clock, namespace=b"m2", revision="m2", outbox=world.outbox))
     world.run()
-    assert world.outbox.answers == 1
+    assert world.outbox.jobs == [JobOutcome.COMPUTED] * 3
+    assert len(charged) == 3
 
 
 def test_beyond_its_bound_the_job_queue_sheds_the_job_that_saves_least():

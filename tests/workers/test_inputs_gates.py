@@ -6,7 +6,7 @@ import numpy as np
 
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.executor.resolver import PrefixResolver, Scored
-from relaygr.worker.executor.work import ResolvedPrefix
+from relaygr.worker.executor.work import Deletions, ResolvedPrefix
 from relaygr.worker.history.resolve import StoredHistory, resolve
 from relaygr.worker.model.inputs.lookup import FeatureGates
 from relaygr.worker.model.options import ContextualFeature
@@ -34,7 +34,7 @@ def span_of(behaviours: Behaviours, scored: Scored) -> ResolvedPrefix:
     engine = make_world(small_config(contextual_features=FEATURES)).engine
     history = History("u", 1, VALUES.astype("<i8"), behaviours)
     resolved = resolve(None, None, history, loading=False)
-    return PrefixResolver(NoHistories(), engine, 64).prefix("u", resolved, 0, scored)
+    return PrefixResolver(NoHistories(), engine, 64, Deletions(1)).prefix("u", resolved, 0, scored)
 
 
 def test_a_feature_is_hidden_below_its_tokens_and_counts_from_them_on() -> None:

@@ -68,6 +68,7 @@ class ResultsWorld:
             stale=False,
             loading=True,
             revision="model-1",
+            deletions=0,
             for_one_impression=False,
         )
         return work

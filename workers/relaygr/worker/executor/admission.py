@@ -55,11 +55,13 @@ class JobAdmission:
         prepare_us: float,
         latency: LatencyModel,
     ) -> JobOutcome | None:
-        """The reason why the job is not admitted; or None, and the job is charged.
+        """The reason why the job is not admitted; or None, and the job is charged, unless it was before.
 
         `scored_tokens`: suffix tokens and candidates of the expected request. `prepare_us`: device time of the tokens
         that are not cached.
         """
+        if work.is_charged:
+            return None
         now_us = self._clock.monotonic_us()
         tail_tokens = prefix.tokens - cached_tokens
         estimate = Estimate(
@@ -74,6 +76,7 @@ class JobAdmission:
             cached_tokens=cached_tokens,
         )
         refusal = self._buckets.admit(estimate, now_us, work.job.scenario or DEFAULT_SCENARIO)
+        work.is_charged = refusal is None
         return None if refusal is None else _OUTCOMES[refusal]
 
     def charge_reload(self, work: JobWork, tokens: int, latency: LatencyModel) -> None:

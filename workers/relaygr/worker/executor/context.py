@@ -29,6 +29,7 @@ from relaygr.worker.executor.order import Scheduler, WorkClass
 from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
 from relaygr.worker.executor.work import (
+    Deletions,
     HeldMemory,
     JobOutcome,
     JobPrefixes,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 W = TypeVar("W")
 
 REMEMBERED_ANSWERS = 65_536
+REMEMBERED_DELETIONS = 65_536
 REMEMBERED_US = 120_000_000
 """Twice the longest life of a job."""
 JOB_PREFIXES_BYTES = 16 * 1024 * 1024
@@ -223,6 +225,7 @@ class ExecutorContext:
     """Impressions whose job has prepared their prefix. The poll thread reads it."""
     resolved: JobPrefixes = field(default_factory=lambda: JobPrefixes(JOB_PREFIXES_BYTES))
     """Prefixes that jobs resolved, for their requests."""
+    deletions: Deletions = field(default_factory=lambda: Deletions(REMEMBERED_DELETIONS))
     full_path: FullPathObserver = field(default_factory=FullPathObserver)
     lead_times: LeadTimes = field(default_factory=LeadTimes)
     last_progress_us: int = 0
@@ -248,6 +251,7 @@ class ExecutorContext:
             self.parts.histories,
             engine,
             settings.anchor_behaviours,
+            self.deletions,
             extend_prefixes=settings.extend_prefixes,
         )
         self.chunking = Chunking(

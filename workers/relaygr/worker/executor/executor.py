@@ -268,7 +268,10 @@ class Executor:
         self._context.histories_changed(user_ids)
 
     def user_deleted(self, user_id: str) -> None:
-        """Handles a tombstone: removes the user's cached prefixes, and does not keep one that is being computed."""
+        """Handles a tombstone: removes the user's cached prefixes. None that was resolved before is cached from now on:
+        its requests are ranked without the cache, and its jobs end.
+        """
+        self._context.deletions.add(user_id)
         self.drop_user(user_id)
         self._prefixes.forget_user(user_id)
 

@@ -100,6 +100,8 @@ class Jobs:
         return self._pre_infer(work, prefix)
 
     def _pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        if self._context.deletions.cover(prefix):
+            return self._end(work, JobOutcome.NO_HISTORY)
         if prefix.revision != self._context.engine.revision:
             return self.submit(work)
         now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
@@ -146,6 +148,8 @@ class Jobs:
         pending.add_done_callback(lambda _: self._context.post(partial(self._prefix_reloaded, work, prefix)))
 
     def _after_reload(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        if self._context.deletions.cover(prefix):
+            return self._end(work, JobOutcome.NO_HISTORY)
         if prefix.revision != self._context.engine.revision:
             return self.submit(work)
         now_us = self._parts.clock.monotonic_us()

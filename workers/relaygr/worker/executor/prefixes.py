@@ -312,8 +312,8 @@ class Prefixes:
             work.jobs.append(job)
             self._context.held_by_jobs.keep(work, prefix)
         user_id = prefix.key.user_id
-        if not on_scratch and user_id in self.by_user:
-            # Another version of this user's prefix is being computed. This one is not shared.
+        if not on_scratch and (user_id in self.by_user or self._context.deletions.cover(prefix)):
+            # Another version of this user's prefix is being computed, or the user was deleted. This one is not shared.
             self._begin_anew_on_scratch(work)
         elif not on_scratch:
             self.by_user[user_id] = work

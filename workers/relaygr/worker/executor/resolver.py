@@ -20,7 +20,7 @@ from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, exte
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion, RankingRequest
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
-from relaygr.worker.executor.work import BYTES_PER_TOKEN, ResolvedPrefix
+from relaygr.worker.executor.work import BYTES_PER_TOKEN, Deletions, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, Wanted, resolve, window
 from relaygr.worker.model.interface import Engine, EngineLimits
 
@@ -54,11 +54,13 @@ class PrefixResolver:
         histories: HistoryReader,
         engine: Engine,
         anchor_behaviours: int,
+        deletions: Deletions,
         *,
         extend_prefixes: bool = True,
     ) -> None:
         """`extend_prefixes` false: a cached prefix of a shorter history is a miss."""
         self._histories = histories
+        self._deletions = deletions
         self._engine = engine
         self._growable = engine.rules.grows and extend_prefixes
         self._anchor_behaviours = longest_anchor(anchor_behaviours, engine.limits)
@@ -121,6 +123,7 @@ class PrefixResolver:
             stale=resolved.status is HistoryStatus.STALE or resolved.has_gap,
             loading=resolved.loading,
             revision=engine.revision,
+            deletions=self._deletions.count,
             for_one_impression=folded or rules.uses_query_time,
             hides_features=hides_features,
             held_bytes=held_bytes + len(chain.packed) + BYTES_PER_TOKEN * engine.layout.tokens(chain.length),

@@ -132,6 +132,35 @@ class RecentIds(OrderedDict[tuple[str, str], int]):
             self.popitem(last=False)
 
 
+class Deletions:
+    """The users that were deleted lately, so that work which resolved a prefix before does not cache it.
+
+    It remembers the newest `capacity` of them. Whatever was resolved before an older deletion counts as deleted, too:
+    it is computed for its own request alone, which is always right.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.count = 0
+        """All deletions so far."""
+        self._capacity = capacity
+        self._last: OrderedDict[str, int] = OrderedDict()
+        """Which deletion was the last of each user."""
+        self._dropped = 0
+        """The newest deletion that is no longer in `_last`."""
+
+    def add(self, user_id: str) -> None:
+        """The user was deleted."""
+        self.count += 1
+        self._last[user_id] = self.count
+        self._last.move_to_end(user_id)
+        if len(self._last) > self._capacity:
+            self._dropped = self._last.popitem(last=False)[1]
+
+    def cover(self, prefix: ResolvedPrefix) -> bool:
+        """Whether the user of this prefix was deleted after it was resolved."""
+        return self._last.get(prefix.key.user_id, self._dropped) > prefix.deletions
+
+
 class JobPrefixes:
     """The prefix that each user's last job resolved, for the request of its impression, which names the same history:
     the newest, at most `max_bytes`.
@@ -177,6 +206,8 @@ class JobWork:
     expires_us: int
     begun_wall_us: int = 0
     """When its prefix was first computed, reloaded or found ready, by the wall clock; 0 before."""
+    is_charged: bool = False
+    """Whether it was admitted. It may be queued again after that, for another model or another way to its prefix."""
     held_bytes: int = 0
     held_prefix: ResolvedPrefix | None = None
 
@@ -204,6 +235,8 @@ class ResolvedPrefix:
     loading: bool
     revision: str
     """The revision of the model."""
+    deletions: int
+    """How many deletions of users were handled when it was resolved."""
     for_one_impression: bool
     """The K,V are of no use to later requests of the user."""
     hides_features: bool = False
