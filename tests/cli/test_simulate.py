@@ -178,6 +178,13 @@ def test_with_enough_lead_time_the_relay_ranks_on_prepared_prefixes(on_cpu: bool
     assert np.percentile(relay.requests.latencies_us, 50) < 2_000
 
 
+def test_with_time_of_grace_requests_are_ranked_whole_although_they_are_late():
+    settings = ("traffic.budget_ms=8", "worker.reply_margin_ms=0")
+    done = outcome(case(*settings, "worker.grace_ms=1000", system=System.OFF, rate=2))
+    assert share(done, Ending.FULL) == 1.0
+    assert np.percentile(done.requests.latencies_us, 50) > 8_000
+
+
 def test_without_lead_time_nothing_is_prepared():
     done = outcome(case("traffic.budget_ms=8", "traffic.lead_median_ms=1", "worker.reply_margin_ms=0"))
     assert done.jobs.get("computed", 0) == 0

@@ -69,7 +69,9 @@ class Sink:
 
 
 class HandlerWorld:
-    def __init__(self, has_one_topic: bool = False, scenarios: tuple[str, ...] = ("default",)) -> None:
+    def __init__(
+        self, has_one_topic: bool = False, scenarios: tuple[str, ...] = ("default",), grace_ms: float = 0.0
+    ) -> None:
         self.clock = ManualClock(monotonic_us=5_000_000)
         self.sink = Sink()
         self._producer = FakeProducer()
@@ -92,6 +94,7 @@ class HandlerWorld:
                 partitions=PARTITIONS,
                 max_clock_skew_ms=SKEW_US // 1000,
                 reply_margin_ms=REPLY_MARGIN_MS,
+                grace_ms=grace_ms,
                 has_one_topic=has_one_topic,
                 scenarios=scenarios,
             ),
@@ -242,6 +245,23 @@ def test_a_request_counts_as_expired_only_past_the_skew(world: HandlerWorld, lat
     world.rank(world.headers(deadline_us=world.clock.wall_us() - late_us))
     assert bool(world.sink.rankings) is is_work
     assert [result.outcome for result in world.results] == ([] if is_work else [Outcome.EXPIRED])
+
+
+@pytest.mark.parametrize(("late_us", "is_work"), [(30_000 + SKEW_US, True), (30_000 + SKEW_US + 1, False)])
+def test_a_time_of_grace_makes_all_deadlines_later(late_us: int, is_work: bool):
+    world = HandlerWorld(grace_ms=30.0)
+    world.rank(world.headers(deadline_us=world.clock.wall_us() - late_us))
+    works = [(work.deadline_us, work.answer_by_us) for work in world.sink.rankings]
+    due_us = world.clock.monotonic_us() - late_us + 30_000
+    assert works == ([(due_us, due_us - int(REPLY_MARGIN_MS * 1000))] if is_work else [])
+    assert [result.outcome for result in world.results] == ([] if is_work else [Outcome.EXPIRED])
+
+
+def test_with_time_of_grace_a_request_behind_a_long_backlog_is_not_refused():
+    world = HandlerWorld(grace_ms=30.0)
+    world.sink.backlog.expected_us, world.sink.backlog.handed_over = 1_000.0, 60
+    world.rank(world.headers(deadline_us=world.clock.wall_us() + 50_000))
+    assert len(world.sink.rankings) == 1 and not world.results
 
 
 def test_an_expired_request_is_answered_without_its_body_being_read(world: HandlerWorld):

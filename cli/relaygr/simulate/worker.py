@@ -218,7 +218,7 @@ class SimulatedWorker:
         now_us = int(self._env.now)
         received = self._received(_RANKINGS, number, partition, now_us)
         settings, backlog = self._spec.settings, self.executor.backlog
-        deadline_us = request.deadline_us - EPOCH_US
+        deadline_us = request.deadline_us - EPOCH_US + round(settings.grace_ms * 1000)
         answer_by_us = deadline_us - round(settings.reply_margin_ms * 1000)
         sent_us = request.sent_at_us - EPOCH_US
         if now_us > deadline_us + settings.max_clock_skew_ms * 1000:

@@ -51,6 +51,7 @@ class HandlerSettings:
     partitions: int
     max_clock_skew_ms: int
     reply_margin_ms: float
+    grace_ms: float = 0.0
     max_deadline_ms: int = 60_000
     has_one_topic: bool = False
     scenarios: Container[str] = (DEFAULT_SCENARIO,)
@@ -82,6 +83,7 @@ class WorkerHandler:
         self._clock = clock
         self._skew_us = settings.max_clock_skew_ms * 1000
         self._furthest_us = (settings.max_deadline_ms + settings.max_clock_skew_ms) * 1000
+        self._grace_us = int(settings.grace_ms * 1000)
         self._reply_margin_us = int(settings.reply_margin_ms * 1000)
         self._on_work = on_work
         self._on_ownership = on_ownership
@@ -139,16 +141,17 @@ class WorkerHandler:
         except DecodeError as error:
             return self._dead_letter(received, error.reason.value, f"no reply address: {error}")
         now_wall_us = self._clock.wall_us()
-        if now_wall_us > reply.deadline_us + self._skew_us:
+        last_us = reply.deadline_us + self._grace_us
+        if now_wall_us > last_us + self._skew_us:
             return self._refuse(reply, received, is_expired=True)
-        deadline_us = _monotonic(received, reply.deadline_us, now_wall_us)
+        deadline_us = _monotonic(received, last_us, now_wall_us)
         answer_by_us = deadline_us - max(self._reply_margin_us, self._results.deliveries.median_us)
         backlog = self._executor.backlog
         # A worker without a backlog decides on the device thread, when it knows the cost.
         is_busy = backlog.total_us or backlog.handed_over > backlog.looked_up or backlog.patience < 1.0
         if (
             is_busy
-            and now_wall_us <= reply.deadline_us
+            and now_wall_us <= last_us
             and self._executor.is_hopeless(
                 _user_of(received),
                 reply.request_id,

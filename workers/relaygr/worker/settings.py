@@ -262,6 +262,15 @@ class WorkerSettings(Section):
         description="most memory of pre-infer jobs and their histories; beyond it, jobs are shed",
     )
     reply_margin_ms: Annotated[float, Field(ge=0, description="time that a result needs to reach the gateway")] = 2.0
+    grace_ms: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=60_000,
+            description="time after its deadline for which an answer is still worth the whole history: before it, no "
+            "request is truncated, refused or expired for lack of time",
+        ),
+    ] = 0.0
     max_clock_skew_ms: Annotated[
         int, Field(ge=0, description="time past its deadline after which a request counts as expired")
     ] = 5

@@ -26,11 +26,16 @@ INT8_TOLERANCE: float = WorkerSettings.model_fields["dram_max_score_error"].defa
 """A worker whose DRAM tier would change a score by more does not start."""
 
 
+GRACE_MS = 1_000.0
+"""A bound all the same: where the load is too high, the queue must not grow for ever."""
+
+
 class System(enum.StrEnum):
     """A compared system."""
 
     B0 = "B0"
-    """Full inference at ranking, without chunks, its batches tuned."""
+    """Full inference at ranking, tuned: no chunks, and none is truncated or refused because it may be late, since here
+    that is as bad as late."""
     B1 = "B1"
     """B0 on a model whose longest history is what meets the deadline: what production does today."""
     C = "C"
@@ -78,8 +83,8 @@ class SystemFlags:
 
 
 FLAGS = {
-    System.B0: SystemFlags(reuse=False, chunks=False),
-    System.B1: SystemFlags(reuse=False, chunks=False),
+    System.B0: SystemFlags(reuse=False, chunks=False, settings={"worker.grace_ms": GRACE_MS}),
+    System.B1: SystemFlags(reuse=False, chunks=False, settings={"worker.grace_ms": GRACE_MS}),
     System.C: SystemFlags(),
     System.R_HBM: SystemFlags(events=True, settings={"worker.dram_bytes": 0}),
     System.R: SystemFlags(events=True),
@@ -99,9 +104,10 @@ FLAGS = {
 """B0 is the first in every order: the others are compared with it."""
 QUICK_SYSTEMS = (System.B0, System.C, System.R, System.O)
 SIMULATED_SYSTEMS = (System.B0, System.C, System.R)
-UNCUT = "uncut"
+WHOLE = "whole"
 TUNED: Mapping[str, Mapping[str, Any]] = {
-    UNCUT: {},
+    WHOLE: {},
+    "gives up early": {"grace_ms": 0.0},
     "one at a time": {"max_batch_requests": 1},
     "chunks of 2,048": {"max_chunk_tokens": 2_048},
 }
@@ -122,10 +128,10 @@ def settings_of(cell: Cell, plan: CellPlan, system: System, variant: str) -> dic
             "history_max_bytes": ByteSize(8 << 30),
             # Full inference needs no cuts: they cost it time.
             **({} if flags.chunks else {"max_chunk_tokens": cell.longest_history}),
-            **TUNED.get(variant.partition(LIMITED)[0], {}),
         }
     }
     for name, value in flags.settings.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
+    values["worker"].update(TUNED.get(variant.partition(LIMITED)[0], {}))
     return values

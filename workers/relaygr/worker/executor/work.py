@@ -259,6 +259,7 @@ class RankingWork:
     received: Received
     received_wall_us: int
     deadline_us: int
+    """The time of grace (`worker.grace_ms`) included."""
     answer_by_us: int
     """When the result should be sent: the deadline less the time to reach the gateway."""
     held_bytes: int = 0

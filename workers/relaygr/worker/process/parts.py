@@ -199,6 +199,7 @@ class Parts:
             partitions=kafka.partitions,
             max_clock_skew_ms=settings.max_clock_skew_ms,
             reply_margin_ms=settings.reply_margin_ms,
+            grace_ms=settings.grace_ms,
             max_deadline_ms=settings.max_deadline_ms,
             scenarios=config.scenarios,
         )
