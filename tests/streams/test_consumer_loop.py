@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from prometheus_client import REGISTRY
 
 from relaygr.consumer import ConsumerLoop, ConsumerSettings, LoopState, Received, Token
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
 from relaygr.kafka.settings import Affinity, KafkaSettings
+from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from tests.bad_header import write_bad_header
 
@@ -439,3 +442,115 @@ def test_an_incremental_rebalance_takes_only_what_moves_and_the_handler_hears_wh
         a.finish_all()
         until(lambda: stage.committed() == sent, "both commit their own")
     real_broker.delete_topics(kafka)
+
+
+FOUR = [TopicPartition("t", number) for number in range(4)]
+
+
+class Steered:
+    """A loop over a consumer whose rebalances the test makes. Its log has `end` unread messages in each partition, and
+    none arrives while the clock runs 20 ms a poll.
+    """
+
+    def __init__(self, name: str, is_incremental: bool = False) -> None:
+        self.end = 0
+        self._name = name
+        self._clock = ManualClock(1_000_000)
+        self._steps: deque[Callable[[], object]] = deque([self.assign])
+        self.loop = ConsumerLoop(
+            lambda _: self, ["t"], Silent(), self._clock, name=name, is_incremental=is_incremental  # type: ignore[arg-type, return-value]
+        )  # fmt: skip
+        self.loop.start()
+
+    def on_poll(self, *steps: Callable[[], object]) -> None:
+        """Makes these calls inside of the next polls, one in each."""
+        self._steps.extend(steps)
+
+    def assign(self) -> None:
+        self._on_assign(self, FOUR)
+
+    def revoke(self) -> None:
+        self._on_revoke(self, FOUR)
+
+    def rebalance(self) -> None:
+        self.revoke()
+        self.assign()
+
+    def gauge(self, name: str) -> float | None:
+        return REGISTRY.get_sample_value(f"relaygr_consumer_{name}", {"loop": self._name})
+
+    def stop(self) -> None:
+        self.loop.stop(0)
+        assert self.loop.join(PATIENCE_S)
+
+    # The consumer, as the loop uses it.
+
+    def subscribe(self, topics: Any, on_assign: Any, on_revoke: Any, on_lost: Any) -> None:
+        self._on_assign, self._on_revoke = on_assign, on_revoke
+
+    def poll(self, timeout: float) -> None:
+        self._clock.advance_us(20_000)
+        if self._steps:
+            self._steps.popleft()()
+        else:
+            time.sleep(timeout / 10)
+
+    def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        return [TopicPartition(tp.topic, tp.partition, 0) for tp in partitions]
+
+    def offsets_for_times(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        return [TopicPartition(tp.topic, tp.partition, self.end) for tp in partitions]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Silent:
+    """A handler that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.fixture
+def steer(request: pytest.FixtureRequest) -> Iterator[Callable[..., Steered]]:
+    made: list[Steered] = []
+
+    def make(**options: bool) -> Steered:
+        made.append(Steered(request.node.name, **options))
+        return made[-1]
+
+    yield make
+    for steered in made:
+        steered.stop()
+
+
+def test_the_gauge_of_a_stall_falls_when_a_rebalance_cures_it(steer: Callable[..., Steered]) -> None:
+    """It stayed 1, and a critical alert with it, until the next quiet time of the worker."""
+    steered = steer()
+    steered.end = 5
+    until(lambda: steered.gauge("stalled") == 1, "stalled")
+    seen: list[float | None] = []
+    steered.on_poll(steered.rebalance, lambda: seen.append(steered.gauge("stalled")))
+    until(lambda: bool(seen), "the rebalance is over")
+    assert seen == [0]
+
+
+def test_a_worker_that_lost_its_stalled_partitions_to_another_is_not_stalled(steer: Callable[..., Steered]) -> None:
+    """An incremental group takes partitions without another assignment."""
+    steered = steer(is_incremental=True)
+    steered.end = 5
+    until(lambda: steered.gauge("stalled") == 1, "stalled")
+    steered.on_poll(steered.revoke)
+    until(lambda: steered.gauge("stalled") == 0, "nothing that it owns is unread")
+    assert not steered.loop.status().stalled
+
+
+def test_the_gauge_of_paused_partitions_follows_a_rebalance(steer: Callable[..., Steered]) -> None:
+    """It kept its value if the loop was resumed before it had paused the partitions again."""
+    steered = steer()
+    steered.loop.pause("t", range(4))
+    until(lambda: steered.gauge("paused_partitions") == 4, "paused")
+    steered.on_poll(lambda: (steered.rebalance(), steered.loop.resume("t", range(4))))
+    until(lambda: steered.loop.status().paused == 0, "resumed")
+    until(lambda: steered.gauge("paused_partitions") == 0, "and the gauge says so", within_s=5)

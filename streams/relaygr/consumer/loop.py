@@ -433,9 +433,9 @@ class ConsumerLoop:
             self._finished_log.note(self._tracker.progress(positions))
         self._member_id = consumer.memberid()
         self._may_rejoin = False
-        self._stalled = False
+        self._stall_is(False)
         self._message_at_us = self._clock.monotonic_us()
-        self._paused.difference_update(_from_kafka(partitions))  # Newly assigned partitions are not paused.
+        self._pauses_are(self._paused.difference(_from_kafka(partitions)))  # Newly assigned partitions are not paused.
         if self._missing_topic in {tp.topic for tp in self._tracker.owned()}:
             self._missing_topic = None
         self._begin_epoch()
@@ -458,7 +458,7 @@ class ConsumerLoop:
         self._take_finished()
         self._store()
         self._let_go(gone)
-        self._paused.difference_update(gone)
+        self._pauses_are(self._paused.difference(gone))
         self._log.info("revoked", partitions=len(partitions))
         self._handler.on_revoked(frozenset(tp.partition for tp in gone))
         if self._is_incremental and self._state in _ALIVE:
@@ -470,7 +470,7 @@ class ConsumerLoop:
         self._handler.on_rebalance()
         gone = _from_kafka(partitions)
         self._let_go(gone)
-        self._paused.difference_update(gone)
+        self._pauses_are(self._paused.difference(gone))
         # The coordinator was away, perhaps alone of all brokers; or this process was suspended.
         suspended = self._was_absent() or self._clock.monotonic_us() - self._absent_us < _AFTER_ABSENCE_US
         self._rejoin_needs_answer = suspended and self._broker_reachable
@@ -585,8 +585,11 @@ class ConsumerLoop:
             # A rebalance is in progress. The next tick tries again with the new assignment.
             self._count_error(error.args[0])
             return
-        self._paused = wanted
-        _PAUSED.labels(self._name).set(len(wanted))
+        self._pauses_are(wanted)
+
+    def _pauses_are(self, paused: set[TopicPartition]) -> None:
+        self._paused = paused
+        _PAUSED.labels(self._name).set(len(paused))
 
     # Errors.
 
@@ -723,6 +726,8 @@ class ConsumerLoop:
         """Checks whether there are unread messages. A fenced consumer raises no error; its polls just return None."""
         readable = [KafkaPartition(*tp, OFFSET_END) for tp in self._tracker.owned() - self._paused]
         if not readable:
+            # A rebalance may have taken the partitions that stalled, without another assignment.
+            self._stall_is(False)
             return
         try:
             ends = _offsets(self._client.offsets_for_times(readable, timeout=_PROBE_TIMEOUT_S))
