@@ -93,6 +93,36 @@ def test_a_record_is_read_where_polls_can_not_tell_and_only_once() -> None:
     assert tracker.report(poll).groups[0].partitions[0].time_lag == TimeLag(2.0, TimeLagSource.RECORD)
 
 
+def test_groups_at_different_places_of_one_log_keep_their_lag_in_seconds() -> None:
+    """The record that was read for one group replaced that of the other, so that each had a lag at every other poll."""
+    tracker = LagTracker(LagSettings(), {})
+    tp = TopicPartition(RANK, 0)
+    read: list[int] = []
+    for second in range(4):
+        groups = tuple(
+            GroupSnapshot(name, "stable", "classic", "range", None, (PartitionOffsets(tp, committed, 1000),))
+            for name, committed in (("a", 10), ("b", 500), ("c", 10))
+        )
+        poll = Snapshot("cluster", second * 1_000_000, 1_000_000_000 + second * 1_000_000, groups)
+        tracker.observe(poll)
+        unknown = tracker.unknown_times(poll)
+        read += unknown.values()
+        tracker.learn({place: (offset, 900_000 + offset) for place, offset in unknown.items()})
+    assert read == [10, 500], "each record once, also for two groups"
+    lags = [row.max_time_lag for row in tracker.report(poll).groups]
+    assert lags == [TimeLag(seconds, TimeLagSource.RECORD) for seconds in (102.99, 102.5, 102.99)]
+
+
+def test_a_record_is_forgotten_when_its_group_has_moved_on() -> None:
+    tracker = LagTracker(LagSettings(), {})
+    tp = TopicPartition(PRE, 0)
+    for committed in (5, 6, 5):
+        poll = snapshot(0, None, (PRE, 0, committed, 9))
+        tracker.observe(poll)
+        assert tracker.unknown_times(poll) == {tp: committed}
+        tracker.learn({tp: (committed, 998_000)})
+
+
 def test_a_group_that_is_gone_is_forgotten() -> None:
     tracker = LagTracker(LagSettings(window_polls=3), {})
     for second in range(5):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot, owner_split
@@ -142,12 +142,6 @@ class LagReport:
         return worst(group.status for group in self.groups)
 
 
-@dataclass(slots=True)
-class _LagHistory:
-    samples: deque[LagSample]
-    record_ms: dict[int, int] = field(default_factory=dict)
-
-
 class LagTracker:
     """Keeps the last polls. Partitions that a snapshot no longer contains are dropped."""
 
@@ -155,8 +149,10 @@ class LagTracker:
         """`co_partitioned`: group name -> topics of which one member must own the same partitions."""
         self._settings = settings
         self._co_partitioned = co_partitioned
-        self._histories: dict[GroupPartition, _LagHistory] = {}
+        self._histories: dict[GroupPartition, deque[LagSample]] = {}
         self._ends: dict[TopicPartition, EndOffsets] = {}
+        self._record_ms: dict[tuple[TopicPartition, int], int] = {}
+        """Timestamps of the records that were read, by their offsets: only of those at which a group is."""
         self._polls = 0
 
     def observe(self, snapshot: Snapshot) -> None:
@@ -164,29 +160,31 @@ class LagTracker:
         self._polls += 1
         seen: set[GroupPartition] = set()
         logs: dict[TopicPartition, int] = {}
+        positions: set[tuple[TopicPartition, int | None]] = set()
         for group in snapshot.groups:
             for offsets in group.partitions:
                 key = (group.group, offsets.tp)
                 seen.add(key)
                 history = self._histories.get(key)
                 if history is None:
-                    history = self._histories[key] = _LagHistory(deque(maxlen=self._settings.window_polls))
-                history.samples.append(LagSample(offsets.committed, offsets.lag, offsets.unread))
+                    history = self._histories[key] = deque(maxlen=self._settings.window_polls)
+                history.append(LagSample(offsets.committed, offsets.lag, offsets.unread))
+                positions.add((offsets.tp, offsets.position))
                 if offsets.end is not None:
                     logs[offsets.tp] = max(offsets.end, logs.get(offsets.tp, 0))
         for tp, end in logs.items():
             self._ends.setdefault(tp, EndOffsets(10 * self._settings.window_polls)).add(snapshot.polled_at_us, end)
         self._histories = {key: history for key, history in self._histories.items() if key in seen}
         self._ends = {tp: ends for tp, ends in self._ends.items() if tp in logs}
+        self._record_ms = {place: time_ms for place, time_ms in self._record_ms.items() if place in positions}
 
     def unknown_times(self, snapshot: Snapshot) -> dict[TopicPartition, int]:
         """The offsets whose records must be read to know the lag in seconds, the lowest of each partition."""
         wanted: dict[TopicPartition, int] = {}
         for group in snapshot.groups:
             for offsets in group.partitions:
-                history = self._histories[(group.group, offsets.tp)]
                 position = offsets.position
-                if position is None or not offsets.lag or position in history.record_ms:
+                if position is None or not offsets.lag or (offsets.tp, position) in self._record_ms:
                     continue
                 if self._ends[offsets.tp].time_lag(position) is None:
                     wanted[offsets.tp] = min(position, wanted.get(offsets.tp, position))
@@ -194,10 +192,8 @@ class LagTracker:
 
     def learn(self, timestamps_ms: Mapping[TopicPartition, tuple[int, int]]) -> None:
         """Adds the records that were read: (requested offset, timestamp of the first record from there)."""
-        for (_, tp), history in self._histories.items():
-            if tp in timestamps_ms:
-                offset, timestamp_ms = timestamps_ms[tp]
-                history.record_ms = {offset: timestamp_ms}
+        for tp, (offset, timestamp_ms) in timestamps_ms.items():
+            self._record_ms[tp, offset] = timestamp_ms
 
     def report(self, snapshot: Snapshot) -> LagReport:
         """The report of the snapshot, which must be the last one observed."""
@@ -228,7 +224,6 @@ class LagTracker:
         )
 
     def _partition(self, snapshot: Snapshot, group: GroupSnapshot, offsets: PartitionOffsets) -> PartitionReport:
-        history = self._histories[(group.group, offsets.tp)]
         owner = group.owner(offsets.tp)
         owned = None if group.members is None or not (group.stable or not group.members) else owner is not None
         return PartitionReport(
@@ -237,10 +232,10 @@ class LagTracker:
             committed=offsets.committed,
             end=offsets.end,
             lag=offsets.lag,
-            time_lag=self._time_lag(snapshot, offsets, history),
+            time_lag=self._time_lag(snapshot, offsets),
             owner=owner,
             status=evaluate(
-                history.samples,
+                self._histories[(group.group, offsets.tp)],
                 self._settings.window_polls,
                 self._settings.ok_messages,
                 owned,
@@ -251,7 +246,7 @@ class LagTracker:
             lost=offsets.lost,
         )
 
-    def _time_lag(self, snapshot: Snapshot, offsets: PartitionOffsets, history: _LagHistory) -> TimeLag | None:
+    def _time_lag(self, snapshot: Snapshot, offsets: PartitionOffsets) -> TimeLag | None:
         position = offsets.position
         if position is None or offsets.lag is None:
             return None
@@ -260,5 +255,5 @@ class LagTracker:
         interpolated = self._ends[offsets.tp].time_lag(position)
         if interpolated is not None:
             return interpolated
-        timestamp_ms = history.record_ms.get(position)
+        timestamp_ms = self._record_ms.get((offsets.tp, position))
         return None if timestamp_ms is None else record_time_lag(snapshot.wall_us, timestamp_ms)
