@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from relaygr.admission.latency import length_bucket
 from relaygr.admission.lead import LEAST_SAMPLES
 from relaygr.schemas.messages import FullPathReport, Path
@@ -103,6 +105,31 @@ def test_the_time_outside_device_work_counts_the_way_the_queue_and_the_reply_mar
         world.clock.advance_us(700)
         world.run()
     assert report(world).outside_us == 500 + 3_000 + 700
+
+
+@pytest.mark.parametrize("unit", [pytest.param(0, id="0"), pytest.param(1_000, id="ms instead of µs")])
+def test_a_request_with_a_wrong_time_of_sending_does_not_count_for_the_time_outside(unit: int) -> None:
+    """It was the P99 of the time outside, above any ranking budget, so that triggers held every user at risk."""
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    for number in range(LEAST_SAMPLES):
+        world.rank("u", version, f"r{number}", sent_ago_us=500)
+        world.run()
+    wall_us = world.clock.wall_us()
+    wrong = world.rank("u", version, "wrong", sent_ago_us=wall_us - (wall_us // unit if unit else 0))
+    world.run()
+    assert wrong.done
+    assert report(world).outside_us == 500
+
+
+def test_requests_of_a_gateway_whose_clock_is_ahead_count_without_their_way() -> None:
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    for number in range(2):
+        world.rank("u", version, f"r{number}", sent_ago_us=-3_000)
+        world.clock.advance_us(700)
+        world.run()
+    assert report(world).outside_us == 700
 
 
 def test_the_wait_of_full_inference_is_reported_beside_that_of_all_requests() -> None:

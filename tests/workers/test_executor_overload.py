@@ -497,6 +497,16 @@ def test_a_worker_without_a_backlog_serves_a_request_whatever_it_needs():
     assert request.path is Path.FULL and not world.outbox.failures
 
 
+def test_an_impatient_worker_serves_the_requests_of_a_gateway_that_sends_no_valid_time():
+    """Each seemed to have waited since 1970, so it was refused, which took more of the patience."""
+    world = ExecutorWorld()
+    version = world.store.put("u", 100)
+    world.executor.backlog.refused()
+    request = world.rank("u", version, sent_ago_us=world.clock.wall_us())
+    world.run()
+    assert request.done and not world.outbox.failures
+
+
 def test_an_impatient_worker_does_not_refuse_the_request_whose_prefix_was_prepared_for_it():
     world = ExecutorWorld(lease_margin_ms=60_000)
     version = world.store.put("u", 100)

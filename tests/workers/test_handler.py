@@ -301,10 +301,12 @@ def test_above_capacity_messages_that_waited_on_their_way_are_refused_so_that_ne
     assert len(world.sink.rankings) == 2
     world.rank(left, age_us=None)
     assert len(world.sink.rankings) == 3, "without a time stamp"
+    world.rank(left, age_us=world.clock.wall_us())
+    assert len(world.sink.rankings) == 4, "with the time stamp 0"
     for _ in range(100):
         world.sink.backlog.observe(Path.HBM, 0, 0, in_time=True)
     world.rank(left, age_us=60_000)
-    assert len(world.sink.rankings) == 4, "the worker keeps up again"
+    assert len(world.sink.rankings) == 5, "the worker keeps up again"
 
 
 def test_an_answer_goes_to_the_partition_that_the_headers_name_under_its_id(world: HandlerWorld):

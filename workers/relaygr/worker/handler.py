@@ -30,7 +30,7 @@ from relaygr.schemas.messages import DEFAULT_SCENARIO, MAX_BUDGET_MS, FailureRea
 from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.divert import Diverter
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork
+from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork, way_us
 from relaygr.worker.metrics import DivertedEnd, WorkerMetrics
 from relaygr.worker.results import ResultWriter
 
@@ -351,11 +351,13 @@ def _user_of(received: Received) -> str:
 
 
 def _sent_us(received: Received, now_wall_us: int) -> int:
-    """When a request that is not decoded was sent, on the monotonic clock: by the message's time stamp."""
+    """When a request that is not decoded was sent, on the monotonic clock: by the message's time stamp; when it was
+    received, without one or with a wrong one.
+    """
     kind, sent_wall_ms = received.message.timestamp()
     if kind == TIMESTAMP_NOT_AVAILABLE:
         return received.received_us
-    return received.received_us - max(0, now_wall_us - sent_wall_ms * 1000)
+    return received.received_us - (way_us(sent_wall_ms * 1000, now_wall_us) or 0)
 
 
 def _is_routed_to(partition: int, received: Received, user_id: str) -> bool:

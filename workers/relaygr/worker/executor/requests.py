@@ -657,10 +657,11 @@ class Requests:
         has_job = impression in self._context.with_job
         if impression in self._context.computed and work.path not in _FULL_PATHS and work.started_us is not None:
             observer.prepared.append((tokens, work.scored_tokens, work.answer_by_us - work.started_us))
-        if work.path in _PATHS_WITHOUT_WAIT:
+        way_us = work.way_us
+        # One wrong time of sending among a few samples would be their P99, and put every user at risk.
+        if work.path in _PATHS_WITHOUT_WAIT and way_us is not None:
             inside_us = now_us - work.received.received_us - work.pre_infer_us - work.rank_us
-            sent_us = max(0, work.received_wall_us - request.sent_at_us)
-            outside = now_us, sent_us + inside_us + work.deadline_us - work.answer_by_us
+            outside = now_us, way_us + inside_us + work.deadline_us - work.answer_by_us
             observer.outside.append(outside)
             if work.path is Path.FULL and work.pre_infer_us:
                 observer.outside_full.append(outside)

@@ -14,12 +14,22 @@ from numpy.typing import NDArray
 from relaygr.admission.policy import LATE_PART
 from relaygr.consumer import Received
 from relaygr.schemas.headers import RankingHeaders
-from relaygr.schemas.messages import Behaviours, HistoryVersion, Path, PrefixSource, PreInferJob, RankingRequest
+from relaygr.schemas.messages import (
+    MAX_BUDGET_MS,
+    Behaviours,
+    HistoryVersion,
+    Path,
+    PrefixSource,
+    PreInferJob,
+    RankingRequest,
+)
 from relaygr.worker.cache import Fill, Handle, PrefixKey
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
 
 NO_PAGES: NDArray[np.int32] = np.empty(0, np.int32)
+LONGEST_WAY_US: Final = MAX_BUDGET_MS * 1000
+"""The largest `max_deadline_ms`: a request that took longer to arrive would have expired on its way."""
 
 
 class JobOutcome(enum.StrEnum):
@@ -248,6 +258,15 @@ class ResolvedPrefix:
     """The account that counts `held_bytes` while the prefix has holders."""
 
 
+def way_us(sent_wall_us: int, received_wall_us: int) -> int | None:
+    """Time of a request on its way, by the clocks of both machines. None if it cannot be: the time of sending is wrong,
+    such as 0 or a time in another unit.
+    """
+    # The sender's clock may be ahead by more than the way takes. Without these requests nothing would be measured.
+    took_us = max(0, received_wall_us - sent_wall_us)
+    return took_us if took_us <= LONGEST_WAY_US else None
+
+
 @dataclass(slots=True, eq=False)
 class RankingWork:
     """A ranking request, from its receipt to its one result. Its times are on the worker's monotonic clock."""
@@ -317,9 +336,14 @@ class RankingWork:
         return False
 
     @property
+    def way_us(self) -> int | None:
+        """Time from the gateway to this worker; None if the request has a wrong time of sending."""
+        return way_us(self.request.sent_at_us, self.received_wall_us)
+
+    @property
     def sent_us(self) -> int:
-        """When the gateway sent it, by the clocks of both machines; at the latest when it was received."""
-        return self.received.received_us - max(0, self.received_wall_us - self.request.sent_at_us)
+        """When the gateway sent it; when it was received, if the request has a wrong time of sending."""
+        return self.received.received_us - (self.way_us or 0)
 
 
 @dataclass(slots=True, eq=False)
