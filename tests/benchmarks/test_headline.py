@@ -815,7 +815,7 @@ RELAYS = [system for system, flags in FLAGS.items() if flags.events]
 class TestSystems:
     def test_they_differ_by_their_flags(self) -> None:
         assert set(FLAGS) == set(System)
-        without = (System.B0, System.B1, System.C, System.O)
+        without = (System.B0, System.B0_LATE, System.B1, System.C, System.O)
         assert {system for system, flags in FLAGS.items() if not flags.events} == set(without)
         assert not FLAGS[System.B0].reuse and not FLAGS[System.R].settings
         assert len({repr(FLAGS[system]) for system in RELAYS}) == len(RELAYS)
@@ -930,7 +930,7 @@ class TestCellSearch:
             late = 0.0 if point.history * point.rate_per_s <= limit else 0.5
             return row(system=system.value, rate_per_s=point.rate_per_s, history=point.history, late_share=late)
 
-        CellSearch(QUICK, self.PLAN, mode, ask).figures(system, "whole", 200.0)
+        CellSearch(QUICK, self.PLAN, mode, ask).figures(system, "uncut", 200.0)
         return points
 
     def test_every_system_is_first_asked_at_half_load(self) -> None:
@@ -944,7 +944,7 @@ class TestCellSearch:
             points.append(point)
             return row(late_share=0.0 if point.rate_per_s < 1e3 else 0.5)
 
-        CellSearch(QUICK, self.PLAN, QUICK_MODE, ask, compares=False).figures(System.R, "whole", 200.0)
+        CellSearch(QUICK, self.PLAN, QUICK_MODE, ask, compares=False).figures(System.R, "uncut", 200.0)
         assert points[0].rate_per_s > self.PLAN.half_rate_per_s
 
     def test_many_returning_users_have_more_time_to_get_warm(self) -> None:
@@ -989,7 +989,7 @@ class TestCellSearch:
         searches = [search_of(cell) for cell in cells]
         for system in systems:
             for search in searches:
-                search.figures(system, "whole", 200.0)
+                search.figures(system, "uncut", 200.0)
         return points
 
     def test_searches_of_other_cells_start_at_the_answer_of_the_most_alike(self) -> None:
@@ -1029,13 +1029,13 @@ class TestCellSearch:
             rows = [each for each in points if each.figure == figure]
             return row(history=point.history, rate_per_s=point.rate_per_s, late_share=0.5, valid=len(rows) < 2)
 
-        CellSearch(QUICK, self.PLAN, QUICK_MODE, ask).figures(System.B0, "whole", 200.0)
+        CellSearch(QUICK, self.PLAN, QUICK_MODE, ask).figures(System.B0, "uncut", 200.0)
         assert len([each for each in points if each.figure == figure]) == 2
         assert {each.figure for each in points} == {"A", "B"}
 
     def test_b0_is_tuned_by_valid_runs(self) -> None:
         def ask(system: System, variant: str, point: Point) -> RunRow:
-            return row(variant=variant, late_share=0.0 if variant == "whole" else 0.5, valid=variant == "one at a time")
+            return row(variant=variant, late_share=0.0 if variant == "uncut" else 0.5, valid=variant == "one at a time")
 
         assert CellSearch(QUICK, self.PLAN, FULL_MODE, ask).tuned() == "one at a time"
 
@@ -1053,7 +1053,7 @@ class TestCellSearch:
             late = 0.0 if point.history * point.rate_per_s <= limit else 0.5
             return row(rate_per_s=point.rate_per_s, history=point.history, late_share=late)
 
-        CellSearch(QUICK, self.PLAN, replace(FULL_MODE, a_loads=()), ask).figures(System.R, "whole", 200.0)
+        CellSearch(QUICK, self.PLAN, replace(FULL_MODE, a_loads=()), ask).figures(System.R, "uncut", 200.0)
         confirmed = [each for each in points if each.figure == CONFIRMED["B"]]
         rates = list(dict.fromkeys(each.rate_per_s for each in confirmed))
         assert rates == sorted(rates, reverse=True) and len(rates) > 2
@@ -1157,7 +1157,7 @@ class TestUsersOfALog:
         assert System.B1 not in systems and System.R in systems and OF_LOG in mode.name
         search = TestCellSearch()
         assert {each.figure for each in search.asked(mode, System.B0, 4e4)} <= {"B", CONFIRMED["B"]}
-        assert CellSearch(QUICK, search.PLAN, mode, lambda *_: row(figure="short")).short_capacity("whole") == 200.0
+        assert CellSearch(QUICK, search.PLAN, mode, lambda *_: row(figure="short")).short_capacity("uncut") == 200.0
 
     def test_a_log_with_too_few_users_for_a_search_is_refused_before_the_first_run(self, tmp_path: Path) -> None:
         measured_in(tmp_path, QUICK)
@@ -1248,7 +1248,7 @@ class TestSimulated:
         calibration = load_calibration(path)
         point = Point("B", self.CELL.history, rate_per_s, 1)
         return simulate(
-            SimulatedRun(self.CELL, plan, simulated_mode(), system, "whole", point, calibration, calibration, NO_TIMES)
+            SimulatedRun(self.CELL, plan, simulated_mode(), system, "uncut", point, calibration, calibration, NO_TIMES)
         )
 
     def test_full_inference_ranks_every_request_in_the_time_of_the_engine(self, tmp_path: Path) -> None:

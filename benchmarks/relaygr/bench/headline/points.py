@@ -29,7 +29,7 @@ from relaygr.bench.headline.rows import (
     score_columns,
 )
 from relaygr.bench.headline.search import Found, highest_passing, snapped, values_around
-from relaygr.bench.headline.systems import FLAGS, TUNED, WHOLE, System
+from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System
 from relaygr.bench.rows import code, machine, now
 
 PARTITIONS = 8
@@ -103,16 +103,16 @@ class Mode:
 
 
 QUICK_MODE = Mode(
-    QUICK_NAME, (1,), 6.0, 100, 7.0, 1.4, (0.3,), (WHOLE,), 2, False, wait_s=0.0, slow_limit=math.inf,
+    QUICK_NAME, (1,), 6.0, 100, 7.0, 1.4, (0.3,), (UNCUT,), 2, False, wait_s=0.0, slow_limit=math.inf,
     a_systems=(System.B0, System.R),
 )  # fmt: skip
 """With one seed it decides nothing, so a noisy machine shows in its report, and ends no search."""
 FULL_MODE = Mode("full", tuple(range(1, 8)), 120.0, 1_000, 60.0, 1.05, A_LOADS, tuple(TUNED), 3, True)
-LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (WHOLE,), 1, False)
+LEARNING_MODE = Mode("learning", (0,), 30.0, 0, 5.0, 2.0, (), (UNCUT,), 1, False)
 TRACE_MODE = replace(QUICK_MODE, name="trace")
 """A trace says itself how long a run is; the number of seeds is that of repeated runs."""
-RATES_MODE = Mode("rates", (1,), 30.0, 1_000, 60.0, 2.0, (), (WHOLE,), 3, False)
-SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, (0.3, 0.6), (WHOLE,), 1, False, longest=math.inf)
+RATES_MODE = Mode("rates", (1,), 30.0, 1_000, 60.0, 2.0, (), (UNCUT,), 3, False)
+SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, (0.3, 0.6), (UNCUT,), 1, False, longest=math.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from relaygr.bench.headline.points import (
 )
 from relaygr.bench.headline.rows import AT_REUSE, OF_TRACE, RunFile, RunRow, Used
 from relaygr.bench.headline.search import snapped
-from relaygr.bench.headline.systems import FLAGS, LIMITED, TUNED, WHOLE, System, settings_of
+from relaygr.bench.headline.systems import FLAGS, LIMITED, TUNED, UNCUT, System, settings_of
 from relaygr.bench.pipeline.run import MeasuredWindow
 from relaygr.bench.speed import WINDOW_S, MachineSpeed
 from relaygr.demo.processes import Reading
@@ -189,7 +189,7 @@ class Bench:
         for cell, systems in asked:
             compares = System.B0 in systems or not self._mode.lends_b0(cell)
             search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses, compares)
-            variant = search.tuned() if System.B0 in systems else WHOLE
+            variant = search.tuned() if System.B0 in systems else UNCUT
             short_rate = search.short_capacity(variant)
             searches.append((cell, systems, partial(search.figures, variant=variant, short_rate=short_rate)))
         for system in dict.fromkeys(system for _, systems in asked for system in systems):
@@ -221,7 +221,7 @@ class Bench:
             for seed, system in itertools.product(self._mode.seeds, systems):
                 for point in points[cell.name]:
                     if point.seed == seed:
-                        self._row(cell, plan, system, WHOLE, point)
+                        self._row(cell, plan, system, UNCUT, point)
 
     def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path, seconds: float | None = None) -> None:
         """Plays a trace of others on each system, without a search, once for each seed. Unless its users are those of a
@@ -255,7 +255,7 @@ class Bench:
         own = self._out / "traces" / f"{figure.replace(' ', '-')}.parquet"
         write_trace(read, own)
         for seed, system in itertools.product(self._mode.seeds, systems):
-            self._row(cell, plan, system, WHOLE, Point(figure, history, rate, seed), own)
+            self._row(cell, plan, system, UNCUT, Point(figure, history, rate, seed), own)
         others = {}
         for reuse in reuses:
             others[reuse] = own.with_name(f"{own.stem}-r{reuse:g}.parquet")
@@ -263,7 +263,7 @@ class Bench:
         for seed, system in itertools.product(self._mode.seeds, pair):
             for reuse, path in others.items():
                 point = Point(f"{figure}{AT_REUSE}{reuse:g}", history, rate, seed)
-                self._row(cell, plan, system, WHOLE, point, path)
+                self._row(cell, plan, system, UNCUT, point, path)
 
     def plan(self, cell: Cell) -> CellPlan:
         """The plan of the cell in this folder, as `plan_in`, and the files of its workers."""

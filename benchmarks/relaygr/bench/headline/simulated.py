@@ -42,7 +42,7 @@ from relaygr.bench.headline.rows import SIMULATED, SLOW_LIMIT, RunFile, RunRow, 
 from relaygr.bench.headline.run import ENGINE_WAIT_S, Bench, progress_of
 from relaygr.bench.headline.search import snapped
 from relaygr.bench.headline.summary import amount
-from relaygr.bench.headline.systems import FLAGS, WHOLE, System, settings_of
+from relaygr.bench.headline.systems import FLAGS, UNCUT, System, settings_of
 from relaygr.bench.rows import machine, now
 from relaygr.bench.speed import MachineSpeed
 from relaygr.devbroker import local_broker
@@ -97,7 +97,7 @@ def _learn(out: Path, console: Console, broker: str) -> Learnt:
                 plan = bench.plan(cell)
                 rate = snapped(LEARNING_LOAD * plan.half_rate_per_s)
                 point = Point("learn", cell.history, rate, LEARNING_MODE.seeds[0])
-                played = bench.play(cell, plan, system, WHOLE if system is System.B0 else "", point)
+                played = bench.play(cell, plan, system, UNCUT if system is System.B0 else "", point)
                 samples.setdefault(system, []).extend(each for each in played.samples if each.part != WARM_UP)
                 slowdowns.append(played.used.slowdown)
     device = load_calibration(alone_path(plan_in(out, QUICK)[1])).model
@@ -195,7 +195,7 @@ def simulate(run: SimulatedRun) -> tuple[RunRow, list[Sample]]:
     cell, plan, point = run.cell, run.plan, run.point
     trace = make_trace(workload_of(cell, plan, point, run.mode), f"{trace_name(cell, point, run.mode)}-")
     settings = Settings.model_validate(
-        {"partitions": PARTITIONS} | settings_of(cell, plan, run.system, run.variant or WHOLE)
+        {"partitions": PARTITIONS} | settings_of(cell, plan, run.system, run.variant or UNCUT)
     )
     traffic = TrafficSettings(
         # The last request counts, too.
@@ -312,7 +312,7 @@ class SimulatedBench:
             return self._row(SimulatedRun(cell, plan, self._mode, system, variant, point, *times))
 
         search = CellSearch(cell, plan, self._mode, ask)
-        search.figures(system, WHOLE, search.short_capacity(WHOLE))
+        search.figures(system, UNCUT, search.short_capacity(UNCUT))
         with self._lock:
             self._expect(runs - estimated_runs((system,), self._mode))
             own = [row for row in self.file.rows if (row.cell, row.system) == (cell.name, system)]

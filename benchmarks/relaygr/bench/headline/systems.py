@@ -34,8 +34,9 @@ class System(enum.StrEnum):
     """A compared system."""
 
     B0 = "B0"
-    """Full inference at ranking, tuned: no chunks, and none is truncated or refused because it may be late, since here
-    that is as bad as late."""
+    """Full inference at ranking, without chunks, its batches tuned."""
+    B0_LATE = "B0-late"
+    """B0 that truncates and refuses no request because it may be late. Here that counts as late, too."""
     B1 = "B1"
     """B0 on a model whose longest history is what meets the deadline: what production does today."""
     C = "C"
@@ -83,8 +84,9 @@ class SystemFlags:
 
 
 FLAGS = {
-    System.B0: SystemFlags(reuse=False, chunks=False, settings={"worker.grace_ms": GRACE_MS}),
-    System.B1: SystemFlags(reuse=False, chunks=False, settings={"worker.grace_ms": GRACE_MS}),
+    System.B0: SystemFlags(reuse=False, chunks=False),
+    System.B0_LATE: SystemFlags(reuse=False, chunks=False, settings={"worker.grace_ms": GRACE_MS}),
+    System.B1: SystemFlags(reuse=False, chunks=False),
     System.C: SystemFlags(),
     System.R_HBM: SystemFlags(events=True, settings={"worker.dram_bytes": 0}),
     System.R: SystemFlags(events=True),
@@ -104,10 +106,9 @@ FLAGS = {
 """B0 is the first in every order: the others are compared with it."""
 QUICK_SYSTEMS = (System.B0, System.C, System.R, System.O)
 SIMULATED_SYSTEMS = (System.B0, System.C, System.R)
-WHOLE = "whole"
+UNCUT = "uncut"
 TUNED: Mapping[str, Mapping[str, Any]] = {
-    WHOLE: {},
-    "gives up early": {"grace_ms": 0.0},
+    UNCUT: {},
     "one at a time": {"max_batch_requests": 1},
     "chunks of 2,048": {"max_chunk_tokens": 2_048},
 }

@@ -19,7 +19,7 @@ from relaygr.bench.headline.grid import BY_NAME, ITEMS, Cell
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.points import QUICK_MODE
 from relaygr.bench.headline.run import Bench
-from relaygr.bench.headline.systems import WHOLE, System
+from relaygr.bench.headline.systems import UNCUT, System
 from relaygr.bench.rows import append_rows, machine, now
 from relaygr.client import RankOutcome, RankStatus, RelayClient
 from relaygr.devbroker import local_broker
@@ -61,7 +61,7 @@ def run_loadgen(cell_name: str, load: float, seconds: float, broker: str, out: P
             f"times {limit_ms / LIMIT_MS:.2f} for this device; {rate_per_s:.3g} requests/s for {seconds:.0f} s",
             soft_wrap=True,
         )
-        settings = bench.serve(cell, plan, System.B0, WHOLE)
+        settings = bench.serve(cell, plan, System.B0, UNCUT)
         with RelayClient(settings, gateway_id="loadgen", registry=CollectorRegistry()) as client:
             system = _SystemUnderTest(client, cell, plan)
             system.publish()
