@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from relaygr.admission.latency import LatencyModel
+from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.bench.generator.samples import LOST, Sample
 from relaygr.bench.generator.trace import Trace, read_trace, write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
@@ -23,6 +23,7 @@ from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
 from relaygr.bench.headline.command import runs_there, with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
+from relaygr.bench.headline.document import Grid, Text
 from relaygr.bench.headline.figures import (
     CONFIRMED,
     NO_LENGTHS,
@@ -32,11 +33,12 @@ from relaygr.bench.headline.figures import (
     same_load,
 )
 from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID, LOOSE, PUBLISHED, QUICK, REUSES, Cell, at_reuse
-from relaygr.bench.headline.outlook import Demand, Verdict, outlook
+from relaygr.bench.headline.outlook import Demand, Verdict, late_share_of_full, verdict_of, work_of
 from relaygr.bench.headline.plan import (
     CellPlan,
     EngineTimes,
     alone_path,
+    load_plan,
     plan_in,
     plan_of,
     save_engine_times,
@@ -56,7 +58,15 @@ from relaygr.bench.headline.points import (
     Point,
     workload_of,
 )
-from relaygr.bench.headline.report import FIGURES, GRID_FIGURES, OTHERS_FIGURES, fill_page, marks_for, write_report
+from relaygr.bench.headline.report import (
+    FIGURES,
+    GRID_FIGURES,
+    OTHERS_FIGURES,
+    break_even,
+    fill_page,
+    marks_for,
+    write_report,
+)
 from relaygr.bench.headline.rows import (
     OF_LOG,
     SIMULATED,
@@ -724,30 +734,92 @@ class TestBreakEven:
     LATENCY = LatencyModel(
         LatencyCoefficients(a0=0, a1=40, a2=0.01, b0=0, b1=40, b2=0.01, c0=500, c1=20, c2=0.01, d0=100, d1=1e-4)
     )
+    WORK = work_of(LATENCY, 2_000, 0.0, 144, 8)
+    """A prefix takes 120 ms, a ranking on it 6.5 ms."""
     DEMAND = Demand(
-        tokens=2_000, scored=144, rate_per_s=1.0, reuse=0.6, return_gap_s=10.0, growth=8, deadline_us=300_000,
-        lead_us=500_000, cache_bytes=1 << 30, token_bytes=2_048,
+        rate_per_s=1.0, reuse=0.6, return_gap_s=10.0, deadline_us=300_000, outside_us=10_000, lead_us=500_000,
+        cache_bytes=1 << 30, prefix_bytes=2_048 * 2_000,
     )  # fmt: skip
 
     CASES: tuple[tuple[str, dict[str, Any], Verdict], ...] = (
-        ("low load: full inference is enough", {}, Verdict.FULL),
-        ("a queue that only the relay keeps short", {"rate_per_s": 6.0}, Verdict.RELAY),
-        ("the lead time is too short for new users", {"rate_per_s": 6.0, "lead_us": 1_000}, Verdict.NEITHER),
+        ("low load: full inference is enough", {"rate_per_s": 0.2}, Verdict.FULL),
+        ("a queue that only the relay keeps short", {"rate_per_s": 4.0}, Verdict.RELAY),
+        ("the lead time is too short for new users", {"rate_per_s": 4.0, "lead_us": 1_000}, Verdict.NEITHER),
         ("more work than the device does", {"rate_per_s": 60.0}, Verdict.NEITHER),
         ("everybody comes back, after a time that the cache does not cover",
          {"rate_per_s": 15.0, "reuse": 1.0, "return_gap_s": 3_600.0}, Verdict.NEITHER),
         ("everybody comes back in time", {"rate_per_s": 15.0, "reuse": 1.0}, Verdict.RELAY),
+        ("hops take the time that full inference needs", {"rate_per_s": 0.2, "outside_us": 180_000}, Verdict.RELAY),
     )  # fmt: skip
 
     @pytest.mark.parametrize(("changes", "verdict"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
     def test_a_demand_has_its_verdict(self, changes: dict[str, Any], verdict: Verdict) -> None:
-        assert outlook(self.LATENCY, replace(self.DEMAND, **changes)).verdict is verdict
+        assert verdict_of(self.WORK, replace(self.DEMAND, **changes)) is verdict
 
-    def test_without_returning_users_the_relay_saves_no_device_time(self) -> None:
-        none = outlook(self.LATENCY, replace(self.DEMAND, reuse=0.0))
-        most = outlook(self.LATENCY, replace(self.DEMAND, reuse=0.9))
-        assert none.relay_s == none.full_s
-        assert most.relay_s < 0.5 * most.full_s
+    def test_the_queue_is_that_of_a_device_with_constant_times_and_exponential_gaps(self) -> None:
+        """Erlang's formula of M/D/1: at half load 1.4 % of the requests wait for more than three service times."""
+        service_us = float(self.WORK.full[0])
+        late = late_share_of_full(self.WORK, 0.5e6 / service_us, 4 * service_us)
+        load, wait = 0.5, 3.0
+        waits_less = (1 - load) * sum(
+            math.exp(load * (wait - k)) * (-load * (wait - k)) ** k / math.factorial(k) for k in range(4)
+        )
+        assert late == pytest.approx(1 - waits_less, rel=0.1)
+
+    def test_a_spread_of_lengths_makes_more_requests_late(self) -> None:
+        spread = work_of(self.LATENCY, 2_000, 0.3, 144, 8)
+        assert max(spread.full) <= self.LATENCY.pre_us(4_000) + self.LATENCY.hit_us(4_000, 144)
+        same, other = (late_share_of_full(work, 2.0, 300_000) for work in (self.WORK, spread))
+        assert other > 2 * same
+
+    def test_without_returning_users_the_relay_saves_no_device_time_and_the_cuts_of_prefixes_cost_some(self) -> None:
+        full_s = self.WORK.full_s()
+        assert self.WORK.relay_s(0.0) == pytest.approx(full_s, rel=1e-3)
+        cuts = work_of(self.LATENCY.scaled({}, {Stage.PRE: 1_000.0}), 2_000, 0.0, 144, 8)
+        assert 1.05 * cuts.full_s() < cuts.relay_s(0.0) < 1.2 * cuts.full_s()
+        assert self.WORK.relay_s(0.9) < 0.5 * full_s
+
+    @pytest.mark.parametrize(
+        ("folder", "name"),
+        [
+            ("headline-quick", "quick"),
+            ("headline-best", "dram768-n2048-d4-r0.9"),
+            ("headline-best", "dram768-n2048-d5-r0.9"),
+        ],
+    )
+    def test_the_verdicts_of_a_report_agree_with_its_measured_runs(self, folder: str, name: str) -> None:
+        results, cell = Path(__file__).parents[2] / "benchmarks" / "results" / folder, BY_NAME[name]
+        rows = [each for each in read_rows(results / "runs.csv") if each.cell == name]
+        blocks = break_even(cell, load_plan(results / "plans" / f"{name}.json"), rows)
+        verdicts, costs = (each for each in blocks if isinstance(each, Grid))
+        passed: dict[tuple[str, float], list[bool]] = {}
+        for each in rows:
+            if each.valid and each.history == cell.history:
+                passed.setdefault((each.system, each.rate_per_s), []).append(each.passed)
+        reached = [rate for (system, rate), runs in passed.items() if system == "B0" and all(runs)]
+        missed = [rate for (system, rate), runs in passed.items() if system == "B0" and not any(runs)]
+        relayed = [rate for (system, rate), runs in passed.items() if system == "R" and all(runs)]
+        (line,) = (each for each in verdicts.rows if each[:2] == [f"{cell.history:,}", f"{cell.return_gap_s:g} s"])
+        found = {float(head.removesuffix("/s")): told for head, told in zip(verdicts.header[2:], line[2:], strict=True)}
+        assert all(told == "full" for rate, told in found.items() if rate <= max(reached, default=0.0))
+        failing = {rate: told for rate, told in found.items() if rate >= min(missed)}
+        assert "full" not in failing.values()
+        assert {told for rate, told in failing.items() if rate <= max(relayed)} == {"relay"}
+        # Measured at reuse 0: 1.04 to 1.15 times.
+        (at_median,) = (each for each in costs.rows if each[0] == f"{cell.history:,}")
+        assert 1.04 <= float(at_median[2].split()[0]) / float(at_median[1]) <= 1.15
+
+    def test_the_report_says_from_which_times_it_is_calculated(self) -> None:
+        plan = plan_of(QUICK, engine_times(QUICK))
+        rows = outcome("R", {10.0: 0.0}, 1, cell="quick", to_worker_p99_ms=4.0, to_gateway_p99_ms=3.0)
+        base = outcome("B0", {10.0: 0.0}, 1, cell="quick", worker_over_engine=1.24, history=QUICK.history)
+
+        def told(rows: Sequence[RunRow]) -> str:
+            return next(each.text for each in break_even(QUICK, plan, rows) if isinstance(each, Text))
+
+        assert "1.10 times as long as the engine alone, the limit for B0's in the worker, which was not" in told(rows)
+        assert "7 ms are for the hops" in told(rows)
+        assert "1.24 times as long as the engine alone, as B0's in the worker" in told(rows + base)
 
 
 class TestCells:

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from relaygr.admission.latency import LatencyModel
+from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.bench.headline.grid import PAGE_TOKENS, SHORT, Cell
 from relaygr.bench.headline.search import snapped
 from relaygr.bench.rows import machine, now, refuse_other_machine
@@ -92,9 +92,17 @@ class CellPlan:
         """Full inference in one chunk by the engine alone: that of the bare loop at the median `history`, and the shape
         of the latency model elsewhere. The model's own T_full is fitted to prefixes in chunks, which take longer.
         """
-        latency = self.latency
-        at_median = latency.pre_us(history) + latency.hit_us(history, scored)
-        return (latency.pre_us(tokens) + latency.hit_us(tokens, scored)) * self.full_ms * 1000 / at_median
+        latency = self._latency_at(history, scored, self.full_ms * 1000)
+        return latency.pre_us(tokens) + latency.hit_us(tokens, scored)
+
+    def latency_in_worker(self, cell: Cell, over_engine: float) -> LatencyModel:
+        """The latency model, with times `over_engine` times as long as those of the bare loop."""
+        return self._latency_at(cell.history, cell.suffix + cell.candidates, over_engine * self.full_ms * 1000)
+
+    def _latency_at(self, history: int, scored: int, full_us: float) -> LatencyModel:
+        """The latency model, scaled so that full inference on this history takes this time."""
+        factor = full_us / (self.latency.pre_us(history) + self.latency.hit_us(history, scored))
+        return self.latency.scaled({Stage.PRE: factor, Stage.HIT: factor})
 
     def short_rate_per_s(self, load: float) -> float:
         """The rate at which full inference on the short history takes this part of the device's time."""

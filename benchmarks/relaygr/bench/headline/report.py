@@ -22,11 +22,12 @@ from relaygr.bench.headline.figures import (
     same_load,
 )
 from relaygr.bench.headline.grid import BY_NAME, GRID_NAMES, LENGTH_FACTORS, PUBLISHED, REUSES, Cell, family_name_of
-from relaygr.bench.headline.outlook import Demand, Verdict, outlook
+from relaygr.bench.headline.outlook import MOST_LATE, Demand, verdict_of, work_of
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell, plot_overview
 from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_LOG, OF_TRACE, SLOW_LIMIT, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import (
+    BASELINE_LIMIT,
     CHUNK_MS,
     HIT_FACTOR,
     against_others,
@@ -53,7 +54,8 @@ EMBEDDED = "embedded cluster"
 FIGURES, GRID_FIGURES, OTHERS_FIGURES = "figures", "grid", "cells of others"
 """What stands between marks of a page: the live figures, and those of a simulation."""
 LOADS = (0.1, 0.3, 0.6, 1.2)
-GAPS_S = (10.0, 600.0)
+LONG_GAP_S = 600.0
+"""The return gap in the table of verdicts beside the cell's own."""
 OTHERS = (
     "RelayGR (arXiv 2601.01712): up to 1.5 times longer sequences and up to 3.6 times the throughput, on Ascend. "
     "Nothing else of its figures is public: not the model, the lengths, the load, the hit share or the time of "
@@ -265,7 +267,7 @@ def _mode(
         plan = plan_of(name, plans)
         # A cell with another share of returning users has the same table.
         if plan is not None and name in BY_NAME and not BY_NAME[name].planned_as:
-            blocks += _outlook(
+            blocks += break_even(
                 BY_NAME[name], plan, [row for row in rows if row.cell == name and not row.has_other_reuse]
             )
     return blocks
@@ -542,61 +544,58 @@ def _every_run(rows: Sequence[RunRow]) -> list[Block]:
     return [Heading("Every run"), Grid(header, lines)]
 
 
-def _outlook(cell: Cell, plan: CellPlan, rows: Sequence[RunRow]) -> list[Block]:
+def break_even(cell: Cell, plan: CellPlan, rows: Sequence[RunRow]) -> list[Block]:
     """Where the relay does not pay, calculated."""
-    reuse_of_trace = round(statistics.median(row.reuse for row in rows), 2)
-    token_bytes = plan.prefix_bytes // cell.history
+    valid = [row for row in rows if row.valid] or rows
+    reuse = round(statistics.median(row.reuse for row in valid), 2)
+    hops_ms = statistics.median(row.to_worker_p99_ms + row.to_gateway_p99_ms for row in valid)
+    ratios = [row.worker_over_engine for row in valid if (row.system, row.history) == (System.B0, cell.history)]
+    over_engine = statistics.median(ratios) if ratios else BASELINE_LIMIT
+    latency = plan.latency_in_worker(cell, over_engine)
     lengths = [int(cell.history * factor) for factor in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4) if factor <= LENGTH_FACTORS[1]]
-    lines = []
+    rates_per_s = [load * 1000 / plan.full_ms for load in LOADS]
+    verdicts, device = [], []
     for length in lengths:
-        for gap_s in GAPS_S:
-            cells = []
-            for load in LOADS:
-                seen = outlook(
-                    plan.latency,
+        work = work_of(latency, length, cell.history_sigma, cell.suffix + cell.candidates, cell.growth)
+        for gap_s in (cell.return_gap_s, LONG_GAP_S):
+            found = [
+                verdict_of(
+                    work,
                     Demand(
-                        length, cell.suffix + cell.candidates, load * 1000 / plan.full_ms, reuse_of_trace, gap_s,
-                        cell.growth, plan.deadline_ms * 1000, plan.lead_ms * 1000, plan.hbm_bytes + plan.dram_bytes,
-                        token_bytes,
+                        rate, reuse, gap_s, plan.deadline_ms * 1000, hops_ms * 1000, plan.lead_ms * 1000,
+                        plan.hbm_bytes + plan.dram_bytes, plan.prefix_bytes * length // cell.history,
                     ),
-                )  # fmt: skip
-                cells.append({Verdict.FULL: "full", Verdict.RELAY: "relay", Verdict.NEITHER: "neither"}[seen.verdict])
-            lines.append([f"{length:,}", f"{gap_s:g} s", *cells])
-    device = []
-    for length in lengths:
-        full_s, shares = 0.0, []
-        for reuse in (*REUSES, reuse_of_trace):
-            seen = outlook(
-                plan.latency,
-                Demand(
-                    length, cell.suffix + cell.candidates, 0.0, reuse, 1.0, cell.growth, 1.0, 1.0, 1 << 62, token_bytes
-                ),
-            )
-            full_s = seen.full_s
-            shares.append(f"{seen.relay_s:.1f} ({seen.full_s / seen.relay_s:.2f})")
-        device.append([f"{length:,}", f"{full_s:.1f}", *shares])
-    per_s = [f"{load * 1000 / plan.full_ms:.1f}/s" for load in LOADS]
+                )
+                for rate in rates_per_s
+            ]  # fmt: skip
+            verdicts.append([f"{length:,}", f"{gap_s:g} s", *(each.value for each in found)])
+        full_s = work.full_s()
+        costs = [work.relay_s(each) for each in (*REUSES, reuse)]
+        device.append(
+            [f"{length:,}", f"{full_s:.1f}", *(f"{relay_s:.1f} ({full_s / relay_s:.2f})" for relay_s in costs)]
+        )
+    whence = "as B0's in the worker" if ratios else "the limit for B0's in the worker, which was not measured"
     return [
         Heading(f"{cell.name}: where the relay pays and where it does not (calculated, not measured)"),
         Text(
-            f"From the times of the engine alone, for a deadline of {plan.deadline_ms} ms and a lead time of "
-            f"{plan.lead_ms:.0f} ms. Full: full inference meets the deadline, so the relay brings nothing. Relay: only "
-            f"the relay does. Neither: the lead time, the device or the cache does not suffice. Reuse as in the "
-            f"traces, {reuse_of_trace:g}, as far as the cache keeps it."
+            f"Requests with exponential gaps and the traces' spread of lengths pass one device in the order of "
+            f"arrival. It takes {over_engine:.2f} times as long as the engine alone, {whence}. Of the deadline of "
+            f"{plan.deadline_ms} ms, {hops_ms:.0f} ms are for the hops between processes, their P99 in the runs. The "
+            f"lead time is {plan.lead_ms:.0f} ms. Reuse as in the traces, {reuse:g}, as far as the cache keeps it. "
+            f"Full: full inference meets the deadline with at most {MOST_LATE:.1%} late, so the relay brings nothing. "
+            "The margin to 1 % is for runs at the limit, of which about every second one fails. Relay: only the relay "
+            "does. Neither: the lead time, the device or the cache does not suffice. Left out: the noise of the "
+            "machine, caches that are still cold, jobs that the trigger does not send."
         ),
-        Grid(("history", "return gap", *per_s), lines),
+        Grid(("history", "return gap", *(f"{rate:.1f}/s" for rate in rates_per_s)), verdicts),
         Text(
             "Device seconds for a thousand rankings. In brackets: full inference / relay. At reuse 0 the relay saves "
-            "no device time: it only moves the work before the ranking request, and what is pre-inferred in vain is "
-            "lost."
+            "no device time: it moves the work before the ranking request, and each cut of a prefix into chunks costs "
+            "some. Left out: prefixes that no request uses, and the cold cache at the start of a run, which measured "
+            "figures include."
         ),
         Grid(
-            (
-                "history",
-                "full",
-                *(f"relay at reuse {reuse:g}" for reuse in REUSES),
-                f"relay at the traces' {reuse_of_trace:g}",
-            ),
+            ("history", "full", *(f"relay at reuse {each:g}" for each in REUSES), f"relay at the traces' {reuse:g}"),
             device,
         ),
     ]
