@@ -1342,6 +1342,16 @@ class TestSimulated:
         assert relay.preinfer_computed > 0 and relay.hit_share > cache.hit_share
         assert relay.late_share <= cache.late_share <= base.late_share
 
+    def test_a_prefix_that_ranking_computed_is_none_that_pre_infer_computed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With a short lead time, requests overtake their jobs, and take the computation over."""
+        monkeypatch.setattr(TestSimulated, "CELL", replace(self.CELL, reuse=0.0, lead_factor=0.1))
+        row, samples = self.simulated(tmp_path, System.R_ALWAYS, 45.0)
+        by_ranking = sum(each.path == "full" for each in samples)
+        assert row.preinfer_computed > 0 and by_ranking > 0
+        assert row.preinfer_computed + by_ranking <= len(samples)
+
     def test_a_trace_is_played_row_by_row(self) -> None:
         trace = make_trace(
             Workload(

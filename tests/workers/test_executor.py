@@ -90,7 +90,7 @@ def test_a_request_that_overtakes_its_queued_job_takes_the_work_over():
     world.rank(version=version)
     world.run()
     assert world.outbox.paths == [Path.FULL]
-    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    assert world.outbox.jobs == [JobOutcome.JOINED]
     assert sum(end - start for start, end in world.engine.chunks) == 100, "one computation for both"
 
 
@@ -715,6 +715,16 @@ def test_a_request_of_another_user_with_the_same_id_ends_no_lease_and_overtakes_
     world.job("u", version, "r2")
     world.run()
     assert (world.outbox.jobs, world.cache.stats().leases) == ([JobOutcome.COMPUTED, JobOutcome.ALREADY_CACHED], 2)
+
+
+def test_a_job_that_joins_the_computation_of_a_request_computed_nothing():
+    world = ExecutorWorld()
+    version = world.store.put("u", 480)
+    world.rank(version=version)
+    world.executor.step()
+    world.job(version=version, request_id="r2")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.JOINED]
 
 
 def test_a_prefix_that_another_request_uses_is_not_wasted_because_its_own_went_before():

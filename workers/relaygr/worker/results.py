@@ -58,6 +58,7 @@ NO_TIME: Final = "the work that was admitted before leaves no time for this requ
 _VARYING: Final = ("request_id", "received_at_us", "sent_at_us", "backlog_us", "diverted_by")
 _WORKING: Final = {
     JobOutcome.COMPUTED: TraceStage.PRE_INFER,
+    JobOutcome.JOINED: TraceStage.PRE_INFER,
     JobOutcome.NO_ROOM: TraceStage.PRE_INFER,
     JobOutcome.FAILED: TraceStage.PRE_INFER,
     JobOutcome.RELOADED: TraceStage.RELOAD,

@@ -364,7 +364,7 @@ class Executor:
                     for request in work.waiters:
                         self._requests.prefix_computed(request, computed)
                     for job in work.jobs:
-                        self._jobs.prefix_computed(job, work.prefix)
+                        self._jobs.prefix_computed(job, work)
                     if handle is not None:
                         if work.is_warm_up and work.work_class is WorkClass.WARM_UP:
                             self._warm_ups.computed(handle)

@@ -4,7 +4,7 @@ received -> refused: disabled | overtaken | expired | not_usable | undecodable |
          -> waits for a version of its history
          -> already_cached
          -> reloaded from DRAM
-         -> queued (or over_footprint | over_load | shed) -> computed | overtaken | expired | no_room | failed
+         -> queued (or over_footprint | over_load | shed) -> computed | joined | overtaken | expired | no_room | failed
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class Jobs:
         except Exception as error:
             self._failed(work, error)
 
-    def prefix_computed(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+    def prefix_computed(self, work: JobWork, computation: PrefixWork) -> None:
         """The prefix was published."""
-        self._context.computed.add((work.job.user_id, work.job.request_id), self._parts.clock.monotonic_us())
-        self._lease(work, prefix)
-        self._end(work, JobOutcome.COMPUTED)
+        if computation.ran_ahead:
+            self._context.computed.add((work.job.user_id, work.job.request_id), self._parts.clock.monotonic_us())
+        self._lease(work, computation.prefix)
+        self._end(work, JobOutcome.COMPUTED if computation.ran_ahead else JobOutcome.JOINED)
 
     def _prefix_reloaded(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         try:

@@ -418,6 +418,8 @@ class Prefixes:
         self._context.charge(work.work_class, duration_us, now_us, had_job=had_job)
         if work.waiters:
             backlog.done_us += duration_us
+        else:
+            work.ran_ahead = True
         for waiter in work.waiters:
             waiter.pre_infer_us += duration_us
         work.spent_us += duration_us

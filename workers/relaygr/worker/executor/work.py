@@ -36,6 +36,8 @@ class JobOutcome(enum.StrEnum):
     """How a pre-infer job ended: a metric label."""
 
     COMPUTED = "computed"
+    JOINED = "joined"
+    """A ranking request waited for the prefix from its first chunk on, so it was computed as full inference."""
     ALREADY_CACHED = "already_cached"
     """HBM has the prefix, at most without a tail that its request ranks with the suffix."""
     RELOADED = "reloaded"
@@ -368,6 +370,8 @@ class PrefixWork:
     fill: Fill | None = None
     on_scratch: bool = False
     is_warm_up: bool = False
+    ran_ahead: bool = False
+    """Whether a chunk of it ran while no request waited."""
     pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     remaining_us: float = 0.0
     """Predicted device time of the chunks that are left, without the ranking passes of the requests that wait."""
