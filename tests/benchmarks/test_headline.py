@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -38,6 +39,7 @@ from relaygr.bench.headline.plan import (
     CellPlan,
     EngineTimes,
     alone_path,
+    load_engine_times,
     load_plan,
     plan_in,
     plan_of,
@@ -1506,6 +1508,33 @@ class TestRatesWithoutASearch:
         told = "-" if math.isnan(slowdown) else f"{slowdown:.2f}"
         assert [line[3:] for line in baseline(rows, {"quick": plan}).rows] == [[f"{over:.2f}", told, "1.1", verdict]]
 
+    def test_a_baseline_is_not_known_if_the_engine_alone_was_measured_on_a_slow_machine(self) -> None:
+        for slowdown, verdict in (
+            (SLOW_LIMIT, "honest"),
+            (1.3, "not known: the engine alone was measured on a slow machine"),
+        ):
+            plan = plan_of(QUICK, replace(engine_times(QUICK), slowdown=slowdown))
+            rows = outcome("B0", {plan.half_rate_per_s: 0.0}, 1, cell="quick", worker_over_engine=0.9)
+            assert [line[-1] for line in baseline(rows, {"quick": plan}).rows] == [verdict]
+
+    def test_the_report_says_how_slow_the_machine_was_while_the_engine_was_measured(self, tmp_path: Path) -> None:
+        save_plan(plan_of(QUICK, replace(engine_times(QUICK), slowdown=1.72)), tmp_path / "plans" / "quick.json")
+        text = reported(tmp_path, outcome("B0", {10.0: 0.0}, 1, cell="quick"))
+        assert "| slowdown while measured |" in text and "| 20.0 ms | 4.0 ms | 1.72 | 100 ms |" in text
+
+    def test_times_of_an_engine_that_were_kept_without_the_slowdown_can_be_read(self, tmp_path: Path) -> None:
+        files = {"engine": tmp_path / "engine.json", "plan": tmp_path / "plan.json"}
+        times = replace(engine_times(QUICK), slowdown=1.25)
+        save_engine_times(times, files["engine"])
+        save_plan(plan_of(QUICK, times), files["plan"])
+        loads: dict[str, Callable[[Path], EngineTimes | CellPlan]] = {"engine": load_engine_times, "plan": load_plan}
+        assert [load(files[name]).slowdown for name, load in loads.items()] == [1.25, 1.25]
+        for path in files.values():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            del kept["slowdown"]
+            path.write_text(json.dumps(kept), encoding="utf-8")
+        assert all(math.isnan(load(files[name]).slowdown) for name, load in loads.items())
+
     def test_a_run_at_half_load_shows_whether_the_baseline_is_honest(self) -> None:
         plan = plan_of(QUICK, engine_times(QUICK))
         half = plan.half_rate_per_s
@@ -1543,6 +1572,7 @@ def test_a_cell_in_miniature_runs_resumes_and_is_reported(
     assert asked == [("B0", "B", True), ("R", "B", True)]
     assert all(each.late == 0 and each.offered > 3 and each.passed for each in rows)
     assert rows[0].full_share == 1 and rows[0].worker_over_engine > 0
+    assert load_plan(tmp_path / "plans" / "mini.json").slowdown > 0
     relay = rows[-1]
     assert relay.scores_compared > 0 and relay.scores_different == 0
     assert relay.hbm_share > 0 and relay.cached_token_share > 0 and relay.device_s > 0

@@ -12,9 +12,10 @@ these times. Both are kept beside the results:
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +24,7 @@ from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.bench.headline.grid import PAGE_TOKENS, SHORT, Cell
 from relaygr.bench.headline.search import snapped
 from relaygr.bench.rows import machine, now, refuse_other_machine
+from relaygr.bench.speed import MachineSpeed
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.calibration import QUICK_BUDGET_S, calibrate, save_calibration
@@ -55,6 +57,8 @@ class EngineTimes:
     longest_bytes: int
     """K,V of the longest history of figure A."""
     coefficients: LatencyCoefficients
+    slowdown: float = math.nan
+    """The CPU time of fixed work meanwhile, as a multiple of its quiet time. NaN: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ class CellPlan:
     hbm_bytes: int
     dram_bytes: int
     coefficients: LatencyCoefficients
+    slowdown: float = math.nan
+    """Of the machine while the engine alone was measured, as in `EngineTimes`."""
 
     @property
     def latency(self) -> LatencyModel:
@@ -109,13 +115,13 @@ class CellPlan:
         return snapped(load * 1000 / self.short_full_ms)
 
 
-def measure_engine(cell: Cell, calibration: Path) -> EngineTimes:
+def measure_engine(cell: Cell, calibration: Path, speed: MachineSpeed) -> EngineTimes:
     """Calibrates the workers of this shape, writes their calibration, and measures the engine alone."""
     with TemporaryDirectory(prefix="relaygr-engine-") as folder:
-        return _measured(cell, Path(folder) / "model", calibration)
+        return _measured(cell, Path(folder) / "model", calibration, speed)
 
 
-def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
+def _measured(cell: Cell, model: Path, calibration: Path, speed: MachineSpeed) -> EngineTimes:
     write_model(cell, model)
     engine = load_engine(model, None, page_tokens=PAGE_TOKENS, threads=1)
     bind_own_arena(engine)
@@ -131,12 +137,13 @@ def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
 
     # The speed of a machine changes within seconds, so the rounds are spread over the time of the calibrations. Others
     # can only slow the machine down, so the fastest quarter of the rounds is that of the engine alone.
-    measure()
-    save_calibration(calibrate(engine, QUICK_BUDGET_S), calibration)
-    measure()
-    alone = calibrate(engine, QUICK_BUDGET_S, rest=lambda: None)
-    save_calibration(alone, alone_path(calibration))
-    measure()
+    with speed.watch() as watch:
+        measure()
+        save_calibration(calibrate(engine, QUICK_BUDGET_S), calibration)
+        measure()
+        alone = calibrate(engine, QUICK_BUDGET_S, rest=lambda: None)
+        save_calibration(alone, alone_path(calibration))
+        measure()
 
     def quiet_ms(n: int) -> list[float]:
         return [statistics.quantiles(times_us)[0] / 1000 for times_us in zip(*pairs[n], strict=True)]
@@ -156,6 +163,7 @@ def _measured(cell: Cell, model: Path, calibration: Path) -> EngineTimes:
         prefix_bytes=prefix_bytes,
         longest_bytes=longest_bytes,
         coefficients=alone.coefficients,
+        slowdown=round(watch.slowdown_since(-math.inf), 3),
     )
 
 
@@ -190,12 +198,16 @@ def plan_of(cell: Cell, engine: EngineTimes) -> CellPlan:
         hbm_bytes=max(_MIB, cell.hbm_prefixes * engine.prefix_bytes, 3 * engine.longest_bytes),
         dram_bytes=max(_MIB, cell.dram_prefixes * engine.prefix_bytes),
         coefficients=engine.coefficients,
+        slowdown=engine.slowdown,
     )
 
 
-def plan_in(out: Path, cell: Cell, on_measure: Callable[[], None] = lambda: None) -> tuple[CellPlan, Path]:
+def plan_in(
+    out: Path, cell: Cell, on_measure: Callable[[], MachineSpeed | None] = lambda: None
+) -> tuple[CellPlan, Path]:
     """The plan of the cell in this folder, and the calibration of its workers. What is not there yet is made now:
-    `on_measure` is called before the engine is measured. Raises RelayError for files of another machine or definition.
+    `on_measure` is called before the engine is measured, and gives the speed of the machine if the caller has it.
+    Raises RelayError for files of another machine or definition.
     """
     path, measured = out / "plans" / f"{cell.plan_name}.json", out / "engines" / f"{cell.shape}.json"
     calibration = measured.with_suffix(".calibration.json")
@@ -207,9 +219,9 @@ def plan_in(out: Path, cell: Cell, on_measure: Callable[[], None] = lambda: None
             raise RelayError(f"{calibration}, with which {path} was made, is gone: give another folder with --out")
     else:
         if not measured.exists():
-            on_measure()
+            speed = on_measure() or MachineSpeed(out)
             measured.parent.mkdir(parents=True, exist_ok=True)
-            save_engine_times(measure_engine(cell, calibration), measured)
+            save_engine_times(measure_engine(cell, calibration, speed), measured)
         plan = plan_of(cell, load_engine_times(measured))
         save_plan(plan, path)
     refuse_other_machine(path, plan.machine)
@@ -221,7 +233,7 @@ def save_plan(plan: CellPlan, path: Path) -> None:
 
 
 def load_plan(path: Path) -> CellPlan:
-    """Raises RelayError for a file that is not a plan."""
+    """Raises RelayError for a file that is not a plan. One of an older version has no slowdown."""
     return CellPlan(**_fields(path, CellPlan, "the plan of a cell"))
 
 
@@ -242,7 +254,8 @@ def _save(found: CellPlan | EngineTimes, path: Path) -> None:
 def _fields(path: Path, kind: type, name: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        values = {each.name: found[each.name] for each in fields(kind)}
+        known = [each for each in fields(kind) if each.name in found or each.default is MISSING]
+        values = {each.name: found[each.name] for each in known}
         return values | {"coefficients": LatencyCoefficients(**values["coefficients"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RelayError(f"{path} does not have {name}: {error}") from error

@@ -44,6 +44,7 @@ from relaygr.bench.headline.summary import (
     ratio,
     reached,
     share,
+    times,
 )
 from relaygr.bench.headline.systems import FLAGS, System
 from relaygr.runtime.errors import RelayError
@@ -322,14 +323,14 @@ def _plans(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
             lines.append(
                 [
                     name, f"{cell.history:,}", f"{cell.layers} x {cell.heads * cell.head_width}", str(cell.candidates),
-                    f"{plan.full_ms:.1f} ms", f"{plan.hit_ms:.1f} ms", f"{plan.deadline_ms} ms",
+                    f"{plan.full_ms:.1f} ms", f"{plan.hit_ms:.1f} ms", times(plan.slowdown), f"{plan.deadline_ms} ms",
                     f"{plan.lead_ms:.0f} ms", f"{cell.reuse:g}",
                     f"{plan.hbm_bytes >> 20} + {plan.dram_bytes >> 20} MiB",
                 ]
             )  # fmt: skip
     header = (
-        "cell", "median history", "layers x width", "candidates", "full, engine alone", "hit, engine alone", "deadline",
-        "median lead time", "reuse asked for", "HBM + DRAM",
+        "cell", "median history", "layers x width", "candidates", "full, engine alone", "hit, engine alone",
+        "slowdown while measured", "deadline", "median lead time", "reuse asked for", "HBM + DRAM",
     )  # fmt: skip
     shown = [BY_NAME[line[0]] for line in lines]
     origins = [f"{cell.name}: {cell.origin}." for cell in shown if cell.origin and not cell.planned_as]
@@ -533,7 +534,7 @@ def _every_run(rows: Sequence[RunRow]) -> list[Block]:
             row.cell, row.figure, row.system, row.variant or "-", f"{row.history:,}", f"{row.rate_per_s:g}",
             str(row.seed), str(row.offered), f"{row.late_share:.1%}",
             str(row.truncated), f"{row.failed} / {row.expired} / {row.lost}", f"{row.offered_p99_ms:.0f}",
-            f"{row.lag_p999_ms:.1f}", "-" if math.isnan(row.slowdown) else f"{row.slowdown:.2f}", row.verdict,
+            f"{row.lag_p999_ms:.1f}", times(row.slowdown), row.verdict,
         ]
         for row in rows
     ]  # fmt: skip

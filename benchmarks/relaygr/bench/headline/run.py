@@ -273,10 +273,11 @@ class Bench:
         return plan
 
     def _planned(self, cell: Cell) -> tuple[CellPlan, Path]:
-        def at_measuring() -> None:
+        def at_measuring() -> MachineSpeed:
             # All deadlines of the cell are multiples of these times.
-            self._quiet_speed(max(ENGINE_WAIT_S, self._mode.wait_s))
+            speed = self._quiet_speed(max(ENGINE_WAIT_S, self._mode.wait_s))
             self._progress.update(self._bar, description=f"{cell.name}: measuring the engine alone")
+            return speed
 
         return plan_in(self._out, cell, at_measuring)
 

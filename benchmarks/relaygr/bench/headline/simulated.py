@@ -293,9 +293,10 @@ class SimulatedBench:
         return MachineSpeed(self._out)
 
     def _planned(self, cell: Cell) -> tuple[CellPlan, Calibration, Calibration]:
-        def at_measuring() -> None:
+        def at_measuring() -> MachineSpeed:
             self._console.print(f"{cell.shape}: measuring the engine alone, after a wait for a quiet machine")
             self._speed.wait_until_quiet(ENGINE_WAIT_S)
+            return self._speed
 
         plan, path = plan_in(self._out, cell, at_measuring)
         return plan, load_calibration(path), load_calibration(alone_path(path))

@@ -237,7 +237,7 @@ def by_family(rows: Sequence[RunRow], figures: Sequence[Reached], plans: Mapping
     families: dict[Cell, dict[float, str]] = {}
     for name in dict.fromkeys(each.cell for each in figures):
         families.setdefault(BY_NAME[name].family, {})[BY_NAME[name].reuse] = name
-    over = {each.cell: _times(each.over_engine) for each in baselines(rows, plans)}
+    over = {each.cell: times(each.over_engine) for each in baselines(rows, plans)}
     most_rates = max((len(_of(figures, each.cell, "A", System.R)) for each in figures), default=0)
 
     def values_of(name: str) -> list[str]:
@@ -329,12 +329,16 @@ class Baseline:
     """Of the machine; NaN if it was not measured."""
     at_quiet: float
     """`over_engine` without the slowdown of the machine, where that was measured; NaN without runs."""
+    engine_slowdown: float
+    """Of the machine while the engine alone was measured; NaN if it is not known."""
 
     @property
     def verdict(self) -> str:
         """Whether it is an honest baseline."""
         if not self.runs:
             return "not known: the machine was slow"
+        if self.engine_slowdown > SLOW_LIMIT:
+            return "not known: the engine alone was measured on a slow machine"
         if self.over_engine <= BASELINE_LIMIT:
             return "honest"
         if not math.isnan(self.slowdown) and self.at_quiet <= BASELINE_LIMIT:
@@ -344,8 +348,8 @@ class Baseline:
 
 def baselines(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> list[Baseline]:
     """B0 at half load, by cell. All cells must be within `BASELINE_LIMIT`. Cells that differ in the share of returning
-    users alone are one: B0 computes the same in all of them. The engine alone was measured on the quiet machine, so a
-    slower one in a run makes the ratio larger; a much slower one says nothing.
+    users alone are one: B0 computes the same in all of them. A slower machine in a run makes the ratio larger, and
+    one while the engine alone was measured makes it smaller; a much slower one says nothing.
     """
     measured: dict[str, list[RunRow]] = {}
     for row in rows:
@@ -365,6 +369,7 @@ def baselines(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> list[Bas
             _median([row.worker_over_engine for row in found]),
             _median([row.slowdown for row in found if not math.isnan(row.slowdown)]),
             _median([row.worker_over_engine / max(1.0, row.slowdown) for row in found]),
+            plans[name].slowdown,
         )
         for name, found in measured.items()
     ]
@@ -374,7 +379,7 @@ def baseline(rows: Sequence[RunRow], plans: Mapping[str, CellPlan]) -> Grid:
     """A line for each of the `baselines`."""
     lines = [
         [
-            each.cell, f"{each.rate_per_s:g}", str(each.runs), _times(each.over_engine), _times(each.slowdown),
+            each.cell, f"{each.rate_per_s:g}", str(each.runs), times(each.over_engine), times(each.slowdown),
             f"{BASELINE_LIMIT}", each.verdict,
         ]
         for each in baselines(rows, plans)
@@ -387,7 +392,8 @@ def _median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else math.nan
 
 
-def _times(value: float) -> str:
+def times(value: float) -> str:
+    """A multiple; a dash for NaN."""
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
