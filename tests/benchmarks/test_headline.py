@@ -58,6 +58,7 @@ from relaygr.bench.headline.points import (
     FoundUses,
     Mode,
     Point,
+    unfinished_in,
     workload_of,
 )
 from relaygr.bench.headline.report import (
@@ -391,6 +392,48 @@ class TestFigures:
         fill_page(tmp_path, None, page)
         for text in (page.read_text(encoding="utf-8"), report):
             assert "each attempt of a run was invalid: centre B0 B seed 1, centre R B seed 1." in text
+
+    def test_a_search_that_was_interrupted_has_no_value_and_no_ratio_and_report_and_page_say_so(
+        self, tmp_path: Path
+    ) -> None:
+        plan = plan_of(QUICK, engine_times(QUICK))
+        half, quick = plan.half_rate_per_s, {"cell": "quick", "mode": "quick"}
+        below, above = snapped(half / 1.4), snapped(half * 1.4)
+        save_plan(plan, tmp_path / "plans" / "quick.json")
+        page = tmp_path / "page.md"
+        page.write_text(TestPage.PAGE, encoding="utf-8")
+        told = "Search not finished, so without a value: quick B0 B seed 1."
+
+        text = reported(tmp_path, outcome("B0", {half: 0.5, below: 0.5}, 1, **quick))
+        assert told in text and "nowhere in the search" not in text and "| quick | 0 |" not in text
+        with pytest.raises(RelayError, match="have no figures for a page: no search is finished"):
+            fill_page(tmp_path, None, page)
+
+        text = reported(tmp_path, outcome("R", {half: 0.0, above: 0.5}, 1, **quick))
+        fill_page(tmp_path, None, page)
+        for each in (text, page.read_text(encoding="utf-8")):
+            assert told in each and "one seed)" not in each
+
+        text = reported(tmp_path, outcome("B0", {snapped(half / 1.4**2): 0.0}, 1, **quick))
+        assert "not finished" not in text and "1.95 (one seed)" in text
+
+    @pytest.mark.parametrize(
+        ("lengths", "is_finished"),
+        [
+            ({512: True}, False), ({512: True, 704: False}, True), ({512: True, 1_024: False}, False),
+            ({256: False}, True), ({512: False, 384: False}, False), ({8_192: True}, True),
+        ],
+    )  # fmt: skip
+    def test_a_search_of_lengths_is_finished_between_neighbours_or_at_a_bound(
+        self, lengths: dict[int, bool], is_finished: bool
+    ) -> None:
+        rows = [
+            row(cell="quick", mode="quick-9s", figure="A", history=length, late_share=0.0 if passed else 0.5)
+            for length, passed in lengths.items()
+        ]
+        plans = {"quick": plan_of(QUICK, engine_times(QUICK))}
+        assert (unfinished_in(rows, "quick-9s", plans) == []) is is_finished
+        assert unfinished_in(rows, "quick-9s", {}) == []
 
     @pytest.mark.parametrize(("use", "counts"), [(0.31, True), (0.2, False)])
     def test_figure_b_counts_where_the_work_limits_the_baseline(self, use: float, counts: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from relaygr.bench.headline.decision import LEAST_SEEDS, Decision, Interval, decide, paired_ratio
@@ -46,8 +46,8 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """A search that ended at a run without a valid attempt."""
+class Search:
+    """One search: of a figure, with a seed."""
 
     cell: str
     system: str
@@ -57,24 +57,24 @@ class Broken:
     seed: int
 
 
-def broken_in(rows: Sequence[RunRow], mode: str) -> list[Broken]:
-    """The searches of a mode that have no value, and the choices before them (tune, short)."""
+def broken_in(rows: Sequence[RunRow], mode: str) -> list[Search]:
+    """The searches of a mode that ended at a run without a valid attempt, and the choices before them (tune, short)."""
     own = [row for row in rows if row.mode == mode and row.figure in (*SEARCHED, "tune", "short")]
     valid = {row.key for row in own if row.valid}
-    return list(dict.fromkeys(_search_of(row) for row in own if row.key not in valid))
+    return list(dict.fromkeys(search_of(row) for row in own if row.key not in valid))
 
 
-def _search_of(row: RunRow) -> Broken:
-    return Broken(row.cell, row.system, row.figure, row.rate_per_s if row.figure == "A" else 0.0, row.seed)
+def search_of(row: RunRow) -> Search:
+    return Search(row.cell, row.system, row.figure, row.rate_per_s if row.figure == "A" else 0.0, row.seed)
 
 
-def figures_of(rows: Sequence[RunRow], mode: str) -> list[Reached]:
-    """All figures of one mode, in the order of the rows, of the searches that are not broken.
+def figures_of(rows: Sequence[RunRow], mode: str, unfinished: Iterable[Search] = ()) -> list[Reached]:
+    """All figures of one mode, in the order of the rows, of the searches that are neither broken nor `unfinished`.
 
     In a mode that measures B0 once, cells without runs of B0 have those of the cell of their plan.
     """
-    broken = set(broken_in(rows, mode))
-    own = [row for row in rows if row.mode == mode and row.valid and _search_of(row) not in broken]
+    without = {*broken_in(rows, mode), *unfinished}
+    own = [row for row in rows if row.mode == mode and row.valid and search_of(row) not in without]
     with_b0 = {row.cell for row in rows if row.mode == mode and row.system == System.B0}
 
     def grouped(names: Mapping[str, str]) -> dict[tuple[str, str, float], list[RunRow]]:

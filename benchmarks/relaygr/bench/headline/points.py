@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +15,8 @@ from relaygr.bench.generator.samples import Sample
 from relaygr.bench.generator.trace import WARM_UP, Trace
 from relaygr.bench.generator.workload import Workload
 from relaygr.bench.headline.decision import LEAST_SEEDS
-from relaygr.bench.headline.figures import CONFIRMED, decide_rows
-from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell
+from relaygr.bench.headline.figures import CONFIRMED, SEARCHED, Search, broken_in, decide_rows, search_of
+from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, PAGE_TOKENS, SHORT, Cell, plan_name_of
 from relaygr.bench.headline.plan import CellPlan
 from relaygr.bench.headline.rows import (
     AT_RATE,
@@ -28,7 +28,7 @@ from relaygr.bench.headline.rows import (
     measures_b0_once,
     score_columns,
 )
-from relaygr.bench.headline.search import Found, highest_passing, snapped, values_around
+from relaygr.bench.headline.search import Found, has_ended, highest_passing, snapped, values_around
 from relaygr.bench.headline.systems import FLAGS, TUNED, UNCUT, System
 from relaygr.bench.rows import code, machine, now
 
@@ -113,6 +113,7 @@ TRACE_MODE = replace(QUICK_MODE, name="trace")
 """A trace says itself how long a run is; the number of seeds is that of repeated runs."""
 RATES_MODE = Mode("rates", (1,), 30.0, 1_000, 60.0, 2.0, (), (UNCUT,), 3, False)
 SIMULATED_MODE = Mode("simulated", (1,), 20.0, 1_000, 60.0, 1.1, (0.3, 0.6), (UNCUT,), 1, False, longest=math.inf)
+_SEARCHING = (QUICK_MODE, FULL_MODE, SIMULATED_MODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +341,7 @@ class CellSearch:
             return
         # A cache loses prefixes, which `_device_us` leaves out. How many, the rates tell.
         most = min(EXPECTED_USE, use_in_b) if FLAGS[system].reuse else EXPECTED_USE
-        shortest, longest = (cell.history * factor for factor in LENGTH_FACTORS)
-        lengths = values_around(cell.history * SHORT, mode.resolution, shortest, longest, _whole_pages)
+        lengths = _lengths_of(cell, mode.resolution)
         for load in mode.a_loads:
             rate = snapped(load * short_rate)
             use = uses.near("A", computed) or most
@@ -355,8 +355,7 @@ class CellSearch:
         return min(2e6 / self._device_us(system, self._cell.history), RATE_FACTOR * self._plan.half_rate_per_s)
 
     def _rates_around(self, rate_per_s: float) -> list[float]:
-        lowest, highest = rate_per_s / RATE_FACTOR, rate_per_s * RATE_FACTOR
-        return values_around(rate_per_s, self._mode.resolution, lowest, highest, snapped)
+        return _rates_around(rate_per_s, self._mode.resolution)
 
     def _device_us(self, system: System, history: int) -> float:
         """Device time for each request if the cache holds every prefix until its user comes again."""
@@ -399,6 +398,37 @@ class CellSearch:
             rows = [ask(figure, seed + step * FRESH_SEEDS, value) for seed in self._mode.seeds]
             if decide_rows(rows).passed:
                 return
+
+
+def unfinished_in(rows: Sequence[RunRow], mode: str, plans: Mapping[str, CellPlan]) -> list[Search]:
+    """The searches of the mode of this name that would ask for a further run. Nothing is known without the plan of a
+    cell, so its searches count as finished.
+    """
+    found: dict[Search, dict[float, bool]] = {}
+    for row in rows:
+        if row.mode == mode and row.figure in SEARCHED and row.valid:
+            value = row.history if row.figure == "A" else row.rate_per_s
+            found.setdefault(search_of(row), {})[value] = row.passed
+    resolution = next((each.resolution for each in _SEARCHING if f"{mode}-".startswith(f"{each.name}-")), None)
+    broken, unfinished = broken_in(rows, mode), []
+    for search, passed in found.items():
+        cell, plan = BY_NAME.get(search.cell), plans.get(plan_name_of(search.cell))
+        if cell is None or plan is None or resolution is None or search in broken:
+            continue
+        is_of_lengths = search.figure == "A"
+        values = _lengths_of(cell, resolution) if is_of_lengths else _rates_around(plan.half_rate_per_s, resolution)
+        if not has_ended(passed, values):
+            unfinished.append(search)
+    return unfinished
+
+
+def _lengths_of(cell: Cell, resolution: float) -> list[float]:
+    shortest, longest = (cell.history * factor for factor in LENGTH_FACTORS)
+    return values_around(cell.history * SHORT, resolution, shortest, longest, _whole_pages)
+
+
+def _rates_around(rate_per_s: float, resolution: float) -> list[float]:
+    return values_around(rate_per_s, resolution, rate_per_s / RATE_FACTOR, rate_per_s * RATE_FACTOR, snapped)
 
 
 def _whole_pages(history: float) -> int:

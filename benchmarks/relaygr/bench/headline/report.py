@@ -14,8 +14,8 @@ from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Pictu
 from relaygr.bench.headline.figures import (
     NO_LENGTHS,
     SEARCHED,
-    Broken,
     Reached,
+    Search,
     broken_in,
     counts_for_b,
     figures_of,
@@ -25,6 +25,7 @@ from relaygr.bench.headline.grid import BY_NAME, GRID_NAMES, LENGTH_FACTORS, PUB
 from relaygr.bench.headline.outlook import MOST_LATE, Demand, verdict_of, work_of
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell, plot_overview
+from relaygr.bench.headline.points import unfinished_in
 from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_LOG, OF_TRACE, SLOW_LIMIT, RunRow, read_dicts, read_rows
 from relaygr.bench.headline.summary import (
     BASELINE_LIMIT,
@@ -98,19 +99,21 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     every, text = read_rows(out / "runs.csv"), read_page(page)
     mode = mode or next((row.mode for row in reversed(every) if row.figure in SEARCHED), every[-1].mode)
     rows, folder, plans = [row for row in every if row.mode == mode], out.resolve().name, _read_plans(out)
-    figures, given_rates = figures_of(rows, mode), at_rates(rows)
+    unfinished = unfinished_in(rows, mode, plans)
+    figures, given_rates = figures_of(rows, mode, unfinished), at_rates(rows)
     if _is_simulated(rows):
         parts = _simulated_figures(rows, mode, plans)
     elif given_rates.rows:
         parts = {folder: [*_about(rows), given_rates, *_honest_baseline(rows, plans)]}
     elif figures:
         name = marked_name(page, text, folder, FIGURES)
-        parts = {name: _live_figures(rows, figures, mode, plans)}
+        parts = {name: _live_figures(rows, figures, unfinished, mode, plans)}
         if name == FIGURES:
             plot = page.parent / "images" / f"{page.stem}.png"
             parts[name].insert(0, plot_overview(plot, rows, figures, _transport(rows)))
     else:
-        raise RelayError(f"{out}: the runs of mode {mode} have no figures for a page")
+        why = ": no search is finished" if unfinished else ""
+        raise RelayError(f"{out}: the runs of mode {mode} have no figures for a page{why}")
     for name, blocks in parts.items():
         begin, end = marks_for(marked_name(page, text, name))
         before, rest = text.split(begin, 1)
@@ -160,17 +163,22 @@ def _indicative(rows: Sequence[RunRow]) -> list[Block]:
 
 
 def _live_figures(
-    rows: Sequence[RunRow], figures: Sequence[Reached], mode: str, plans: dict[str, CellPlan]
+    rows: Sequence[RunRow],
+    figures: Sequence[Reached],
+    unfinished: Sequence[Search],
+    mode: str,
+    plans: dict[str, CellPlan],
 ) -> list[Block]:
-    broken, first = broken_in(rows, mode), rows[0].cell
+    first = rows[0].cell
     same = same_load(rows, mode, first)
     return [
         *_about(rows),
+        *_unfinished(unfinished),
         by_reuse(rows, figures, mode),
         *measured_once(figures),
         against_others(figures),
         *_honest_baseline(rows, plans),
-        *([Text(told_of(broken), is_note=True)] if broken else []),
+        *_broken(rows, mode),
         *(_costs(f"{first}: all systems on the same trace{_transport(rows)}", same) if same else []),
     ]
 
@@ -183,11 +191,12 @@ def _simulated_figures(rows: Sequence[RunRow], mode: str, plans: dict[str, CellP
         own = [row for row in rows if (row.cell in of_others) is is_of_others]
         if not own:
             continue
-        figures, broken = figures_of(own, mode), broken_in(own, mode)
-        blocks = [*_about(own), by_family(own, figures, plans, mode)]
+        unfinished = unfinished_in(own, mode, plans)
+        figures = figures_of(own, mode, unfinished)
+        blocks = [*_about(own), *_unfinished(unfinished), by_family(own, figures, plans, mode)]
         if not is_of_others:
             blocks += [by_cell(own, figures, mode).ratios, Text(_coverage({row.cell for row in own}))]
-        parts[name] = [*blocks, *([Text(told_of(broken), is_note=True)] if broken else [])]
+        parts[name] = [*blocks, *_broken(own, mode)]
     return parts
 
 
@@ -208,10 +217,11 @@ def _read_plans(out: Path) -> dict[str, CellPlan]:
 def _mode(
     out: Path, mode: str, rows: Sequence[RunRow], paths: Sequence[dict[str, str]], plans: dict[str, CellPlan]
 ) -> list[Block]:
-    figures = figures_of(rows, mode)
+    unfinished = unfinished_in(rows, mode, plans)
+    figures = figures_of(rows, mode, unfinished)
     is_simulated = _is_simulated(rows)
     transport = _transport(rows)
-    blocks: list[Block] = [Heading(f"Run: {mode}"), _conditions(rows), *_indicative(rows)]
+    blocks: list[Block] = [Heading(f"Run: {mode}"), _conditions(rows), *_indicative(rows), *_unfinished(unfinished)]
     if figures and not is_simulated:
         blocks.append(plot_overview(out / "plots" / f"{mode}-overview.png", rows, figures, transport))
     if figures:
@@ -239,7 +249,7 @@ def _mode(
     blocks += _plans(rows, plans)
     if figures:
         blocks += _headlines(figures, rows, mode, transport)
-    blocks += _checks(rows, plans, broken_in(rows, mode))
+    blocks += _checks(rows, plans, mode)
     for cell in dict.fromkeys(row.cell for row in rows):
         same = same_load(rows, mode, cell)
         own_rows = [row for row in rows if row.cell == cell and row.valid]
@@ -420,10 +430,27 @@ def _summary(
     return [Bullets(lines)] if lines else []
 
 
-def told_of(broken: Sequence[Broken]) -> str:
-    """Which searches have no value, and why."""
-    names = (f"{each.cell} {each.system} {each.figure} seed {each.seed}" for each in broken)
-    return f"Without a value, since each attempt of a run was invalid: {', '.join(names)}."
+def _broken(rows: Sequence[RunRow], mode: str) -> list[Block]:
+    broken = broken_in(rows, mode)
+    if not broken:
+        return []
+    text = f"Without a value, since each attempt of a run was invalid: {_names_of(broken)}."
+    return [Text(text, is_note=True)]
+
+
+def _unfinished(searches: Sequence[Search]) -> list[Block]:
+    if not searches:
+        return []
+    text = f"Search not finished, so without a value: {_names_of(searches)}. The same command goes on with it."
+    return [Text(text, is_note=True)]
+
+
+def _names_of(searches: Sequence[Search]) -> str:
+    def name_of(each: Search) -> str:
+        rate = f" at {each.rate_per_s:g}/s" if each.figure == "A" else ""
+        return f"{each.cell} {each.system} {each.figure}{rate} seed {each.seed}"
+
+    return ", ".join(map(name_of, searches))
 
 
 def _speeds(rows: Sequence[RunRow]) -> str:
@@ -445,7 +472,7 @@ def _speeds(rows: Sequence[RunRow]) -> str:
     )
 
 
-def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence[Broken]) -> list[Block]:
+def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], mode: str) -> list[Block]:
     """What must hold before a figure may be believed."""
     lags = [row.lag_p999_ms / row.deadline_ms for row in rows]
     foreign = statistics.median(row.foreign_cpu for row in rows)
@@ -458,15 +485,13 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], broken: Sequence
         f"Cores that other processes of the machine used: median {foreign:.2f}.",
         *_scores(rows),
     ]
-    if broken:
-        measured.insert(1, told_of(broken))
     lines = [
         *([] if is_simulated else measured),
         f"Over-saturated runs, which do not pass: {sum(row.is_oversaturated for row in rows)}. "
         f"Requests ranked on another history than asked for: {sum(row.stale for row in rows)}.",
     ]
     blocks: list[Block] = [Heading("Checks"), Bullets(lines)]
-    return [*blocks, *_honest_baseline(rows, plans)]
+    return [*blocks, *_broken(rows, mode), *_honest_baseline(rows, plans)]
 
 
 def _honest_baseline(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:

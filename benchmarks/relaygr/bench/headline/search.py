@@ -8,8 +8,9 @@ runs. A search that starts at the answer needs two.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Passes = Callable[[float], bool]
@@ -57,6 +58,16 @@ def highest_passing(passes: Passes, values: Sequence[float], start: float) -> Fo
         else:
             failed = middle
     return Found(None if passed is None else values[passed], None if failed is None else values[failed])
+
+
+def has_ended(passed: Mapping[float, bool], values: Sequence[float]) -> bool:
+    """Whether a search of these rising values with these results asks for no further one: a value passed and the next
+    one failed, or all failed down to the lowest, or all passed up to the highest. True for results at other values,
+    such as those of another version, about which nothing can be said.
+    """
+    if not passed.keys() <= set(values) or not passed.get(values[0], True) or passed.get(values[-1], False):
+        return True
+    return any(passed.get(low, False) and not passed.get(high, True) for low, high in itertools.pairwise(values))
 
 
 def snapped(rate: float) -> float:
