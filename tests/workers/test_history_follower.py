@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, Message, Producer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, Producer, TopicPartition
 
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
@@ -367,6 +367,100 @@ def test_while_it_follows_the_store_stays_current(kafka_settings: KafkaSettings,
             return all(state is not None and state.current_at_ms == now_ms for state in states)
 
         until(is_current, "marked current")
+
+
+class BusyLog:
+    """A consumer to whose log another record is written before each answer about the ends of the logs."""
+
+    def __init__(self, consumer: Consumer, write: Callable[[], None]) -> None:
+        self._consumer = consumer
+        self._write = write
+
+    def offsets_for_times(self, *args: Any, **options: Any) -> list[TopicPartition]:
+        self._write()
+        return self._consumer.offsets_for_times(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+
+def test_a_partition_to_which_records_come_all_the_time_stays_current_too(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that came since the last turn are not stored yet when the follower asks for the end of the log."""
+    publisher, clock, times = Publisher(kafka_settings), ManualClock(), iter(range(1000))
+    partition = publisher.partition("busy")
+    make, mark, stored = follower_module.make_assigned_consumer, store.mark_current, []
+
+    def busy(*args: Any, **options: Any) -> BusyLog:
+        return BusyLog(make(*args, **options), lambda: publisher.act("busy", next(times)))
+
+    def watched(partitions: Iterable[int], now_ms: int) -> None:
+        marked = list(partitions)
+        if partition in marked:
+            stored.append((now_ms, store.next_event(partition)))
+        mark(marked, now_ms)
+
+    monkeypatch.setattr(follower_module, "make_assigned_consumer", busy)
+    monkeypatch.setattr(store, "mark_current", watched)
+    with following(kafka_settings, store, clock=clock):
+        for records in (1, 2, 3):
+            clock.advance_us(400_000_000)
+            asked = clock.wall_us() // 1000, records
+            until(lambda asked=asked: asked in stored, "marked, with all records up to then")
+    reported = Reported()
+    clock.advance_us((MAX_STORE_AGE_MS - 1) * 1000)
+    with following(kafka_settings, store, reported, clock=clock):
+        assert reported.missed == []
+
+
+def current_at_ms(store: HistoryStore, partition: int) -> int:
+    state = store.state(partition)
+    assert state is not None
+    return state.current_at_ms
+
+
+def test_a_partition_is_current_as_of_the_time_up_to_which_it_is_stored(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher, letters, clock = Publisher(kafka_settings), SlowLetters(), ManualClock()
+    partition = publisher.partition("user")
+    other = (partition + 1) % kafka_settings.partitions
+    begun_ms = clock.wall_us() // 1000
+    publisher.send_raw(b"user", b"garbage", partition)
+    with following(kafka_settings, store, clock=clock, dead_letters=letters):
+        for asked_ms in (begun_ms + 400_000, begun_ms + 800_000):
+            clock.advance_us(400_000_000)
+            until(lambda asked_ms=asked_ms: current_at_ms(store, other) == asked_ms, "the others are marked")
+            assert current_at_ms(store, partition) == begun_ms
+        letters.reports[0](True)
+        until(lambda: current_at_ms(store, partition) != begun_ms, "marked once the dead letter is delivered")
+        assert store.next_offset(partition) == 1
+        assert current_at_ms(store, partition) == begun_ms + 400_000
+
+
+def test_a_partition_that_was_lost_meanwhile_is_not_marked_for_the_time_before(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    """It was read from the beginning again: the mark of an earlier time would call the new histories old."""
+    publisher, letters, clock = Publisher(kafka_settings), SlowLetters(), ManualClock()
+    everything = frozenset(range(kafka_settings.partitions))
+    partition = publisher.partition("user")
+    other = (partition + 1) % kafka_settings.partitions
+    publisher.send_raw(b"user", b"garbage", partition)
+    with following(kafka_settings, store, clock=clock, dead_letters=letters) as follower:
+        clock.advance_us(400_000_000)
+        until(lambda: current_at_ms(store, other) == clock.wall_us() // 1000, "the ends were asked for")
+        follower.follow(everything - {partition})
+        until(lambda: partition not in follower._caught_up, "the follower's thread has left it")
+        clock.advance_us(2 * MAX_STORE_AGE_MS * 1000)
+        begun_ms = clock.wall_us() // 1000
+        follower.follow(everything)
+        until(lambda: len(letters.reports) == 2, "read from the beginning")
+        letters.reports[1](True)
+        until(lambda: store.next_offset(partition) == 1, "the offset goes on")
+        until(lambda: follower.caught_up(partition), "back")
+    assert current_at_ms(store, partition) == begun_ms
 
 
 def test_after_a_failed_transaction_everything_is_read_again(

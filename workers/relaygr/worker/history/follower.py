@@ -253,12 +253,23 @@ class _Log:
         return self.at_end or (self.end is not None and self.read_to >= self.end)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The ends of both logs of a partition. All records from before `asked_ms` (wall time) are below them."""
+
+    asked_ms: int
+    history: int
+    behaviours: int
+
+
 @dataclass(slots=True)
 class _Followed:
     """The state of one followed partition."""
 
     history: _Log
     behaviours: _Log
+    ends: _Ends | None = None
+    """The ends that were asked for last, until the partition is stored up to them."""
     records: list[HistoryRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
     reads_behaviours: bool = False
@@ -591,7 +602,7 @@ class HistoryFollower:
         self._caught_up = frozenset(partition for partition, followed in self._followed.items() if followed.caught_up)
 
     def _do_periodic_work(self, consumer: Consumer) -> None:
-        """Work at intervals: gauges, the warning of refused records, the marks of current partitions."""
+        """Work at intervals: gauges, the warning of refused records, the ends of the logs. Marks current partitions."""
         now_us = self._clock.monotonic_us()
         if now_us - self._gauges_at_us >= GAUGE_INTERVAL_US:
             self._gauges_at_us = now_us
@@ -614,7 +625,8 @@ class HistoryFollower:
             self._refused, self._refused_at_us = 0, now_us
         if now_us - self._current_at_us >= CURRENT_INTERVAL_US:
             self._current_at_us = now_us
-            self._mark_current(consumer)
+            self._ask_ends(consumer)
+        self._mark_current()
 
     def _forget_moved(self) -> None:
         while self._to_forget:
@@ -652,11 +664,14 @@ class HistoryFollower:
                 cause=str(error),
             )
 
-    def _mark_current(self, consumer: Consumer) -> None:
-        """Asks the broker for the ends of the logs, and marks the partitions that are stored up to their end."""
-        now_ms = self._clock.wall_us() // 1000
+    def _ask_ends(self, consumer: Consumer) -> None:
+        """Asks the broker for the ends of both logs, of partitions that are stored up to their earlier ends."""
+        asked_ms = self._clock.wall_us() // 1000
         topics = (self._topic, self._behaviours)
-        wanted = [TopicPartition(topic, partition, OFFSET_END) for partition in self._followed for topic in topics]
+        # A partition keeps its ends until it is stored up to them. With new ends at each interval, a partition that is
+        # further behind than an interval would never be marked.
+        asked = [partition for partition, followed in self._followed.items() if followed.ends is None]
+        wanted = [TopicPartition(topic, partition, OFFSET_END) for partition in asked for topic in topics]
         ends: dict[tuple[str, int], int] = {}
         try:
             # One request for all partitions: each one waits for the fetch before it.
@@ -665,17 +680,25 @@ class HistoryFollower:
                     ends[found.topic, found.partition] = found.offset
         except KafkaException as error:
             log.info("ends of the history logs not known", cause=error.args[0].str())
-        current = [
-            partition
-            for partition, followed in self._followed.items()
-            if all(
-                (topic, partition) in ends and stored_to >= ends[topic, partition]
-                for topic, stored_to in zip(topics, followed.stored_to, strict=True)
-            )
-        ]
-        if current:
-            self._store.mark_current(current, now_ms)
-        self._store.expire(now_ms - DELETED_KEPT_MS, CURRENT_INTERVAL_US / EXPIRY_US)
+        for partition in asked:
+            history, behaviours = (ends.get((topic, partition)) for topic in topics)
+            if history is not None and behaviours is not None:
+                self._followed[partition].ends = _Ends(asked_ms, history, behaviours)
+        self._store.expire(asked_ms - DELETED_KEPT_MS, CURRENT_INTERVAL_US / EXPIRY_US)
+
+    def _mark_current(self) -> None:
+        """Marks the partitions that are stored up to their ends, as of the time when these were asked for.
+
+        A log with steady records is never stored up to its end of now: the next record comes meanwhile.
+        """
+        current: dict[int, list[int]] = {}
+        for partition, followed in self._followed.items():
+            (history, behaviours), ends = followed.stored_to, followed.ends
+            if ends is not None and history >= ends.history and behaviours >= ends.behaviours:
+                current.setdefault(ends.asked_ms, []).append(partition)
+                followed.ends = None
+        for asked_ms, partitions in current.items():
+            self._store.mark_current(partitions, asked_ms)
 
     def _write_dead_letter(self, dead: _DeadRecord) -> None:
         def report(delivered: bool) -> None:
