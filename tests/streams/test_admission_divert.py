@@ -30,6 +30,7 @@ from relaygr.schemas.messages import FullPathReport, LatencyCoefficients, Worker
 
 NOW_US = 1_700_000_000_000_000
 STALE_US = 1_500_000
+HOUR_US = 3_600_000_000
 TOKEN_US = 10
 LATENCY = LatencyCoefficients(0, TOKEN_US, 0, 0, TOKEN_US, 0, 0, 0, 0, 0, 0)
 STATUS = WorkerStatus(
@@ -170,6 +171,21 @@ def test_what_was_sent_to_a_peer_counts_until_its_next_status_or_until_it_can_be
     assert [send() for _ in range(4)] == [True, True, True, False]
 
 
+def test_what_was_sent_before_the_clock_was_set_back_counts_no_more() -> None:
+    world = World(STATUS, share=1.0)
+    users = iter(range(100))
+
+    def send() -> bool:
+        return isinstance(world.choose(replace(NEED, user_id=f"u{next(users)}")), Target)
+
+    assert [send() for _ in range(4)] == [True, True, True, False]
+    world.now_us -= HOUR_US
+    for _ in range(3):
+        world.hear(peer("peer-1", written_at_us=world.now_us))
+        assert [send() for _ in range(4)] == [True, True, True, False]
+        world.now_us += 1_000_000
+
+
 # -- prefixes that a peer has ----------------------------------------------------------------------
 
 
@@ -252,6 +268,17 @@ def test_a_prefix_counts_for_a_while_only_however_often_it_is_used() -> None:
     world.now_us += 5_000_000
     settled(world)
     assert not lightly(world)
+
+
+def test_a_prefix_from_before_the_clock_was_set_back_counts_no_more() -> None:
+    """Its age is not known."""
+    world = world_with_a_prefix()
+    world.now_us -= HOUR_US
+    settled(world)
+    assert not lightly(world)
+    assert isinstance(world.choose(), Target)
+    settled(world)
+    assert lightly(world)
 
 
 def test_a_request_that_was_not_delivered_leaves_no_prefix() -> None:

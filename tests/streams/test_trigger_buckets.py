@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from relaygr.admission.buckets import (
     LOAD_BURSTS,
     ONE_SHARE,
+    SET_BACK_US,
     BucketLimits,
     FleetBuckets,
     OwnerBuckets,
@@ -23,6 +24,7 @@ from relaygr.schemas.messages import LatencyCoefficients
 
 LIMITS = BucketLimits(footprint_reserve=0.1, load_limit=0.8, preinfer_share=0.3, burst_us=500_000)
 CAPACITY_BYTES = 1_000_000
+HOUR_US = 3_600_000_000
 
 
 def offer(
@@ -120,6 +122,59 @@ def test_a_clock_that_goes_back_neither_drains_nor_fills() -> None:
     account.charge("default", 50, 1000)
     assert account.fill("default", 0) == pytest.approx(0.5)
     assert account.fill("default", 1025) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("step_us", [1, 1000, SET_BACK_US - 1])
+def test_a_clock_that_steps_back_and_forth_drains_only_the_time_that_passes(step_us: int) -> None:
+    account = SharedBucket(ONE_SHARE, rate_per_us=1.0, burst_us=10_000, now_us=SET_BACK_US)
+    account.charge("default", 5000, SET_BACK_US)
+    for now_us in range(SET_BACK_US, SET_BACK_US + 1000):
+        account.fill("default", now_us - step_us)
+        account.fill("default", now_us)
+    assert account.fill("default", SET_BACK_US + 1000) == pytest.approx(0.4)
+
+
+def test_a_clock_that_was_set_back_drains_from_the_earlier_time_on() -> None:
+    account = SharedBucket(ONE_SHARE, rate_per_us=1.0, burst_us=100, now_us=HOUR_US)
+    account.charge("default", 50, HOUR_US)
+    assert account.fill("default", 1000) == pytest.approx(0.5)
+    assert account.fill("default", 1025) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("step_us", [2 * SET_BACK_US, HOUR_US])
+def test_as_many_jobs_are_admitted_after_the_clock_was_set_back(step_us: int) -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, HOUR_US)
+
+    def admitted(start_us: int) -> int:
+        count = 0
+        for now_us in range(start_us, start_us + 20_000_000, 10_000):
+            buckets.count_ranking(4_000, now_us)
+            count += buckets.admit(offer(new_bytes=90_000, prepare_us=10_000), now_us) is None
+        return count
+
+    admitted(HOUR_US)
+    end_us = HOUR_US + 20_000_000
+    before = admitted(end_us)
+    assert before > 500
+    assert admitted(end_us + 20_000_000 - step_us) == pytest.approx(before, rel=0.02)
+
+
+def test_the_ranking_load_stays_the_same_after_the_clock_was_set_back() -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, HOUR_US)
+    for start_us in (HOUR_US, 0):
+        for now_us in range(start_us, start_us + 5_000_000, 10_000):
+            buckets.count_ranking(4_000, now_us)
+        assert buckets.ranking_load(start_us + 5_000_000) == pytest.approx(0.4, rel=0.02)
+
+
+def test_a_ranking_pass_that_is_counted_late_lets_the_load_fall_once_only() -> None:
+    late, at_once = (OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, 0) for _ in range(2))
+    for buckets in (late, at_once):
+        buckets.count_ranking(500_000, 1_000_000)
+    for now_us in range(1_000_000, 2_000_000, 10_000):
+        late.count_ranking(0, now_us - 500_000)
+        late.ranking_load(now_us)
+    assert late.ranking_load(2_000_000) == pytest.approx(at_once.ranking_load(2_000_000))
 
 
 def test_the_load_bucket_leaves_ranking_its_time() -> None:

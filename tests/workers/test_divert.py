@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import KafkaError
 from prometheus_client import CollectorRegistry
 
-from relaygr.admission.divert import SHORT_REQUESTS, DivertPolicy, Peers
+from relaygr.admission.divert import CALM_US, SHORT_REQUESTS, DivertPolicy, Peers
 from relaygr.consumer import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
@@ -425,6 +425,16 @@ def test_a_worker_that_is_short_of_time_takes_no_diverted_requests(world: World)
     for _ in range(SHORT_REQUESTS):
         handler.on_message(world.message(world.request())[1])
     assert not world.diverter.takes_diverted()
+
+
+def test_a_wall_clock_that_is_set_back_does_not_prolong_that(world: World) -> None:
+    for _ in range(SHORT_REQUESTS):
+        world.diverter.note_short()
+        assert world.diverter.may_divert()
+    world.clock.set_back_us(3_600_000_000)
+    assert not world.diverter.takes_diverted()
+    world.clock.advance_us(CALM_US)
+    assert world.diverter.takes_diverted()
 
 
 def overflow_of(world: World, sink: Executor) -> tuple[OverflowHandler, set[int]]:

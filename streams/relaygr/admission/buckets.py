@@ -24,7 +24,8 @@ scenario always gets its share, and gets all while the others are idle. With one
 Each process has its own buckets per owner. Their share of the owner's budget is (partitions of the owner that are
 assigned to this process) / (partitions of the owner), so the buckets of several trigger processes add up to one budget.
 
-Not thread-safe: the deciding thread owns the buckets. Times are arguments; a time before the last one has no effect.
+Not thread-safe: the deciding thread owns the buckets. Times are arguments, and the trigger's are wall time. A time
+before the last one has no effect, unless it is at least `SET_BACK_US` earlier: the clock was set back.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ _TOP_QUANTILE = 0.95
 _VALUE_WINDOW = 256
 _RANKING_WINDOW_US = 1_000_000.0
 """Time constant of the ranking load."""
+SET_BACK_US = 1_000_000
+"""A time so much before the last one means that the clock was set back. A smaller step is work that is counted late."""
 MAX_OWNERS = 4096
 LOAD_BURSTS = 2
 """The load bucket holds so many bursts. With one, the third of three long prefixes that came together was refused on an
@@ -51,6 +54,22 @@ idle device, and its request computed it without the lead time."""
 _LENT = 0.5
 """The part of the burst that scenarios lend each other."""
 ONE_SHARE: Mapping[str, float] = {DEFAULT_SCENARIO: 1.0}
+
+
+class _Elapsed:
+    """The time that passes from call to call."""
+
+    def __init__(self, now_us: int) -> None:
+        self._at_us = now_us
+
+    def since_last(self, now_us: int) -> int:
+        """Time since the last call, in µs; 0 if `now_us` is earlier."""
+        elapsed_us = now_us - self._at_us
+        # A restart from the time of work that is counted late would count the same time twice. Without a restart after
+        # the clock was set back, no time would count until the clock is where it was.
+        if elapsed_us > 0 or elapsed_us <= -SET_BACK_US:
+            self._at_us = now_us
+        return max(0, elapsed_us)
 
 
 class SharedBucket:
@@ -68,7 +87,7 @@ class SharedBucket:
         self._levels = dict.fromkeys(shares, 0.0)
         self._lent_level = 0.0
         self._lent_part = _LENT if len(shares) > 1 else 0.0
-        self._at_us = now_us
+        self._elapsed = _Elapsed(now_us)
         self._set(rate_per_us, burst_us)
 
     def _set(self, rate_per_us: float, burst_us: float) -> None:
@@ -86,10 +105,10 @@ class SharedBucket:
         self._set(rate_per_us, burst_us)
 
     def _drain(self, now_us: int) -> None:
-        if now_us <= self._at_us:
+        elapsed_us = self._elapsed.since_last(now_us)
+        if not elapsed_us:
             return
-        drained = (now_us - self._at_us) * self._rate_per_us
-        self._at_us = now_us
+        drained = elapsed_us * self._rate_per_us
         for scenario, share in self._shares.items():
             level = self._levels[scenario] - share * drained
             self._levels[scenario] = max(0.0, level)
@@ -181,7 +200,7 @@ class OwnerBuckets:
         self._load = SharedBucket(scenarios, 0.0, LOAD_BURSTS * limits.burst_us, now_us)
         self._values = {scenario: ValueGate() for scenario in scenarios}
         self._ranking_us = 0.0
-        self._ranking_at_us = now_us
+        self._ranking_elapsed = _Elapsed(now_us)
         self.configure(hbm_capacity_bytes, share, now_us)
 
     def configure(self, hbm_capacity_bytes: int, share: float, now_us: int) -> None:
@@ -232,9 +251,9 @@ class OwnerBuckets:
         self._load.configure(free * self._share, LOAD_BURSTS * self._limits.burst_us, now_us)
 
     def _decay_ranking(self, now_us: int) -> None:
-        if now_us > self._ranking_at_us:
-            self._ranking_us *= math.exp((self._ranking_at_us - now_us) / _RANKING_WINDOW_US)
-            self._ranking_at_us = now_us
+        elapsed_us = self._ranking_elapsed.since_last(now_us)
+        if elapsed_us:
+            self._ranking_us *= math.exp(-elapsed_us / _RANKING_WINDOW_US)
 
 
 class FleetBuckets:

@@ -23,8 +23,8 @@ Three bounds keep requests from being passed back and forth:
   `CALM_US` after the last such request. While all workers are short of time, none diverts.
 * At most `largest_share` of the requests that a worker receives are diverted, after a burst of `BURST`.
 
-Pure: no I/O, and the caller gives the time. `now_us` is wall time, as in the statuses. Only `Peers.apply` may run on
-another thread.
+Pure: no I/O, and the caller gives the time. `now_us` is wall time, as in the statuses, and may be set back. `at_us` of
+`note_short` and `takes_diverted` is monotonic. Only `Peers.apply` may run on another thread.
 """
 
 from __future__ import annotations
@@ -156,22 +156,22 @@ class Peers:
 
 
 class ShortOfTime:
-    """Whether a worker is short of time, with hysteresis."""
+    """Whether a worker is short of time, with hysteresis. Times are monotonic."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=SHORT_REQUESTS)
         self._until_us = 0
 
-    def note(self, now_us: int) -> None:
+    def note(self, at_us: int) -> None:
         """A request found no time because of other work."""
-        self._recent.append(now_us)
-        if now_us < self._until_us or (
-            len(self._recent) == SHORT_REQUESTS and now_us - self._recent[0] <= SHORT_WITHIN_US
+        self._recent.append(at_us)
+        if at_us < self._until_us or (
+            len(self._recent) == SHORT_REQUESTS and at_us - self._recent[0] <= SHORT_WITHIN_US
         ):
-            self._until_us = now_us + CALM_US
+            self._until_us = at_us + CALM_US
 
-    def holds(self, now_us: int) -> bool:
-        return now_us < self._until_us
+    def holds(self, at_us: int) -> bool:
+        return at_us < self._until_us
 
 
 class ShareBound:
@@ -201,7 +201,8 @@ class _Sent:
 
     def left_us(self, peer: Peer, way_us: float, now_us: int) -> float:
         """The part that the peer's last status does not count, and that the peer cannot have done yet."""
-        while self.entries and self.entries[0][0] <= peer.written_at_us - way_us:
+        # An entry in the future is from before the clock was set back: it would count until the clock is there again.
+        while self.entries and not peer.written_at_us - way_us < self.entries[0][0] <= now_us:
             self.entries.popleft()
         if not self.entries:
             return 0.0
@@ -253,7 +254,8 @@ class Placements:
         holder = peer.view.holder
         for placed in self._by_user.get(need.user_id, ()):
             is_same = placed.holder == holder and placed.lineage == need.lineage
-            if is_same and now_us - placed.at_us <= CACHED_FOR_US:
+            # A time in the future is from before the clock was set back.
+            if is_same and 0 <= now_us - placed.at_us <= CACHED_FOR_US:
                 return placed
         return None
 
@@ -276,13 +278,13 @@ class DivertPolicy:
         self._sent: dict[str, _Sent] = {}
         self.placements = Placements()
 
-    def note_short(self, now_us: int) -> None:
-        """The worker has no time for a request, its own or a diverted one."""
-        self._short.note(now_us)
+    def note_short(self, at_us: int) -> None:
+        """The worker has no time for a request, its own or a diverted one. `at_us`: monotonic."""
+        self._short.note(at_us)
 
-    def takes_diverted(self, now_us: int) -> bool:
-        """Whether other workers may divert requests to this one."""
-        return not self._short.holds(now_us)
+    def takes_diverted(self, at_us: int) -> bool:
+        """Whether other workers may divert requests to this one. `at_us`: monotonic."""
+        return not self._short.holds(at_us)
 
     def objection(self, revision: str, received: int, now_us: int) -> NotDiverted | None:
         """Why no request at all is diverted now; None: `choose` decides.

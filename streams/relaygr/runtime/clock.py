@@ -27,7 +27,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only by `advance_us`, for tests and simulation."""
+    """A clock that moves only when it is told to, for tests and simulation."""
 
     def __init__(self, monotonic_us: int = 0, wall_us: int = 1_700_000_000_000_000) -> None:
         self._monotonic_us = monotonic_us
@@ -45,6 +45,10 @@ class ManualClock:
             raise ValueError("time does not go back")
         self._monotonic_us += duration_us
         self._wall_us += duration_us
+
+    def set_back_us(self, step_us: int) -> None:
+        """Sets the wall clock back. The monotonic clock stays."""
+        self._wall_us -= step_us
 
 
 LATENCY_BUCKETS_S: Final = (

@@ -80,19 +80,19 @@ class Diverter:
     def note_short(self) -> None:
         """The worker has no time for a request, its own or a diverted one."""
         with self._lock:
-            self._parts.policy.note_short(self._parts.clock.wall_us())
+            self._parts.policy.note_short(self._parts.clock.monotonic_us())
 
     def takes_diverted(self) -> bool:
         """Whether other workers may divert requests to this one. Any thread may ask."""
-        return self._parts.policy.takes_diverted(self._parts.clock.wall_us())
+        return self._parts.policy.takes_diverted(self._parts.clock.monotonic_us())
 
     def may_divert(self) -> bool:
         """Notes a request that is refused undecoded, and says whether to decode it for `divert`."""
         with self._lock:
             self._undecoded += 1
-            now_us = self._parts.clock.wall_us()
-            self._parts.policy.note_short(now_us)
-            reason = self._parts.policy.objection(self._parts.engine().revision, self._received, now_us)
+            clock = self._parts.clock
+            self._parts.policy.note_short(clock.monotonic_us())
+            reason = self._parts.policy.objection(self._parts.engine().revision, self._received, clock.wall_us())
         return reason is None or self._not_diverted(reason)
 
     def divert(
