@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from rich.table import Table
 from typer.testing import CliRunner
 
 from relaygr.admission.latency import RankPoint
@@ -19,7 +20,7 @@ from relaygr.cli import COMMANDS, calibrate, model_bench
 from relaygr.cli.app import app, load_command
 from relaygr.cli.lag import Sort
 from relaygr.cli.lag_view import exit_code, render
-from relaygr.cli.texts import page
+from relaygr.cli.texts import page, stdout_console
 from relaygr.lag.model import GroupMember
 from relaygr.lag.report import GroupReport, LagReport, PartitionReport, TimeLag, TimeLagSource
 from relaygr.lag.status import LagStatus
@@ -238,3 +239,10 @@ def test_a_model_is_shown_and_measured_in_json(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     file.write_text(json.dumps(as_json("calibrate", "--model", folder, "--budget-s", "0.1")), encoding="utf-8")
     assert load_calibration(file).machine.model_revision == shown["revision"]
+
+
+def test_a_name_that_looks_like_markup_or_an_emoji_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("name")
+    table.add_row("[red]x[/red]:abc:")
+    stdout_console().print(table)
+    assert "[red]x[/red]:abc:" in capsys.readouterr().out

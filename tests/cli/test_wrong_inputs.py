@@ -52,3 +52,9 @@ def test_a_wrong_input_ends_with_a_sentence_that_says_what_to_do(
     assert isinstance(done.exception, SystemExit), done.exception
     assert remedy in done.output
     assert "Traceback" not in done.output and "errors.pydantic.dev" not in done.output
+
+
+@pytest.mark.parametrize("given", ["[red]x[/red]", ":abc:"])
+def test_what_was_given_stands_in_the_error_as_it_is(given: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["cache", "replay", f"/nonexist/{given}"], env={"COLUMNS": "200"})
+    assert f"/nonexist/{given} " in done.output.replace("\n", " ")

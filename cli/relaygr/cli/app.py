@@ -105,4 +105,4 @@ def run(target: Callable[..., object]) -> None:
 
 
 def _complain(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, style="red", markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False, emoji=False).print(text, style="red", markup=False, soft_wrap=True)

@@ -90,7 +90,7 @@ def replay_command(
     for any policy: see docs/cache-policies.md.
     """
     # Beside JSON, notes go to standard error.
-    console = Console(stderr=True, highlight=False) if as_json else stdout_console()
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False) if as_json else stdout_console()
     if plot is not None:
         # Imported here since it takes a second, and only --plot needs it.
         from relaygr.replay.plots import require_plot, save_plot

@@ -208,9 +208,9 @@ def _print(report: Report, as_json: bool, show_it: Callable[[], None]) -> None:
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     # A pipe has no width: nothing is to be cut there.
-    return console if console.is_terminal else Console(highlight=False, width=120)
+    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=120)
 
 
 def _table(*columns: str, left: int = 1, gap: int = 2) -> Table:
@@ -266,7 +266,7 @@ def _size_cells(tier: TierReport, state: str) -> tuple[str, str]:
 def _show_entries(report: UserReport) -> None:
     console = _console()
     if not report.entries:
-        console.print(f"{report.worker_id} has no prefix of {printable(report.user_id)}.", markup=False, soft_wrap=True)
+        console.print(f"{report.worker_id} has no prefix of {printable(report.user_id)}.", soft_wrap=True)
         return
     columns = ("tier", "state", "model", "tokens", "pages", "size", "leases", "pins", "age", "last use")
     # Fits into 80 columns.

@@ -50,7 +50,7 @@ def trace(
         raise RelayError("Give one of --interactions FILE and --schedule.")
     settings = command_settings(config, overrides=overrides)
     header = _header(settings, _token_bytes(token_bytes))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} {task.fields[unit]}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
         if interactions is not None:

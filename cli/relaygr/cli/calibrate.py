@@ -71,7 +71,7 @@ def calibrate(
         _print(console, calibration)
     if out is not None:
         save_calibration(calibration, out)
-        Console(stderr=as_json, highlight=False).print(
+        Console(stderr=as_json, highlight=False, markup=False, emoji=False).print(
             f"\nwritten to {out}; set worker.calibration of the workers to this file"
         )
 

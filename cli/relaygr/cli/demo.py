@@ -72,7 +72,7 @@ def demo(
     if interactions is not None:
         wanted.append(f"traffic.interactions={interactions}")
     settings = command_settings(config, bootstrap, [*wanted, *(overrides or [])])
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     stays = console.is_terminal if stay is None else stay
     overridden = PlanOverrides(deadline_ms, lead_ms, rate, seconds)
     result = run_demo(console, settings, DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios))

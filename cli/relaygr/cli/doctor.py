@@ -55,7 +55,7 @@ def doctor(
     # What goes wrong is a finding, and not a line of the log before it.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     examination = Examination(settings, tuple(role or ()), impression)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     found: list[Diagnosis] = []
     for each in examination.run():
         found.append(each)

@@ -83,7 +83,8 @@ def lag(
         finally:
             monitor.stop()
     except RelayError as error:
-        Console(stderr=True, highlight=False).print(str(error), style="red", markup=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        console.print(str(error), style="red", soft_wrap=True)
         raise typer.Exit(NOT_MEASURED) from error
     raise typer.Exit(lag_view.exit_code(report))
 

@@ -62,7 +62,7 @@ def compare_command(
     set_threads(threads)
     checkpoint, opened = load_checkpoint(model), open_device(device)
     asked = read_requests(requests, scores or requests, checkpoint.config)
-    console = stdout_console(markup=False)
+    console = stdout_console()
     comparison = compare(checkpoint, opened, asked, top_k)
     if as_json:
         cause = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from relaygr.cli.texts import parse_pairs, parse_task, stdout_console
 from relaygr.runtime.errors import RelayError
@@ -189,10 +190,10 @@ def print_report(report: ConversionReport) -> None:
     for unused in report.unused:
         table.add_row("unused", unused.source, "", _shape(unused.shape), unused.why)
     for left in report.left_over:
-        table.add_row("[yellow]left over[/yellow]", left.source, "", _shape(left.shape), "not used")
+        table.add_row(Text("left over", style="yellow"), left.source, "", _shape(left.shape), "not used")
     for missing in report.missing:
         looked = f"the source has no {missing.looked_for}"
-        table.add_row("[red]missing[/red]", "", missing.target, _shape(missing.shape), looked)
+        table.add_row(Text("missing", style="red"), "", missing.target, _shape(missing.shape), looked)
     # Each tensor is one line, however long it is; only the terminal may wrap it.
     console = stdout_console()
     console.print(table)

@@ -82,7 +82,7 @@ def history(
     if not dry_run:
         # Fail before the log is read, which can take minutes.
         require_topics(settings, Role.HISTORY_PUBLISHER)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     read = _read(interactions, Limits(max_bad_lines=max_bad_lines))
     _tell_read(console, read.report)
     if not read.users:
@@ -100,7 +100,7 @@ def history(
 
 def behaviours_of_log(kafka: KafkaSettings, path: Path, after_ms: int | None, max_bad_lines: int) -> bool:
     """Publishes the behaviours of a log that are later than a time. Returns whether all were delivered."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     read = _read(path, Limits(max_bad_lines=max_bad_lines))
     _tell_read(console, read.report)
     with _progress() as progress:

@@ -70,10 +70,13 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def stdout_console(*, markup: bool = True) -> Console:
-    """Prints tables and texts. They are as wide as the terminal, and in a pipe each line is as long as it is."""
-    console = Console(highlight=False, markup=markup)
-    return console if console.is_terminal else Console(highlight=False, markup=markup, width=PIPE_WIDTH)
+def stdout_console() -> Console:
+    """Prints tables and texts. They are as wide as the terminal, and in a pipe each line is as long as it is.
+
+    Texts are printed as they are: they may have names of users, in which `[red]` or `:abc:` is no markup.
+    """
+    console = Console(highlight=False, markup=False, emoji=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
 
 
 def print_json(content: object) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 import yaml
 from rich.table import Table
+from rich.text import Text
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption, command_settings
 from relaygr.cli.texts import stdout_console
@@ -146,12 +147,12 @@ def _show(report: TopicReport, kafka: KafkaSettings, as_json: bool, created: str
     console.print(table)
     for finding in report.findings:
         text = f"{finding.severity}: {finding.what}" + (f". To fix: {finding.mend}" if finding.mend else "")
-        console.print(text, style=_STYLES[finding.severity], markup=False)
+        console.print(text, style=_STYLES[finding.severity])
 
 
-def _state(row: TopicRow, created: str) -> str:
+def _state(row: TopicRow, created: str) -> str | Text:
     if row.created:
         return created
     if row.partitions is None:
-        return "[red]missing[/red]"
-    return "exists" if row.partitions == row.wanted_partitions else "[red]other count[/red]"
+        return Text("missing", style="red")
+    return "exists" if row.partitions == row.wanted_partitions else Text("other count", style="red")

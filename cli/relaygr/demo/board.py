@@ -321,9 +321,10 @@ def print_summary(
 def print_gates(console: Console, shown: Sequence[Gate], runs: Iterable[RunSummary]) -> None:
     """Prints whether each gate of these runs was passed, and what to do if one was not because the machine was slow."""
     for gate in shown:
-        mark = "[green]yes[/green]" if gate.passed else "[red]NO [/red]"
-        mark, note = (mark, "") if gate.judged else ("[yellow]?  [/yellow]", " (not judged: the machine is busy)")
-        console.print(f"{mark}        {gate.name}: {gate.found}{note}")
+        mark, note = (("yes", "green") if gate.passed else ("NO ", "red")), ""
+        if not gate.judged:
+            mark, note = ("?  ", "yellow"), " (not judged: the machine is busy)"
+        console.print(Text.assemble(mark, f"        {gate.name}: {gate.found}{note}"))
     why = slow_machine(runs, shown)
     if why:
         console.print(f"slow       {why}", style="yellow", soft_wrap=True)

@@ -23,7 +23,7 @@ _STEP_S: Final = 0.02
 
 T = TypeVar("T")
 
-_console = Console(stderr=True, highlight=False)
+_console = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, idle: Callable[[
 
 def print_line(text: str) -> None:
     """Prints a line on standard error, above the progress bar."""
-    _console.print(text, markup=False, soft_wrap=True)
+    _console.print(text, soft_wrap=True)
 
 
 @contextmanager

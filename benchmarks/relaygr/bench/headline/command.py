@@ -39,7 +39,7 @@ def measure(
     asks: bool,
 ) -> bool:
     """Runs the cells. False: the user declined after the estimate of the time."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     asked = with_other_reuses(cells, systems, mode)
     runs = sum(estimated_runs(each, mode) for _, each in asked)
     known = min(runs, runs_there(RunFile(out).rows, asked, mode))
@@ -77,7 +77,7 @@ def simulate(
     """Simulates the cells. Without learnt times in the folder it first plays runs on the broker to learn them."""
     from relaygr.bench.headline.simulated import SimulatedBench, learnt_in
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     asked = with_other_reuses(cells, systems, mode)
     learnt = learnt_in(out, console, broker)
     runs = sum(estimated_runs(each, mode) for _, each in asked)
@@ -119,7 +119,7 @@ def measure_rates(
     interactions: Path | None,
 ) -> None:
     """Plays these rates on each system, without a search, at these histories; without any, at the cells'."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     for cell, history in itertools.product(cells, histories):
         if history > cell.history * LENGTH_FACTORS[1]:
             longest = int(cell.history * LENGTH_FACTORS[1])
@@ -142,7 +142,7 @@ def measure_trace(
     seconds: float | None,
 ) -> None:
     """Plays a trace of others, or its first seconds, on each system."""
-    with _bench(Console(highlight=False), broker, mode, out, interactions) as bench:
+    with _bench(Console(highlight=False, markup=False, emoji=False), broker, mode, out, interactions) as bench:
         bench.run_trace(cell, systems, trace, seconds)
 
 
@@ -176,7 +176,9 @@ def write_load(cell: Cell, path: Path, rate_per_s: float, mode: Mode, interactio
         logged=logged,
     )  # fmt: skip
     write_trace(trace, path)
-    Console(highlight=False).print(f"{path}: {len(trace):,} impressions, {reuse_of(trace):.0%} of users seen before")
+    Console(highlight=False, markup=False, emoji=False).print(
+        f"{path}: {len(trace):,} impressions, {reuse_of(trace):.0%} of users seen before"
+    )
 
 
 def list_cells() -> None:
@@ -197,7 +199,7 @@ def list_cells() -> None:
             f"{cell.reuse:g}", f"{cell.return_gap_s:g} s", str(cell.candidates),
             ", ".join(f"{name} {value:g}" for name, value in others.items() if value != usual[name]),
         )  # fmt: skip
-    console = Console(highlight=False, width=120)
+    console = Console(highlight=False, markup=False, emoji=False, width=120)
     console.print(table)
     for cell in (LOOSE, *PUBLISHED):
         console.print(f"{cell.name}: {cell.origin}", soft_wrap=True)

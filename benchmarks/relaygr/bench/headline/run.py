@@ -109,7 +109,7 @@ def name_of(broker: LocalBroker) -> str:
 def progress_of(console: Console) -> Progress:
     """A bar that counts runs."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(20),
         TextColumn("{task.completed:.0f} of about {task.total:.0f} runs,"),
         TimeElapsedColumn(),
