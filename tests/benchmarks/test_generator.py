@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from scipy import stats
 
 from relaygr.bench.generator.player import Message, Player, Requests, Run, SyntheticContent, lags_us_of
 from relaygr.bench.generator.samples import LOST, read_samples
-from relaygr.bench.generator.trace import WARM_UP, Trace, digest_of, read_trace, write_trace
+from relaygr.bench.generator.trace import WARM_UP, Trace, digest_of, read_trace, write_table, write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of, with_reuse
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
@@ -73,6 +74,7 @@ class TestFormat:
             (f"{HEADER}0,1,,5\n", "row 1: user_id has not 1 to 256 bytes"),
             (f"{HEADER}0,1,a,\n", "empty values in history_length"),
             (f"{HEADER}0,soon,a,5\n", "a column has the wrong type"),
+            ("retrieval_us,ranking_us,user_id,history_length,user_id\n0,1,a,5,b\n", "columns more than once: user_id"),
             ("", "cannot be read"),
         ],
     )
@@ -81,6 +83,12 @@ class TestFormat:
         with pytest.raises(RelayError) as refused:
             read_trace(tmp_path / "trace.csv")
         assert why in str(refused.value) and "trace.csv" in str(refused.value)
+
+    def test_a_column_of_lists_is_refused_with_the_reason(self, tmp_path: Path) -> None:
+        columns = {"retrieval_us": [0], "ranking_us": [1], "user_id": ["a"], "history_length": [[5]]}
+        write_table(pa.table(columns), tmp_path / "lists.parquet")
+        with pytest.raises(RelayError, match=r"lists\.parquet: a column has the wrong type: .* list"):
+            read_trace(tmp_path / "lists.parquet")
 
     def test_a_name_says_the_format(self, tmp_path: Path) -> None:
         with pytest.raises(RelayError, match=r"must end in \.parquet or \.csv"):

@@ -131,6 +131,9 @@ def read_trace(path: Path) -> Trace:
     missing = [name for name in _NEEDED if name not in table.column_names]
     if missing:
         raise RelayError(f"{path}: columns missing: {', '.join(missing)}; present: {', '.join(table.column_names)}")
+    twice = [name for name in (*_NEEDED, *_OPTIONAL) if table.column_names.count(name) > 1]
+    if twice:
+        raise RelayError(f"{path}: columns more than once: {', '.join(twice)}")
     try:
         columns: dict[str, Any] = {name: table.column(name).cast(kind) for name, kind in _NEEDED.items()}
         for name, default in _OPTIONAL.items():
@@ -138,7 +141,8 @@ def read_trace(path: Path) -> Trace:
             columns[name] = (
                 table.column(name).cast(pa.int32()) if present else pa.array(np.full(len(table), default, np.int32))
             )
-    except pa.ArrowInvalid as error:
+    except pa.ArrowException as error:
+        # Also ArrowNotImplementedError: a list is cast to no number.
         raise RelayError(f"{path}: a column has the wrong type: {error}") from error
     empty = [name for name, column in columns.items() if column.null_count]
     if empty:
@@ -160,7 +164,7 @@ def read_table(path: Path) -> Any:
             options = pa_csv.ConvertOptions(column_types={"user_id": pa.string()}, strings_can_be_null=False)
             return pa_csv.read_csv(path, convert_options=options)
         return pa_parquet.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         raise RelayError(f"{path} cannot be read: {error}") from error
 
 
