@@ -18,7 +18,7 @@ from rich.console import Console
 
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.bench.generator.samples import LOST, Sample
-from relaygr.bench.generator.trace import Trace, read_trace, write_trace
+from relaygr.bench.generator.trace import WARM_UP, Trace, read_trace, write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
@@ -83,7 +83,7 @@ from relaygr.bench.headline.rows import (
     read_rows,
     score_columns,
 )
-from relaygr.bench.headline.run import Bench, estimated_s, served_cell
+from relaygr.bench.headline.run import Bench, estimated_s, read_others, served_cell
 from relaygr.bench.headline.search import highest_passing, snapped, values_around
 from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
 from relaygr.bench.headline.summary import at_rates, baseline, by_cell, by_reuse, highest_rates, hits_beside_preinfer
@@ -1314,11 +1314,19 @@ class TestTraceOfOthers:
     ) -> None:
         columns: dict[str, Any] = {column: np.full(len(self.TRACE), value, np.int32)}
         write_trace(replace(self.TRACE, **columns), tmp_path / "large.csv")
-        with (
-            Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench,
-            pytest.raises(RelayError, match=rf"large\.csv: {column} is up to {value:,}, .* --cells"),
-        ):
-            bench.run_trace(QUICK, [System.B0], tmp_path / "large.csv")
+        with pytest.raises(RelayError, match=rf"large\.csv: {column} is up to {value:,}, .* --cells"):
+            read_others(tmp_path / "large.csv", QUICK)
+
+    @pytest.mark.parametrize(("part", "why"), [(WARM_UP, "every row is warm-up"), (-1, "part is below 0")])
+    def test_one_that_cannot_be_played_is_refused_before_the_broker_starts(
+        self, part: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rows = f"0,100,a,64,{part}\n"
+        (tmp_path / "load.csv").write_text(f"retrieval_us,ranking_us,user_id,history_length,part\n{rows}")
+        monkeypatch.setattr(command, "local_broker", lambda *_: pytest.fail("the broker was started"))
+        call: Callable[..., None] = main
+        with pytest.raises(RelayError, match=why):
+            call(trace=tmp_path / "load.csv", out=tmp_path)
 
     def test_it_is_played_from_its_first_event_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         measured_in(tmp_path, QUICK)
@@ -1330,7 +1338,7 @@ class TestTraceOfOthers:
         played: list[Trace] = []
         monkeypatch.setattr(Bench, "_row", lambda *asked: played.append(read_trace(asked[-1])))
         with Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench:
-            bench.run_trace(QUICK, [System.B0, System.R], tmp_path / "later.csv")
+            bench.run_trace(QUICK, [System.B0, System.R], read_others(tmp_path / "later.csv", QUICK))
         assert len(played) == 2 + 2 * len(REUSES)
         for each in played:
             assert each.retrieval_us[0] == 0 and np.array_equal(np.diff(each.ranking_us), np.diff(later.ranking_us))
@@ -1345,7 +1353,7 @@ class TestTraceOfOthers:
         monkeypatch.setattr(Bench, "_row", lambda *asked: played.append((asked[-2].figure, read_trace(asked[-1]))))
         for seconds in (None, 1.0):
             with Bench(Console(quiet=True), tmp_path, NO_BROKER, QUICK_MODE, None) as bench:
-                bench.run_trace(QUICK, [System.B0], tmp_path / "load.csv", seconds)
+                bench.run_trace(QUICK, [System.B0], read_others(tmp_path / "load.csv", QUICK, seconds))
         (whole, every), (part, first) = played[0], played[1 + len(REUSES)]
         assert part == f"{whole} first 1 s" and len(every) == len(self.TRACE)
         from_start_us = self.TRACE.retrieval_us - self.TRACE.retrieval_us[0]
@@ -1459,7 +1467,8 @@ def test_users_who_were_there_in_the_run_before_are_new_in_the_next_one(
     write_trace(make_trace(load), trace)
     with Bench(Console(quiet=True), tmp_path, embedded_broker, QUICK_MODE, None) as bench:
         for name in ("first", "second"):
-            bench.run_trace(cell, [System.C], Path(shutil.copy(trace, tmp_path / f"{name}.parquet")))
+            again = Path(shutil.copy(trace, tmp_path / f"{name}.parquet"))
+            bench.run_trace(cell, [System.C], read_others(again, cell))
     rows = read_rows(tmp_path / "runs.csv")
     assert {each.figure.split()[1] for each in rows} == {"first.parquet", "second.parquet"}
     assert [each.full_share for each in rows] == [1.0] * len(rows)

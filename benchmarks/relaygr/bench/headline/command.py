@@ -18,7 +18,7 @@ from relaygr.bench.headline.figures import NO_LENGTHS
 from relaygr.bench.headline.grid import GRID, LENGTH_FACTORS, LOOSE, PUBLISHED, QUICK, REUSES, Cell, at_reuse
 from relaygr.bench.headline.points import FRESH_SEEDS, PARTITIONS, Asked, Mode, estimated_runs, points_at
 from relaygr.bench.headline.rows import RunFile, RunRow
-from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s, name_of
+from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s, name_of, read_others
 from relaygr.bench.headline.systems import System
 from relaygr.devbroker import local_broker
 from relaygr.runtime.errors import RelayError
@@ -142,8 +142,10 @@ def measure_trace(
     seconds: float | None,
 ) -> None:
     """Plays a trace of others, or its first seconds, on each system."""
+    # A file that cannot be played is refused before the broker starts.
+    read = read_others(trace, cell, seconds)
     with _bench(Console(highlight=False, markup=False, emoji=False), broker, mode, out, interactions) as bench:
-        bench.run_trace(cell, systems, trace, seconds)
+        bench.run_trace(cell, systems, read)
 
 
 @contextmanager

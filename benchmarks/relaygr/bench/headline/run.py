@@ -81,6 +81,34 @@ class Played:
     reuse: float
 
 
+@dataclass(frozen=True, slots=True)
+class OthersTrace:
+    """A trace of others that a cell takes. `figure`: the question that it asks."""
+
+    trace: Trace
+    figure: str
+
+
+def read_others(path: Path, cell: Cell, seconds: float | None = None) -> OthersTrace:
+    """Reads a trace of others, or its first `seconds`. Raises RelayError for a file that the cell cannot play."""
+    trace = read_trace(path).from_zero()
+    if seconds is not None:
+        trace = trace.first(seconds)
+    takes = {"history_length": cell.longest_history, "suffix": cell.longest_suffix, "candidates": cell.candidates}
+    for name, most in takes.items():
+        found = int(getattr(trace, name).max())
+        if found > most:
+            raise RelayError(
+                f"{path}: {name} is up to {found:,}, and cell {cell.name} takes at most {most:,}: choose another "
+                "cell with --cells; `--cells list` prints their sizes"
+            )
+    if (trace.part == WARM_UP).all():
+        raise RelayError(f"{path}: every row is warm-up (part 0)")
+    # A file that was changed asks another question.
+    part = "" if seconds is None else f" first {seconds:g} s"
+    return OthersTrace(trace, f"{OF_TRACE}{path.name} {digest_of(path)}{part}")
+
+
 def estimated_s(asked: Asked, mode: Mode) -> float:
     """About the time of these cells."""
     plans = len({cell.shape for cell, _ in asked})
@@ -223,30 +251,15 @@ class Bench:
                     if point.seed == seed:
                         self._row(cell, plan, system, UNCUT, point)
 
-    def run_trace(self, cell: Cell, systems: Sequence[System], trace: Path, seconds: float | None = None) -> None:
+    def run_trace(self, cell: Cell, systems: Sequence[System], others_trace: OthersTrace) -> None:
         """Plays a trace of others on each system, without a search, once for each seed. Unless its users are those of a
-        log, B0 and R then play it with other shares of returning users. `seconds`: only its first ones.
+        log, B0 and R then play it with other shares of returning users.
         """
-        read = read_trace(trace).from_zero()
-        if seconds is not None:
-            read = read.first(seconds)
-        takes = {"history_length": cell.longest_history, "suffix": cell.longest_suffix, "candidates": cell.candidates}
-        for name, most in takes.items():
-            found = int(getattr(read, name).max())
-            if found > most:
-                raise RelayError(
-                    f"{trace}: {name} is up to {found:,}, and cell {cell.name} takes at most {most:,}: choose another "
-                    "cell with --cells; `--cells list` prints their sizes"
-                )
+        read, figure = others_trace.trace, others_trace.figure
         plan = self.plan(cell)
         self._describe(cell, plan)
         measured = read.retrieval_us[read.part != WARM_UP]
-        if not len(measured):
-            raise RelayError(f"{trace}: every row is warm-up (part 0)")
         measured_s = max(1e-3, float(measured.max() - measured.min()) / 1e6)
-        # A file that was changed asks another question.
-        part = "" if seconds is None else f" first {seconds:g} s"
-        figure = f"{OF_TRACE}{trace.name} {digest_of(trace)}{part}"
         history, rate = int(np.median(read.history_length)), snapped(len(measured) / measured_s)
         pair = [system for system in systems if system in (System.B0, System.R)]
         reuses = REUSES if self._interactions is None else ()
