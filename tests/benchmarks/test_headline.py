@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -1298,6 +1303,28 @@ class TestUsersOfALog:
             bench.run_rates(cells, [System.B0], [8.0])
         assert len(there) == 2 and there[0] == there[1]
         assert [read_trace(path).history_length.max() for path in reversed(there[0])] == [32, 256]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_leaves_no_folder(number: signal.Signals, tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    run = subprocess.Popen(
+        [sys.executable, "-m", "relaygr.bench.headline", "--quick", "--broker", "embedded", "--out", str(tmp_path)],
+        env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        ends = time.monotonic() + 60
+        while not any(temporary.glob("relaygr-headline-*")):
+            assert time.monotonic() < ends and run.poll() is None, "the run has not begun"
+            time.sleep(0.1)
+        run.send_signal(number)
+        said, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode not in (0, -number) and "Traceback" not in said, said
+    assert not list(temporary.glob("relaygr-*"))
 
 
 class TestTraceOfOthers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -66,8 +65,9 @@ def demo(
     """
     from relaygr.demo.plan import PlanOverrides
     from relaygr.demo.run import DemoOptions, run_demo
+    from relaygr.runtime.stop_signals import exit_on_sigterm
 
-    signal.signal(signal.SIGTERM, _end)
+    exit_on_sigterm()
     wanted = list(DEFAULTS)
     if interactions is not None:
         wanted.append(f"traffic.interactions={interactions}")
@@ -78,8 +78,3 @@ def demo(
     result = run_demo(console, settings, DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios))
     if not result.passed:
         raise typer.Exit(1)
-
-
-def _end(number: int, _: object) -> None:
-    """Ends as Ctrl-C does: the context managers stop every process and remove the folder."""
-    raise SystemExit(128 + number)

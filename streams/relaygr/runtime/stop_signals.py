@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C, for a command whose main thread does nothing but wait for them."""
+"""SIGTERM and Ctrl-C: a command whose main thread does nothing else waits for them (`StopSignals`), and for one that
+works SIGTERM is made an exception, as Ctrl-C is (`exit_on_sigterm`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,17 @@ from typing import Final
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _LOOK_S: Final = 0.5
+
+
+def exit_on_sigterm() -> None:
+    """From now on SIGTERM ends the process with an exception, so that context managers stop processes and remove
+    folders. The main thread calls it.
+    """
+    signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 class StopSignals:

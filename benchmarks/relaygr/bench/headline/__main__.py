@@ -101,7 +101,9 @@ def main(
     from relaygr.bench.headline.report import FIGURES, fill_page, marked_name, read_page, write_report
     from relaygr.bench.headline.rows import OF_LOG
     from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
+    from relaygr.runtime.stop_signals import exit_on_sigterm
 
+    exit_on_sigterm()
     if cells == "list":
         return list_cells()
     modes = ((full, FULL_MODE), (simulated, SIMULATED_MODE), (bool(rates), RATES_MODE), (trace is not None, TRACE_MODE))
