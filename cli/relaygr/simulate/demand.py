@@ -10,6 +10,7 @@ have the same distributions.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def part_of(demand: Demand, partitions: frozenset[int]) -> Part:
     traffic = demand.traffic.model_copy(update={"seed": demand.seed})
     if traffic.users <= MOST_NAMED or traffic.interactions is not None:
         return _named_part(demand, traffic, partitions)
-    found = partitions_of(np.arange(traffic.users), demand.partitions)
+    found = _partitions_of_all(traffic.users, demand.partitions)
     users = np.flatnonzero(np.isin(found, list(partitions)))
     weights = weights_of(traffic.users, traffic)
     share = float(weights[users].sum() / weights.sum())
@@ -205,7 +206,7 @@ def shares_of(demand: Demand) -> NDArray[np.float64]:
     """
     traffic = demand.traffic
     if traffic.interactions is None:
-        found = partitions_of(np.arange(traffic.users), demand.partitions)
+        found = _partitions_of_all(traffic.users, demand.partitions)
     else:
         population = population_of(traffic)
         names = (population.user_id(user).encode() for user in range(population.size))
@@ -238,6 +239,14 @@ def partitions_of(users: NDArray[np.int64], partitions: int) -> NDArray[np.int64
         prefix = np.frombuffer(b"user-", np.uint8)
         keys = np.hstack([np.broadcast_to(prefix, (chosen.size, prefix.size)), numbers])
         found[chosen] = (_murmur2(keys) & np.uint32(0x7FFFFFFF)).astype(np.int64) % partitions
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _partitions_of_all(users: int, partitions: int) -> NDArray[np.int64]:
+    """Kept for the next seed or part of the same fleet: a second for two million users."""
+    found = partitions_of(np.arange(users), partitions)
+    found.flags.writeable = False
     return found
 
 
