@@ -22,6 +22,8 @@ from typing import Final
 
 import numpy as np
 
+from relaygr.kafka.settings import MOST_PARTITIONS
+from relaygr.kafka.topic_check import LEAST_PARTITIONS_PER_WORKER
 from relaygr.runtime.errors import RelayError
 from relaygr.simulate.demand import Demand, shares_of
 from relaygr.simulate.figures import Figures, PartOutcome, Requests, figures_of
@@ -104,10 +106,16 @@ def parts_of(partitions: int, workers: int, group: int) -> list[tuple[range, int
 
     Raises RelayError for more workers than partitions.
     """
-    if workers > partitions:
+    if workers > partitions and workers > MOST_PARTITIONS:
         raise RelayError(
-            f"{workers} workers cannot share {partitions} partitions: set partitions to at least {8 * workers} "
-            f"(--set partitions={8 * workers})."
+            f"{workers} workers cannot share {MOST_PARTITIONS} partitions, the most of a topic prefix: simulate a part "
+            "of the fleet, with its part of the load and of the users (--workers, --qps, --users)."
+        )
+    if workers > partitions:
+        wanted = min(LEAST_PARTITIONS_PER_WORKER * workers, MOST_PARTITIONS)
+        raise RelayError(
+            f"{workers} workers cannot share {partitions} partitions: set partitions to {wanted} "
+            f"(--set partitions={wanted})."
         )
     ends = np.cumsum([len(each) for each in np.array_split(np.arange(partitions), workers)]).tolist()
     begins = [0, *ends[:-1]]

@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from relaygr.runtime.settings import Section
 from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, TopicSpec, check_prefix
 
+MOST_PARTITIONS: Final = 4096
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s,:/\[\]]+)(:[0-9]{1,5})?")
 
 
@@ -145,7 +146,12 @@ class KafkaSettings(Section):
     )
     group_prefix: str = Field(DEFAULT_PREFIX, description="groups are PREFIX.workers, PREFIX.trigger, ...")
     partitions: Annotated[
-        int, Field(ge=1, le=4096, description="partition count of retrieval, preinfer, ranking, history and behaviours")
+        int,
+        Field(
+            ge=1,
+            le=MOST_PARTITIONS,
+            description="partition count of retrieval, preinfer, ranking, history and behaviours",
+        ),
     ] = DEFAULT_PARTITIONS
     replication_factor: Annotated[
         int, Field(ge=1, le=32, description="replication factor of the topics that we create; 3 survives a broker")
