@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.cli.app import app
+from relaygr.cli.fleet_options import plan_caveats
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, PreInferJob, RankingRequest, StageTimings
 from relaygr.schemas.partitioner import partition_for
@@ -535,22 +536,27 @@ def test_the_planner_finds_fewer_workers_with_the_relay():
     assert none.best is None and none.workers == 0
 
 
-def plan_where(
-    is_enough: Callable[[int, float], bool], one: Case, monkeypatch: pytest.MonkeyPatch, impressions: int = 4_000
+def seen(late: Sequence[int], requests: int = 1_000) -> Figures:
+    """Figures of parts with so many requests each, and so many late ones."""
+    return figures_of([part_with([90_000] * each + [1_000] * (requests - each), 1.0) for each in late], 40)
+
+
+def plan_with(
+    simulated: Callable[[FleetSize, float], Figures], one: Case, monkeypatch: pytest.MonkeyPatch
 ) -> CapacityPlan:
-    """The plan for a fleet of which this tells whether so many workers are enough in so many seconds."""
-
-    def simulated(probed: Case, size: FleetSize, *_: object) -> Figures:
-        ending = Ending.HBM if is_enough(size.workers, probed.demand.traffic.duration_s) else Ending.REFUSED
-        part = PartOutcome(
-            requests=Requests(np.zeros(1, np.int64), np.array([CODE[ending]], np.uint8)), found={}, jobs={},
-            device_s=1.0, seconds=1.0, worker_s=1.0, most_workers=1, impressions=1, took_s=0.1,
-        )  # fmt: skip
-        return figures_of([part], 40)
-
-    monkeypatch.setattr(plan_module, "simulate", simulated)
+    """The plan for a fleet with these figures in so many seconds."""
+    monkeypatch.setattr(
+        plan_module, "simulate", lambda probed, size, *_: simulated(size, probed.demand.traffic.duration_s)
+    )
     with Runner(1) as runner:
-        return plan_capacity(one, 2, 2, runner, lambda *_: None, impressions)
+        return plan_capacity(one, 2, 2, runner, lambda *_: None)
+
+
+def plan_where(is_enough: Callable[[int, float], bool], one: Case, monkeypatch: pytest.MonkeyPatch) -> CapacityPlan:
+    """The plan for a fleet of which this tells whether so many workers are enough in so many seconds."""
+    return plan_with(
+        lambda size, seconds: seen([0, 0] if is_enough(size.workers, seconds) else [900, 900]), one, monkeypatch
+    )
 
 
 @pytest.mark.parametrize("needed", [1, 2, 7, 16, 17, 60])
@@ -566,16 +572,92 @@ def test_the_planner_finds_also_fewer_workers_than_rankings_alone_would_fill(
 
 
 def test_a_first_probe_that_fails_is_repeated_with_all_impressions(monkeypatch: pytest.MonkeyPatch):
-    # 2 seeds: 400 impressions of 20 workers take 100 s at 20 a second, and 4,000 take 1,000 s.
+    # Full inference of all requests fills 0.22 workers. 2 seeds: 600 impressions of 5 workers take 37.5 s at 20 a
+    # second, and 4,000 take 250 s.
     one, seconds = case(rate=20), list[float]()
 
     def is_enough(workers: int, simulated_s: float) -> bool:
         seconds.append(simulated_s)
-        return workers < 20 or simulated_s > 200
+        return workers < 5 or simulated_s > 200
 
     assert plan_where(is_enough, one, monkeypatch).workers == 1
-    assert seconds[:2] == [100, 1_000]
+    assert seconds[:2] == [37.5, 250]
     assert plan_where(lambda *_: False, one, monkeypatch).best is None
+
+
+@pytest.mark.parametrize(
+    ("late", "requests", "is_enough", "is_unclear"),
+    [
+        ([2, 2, 3, 3], 1_000, True, False),
+        ([0, 0, 0, 18], 1_000, False, True),
+        ([15, 15, 15, 15], 1_000, False, False),
+        ([0, 0, 0, 0], 90, False, True),
+        ([1, 1], 150, False, True),
+        ([0], 1_000, False, True),
+    ],
+    ids=["few are late", "in some parts", "many are late", "too few requests", "equal by chance", "error not known"],
+)
+def test_workers_are_enough_if_the_upper_end_of_the_interval_is(
+    late: list[int], requests: int, is_enough: bool, is_unclear: bool
+):
+    probe = Probe(1, seen(late, requests), 4.0)
+    assert (probe.is_enough, probe.is_unclear) == (is_enough, is_unclear)
+
+
+def test_the_upper_end_of_a_share_is_that_of_wilson():
+    for late, requests in ((0, 400), (3, 1_000), (30, 3_000)):
+        expected = stats.binomtest(late, requests).proportion_ci(method="wilson").high
+        assert plan_module.highest_share(late / requests, requests) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_number_that_is_not_clear_is_simulated_once_more_with_more_seeds(monkeypatch: pytest.MonkeyPatch):
+    asked = list[tuple[int, int]]()
+
+    def simulated(size: FleetSize, _: float) -> Figures:
+        asked.append((size.workers, size.seeds))
+        # One worker is too few, the more seeds show that 2 are enough, and that of 3 nothing is certain.
+        return seen([0, 18] if size.seeds == 2 and size.workers < 5 else [[90] * 8, [3] * 8][size.workers > 1])
+
+    found = plan_with(simulated, case(rate=20), monkeypatch)
+    assert found.workers == 2
+    assert asked == [(5, 2), (2, 2), (2, 8), (1, 2), (1, 8)]
+
+
+def test_where_also_more_seeds_leave_it_open_no_number_is_certain(monkeypatch: pytest.MonkeyPatch):
+    found = plan_with(lambda *_: seen([0, 18]), case(rate=20), monkeypatch)
+    assert found.best is None and found.is_unclear
+    rows = [PlanRow(System.OFF, found, None, None, None, None)]
+    assert next(iter(plan_table(rows, "").columns[1].cells)) == "none is certain"
+    assert ["It is not certain" in each for each in plan_caveats(rows, 400)] == [True]
+    none = plan_where(lambda *_: False, case(rate=20), monkeypatch)
+    assert not none.is_unclear and not plan_caveats([PlanRow(System.OFF, none, None, None, None, None)], 400)
+
+
+@pytest.mark.parametrize(
+    ("workers", "prefixes", "partitions"),
+    [(1, 1, 48), (7, 1, 96), (511, 1, 4_096), (512, 1, 4_096), (513, 2, 2_064), (764, 2, 3_072), (1_025, 3, 2_736)],
+)
+def test_a_plan_has_as_many_topic_prefixes_as_the_settings_need(workers: int, prefixes: int, partitions: int):
+    plan = CapacityPlan(Probe(workers, seen([0, 0]), 4.0), ())
+    row = PlanRow(System.RELAY, plan, 0, 0, None, None)
+    written = plan_json([row], {})["systems"]["relay"]
+    assert (written["topic_prefixes"], written["partitions"]) == (prefixes, partitions)
+    assert load_settings(None, environment={}, overrides=(f"partitions={partitions}",)).partitions == partitions
+    assert partitions >= 8 * workers / prefixes
+    names, values = (list(column.cells) for column in plan_table([row], "").columns)
+    if prefixes > 1:
+        assert values[names.index("topic prefixes, for parts of the users")] == str(prefixes)
+        assert "share users and workers among them" in " ".join(plan_caveats([row], 10**6))
+    else:
+        assert values[names.index("partitions")] == f"{partitions:,}" and not plan_caveats([row], 10**6)
+
+
+def test_a_load_that_is_too_low_to_plan_for_is_refused_with_one_that_is_not(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(RelayError, match=r"--qps 0\.001 is too low .* Give --qps 0\.05:"):
+        plan_where(lambda *_: True, case(rate=0.001), monkeypatch)
+    seconds = list[float]()
+    assert plan_where(lambda _, each: not seconds.append(each), case(rate=0.05), monkeypatch).workers == 1
+    assert seconds == [1_500], "no longer than that"
 
 
 def test_a_plan_says_how_many_seconds_it_simulated(monkeypatch: pytest.MonkeyPatch):
@@ -709,7 +791,7 @@ def test_the_command_plans_with_costs(calibration: Path, tmp_path: Path):
     done = CliRunner().invoke(
         app,
         [
-            "simulate", "plan", "--calibration", str(calibration), "--qps", "30", "--impressions", "300",
+            "simulate", "plan", "--calibration", str(calibration), "--qps", "30", "--impressions", "600",
             "--seeds", "1", "--sample", "1", "--lengths", "256:512", "--slo-ms", "60", "--jobs", "1",
             "--system", "relay",
             "--price-per-worker-hour", "2", "--json", str(tmp_path / "plan.json"), "--token-bytes", "2KiB",
@@ -731,7 +813,7 @@ def test_the_memory_and_costs_of_a_plan(calibration: Path, tmp_path: Path, slo_m
     done = CliRunner().invoke(
         app,
         [
-            "simulate", "plan", "--calibration", str(calibration), "--qps", "5", "--impressions", "100", "--seeds", "1",
+            "simulate", "plan", "--calibration", str(calibration), "--qps", "5", "--impressions", "600", "--seeds", "1",
             "--sample", "1", "--lengths", "256:512", "--slo-ms", slo_ms, "--jobs", "1", "--system", "off",
             "--price-per-worker-hour", "2", "--json", str(out), "--token-bytes", "2KiB",
         ],
@@ -778,6 +860,16 @@ def test_the_command_warns_of_fewer_users_than_workers_need(calibration: Path):
     assert few not in simulated(calibration, *arguments, "--users", "40")
 
 
+def test_with_one_seed_the_sampling_error_is_said_to_be_unknown(calibration: Path):
+    unknown = "± ?: the sampling error is not known"
+    for workers in ("1", "4"):
+        arguments = ("--workers", workers, "--seconds", "2")
+        said = simulated(calibration, *arguments)
+        assert unknown in said and "± ? %" in said
+        known = simulated(calibration, *arguments, "--seeds", "2", "--sample", "2")
+        assert unknown not in known and "± ?" not in known
+
+
 def test_the_figures_say_which_changes_and_samples_they_are_of(calibration: Path, tmp_path: Path):
     out = tmp_path / "out.json"
     simulated(
@@ -806,7 +898,10 @@ def test_a_day_is_played_once_unless_seconds_are_given(calibration: Path, tmp_pa
         (["--autoscale", "4:2"], "--autoscale 4:2"),
         (["--system", "none"], "--system none"),
         (["--token-bytes", "3"], "multiple of 4"),
-        (["--workers", "100"], "100 workers cannot share 48 partitions"),
+        (["--workers", "100"], "100 workers cannot share 48 partitions: set partitions to 800 (--set partitions=800)."),
+        (["--workers", "1000"], "(--set partitions=4096)."),
+        (["--workers", "5000"], "simulate a part of the fleet"),
+        (["--lengths", "abc"], "--lengths abc: write"),
         (["--times", "absent.json"], "cannot be read"),
         (["--set", "worker.hbm_bytes=1MiB"], "worker.hbm_bytes"),
         (["--set", "worker.divert=true"], "--set worker.divert=false"),

@@ -144,7 +144,7 @@ def run(*arguments: str) -> str:
 def test_the_number_of_workers_is_that_of_the_plan(calibration: Path, tmp_path: Path) -> None:
     load = ["--calibration", str(calibration), "--qps", "60", "--users", "500", "--slo-ms", "40"]
     load += ["--token-bytes", "2KiB"]
-    rest = ["--impressions", "200", "--jobs", "1"]
+    rest = ["--impressions", "600", "--jobs", "1"]
     sized = json.loads(run("size", *load, "--length", "512", "--json", *rest))
     same = ["--set", "traffic.candidates=128", "--set", "traffic.suffix=16", "--json", str(tmp_path / "plan.json")]
     run("simulate", "plan", *load, "--lengths", "512", *same, *rest)
@@ -159,8 +159,8 @@ def test_the_number_of_workers_is_that_of_the_plan(calibration: Path, tmp_path: 
 @pytest.mark.slow
 def test_the_tables_fit_80_columns(calibration: Path) -> None:
     said = run(
-        "size", "--calibration", str(calibration), "--qps", "60", "--users", "2000000", "--length", "512:1024",
-        "--token-bytes", "2KiB", "--slo-ms", "60", "--impressions", "100", "--jobs", "1",
+        "size", "--calibration", str(calibration), "--qps", "60", "--users", "200000", "--length", "512:1024",
+        "--token-bytes", "2KiB", "--slo-ms", "60", "--impressions", "600", "--jobs", "1",
     )  # fmt: skip
     tables, _, rest = said.partition("Simulated, not measured")
     assert rest

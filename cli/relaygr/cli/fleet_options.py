@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from relaygr.runtime.errors import RelayError
 if TYPE_CHECKING:
     from relaygr.settings import Settings
     from relaygr.simulate.case import Shape, System
+    from relaygr.simulate.figures import Figures
     from relaygr.simulate.output import PlanRow
     from relaygr.simulate.plan import CapacityPlan
     from relaygr.simulate.relay import Changes
@@ -42,6 +43,9 @@ LengthsOption = Annotated[
     typer.Option(metavar="MEDIAN[:LONGEST]", help="Lengths of histories, behaviours.", show_default="settings"),
 ]
 UsersOption = Annotated[int | None, typer.Option(min=1, help="Users.", show_default="setting")]
+ImpressionsOption = Annotated[
+    int, typer.Option(min=600, help="Simulated for each number of workers, and more where it is not clear.")
+]
 JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="cores")]
 _USERS_PER_WORKER = 10
 """With fewer, the load of a worker depends on which users it happens to own."""
@@ -64,7 +68,7 @@ def fleet_settings(
     if users is not None:
         wanted.append(f"traffic.users={users}")
     if lengths is not None:
-        median, longest = parse_pair("--lengths", lengths if ":" in lengths else f"{lengths}:{_double(lengths)}")
+        median, longest = parse_pair("--lengths", f"{lengths}:{2 * int(lengths)}" if lengths.isdecimal() else lengths)
         wanted += [f"traffic.history_median={median}", f"traffic.history_max={longest}"]
     settings = command_settings(config, overrides=wanted)
     _check_lengths(settings.traffic)
@@ -83,10 +87,6 @@ def _check_lengths(traffic: TrafficSettings) -> None:
             f"{FIRST_SHARE:.0%} of the longest one, which is {traffic.history_max}. Set the longest to at least "
             f"{needed}, as in {traffic.history_median}:{needed}."
         )
-
-
-def _double(text: str) -> str:
-    return str(2 * int(text)) if text.isdecimal() else text
 
 
 def parse_pair(option: str, text: str) -> tuple[int, int]:
@@ -180,6 +180,34 @@ def caveat(times: MeasuredTimes, calibration: Calibration) -> str:
         f"{times.origin}. ± is half of the 95 % confidence interval of the sample. Out of range, small errors of the "
         "times become large ones of the latency."
     )
+
+
+def error_caveat(results: Iterable[Figures]) -> str | None:
+    """What to know about figures without a sampling error; None if each has one."""
+    if all(each.late_share.error is not None for each in results):
+        return None
+    return "± ?: the sampling error is not known, since one seed tells none: raise --seeds."
+
+
+def plan_caveats(rows: Sequence[PlanRow], users: int) -> list[str]:
+    """What to know about plans that have no certain number of workers, several topic prefixes or few users."""
+    from relaygr.kafka.settings import MOST_PARTITIONS
+    from relaygr.simulate.plan import LATE_SHARE, MOST_WORKERS
+
+    found = []
+    if any(row.plan.is_unclear for row in rows):
+        found.append(
+            f"About {LATE_SHARE:.0%} of the requests are late even if the workers are idle. It is not certain that any "
+            "number is enough: raise --impressions or --slo-ms."
+        )
+    most = max(row.plan.workers for row in rows)
+    if most > MOST_WORKERS:
+        found.append(
+            f"A topic prefix has at most {MOST_PARTITIONS:,} partitions, enough for {MOST_WORKERS} workers. A larger "
+            "fleet needs several (topic_prefix and group_prefix of its processes): share users and workers among them."
+        )
+    few = users_caveat(users, most)
+    return [*found, few] if few else found
 
 
 def users_caveat(users: int, workers: int) -> str | None:

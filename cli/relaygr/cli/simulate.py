@@ -9,6 +9,7 @@ import typer
 
 from relaygr.cli.fleet_options import (
     CalibrationOption,
+    ImpressionsOption,
     JobsOption,
     LengthsOption,
     ModelOption,
@@ -19,9 +20,11 @@ from relaygr.cli.fleet_options import (
     TokenBytesOption,
     UsersOption,
     caveat,
+    error_caveat,
     fleet_settings,
     inputs_as_json,
     parse_pair,
+    plan_caveats,
     plan_systems,
     progress_bar,
     read_calibration,
@@ -136,8 +139,9 @@ def run(
     title = f"{workers:,} workers, {traffic.rate_per_s:g} impressions a second, {traffic.budget_ms} ms"
     console.print(table_of(results, title))
     console.print(caveat(learnt, measured))
-    if few := users_caveat(traffic.users, workers):
-        console.print(few, style="yellow")
+    for note in (error_caveat(results.values()), users_caveat(traffic.users, workers)):
+        if note is not None:
+            console.print(note, style="yellow")
     described = inputs_as_json(settings, measured, learnt, sample, seeds, changes)
     described |= {"workers": workers, "seconds": seconds, "day_s": day}
     if json_out is not None:
@@ -160,9 +164,9 @@ def plan(
     ] = None,
     times: TimesOption = None,
     system: SystemOption = "both",
-    impressions: Annotated[int, typer.Option(min=100, help="Simulated for each number of workers.")] = 4_000,
+    impressions: ImpressionsOption = 4_000,
     sample: SampleOption = 2,
-    seeds: SeedsOption = 2,
+    seeds: SeedsOption = 4,
     jobs: JobsOption = None,
     json_out: JsonOption = None,
     config: ConfigOption = None,
@@ -184,8 +188,8 @@ def plan(
     console = stdout_console()
     console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {traffic.budget_ms} ms"))
     console.print(caveat(learnt, measured))
-    if few := users_caveat(traffic.users, max(row.plan.workers for row in rows)):
-        console.print(few, style="yellow")
+    for note in plan_caveats(rows, traffic.users):
+        console.print(note, style="yellow")
     if json_out is not None:
         write_json(json_out, plan_json(rows, inputs_as_json(settings, measured, learnt, sample, seeds)))
 

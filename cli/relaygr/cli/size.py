@@ -11,6 +11,7 @@ from rich.table import Table
 
 from relaygr.cli.fleet_options import (
     CalibrationOption,
+    ImpressionsOption,
     JobsOption,
     ModelOption,
     Probes,
@@ -19,6 +20,7 @@ from relaygr.cli.fleet_options import (
     caveat,
     fleet_settings,
     inputs_as_json,
+    plan_caveats,
     plan_systems,
     read_calibration,
     read_times,
@@ -30,7 +32,7 @@ from relaygr.cli.texts import show_age, show_size, stdout_console
 if TYPE_CHECKING:
     from relaygr.simulate.size import Sizing
 
-_SAMPLE, _SEEDS = 2, 2
+_SAMPLE, _SEEDS = 2, 4
 """As `relaygr simulate plan` by default."""
 
 
@@ -58,7 +60,7 @@ def size(
         typer.Option(min=0, max=1, help="Share of impressions whose user returns so soon.", show_default="calculated"),
     ] = None,
     times: TimesOption = None,
-    impressions: Annotated[int, typer.Option(min=100, help="Simulated for each number of workers.")] = 4_000,
+    impressions: ImpressionsOption = 4_000,
     jobs: JobsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     config: ConfigOption = None,
@@ -97,6 +99,8 @@ def size(
     console.print(_savings(sizing))
     console.print()
     console.print(caveat(learnt, measured))
+    for note in plan_caveats(rows, users):
+        console.print(note, style="yellow")
     if not sizing.hbm_is_enough:
         console.print("The HBM of the settings does not hold the prefixes that wait: raise --hbm.", style="yellow")
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from relaygr.runtime.errors import RelayError
 from relaygr.simulate.case import System
 from relaygr.simulate.figures import HIGHEST_LOAD, Ending, Estimate, Figures
-from relaygr.simulate.plan import CapacityPlan, Probe, partitions_for
+from relaygr.simulate.plan import CapacityPlan, Probe, partitions_for, prefixes_for
 
 Results = Mapping[System, Figures]
 
@@ -74,8 +74,12 @@ def plan_table(rows: list[PlanRow], title: str) -> Table:
     def add(name: str, of: Callable[[PlanRow, Probe], str]) -> None:
         table.add_row(name, *("-" if row.plan.best is None else of(row, row.plan.best) for row in rows))
 
-    table.add_row("workers", *(f"{row.plan.workers:,}" if row.plan.best else "none is enough" for row in rows))
-    add("partitions", lambda _, best: f"{partitions_for(best.workers):,}")
+    table.add_row("workers", *(_workers(row.plan) for row in rows))
+    if any(prefixes_for(row.plan.workers) > 1 for row in rows):
+        add("topic prefixes, for parts of the users", lambda _, best: f"{prefixes_for(best.workers):,}")
+        add("partitions of each prefix", lambda _, best: f"{partitions_for(best.workers):,}")
+    else:
+        add("partitions", lambda _, best: f"{partitions_for(best.workers):,}")
     add("HBM of all workers", lambda row, _: _size(row.hbm_bytes or 0))
     add("DRAM of all workers", lambda row, _: _size(row.dram_bytes or 0))
     add("late, truncated or refused", lambda _, best: _share(best.figures.late_share))
@@ -101,6 +105,7 @@ def plan_json(rows: list[PlanRow], described: Mapping[str, Any]) -> dict[str, An
     systems = {
         row.system.value: {
             "workers": row.plan.workers or None,
+            "topic_prefixes": prefixes_for(row.plan.workers) if row.plan.workers else None,
             "partitions": partitions_for(row.plan.workers) if row.plan.workers else None,
             "is_in_range": row.plan.best.figures.is_in_range if row.plan.best is not None else None,
             "seconds": row.plan.best.seconds if row.plan.best is not None else None,
@@ -152,7 +157,7 @@ def save_plot(path: Path, results: Results, title: str) -> None:
             [place + offset for place in places],
             [each.value for each in estimates],
             0.4,
-            yerr=[each.error or 0.0 for each in estimates],
+            yerr=[_drawn(each.error) for each in estimates],
             capsize=4,
             label=name,
         )
@@ -160,7 +165,7 @@ def save_plot(path: Path, results: Results, title: str) -> None:
     left.set_ylabel("latency, ms")
     left.legend()
     late = [each.late_share for each in results.values()]
-    middle.bar(names, [100 * each.value for each in late], yerr=[100 * (each.error or 0.0) for each in late], capsize=4)
+    middle.bar(names, [100 * each.value for each in late], yerr=[100 * _drawn(each.error) for each in late], capsize=4)
     middle.set_ylabel("late, truncated or refused, %")
     bottoms = [0.0] * len(names)
     for ending in Ending:
@@ -200,8 +205,19 @@ def _share(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.1f}{_error(None if estimate.error is None else 100 * estimate.error, 1)} %"
 
 
+def _workers(plan: CapacityPlan) -> str:
+    if plan.best is not None:
+        return f"{plan.workers:,}"
+    return "none is certain" if plan.is_unclear else "none is enough"
+
+
 def _error(error: float | None, digits: int) -> str:
-    return "" if error is None else f" ± {error:.{digits}f}"
+    return " ± ?" if error is None else f" ± {error:.{digits}f}"
+
+
+def _drawn(error: float | None) -> float:
+    """No bar for an error that is not known."""
+    return math.nan if error is None else error
 
 
 def _without_nan(value: Any) -> Any:

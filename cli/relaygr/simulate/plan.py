@@ -1,10 +1,17 @@
 """How many workers a load and a time limit need, with the relay and without: bisected over simulated fleets.
 
 A number of workers is enough if at most `LATE_SHARE` of the requests have no answer over their whole history within the
-time limit. The search begins with `IDLE` times the number whose devices the calibrated times fill. If even these are
-not enough, no number is. It looks first above the number that the calibrated times fill, and below it if the lowest
-number tried is enough. It ends when it knows the number to about `STEP`, or to one worker. Every number is simulated
-with the same seeds.
+time limit, with certainty: the upper end of the 95 % confidence interval counts. Where the interval has the limit
+within, the number is simulated once more, with `MORE_SEEDS` times the seeds. If that does not decide, the number is not
+enough: a plan may have a few workers too many, and seldom too few.
+
+The search begins with `IDLE` times the number whose devices the calibrated times fill. If even these are not enough, no
+number is. It looks first above the number that the calibrated times fill, and below it if the lowest number tried is
+enough. It ends when it knows the number to about `STEP`, or to one worker. Every number is simulated with the same
+seeds.
+
+The settings limit the partitions of a topic prefix, and so its workers. A larger fleet has several prefixes, and each
+serves a part of the users. To the simulation they are one fleet with the partitions of all: workers share nothing.
 
 Each simulation is short and begins with empty caches: it sees no user who returns after its end, and may evict less
 than a fleet that runs for longer.
@@ -17,6 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from relaygr.kafka.settings import MOST_PARTITIONS
+from relaygr.kafka.topic_check import LEAST_PARTITIONS_PER_WORKER
+from relaygr.runtime.errors import RelayError
 from relaygr.simulate.demand import Demand
 from relaygr.simulate.figures import Figures
 from relaygr.simulate.fleet import FleetSize, Runner, busiest_part, expected_impressions, parts_of, simulate
@@ -27,13 +37,18 @@ from relaygr.worker.settings import WorkerSettings
 LATE_SHARE: Final = 0.01
 STEP: Final = 0.03
 IDLE: Final = 20
-PARTITIONS_PER_WORKER: Final = 8
 LEAST_PARTITIONS: Final = 48
+MOST_WORKERS: Final = MOST_PARTITIONS // LEAST_PARTITIONS_PER_WORKER
+"""Workers of one topic prefix."""
 IMPRESSIONS: Final = 4_000
 """Impressions of a probe: 1 % of them are 40 requests."""
-_IDLE_IMPRESSIONS: Final = 400
-"""Enough to see whether idle workers are fast enough."""
+LEAST_IMPRESSIONS: Final = 600
+"""Enough to see whether idle workers are fast enough: if none of their last three quarters is late."""
+MORE_SEEDS: Final = 4
 _LEAST_S: Final = 4.0
+_MOST_S: Final = 1_500.0
+"""A simulated second takes about 1 ms for each worker, also if nothing happens in it."""
+_NORMAL_QUANTILE: Final = 1.96
 _MOST_BUSIEST: Final = 4
 """The busiest part is simulated in each probe. It may have so many times the impressions of the sample, and no more."""
 
@@ -51,8 +66,23 @@ class Probe:
     """Simulated time, its cold beginning included."""
 
     @property
+    def late_up_to(self) -> float:
+        """The upper end of the confidence interval of the late share; 1 if the sampling error is not known."""
+        late = self.figures.late_share
+        return (
+            1.0
+            if late.error is None
+            else max(late.value + late.error, highest_share(late.value, self.figures.requests))
+        )
+
+    @property
     def is_enough(self) -> bool:
-        return self.figures.late_share.value <= LATE_SHARE
+        return self.late_up_to <= LATE_SHARE
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether it is enough by the share that was seen, and not with certainty."""
+        return self.figures.late_share.value <= LATE_SHARE < self.late_up_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,45 +90,66 @@ class CapacityPlan:
     """The smallest number of workers found to be enough. `probes`: all numbers that were simulated, in order."""
 
     best: Probe | None
-    """None if no number was enough: the time limit is shorter than an idle worker needs."""
+    """None if no number was enough: the time limit is shorter than an idle worker needs, or too close to it."""
     probes: tuple[Probe, ...]
 
     @property
     def workers(self) -> int:
         return self.best.workers if self.best is not None else 0
 
+    @property
+    def is_unclear(self) -> bool:
+        """Whether there is no best number, and the last one might have been enough."""
+        return self.best is None and self.probes[-1].is_unclear
+
 
 def partitions_for(workers: int) -> int:
-    """Partitions of the topics for this fleet: a multiple of the default."""
-    return LEAST_PARTITIONS * math.ceil(max(1, PARTITIONS_PER_WORKER * workers) / LEAST_PARTITIONS)
+    """Partitions of each topic prefix of this fleet: a multiple of the default, as far as the settings allow it."""
+    share = math.ceil(workers / prefixes_for(workers))
+    wanted = LEAST_PARTITIONS * math.ceil(max(1, LEAST_PARTITIONS_PER_WORKER * share) / LEAST_PARTITIONS)
+    return min(wanted, MOST_PARTITIONS)
+
+
+def prefixes_for(workers: int) -> int:
+    """Topic prefixes of this fleet. Each has at most `MOST_WORKERS` of its workers, and its part of the users."""
+    return max(1, math.ceil(workers / MOST_WORKERS))
 
 
 def plan_capacity(
     case: Case[Demand], sample: int, seeds: int, runner: Runner, on_probe: OnProbe, impressions: int = IMPRESSIONS
 ) -> CapacityPlan:
-    """Bisects the number of workers. `impressions`: simulated for each number."""
+    """Bisects the number of workers. `impressions`: simulated for each number. Raises RelayError for a load that is too
+    low for it.
+    """
+    _check_rate(case, seeds)
     probes: dict[int, Probe] = {}
 
     def probe(workers: int, wanted: int = impressions) -> Probe:
         if workers not in probes:
-            traffic, size = case.demand.traffic, FleetSize(workers, sample, seeds)
-            demand = replace(case.demand, partitions=partitions_for(workers))
+            traffic = case.demand.traffic
+            demand = replace(case.demand, partitions=prefixes_for(workers) * partitions_for(workers))
             seconds = wanted / (traffic.rate_per_s * min(1.0, sample / workers) * seeds)
             if sample < workers:
                 _, highest = busiest_part(demand, parts_of(demand.partitions, workers, 1))
                 seconds = min(seconds, _MOST_BUSIEST * wanted / (traffic.rate_per_s * highest * seeds))
-            seconds = max(_LEAST_S, seconds)
+            seconds = min(max(_LEAST_S, seconds), _MOST_S)
             probed = replace(case, demand=replace(demand, traffic=traffic.model_copy(update={"duration_s": seconds})))
-            total = expected_impressions(probed, size)
-            on_probe(workers, 0.0)
-            figures = simulate(probed, size, runner, lambda done: on_probe(workers, min(1.0, done / total)))
-            probes[workers] = Probe(workers, figures, seconds)
+
+            def simulated(size: FleetSize) -> Probe:
+                total = expected_impressions(probed, size)
+                on_probe(workers, 0.0)
+                figures = simulate(probed, size, runner, lambda done: on_probe(workers, min(1.0, done / total)))
+                return Probe(workers, figures, seconds)
+
+            probes[workers] = simulated(FleetSize(workers, sample, seeds))
+            if probes[workers].is_unclear:
+                probes[workers] = simulated(FleetSize(workers, sample, MORE_SEEDS * seeds))
         return probes[workers]
 
     # `few` is a guess until it was simulated.
     few = least_workers(case) - 1
-    enough = IDLE * (few + 1)
-    if impressions > _IDLE_IMPRESSIONS and not probe(enough, _IDLE_IMPRESSIONS).is_enough:
+    enough = idle_workers(case)
+    if impressions > LEAST_IMPRESSIONS and not probe(enough, LEAST_IMPRESSIONS).is_enough:
         # So few impressions may be late by chance.
         del probes[enough]
     if not probe(enough).is_enough:
@@ -121,11 +172,42 @@ def least_workers(case: Case[Demand]) -> int:
 
     A guess, not a bound: requests of a batch share its fixed cost, and histories may be shorter than the median.
     """
+    return max(1, math.floor(_filled_workers(case, has_prefixes=case.relay)))
+
+
+def idle_workers(case: Case[Demand]) -> int:
+    """Workers that have little to do: `IDLE` times those that are filled, and fewer if full inference of all requests
+    leaves these idle.
+    """
+    return min(IDLE * least_workers(case), max(1, math.ceil(IDLE * _filled_workers(case, has_prefixes=False))))
+
+
+def highest_share(share: float, requests: int) -> float:
+    """The upper end of the 95 % confidence interval of a share of independent requests, by Wilson. It is above 0 for a
+    share of 0: few requests without a late one do not show that none is late.
+    """
+    square = _NORMAL_QUANTILE**2 / requests
+    return (share + square / 2 + math.sqrt(square * share * (1 - share) + square**2 / 4)) / (1 + square)
+
+
+def _filled_workers(case: Case[Demand], *, has_prefixes: bool) -> float:
     model, traffic = case.spec.model, case.demand.traffic
     tokens = model.layout.tokens(min(traffic.history_median, model.limits.max_prefix_behaviours))
     scored = traffic.suffix * model.layout.tokens_per_behaviour + traffic.candidates
-    prefix_us = 0.0 if case.relay else model.latency.pre_us(tokens)
-    return max(1, math.floor(traffic.rate_per_s * (prefix_us + model.latency.hit_us(tokens, scored)) / 1e6))
+    prefix_us = 0.0 if has_prefixes else model.latency.pre_us(tokens)
+    return traffic.rate_per_s * (prefix_us + model.latency.hit_us(tokens, scored)) / 1e6
+
+
+def _check_rate(case: Case[Demand], seeds: int) -> None:
+    """Raises RelayError if the longest simulation has too few impressions to show that some workers are enough."""
+    rate_per_s = case.demand.traffic.rate_per_s
+    least_per_s = LEAST_IMPRESSIONS / (MORE_SEEDS * seeds * _MOST_S)
+    if rate_per_s < least_per_s:
+        wanted = math.ceil(1000 * least_per_s) / 1000
+        raise RelayError(
+            f"--qps {rate_per_s:g} is too low to plan for: too few requests come in the time that is simulated. Give "
+            f"--qps {wanted:g}: the workers that are enough for it are enough for less."
+        )
 
 
 def memory_of(worker: WorkerSettings, geometry: DramGeometry, workers: int) -> tuple[int, int]:
