@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from relaygr.cli import COMMANDS
 from relaygr.cli.help import tidy_help
+from relaygr.cli.texts import plain_console
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.version import __version__
 
@@ -105,4 +105,4 @@ def run(target: Callable[..., object]) -> None:
 
 
 def _complain(text: str) -> None:
-    Console(stderr=True, highlight=False, emoji=False).print(text, style="red", markup=False, soft_wrap=True)
+    plain_console(stderr=True).print(text, style="red", soft_wrap=True)

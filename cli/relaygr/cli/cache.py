@@ -25,7 +25,7 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.cli.cache_admin import drop, limit, show
 from relaygr.cli.cache_trace import trace
 from relaygr.cli.options import JsonOption
-from relaygr.cli.texts import parse_size, print_json, stdout_console
+from relaygr.cli.texts import parse_size, plain_console, print_json, stdout_console
 from relaygr.replay.bound import HitBound
 from relaygr.replay.demand import Demands, demands_of
 from relaygr.replay.link import LinkSpeed
@@ -90,7 +90,7 @@ def replay_command(
     for any policy: see docs/cache-policies.md.
     """
     # Beside JSON, notes go to standard error.
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False) if as_json else stdout_console()
+    console = plain_console(stderr=True) if as_json else stdout_console()
     if plot is not None:
         # Imported here since it takes a second, and only --plot needs it.
         from relaygr.replay.plots import require_plot, save_plot

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from relaygr.cli.options import ConfigOption, JsonOption, SetOption, command_settings
-from relaygr.cli.texts import parse_size, printable, show_age, show_size
+from relaygr.cli.texts import parse_size, printable, show_age, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.worker.admin_socket import SOCKET_NAME, ask
@@ -47,6 +46,7 @@ U = TypeVar("U", ShowUser, DropUser)
 _TIMEOUT_S: Final = 60.0
 """Dropping hundreds of thousands of prefixes beside full load takes seconds."""
 _NONE: Final = "none"
+_PIPE_WIDTH: Final = 120
 
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER_ID", help="The worker.worker_id of a running worker.")]
 SocketOption = Annotated[
@@ -207,12 +207,6 @@ def _print(report: Report, as_json: bool, show_it: Callable[[], None]) -> None:
         show_it()
 
 
-def _console() -> Console:
-    console = Console(highlight=False, markup=False, emoji=False)
-    # A pipe has no width: nothing is to be cut there.
-    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=120)
-
-
 def _table(*columns: str, left: int = 1, gap: int = 2) -> Table:
     """The first `left` columns are texts, the others numbers. `gap`: spaces between two columns."""
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
@@ -225,7 +219,7 @@ def _table(*columns: str, left: int = 1, gap: int = 2) -> Table:
 
 
 def _show_cache(report: CacheReport) -> None:
-    console = _console()
+    console = stdout_console(_PIPE_WIDTH)
     console.print(
         f"{report.worker_id}: model {printable(report.model_revision[:12])}, {_count(report.users, 'user', 'users')}, "
         f"{_count(report.leases, 'lease', 'leases')}, {_count(report.look_ups, 'look-up', 'look-ups')}",
@@ -264,7 +258,7 @@ def _size_cells(tier: TierReport, state: str) -> tuple[str, str]:
 
 
 def _show_entries(report: UserReport) -> None:
-    console = _console()
+    console = stdout_console(_PIPE_WIDTH)
     if not report.entries:
         console.print(f"{report.worker_id} has no prefix of {printable(report.user_id)}.", soft_wrap=True)
         return
@@ -288,7 +282,7 @@ def _show_entries(report: UserReport) -> None:
 
 
 def _show_dropped(report: DropReport) -> None:
-    console = _console()
+    console = stdout_console(_PIPE_WIDTH)
     console.print(
         f"{report.worker_id}: dropped {_count(report.entries, 'prefix', 'prefixes')} of "
         f"{_count(report.users, 'user', 'users')}: {show_size(report.hbm_bytes)} in hbm, "
@@ -309,7 +303,7 @@ def _show_dropped(report: DropReport) -> None:
 
 
 def _show_limits(report: LimitReport) -> None:
-    console = _console()
+    console = stdout_console(_PIPE_WIDTH)
     for each in report.tiers:
         console.print(f"{report.worker_id}: {_limit_text(each)}", soft_wrap=True)
     if any(each.limit_bytes < each.capacity_bytes for each in report.tiers):

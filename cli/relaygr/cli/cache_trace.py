@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.cli.options import ConfigOption, SetOption, command_settings
-from relaygr.cli.texts import parse_size
+from relaygr.cli.texts import parse_size, plain_console
 from relaygr.interactions import Interactions, read_interactions
 from relaygr.replay.synthetic import records_of_interactions, records_of_schedule, write_trace
 from relaygr.runtime.errors import RelayError
@@ -50,7 +50,7 @@ def trace(
         raise RelayError("Give one of --interactions FILE and --schedule.")
     settings = command_settings(config, overrides=overrides)
     header = _header(settings, _token_bytes(token_bytes))
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} {task.fields[unit]}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
         if interactions is not None:

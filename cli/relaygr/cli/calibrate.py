@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, KvDtypeOption, ThreadsOption
-from relaygr.cli.texts import parse_size, stdout_console
+from relaygr.cli.texts import parse_size, plain_console, stdout_console
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def calibrate(
         _print(console, calibration)
     if out is not None:
         save_calibration(calibration, out)
-        Console(stderr=as_json, highlight=False, markup=False, emoji=False).print(
-            f"\nwritten to {out}; set worker.calibration of the workers to this file"
-        )
+        plain_console(stderr=as_json).print(f"\nwritten to {out}; set worker.calibration of the workers to this file")
 
 
 def _print(console: Console, calibration: Calibration) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.texts import plain_console
 
 DEFAULTS = (
     "log.level=warning",
@@ -72,7 +72,7 @@ def demo(
     if interactions is not None:
         wanted.append(f"traffic.interactions={interactions}")
     settings = command_settings(config, bootstrap, [*wanted, *(overrides or [])])
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     stays = console.is_terminal if stay is None else stay
     overridden = PlanOverrides(deadline_ms, lead_ms, rate, seconds)
     result = run_demo(console, settings, DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios))

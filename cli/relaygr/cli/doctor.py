@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
-from relaygr.cli.texts import printable
+from relaygr.cli.texts import plain_console, printable
 from relaygr.kafka.rights import Role
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def doctor(
     # What goes wrong is a finding, and not a line of the log before it.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     examination = Examination(settings, tuple(role or ()), impression)
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     found: list[Diagnosis] = []
     for each in examination.run():
         found.append(each)

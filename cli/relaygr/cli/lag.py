@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
-from relaygr.cli.texts import page, stdout_console
+from relaygr.cli.texts import page, plain_console, stdout_console
 from relaygr.runtime.errors import RelayError
 
 app = typer.Typer(add_completion=False)
@@ -83,8 +83,7 @@ def lag(
         finally:
             monitor.stop()
     except RelayError as error:
-        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        console.print(str(error), style="red", soft_wrap=True)
+        plain_console(stderr=True).print(str(error), style="red", soft_wrap=True)
         raise typer.Exit(NOT_MEASURED) from error
     raise typer.Exit(lag_view.exit_code(report))
 

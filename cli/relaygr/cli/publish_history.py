@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.texts import plain_console
 from relaygr.interactions import Interactions, Limits, ReadReport, read_interactions
 from relaygr.interactions.publishing import (
     PublishReport,
@@ -82,7 +83,7 @@ def history(
     if not dry_run:
         # Fail before the log is read, which can take minutes.
         require_topics(settings, Role.HISTORY_PUBLISHER)
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     read = _read(interactions, Limits(max_bad_lines=max_bad_lines))
     _tell_read(console, read.report)
     if not read.users:
@@ -100,7 +101,7 @@ def history(
 
 def behaviours_of_log(kafka: KafkaSettings, path: Path, after_ms: int | None, max_bad_lines: int) -> bool:
     """Publishes the behaviours of a log that are later than a time. Returns whether all were delivered."""
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     read = _read(path, Limits(max_bad_lines=max_bad_lines))
     _tell_read(console, read.report)
     with _progress() as progress:

@@ -70,13 +70,17 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def stdout_console() -> Console:
-    """Prints tables and texts. They are as wide as the terminal, and in a pipe each line is as long as it is.
+def plain_console(*, stderr: bool = False, soft_wrap: bool = False, width: int | None = None) -> Console:
+    """Prints texts as they are: they may have names of users, in which `[red]` or `:abc:` is no markup."""
+    return Console(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 
-    Texts are printed as they are: they may have names of users, in which `[red]` or `:abc:` is no markup.
+
+def stdout_console(pipe_width: int = PIPE_WIDTH) -> Console:
+    """Prints tables and texts. They are as wide as the terminal; in a pipe, which has no width, `pipe_width`: by
+    default each line is as long as it is.
     """
-    console = Console(highlight=False, markup=False, emoji=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
+    console = plain_console()
+    return console if console.is_terminal else plain_console(width=pipe_width)
 
 
 def print_json(content: object) -> None:

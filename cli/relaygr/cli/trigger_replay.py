@@ -11,10 +11,10 @@ from typing import Annotated, Any, Final
 
 import typer
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
-from rich.console import Console
 from rich.table import Table
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.texts import plain_console
 from relaygr.kafka.clients import make_assigned_consumer, require_broker
 from relaygr.kafka.message_headers import headers_of
 from relaygr.replay.recording import RecordingWriter, RetrievalLine, read_recording
@@ -45,7 +45,7 @@ def record(
     """
     settings = command_settings(config, bootstrap, overrides)
     require_broker(settings)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     consumer = make_assigned_consumer(settings, "trigger-record", options={"enable.partition.eof": True})
     try:
         with out.open("w", encoding="utf-8") as file:
@@ -140,7 +140,7 @@ def replay(
         rows = [{**dataclasses.asdict(result), "device_us": result.device_us} for result in results]
         typer.echo(json.dumps(rows, indent=2))
         return
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     span_s = (lines[-1].at_us - lines[0].at_us) / 1e6
     found = f"{results[0].events:,} events, {results[0].requests:,} requests in {span_s:,.0f} s"
     console.print(f"{events}: {found}", soft_wrap=True)

@@ -20,6 +20,7 @@ from relaygr.bench.headline.points import FRESH_SEEDS, PARTITIONS, Asked, Mode, 
 from relaygr.bench.headline.rows import RunFile, RunRow
 from relaygr.bench.headline.run import RUN_OVERHEAD_S, Bench, estimated_s, name_of, read_others
 from relaygr.bench.headline.systems import System
+from relaygr.cli.texts import plain_console
 from relaygr.devbroker import local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.traffic.population import population_of
@@ -39,7 +40,7 @@ def measure(
     asks: bool,
 ) -> bool:
     """Runs the cells. False: the user declined after the estimate of the time."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     asked = with_other_reuses(cells, systems, mode)
     runs = sum(estimated_runs(each, mode) for _, each in asked)
     known = min(runs, runs_there(RunFile(out).rows, asked, mode))
@@ -77,7 +78,7 @@ def simulate(
     """Simulates the cells. Without learnt times in the folder it first plays runs on the broker to learn them."""
     from relaygr.bench.headline.simulated import SimulatedBench, learnt_in
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     asked = with_other_reuses(cells, systems, mode)
     learnt = learnt_in(out, console, broker)
     runs = sum(estimated_runs(each, mode) for _, each in asked)
@@ -119,7 +120,7 @@ def measure_rates(
     interactions: Path | None,
 ) -> None:
     """Plays these rates on each system, without a search, at these histories; without any, at the cells'."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     for cell, history in itertools.product(cells, histories):
         if history > cell.history * LENGTH_FACTORS[1]:
             longest = int(cell.history * LENGTH_FACTORS[1])
@@ -144,7 +145,7 @@ def measure_trace(
     """Plays a trace of others, or its first seconds, on each system."""
     # A file that cannot be played is refused before the broker starts.
     read = read_others(trace, cell, seconds)
-    with _bench(Console(highlight=False, markup=False, emoji=False), broker, mode, out, interactions) as bench:
+    with _bench(plain_console(), broker, mode, out, interactions) as bench:
         bench.run_trace(cell, systems, read)
 
 
@@ -178,9 +179,7 @@ def write_load(cell: Cell, path: Path, rate_per_s: float, mode: Mode, interactio
         logged=logged,
     )  # fmt: skip
     write_trace(trace, path)
-    Console(highlight=False, markup=False, emoji=False).print(
-        f"{path}: {len(trace):,} impressions, {reuse_of(trace):.0%} of users seen before"
-    )
+    plain_console().print(f"{path}: {len(trace):,} impressions, {reuse_of(trace):.0%} of users seen before")
 
 
 def list_cells() -> None:
@@ -201,7 +200,7 @@ def list_cells() -> None:
             f"{cell.reuse:g}", f"{cell.return_gap_s:g} s", str(cell.candidates),
             ", ".join(f"{name} {value:g}" for name, value in others.items() if value != usual[name]),
         )  # fmt: skip
-    console = Console(highlight=False, markup=False, emoji=False, width=120)
+    console = plain_console(width=120)
     console.print(table)
     for cell in (LOOSE, *PUBLISHED):
         console.print(f"{cell.name}: {cell.origin}", soft_wrap=True)

@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from relaygr.bench.headline.decision import LEAST_SEEDS
 from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Picture, Text, as_html, as_markdown
 from relaygr.bench.headline.figures import (
@@ -48,6 +46,7 @@ from relaygr.bench.headline.summary import (
     times,
 )
 from relaygr.bench.headline.systems import FLAGS, System
+from relaygr.cli.texts import plain_console
 from relaygr.runtime.errors import RelayError
 
 TITLE = "The headline figures"
@@ -85,7 +84,7 @@ def write_report(out: Path) -> None:
     blocks += [Heading("Figures of others"), Bullets(OTHERS)]
     (out / "report.md").write_text(f"# {TITLE}\n\n{as_markdown(blocks, out)}", encoding="utf-8")
     (out / "report.html").write_text(as_html(TITLE, blocks), encoding="utf-8")
-    Console(highlight=False).print(f"report: {out / 'report.md'} and {out / 'report.html'}", soft_wrap=True)
+    plain_console().print(f"report: {out / 'report.md'} and {out / 'report.html'}", soft_wrap=True)
 
 
 def fill_page(out: Path, mode: str | None, page: Path) -> None:
