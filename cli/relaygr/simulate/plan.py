@@ -69,11 +69,9 @@ class Probe:
     def late_up_to(self) -> float:
         """The upper end of the confidence interval of the late share; 1 if the sampling error is not known."""
         late = self.figures.late_share
-        return (
-            1.0
-            if late.error is None
-            else max(late.value + late.error, highest_share(late.value, self.figures.requests))
-        )
+        if late.error is None:
+            return 1.0
+        return max(late.value + late.error, highest_share(late.value, self.figures.requests))
 
     @property
     def is_enough(self) -> bool:
@@ -126,24 +124,11 @@ def plan_capacity(
 
     def probe(workers: int, wanted: int = impressions) -> Probe:
         if workers not in probes:
-            traffic = case.demand.traffic
-            demand = replace(case.demand, partitions=prefixes_for(workers) * partitions_for(workers))
-            seconds = wanted / (traffic.rate_per_s * min(1.0, sample / workers) * seeds)
-            if sample < workers:
-                _, highest = busiest_part(demand, parts_of(demand.partitions, workers, 1))
-                seconds = min(seconds, _MOST_BUSIEST * wanted / (traffic.rate_per_s * highest * seeds))
-            seconds = min(max(_LEAST_S, seconds), _MOST_S)
-            probed = replace(case, demand=replace(demand, traffic=traffic.model_copy(update={"duration_s": seconds})))
-
-            def simulated(size: FleetSize) -> Probe:
-                total = expected_impressions(probed, size)
-                on_probe(workers, 0.0)
-                figures = simulate(probed, size, runner, lambda done: on_probe(workers, min(1.0, done / total)))
-                return Probe(workers, figures, seconds)
-
-            probes[workers] = simulated(FleetSize(workers, sample, seeds))
+            size = FleetSize(workers, sample, seeds)
+            probed = _probed(case, size, wanted)
+            probes[workers] = _probe(probed, size, runner, on_probe)
             if probes[workers].is_unclear:
-                probes[workers] = simulated(FleetSize(workers, sample, MORE_SEEDS * seeds))
+                probes[workers] = _probe(probed, replace(size, seeds=MORE_SEEDS * seeds), runner, on_probe)
         return probes[workers]
 
     # `few` is a guess until it was simulated.
@@ -165,6 +150,25 @@ def plan_capacity(
         if few == 0 or not probe(few).is_enough:
             return CapacityPlan(probe(enough), tuple(probes.values()))
         enough, few = few, few // 2
+
+
+def _probed(case: Case[Demand], size: FleetSize, wanted: int) -> Case[Demand]:
+    """The case with the partitions of this fleet, for so long that about `wanted` impressions are simulated."""
+    traffic, workers = case.demand.traffic, size.workers
+    demand = replace(case.demand, partitions=prefixes_for(workers) * partitions_for(workers))
+    seconds = wanted / (traffic.rate_per_s * min(1.0, size.sample / workers) * size.seeds)
+    if size.sample < workers:
+        _, highest = busiest_part(demand, parts_of(demand.partitions, workers, 1))
+        seconds = min(seconds, _MOST_BUSIEST * wanted / (traffic.rate_per_s * highest * size.seeds))
+    seconds = min(max(_LEAST_S, seconds), _MOST_S)
+    return replace(case, demand=replace(demand, traffic=traffic.model_copy(update={"duration_s": seconds})))
+
+
+def _probe(case: Case[Demand], size: FleetSize, runner: Runner, on_probe: OnProbe) -> Probe:
+    total = expected_impressions(case, size)
+    on_probe(size.workers, 0.0)
+    figures = simulate(case, size, runner, lambda done: on_probe(size.workers, min(1.0, done / total)))
+    return Probe(size.workers, figures, case.demand.traffic.duration_s)
 
 
 def least_workers(case: Case[Demand]) -> int:
