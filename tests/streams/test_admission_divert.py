@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -155,34 +157,32 @@ def test_a_user_without_a_history_is_diverted_too() -> None:
     assert isinstance(chosen, Target) and chosen.behaviours == 0
 
 
+def sending(world: World) -> Iterator[bool]:
+    """Whether the request of one further user after the other is diverted."""
+    for number in itertools.count():
+        yield isinstance(world.choose(replace(NEED, user_id=f"u{number}")), Target)
+
+
 def test_what_was_sent_to_a_peer_counts_until_its_next_status_or_until_it_can_be_done() -> None:
     """Of 37.5 ms, 5 are the way. Full inference of another user takes 10."""
     world = World(STATUS, share=1.0)
-    users = iter(range(100))
-
-    def send() -> bool:
-        return isinstance(world.choose(replace(NEED, user_id=f"u{next(users)}")), Target)
-
-    assert [send() for _ in range(4)] == [True, True, True, False]
+    sent = sending(world)
+    assert [next(sent) for _ in range(4)] == [True, True, True, False]
     world.now_us += NEED_WAY_US + 7_500
-    assert send() and not send()
+    assert next(sent) and not next(sent)
     world.now_us += NEED_WAY_US
     world.hear(peer("peer-1", written_at_us=world.now_us))
-    assert [send() for _ in range(4)] == [True, True, True, False]
+    assert [next(sent) for _ in range(4)] == [True, True, True, False]
 
 
 def test_what_was_sent_before_the_clock_was_set_back_counts_no_more() -> None:
     world = World(STATUS, share=1.0)
-    users = iter(range(100))
-
-    def send() -> bool:
-        return isinstance(world.choose(replace(NEED, user_id=f"u{next(users)}")), Target)
-
-    assert [send() for _ in range(4)] == [True, True, True, False]
+    sent = sending(world)
+    assert [next(sent) for _ in range(4)] == [True, True, True, False]
     world.now_us -= HOUR_US
     for _ in range(3):
         world.hear(peer("peer-1", written_at_us=world.now_us))
-        assert [send() for _ in range(4)] == [True, True, True, False]
+        assert [next(sent) for _ in range(4)] == [True, True, True, False]
         world.now_us += 1_000_000
 
 

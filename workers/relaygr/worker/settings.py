@@ -267,8 +267,8 @@ class WorkerSettings(Section):
         Field(
             ge=0,
             le=60_000,
-            description="time after its deadline for which an answer is still worth the whole history: before it, no "
-            "request is truncated, refused or expired for lack of time",
+            description="time after its deadline for which an answer on the whole history is still wanted: a request "
+            "is truncated, refused or expired only if even that time does not suffice",
         ),
     ] = 0.0
     max_clock_skew_ms: Annotated[

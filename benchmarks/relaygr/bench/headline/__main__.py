@@ -9,10 +9,10 @@ plays the grid in virtual time on `--processes` cores, with times that it first 
 plays only these rates, each after one or two minutes of warm-up, without a search, and `--histories 2048,4096` plays
 them at these lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part.
 `--make-trace FILE` writes the trace of a load and ends. With `--any-speed` runs on a slow machine count: the report
-says how slow it was. `--report` makes the report again from the CSV files and
-measures nothing. `--page docs/benchmark.md` also writes the main figures (with `--report`: of the last search, else of
-the last run) into that page: live ones between its marks `figures`, simulated ones between `grid` and `cells of
-others`, and those of given rates between marks with the name of the folder.
+says how slow it was. `--report` makes the report again from the CSV files and measures nothing. `--page
+docs/benchmark.md` also writes the main figures (with `--report`: of the last search, else of the last run) into that
+page: live ones between its marks `figures`, simulated ones between `grid` and `cells of others`, and those of given
+rates between marks with the name of the folder.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """

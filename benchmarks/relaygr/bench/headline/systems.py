@@ -27,7 +27,7 @@ INT8_TOLERANCE: float = WorkerSettings.model_fields["dram_max_score_error"].defa
 
 
 GRACE_MS = 1_000.0
-"""A bound all the same: where the load is too high, the queue must not grow for ever."""
+"""For so long after its deadline B0-late still computes a request. Under too high a load this bounds its queue."""
 
 
 class System(enum.StrEnum):

@@ -101,10 +101,8 @@ class Jobs:
         return self._pre_infer(work, prefix)
 
     def _pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
-        if self._context.deletions.cover(prefix):
-            return self._end(work, JobOutcome.NO_HISTORY)
-        if prefix.revision != self._context.engine.revision:
-            return self.submit(work)
+        if self._is_outdated(work, prefix):
+            return None
         now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
         if prefix.tokens == 0:
             return self._end(work, JobOutcome.ALREADY_CACHED)
@@ -132,6 +130,18 @@ class Jobs:
             cache.release(handle)
         return self._wait_for_reload(work, prefix, pending)
 
+    def _is_outdated(self, work: JobWork, prefix: ResolvedPrefix) -> bool:
+        """Whether the prefix is not to be computed any more: its user was deleted, and the job ends; or another model
+        serves now, and the job is taken anew.
+        """
+        if self._context.deletions.cover(prefix):
+            self._end(work, JobOutcome.NO_HISTORY)
+            return True
+        if prefix.revision != self._context.engine.revision:
+            self.submit(work)
+            return True
+        return False
+
     def _is_ready(self, work: JobWork, prefix: ResolvedPrefix, handle: Handle) -> bool:
         """Whether the request can be ranked on `handle` as it is: on the whole prefix, or with its tail as suffix."""
         return handle.complete or self._context.tail_stays_in_suffix(
@@ -149,10 +159,8 @@ class Jobs:
         pending.add_done_callback(lambda _: self._context.post(partial(self._prefix_reloaded, work, prefix)))
 
     def _after_reload(self, work: JobWork, prefix: ResolvedPrefix) -> None:
-        if self._context.deletions.cover(prefix):
-            return self._end(work, JobOutcome.NO_HISTORY)
-        if prefix.revision != self._context.engine.revision:
-            return self.submit(work)
+        if self._is_outdated(work, prefix):
+            return None
         now_us = self._parts.clock.monotonic_us()
         found = self._parts.cache.acquire(prefix.key, now_us, purpose=Purpose.PRE_INFER)
         if not isinstance(found, Hit):
