@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from relaygr.bench.simulated.run import Outcome, Row, inverted, outcome_of, parse_loads, row_of
+from relaygr.bench.simulated.agreement import Outcome, Row, inverted, outcome_of, row_of
+from relaygr.bench.simulated.run import parse_loads
 from relaygr.runtime.errors import RelayError
 from relaygr.simulate.case import System
 from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, Requests, requests_of

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,7 +214,25 @@ def figures_of(
     )
 
 
-def requests_of(records: Sequence[ImpressionRecord]) -> Requests:
+class EndedRequest(Protocol):
+    """What `requests_of` needs of a measured request."""
+
+    @property
+    def status(self) -> str:
+        """Its outcome, or `lost`."""
+
+    @property
+    def reason(self) -> str | None: ...
+
+    @property
+    def path(self) -> str | None: ...
+
+    @property
+    def latency_us(self) -> int | None:
+        """From its scheduled time to its answer; None without one."""
+
+
+def requests_of(records: Sequence[EndedRequest]) -> Requests:
     """The requests of a measured run, in the same form."""
     latencies = [NO_LATENCY if each.latency_us is None else each.latency_us for each in records]
     return Requests(np.array(latencies, np.int64), np.array([CODE[_ending(each)] for each in records], np.uint8))
@@ -248,7 +266,7 @@ def record_of(
     )
 
 
-def _ending(measured: ImpressionRecord) -> Ending:
+def _ending(measured: EndedRequest) -> Ending:
     if measured.status == Outcome.RANKED and measured.path in {path.value for path in Path}:
         return Ending(measured.path)
     if measured.status in (LOST, NOT_SENT, OPEN):
