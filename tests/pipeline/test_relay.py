@@ -61,6 +61,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 EXAMPLES = FilePath(__file__).parents[2] / "docs" / "examples"
 ATTEMPTS = 10
 BUDGET_MS = 5_000
+BURST_BUDGET_MS = 30_000
+"""On a slow machine a worker refuses the last of many requests at once, if they have no more than `BUDGET_MS`."""
 TOLERANCE = 2e-5
 
 
@@ -318,13 +320,13 @@ def test_many_requests_at_once_get_one_answer_each(stack):
         stack.client.publish_history(history_of(user, 64))
     futures = [
         stack.client.submit_rank(
-            user, candidates_of(), budget_ms=BUDGET_MS, history_version=history_of(user, 64).version()
+            user, candidates_of(), budget_ms=BURST_BUDGET_MS, history_version=history_of(user, 64).version()
         )
         for user in users
         for _ in range(2)
     ]
-    outcomes: list[RankOutcome] = [future.result(timeout=30) for future in futures]
-    assert [outcome.status for outcome in outcomes] == [RankStatus.RANKED] * 200
+    outcomes: list[RankOutcome] = [future.result(timeout=2 * BURST_BUDGET_MS / 1000) for future in futures]
+    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [(RankStatus.RANKED, None)] * 200
     after = stack.client.statistics()
     # A request that was sent again after a failed delivery report may have arrived twice.
     assert after.duplicates - before.duplicates <= after.retries - before.retries
