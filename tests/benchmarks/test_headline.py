@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -22,11 +23,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from relaygr.admission.latency import LatencyModel, Stage
-from relaygr.bench.generator.samples import LOST, Sample
+from relaygr.bench.generator.samples import LOST, Sample, write_samples
 from relaygr.bench.generator.trace import WARM_UP, Trace, read_trace, write_trace
 from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
 from relaygr.bench.headline import command
 from relaygr.bench.headline.__main__ import main
+from relaygr.bench.headline.checked import LEARNT_UP_TO, compare_in_virtual_time, live_runs
 from relaygr.bench.headline.command import runs_there, with_other_reuses
 from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
 from relaygr.bench.headline.document import Grid, Text
@@ -63,6 +65,9 @@ from relaygr.bench.headline.points import (
     FoundUses,
     Mode,
     Point,
+    samples_path,
+    trace_name,
+    trace_path,
     unfinished_in,
     workload_of,
 )
@@ -76,6 +81,8 @@ from relaygr.bench.headline.report import (
     write_report,
 )
 from relaygr.bench.headline.rows import (
+    AT_RATE,
+    CHECKED,
     OF_LOG,
     SIMULATED,
     SLOW_LIMIT,
@@ -92,10 +99,10 @@ from relaygr.bench.headline.run import Bench, estimated_s, read_others, served_c
 from relaygr.bench.headline.search import highest_passing, snapped, values_around
 from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
 from relaygr.bench.headline.summary import at_rates, baseline, by_cell, by_reuse, highest_rates, hits_beside_preinfer
-from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, TUNED, System, settings_of
+from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, TUNED, UNCUT, System, settings_of
 from relaygr.bench.rows import machine
 from relaygr.bench.speed import MachineSpeed
-from relaygr.devbroker import LocalBroker
+from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS, LatencyCoefficients
 from relaygr.settings import load_settings
@@ -765,8 +772,12 @@ class TestPage:
         assert "| R | 50 | 50% | 5 of 5 | 0 | 0.00% | 5 | every seed passed; 95% sure" in text and "Machine" in text
 
     @pytest.mark.parametrize(
-        "folder", ["headline-quick", "headline-noisy", "headline-simulated", "headline-best", "headline-rates"]
-    )
+        "folder",
+        [
+            "headline-quick", "headline-noisy", "headline-simulated", "headline-best", "headline-rates",
+            "headline-fresh",
+        ],
+    )  # fmt: skip
     def test_the_documentation_shows_the_figures_of_the_runs_that_are_kept(self, tmp_path: Path, folder: str) -> None:
         root, copy = Path(__file__).parents[2], tmp_path / "benchmark.md"
         shutil.copy(root / "docs" / "benchmark.md", copy)
@@ -937,7 +948,7 @@ RELAYS = [system for system, flags in FLAGS.items() if flags.events]
 class TestSystems:
     def test_they_differ_by_their_flags(self) -> None:
         assert set(FLAGS) == set(System)
-        without = (System.B0, System.B0_LATE, System.B1, System.C, System.O)
+        without = (System.B0, System.B0_LATE, System.B0_THREADS, System.B1, System.C, System.O)
         assert {system for system, flags in FLAGS.items() if not flags.events} == set(without)
         assert not FLAGS[System.B0].reuse and not FLAGS[System.R].settings
         assert len({repr(FLAGS[system]) for system in RELAYS}) == len(RELAYS)
@@ -948,6 +959,15 @@ class TestSystems:
         tuned = settings_of(QUICK, plan, System.B0, variant)
         assert settings_of(QUICK, plan, System.B1, f"{variant}, at most 704 behaviours") == tuned
         assert all(tuned["worker"][name] == value for name, value in TUNED[variant].items())
+
+    def test_a_worker_with_other_threads_than_the_engine_alone_had_calibrates_itself(self, tmp_path: Path) -> None:
+        measured_in(tmp_path, QUICK)
+        broker = LocalBroker(BrokerChoice.EXTERNAL, "localhost:9092", "a test", (), repr, repr, 100, 6_000)
+        with Bench(Console(quiet=True), tmp_path, broker, QUICK_MODE, None) as bench:
+            plan = bench.plan(QUICK)
+            for system in (System.B0, System.B0_THREADS, System.R, System.R_THREADS):
+                worker = bench._settings_of(QUICK, plan, system, UNCUT, tmp_path).worker
+                assert (worker.calibration is None) == (worker.threads != 1)
 
     @pytest.mark.parametrize("system", [system for system in RELAYS if system is not System.R])
     def test_an_ablation_is_a_setting_of_the_product_that_is_not_its_default(self, system: System) -> None:
@@ -994,6 +1014,7 @@ def test_only_valid_runs_of_what_is_asked_count_as_there() -> None:
         ({"rates": "5", "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
         ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
         ({"simulated": True, "systems": "B0,O"}, "B1 and O are not simulated"),
+        ({"simulated": True, "systems": "B0,R-threads"}, "R-threads is not simulated: the engine is timed on one"),
         ({"simulated": True, "interactions": Path("log.csv")}, "--simulated does not take --interactions"),
         ({"simulated": True, "any_speed": True}, "--any-speed belongs to real runs"),
     ],
@@ -1474,6 +1495,76 @@ class TestSimulated:
             (cell.name, system.value) for cell, systems in asked for system in systems
         }
         assert len({each.key for each in rows}) == len(rows)
+
+
+@pytest.mark.slow
+class TestLiveRunsInVirtualTime:
+    """The runs are simulated ones that are called live, so they agree unless a test changes them."""
+
+    MODE = simulated_mode(name="rates")
+
+    def played(self, folder: Path, system: System, rate_per_s: float, seed: int = 1, slower: int = 1) -> None:
+        """Adds a run. `slower`: its answers came so many times as late."""
+        measured_in(folder, QUICK)
+        plan, path = plan_in(folder, QUICK)
+        calibration = load_calibration(path)
+        point = Point(f"{AT_RATE}{rate_per_s:g}", QUICK.history, rate_per_s, seed)
+        run = SimulatedRun(QUICK, plan, self.MODE, system, "", point, calibration, calibration, NO_TIMES)
+        row, samples = simulate(run)
+        samples = [
+            each if each.latency_us is None else replace(each, latency_us=slower * each.latency_us) for each in samples
+        ]
+        trace = make_trace(workload_of(QUICK, plan, point, self.MODE), f"{trace_name(QUICK, point, self.MODE.name)}-")
+        write_trace(trace, trace_path(folder, QUICK, self.MODE.name, point))
+        kept = samples_path(folder, QUICK, self.MODE.name, system, "", point, 1)
+        kept.parent.mkdir(exist_ok=True)
+        write_samples(samples, kept)
+        RunFile(folder).add(replace(row, broker="Kafka"), samples)
+
+    def test_they_agree_where_the_times_at_other_rates_tell_theirs(self, tmp_path: Path) -> None:
+        for seed, rate in itertools.product((1, 2, 3), (8.0, 12.0)):
+            self.played(tmp_path, System.B0, rate, seed)
+        compare_in_virtual_time(tmp_path, 1)
+        checked = read_dicts(tmp_path / CHECKED)
+        assert [(each["system"], each["rate_per_s"], each["repeats"], each["verdict"]) for each in checked] == [
+            ("B0", rate, "3", "agrees") for rate in ("8.0", "12.0")
+        ]
+        write_report(tmp_path)
+        assert "| quick | 2,048 | B0 | 12 | 3 |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+    def test_runs_that_are_slower_than_the_others_tell_differ(self, tmp_path: Path) -> None:
+        self.played(tmp_path, System.B0, 8.0)
+        self.played(tmp_path, System.B0, 12.0, slower=2)
+        compare_in_virtual_time(tmp_path, 1)
+        verdicts = {each["rate_per_s"]: each["verdict"] for each in read_dicts(tmp_path / CHECKED)}
+        assert verdicts["12.0"].startswith("differs: P50 -")
+
+    def test_times_are_learnt_from_the_same_kind_of_system_at_another_and_low_load(self, tmp_path: Path) -> None:
+        for system, rate in ((System.B0, 8.0), (System.C, 8.0), (System.R, 8.0), (System.R, 9.0), (System.B0, 100.0)):
+            self.played(tmp_path, system, rate)
+        full, cache, relay, other, busy = live_runs(tmp_path)
+        assert busy.device_use > LEARNT_UP_TO > other.device_use
+        assert {each.name for each in (full, cache, relay, other, busy) if each.teach(relay)} == {other.name}
+        assert {each.name for each in (full, cache, relay, other, busy) if each.teach(full)} == set()
+
+    def test_runs_with_none_to_learn_from_are_refused(self, tmp_path: Path) -> None:
+        for system in (System.C, System.R):
+            self.played(tmp_path, system, 8.0)
+        with pytest.raises(RelayError, match="at two rates or histories"):
+            compare_in_virtual_time(tmp_path, 1)
+
+    def test_only_runs_at_given_rates_that_can_be_simulated_are_compared(self, tmp_path: Path) -> None:
+        self.played(tmp_path, System.B0, 8.0)
+        file = RunFile(tmp_path)
+        for changes in ({"figure": "B"}, {"system": "O"}, {"system": "R-threads"}, {"valid": False}):
+            file.add(replace(file.rows[0], **changes), [])
+        assert [runs.name for runs in live_runs(tmp_path)] == ["quick B0 at 8/s, 2,048 behaviours"]
+
+    def test_a_folder_without_its_samples_is_refused(self, tmp_path: Path) -> None:
+        self.played(tmp_path, System.B0, 8.0)
+        shutil.rmtree(tmp_path / "samples")
+        with pytest.raises(RelayError, match="is gone, so its run cannot be compared"):
+            compare_in_virtual_time(tmp_path, 1)
 
 
 def miniature() -> Cell:

@@ -9,10 +9,10 @@ plays the grid in virtual time on `--processes` cores, with times that it first 
 plays only these rates, each after one or two minutes of warm-up, without a search, and `--histories 2048,4096` plays
 them at these lengths. `--trace FILE` plays a trace of your own on each system; with `--seconds` its first part.
 `--make-trace FILE` writes the trace of a load and ends. With `--any-speed` runs on a slow machine count: the report
-says how slow it was. `--report` makes the report again from the CSV files and measures nothing. `--page
-docs/benchmark.md` also writes the main figures (with `--report`: of the last search, else of the last run) into that
-page: live ones between its marks `figures`, simulated ones between `grid` and `cells of others`, and those of given
-rates between marks with the name of the folder.
+says how slow it was. `--check-simulation` plays the live runs of the folder again in virtual time. `--report` makes the
+report again from the CSV files and measures nothing. `--page docs/benchmark.md` also writes the main figures (with
+`--report`: of the last search, else of the last run) into that page: live ones between its marks `figures`, simulated
+ones between `grid` and `cells of others`, and those of given rates between marks with the name of the folder.
 
 A run that is interrupted goes on where it stopped when the same command is given again.
 """
@@ -44,6 +44,9 @@ def main(
     histories: Annotated[
         str, typer.Option(help="With --rates: median behaviours, by commas.", show_default="the cell's")
     ] = "",
+    check_simulation: Annotated[
+        bool, typer.Option("--check-simulation", help="Play the live runs of --out again in virtual time, and compare.")
+    ] = False,
     report: Annotated[bool, typer.Option("--report", help="Only make the report again from the CSV files.")] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Play this trace (.parquet or .csv) on each system.", show_default=False)
@@ -59,7 +62,7 @@ def main(
         int | None,
         typer.Option(min=1, help="Seeds of each search or rate; runs of a --trace.", show_default="1; 7 with --full"),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="With --simulated: runs side by side.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, help="In virtual time: runs side by side.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="The first seed; the others follow it.")] = 1,
     rate: Annotated[float, typer.Option(min=0.01, help="With --make-trace: impressions/s.")] = 20.0,
     seconds: Annotated[
@@ -86,12 +89,13 @@ def main(
 ) -> None:
     """Measure the longest history and the most requests that meet the deadline, for each system."""
     wanted_modes = (
-        quick, full, simulated, report, bool(rates), trace is not None, make_trace is not None, cells == "list"
+        quick, full, simulated, check_simulation, report, bool(rates), trace is not None, make_trace is not None,
+        cells == "list",
     )  # fmt: skip
     if sum(wanted_modes) != 1:
         raise RelayError(
-            "give one of --quick, --full, --simulated, --rates RATES, --trace FILE, --make-trace FILE, --report and "
-            "--cells list"
+            "give one of --quick, --full, --simulated, --rates RATES, --trace FILE, --make-trace FILE, "
+            "--check-simulation, --report and --cells list"
         )
 
     from relaygr.bench.generator.trace import digest_of
@@ -100,7 +104,7 @@ def main(
     from relaygr.bench.headline.points import FULL_MODE, QUICK_MODE, RATES_MODE, SIMULATED_MODE, TRACE_MODE
     from relaygr.bench.headline.report import FIGURES, fill_page, marked_name, read_page, write_report
     from relaygr.bench.headline.rows import OF_LOG
-    from relaygr.bench.headline.systems import QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
+    from relaygr.bench.headline.systems import NOT_SIMULATED, QUICK_SYSTEMS, SIMULATED_SYSTEMS, System
     from relaygr.runtime.stop_signals import exit_on_sigterm
 
     exit_on_sigterm()
@@ -133,13 +137,13 @@ def main(
     if trace is not None or interactions is not None:
         impossible[System.O] = "O ranks synthetic users of its own: it plays neither --trace nor --interactions"
     if simulated:
-        impossible = dict.fromkeys((System.B1, System.O), "B1 and O are not simulated")
+        impossible = dict(NOT_SIMULATED)
         if interactions is not None:
             raise RelayError("--simulated does not take --interactions")
     if page is not None:
         # A page without marks is refused before the runs, not after them.
         text, folder = read_page(page), out.resolve().name
-        if not (report or simulated):
+        if not (report or simulated or check_simulation):
             marked_name(page, text, folder, *(() if rates else (FIGURES,)))
     default = tuple(System) if full else SIMULATED_SYSTEMS if simulated else QUICK_SYSTEMS
     wanted = _chosen_systems(systems, default, impossible)
@@ -154,11 +158,15 @@ def main(
         measure_rates(chosen, wanted, _rates_of(rates), _histories_of(histories), mode, broker, out, interactions)
     elif simulated:
         simulate(chosen, wanted, mode, broker, out, processes)
+    elif check_simulation:
+        from relaygr.bench.headline.checked import compare_in_virtual_time
+
+        compare_in_virtual_time(out, processes)
     elif not report and not measure(chosen, wanted, mode, broker, out, interactions, asks=full and not yes):
         return None
     write_report(out)
     if page is not None:
-        fill_page(out, None if report else mode.name, page)
+        fill_page(out, None if report or check_simulation else mode.name, page)
     return None
 
 

@@ -21,10 +21,10 @@ from relaygr.bench.headline.summary import amount
 from relaygr.bench.headline.systems import System
 
 COLOURS = {
-    System.B0: "#6b7280", System.B0_LATE: "#9ca3af", System.B1: "#a16207", System.C: "#2563eb",
-    System.R_HBM: "#9333ea", System.R: "#dc2626", System.R_ADMIT: "#f59e0b", System.R_ALWAYS: "#db2777",
-    System.R_SHARE: "#0891b2", System.R_UNCUT: "#65a30d", System.R_APPEND: "#78350f", System.R_INT8: "#be185d",
-    System.R_TAIL: "#c2410c", System.O: "#059669",
+    System.B0: "#6b7280", System.B0_LATE: "#9ca3af", System.B0_THREADS: "#374151", System.B1: "#a16207",
+    System.C: "#2563eb", System.R_HBM: "#9333ea", System.R: "#dc2626", System.R_ADMIT: "#f59e0b",
+    System.R_ALWAYS: "#db2777", System.R_SHARE: "#0891b2", System.R_UNCUT: "#65a30d", System.R_APPEND: "#78350f",
+    System.R_INT8: "#be185d", System.R_TAIL: "#c2410c", System.R_THREADS: "#7f1d1d", System.O: "#059669",
 }  # fmt: skip
 PATHS = {"hbm": "#059669", "dram": "#2563eb", "pending": "#f59e0b", "full": "#6b7280", "not whole": "#dc2626"}
 STAGES = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from relaygr.bench.generator.samples import Sample
 from relaygr.bench.generator.trace import WARM_UP, Trace
@@ -176,9 +177,23 @@ def workload_of(cell: Cell, plan: CellPlan, point: Point, mode: Mode) -> Workloa
     )
 
 
-def trace_name(cell: Cell, point: Point, mode: Mode) -> str:
+def trace_name(cell: Cell, point: Point, mode: str) -> str:
     """The name of the trace of a point, with which the ids of its users begin."""
-    return f"{cell.name}-n{point.history}-q{point.rate_per_s:g}-s{point.seed}-{mode.name}"
+    return f"{cell.name}-n{point.history}-q{point.rate_per_s:g}-s{point.seed}-{mode}"
+
+
+def trace_path(out: Path, cell: Cell, mode: str, point: Point) -> Path:
+    """The file of the trace of a point in a folder."""
+    return out / "traces" / f"{trace_name(cell, point, mode)}.parquet"
+
+
+def samples_path(out: Path, cell: Cell, mode: str, system: System, variant: str, point: Point, attempt: int) -> Path:
+    """The file of the samples of a run in a folder."""
+    # Traces of two modes differ, and scores are compared on one trace.
+    about = f"{point.figure}-n{point.history}-q{point.rate_per_s:g}-s{point.seed}-{mode}"
+    about += f"-attempt{attempt}" if attempt > 1 else ""
+    name = f"{cell.name}-{system}-{variant}-{about}".replace(" ", "_").replace(",", "").replace("/", "_")
+    return out / "samples" / f"{name}.parquet"
 
 
 def key_of(cell: Cell, mode: Mode, system: System, variant: str, point: Point) -> tuple[object, ...]:

@@ -24,12 +24,23 @@ from relaygr.bench.headline.outlook import MOST_LATE, Demand, verdict_of, work_o
 from relaygr.bench.headline.plan import CellPlan, load_plan
 from relaygr.bench.headline.plots import plot_cell, plot_overview
 from relaygr.bench.headline.points import unfinished_in
-from relaygr.bench.headline.rows import AT_RATE, LAG_LIMIT, OF_LOG, OF_TRACE, SLOW_LIMIT, RunRow, read_dicts, read_rows
+from relaygr.bench.headline.rows import (
+    AT_RATE,
+    CHECKED,
+    LAG_LIMIT,
+    OF_LOG,
+    OF_TRACE,
+    SLOW_LIMIT,
+    RunRow,
+    read_dicts,
+    read_rows,
+)
 from relaygr.bench.headline.summary import (
     BASELINE_LIMIT,
     CHUNK_MS,
     HIT_FACTOR,
     against_others,
+    against_simulation,
     amount,
     at_rates,
     baseline,
@@ -46,6 +57,7 @@ from relaygr.bench.headline.summary import (
     times,
 )
 from relaygr.bench.headline.systems import FLAGS, System
+from relaygr.bench.simulated.agreement import LATE_LIMIT, MIX_LIMIT, P50_LIMIT, P99_LIMIT
 from relaygr.cli.texts import plain_console
 from relaygr.runtime.errors import RelayError
 
@@ -81,7 +93,7 @@ def write_report(out: Path) -> None:
     blocks: list[Block] = []
     for mode in dict.fromkeys(row.mode for row in rows):
         blocks += _mode(out, mode, [row for row in rows if row.mode == mode], paths, plans)
-    blocks += [Heading("Figures of others"), Bullets(OTHERS)]
+    blocks += [*_against_simulation(out), Heading("Figures of others"), Bullets(OTHERS)]
     (out / "report.md").write_text(f"# {TITLE}\n\n{as_markdown(blocks, out)}", encoding="utf-8")
     (out / "report.html").write_text(as_html(TITLE, blocks), encoding="utf-8")
     plain_console().print(f"report: {out / 'report.md'} and {out / 'report.html'}", soft_wrap=True)
@@ -103,7 +115,7 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     if _is_simulated(rows):
         parts = _simulated_figures(rows, mode, plans)
     elif given_rates.rows:
-        parts = {folder: [*_about(rows), given_rates, *_honest_baseline(rows, plans)]}
+        parts = {folder: [*_about(rows), given_rates, *_honest_baseline(rows, plans), *_against_simulation(out)]}
     elif figures:
         name = marked_name(page, text, folder, FIGURES)
         parts = {name: _live_figures(rows, figures, unfinished, mode, plans)}
@@ -491,6 +503,19 @@ def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan], mode: str) -> li
     ]
     blocks: list[Block] = [Heading("Checks"), Bullets(lines)]
     return [*blocks, *_broken(rows, mode), *_honest_baseline(rows, plans)]
+
+
+def _against_simulation(out: Path) -> list[Block]:
+    """The live runs of the folder beside simulated ones, if they were compared."""
+    checked = read_dicts(out / CHECKED)
+    if not checked:
+        return []
+    text = (
+        "Medians of live runs, and of virtual time on the same traces with times learnt from the other points of the "
+        f"cell. Limits: P50 {P50_LIMIT:.0%}, P99 {P99_LIMIT:.0%}, late {LATE_LIMIT:.0%}, paths {MIX_LIMIT:.0%}, or the "
+        "spread of the live runs where it is larger."
+    )
+    return [Heading("The live runs in virtual time"), Text(text), against_simulation(checked)]
 
 
 def _honest_baseline(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:

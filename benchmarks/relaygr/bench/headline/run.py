@@ -38,7 +38,9 @@ from relaygr.bench.headline.points import (
     key_of,
     points_at,
     row_of,
+    samples_path,
     trace_name,
+    trace_path,
     workload_of,
 )
 from relaygr.bench.headline.rows import AT_REUSE, OF_TRACE, RunFile, RunRow, Used
@@ -399,9 +401,9 @@ class Bench:
             path = self._work / f"{name}.parquet"
             played = self._pooled(cell, point, played)
             write_trace(played, path)
-        samples_path = self._samples_path(cell, system, variant, point, attempt)
-        run = Run(name, path, samples_path, plan.deadline_ms, FLAGS[system].events, plan.lead_ms, SCORES_EVERY)
-        samples_path.parent.mkdir(parents=True, exist_ok=True)
+        kept = samples_path(self._out, cell, self._mode.name, system, variant, point, attempt)
+        run = Run(name, path, kept, plan.deadline_ms, FLAGS[system].events, plan.lead_ms, SCORES_EVERY)
+        kept.parent.mkdir(parents=True, exist_ok=True)
         energy: list[dict[Path, int]] = []
         begun_s = math.inf
 
@@ -417,7 +419,7 @@ class Bench:
             self._player.play(run, window.sample)
         measured_s = begun_s + float(played.retrieval_us[played.part != WARM_UP].min()) / 1e6
         energy_j = used_j(energy[0], read_energy_uj()) if energy else math.nan
-        samples = read_samples(samples_path)
+        samples = read_samples(kept)
         after = self._reading()
         return Played(played, samples, _used(window, after, energy_j, watch.slowdown_since(measured_s)), reuse)
 
@@ -429,7 +431,7 @@ class Bench:
             key = key_of(cell, self._mode, System.B0, variant, point)
             valid = next((row for row in self.file.attempts(key) if row.valid), None)
             if valid is not None:
-                path = self._samples_path(cell, System.B0, variant, point, valid.attempt)
+                path = samples_path(self._out, cell, self._mode.name, System.B0, variant, point, valid.attempt)
                 return read_samples(path) if path.exists() else []
         return []
 
@@ -437,8 +439,8 @@ class Bench:
         """The file of the trace: the same for all systems. A cell that has no B0 of its own has the times and lengths
         of the cell whose B0 stands for it.
         """
-        name = trace_name(cell, point, self._mode)
-        path = self._out / "traces" / f"{name}.parquet"
+        name = trace_name(cell, point, self._mode.name)
+        path = trace_path(self._out, cell, self._mode.name, point)
         if not path.exists():
             base = BY_NAME[cell.plan_name] if self._mode.lends_b0(cell) else cell
             made = make_trace(workload_of(base, plan, point, self._mode), f"{name}-", self._users(cell))
@@ -455,13 +457,6 @@ class Bench:
                 )
             )
         return self._logged[cell.longest_history]
-
-    def _samples_path(self, cell: Cell, system: System, variant: str, point: Point, attempt: int) -> Path:
-        # Traces of two modes differ, and scores are compared on one trace.
-        about = f"{point.figure}-n{point.history}-q{point.rate_per_s:g}-s{point.seed}-{self._mode.name}"
-        about += f"-attempt{attempt}" if attempt > 1 else ""
-        name = f"{cell.name}-{system}-{variant}-{about}".replace(" ", "_").replace(",", "").replace("/", "_")
-        return self._out / "samples" / f"{name}.parquet"
 
     def _pooled(self, cell: Cell, point: Point, trace: Trace) -> Trace:
         """The trace with the users of the oracle, whose prefixes are ready in HBM, at the same lengths and times."""
@@ -522,8 +517,9 @@ class Bench:
             save_checkpoint(model, limited, random_checkpoint(cell.model(), seed=0).tensors)
         prefix = f"headline-{cell.name}-{system.value.lower()}-{secrets.token_hex(2)}"
         kafka = self._broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
-        # B1's limit makes it another model, which calibrates itself at the start.
-        values["worker"] |= {"model": model, "calibration": self._calibration if system is not System.B1 else None}
+        # B1's limit makes it another model, and other threads take other times: their workers calibrate at the start.
+        is_calibrated = system is not System.B1 and "threads" not in values["worker"]
+        values["worker"] |= {"model": model, "calibration": self._calibration if is_calibrated else None}
         return Settings.model_validate(kafka.model_dump() | {"log": {"level": "warning"}} | values)
 
     def _reading(self) -> Reading:

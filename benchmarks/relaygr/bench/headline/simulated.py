@@ -191,9 +191,20 @@ class SimulatedRun:
 
 
 def simulate(run: SimulatedRun) -> tuple[RunRow, list[Sample]]:
-    """The row of a run, and its samples."""
+    """The row of a run on the trace of its point, and its samples."""
     cell, plan, point = run.cell, run.plan, run.point
-    trace = make_trace(workload_of(cell, plan, point, run.mode), f"{trace_name(cell, point, run.mode)}-")
+    trace = make_trace(workload_of(cell, plan, point, run.mode), f"{trace_name(cell, point, run.mode.name)}-")
+    samples, used = play_simulated(run, trace)
+    row = row_of(
+        cell, plan, run.mode, run.system, run.variant, point, trace, samples, used,
+        broker=f"{SIMULATED}: {run.times.origin}", reuse=reuse_of(trace),
+    )  # fmt: skip
+    return row, samples
+
+
+def play_simulated(run: SimulatedRun, trace: Trace) -> tuple[list[Sample], Used]:
+    """The samples of a run on this trace, and what it used."""
+    cell, plan = run.cell, run.plan
     settings = Settings.model_validate(
         {"partitions": PARTITIONS} | settings_of(cell, plan, run.system, run.variant or UNCUT)
     )
@@ -207,7 +218,7 @@ def simulate(run: SimulatedRun) -> tuple[RunRow, list[Sample]]:
         budget_ms=plan.deadline_ms,
     )
     case = case_of_load(
-        TraceLoad(trace, traffic, point.seed),
+        TraceLoad(trace, traffic, run.point.seed),
         settings,
         shape_of_config(cell.model(), settings, run.calibration),
         run.calibration.model,
@@ -218,7 +229,6 @@ def simulate(run: SimulatedRun) -> tuple[RunRow, list[Sample]]:
     )
     records: list[ImpressionRecord] = []
     done = RelaySimulation(case, range(PARTITIONS), 1, lambda _: None, records.append).run()
-    samples = samples_of(trace, records)
     used = Used(
         done.device_s,
         done.preinfer_device_s,
@@ -226,11 +236,7 @@ def simulate(run: SimulatedRun) -> tuple[RunRow, list[Sample]]:
         done.jobs.get(JobOutcome.COMPUTED.value, 0),
         done.wasted,
     )
-    row = row_of(
-        cell, plan, run.mode, run.system, run.variant, point, trace, samples, used,
-        broker=f"{SIMULATED}: {run.times.origin}", reuse=reuse_of(trace),
-    )  # fmt: skip
-    return row, samples
+    return samples_of(trace, records), used
 
 
 def samples_of(trace: Trace, records: Sequence[ImpressionRecord]) -> list[Sample]:
@@ -277,7 +283,7 @@ class SimulatedBench:
             units = [(cell, system) for cell, systems in asked for system in systems]
             self._bar = progress.add_task("", total=sum(estimated_runs((each,), self._mode) for _, each in units))
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._processes, context, _ignore_interrupts)
+            self._pool = ProcessPoolExecutor(self._processes, context, ignore_interrupts)
             threads = ThreadPoolExecutor(self._processes)
             try:
                 searches = [threads.submit(self._search, cell, *plans[cell.name], system) for cell, system in units]
@@ -339,6 +345,6 @@ class SimulatedBench:
         self._progress.update(self._bar, total=(self._progress.tasks[self._bar].total or 0) + more)
 
 
-def _ignore_interrupts() -> None:
+def ignore_interrupts() -> None:
     """Ctrl-C reaches every process. The first one ends the others when their runs have ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -485,3 +485,25 @@ def _place(each: Reached) -> tuple[str, str, float, float]:
     if cell is None:
         return each.cell, each.figure, each.rate_per_s, 0.0
     return cell.plan_name, each.figure, each.rate_per_s, cell.reuse
+
+
+def against_simulation(checked: Sequence[Mapping[str, str]]) -> Grid:
+    """The live runs beside the same traces in virtual time. `checked`: the rows of `CHECKED`."""
+
+    def pair(row: Mapping[str, str], name: str) -> str:
+        return f"{float(row[f'measured_{name}_ms']):.0f}; {float(row[f'simulated_{name}_ms']):.0f}"
+
+    lines = [
+        [
+            row["cell"], f"{int(row['history']):,}", row["system"], f"{float(row['rate_per_s']):g}", row["repeats"],
+            share(float(row["load"])), pair(row, "p50"), pair(row, "p99"),
+            f"{float(row['measured_late']):.2%}; {float(row['simulated_late']):.2%}",
+            f"{row['mix_worst']} by {float(row['mix_error']):.1%}", row["verdict"],
+        ]
+        for row in checked
+    ]  # fmt: skip
+    header = (
+        "cell", "history", "system", "requests/s", "runs", "device use", "P50, ms: live; virtual",
+        "P99, ms: live; virtual", "late: live; virtual", "path that differs most", "verdict",
+    )  # fmt: skip
+    return Grid(header, lines)

@@ -37,6 +37,8 @@ class System(enum.StrEnum):
     """Full inference at ranking, without chunks, its batches tuned."""
     B0_LATE = "B0-late"
     """B0 that truncates and refuses no request because it may be late. Here that counts as late, too."""
+    B0_THREADS = "B0-threads"
+    """B0 on two threads. All but the -threads systems have one, since the broker needs the other core."""
     B1 = "B1"
     """B0 on a model whose longest history is what meets the deadline: what production does today."""
     C = "C"
@@ -60,6 +62,8 @@ class System(enum.StrEnum):
     reloaded prefixes are approximate."""
     R_TAIL = "R-tail"
     """Each history that grew is appended to its prefix, however short its tail is."""
+    R_THREADS = "R-threads"
+    """The relay on two threads."""
     O = "O"  # noqa: E741 - its name in the literature
     """The oracle: the K,V of every request is ready in HBM, and computing it cost nothing."""
 
@@ -86,6 +90,7 @@ class SystemFlags:
 FLAGS = {
     System.B0: SystemFlags(reuse=False, chunks=False),
     System.B0_LATE: SystemFlags(reuse=False, chunks=False, settings={"worker.grace_ms": GRACE_MS}),
+    System.B0_THREADS: SystemFlags(reuse=False, chunks=False, settings={"worker.threads": 2}),
     System.B1: SystemFlags(reuse=False, chunks=False),
     System.C: SystemFlags(),
     System.R_HBM: SystemFlags(events=True, settings={"worker.dram_bytes": 0}),
@@ -101,11 +106,19 @@ FLAGS = {
     System.R_APPEND: SystemFlags(events=True, settings={"worker.extend_prefixes": False}),
     System.R_INT8: SystemFlags(events=True, settings={"worker.dram_kv_dtype": "int8"}, score_tolerance=INT8_TOLERANCE),
     System.R_TAIL: SystemFlags(events=True, settings={"worker.longest_tail": 0}),
+    System.R_THREADS: SystemFlags(events=True, settings={"worker.threads": 2}),
     System.O: SystemFlags(settings={"worker.dram_bytes": 0}),
 }
 """B0 is the first in every order: the others are compared with it."""
 QUICK_SYSTEMS = (System.B0, System.C, System.R, System.O)
 SIMULATED_SYSTEMS = (System.B0, System.C, System.R)
+NOT_SIMULATED: Mapping[System, str] = {
+    System.B1: "B1 and O are not simulated",
+    System.O: "B1 and O are not simulated",
+    System.B0_THREADS: "B0-threads is not simulated: the engine is timed on one thread",
+    System.R_THREADS: "R-threads is not simulated: the engine is timed on one thread",
+}
+"""With the reason."""
 UNCUT = "uncut"
 TUNED: Mapping[str, Mapping[str, Any]] = {
     UNCUT: {},
