@@ -12,12 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import FailureReason, Outcome, Path
+from relaygr.simulate.times import EndedRequest
 from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord
 from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.results import timings_of
@@ -212,24 +213,6 @@ def figures_of(
         took_s=sum(part.took_s for part in parts),
         jobs=dict(jobs),
     )
-
-
-class EndedRequest(Protocol):
-    """What `requests_of` needs of a measured request."""
-
-    @property
-    def status(self) -> str:
-        """Its outcome, or `lost`."""
-
-    @property
-    def reason(self) -> str | None: ...
-
-    @property
-    def path(self) -> str | None: ...
-
-    @property
-    def latency_us(self) -> int | None:
-        """From its scheduled time to its answer; None without one."""
 
 
 def requests_of(records: Sequence[EndedRequest]) -> Requests:

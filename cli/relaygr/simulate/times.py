@@ -78,12 +78,15 @@ class Draws:
         return self._left.pop()
 
 
-class MeasuredRequest(Protocol):
-    """What `learn` needs of a request."""
+class EndedRequest(Protocol):
+    """How a measured request ended."""
 
     @property
     def status(self) -> str:
-        """Its outcome."""
+        """Its outcome, or `lost`."""
+
+    @property
+    def reason(self) -> str | None: ...
 
     @property
     def path(self) -> str | None: ...
@@ -91,6 +94,10 @@ class MeasuredRequest(Protocol):
     @property
     def latency_us(self) -> int | None:
         """From its scheduled time to its answer; None without one."""
+
+
+class MeasuredRequest(EndedRequest, Protocol):
+    """What `learn` needs of a request."""
 
     @property
     def timings(self) -> StageTimings | None: ...
