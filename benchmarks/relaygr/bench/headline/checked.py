@@ -10,7 +10,7 @@ import itertools
 import multiprocessing
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from relaygr.bench.simulated.agreement import Outcome, Row, outcome_of, row_of
 from relaygr.cli.texts import plain_console
 from relaygr.runtime.errors import RelayError
 from relaygr.simulate.figures import requests_of
-from relaygr.simulate.times import MeasuredTimes, learn
+from relaygr.simulate.times import learn
 from relaygr.worker.calibration import load_calibration
 
 LEARNT_UP_TO = 0.6
@@ -86,38 +86,29 @@ def compare_in_virtual_time(out: Path, processes: int) -> None:
     """
     console = plain_console()
     every = live_runs(out)
-    learnt = [(runs, _learnt(console, runs, [other for other in every if other.teach(runs)], out)) for runs in every]
-    asked = [
-        (runs, [_simulated(out, runs, run, times) for run in runs.runs]) for runs, times in learnt if times is not None
-    ]
+    asked: list[tuple[LiveRuns, list[SimulatedRun]]] = []
+    for runs in every:
+        try:
+            asked.append((runs, _simulated(out, runs, [other for other in every if other.teach(runs)])))
+        except RelayError as error:
+            console.print(f"{runs.name}: not compared: {error}", soft_wrap=True)
     if not asked:
         raise RelayError(
             f"{out} has no live runs of one kind of system at two rates or histories, one of them at up to "
             f"{LEARNT_UP_TO:.0%} of its device: --rates plays more. Times are learnt at one and compared at the other"
         )
-    context = multiprocessing.get_context("spawn")
     rows: list[Row] = []
     written: list[dict[str, object]] = []
-    with (
-        progress_of(console) as progress,
-        ProcessPoolExecutor(processes, context, ignore_interrupts) as pool,
-    ):
-        pairs = [
-            (runs, [pool.submit(_played_again, *each) for each in zip(simulated, _traces(runs), strict=True)])
-            for runs, simulated in asked
-        ]
-        futures = [future for _, own in pairs for future in own]
-        for _ in progress.track(as_completed(futures), len(futures), description="simulating live runs"):
-            pass
-        for runs, own in pairs:
-            try:
-                rows.append(_compared(runs, [future.result() for future in own]))
-            except RelayError as error:
-                console.print(f"{runs.name}: not compared: {error}", soft_wrap=True)
-                continue
-            first = runs.runs[0].row
-            about = {"measured_at": first.measured_at, "code": first.code, "cell": first.cell, "history": first.history}
-            written.append(about | asdict(rows[-1]) | {"verdict": rows[-1].verdict})
+    for (runs, _), own in zip(asked, _played_again(console, asked, processes), strict=True):
+        try:
+            row = _compared(runs, [future.result() for future in own])
+        except RelayError as error:
+            console.print(f"{runs.name}: not compared: {error}", soft_wrap=True)
+            continue
+        first = runs.runs[0].row
+        about = {"measured_at": first.measured_at, "code": first.code, "cell": first.cell, "history": first.history}
+        rows.append(row)
+        written.append(about | asdict(row) | {"verdict": row.verdict})
     (out / CHECKED).unlink(missing_ok=True)
     if written:
         append_rows(out / CHECKED, written)
@@ -149,8 +140,44 @@ def live_runs(out: Path) -> list[LiveRuns]:
     return list(found.values())
 
 
-def _traces(runs: LiveRuns) -> list[Path]:
-    return [run.trace for run in runs.runs]
+def _simulated(out: Path, runs: LiveRuns, others: Sequence[LiveRuns]) -> list[SimulatedRun]:
+    """The same runs in virtual time, with times learnt from the others. Raises RelayError if these have too few
+    requests.
+    """
+    cell = runs.cell
+    plan, path = plan_in(out, cell)
+    calibration, alone = load_calibration(path), load_calibration(alone_path(path))
+    samples = itertools.chain.from_iterable(run.samples for other in others for run in other.runs)
+    try:
+        times = learn(samples, alone.model, cell.suffix + cell.candidates, f"other live runs of {out.name}")
+    except RelayError as error:
+        raise RelayError(f"{len(others)} others at a low load have too few requests to learn from") from error
+    return [
+        SimulatedRun(cell, plan, RATES_MODE, runs.system, run.row.variant, run.point, calibration, alone, times)
+        for run in runs.runs
+    ]
+
+
+def _played_again(
+    console: Console, asked: Sequence[tuple[LiveRuns, Sequence[SimulatedRun]]], processes: int
+) -> list[list[Future[Outcome]]]:
+    """The ended simulations of each, in the order of its runs."""
+    context = multiprocessing.get_context("spawn")
+    with progress_of(console) as progress, ProcessPoolExecutor(processes, context, ignore_interrupts) as pool:
+        futures = [
+            [pool.submit(_outcome, again, run.trace) for again, run in zip(simulated, runs.runs, strict=True)]
+            for runs, simulated in asked
+        ]
+        every = list(itertools.chain.from_iterable(futures))
+        for _ in progress.track(as_completed(every), len(every), description="simulating live runs"):
+            pass
+    return futures
+
+
+def _outcome(run: SimulatedRun, trace: Path) -> Outcome:
+    """The outcome of a simulated run on this trace."""
+    samples = play_simulated(run, read_trace(trace))[0]
+    return _outcome_of([sample for sample in samples if sample.part != WARM_UP], run.plan.deadline_ms)
 
 
 def _compared(runs: LiveRuns, simulated: Sequence[Outcome]) -> Row:
@@ -165,30 +192,6 @@ def _compared(runs: LiveRuns, simulated: Sequence[Outcome]) -> Row:
         statistics.median(row.foreign_cpu for row in rows),
         max(row.slowdown for row in rows),
     )
-
-
-def _learnt(console: Console, runs: LiveRuns, others: Sequence[LiveRuns], out: Path) -> MeasuredTimes | None:
-    """The times of the requests of the others; None, and a line that says so, if they are too few."""
-    cell = runs.cell
-    device = load_calibration(alone_path(plan_in(out, cell)[1])).model
-    samples = itertools.chain.from_iterable(run.samples for other in others for run in other.runs)
-    try:
-        return learn(samples, device, cell.suffix + cell.candidates, f"{len(others)} other rates and histories")
-    except RelayError:
-        console.print(f"{runs.name}: not compared: {len(others)} others at a low load have too few requests")
-        return None
-
-
-def _simulated(out: Path, runs: LiveRuns, run: LiveRun, times: MeasuredTimes) -> SimulatedRun:
-    plan, path = plan_in(out, runs.cell)
-    calibrations = load_calibration(path), load_calibration(alone_path(path))
-    return SimulatedRun(runs.cell, plan, RATES_MODE, runs.system, run.row.variant, run.point, *calibrations, times)
-
-
-def _played_again(run: SimulatedRun, trace: Path) -> Outcome:
-    """The outcome of a simulated run on this trace."""
-    samples = play_simulated(run, read_trace(trace))[0]
-    return _outcome_of([sample for sample in samples if sample.part != WARM_UP], run.plan.deadline_ms)
 
 
 def _outcome_of(samples: Sequence[Sample], deadline_ms: int) -> Outcome:
