@@ -62,7 +62,7 @@ EXAMPLES = FilePath(__file__).parents[2] / "docs" / "examples"
 ATTEMPTS = 10
 BUDGET_MS = 5_000
 BURST_BUDGET_MS = 30_000
-"""On a slow machine a worker refuses the last of many requests at once, if they have no more than `BUDGET_MS`."""
+"""A worker refuses what it cannot answer in time, and a burst is to be answered on a slow machine, too."""
 TOLERANCE = 2e-5
 
 
