@@ -98,7 +98,14 @@ from relaygr.bench.headline.rows import (
 from relaygr.bench.headline.run import Bench, estimated_s, read_others, served_cell
 from relaygr.bench.headline.search import highest_passing, snapped, values_around
 from relaygr.bench.headline.simulated import SimulatedBench, SimulatedRun, TraceLoad, samples_of, simulate, times_of
-from relaygr.bench.headline.summary import at_rates, baseline, by_cell, by_reuse, highest_rates, hits_beside_preinfer
+from relaygr.bench.headline.summary import (
+    at_rates,
+    baseline,
+    by_cell,
+    by_reuse,
+    hits_beside_preinfer,
+    reached_by_seed,
+)
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, TUNED, UNCUT, System, settings_of
 from relaygr.bench.rows import machine
 from relaygr.bench.speed import MachineSpeed
@@ -1631,10 +1638,38 @@ class TestRatesWithoutASearch:
             for rate in (limit, limit + 10)
             for each in outcome(system, {rate: 0.0 if rate == limit else 0.02}, seed, figure=f"rate {rate}")
         ]
-        lines = {line[2]: line[3:] for line in highest_rates(rows).rows}
+        lines = {line[2]: line[3:] for line in reached_by_seed(rows).rows}
         assert [lines[system][0] for system in ("B0", "C", "R")] == ["5", "40", "60"]
         assert lines["R"][1].startswith("10.63 (") and lines["R"][2].startswith("1.55 (")
-        assert lines["B0"][1] == ""
+        assert lines["B0"][1] == "" and lines["B0"][3] == "0: 5; 1: 5; 2: 6"
+
+    def test_the_longest_histories_at_a_rate_are_compared_seed_by_seed(self) -> None:
+        rows = [
+            each
+            for system, limit in {"B0": 1024, "R": 3072}.items()
+            for seed in (1, 2)
+            for history in (limit - 64, limit, limit + 64)
+            for each in outcome(
+                system, {20.0: 0.02 if history > limit else 0.0}, seed, figure="rate 20", history=history
+            )
+        ]
+        (base, relay) = reached_by_seed(rows).rows
+        assert base == ["centre", "A: longest history at 20/s", "B0", "1,024", "", "1: 1,024; 2: 1,024"]
+        assert relay[3:] == ["3,072", "3.00 (3.00 to 3.00)", "1: 3,072; 2: 3,072"]
+
+    def test_systems_on_two_threads_are_compared_with_the_baseline_on_as_many(self) -> None:
+        limits = {"B0": 5.0, "R": 40.0, "B0-threads": 8.0, "R-threads": 40.0}
+        rows = [
+            each
+            for system, limit in limits.items()
+            for seed in (1, 2)
+            for rate in (limit, 2 * limit)
+            for each in outcome(system, {rate: 0.0 if rate == limit else 0.02}, seed, figure=f"rate {rate:g}")
+        ]
+        table = reached_by_seed(rows)
+        assert table.header[4:6] == ("/ B0, 95 %", "/ B0-threads, 95 %")
+        over = {line[2]: line[4:6] for line in table.rows}
+        assert over["R-threads"] == ["8.00 (8.00 to 8.00)", "5.00 (5.00 to 5.00)"]
 
     def test_seeds_that_chose_a_rate_do_not_decide_about_it(self) -> None:
         rows = [each for seed in range(1, 7) for each in outcome("R", {50.0: 0.0}, seed, figure="rate 50")]
@@ -1657,9 +1692,14 @@ class TestRatesWithoutASearch:
             *outcome("B0", {5.0: 0.0, 6.0: 0.02}, 1, figure="rate 5"),
             *outcome("B0", {6.0: 0.0}, 2, figure="rate 6"),
             *outcome("B0", {6.0: 0.02}, 3, figure="rate 6"),
+            *outcome("C", {9.0: 0.0, 10.0: 0.02}, 1, figure="rate 9"),
             *outcome("R", {50.0: 0.0}, 1, figure="rate 50"),
         ]
-        assert [line[2:4] for line in highest_rates(rows).rows] == [["B0", "5"]]
+        table = reached_by_seed(rows)
+        assert [(line[2], line[-1]) for line in table.rows] == [("B0", "1: 5"), ("C", "1: 9")]
+
+    def test_a_system_without_another_one_is_not_shown(self) -> None:
+        assert reached_by_seed(outcome("R", {50.0: 0.0, 60.0: 0.02}, 1, figure="rate 50")).rows == []
 
     @pytest.mark.parametrize(
         ("over", "slowdown", "verdict"),

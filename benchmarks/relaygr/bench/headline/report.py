@@ -47,12 +47,12 @@ from relaygr.bench.headline.summary import (
     by_cell,
     by_family,
     by_reuse,
-    highest_rates,
     hits_beside_preinfer,
     measured_once,
     plan_of,
     ratio,
     reached,
+    reached_by_seed,
     share,
     times,
 )
@@ -115,7 +115,8 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
     if _is_simulated(rows):
         parts = _simulated_figures(rows, mode, plans)
     elif given_rates.rows:
-        parts = {folder: [*_about(rows), given_rates, *_honest_baseline(rows, plans), *_against_simulation(out)]}
+        checks = [*_honest_baseline(rows, plans), *_against_simulation(out)]
+        parts = {folder: [*_about(rows), given_rates, reached_by_seed(rows), *checks]}
     elif figures:
         name = marked_name(page, text, folder, FIGURES)
         parts = {name: _live_figures(rows, figures, unfinished, mode, plans)}
@@ -255,7 +256,7 @@ def _mode(
         blocks += [Heading(f"Hits while prefixes are computed{transport}"), Text(text), hits]
     rates = at_rates(rows)
     if rates.rows:
-        bounded = highest_rates(rows)
+        bounded = reached_by_seed(rows)
         blocks += [Heading(f"The systems by rate{transport}"), rates, *([bounded] if bounded.rows else [])]
     blocks += _plans(rows, plans)
     if figures:

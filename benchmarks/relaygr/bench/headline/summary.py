@@ -123,29 +123,56 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
     return Grid(header, lines)
 
 
-def highest_rates(rows: Sequence[RunRow]) -> Grid:
-    """The highest of these rates that passed below the lowest that failed: its median over the seeds, and paired ratios
-    to B0 and C. Only of seeds that passed and failed at some of their rates: else a higher or a lower one may be it.
+def reached_by_seed(rows: Sequence[RunRow]) -> Grid:
+    """What each seed reached where it was played at several rates or lengths without a search: the highest rate at each
+    length, and the longest history at each rate, that passed below the lowest that failed. Ratios are paired by seed.
+    Only of seeds that passed and failed at some of their values: else a higher or a lower one may be it. And only where
+    two systems have such seeds.
     """
+    by_length = _bounded(rows, lambda row: (row.cell, row.history), lambda row: row.rate_per_s)
+    by_rate = _bounded(rows, lambda row: (row.cell, row.rate_per_s), lambda row: row.history)
+    named = [(cell, f"B: requests/s at {history:,.0f} behaviours", found) for (cell, history), found in by_length]
+    named += [(cell, _TITLES["A"].format(rate), found) for (cell, rate), found in by_rate]
+    present = {system for _, _, found in named for system in found}
+    others = [system for system in (System.B0, System.B0_THREADS, System.C) if system in present]
     lines = []
-    for (cell, history), those in sorted(_played(rows, lambda row: (row.cell, row.history)).items()):
-        reached: dict[System, dict[int, float]] = {}
+    for cell, question, found in named:
+        for system, by_seed in found.items():
+            over = [
+                ratio(paired_ratio(by_seed, found[other]), len(by_seed))
+                if other in found and other is not system
+                else ""
+                for other in others
+            ]
+            values = "; ".join(f"{seed}: {amount(value)}" for seed, value in sorted(by_seed.items()))
+            lines.append([cell, question, system.value, amount(statistics.median(by_seed.values())), *over, values])
+    header = ("cell", "figure", "system", "median of the seeds", *(f"/ {other}, 95 %" for other in others), "by seed")
+    return Grid(header, lines)
+
+
+Bounded = dict[System, dict[int, float]]
+"""What each system reached with each seed."""
+
+
+def _bounded(
+    rows: Sequence[RunRow], key_of: Callable[[RunRow], tuple[str, float]], value_of: Callable[[RunRow], float]
+) -> list[tuple[tuple[str, float], Bounded]]:
+    """By key, where two systems can be compared: the highest value of each seed that passed below the lowest that
+    failed.
+    """
+    bounded: list[tuple[tuple[str, float], Bounded]] = []
+    for key, those in sorted(_played(rows, key_of).items()):
+        reached: Bounded = {}
         for system in System:
             own = [row for row in those if row.system == system]
             failed = dict.fromkeys(row.seed for row in own if not row.passed)
-            values = {seed: highest({row.rate_per_s: row.passed for row in own if row.seed == seed}) for seed in failed}
+            values = {seed: highest({value_of(row): row.passed for row in own if row.seed == seed}) for seed in failed}
             by_seed = {seed: value for seed, value in values.items() if value}
             if by_seed:
                 reached[system] = by_seed
-        for system, by_seed in reached.items():
-            over = [
-                ratio(paired_ratio(by_seed, reached[other]), len(by_seed))
-                if other in reached and other is not system
-                else ""
-                for other in (System.B0, System.C)
-            ]
-            lines.append([cell, f"{history:,}", system.value, amount(statistics.median(by_seed.values())), *over])
-    return Grid(("cell", "history", "system", "requests/s, median of the seeds", "/ B0, 95 %", "/ C, 95 %"), lines)
+        if len(reached) > 1:
+            bounded.append((key, reached))
+    return bounded
 
 
 def _played(rows: Sequence[RunRow], key_of: Callable[[RunRow], K]) -> dict[K, list[RunRow]]:
