@@ -1639,9 +1639,9 @@ class TestRatesWithoutASearch:
             for each in outcome(system, {rate: 0.0 if rate == limit else 0.02}, seed, figure=f"rate {rate}")
         ]
         lines = {line[2]: line[3:] for line in reached_by_seed(rows).rows}
-        assert [lines[system][0] for system in ("B0", "C", "R")] == ["5", "40", "60"]
-        assert lines["R"][1].startswith("10.63 (") and lines["R"][2].startswith("1.55 (")
-        assert lines["B0"][1] == "" and lines["B0"][3] == "0: 5; 1: 5; 2: 6"
+        assert [lines[system][1] for system in ("B0", "C", "R")] == ["5", "40", "60"]
+        assert lines["R"][2].startswith("10.63 (") and lines["R"][3].startswith("1.55 (")
+        assert lines["B0"][2] == "" and lines["B0"][4] == "0: 5, not 15; 1: 5, not 15; 2: 6, not 16"
 
     def test_the_longest_histories_at_a_rate_are_compared_seed_by_seed(self) -> None:
         rows = [
@@ -1654,10 +1654,11 @@ class TestRatesWithoutASearch:
             )
         ]
         (base, relay) = reached_by_seed(rows).rows
-        assert base == ["centre", "A: longest history at 20/s", "B0", "1,024", "", "1: 1,024; 2: 1,024"]
-        assert relay[3:] == ["3,072", "3.00 (3.00 to 3.00)", "1: 3,072; 2: 3,072"]
+        each_seed = "1: 1,024, not 1,088; 2: 1,024, not 1,088"
+        assert base == ["centre", "longest history at 20/s", "B0", "2 of 2", "1,024", "", each_seed]
+        assert relay[4:6] == ["3,072", "3.00 (3.00 to 3.00)"]
 
-    def test_systems_on_two_threads_are_compared_with_the_baseline_on_as_many(self) -> None:
+    def test_systems_are_compared_with_a_baseline_on_as_many_threads(self) -> None:
         limits = {"B0": 5.0, "R": 40.0, "B0-threads": 8.0, "R-threads": 40.0}
         rows = [
             each
@@ -1667,9 +1668,17 @@ class TestRatesWithoutASearch:
             for each in outcome(system, {rate: 0.0 if rate == limit else 0.02}, seed, figure=f"rate {rate:g}")
         ]
         table = reached_by_seed(rows)
-        assert table.header[4:6] == ("/ B0, 95 %", "/ B0-threads, 95 %")
-        over = {line[2]: line[4:6] for line in table.rows}
-        assert over["R-threads"] == ["8.00 (8.00 to 8.00)", "5.00 (5.00 to 5.00)"]
+        assert table.header[5:7] == ("over B0, 95 %", "over B0-threads, 95 %")
+        over = {line[2]: line[5:7] for line in table.rows}
+        assert over["R"] == ["8.00 (8.00 to 8.00)", ""]
+        assert over["R-threads"] == ["", "5.00 (5.00 to 5.00)"]
+
+    def test_systems_without_a_common_seed_have_no_ratio(self) -> None:
+        rows = [
+            *outcome("B0", {5.0: 0.0, 6.0: 0.02}, 1, figure="rate 5"),
+            *outcome("R", {50.0: 0.0, 60.0: 0.02}, 2, figure="rate 50"),
+        ]
+        assert [line[5] for line in reached_by_seed(rows).rows] == ["", "-"]
 
     def test_seeds_that_chose_a_rate_do_not_decide_about_it(self) -> None:
         rows = [each for seed in range(1, 7) for each in outcome("R", {50.0: 0.0}, seed, figure="rate 50")]
@@ -1696,7 +1705,22 @@ class TestRatesWithoutASearch:
             *outcome("R", {50.0: 0.0}, 1, figure="rate 50"),
         ]
         table = reached_by_seed(rows)
-        assert [(line[2], line[-1]) for line in table.rows] == [("B0", "1: 5"), ("C", "1: 9")]
+        assert [(line[2], line[3], line[-1]) for line in table.rows] == [
+            ("B0", "1 of 3", "1: 5, not 6"),
+            ("C", "1 of 1", "1: 9, not 10"),
+        ]
+
+    def test_the_page_says_that_seeds_which_search_do_not_decide(self, tmp_path: Path) -> None:
+        rows = [
+            *outcome("B0", {5.0: 0.0, 6.0: 0.02}, 1, figure="rate 5"),
+            *outcome("R", {50.0: 0.0, 60.0: 0.02}, 1, figure="rate 50"),
+        ]
+        out, page = tmp_path / "far", tmp_path / "page.md"
+        page.write_text("{}\n{}\n".format(*marks_for("far")), encoding="utf-8")
+        reported(out, rows)
+        fill_page(out, None, page)
+        text = page.read_text(encoding="utf-8")
+        assert "These seeds search, so they do not decide." in text and "| 10.00 (one seed) | 1: 50, not 60 |" in text
 
     def test_a_system_without_another_one_is_not_shown(self) -> None:
         assert reached_by_seed(outcome("R", {50.0: 0.0, 60.0: 0.02}, 1, figure="rate 50")).rows == []

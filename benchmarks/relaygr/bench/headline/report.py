@@ -116,7 +116,7 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
         parts = _simulated_figures(rows, mode, plans)
     elif given_rates.rows:
         checks = [*_honest_baseline(rows, plans), *_against_simulation(out)]
-        parts = {folder: [*_about(rows), given_rates, reached_by_seed(rows), *checks]}
+        parts = {folder: [*_about(rows), given_rates, *_limits_by_seed(rows), *checks]}
     elif figures:
         name = marked_name(page, text, folder, FIGURES)
         parts = {name: _live_figures(rows, figures, unfinished, mode, plans)}
@@ -256,8 +256,7 @@ def _mode(
         blocks += [Heading(f"Hits while prefixes are computed{transport}"), Text(text), hits]
     rates = at_rates(rows)
     if rates.rows:
-        bounded = reached_by_seed(rows)
-        blocks += [Heading(f"The systems by rate{transport}"), rates, *([bounded] if bounded.rows else [])]
+        blocks += [Heading(f"The systems by rate{transport}"), rates, *_limits_by_seed(rows)]
     blocks += _plans(rows, plans)
     if figures:
         blocks += _headlines(figures, rows, mode, transport)
@@ -294,6 +293,17 @@ def _mode(
                 BY_NAME[name], plan, [row for row in rows if row.cell == name and not row.has_other_reuse]
             )
     return blocks
+
+
+def _limits_by_seed(rows: Sequence[RunRow]) -> list[Block]:
+    table = reached_by_seed(rows)
+    if not table.rows:
+        return []
+    text = (
+        "What each seed reached, with one run at each value: the highest that passed below the lowest that failed. "
+        "These seeds search, so they do not decide. Pairs have the same traffic, not the same speed of the machine."
+    )
+    return [Text(text), table]
 
 
 def _conditions(rows: Sequence[RunRow]) -> Bullets:

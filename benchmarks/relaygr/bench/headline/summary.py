@@ -124,55 +124,75 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
 
 
 def reached_by_seed(rows: Sequence[RunRow]) -> Grid:
-    """What each seed reached where it was played at several rates or lengths without a search: the highest rate at each
-    length, and the longest history at each rate, that passed below the lowest that failed. Ratios are paired by seed.
-    Only of seeds that passed and failed at some of their values: else a higher or a lower one may be it. And only where
-    two systems have such seeds.
+    """What each seed reached where it was played at several values without a search: the highest rate at a length, or
+    the longest history at a rate, that passed below the lowest that failed. Ratios are paired by seed, and to systems
+    on as many threads.
+
+    A seed counts only if it passed at one value and failed at a higher one: else its limit is not known. Shown only
+    where two systems have such seeds.
     """
-    by_length = _bounded(rows, lambda row: (row.cell, row.history), lambda row: row.rate_per_s)
-    by_rate = _bounded(rows, lambda row: (row.cell, row.rate_per_s), lambda row: row.history)
-    named = [(cell, f"B: requests/s at {history:,.0f} behaviours", found) for (cell, history), found in by_length]
-    named += [(cell, _TITLES["A"].format(rate), found) for (cell, rate), found in by_rate]
-    present = {system for _, _, found in named for system in found}
+    by_length = _limits(rows, lambda row: (row.cell, row.history), lambda row: row.rate_per_s)
+    by_rate = _limits(rows, lambda row: (row.cell, row.rate_per_s), lambda row: row.history)
+    asked = [(cell, f"requests/s at {history:,.0f} behaviours", found) for (cell, history), found in by_length]
+    asked += [(cell, f"longest history at {rate:g}/s", found) for (cell, rate), found in by_rate]
+    present = {system for _, _, found in asked for system in found}
     others = [system for system in (System.B0, System.B0_THREADS, System.C) if system in present]
     lines = []
-    for cell, question, found in named:
-        for system, by_seed in found.items():
+    for cell, question, found in sorted(asked, key=lambda each: each[0]):
+        for system, limits in found.items():
             over = [
-                ratio(paired_ratio(by_seed, found[other]), len(by_seed))
-                if other in found and other is not system
+                ratio(paired_ratio(limits.passed, found[other].passed), len(limits.passed))
+                if other in found and other is not system and _threads(other) == _threads(system)
                 else ""
                 for other in others
             ]
-            values = "; ".join(f"{seed}: {amount(value)}" for seed, value in sorted(by_seed.items()))
-            lines.append([cell, question, system.value, amount(statistics.median(by_seed.values())), *over, values])
-    header = ("cell", "figure", "system", "median of the seeds", *(f"/ {other}, 95 %" for other in others), "by seed")
+            told = "; ".join(
+                f"{seed}: {amount(passed)}, not {amount(limits.failed[seed])}"
+                for seed, passed in sorted(limits.passed.items())
+            )
+            median, counted = statistics.median(limits.passed.values()), f"{len(limits.passed)} of {limits.played}"
+            lines.append([cell, question, system.value, counted, amount(median), *over, told])
+    header = (
+        "cell", "asked", "system", "seeds that count", "their median", *(f"over {each}, 95 %" for each in others),
+        "each seed: passed, and failed",
+    )  # fmt: skip
     return Grid(header, lines)
 
 
-Bounded = dict[System, dict[int, float]]
-"""What each system reached with each seed."""
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Between which values the limits of a system lie, by seed."""
+
+    passed: dict[int, float]
+    failed: dict[int, float]
+    """The lowest value that failed, of the same seeds."""
+    played: int
+    """How many seeds were played, also at one value alone."""
 
 
-def _bounded(
+def _limits(
     rows: Sequence[RunRow], key_of: Callable[[RunRow], tuple[str, float]], value_of: Callable[[RunRow], float]
-) -> list[tuple[tuple[str, float], Bounded]]:
-    """By key, where two systems can be compared: the highest value of each seed that passed below the lowest that
-    failed.
-    """
-    bounded: list[tuple[tuple[str, float], Bounded]] = []
+) -> list[tuple[tuple[str, float], dict[System, _Limits]]]:
+    """The limits of each system by key, where two systems have some."""
+    found: list[tuple[tuple[str, float], dict[System, _Limits]]] = []
     for key, those in sorted(_played(rows, key_of).items()):
-        reached: Bounded = {}
+        limits: dict[System, _Limits] = {}
         for system in System:
-            own = [row for row in those if row.system == system]
-            failed = dict.fromkeys(row.seed for row in own if not row.passed)
-            values = {seed: highest({value_of(row): row.passed for row in own if row.seed == seed}) for seed in failed}
-            by_seed = {seed: value for seed, value in values.items() if value}
-            if by_seed:
-                reached[system] = by_seed
-        if len(reached) > 1:
-            bounded.append((key, reached))
-    return bounded
+            outcomes: dict[int, dict[float, bool]] = {}
+            for row in those:
+                if row.system == system:
+                    outcomes.setdefault(row.seed, {})[value_of(row)] = row.passed
+            passed = {seed: highest(own) for seed, own in outcomes.items() if not all(own.values()) and highest(own)}
+            if passed:
+                failed = {seed: min(value for value, has in outcomes[seed].items() if not has) for seed in passed}
+                limits[system] = _Limits(passed, failed, len(outcomes))
+        if len(limits) > 1:
+            found.append((key, limits))
+    return found
+
+
+def _threads(system: System) -> object:
+    return FLAGS[system].settings.get("worker.threads")
 
 
 def _played(rows: Sequence[RunRow], key_of: Callable[[RunRow], K]) -> dict[K, list[RunRow]]:
