@@ -104,7 +104,7 @@ from relaygr.bench.headline.summary import (
     by_cell,
     by_reuse,
     hits_beside_preinfer,
-    reached_by_seed,
+    limits_by_seed,
 )
 from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, TUNED, UNCUT, System, settings_of
 from relaygr.bench.rows import machine
@@ -1638,7 +1638,7 @@ class TestRatesWithoutASearch:
             for rate in (limit, limit + 10)
             for each in outcome(system, {rate: 0.0 if rate == limit else 0.02}, seed, figure=f"rate {rate}")
         ]
-        lines = {line[2]: line[3:] for line in reached_by_seed(rows).rows}
+        lines = {line[2]: line[3:] for line in limits_by_seed(rows).rows}
         assert [lines[system][1] for system in ("B0", "C", "R")] == ["5", "40", "60"]
         assert lines["R"][2].startswith("10.63 (") and lines["R"][3].startswith("1.55 (")
         assert lines["B0"][2] == "" and lines["B0"][4] == "0: 5, not 15; 1: 5, not 15; 2: 6, not 16"
@@ -1653,7 +1653,7 @@ class TestRatesWithoutASearch:
                 system, {20.0: 0.02 if history > limit else 0.0}, seed, figure="rate 20", history=history
             )
         ]
-        (base, relay) = reached_by_seed(rows).rows
+        (base, relay) = limits_by_seed(rows).rows
         each_seed = "1: 1,024, not 1,088; 2: 1,024, not 1,088"
         assert base == ["centre", "longest history at 20/s", "B0", "2 of 2", "1,024", "", each_seed]
         assert relay[4:6] == ["3,072", "3.00 (3.00 to 3.00)"]
@@ -1667,7 +1667,7 @@ class TestRatesWithoutASearch:
             for rate in (limit, 2 * limit)
             for each in outcome(system, {rate: 0.0 if rate == limit else 0.02}, seed, figure=f"rate {rate:g}")
         ]
-        table = reached_by_seed(rows)
+        table = limits_by_seed(rows)
         assert table.header[5:7] == ("over B0, 95 %", "over B0-threads, 95 %")
         over = {line[2]: line[5:7] for line in table.rows}
         assert over["R"] == ["8.00 (8.00 to 8.00)", ""]
@@ -1678,7 +1678,7 @@ class TestRatesWithoutASearch:
             *outcome("B0", {5.0: 0.0, 6.0: 0.02}, 1, figure="rate 5"),
             *outcome("R", {50.0: 0.0, 60.0: 0.02}, 2, figure="rate 50"),
         ]
-        assert [line[5] for line in reached_by_seed(rows).rows] == ["", "-"]
+        assert [line[5] for line in limits_by_seed(rows).rows] == ["", "-"]
 
     def test_seeds_that_chose_a_rate_do_not_decide_about_it(self) -> None:
         rows = [each for seed in range(1, 7) for each in outcome("R", {50.0: 0.0}, seed, figure="rate 50")]
@@ -1704,7 +1704,7 @@ class TestRatesWithoutASearch:
             *outcome("C", {9.0: 0.0, 10.0: 0.02}, 1, figure="rate 9"),
             *outcome("R", {50.0: 0.0}, 1, figure="rate 50"),
         ]
-        table = reached_by_seed(rows)
+        table = limits_by_seed(rows)
         assert [(line[2], line[3], line[-1]) for line in table.rows] == [
             ("B0", "1 of 3", "1: 5, not 6"),
             ("C", "1 of 1", "1: 9, not 10"),
@@ -1723,7 +1723,7 @@ class TestRatesWithoutASearch:
         assert "These seeds search, so they do not decide." in text and "| 10.00 (one seed) | 1: 50, not 60 |" in text
 
     def test_a_system_without_another_one_is_not_shown(self) -> None:
-        assert reached_by_seed(outcome("R", {50.0: 0.0, 60.0: 0.02}, 1, figure="rate 50")).rows == []
+        assert limits_by_seed(outcome("R", {50.0: 0.0, 60.0: 0.02}, 1, figure="rate 50")).rows == []
 
     @pytest.mark.parametrize(
         ("over", "slowdown", "verdict"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from relaygr.bench.headline.decision import LEAST_SEEDS, Decision, Interval, decide, paired_ratio
 from relaygr.bench.headline.grid import plan_name_of
 from relaygr.bench.headline.rows import RunRow, measures_b0_once
+from relaygr.bench.headline.search import Found
 from relaygr.bench.headline.systems import System
 
 SEARCHED = ("A", "B")
@@ -131,8 +132,14 @@ def highest(passed: Mapping[float, bool]) -> float:
     """The highest value that passed below the lowest that failed; 0 if none did. The rule for one run at each value,
     and for a decision at each.
     """
-    failed = min((value for value, has in passed.items() if not has), default=float("inf"))
-    return max((value for value, has in passed.items() if has and value < failed), default=0.0)
+    return limits_of(passed).passed or 0.0
+
+
+def limits_of(passed: Mapping[float, bool]) -> Found:
+    """The highest value that passed below the lowest that failed, and that one."""
+    failed = min((value for value, has in passed.items() if not has), default=None)
+    below = (value for value, has in passed.items() if has and (failed is None or value < failed))
+    return Found(max(below, default=None), failed)
 
 
 def _decided(rows: Sequence[RunRow], value_of: Callable[[RunRow], float]) -> tuple[float | None, Decision | None]:

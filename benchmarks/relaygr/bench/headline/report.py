@@ -48,11 +48,11 @@ from relaygr.bench.headline.summary import (
     by_family,
     by_reuse,
     hits_beside_preinfer,
+    limits_by_seed,
     measured_once,
     plan_of,
     ratio,
     reached,
-    reached_by_seed,
     share,
     times,
 )
@@ -116,7 +116,7 @@ def fill_page(out: Path, mode: str | None, page: Path) -> None:
         parts = _simulated_figures(rows, mode, plans)
     elif given_rates.rows:
         checks = [*_honest_baseline(rows, plans), *_against_simulation(out)]
-        parts = {folder: [*_about(rows), given_rates, *_limits_by_seed(rows), *checks]}
+        parts = {folder: [*_about(rows), given_rates, *_searching_seeds(rows), *checks]}
     elif figures:
         name = marked_name(page, text, folder, FIGURES)
         parts = {name: _live_figures(rows, figures, unfinished, mode, plans)}
@@ -256,7 +256,7 @@ def _mode(
         blocks += [Heading(f"Hits while prefixes are computed{transport}"), Text(text), hits]
     rates = at_rates(rows)
     if rates.rows:
-        blocks += [Heading(f"The systems by rate{transport}"), rates, *_limits_by_seed(rows)]
+        blocks += [Heading(f"The systems by rate{transport}"), rates, *_searching_seeds(rows)]
     blocks += _plans(rows, plans)
     if figures:
         blocks += _headlines(figures, rows, mode, transport)
@@ -295,8 +295,8 @@ def _mode(
     return blocks
 
 
-def _limits_by_seed(rows: Sequence[RunRow]) -> list[Block]:
-    table = reached_by_seed(rows)
+def _searching_seeds(rows: Sequence[RunRow]) -> list[Block]:
+    table = limits_by_seed(rows)
     if not table.rows:
         return []
     text = (

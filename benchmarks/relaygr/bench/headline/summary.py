@@ -15,7 +15,7 @@ from relaygr.bench.headline.figures import (
     Reached,
     decide_rows,
     device_use_of_b0,
-    highest,
+    limits_of,
     rows_at_highest,
     same_load,
 )
@@ -123,7 +123,7 @@ def at_rates(rows: Sequence[RunRow]) -> Grid:
     return Grid(header, lines)
 
 
-def reached_by_seed(rows: Sequence[RunRow]) -> Grid:
+def limits_by_seed(rows: Sequence[RunRow]) -> Grid:
     """What each seed reached where it was played at several values without a search: the highest rate at a length, or
     the longest history at a rate, that passed below the lowest that failed. Ratios are paired by seed, and to systems
     on as many threads.
@@ -182,9 +182,12 @@ def _limits(
             for row in those:
                 if row.system == system:
                     outcomes.setdefault(row.seed, {})[value_of(row)] = row.passed
-            passed = {seed: highest(own) for seed, own in outcomes.items() if not all(own.values()) and highest(own)}
+            passed, failed = {}, {}
+            for seed, own in outcomes.items():
+                each = limits_of(own)
+                if each.passed is not None and each.failed is not None:
+                    passed[seed], failed[seed] = each.passed, each.failed
             if passed:
-                failed = {seed: min(value for value, has in outcomes[seed].items() if not has) for seed in passed}
                 limits[system] = _Limits(passed, failed, len(outcomes))
         if len(limits) > 1:
             found.append((key, limits))
