@@ -22,7 +22,7 @@ PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 p
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES)
 
-.PHONY: help demo test test-main test-fast lint format docs site dist sbom image clean
+.PHONY: help demo test test-main test-fast test-thorough lint format docs site dist sbom image clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,6 +38,10 @@ test-main: $(VENV)/.installed-test ## all tests but outages, soaks, browsers and
 
 test-fast: $(VENV)/.installed-test ## the tests that are not slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-thorough: $(VENV)/.installed-test ## many more random sequences and inputs, before a release
+	RELAYGR_TEST_SOAK_OPERATIONS=1000000 RELAYGR_TEST_CACHE_SEQUENCES=1000 RELAYGR_TEST_FUZZ_EXAMPLES=5000 $(BIN)/pytest -n 2 \
+		tests/schemas/test_fuzz.py tests/workers/test_cache_soak.py tests/workers/test_cache_stateful.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .

@@ -8,15 +8,14 @@ there is none, its tests are skipped, or fail if a broker is promised (`tests/pr
 
 Tests marked `kafka`, `outage`, `browser`, `container` or `soak` are marked `slow` here.
 
-A slow test that fails runs once more. It drives real brokers and processes against deadlines, and a machine that stands
-still for a second makes it fail. The summary lists each test that ran again. A test that is not slow has one try.
+A test has one try: a test that passes only at its second try hides a race.
 
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
 A run of the whole suite uses three processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
-of a file stay in one process, and the files that last longest come first. The processes share one real broker; each has
-an embedded cluster of its own.
+of a file stay in one process, and the files that last longest come first. At most two processes run whole relays, as
+long as there are other files. The processes share one real broker; each has an embedded cluster of its own.
 
 Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
 (`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
@@ -29,6 +28,7 @@ import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -49,19 +49,33 @@ from tests.promised import promised, unavailable
 
 TEST_PARTITIONS = 12
 ROOT = Path(__file__).parents[1]
-PIPELINE = ROOT / "tests" / "pipeline"
-PIPELINES = 2
-"""The most relays of the pipeline tests that run at once."""
-LONGEST = {
-    "test_triton_attention.py",
-    "test_supervisor.py",
-    "test_engine_contract.py",
-    "test_fuzz.py",
-    "test_cache_soak.py",
-}
-"""Files that take a minute: none of them is to be the last."""
+PIPELINE = "tests/pipeline/"
+RELAYS = 2
+"""The most files with whole relays that run at once: more would make each other late."""
+LONGEST = (
+    "tests/pipeline/test_demo.py",
+    "tests/cli/test_first_hour_page.py",
+    "tests/pipeline/test_affinity.py",
+    "tests/pipeline/test_standby.py",
+    "tests/pipeline/test_brokers.py",
+    "tests/pipeline/test_rights.py",
+    "tests/pipeline/test_divert.py",
+    "tests/pipeline/test_relay.py",
+    "tests/benchmarks/test_events.py",
+    "tests/benchmarks/test_pipeline.py",
+    "tests/benchmarks/test_overload.py",
+    "tests/workers/test_executor_order.py",
+    "tests/streams/test_rotation.py",
+    "tests/streams/test_trigger_app.py",
+    "tests/workers/test_engine_contract.py",
+    "tests/workers/test_triton_attention.py",
+    "tests/workers/test_graphs.py",
+    "tests/workers/test_supervisor.py",
+    "tests/cli/test_simulate.py",
+    "tests/wheel/test_versions.py",
+)
+"""Files that take a minute or more, the longest first: none of them is to be the last."""
 QUICK = "not slow"
-RERUNS_OF_A_SLOW_TEST = 1
 SLOW_LANES = ("kafka", "outage", "browser", "container", "soak")
 OPEN = pytest.StashKey[ExitStack]()
 SHARED_BROKER = pytest.StashKey[bytes]()
@@ -95,8 +109,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0  # Chosen tests: in pytest's own process.
     cores = min(2, os.cpu_count() or 1)
-    # Slow tests wait for processes and brokers most of their time.
-    return cores + (config.option.markexpr != QUICK)
+    # Slow tests wait for processes and brokers much of their time. With two more processes relays were late.
+    return cores + (0 if config.option.markexpr == QUICK else 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -132,12 +146,10 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.pluginmanager.has_plugin("xdist"):
-        items.sort(key=lambda item: (PIPELINE not in item.path.parents, item.path.name not in LONGEST))
+        items.sort(key=lambda item: _place(file_of(item.nodeid)))
     for item in items:
         if any(item.get_closest_marker(lane) for lane in SLOW_LANES):
             item.add_marker("slow")
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.flaky(reruns=RERUNS_OF_A_SLOW_TEST))
 
 
 def pytest_collection_finish() -> None:
@@ -146,21 +158,38 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def has_relays(file: str) -> bool:
+    return file.startswith((PIPELINE, "tests/benchmarks/")) or file == "tests/cli/test_first_hour_page.py"
+
+
+def _place(file: str) -> int:
+    """The longest files come first, then the other ones with relays."""
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST) + (not has_relays(file))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process runs a file from its first test to its last. The pipeline's files are shared by a few processes.
-
-    Each relay starts several processes: more relays at once would make each other late.
-    """
+    """One process runs a file from its first test to its last."""
     from xdist.scheduler import LoadScopeScheduling  # A part of the dev extra, and only needed with `-n`.
-
-    files = sorted(PIPELINE.glob("test_*.py"))
 
     class OneProcessAFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path, _, _ = nodeid.partition("::")
-            file = ROOT / path
-            return f"pipeline {files.index(file) % PIPELINES}" if file in files else path
+            return file_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            others = [files for other, files in self.assigned_work.items() if other is not node]
+            busy = [
+                any(has_relays(file) and not all(tests.values()) for file, tests in files.items()) for files in others
+            ]
+            if sum(busy) >= RELAYS:
+                other = next((file for file in self.workqueue if not has_relays(file)), None)
+                if other is not None:
+                    self.workqueue.move_to_end(other, last=False)
+            super()._assign_work_unit(node)
 
     return OneProcessAFile(config, log)
 
@@ -197,6 +226,7 @@ def own_logging(nothing_left_behind: None) -> Iterator[None]:
     for handler in root.handlers[:]:
         if handler not in handlers:
             root.removeHandler(handler)
+            handler.close()
     root.setLevel(level)
 
 
@@ -245,3 +275,17 @@ def kafka_settings(broker: LocalBroker) -> Iterator[KafkaSettings]:
     broker.create_topics(settings)
     yield settings
     broker.delete_topics(settings)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"this user may not mount a file system: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)

@@ -46,11 +46,14 @@ from relaygr.schemas.messages import (
     MAX_TASKS,
     MAX_VERSION_NUMBER,
 )
+from relaygr.schemas.times import wrong_unit
 
 INT64_MIN = -(2**63)
 item_ids = st.integers(INT64_MIN, INT64_MAX)
 timestamps_ms = st.integers(INT64_MIN, INT64_MAX) | st.integers(1_600_000_000_000, 1_800_000_000_000)
 whole = st.integers(0, INT64_MAX)
+times_us = whole.filter(lambda time: wrong_unit(time, "microseconds") is None)
+times_ms = whole.filter(lambda time: wrong_unit(time, "milliseconds") is None)
 real = st.floats(allow_nan=False, allow_infinity=False)
 digests = st.binary(min_size=16, max_size=16)
 
@@ -103,6 +106,7 @@ def continuations(draw: st.DrawFn, most: int) -> Continuation:
         arrays(-1, MAX_POSITION),
         arrays(-INT64_MAX, INT64_MAX),
         draw(st.none() | st.text("azAZ09_-", min_size=1, max_size=20)),
+        draw(st.none() | positions),
     )
 
 
@@ -120,6 +124,7 @@ def histories(draw: st.DrawFn, user_id: str | None = None) -> History:
         draw(st.none() | positions),
         draw(st.none() | covers),
         draw(st.none() | continuations(len(shown))),
+        draw(st.none() | whole),
     )
 
 
@@ -142,8 +147,8 @@ def _estimates(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "request_id": draw(texts(128)),
         "user_id": user_id,
-        "retrieval_at_us": draw(whole),
-        "expected_ranking_at_us": draw(whole),
+        "retrieval_at_us": draw(times_us),
+        "expected_ranking_at_us": draw(times_us),
         "ranking_budget_ms": draw(st.integers(1, MAX_BUDGET_MS)),
         "expected_candidates": draw(st.integers(0, MAX_CANDIDATES)),
         "expected_suffix": draw(st.integers(0, MAX_SUFFIX_BEHAVIOURS)),
@@ -174,9 +179,9 @@ def ranking_requests(draw: st.DrawFn) -> RankingRequest:
     return RankingRequest(
         request_id=draw(texts(128)),
         user_id=user_id,
-        sent_at_us=draw(whole),
-        deadline_us=draw(whole),
-        query_time_ms=draw(whole),
+        sent_at_us=draw(times_us),
+        deadline_us=draw(times_us),
+        query_time_ms=draw(times_ms),
         candidates=draw(hnp.arrays("<i8", st.integers(1, 20), elements=item_ids)),
         suffix=draw(behaviours()),
         scenario=draw(st.none() | texts(64)),
@@ -227,6 +232,9 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
         unknown_items=draw(whole),
         backlog_us=draw(st.none() | whole),
         diverted_by=draw(st.none() | texts(128)),
+        unknown_actions=draw(st.none() | whole),
+        unknown_features=draw(st.none() | whole),
+        history_missing=draw(st.none() | st.booleans()),
         **specific,
     )
 

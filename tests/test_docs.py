@@ -46,10 +46,6 @@ TESTS = "docs/testing.md"
 """Its paths may count from `tests/`."""
 FOLDERS_OF_TESTS = ("pipeline", "worlds")
 FORMS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / ".github").rglob("*.yml"))
-WORDS_MAX = 24_300
-GENERATED = ("docs/messages.md", "docs/settings.md")
-FIGURES = re.compile(r"<!-- ([\w -]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
-"""Parts of a page that `benchmarks.headline` writes."""
 
 
 @dataclass(frozen=True)
@@ -427,13 +423,3 @@ def test_the_workflow_runs_the_test_command_of_the_readme_and_installs_extras_th
 @pytest.mark.parametrize("file", [".pre-commit-config.yaml", "mkdocs.yml", *FORMS])
 def test_a_project_file_is_yaml(file: str) -> None:
     assert yaml.safe_load(text_of(file))
-
-
-# Length
-
-
-def test_the_pages_stay_short() -> None:
-    """Marks of tables and lists are no words. Pages and parts that a program writes do not count."""
-    texts = [FIGURES.sub("", text_of(page)) for page in PAGES if page not in GENERATED]
-    words = [word for text in texts for word in text.split() if re.search(r"\w", word)]
-    assert len(words) <= WORDS_MAX

@@ -105,7 +105,7 @@ USES: dict[str, Use] = {
             "relaygr.worker.model.engine",
             "relaygr.worker.calibration",
             "relaygr.worker.process",
-            "relaygr.worker.process.life",
+            "relaygr.worker.process.lifecycle",
         )
     ),
     "bench": Use(
@@ -114,13 +114,11 @@ USES: dict[str, Use] = {
             "relaygr.demo.run",
             "relaygr.bench.cache.__main__",
             "relaygr.bench.engine.__main__",
-            "relaygr.bench.headline.command",
+            "relaygr.bench.events.run",
+            "relaygr.bench.headline.run",
             "relaygr.bench.overload.run",
             "relaygr.bench.pipeline.__main__",
-            "relaygr.replay.plots",
             "relaygr.simulate.plan",
-            "relaygr.bench.simulated.run",
-            "relaygr.bench.sizing.run",
         )
     ),
 }

@@ -7,11 +7,10 @@ Four layers; a later layer overrides an earlier one:
 The setting `scenario` names the scenario of a process. The scenario's own values override those of the file, such as
 `topic_prefix` and `worker.model`, but not those of the environment and the command line.
 
-A setting has a dotted key (`worker.hbm_bytes`) and an environment variable (`RELAYGR_WORKER__HBM_BYTES`). The
-layers are merged key by key, so a file may set one field of a section and the environment another. An unknown
-name is an error in every layer. Variables that begin with `RELAYGR_TEST_` belong to the test suite and are
-ignored, and so are those that Kubernetes injects for a Service whose name begins with `relaygr`. Every error is a
-`RelayError` that names the key, its origin and the allowed values; it never contains a secret.
+A setting has a dotted key (`worker.hbm_bytes`) and a variable (`RELAYGR_WORKER__HBM_BYTES`). The layers are merged key
+by key. An unknown name is an error in every layer, except variables that begin with `RELAYGR_TEST_` (the test suite's)
+and those that Kubernetes injects for a Service whose name begins with `relaygr`. Every error is a `RelayError` that
+names the key, its origin and the allowed values; it never contains a secret.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from pydantic import ByteSize, SecretStr
 from pydantic_core import PydanticUndefined
 
 from relaygr.admission.scenarios import ScenarioName, ScenarioSettings, VariantSettings
+from relaygr.kafka.settings import TopicSetting
+from relaygr.schemas.topics import Topic
 from relaygr.settings import SettingField, Settings, section_of, setting_fields, size_text, union_members
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -30,6 +32,7 @@ _TYPE_NAMES: dict[Any, str] = {
     Path: "path",
     ByteSize: "size, such as `2GiB`",
     SecretStr: "text, never shown",
+    dict[Topic, dict[str, TopicSetting]]: "map of topics to maps of Kafka's settings",
     dict[ScenarioName, ScenarioSettings]: "map of names to entries",
     dict[ScenarioName, VariantSettings]: "map of names to `users` and `model`",
 }

@@ -9,8 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.bench.engine.attention import BASE, AttentionCase, Contest, our_back_ends, triton_variants
-from relaygr.bench.engine.peers import META, find_peers
+from relaygr.bench.engine.attention import (
+    BASE,
+    META,
+    AttentionCase,
+    Contest,
+    find_peers,
+    our_back_ends,
+    triton_variants,
+)
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.model.attention.spec import AttentionSpec

@@ -5,21 +5,15 @@ from __future__ import annotations
 import csv
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
-import torch
 
 from relaygr.bench.engine import run, shapes
-from relaygr.bench.engine.figures import EngineStage, Figure
-from relaygr.bench.engine.profile import Share, gathered, shares
-from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
+from relaygr.bench.engine.run import EngineStage, EngineVariant, Figure, SideBySide, Sizes
 from relaygr.bench.engine.shapes import Shape
 from relaygr.bench.rows import append_rows
-from relaygr.worker.device import CpuDevice, Device
+from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.machine_code import CompiledProduct, compiles_products
 from relaygr.worker.model.options import ComputeDtype
 
 SIZES = Sizes(prefixes=(64, 128), candidates=(4, 8), appends=(16,), batches=(2,))
@@ -60,47 +54,3 @@ def test_flops_of_a_prefix_do_not_depend_on_its_chunks() -> None:
     config = Shape(16, 3, 2, 8, 4).config(1000, 4)
     whole = shapes.append_flops(config, 0, 1000)
     assert shapes.append_flops(config, 0, 300) + shapes.append_flops(config, 300, 700) == pytest.approx(whole)
-
-
-class Accelerator(CpuDevice):
-    """A device that is not the host."""
-
-    @property
-    def is_cpu(self) -> bool:
-        return False
-
-
-def event(key: str, kind: str, cpu_us: float, device_us: float) -> SimpleNamespace:
-    return SimpleNamespace(
-        key=key,
-        device_type=SimpleNamespace(name=kind),
-        self_cpu_time_total=cpu_us,
-        self_device_time_total=device_us,
-    )
-
-
-def test_a_kernel_counts_once_with_its_operator_and_by_itself_where_it_has_none() -> None:
-    events = [
-        event("aten::addmm", "CPU", 9.0, 30.0),
-        event("sm90_xmma_gemm_bf16", "CUDA", 0.0, 30.0),
-        event("aten::layer_norm", "CPU", 5.0, 10.0),
-        event("vectorized_layer_norm_kernel", "CUDA", 0.0, 10.0),
-        event("attend_kernel", "CUDA", 0.0, 40.0),
-        event("gated_norm_kernel", "CUDA", 0.0, 20.0),
-    ]
-
-    def shares(device: Device) -> list[Share]:
-        return gathered(cast("list[torch.autograd.profiler_util.FunctionEventAvg]", events), device)
-
-    assert shares(Accelerator()) == [
-        Share("attention: products", 0.4),
-        Share("projections", 0.3),
-        Share("norms and gates", 0.3),
-    ]
-    assert shares(CpuDevice()) == [Share("projections", 9 / 14), Share("norms and gates", 5 / 14)]
-
-
-@pytest.mark.skipif(not compiles_products(), reason="no llvmlite, or a CPU without AVX-512")
-def test_products_in_machine_code_are_projections() -> None:
-    compiled, rows, bias = CompiledProduct(torch.randn(64, 32)), torch.randn(64, 64), torch.randn(32)
-    assert "projections" in [share.part for share in shares(CpuDevice(), lambda: compiled(rows, bias))]

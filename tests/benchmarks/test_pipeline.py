@@ -2,37 +2,90 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from relaygr.bench.pipeline.echo import Echo, read_run
-from relaygr.bench.pipeline.run import EchoFigures, MeasuredWindow, RateFigures, RoundFigures, medians
+from relaygr.bench.pipeline.__main__ import main
+from relaygr.bench.pipeline.echo import Children, Echo, read_run
+from relaygr.bench.pipeline.run import (
+    COLUMNS,
+    MeasuredWindow,
+    Plan,
+    RoundFigures,
+    RunFigures,
+    measure_rates,
+    medians,
+    null_settings,
+)
+from relaygr.bench.rows import refuse_other_columns
 from relaygr.devbroker import LocalBroker
+from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.traffic.settings import TrafficSettings
 
-PIPELINE = RateFigures(
-    measured_at="2026-01-01T00:00:00Z", machine="one", broker="Kafka", rate_per_s=200, seconds=10, offered=2000,
-    answered=1000, p50_ms=4.0, p99_ms=20.0, p999_ms=30.0, growth_ms=0.0, preinfer_jobs=2000, preinfer_start_p50_ms=3.0,
-    preinfer_start_p99_ms=15.0, generator_lag_p99_ms=1.0, cpu_gateway=0.2, cpu_trigger=0.3, cpu_worker=0.4,
-    cpu_broker=0.5,
-)  # fmt: skip
-ECHO = EchoFigures(2000, 2000, p50_ms=1.0, p99_ms=5.0, cpu_python=0.3, foreign_cpu=0.1)
+PIPELINE = RunFigures(2000, 1000, p50_ms=4.0, p99_ms=20.0, python_cpu=0.9, foreign_cpu=0.3)
+ECHO = RunFigures(2000, 2000, p50_ms=1.0, p99_ms=5.0, python_cpu=0.3, foreign_cpu=0.1)
 
 
 def test_the_ratios_are_the_medians_of_the_rounds() -> None:
-    rounds = [
-        RoundFigures(replace(PIPELINE, p50_ms=p50_ms, p99_ms=5 * p50_ms), 0.3, ECHO) for p50_ms in (9.0, 2.0, 4.0)
-    ]
+    rounds = [RoundFigures(replace(PIPELINE, p50_ms=p50_ms, p99_ms=5 * p50_ms), ECHO) for p50_ms in (9.0, 2.0, 4.0)]
     row = medians(200.0, rounds)
     assert (row["rate"], row["rounds"]) == (200.0, 3)
     assert (row["p50_ratio"], row["p99_ratio"], row["python_cpu_ratio"]) == (4.0, 4.0, 3.0)
     assert row["foreign_cpu"] == pytest.approx(0.2)
     assert (row["pipeline_answered_share"], row["echo_answered_share"]) == (0.5, 1.0)
+    assert row["http_p50_ms"] is None
+    assert medians(200.0, [RoundFigures(PIPELINE, ECHO, replace(ECHO, p50_ms=2.0))])["http_p50_ms"] == 2.0
+
+
+def test_the_committed_rows_have_the_columns_that_a_run_appends_with_http_and_without() -> None:
+    committed = Path(__file__).parents[2] / "benchmarks" / "results" / "pipeline" / "ratios.csv"
+    refuse_other_columns(committed, COLUMNS)
+    for http in (None, ECHO):
+        assert COLUMNS[4:] == tuple(medians(200.0, [RoundFigures(PIPELINE, ECHO, http)]))
+
+
+def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "old.csv").write_text("rate,rounds\n", encoding="utf-8")
+    with pytest.raises(RelayError, match="columns of another version"):
+        measure_rates([20.0], Plan(2.0, 1, 1.0), "no such broker", tmp_path / "old.csv", None)
+
+
+@pytest.mark.parametrize("rates", ["x", "", "200,,500", "0", "nan"])
+def test_rates_that_are_no_numbers_are_refused_in_a_sentence(rates: str) -> None:
+    with pytest.raises(RelayError, match="is not a list of numbers above 0"):
+        main(rates=rates)
+
+
+def test_two_runs_on_one_broker_have_topics_of_their_own(tmp_path: Path) -> None:
+    broker: Any = SimpleNamespace(settings=lambda kafka: kafka)
+    first, second = (null_settings(broker, tmp_path / name, 200.0, 1.0) for name in "ab")
+    assert first.topic_prefix != second.topic_prefix
+
+
+def test_a_process_that_still_runs_is_stopped_with_the_others() -> None:
+    with Children() as children:
+        child = children.start("gateway", "http.server", "0", "--bind", "127.0.0.1")
+        assert children.roles() == {child.pid: "gateway"}
+    assert child.returncode is not None and children.roles() == {}
+
+
+@pytest.mark.slow
+def test_a_run_in_miniature_has_the_figures_of_relay_http_and_echo(tmp_path: Path) -> None:
+    plan = Plan(2.0, 1, 1.0, http=True)
+    measure_rates([20.0], plan, "embedded", tmp_path / "ratios.csv", tmp_path / "ratios.json")
+    (row,) = json.loads((tmp_path / "ratios.json").read_text(encoding="utf-8"))
+    for system in ("pipeline", "http", "echo"):
+        assert row[f"{system}_p50_ms"] > 0 and row[f"{system}_cpu"] > 0
+        # A machine that others keep busy may be late.
+        assert row[f"{system}_answered_share"] > 0
 
 
 def test_a_window_of_a_run_that_never_began_has_no_figures(tmp_path: Path) -> None:

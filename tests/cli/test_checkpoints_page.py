@@ -108,6 +108,7 @@ def meta_job(recorded: Path) -> tuple[Stored, list[Sample]]:
     return Stored(predictions), samples
 
 
+@pytest.mark.slow
 def test_the_page_leads_to_scores_that_agree() -> None:
     shutil.copytree(UPSTREAM / "150", "dlrm")
     model, loader = meta_job(UPSTREAM / "requests.jsonl")

@@ -63,7 +63,8 @@ def test_the_watch_leaves_out_what_this_process_uses(
     """In two seconds on two cores. The clocks of the system differ a little, so a share stays within its bounds."""
     usable = frozenset((0, 1))
     busy, own, now = iter((10.0, 10.0 + busy_s)), iter((5.0, 5.0 + own_s)), iter((100.0, 102.0))
-    monkeypatch.setattr(machine, "usable_cores", lambda: usable)
+    monkeypatch.setattr(machine, "own_cores", lambda: usable)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     monkeypatch.setattr(machine, "busy_s", lambda cores: next(busy))
     monkeypatch.setattr(machine, "_own_s", lambda: next(own))
     monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -73,7 +74,7 @@ def test_the_watch_leaves_out_what_this_process_uses(
 
 
 def test_the_time_of_the_processor_only_grows() -> None:
-    usable = machine.usable_cores()
+    usable = machine.own_cores()
     before = machine.busy_s(usable), machine.busy_s(), machine._own_s()
     after = machine.busy_s(usable), machine.busy_s(), machine._own_s()
     assert 0 < before[0] <= before[1] + 1e-6

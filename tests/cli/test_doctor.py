@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError
 
 from relaygr.client import RankOutcome, RankStatus, TimeOutReason
 from relaygr.doctor import examine, judge, observe
 from relaygr.doctor.examine import Examination
 from relaygr.doctor.findings import Diagnosis, Verdict, exit_code
 from relaygr.doctor.judge import SeenBroker, SeenFolder, SeenWorker
+from relaygr.kafka.client_errors import why_undelivered
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import GroupProtocol, KafkaSettings
 from relaygr.kafka.topic_check import Finding, Severity, TopicReport
@@ -182,13 +184,29 @@ def test_a_trigger_that_does_not_run_is_a_warning() -> None:
         (RankStatus.EXPIRED, None, FAIL, "expired"),
         (RankStatus.FAILED, FailureReason.OVERLOADED, WARN, "overloaded"),
         (RankStatus.FAILED, FailureReason.DEVICE_ERROR, FAIL, "device_error"),
+        (RankStatus.FAILED, FailureReason.REFUSED_BY_KAFKA, FAIL, "refused_by_kafka"),
     ],
 )
 def test_an_impression_that_is_not_ranked_says_how_it_ended(
     status: RankStatus, reason: Any, verdict: Verdict, says: str
 ) -> None:
-    [found] = judge.impression(True, RankOutcome("r", status, 10, None, reason))
+    [found] = judge.impression(None, RankOutcome("r", status, 10, None, reason))
     assert found.verdict is verdict and says in found.what and found.mend
+
+
+@pytest.mark.parametrize(
+    ("code", "what", "mend"),
+    [
+        (KafkaError.INVALID_TIMESTAMP, "too far from that of the brokers", "set the clocks"),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, "this user may not write", "relaygr topics acls"),
+        (KafkaError.INVALID_RECORD, "Broker failed to validate record", "look at the topics"),
+    ],
+)
+def test_an_event_that_kafka_refuses_names_the_cause(code: int, what: str, mend: str) -> None:
+    outcome = RankOutcome("r", RankStatus.FAILED, 10, None, FailureReason.REFUSED_BY_KAFKA)
+    event, _ = judge.impression(why_undelivered(KafkaError(code)), outcome)
+    assert event.verdict is FAIL and what in event.what and mend in event.mend
+    assert ("acls" in event.mend) == (code == KafkaError.TOPIC_AUTHORIZATION_FAILED)
 
 
 # -- statuses ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from relaygr.devbroker import LocalBroker
+from relaygr.interactions import read_interactions
 from relaygr.kafka.settings import KafkaSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "first-hour.md").read_text(encoding="utf-8")
@@ -48,6 +49,16 @@ def write_log(path: Path) -> None:
             for at in range(int(random.integers(60, 200))):
                 item, rating = random.integers(1, 300), random.integers(1, 6)
                 file.write(f"{user}\t{item}\t{rating}\t{880_000_000 + 3600 * at}\n")
+
+
+def test_the_gateway_of_the_page_sends_the_codes_that_publish_sends(tmp_path: Path) -> None:
+    """The first behaviour of the real log is three stars of user 196 for item 242."""
+    log = tmp_path / "u.data"
+    log.write_text("196\t242\t3\t881250949\n", encoding="utf-8")
+    (behaviour,) = re.findall(r"RECENT = .*\[(\(.*\))\]", blocks("python")["gateway"])
+    read = read_interactions(log).of(0)
+    published = int(read.items[0]), int(read.actions[0]), int(read.timestamps_ms[0])
+    assert behaviour == str(published)
 
 
 @pytest.mark.kafka

@@ -9,9 +9,11 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +23,20 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from relaygr.client import ClientSettings
+from relaygr.client import (
+    ClientError,
+    ClientSettings,
+    MessageRefused,
+    MessageTooLarge,
+    NotRunning,
+    QueueFull,
+    RequestIdInUse,
+)
 from relaygr.demo.processes import CommandProcess, Processes, write_config
 from relaygr.devbroker import LocalBroker
 from relaygr.devbroker.local import free_ports
 from relaygr.gateway import server as gateway_server
+from relaygr.gateway.answers import refused_by_client
 from relaygr.gateway.bodies import BadBody, Encoding, RankBody, RetrievalBody, read_body
 from relaygr.gateway.openapi import document
 from relaygr.gateway.server import run_gateway
@@ -241,12 +252,21 @@ class TestRefusals:
             (JSON, b'{"user_id": "a", "user_id": "b"}', "user_id is given twice"),
             (JSON, b'{"budget_ms": NaN}', "NaN is not a number"),
             (JSON, b"\xff", "the body is not UTF-8"),
-            (JSON, b"[" * 60_000, "nested too deeply"),
+            (JSON, b"[" * 4_000, "nested too deeply"),
+            (
+                JSON,
+                b'{"a": [' + b"[]," * 5_000 + b"0]}",
+                "the body is not a message: more than 4096 objects and lists",
+            ),
             (JSON, b'{"user_id": "\\ud800"}', "user_id: not encodable as UTF-8"),
             (MSGPACK, b"\xc1", "the body is not MessagePack"),
             (MSGPACK, b"\x91\x01", "the body is not a MessagePack map"),
             (MSGPACK, b"\x81\xa1a\xdd\xff\xff\xff\xff", "the body is not MessagePack"),
             (MSGPACK, b"", "the body is not MessagePack"),
+            (MSGPACK, msgpack.packb({"a": [[]] * 5_000}), "the body is not MessagePack: more than 64 maps and lists"),
+            (MSGPACK, msgpack.packb({"a": [{}] * 5_000}), "the body is not MessagePack: more than 64 maps and lists"),
+            (MSGPACK, b"\x81\xa1a\xc7\x00\x05", "the body is not MessagePack: an extension, of type 5"),
+            (MSGPACK, msgpack.packb({b"user_id": "a"}), "b'user_id': there is no such field"),
         ],
     )
     def test_a_body_that_is_no_object_is_refused(self, door: Door, media_type: str, body: bytes, said: str) -> None:
@@ -424,6 +444,51 @@ def test_with_a_token_each_call_needs_it_and_a_stop_serves_what_was_received(
     processes.stop([process])
 
 
+def readiness(process: CommandProcess) -> int:
+    """The status of `/readyz`."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", process.port, timeout=10)) as connection:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status
+
+
+@pytest.mark.slow
+def test_after_sigterm_the_gateway_serves_on_but_is_not_ready_until_the_second_signal(
+    door: Door, processes: Processes
+) -> None:
+    """A load balancer sends new connections until it has noticed."""
+    process, port = start(processes, "leaving", "stop_delay_s=600")
+    processes.await_ready([process], 60)
+    leaving = replace(door, process=process, port=port)
+    kept = leaving.connect()
+    assert "connection" not in leaving.post("/v1/rank", RANK | {"request_id": "before"}, kept).headers
+    process.process.send_signal(signal.SIGTERM)
+    wait_until("not ready", lambda: readiness(process) == 503)
+    assert leaving.post("/v1/rank", RANK | {"request_id": "kept"}, kept).status == 200
+    numbers = count()
+
+    def closes() -> bool:
+        reply = leaving.post("/v1/rank", RANK | {"request_id": f"new-{next(numbers)}"})
+        assert reply.status == 200
+        return reply.headers.get("connection") == "close"
+
+    wait_until("answers close their connections", closes)
+    process.process.send_signal(signal.SIGTERM)
+    assert process.process.wait(20) == 0
+    processes.stop([process])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 600)])
+def test_the_gateway_stops_by_itself_after_the_delay_and_at_once_by_ctrl_c(
+    door: Door, processes: Processes, number: signal.Signals, delay_s: float
+) -> None:
+    process, _ = start(processes, f"stopping-{number}", f"stop_delay_s={delay_s}")
+    processes.await_ready([process], 60)
+    process.process.send_signal(number)
+    assert process.process.wait(30) == 0
+    processes.stop([process])
+
+
 @pytest.mark.slow
 def test_answers_examples_and_the_page_agree_with_the_document(door: Door) -> None:
     connection = door.connect()
@@ -453,6 +518,23 @@ def test_answers_examples_and_the_page_agree_with_the_document(door: Door) -> No
 def test_the_schemas_of_the_document_are_schemas() -> None:
     for schema in document(needs_token=True)["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (RequestIdInUse("used already"), 409, "request_id_in_use"),
+        (MessageTooLarge("too large"), 413, "too_large"),
+        (MessageRefused("no right to write"), 503, "not_sent"),
+        (QueueFull("broker away"), 503, "queue_full"),
+        (NotRunning("closed"), 503, "stopping"),
+    ],
+)
+def test_each_refusal_of_the_client_has_its_own_status(error: ClientError, status: int, reason: str) -> None:
+    """Any message that Kafka did not take was told as a request id in use."""
+    answer = refused_by_client(error).answer
+    assert (answer.status, answer.content["reason"]) == (status, reason)
+    assert ("retry-after" in answer.headers) == (status == 503)
 
 
 def test_an_address_that_others_reach_needs_a_token() -> None:
@@ -487,17 +569,67 @@ def test_a_signal_while_the_gateway_starts_stops_it(monkeypatch: pytest.MonkeyPa
     assert client.closed
 
 
+def test_a_gateway_that_kafka_refuses_is_not_ready_and_names_the_cause() -> None:
+    server = SimpleNamespace(started=True, is_stopping=False)
+    accepted, refused = SimpleNamespace(refusal=None), SimpleNamespace(refusal="certificate expired")
+    assert gateway_server._readiness(server, accepted).ready  # type: ignore[arg-type]
+    readiness = gateway_server._readiness(server, refused)  # type: ignore[arg-type]
+    [check] = [each for each in readiness.checks if not each.ok]
+    assert not readiness.ready and check.detail == "certificate expired"
+
+
 @pytest.mark.parametrize("token", ["short", "a token with spaces in it", "umlauts-äöü-äöü-äöü"])
 def test_a_token_that_cannot_be_sent_or_is_guessed_is_refused(token: str) -> None:
     with pytest.raises(ValidationError, match="at least 16 characters"):
         GatewaySettings(token=token)  # type: ignore[arg-type]
 
 
-def test_a_short_body_that_claims_many_entries_allocates_nothing_for_them() -> None:
+@pytest.mark.parametrize("before", [b"", b"\x92\xc7\x00\x05", b"\x95\xa0\xc4\x00\x90\x80"], ids=["", "ext", "empty"])
+@pytest.mark.parametrize("beside", [b"", b"\xc7\x00\x05", b"\xc9\x00\x00\x00\x00\x05", b"\xa0"], ids=bytes.hex)
+@pytest.mark.parametrize("entries", [2**12, 10**8])
+def test_a_short_body_that_claims_many_entries_allocates_nothing_for_them(
+    before: bytes, beside: bytes, entries: int
+) -> None:
     """msgpack allocates a list when it reads the header. 1,000 nested headers of 100 million entries are 5 kB."""
-    claims = b"\x81\xa7user_id" + b"\xdd\x05\xf5\xe1\x00" * 1_000
-    with pytest.raises(BadBody, match="not MessagePack"):
-        read_body(RankBody, Encoding.MESSAGEPACK, claims)
+    claims = b"\x81\xa7user_id" + before + (b"\xdd" + entries.to_bytes(4, "big") + beside) * 1_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadBody, match="not MessagePack"):
+            read_body(RankBody, Encoding.MESSAGEPACK, claims)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_one_of_many_names_that_is_given_twice_is_found() -> None:
+    names = b",".join(b'"%d":0' % number for number in (*range(2_000), 1_999))
+    with pytest.raises(BadBody, match="1999 is given twice"):
+        read_body(RankBody, Encoding.JSON, b"{" + names + b"}")
+
+
+@pytest.mark.parametrize("texts", [b"%s", b'{"user_id":[%s]}', b'{"user_id":{"a":%s}}'])
+@pytest.mark.parametrize("text", [b'"%d":0', b'"%d"', b'"":%d', b'"\\"%d"'])
+def test_a_body_of_many_names_is_refused_before_they_are_read(texts: bytes, text: bytes) -> None:
+    """A megabyte of 100,000 names took 0.3 s, in which the gateway served nobody else."""
+    with pytest.raises(BadBody, match="more than 2048 names and texts"):
+        read_body(RankBody, Encoding.JSON, texts % b",".join(text % number for number in range(100_000)))
+
+
+@pytest.mark.parametrize("query_time", [1_700_000_000, 1_700_000_000_000_000, -1])
+@pytest.mark.parametrize("encoding", Encoding)
+def test_a_query_time_in_another_unit_is_refused_with_the_unit(encoding: Encoding, query_time: int) -> None:
+    body = {"user_id": "u", "candidates": [1], "query_time_ms": query_time}
+    data = json.dumps(body).encode() if encoding is Encoding.JSON else msgpack.packb(body)
+    with pytest.raises(BadBody, match=r"^query_time_ms: .* in milliseconds since the epoch"):
+        read_body(RankBody, encoding, data)
+
+
+def test_a_long_name_and_a_long_list_are_refused() -> None:
+    name = "ab" * 500_000
+    with pytest.raises(BadBody, match=r"^(ab){40}: there is no such field$"):
+        read_body(RankBody, Encoding.JSON, json.dumps({name: 0}).encode())
+    with pytest.raises(BadBody, match="candidates: 500000 entries, expected 1 to 16384"):
+        read_body(RankBody, Encoding.JSON, json.dumps({"user_id": "u", "candidates": [None] * 500_000}).encode())
 
 
 def test_both_encodings_read_the_same_fields() -> None:

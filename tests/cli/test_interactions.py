@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr.interactions import BadLine, Interactions, LayoutKind, Limits, layouts, read_interactions, recognise
+from relaygr.interactions import (
+    BadLine,
+    Interactions,
+    LayoutKind,
+    Limits,
+    joined,
+    layouts,
+    read_interactions,
+    recognise,
+)
 from relaygr.interactions.reading import BadIdError, ItemIndex, UserIndex, hashed_item
 from relaygr.runtime.errors import RelayError
 
@@ -185,7 +194,7 @@ def test_bad_lines_are_left_out_with_number_and_reason(write: Write) -> None:
         5: ("u\t1\t1\tnoon", "timestamp is 'noon', expected a number"),
         6: ("u\t1\tnan\t1000000000", "rating is 'nan', expected 0 to 32767"),
         7: ("u\t1\t-1\t1000000000", "rating is '-1', expected 0 to 32767"),
-        8: ("u\t1\t1\tinf", "timestamp is 'inf', expected 0 to 9000000000000000"),
+        8: ("u\t1\t1\tinf", "timestamp is 'inf', expected 0 to 4000000000000000000"),
         10: ("\t1\t1\t1000000000", "an id is empty"),
         11: ("u\t \t1\t1000000000", "an id is empty"),
         12: (f"{'x' * 300}\t1\t1\t1000000000", "user id: 300 bytes of text, expected 1 to 256"),
@@ -306,12 +315,61 @@ def test_decimal_item_ids_stay_as_they_are(text: str) -> None:
     assert ItemIndex(False)[text] == int(text)
 
 
-@pytest.mark.parametrize("text", ["007", "+7", "-0", str(2**63), "1.0", "B00X4WHP5E", "ключ"])
+@pytest.mark.parametrize("text", ["007", "+7", "-0", "1.5", "1e5", "B00X4WHP5E", "ключ"])
 def test_other_item_ids_are_hashed_to_63_bits(text: str) -> None:
     items = ItemIndex(False)
     assert items[text] == hashed_item(text)
     assert 0 <= items[text] < 2**63
     assert items.hashed_count == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1193.0", 1193), ("0.0", 0), ("-5.00", -5), (" 7.0 ", 7), (f"{2**53}.0", 2**53)],
+)
+def test_an_id_that_was_written_as_a_float_is_the_whole_number(text: str, number: int) -> None:
+    """Such as pandas writes a column with gaps. The hash was another item, which no gateway asks for."""
+    items, users = ItemIndex(False), UserIndex(False)
+    assert items[text] == items[str(number)] == number
+    assert users[text] == users[str(number)] and users.names == [str(number)]
+    assert (items.hashed_count, items.float_example) == (0, text.strip())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{2**53 + 2}.0", "last digits"),
+        ("9" * 400 + ".0", "last digits"),
+        ("1.8446744073709552e+19", "last digits"),
+        ("nan", "missing"),
+        ("None", "missing"),
+        ("<NA>", "missing"),
+        ("NA", "missing"),
+        ("N/A", "missing"),
+        (r"\N", "missing"),
+    ],
+)
+def test_an_id_that_is_not_certain_is_refused(text: str, said: str) -> None:
+    for index in (ItemIndex(False), UserIndex(False)):
+        with pytest.raises(BadIdError, match=said):
+            index[text]
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1, -(2**63) - 1, 10**200])
+def test_an_item_id_that_no_message_can_carry_is_refused(number: int) -> None:
+    """Half of the ids of an unsigned hash are above the largest: they were hashed again, unlike the gateway's."""
+    with pytest.raises(BadIdError, match="does not fit into 64 bits"):
+        ItemIndex(False)[str(number)]
+    assert UserIndex(False)[str(number)] == 0
+
+
+def test_a_log_of_pandas_with_gaps_is_read_and_said_to_be_one(write: Callable[..., Path]) -> None:
+    rows = "196.0,1193.0,3.0,881250949\n196.0,nan,3.0,881250950\n196,1193,4.0,881250951\n"
+    read = read_interactions(write("userId,movieId,rating,timestamp\n" + rows))
+    assert of(read, "196") == [(1193, 6, 881_250_949_000), (1193, 8, 881_250_951_000)]
+    assert [bad.number for bad in read.report.bad_lines] == [3]
+    assert "ids written as floats are read as whole numbers, 1193.0 as 1193" in read.report.notes
+    assert read.report.actions == {6: 1, 8: 1}
 
 
 def test_the_hash_of_an_item_is_the_same_in_every_run() -> None:
@@ -355,3 +413,64 @@ def test_any_bytes_are_read_or_refused_with_a_sentence(head: bytes, body: bytes)
             assert all(len(read.of(index)) for index in range(len(read.users)))
             for index in range(len(read.users)):
                 read.of(index).check()
+
+
+def test_lines_in_another_unit_than_most_are_bad_lines(write: Write) -> None:
+    good = [f"u\t{item}\t1\t{1_700_000_000 + item}" for item in range(5)]
+    odd = ["u\t7\t1\t1700000009000", "u\t8\t1\t1700000010000000", "u\t9\t1\t1.7e18", "v\t9\t1\t1700000009000"]
+    read = read_interactions(write(INTER + "\n".join([*good[:2], *odd, *good[2:]])))
+    assert read.users == ["u"]
+    assert [item for item, _, _ in of(read, "u")] == list(range(5))
+    units = ("milliseconds", "microseconds", "nanoseconds", "milliseconds")
+    assert [(bad.number, bad.reason.split(", ")[1]) for bad in read.report.bad_lines] == [
+        (line, f"{unit} among seconds") for line, unit in enumerate(units, start=4)
+    ]
+
+
+def test_seconds_among_milliseconds_are_bad_lines_up_to_the_limit(write: Write) -> None:
+    rows = [f"u\t{item}\t1\t{(1_700_000_000 + item) * (1000 if item % 3 else 1)}" for item in range(30)]
+    path = write(INTER + "\n".join(rows))
+    assert len(read_interactions(path).report.bad_lines) == 10
+    with pytest.raises(RelayError, match=r"more than 9 bad lines.*seconds among milliseconds"):
+        read_interactions(path, Limits(max_bad_lines=9))
+
+
+def test_nanoseconds_are_read(write: Write) -> None:
+    read = read_interactions(write(INTER + "u\t1\t1\t1700000000123000000\n"))
+    assert of(read, "u") == [(1, 2, 1_700_000_000_123)]
+
+
+def test_several_files_are_one_log_and_equal_times_keep_the_order_of_the_files(write: Write) -> None:
+    first = read_interactions(write(INTER + "a\t1\t1\t1000000001\nb\t2\t1\t1000000009\nb\tx\t1\t1000000003\n"))
+    second = read_interactions(write("c::4::5::1000000000\nb::5::5::1000000009\na::6::5::1000000001\n", "two"))
+    log = joined([first, second])
+    assert log.users == ["a", "b", "c"]
+    x = first.item_numbers["x"]
+    assert [[item for item, _, _ in of(log, user)] for user in "abc"] == [[1, 6], [x, 2, 5], [4]]
+    assert log.item_numbers == {"1": 1, "2": 2, "x": x, "4": 4, "5": 5, "6": 6}
+    until = log.until(1_000_000_001_000)
+    assert [(user, [item for item, _, _ in of(until, user)]) for user in until.users] == [("a", [1, 6]), ("c", [4])]
+
+
+def test_two_items_of_two_files_with_one_number_are_refused(write: Write) -> None:
+    number = hashed_item("x")
+    parts = [read_interactions(write(INTER + f"u\t{item}\t1\t1000000000\n", str(item))) for item in ("x", number)]
+    with pytest.raises(RelayError, match="have the same number"):
+        joined(parts)
+
+
+def test_an_item_of_two_files_is_one_however_its_id_is_written(write: Write) -> None:
+    """Such as an export with gaps after one without."""
+    texts = ("1193", "1193.0", " 1193", "1193.00")
+    parts = [read_interactions(write(INTER + f"u\t{text}\t1\t100000000{at}\n", text)) for at, text in enumerate(texts)]
+    log = joined([*parts, parts[1]])
+    assert [item for item, _, _ in of(log, "u")] == [1193] * 5
+    assert log.item_numbers == dict.fromkeys(texts, 1193)
+
+
+def test_files_with_and_without_times_are_no_log(write: Write) -> None:
+    timed = read_interactions(write(INTER + "u\t1\t1\t1000000000\n"))
+    untimed = read_interactions(write("userId,movieId\nu,2\n", "two"))
+    assert [item for item, _, _ in of(joined([untimed, untimed]), "u")] == [2, 2]
+    with pytest.raises(RelayError, match="some of the files have no times"):
+        joined([timed, untimed])

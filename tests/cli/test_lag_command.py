@@ -83,6 +83,14 @@ def test_a_group_that_keeps_up_exits_with_0(kafka: KafkaSettings) -> None:
     assert "does not describe groups" in said
 
 
+def test_a_commit_beyond_the_end_exits_with_2_after_one_poll(kafka: KafkaSettings) -> None:
+    """The group has the commit of a topic that was deleted: it was said to keep up."""
+    commit(kafka, 65)
+    code, said = lag(kafka)
+    assert code == 2, said
+    assert f"{kafka.workers_group}  BEYOND_END  3 messages behind" in said
+
+
 @pytest.mark.slow
 def test_a_group_that_does_not_move_exits_with_2_and_json_says_the_same(kafka: KafkaSettings) -> None:
     commit(kafka, 1)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from relaygr.breakeven.figures import Capacity, LengthFigures, Tier, break_even
 from relaygr.cli.app import app
+from relaygr.simulate.visit import Tier, VisitTimes, break_even
 
-FIGURES = LengthFigures(
+FIGURES = VisitTimes(
     behaviours=1000,
     tokens=1000,
     pre_us=90_000.0,
@@ -28,7 +28,7 @@ def run(*arguments: object) -> Result:
 
 
 def test_a_tier_keeps_a_prefix_until_its_places_are_taken_by_other_visits() -> None:
-    found = break_even(FIGURES, Capacity(50_000_000, 100_000_000, 10.0), grows=True)
+    found = break_even(FIGURES, 50_000_000, 100_000_000, 10.0, grows=True)
     assert (found.prefixes_in_hbm, found.prefixes_in_dram) == (50, 200)
     assert (found.hbm_keeps_s, found.dram_keeps_s) == (5.0, 25.0)
     assert [found.tier(gap_s) for gap_s in (5, 6, 25, 26)] == [Tier.HBM, Tier.DRAM, Tier.DRAM, Tier.NONE]
@@ -36,13 +36,13 @@ def test_a_tier_keeps_a_prefix_until_its_places_are_taken_by_other_visits() -> N
 
 
 def test_the_default_rate_of_visits_loads_the_device_with_full_inference() -> None:
-    found = break_even(FIGURES, Capacity(50_000_000, 0, None), grows=True)
+    found = break_even(FIGURES, 50_000_000, 0, None, grows=True)
     assert found.visits_per_second == pytest.approx(7.0)
     assert found.tier(8.0) is Tier.NONE
 
 
 def test_prefixes_that_do_not_grow_are_kept_for_no_visit() -> None:
-    found = break_even(FIGURES, Capacity(50_000_000, 100_000_000, 10.0), grows=False)
+    found = break_even(FIGURES, 50_000_000, 100_000_000, 10.0, grows=False)
     assert found.tier(0.1) is Tier.NONE
 
 

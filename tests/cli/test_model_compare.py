@@ -500,6 +500,16 @@ def test_ids_outside_the_vocabulary_are_counted(tmp_path: Path) -> None:
     assert "2 of 214 item ids are not in the model's vocabulary" in done.output, done.output
 
 
+def test_features_and_codes_that_the_model_does_not_know_are_counted(tmp_path: Path) -> None:
+    model = converted(meta_source(), SourceKind.META, meta_options())
+    rows = lines_of(scored(model, asked(model.config)), model.config)
+    rows[-1]["actions"][:2] = [2**15, 2**15 + 1]
+    rows[-1]["features"] = {feature.name: [] for feature in model.config.contextual_features}
+    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", rows), "--no-search", "--json")
+    found = json.loads(done.output)
+    assert (found["unknown_actions"], found["unknown_features"]) == (2, model.config.contextual_tokens)
+
+
 def test_rank_correlation_and_overlap_follow_their_definitions() -> None:
     theirs = [np.array([[0.1], [0.2], [0.3], [0.4]])]
     (same,) = agreement(theirs, theirs, 2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from relaygr.cli.model import read_item_ids
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.checkpoint import load_checkpoint
 from relaygr.worker.model.convert.state_dict import read_state_dict
+from relaygr.worker.model.npy import read_npy, read_npz
 from tests.workers.vector_models import make_dlrm
 from tests.worlds.converted import Tensors, dlrm_state_dict
+from tests.worlds.torch_files import rewrite_pickle
 
 OPTIONS = ["--heads", "2", "--normalizer", "40", "--task", "click", "--task", "watch:regression"]
 NAMES = ["--feature", "user_id", "--feature", "region"]
@@ -60,6 +64,50 @@ def claimed_array(path: Path, shape: tuple[int, ...]) -> None:
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
         file.write(bytes(64))
+
+
+def header_of(shape: str) -> bytes:
+    text = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        header_of(f"({2**63},)"),
+        header_of(f"({2**64}, 2)"),
+        header_of("(" + "9" * 5000 + ",)"),
+        header_of("(" * 3000 + ")" * 3000),
+        header_of("(" + "-" * 9000 + "1,)"),
+        header_of("(1,\n"),
+        header_of("(True,)"),
+        header_of("(-1, -8)"),
+        b"\x93NUMPY\x02\x00\xff\xff\xff\xff{}",
+    ],
+    ids=["2**63", "2**64", "digits", "brackets", "signs", "open", "truth", "negative", "length"],
+)
+def test_a_header_that_numpy_did_not_write_is_refused_in_a_sentence(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "ids.npy").write_bytes(header)
+    with zipfile.ZipFile(tmp_path / "requests.npz", "w") as archive:
+        archive.writestr("items.npy", header)
+    with pytest.raises(ValueError, match=r"^.{1,200}$"):
+        read_npy(tmp_path / "ids.npy")
+    with pytest.raises(ValueError, match=r"^.{1,200}$"):
+        read_npz(tmp_path / "requests.npz")
+    with pytest.raises(RelayError, match="cannot be read as item ids"):
+        read_item_ids(tmp_path / "ids.npy")
+
+
+@pytest.mark.slow
+def test_an_archive_of_zeros_is_refused_and_a_compressed_one_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, items=np.zeros(1000), lengths=np.zeros(3))
+    assert {name: array.shape for name, array in read_npz(path).items()} == {"items": (1000,), "lengths": (3,)}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for number in range(257):
+            archive.writestr(f"{number}.npy", bytes(2**22))
+    with pytest.raises(ValueError, match="but claims to hold 1,077,"):
+        read_npz(path)
 
 
 @pytest.mark.parametrize("shape", [(2**40,), (2**62, 4), (2**31, 2**31)])
@@ -117,8 +165,88 @@ def test_a_small_file_that_claims_large_tensors_is_refused(
     tmp_path: Path, make: Callable[[Path], None], fault: str
 ) -> None:
     make(tmp_path / "model.pt")
-    with pytest.raises(RelayError, match=f"model.pt is refused: .*{fault}"):
+    with pytest.raises(RelayError, match=rf"model\.pt (is refused|cannot be read as a state dict): .*{fault}"):
         read_state_dict(tmp_path / "model.pt")
+
+
+def number(value: int) -> bytes:
+    return pickle.LONG1 + b"\x09" + value.to_bytes(9, "little")
+
+
+def function(module: str, name: str) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
+
+
+def text(value: str) -> bytes:
+    return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
+
+
+CALL = pickle.TUPLE1 + pickle.REDUCE
+NESTED = pickle.EMPTY_TUPLE + b"".join(pickle.BINPUT + b"\0" + pickle.BINGET + b"\0" + pickle.TUPLE2 for _ in range(60))
+"""A tuple of two tuples of two tuples, and so on: a hash of it reads 2**60 tuples."""
+LARGE = 2**62
+OBJECTS: dict[str, tuple[bytes, str]] = {
+    "bytearray": (function("builtins", "bytearray") + number(LARGE) + CALL, "calls bytearray"),
+    "bytearray by its old name": (function("__builtin__", "bytearray") + number(LARGE) + CALL, "calls bytearray"),
+    "an object of bytearray": (
+        function("builtins", "bytearray") + number(LARGE) + pickle.TUPLE1 + pickle.NEWOBJ,
+        "calls bytearray",
+    ),
+    "a tensor of a size": (function("torch", "FloatTensor") + number(LARGE) + CALL, "calls FloatTensor"),
+    "a tensor of a shape": (
+        function("torch", "Tensor") + function("torch", "Size") + number(LARGE) + pickle.TUPLE1 + CALL + CALL,
+        "calls Tensor",
+    ),
+    "a storage": (function("torch.storage", "UntypedStorage") + number(LARGE) + CALL, "calls UntypedStorage"),
+    "a function called by torch": (
+        function("torch._tensor", "_rebuild_from_type_v2") + pickle.MARK + function("builtins", "bytearray")
+        + function("torch", "Tensor") + number(LARGE) + pickle.TUPLE1 + pickle.EMPTY_DICT + pickle.TUPLE
+        + pickle.REDUCE,
+        "calls _rebuild_from_type_v2",
+    ),
+    "bytes in hexadecimal": (
+        function("_codecs", "encode") + text("a") + text("hex") + pickle.TUPLE2 + pickle.REDUCE, "calls encode"
+    ),
+    "a name of nested tuples": (pickle.EMPTY_DICT + NESTED + pickle.NONE + pickle.SETITEM, "tuple of tuples"),
+    "names of nested tuples": (
+        pickle.EMPTY_DICT + pickle.MARK + NESTED + pickle.NONE + pickle.SETITEMS, "tuple of tuples"
+    ),
+    "a set of nested tuples": (
+        function("builtins", "set") + pickle.EMPTY_LIST + NESTED + pickle.APPEND + CALL, "tuple of tuples"
+    ),
+    "an ordered dict of nested tuples": (
+        function("collections", "OrderedDict") + pickle.EMPTY_LIST + pickle.EMPTY_LIST + NESTED + pickle.APPEND
+        + pickle.NONE + pickle.APPEND + pickle.APPEND + CALL,
+        "tuple of tuples",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_small_file_with_a_large_object_is_refused(tmp_path: Path, name: str, is_legacy: bool) -> None:
+    """torch loads these with `weights_only`: it takes the memory, or never ends."""
+    made, fault = OBJECTS[name]
+    path = tmp_path / "model.pt"
+    content = pickle.PROTO + b"\x02" + pickle.EMPTY_DICT + text("w") + made + pickle.SETITEM + pickle.STOP
+    rewrite_pickle(path, content, is_legacy)
+    with pytest.raises(RelayError, match=f"contains more than tensors.*{fault}"):
+        read_state_dict(path)
+
+
+@pytest.mark.parametrize("is_legacy", [False, True], ids=["zip", "legacy"])
+def test_small_objects_of_a_training_loop_are_named_and_not_loaded(tmp_path: Path, is_legacy: bool) -> None:
+    tagged = torch.zeros(3)
+    tagged.tag = 5  # type: ignore[attr-defined]
+    others = {
+        "bytes": b"abc\xff", "array": bytearray(b"ab"), "set": {1, (2, 3)}, "counter": Counter("aab"),
+        "shape": torch.Size([2]), "names": OrderedDict([((1, 2), 3)]), "complex": 1j, "type": torch.float16,
+        "device": torch.device("cpu"),
+    }  # fmt: skip
+    found = {"x": torch.zeros(1), "weight": torch.nn.Parameter(torch.ones(2)), "tagged": tagged, **others}
+    torch.save(found, tmp_path / "model.pt", _use_new_zipfile_serialization=not is_legacy)
+    read = read_state_dict(tmp_path / "model.pt")
+    assert (set(read.tensors), set(read.others)) == ({"x", "weight", "tagged"}, set(others))
 
 
 def test_tied_tensors_and_views_are_read(tmp_path: Path) -> None:

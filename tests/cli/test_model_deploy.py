@@ -121,3 +121,20 @@ def test_a_later_calibration_of_a_deployed_revision_replaces_the_one_before(
     code, _ = run("deploy", checkpoints[0], tmp_path / "served")
     assert code == 0
     assert load_calibration(tmp_path / "served" / "current" / CALIBRATION_FILE).measured_at == later.measured_at
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_deployed(
+    tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, folder = shutil.copytree, tmp_path / "deployed"
+
+    def replace_and_copy(source: Path, target: Path) -> None:
+        for file in checkpoints[1].iterdir():
+            shutil.copy2(file, source / file.name)
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copytree", replace_and_copy)
+    done = CliRunner().invoke(app, ["model", "deploy", str(checkpoints[0]), str(folder)])
+    assert done.exit_code != 0
+    assert "was replaced while it was copied" in " ".join(done.output.split())
+    assert not list(folder.iterdir())

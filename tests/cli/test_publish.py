@@ -22,6 +22,7 @@ from relaygr.cli.publish import app
 from relaygr.client import RankOutcome, RankStatus
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.publishing.json_lines import MAX_LINE_BYTES, JsonLineError, read_lines
+from relaygr.publishing.known import SentInputs
 from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
 from relaygr.publishing.outcomes import Outcomes
 from relaygr.schemas import codec
@@ -29,8 +30,11 @@ from relaygr.schemas.fields import FieldError
 from relaygr.schemas.json_messages import from_json, to_json
 from relaygr.schemas.messages import BehaviourEvent, RankingRequest, RankingResult, RetrievalEvent
 from relaygr.schemas.topics import Topic
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.options import ContextualFeature
 from tests.echo_worker import answer_once, echo_worker, read_topic
 from tests.strategies import messages
+from tests.worlds.model import small_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "publishing.md"
 NOW_US = 1_700_000_000_000_000
@@ -292,7 +296,7 @@ def test_a_wrong_field_is_named_with_its_place(fields: dict[str, Any], reason: s
         (b'{"a": 1, "a": 2}', "a is given twice"),
         (b'{"a": NaN}', "NaN is not a number"),
         (b'{"a": "\xff"}', "not UTF-8"),
-        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"[" * 4_000, "nested too deeply"),
         (b'{"a": 1', "not JSON: Expecting ',' delimiter at column 8"),
         (b'{"a": ' + b"1" * 5_000 + b"}", "Exceeds the limit"),
         (b"x" * (MAX_LINE_BYTES + 10), "the line is longer than"),
@@ -344,12 +348,99 @@ def test_a_line_that_is_no_behaviour_is_refused_with_the_reason(content: dict[st
         behaviours_from_line(content, 0)
 
 
+# -- with a model ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Six actions, the items 0 to 39 and 55 to 58, and two values of features."""
+    features = (ContextualFeature(name="tags", cardinality=29, tokens=2),)
+    items = np.array([*range(40), *range(55, 59)])
+    config = small_config(vocabulary_size=items.size, num_actions=6, contextual_features=features)
+    save_checkpoint(tmp_path / "model", config, random_checkpoint(config, 0, items).tensors)
+    return tmp_path / "model"
+
+
+def history_json(features: list[int], action: int = 5) -> dict[str, Any]:
+    behaviours = {"items": [1], "actions": [action], "timestamps_ms": [0]}
+    return {"number": 1, "features": features, "behaviours": behaviours}
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (behaviours_from_line({"user_id": "a", "item": 1, "action": 6}, 0), ".behaviours.actions[0] is 6, the model"),
+        (behaviours_from_line({"user_id": "a", "item": 1, "action": 60_000}, 0), "is 60000, the model knows 0 to 5"),
+        (request_of(suffix={"items": [1, 2], "actions": [0, 8], "timestamps_ms": [0, 0]}), ".suffix.actions[1] is 8"),
+        (request_of(history=history_json([3, 4], action=9)), ".history.behaviours.actions[0] is 9"),
+        (request_of(history=history_json([])), ".history.features: 2 of 2 values are missing"),
+        (event_of(history=history_json([29, 1])), ".history.features: 1 of 2 values"),
+        (event_of(history=history_json([1, 2, 3])), ".history.features: 1 of 3 values"),
+        (event_of(history=history_json([10**6, 10**6])), ".history.features: 2 of 2 values"),
+    ],
+)
+def test_what_a_model_does_not_know_is_a_bad_line(model: Path, message: Any, said: str) -> None:
+    with pytest.raises(FieldError, match=re.escape(said)):
+        SentInputs(model).take(message)
+    SentInputs(None).take(message)
+
+
+def test_codes_and_unknown_items_of_lines_are_counted(model: Path) -> None:
+    inputs = SentInputs(model)
+    inputs.take(request_of(candidates=[1, 55, 99], history=history_json([3, 4])))
+    inputs.take(behaviours_from_line({"user_id": "a", "item": 10**12, "action": 2}, 0))
+    assert inputs.text() == ", action codes 2, 5, 2 of 5 items unknown to the model"
+    assert SentInputs(None).text() == ""
+
+
+@pytest.mark.slow
+def test_lines_with_codes_that_the_model_does_not_know_are_not_sent(kafka_settings: KafkaSettings, model: Path) -> None:
+    lines = '{"user_id": "ann", "item": 55, "action": 6}\n{"user_id": "bob", "item": 55, "action": 3}\n'
+    done = publish(kafka_settings, "behaviours", "--from", "-", "--model", str(model), lines=lines)
+    assert done.exit_code == 1
+    assert "line 1: .behaviours.actions[0] is 6, the model knows 0 to 5" in done.stderr
+    assert "1 of 1 records of behaviours delivered, action codes 3, 0 of 1 items unknown to the model" in done.stderr
+    (found,) = [codec.decode(BehaviourEvent, m.value()) for m in read_topic(kafka_settings, Topic.BEHAVIOURS, 1)]
+    assert found.user_id == "bob"
+
+
 @pytest.mark.slow
 def test_behaviours_of_json_lines_reach_the_topic(kafka_settings: KafkaSettings) -> None:
     done = publish(kafka_settings, "behaviours", "--from", "-", lines=example("behaviours") + "{}\n")
     assert done.exit_code == 1
-    assert "2 of 2 records of behaviours delivered" in done.stderr and "1 bad line left out" in done.stderr
+    assert "2 of 2 records of behaviours delivered, action codes 1, 2 in" in done.stderr
+    assert "1 bad line left out" in done.stderr
     found = [codec.decode(BehaviourEvent, m.value()) for m in read_topic(kafka_settings, Topic.BEHAVIOURS, 2)]
     assert {len(event.behaviours) for event in found} == {1, 2}
     both = publish(kafka_settings, "behaviours", "--from", "-", "--interactions", "x", lines="")
     assert "one of them" in str(both.exception)
+
+
+NOW_S = 1_700_000_000
+
+
+@pytest.mark.parametrize(
+    ("factor", "unit"), [(1, "seconds"), (1000, "milliseconds"), (10**9, "nanoseconds"), (0, "before 1970")]
+)
+@pytest.mark.parametrize("name", ["retrieval_at_us", "expected_ranking_at_us", "sent_at_us", "deadline_us"])
+def test_a_time_in_another_unit_than_microseconds_is_named(name: str, factor: int, unit: str) -> None:
+    make = event_of if name in ("retrieval_at_us", "expected_ranking_at_us") else request_of
+    with pytest.raises(FieldError, match=rf"^\.{name}: .*{unit}: give (it|the time) in microseconds"):
+        make(**{name: NOW_S * factor or -1})
+    assert getattr(make(**{name: NOW_S * 10**6}), name) == NOW_S * 10**6
+
+
+@pytest.mark.parametrize("factor", [1, 10**6, 10**9])
+def test_a_time_in_another_unit_than_milliseconds_is_named(factor: int) -> None:
+    with pytest.raises(FieldError, match=r"query_time_ms.*: give it in milliseconds"):
+        request_of(query_time_ms=NOW_S * factor)
+    with pytest.raises(FieldError, match=r"^\.timestamp_ms: .*: give it in milliseconds"):
+        behaviours_from_line({"user_id": "u", "item": 1, "timestamp_ms": NOW_S * factor}, 5)
+    several = {"items": [1, 2], "actions": [0, 0], "timestamps_ms": [5, NOW_S * factor]}
+    with pytest.raises(FieldError, match=r"^\.behaviours.timestamps_ms: .*: give it in milliseconds"):
+        behaviours_from_line({"user_id": "u", "behaviours": several}, 5)
+
+
+def test_a_behaviour_before_1970_is_refused() -> None:
+    with pytest.raises(FieldError, match=r"^\.timestamp_ms: -1 is before 1970"):
+        behaviours_from_line({"user_id": "u", "item": 1, "timestamp_ms": -1}, 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +13,24 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
+from relaygr.cli.publish_history import _last_time_ms, time_option
 from relaygr.interactions import publishing, read_interactions
 from relaygr.interactions.publishing import MAX_FAILURES, Selection, history_of, publish_histories
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import SystemClock
 from relaygr.schemas.codec import decode
 from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
-from relaygr.worker.history.records import Coverage, Draft, assembled
+from relaygr.worker.history.records import Coverage, assembled
+from relaygr.worker.history.rules import Draft
+from relaygr.worker.history.store import HistoryStore
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.options import ContextualFeature
 from tests.echo_worker import read_topic
+from tests.workers.test_history_follower import following
+from tests.worlds.model import small_config
 
 LOG = "userId,movieId,rating,timestamp\n" + "".join(
     f"user-{line % 5},{line},{line % 10 / 2},{1_000_000_000 + line}\n" for line in range(50)
@@ -115,6 +124,62 @@ def test_a_dry_run_needs_no_broker_and_writes_the_item_map(tmp_path: Path) -> No
     assert rows == [["source_id", "item_id"], ["Alien, the", str(read.of(0).items[0])], ["12", "12"]]
 
 
+# -- with a model ---------------------------------------------------------------------------------
+
+
+def model_of(folder: Path, items: range = range(50), **changes: object) -> Path:
+    config = small_config(**({"vocabulary_size": len(items), "num_actions": 11} | changes))
+    save_checkpoint(folder, config, random_checkpoint(config, 0, np.array(items)).tensors)
+    return folder
+
+
+def dry(log: Path, *options: str) -> str:
+    result = publish(log, "--dry-run", *options)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_codes_of_a_log_are_printed_with_their_meaning(log: Path, tmp_path: Path) -> None:
+    assert "Actions      0, 1, 2, 3, 4, 5, 6, 7, 8, 9 (twice the rating)" in dry(log)
+    kuairand = tmp_path / "log_standard.csv"
+    kuairand.write_text("user_id,video_id,time_ms,is_click,is_like\n1,2,1650000000000,1,0\n1,3,1650000000001,1,1\n")
+    assert "Actions      1, 3 (sums of the bits of the flags)" in dry(kuairand)
+
+
+def test_a_log_that_a_model_knows_is_published_without_a_word(log: Path, tmp_path: Path) -> None:
+    said = dry(log, "--model", str(model_of(tmp_path / "model")))
+    assert "does not know" not in said and "unknown" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_actions": 6}, "knows the action codes 0 to 5, but 20 of 50 behaviours of the log have 6, 7, 8, 9"),
+        ({"items": range(1_000, 1_050)}, "50 of 50 behaviours are of items that"),
+        ({"items": range(26, 76)}, "26 of 50 behaviours are of items that"),
+    ],
+    ids=["stars that were not doubled in training", "another id space", "half of another id space"],
+)
+def test_a_log_that_a_model_does_not_know_is_not_published(
+    log: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    result = publish(log, "--dry-run", "--model", str(model_of(tmp_path / "model", **changes)))
+    assert result.exit_code == 1
+    assert said in result.output
+
+
+def test_new_items_and_missing_features_are_said(log: Path, tmp_path: Path) -> None:
+    features = (ContextualFeature(name="country", cardinality=3),)
+    said = dry(log, "--model", str(model_of(tmp_path / "model", range(20, 70), contextual_features=features)))
+    assert "20 behaviours are of items that the model does not know" in said
+    assert "the model has 1 feature values of each user, and a log has none" in said
+
+
+def test_a_folder_that_is_no_model_is_refused(log: Path, tmp_path: Path) -> None:
+    result = publish(log, "--dry-run", "--model", str(tmp_path / "nowhere"))
+    assert result.exit_code == 1 and "nowhere" in result.output
+
+
 @pytest.mark.slow
 def test_without_a_broker_it_says_so_before_it_reads(tmp_path: Path) -> None:
     result = publish(tmp_path / "not read", "--bootstrap", "127.0.0.1:1", "--set", "connect_timeout_s=0.5")
@@ -166,6 +231,133 @@ def test_behaviours_of_the_log_continue_a_history_without_the_oldest(log: Path) 
     assert not stored.has_gap
 
 
+def day(tmp_path: Path, number: int, offset_s: int = 0) -> Path:
+    """A day of a log: each of three users has 4 behaviours an hour apart, whose items tell day, hour and user."""
+    path = tmp_path / f"day-{number}-{offset_s}.csv"
+    path.write_text(
+        "userId,movieId,rating,timestamp\n"
+        + "".join(
+            f"{user},{100 * number + 10 * hour + place},{hour},{MONDAY_S + 86_400 * number + 3600 * hour + offset_s}\n"
+            for hour in range(4)
+            for place, user in enumerate(("kim", "lou", "max"))
+        )
+    )
+    return path
+
+
+MONDAY_S = 1_700_438_400
+DAYS = [100, 110, 120, 130, 200, 210, 220, 230, 300, 310, 320, 330]
+
+
+@pytest.mark.slow
+def test_logs_of_several_days_published_in_any_way_become_one_history_of_each_user(
+    kafka_settings: KafkaSettings, tmp_path: Path
+) -> None:
+    first, second, third = (day(tmp_path, number) for number in (1, 2, 3))
+    store = HistoryStore.open(tmp_path / "store", 16 * 1024 * 1024)
+
+    def publish_and_look(what: str, *logs: Path) -> None:
+        options = [text for log in logs[1:] for text in ("--interactions", str(log))]
+        result = publish(logs[0], *options, kafka=kafka_settings, what=what)
+        assert result.exit_code == 0, result.output
+
+    def shown() -> tuple[list[int], bool]:
+        with following(kafka_settings, store):
+            pass
+        found = [store.get(user) for user in ("kim", "lou", "max")]
+        assert all(found)
+        items = {tuple((each.history.behaviours.items - place).tolist()) for place, each in enumerate(found) if each}
+        assert len(items) == 1
+        return list(items.pop()), any(each.has_gap for each in found if each)
+
+    publish_and_look("history", first)
+    publish_and_look("behaviours", second)
+    assert shown() == (DAYS[:8], False)
+    publish_and_look("behaviours", second)
+    publish_and_look("behaviours", first, second, third)
+    assert shown() == (DAYS, False)
+    publish_and_look("history", first)
+    assert shown() == (DAYS, False), "the snapshot ends where the first log ends"
+    publish_and_look("behaviours", third)
+    publish_and_look("history", first, second)
+    assert shown() == (DAYS, False)
+    publish_and_look("history", first, second, third)
+    publish_and_look("history", first)
+    assert shown() == (DAYS[:4], True), "what an earlier snapshot had is missing"
+    store.close()
+
+
+def test_a_cut_leaves_later_behaviours_out_and_is_named_in_the_histories(tmp_path: Path) -> None:
+    read = read_interactions(day(tmp_path, 1))
+    until = read.until((MONDAY_S + 86_400 + 3600) * 1000)
+    history = history_of(until, 0, Selection(cut_ms=7))
+    assert (history.behaviours.items.tolist(), history.cut_ms) == ([100, 110], 7)
+    published = publish(day(tmp_path, 1), "--dry-run", "--cut", "1969-12-31")
+    assert "before 1970" in f"{published.output}{published.exception}"
+    published = publish(day(tmp_path, 1), "--dry-run", "--cut", str(MONDAY_S))
+    assert "is a time in seconds: give it in milliseconds" in f"{published.output}{published.exception}"
+    published = publish(day(tmp_path, 1), "--dry-run", "--cut", "2023-11-20")
+    assert "contains no interactions" in f"{published.output}{published.exception}"
+    assert publish(day(tmp_path, 1), "--dry-run", "--cut", "2023-11-21T01:00").exit_code == 0
+    for cut in ("2026", "20231114"):
+        published = publish(day(tmp_path, 1), "--dry-run", "--cut", cut)
+        assert "no interactions up to 1970-01-01" in f"{published.output}{published.exception}"
+
+
+@pytest.mark.parametrize("cut", ["4102444800000", "9999-12-31T23:59:59-12:00", "9" * 30])
+def test_a_cut_in_the_future_is_refused(tmp_path: Path, cut: str) -> None:
+    """Workers would keep none of the behaviours that were streamed after the log was cut."""
+    published = publish(day(tmp_path, 1), "--dry-run", "--cut", cut)
+    assert published.exit_code == 1
+    assert "in the future" in f"{published.output}{published.exception}"
+
+
+def test_a_cut_is_exact_to_the_millisecond() -> None:
+    for ms in range(1000):
+        assert time_option("--cut", f"2026-11-27T00:00:00.{ms:03}") == 1_795_737_600_000 + ms
+
+
+def test_a_log_is_cut_at_its_last_time_that_is_not_in_the_future(tmp_path: Path) -> None:
+    """One row of the year 2100 had the histories replace all that was streamed until they were published."""
+    log = day(tmp_path, 1)
+    last_ms = int(read_interactions(log).behaviours.timestamps_ms.max())
+    log.write_text(log.read_text() + "kim,7,1,4102444800\n")
+    assert _last_time_ms(read_interactions(log)) == last_ms
+    assert "1 behaviours are dated after tomorrow" in publish(log, "--dry-run").output
+    log.write_text("kim::7::1::4102444800\n")
+    assert abs(_last_time_ms(read_interactions(log)) - SystemClock().wall_us() // 1000) < 60_000
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((19_000, 19_001), "No unit fits"),
+        ((5_000_000_000, 5_000_000_001), "read as seconds, all times are from 2128-06-11"),
+        ((100_000_000, 200_000_000), "all times are from 1973-03-03"),
+    ],
+)
+@pytest.mark.parametrize("what", ["history", "behaviours"])
+def test_a_log_wholly_outside_the_time_of_behaviours_is_refused(
+    kafka_settings: KafkaSettings, tmp_path: Path, times: tuple[int, ...], text: str, what: str
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"u::1::5::{time}\n" for time in times))
+    result = publish(log, kafka=kafka_settings, what=what)
+    assert result.exit_code == 1
+    assert text in f"{result.output}{result.exception}"
+
+
+@pytest.mark.parametrize(("factor", "unit"), [(1, "seconds"), (10**6, "microseconds")])
+def test_a_log_of_milliseconds_in_another_unit_is_refused_with_the_unit(tmp_path: Path, factor: int, unit: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "user_id,video_id,time_ms,is_click\n" + "".join(f"u,{at},{(MONDAY_S + at) * factor},1\n" for at in range(5))
+    )
+    result = publish(log, "--dry-run")
+    assert result.exit_code == 1
+    assert f"As {unit} they would fit" in f"{result.output}{result.exception}"
+
+
 class FailingProducer:
     """A producer whose queue is full at first, and whose broker takes only some messages."""
 
@@ -174,16 +366,19 @@ class FailingProducer:
         self.accepted = accepted
         self.pending: list = []
 
-    def produce(self, topic, value, key, on_delivery) -> None:
+    def make(self) -> None:
+        pass
+
+    def produce(self, topic, value, key, on_done) -> None:
         if self.full:
             self.full -= 1
             raise BufferError
-        self.pending.append(on_delivery)
+        self.pending.append(on_done)
 
-    def poll(self, timeout_s: float) -> int:
-        for on_delivery in self.pending:
+    def poll(self, timeout_s: float = 0.0) -> int:
+        for on_done in self.pending:
             self.accepted -= 1
-            on_delivery(None if self.accepted >= 0 else KafkaError(KafkaError._MSG_TIMED_OUT), None)
+            on_done(None if self.accepted >= 0 else KafkaError(KafkaError._MSG_TIMED_OUT), None)
         self.pending.clear()
         return 0
 
@@ -196,7 +391,7 @@ def test_failed_deliveries_are_counted_by_cause_and_stop_the_run(
 ) -> None:
     log = tmp_path / "log"
     log.write_text("".join(f"user-{user}::1::5::1000000000\n" for user in range(300)))
-    monkeypatch.setattr(publishing, "make_producer", lambda *_: FailingProducer(accepted=20))
+    monkeypatch.setattr(publishing, "DurableProducer", lambda *_: FailingProducer(accepted=20))
     report = publish_histories(KafkaSettings(), read_interactions(log), Selection())
     assert (report.offered, report.delivered, report.failed) == (20 + MAX_FAILURES, 20, MAX_FAILURES)
     assert not report.complete

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,34 +17,30 @@ from typer.testing import CliRunner
 from relaygr.admission.latency import LatencyModel
 from relaygr.cli.app import app
 from relaygr.cli.fleet_options import plan_caveats
+from relaygr.cli.fleet_output import PlanRow, plain, plan_json, plan_table, table_of
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import LatencyCoefficients, PreInferJob, RankingRequest, StageTimings
+from relaygr.schemas.messages import PreInferJob, RankingRequest, StageTimings
 from relaygr.schemas.partitioner import partition_for
 from relaygr.settings import load_settings
-from relaygr.simulate import fleet as fleet_module
 from relaygr.simulate import plan as plan_module
-from relaygr.simulate.case import System, case_of, shape_of_tokens
-from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of, shares_of
+from relaygr.simulate import worker as worker_module
+from relaygr.simulate.case import Autoscale, Case, Changes, System, case_of, shape_of_tokens
+from relaygr.simulate.demand import Demand, partitions_of
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
 from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
-from relaygr.simulate.output import PlanRow, plain, plan_json, plan_table, table_of
 from relaygr.simulate.plan import CapacityPlan, Probe, least_workers, plan_capacity
-from relaygr.simulate.relay import TAKEOVER_S, Autoscale, Case, Changes, RelaySimulation
+from relaygr.simulate.relay import TAKEOVER_S, RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
 from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.records import ImpressionRecord, RecordWriter
-from relaygr.traffic.schedule import impressions
-from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
-from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.options import ComputeDtype
-from tests.worlds.simulated import NO_TIMES
+from relaygr.traffic.schedule import Impression, impressions
+from relaygr.worker.executor.work import RankingWork
+from relaygr.worker.results import timings_of
+from tests.worlds.simulated import COEFFICIENTS, NO_TIMES, calibration_in
 
 TOKENS, CANDIDATES = 512, 64
-COEFFICIENTS = LatencyCoefficients(
-    a0=500, a1=20, a2=0, b0=0, b1=20, b2=0, c0=0, c1=5, c2=0, d0=50, d1=1 / 4096
-)  # fmt: skip
 LATENCY = LatencyModel(COEFFICIENTS)
 """A prefix of 512 tokens takes 10.2 ms, a ranking 0.3 ms."""
 
@@ -83,7 +79,7 @@ def case(
 
 
 def outcome(one: Case, workers: int = 1) -> PartOutcome:
-    return RelaySimulation(one, range(one.demand.partitions), workers, lambda _: None).run()
+    return RelaySimulation(one, range(one.demand.partitions), workers).run()
 
 
 def share(done: PartOutcome, ending: Ending) -> float:
@@ -113,6 +109,7 @@ def test_without_the_relay_the_mean_latency_is_that_of_an_m_d_1_queue(load: floa
     assert np.mean(means_us) == pytest.approx(expected_us, abs=max(error_us, 0.02 * expected_us))
 
 
+@pytest.mark.slow
 def test_the_device_thread_is_busy_with_device_work_and_with_the_workers_own():
     times = NO_TIMES.model_copy(update={"look_up_us": 3_000.0, "answer_us": 2_000.0})
     for one, own_s in ((NO_TIMES, 0.0), (times, 0.005)):
@@ -135,12 +132,12 @@ def test_a_request_is_looked_up_also_if_its_job_has_read_the_history():
 @pytest.mark.parametrize("is_admitted", [True, False], ids=["behind a request", "behind a job"])
 def test_the_poll_thread_sees_the_request_that_the_device_computes(is_admitted: bool):
     """As a real one. Time of a job's prefix is promised to no request, so it refuses none."""
-    spec = case("worker.chunk_ms=60", "worker.longest_chunk_ms=60", "worker.reply_margin_ms=0").spec
+    one = case("worker.chunk_ms=60", "worker.longest_chunk_ms=60", "worker.reply_margin_ms=0")
     env, histories, ended = simpy.Environment(), SharedHistories(1024), {}
     histories.lengths.update(long=TOKENS, new=TOKENS)
     worker = SimulatedWorker(
-        env, "w", spec, histories, np.random.default_rng(1),
-        lambda number, at_us, ending, _: ended.setdefault(number, (at_us, ending)),
+        env, "w", one, histories, np.random.default_rng(1),
+        lambda number, at_us, ending: ended.setdefault(number, (at_us, ending)),
         lambda *_: None, lambda _: None,
     )  # fmt: skip
 
@@ -169,14 +166,23 @@ def test_an_idle_worker_answers_in_the_calibrated_time():
     assert float(np.median(done.requests.latencies_us)) == pytest.approx(service_us, abs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "accelerator"])
 def test_with_enough_lead_time_the_relay_ranks_on_prepared_prefixes(on_cpu: bool):
     # Full inference takes longer than the time limit.
     settings = ("traffic.budget_ms=8", "worker.reply_margin_ms=0")
-    relay, off = (outcome(case(*settings, system=each, on_cpu=on_cpu)) for each in System)
+    relay, off = (outcome(case(*settings, system=each, on_cpu=on_cpu)) for each in (System.RELAY, System.OFF))
     assert share(relay, Ending.HBM) > 0.9
     assert share(off, Ending.FULL) == 0
     assert np.percentile(relay.requests.latencies_us, 50) < 2_000
+
+
+@pytest.mark.slow
+def test_the_cache_alone_has_hits_of_returning_users_and_no_jobs():
+    settings = ("traffic.users=20", "traffic.budget_ms=16")
+    relay, cache, off = (outcome(case(*settings, system=each)) for each in System)
+    assert relay.jobs and not cache.jobs and not off.jobs
+    assert (share(cache, Ending.HBM) > 0.5, share(off, Ending.HBM)) == (True, 0)
 
 
 def test_with_time_of_grace_requests_are_ranked_whole_although_they_are_late():
@@ -191,6 +197,7 @@ def test_without_lead_time_nothing_is_prepared():
     assert done.jobs.get("computed", 0) == 0
 
 
+@pytest.mark.slow
 def test_prefixes_that_do_not_fit_into_hbm_come_from_dram():
     prefix_bytes = TOKENS * 2048
     done = outcome(
@@ -204,6 +211,7 @@ def test_prefixes_that_do_not_fit_into_hbm_come_from_dram():
     assert done.found["dram"] / looked_up > 0.4
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
     noisy = case("traffic.growth=8", times=MeasuredTimes())
     first, again = outcome(noisy), outcome(noisy)
@@ -213,25 +221,28 @@ def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
     assert first.requests.latencies_us.tolist() != other.requests.latencies_us.tolist()
 
 
+ALL_CHANGES = Changes(kills_s=(8.0,), start_s=2.0, session_timeout_s=1.0, autoscale=Autoscale(1, 4, interval_s=2.0))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "system"),
     [
-        Changes(),
-        Changes(kills_s=(6.0, 9.0), standby=True),
-        Changes(kills_s=(6.0,), session_timeout_s=2.0, start_s=3.0),
-        Changes(kills_s=(6.0, 6.5), session_timeout_s=2.0, start_s=3.0),
-        Changes(start_s=2.0, autoscale=Autoscale(1, 4, target=0.3, interval_s=2.0)),
-        Changes(kills_s=(8.0,), start_s=2.0, session_timeout_s=1.0, autoscale=Autoscale(1, 4, interval_s=2.0)),
+        (Changes(), System.RELAY),
+        (Changes(kills_s=(6.0, 9.0), standby=True), System.RELAY),
+        (Changes(kills_s=(6.0,), session_timeout_s=2.0, start_s=3.0), System.RELAY),
+        (Changes(kills_s=(6.0, 6.5), session_timeout_s=2.0, start_s=3.0), System.RELAY),
+        (Changes(start_s=2.0, autoscale=Autoscale(1, 4, target=0.3, interval_s=2.0)), System.RELAY),
+        (ALL_CHANGES, System.RELAY),
+        (ALL_CHANGES, System.OFF),
     ],
-    ids=["none", "standby", "killed", "both killed", "autoscaled", "all"],
+    ids=["none", "standby", "killed", "both killed", "autoscaled", "all", "all without the relay"],
 )
-@pytest.mark.parametrize("system", list(System))
 def test_each_request_ends_exactly_once(changes: Changes, system: System):
     simulation = RelaySimulation(
-        case("traffic.growth=8", system=system, times=MeasuredTimes(), changes=changes, rate=60, seconds=15),
+        case("traffic.growth=8", system=system, times=MeasuredTimes(), changes=changes, rate=40, seconds=12),
         range(12),
         2,
-        lambda _: None,
     )
     done = simulation.run()
     assert simulation.duplicates == 0
@@ -239,6 +250,7 @@ def test_each_request_ends_exactly_once(changes: Changes, system: System):
     assert (done.requests.latencies_us != NO_LATENCY).all()
 
 
+@pytest.mark.slow
 def test_what_a_worker_dies_with_goes_to_those_that_own_its_partitions_now():
     # The only worker has a long queue when a second one takes half of its partitions, and it dies right after that.
     changes = Changes(kills_s=(3.15,), standby=True, start_s=1.0, autoscale=Autoscale(1, 2, target=0.1, interval_s=2.0))
@@ -247,6 +259,7 @@ def test_what_a_worker_dies_with_goes_to_those_that_own_its_partitions_now():
     assert share(done, Ending.LOST) == 0
 
 
+@pytest.mark.slow
 def test_a_standby_takes_over_sooner_than_a_session_ends_and_keeps_dram():
     def late(standby: bool) -> tuple[float, PartOutcome]:
         changes = Changes(kills_s=(10.0,), standby=standby, session_timeout_s=4.0, start_s=5.0)
@@ -258,6 +271,7 @@ def test_a_standby_takes_over_sooner_than_a_session_ends_and_keeps_dram():
     assert kept.found["dram"] > 0
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_follows_a_day():
     rule = Autoscale(1, 6, target=0.2, interval_s=3.0)
     done = outcome(
@@ -267,6 +281,7 @@ def test_the_number_of_workers_follows_a_day():
     assert 1 < done.worker_s / done.seconds < done.most_workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("standby", [False, True], ids=["restart", "standby"])
 def test_a_worker_that_takes_the_place_of_a_dead_one_is_one_of_the_most(standby: bool):
     # All that the rule allows are wanted when it looks, between the death and the restart.
@@ -277,6 +292,7 @@ def test_a_worker_that_takes_the_place_of_a_dead_one_is_one_of_the_most(standby:
     assert done.most_workers == 3
 
 
+@pytest.mark.slow
 def test_a_user_that_starts_again_is_deleted_first():
     done = outcome(case("traffic.start_again=true", "traffic.growth=200", "traffic.users=4", seconds=30))
     assert share(done, Ending.LOST) == 0
@@ -288,39 +304,75 @@ def test_a_user_that_starts_again_is_deleted_first():
 
 def test_users_lie_in_the_partitions_of_the_product():
     users = np.array([0, 7, 999_999, 1_000_000, 12_345_678])
-    expected = [partition_for(name_of(user).encode(), 48) for user in users]
-    assert partitions_of(users, 48).tolist() == expected
-    population = SyntheticPopulation(case().demand.traffic)
-    assert name_of(17) == population.user_id(17)
+    name_of = SyntheticPopulation(case().demand.traffic).user_id
+    assert partitions_of(users, 48).tolist() == [partition_for(name_of(user).encode(), 48) for user in users.tolist()]
 
 
-def test_the_parts_of_a_small_fleet_play_the_schedule_of_the_gateway():
-    demand = case("traffic.growth=8").demand
-    halves = [list(part_of(demand, frozenset(part)).impressions) for part in (range(5), range(5, 12))]
-    played = sorted((one for half in halves for one in half), key=lambda one: one.number)
-    assert played == list(impressions(demand.traffic, SyntheticPopulation(demand.traffic)))
+def played(demand: Demand, partitions: Iterable[int] = range(12)) -> list[Impression]:
+    return list(demand.part(frozenset(partitions)).impressions)
 
 
-def test_the_impressions_of_many_users_are_thinned_to_a_day():
-    demand = case("traffic.users=30000", rate=400, seconds=60).demand
-    day = replace(demand, day_s=60.0)
+@pytest.mark.slow
+@pytest.mark.parametrize("new_share", [0.0, 0.3])
+def test_impressions_have_the_distributions_of_the_gateways_schedule(new_share: float):
+    settings = ("traffic.growth=8", "traffic.history_sigma=0.3", "traffic.users=30", f"traffic.new_share={new_share}")
+    demand = case(*settings, rate=200, seconds=60).demand
+    ours = [*played(demand, range(5)), *played(demand, range(5, 12))]
+    theirs = list(impressions(demand.traffic, SyntheticPopulation(demand.traffic)))
+    for of in (
+        lambda each: float(each.retrieval_us),
+        lambda each: float(each.ranking_us - each.retrieval_us),
+        lambda each: float(min(each.user, 30)),
+        lambda each: float(each.history_length),
+    ):
+        assert stats.ks_2samp([of(each) for each in ours], [of(each) for each in theirs]).statistic < 0.03
+    assert len(ours) == pytest.approx(len(theirs), rel=0.04)
+    new = [each.user for each in ours if each.user >= 30]
+    assert len(new) == len(set(new)), "they come once"
+    assert len(new) / len(ours) == pytest.approx(new_share, abs=0.02)
+
+
+def test_a_part_has_the_impressions_of_its_own_users():
+    demand = case("traffic.new_share=0.3", rate=60).demand
+    name_of = SyntheticPopulation(demand.traffic).user_id
+    part = demand.part(frozenset({2, 7}))
+    found = {each.user: partition_for(name_of(each.user).encode(), 12) for each in part.impressions}
+    assert set(found.values()) == {2, 7}
+    assert found.items() <= part.partition_of.items()
+
+
+def test_the_histories_of_a_log_grow_to_their_ends(tmp_path: Path):
+    log = tmp_path / "log.csv"
+    rows = [f"{user},{item},{item}" for user, count in (("a", 20), ("b", 10)) for item in range(count)]
+    log.write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
+    demand = case(f"traffic.interactions={log}", "traffic.growth=1", seconds=30).demand
+    part = demand.part(frozenset(range(12)))
+    assert [part.user_id(user) for user in part.users.tolist()] == ["a", "b"]
+    lengths = {part.user_id(user): set() for user in part.users.tolist()}
+    for each in part.impressions:
+        lengths[part.user_id(each.user)].add(each.history_length)
+    assert lengths == {"a": set(range(16, 21)), "b": {8, 9, 10}}
+    assert demand.shares().sum() == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_the_impressions_are_thinned_to_a_day():
+    demand = case("traffic.users=30000", "traffic.new_share=0.1", rate=400, seconds=60).demand
     constant, curve = (
-        np.array([one.retrieval_us for one in part_of(each, frozenset(range(12))).impressions])
-        for each in (demand, day)
+        np.array([one.retrieval_us for one in played(each)]) for each in (demand, replace(demand, day_s=60.0))
     )
     assert constant.size == pytest.approx(24_000, rel=0.03)
     night, noon = (curve < 10e6).sum(), ((curve > 25e6) & (curve < 35e6)).sum()
     assert night / noon == pytest.approx(0.42, abs=0.05)
 
 
-def test_the_shares_of_all_parts_add_up():
-    for users in (400, 30_000):
-        demand = case(f"traffic.users={users}").demand
-        parts = [part for part, _ in parts_of(12, 5, 2)]
-        shares = [part_of(demand, frozenset(part)).share for part in parts]
-        assert sum(shares) == pytest.approx(1)
-        by_partition = shares_of(demand)
-        assert shares == pytest.approx([by_partition[part.start : part.stop].sum() for part in parts])
+@pytest.mark.slow
+def test_parts_have_their_shares_of_the_impressions():
+    demand = case("traffic.new_share=0.3", rate=2_000).demand
+    shares = demand.shares()
+    assert shares.sum() == pytest.approx(1)
+    counts = np.array([len(played(demand, {each})) for each in range(12)])
+    assert counts / counts.sum() == pytest.approx(shares, abs=0.01)
 
 
 def test_parts_are_the_ranges_of_the_groups_assignor():
@@ -347,6 +399,7 @@ def test_a_sample_of_a_fleet_equals_the_whole_within_the_error():
         assert ours.value == pytest.approx(theirs.value, abs=1.5 * ours.error + (theirs.error or 0))
 
 
+@pytest.mark.slow
 def test_a_sample_counts_the_users_who_come_most():
     # One worker of twelve owns the first user, and has more than its device can do.
     fleet = case(
@@ -362,6 +415,7 @@ def test_a_sample_counts_the_users_who_come_most():
     assert some.workers == whole.workers == pytest.approx(12)
 
 
+@pytest.mark.slow
 def test_a_fleet_may_have_more_workers_than_users():
     fleet = case("partitions=96", "traffic.users=6", "traffic.zipf_exponent=0", rate=20, seconds=4)
     with Runner(1) as runner:
@@ -376,6 +430,7 @@ def test_a_load_without_a_request_is_explained():
         simulate(case("partitions=96", rate=0.001, seconds=1), FleetSize(12, 2, 1), runner, lambda _: None)
 
 
+@pytest.mark.slow
 def test_a_worker_dies_once_in_the_fleet_and_not_in_a_sample_of_it():
     fleet = case("partitions=96", changes=Changes(kills_s=(3.0,), standby=True), rate=40, seconds=6)
     with Runner(1) as runner:
@@ -385,9 +440,8 @@ def test_a_worker_dies_once_in_the_fleet_and_not_in_a_sample_of_it():
             simulate(fleet, FleetSize(12, 1, 1), runner, lambda _: None)
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "target", "sample"), [(6, 12, 0.01, 8), (5, 13, 0.01, 2), (5, 13, 1.0, 2), (5, 13, 0.01, 1)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "most", "target", "sample"), [(6, 12, 0.01, 8), (5, 13, 1.0, 2), (5, 13, 0.01, 1)])
 def test_the_limits_of_autoscaling_are_those_of_the_fleet(least: int, most: int, target: float, sample: int):
     rule = Autoscale(least, most, target, interval_s=0.5)
     fleet = case("partitions=96", changes=Changes(start_s=0.1, autoscale=rule), rate=10, seconds=6)
@@ -410,23 +464,11 @@ def test_processes_give_the_same_figures_as_one():
     one = case(seconds=6)
     with Runner(1) as alone, Runner(2) as pool:
         size = FleetSize(2, 8, 2)
-        done: list[int] = []
+        done: list[float] = []
         assert replace(simulate(one, size, alone, done.append), took_s=0) == replace(
             simulate(one, size, pool, done.append), took_s=0
         )
-    assert done
-
-
-def test_the_progress_leaves_out_what_an_earlier_call_has_done(monkeypatch: pytest.MonkeyPatch):
-    one, shown = case(seconds=6), list[int]()
-    with Runner(2) as runner:
-        # Threads, because processes take long to start.
-        monkeypatch.setattr(fleet_module, "_played", runner._shared)
-        monkeypatch.setattr(fleet_module, "_LOOK_S", 0.001)
-        runner._pool = ThreadPoolExecutor(2)  # type: ignore[assignment]
-        simulate(one, FleetSize(2, 2, 3), runner, lambda _: None)
-        last = simulate(one, FleetSize(2, 2, 1), runner, shown.append)
-    assert shown and max(shown) <= last.impressions
+    assert done == 2 * [share / 4 for share in range(1, 5)]
 
 
 def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero():
@@ -468,15 +510,15 @@ def test_the_errors_of_the_busiest_part_and_of_the_others_add_up():
     error = figures_of(others, 40, 5, busiest).device_load.error
     variances = (0.1**2, 4**2 * 0.04 / 3)
     freedom = sum(variances) ** 2 / (variances[0] ** 2 + variances[1] ** 2 / 2)
-    assert error == pytest.approx(stats.t.ppf(0.975, int(freedom)) * np.sqrt(sum(variances)) / 5, rel=0.01)
+    assert error == pytest.approx(stats.t.ppf(0.975, freedom) * np.sqrt(sum(variances)) / 5)
 
 
 def test_percentiles_count_a_request_as_often_as_its_part_stands_for_others():
     random = np.random.default_rng(1)
     busiest, usual = (random.lognormal(mean, 0.3, 2_000).astype(np.int64) for mean in (11, 10))
     found = figures_of([part_with(usual.tolist(), 0.1)], 40, 4, [part_with(busiest.tolist(), 0.1)])
-    expected = np.percentile(np.concatenate([busiest, usual, usual, usual]), [50, 99]) / 1000
-    assert [found.p50_ms.value, found.p99_ms.value] == pytest.approx(expected, rel=0.005)
+    expected = np.percentile(np.concatenate([busiest, usual, usual, usual]), [50, 99], method="inverted_cdf") / 1000
+    assert [found.p50_ms.value, found.p99_ms.value] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("thread_s", "is_in_range", "said"), [(3.2, True, "yes"), (3.3, False, "no")])
@@ -502,11 +544,11 @@ def test_latencies_are_those_of_ranked_requests_and_refusals_are_late():
         impressions=100, took_s=0.5,
     )  # fmt: skip
     found = figures_of([part], 40)
-    assert (found.p50_ms.value, found.late_share.value) == (25.0, pytest.approx(0.99))
+    assert (found.p50_ms.value, found.late_share.value) == (20.0, pytest.approx(0.99))
 
 
-@pytest.mark.parametrize("parts", [2, 5, 16, 17, 18, 30, 200])
-def test_an_error_is_never_smaller_than_that_of_students_t(parts: int):
+@pytest.mark.parametrize("parts", [2, 5, 20])
+def test_an_error_is_that_of_students_t(parts: int):
     outcomes = [
         PartOutcome(
             requests=Requests(np.zeros(1, np.int64), np.array([CODE[Ending.HBM]], np.uint8)), found={}, jobs={},
@@ -517,7 +559,7 @@ def test_an_error_is_never_smaller_than_that_of_students_t(parts: int):
     error = figures_of(outcomes, 40).device_load.error
     deviation = np.std([each.device_s for each in outcomes], ddof=1) / np.sqrt(parts)
     exact = stats.t.ppf(0.975, parts - 1) * deviation
-    assert error is not None and 0.99 * exact < error < 1.1 * exact
+    assert error == pytest.approx(exact)
 
 
 @pytest.mark.slow
@@ -525,7 +567,8 @@ def test_the_planner_finds_fewer_workers_with_the_relay():
     settings = ("traffic.users=2000", "traffic.budget_ms=30", "worker.hbm_bytes=1GiB", "worker.dram_bytes=1GiB")
     with Runner(1) as runner:
         relay, off = (
-            plan_capacity(case(*settings, system=each, rate=250), 1, 1, runner, lambda *_: None, 600) for each in System
+            plan_capacity(case(*settings, system=each, rate=250), 1, 1, runner, lambda *_: None, 600)
+            for each in (System.RELAY, System.OFF)
         )
         none = plan_capacity(
             case("traffic.budget_ms=5", system=System.OFF, rate=30), 1, 1, runner, lambda *_: None, 100
@@ -565,8 +608,7 @@ def test_the_planner_finds_also_fewer_workers_than_rankings_alone_would_fill(
 ):
     # A ranking alone takes 20.3 ms. Most of it is paid once for a batch.
     one = case(rate=800)
-    model = replace(one.spec.model, latency=LatencyModel(replace(COEFFICIENTS, c0=20_000)))
-    one = replace(one, spec=replace(one.spec, model=model))
+    one = replace(one, model=replace(one.model, latency=LatencyModel(replace(COEFFICIENTS, c0=20_000))))
     assert least_workers(one) == 16
     assert plan_where(lambda workers, _: workers >= needed, one, monkeypatch).workers in (needed, needed + 1)
 
@@ -718,12 +760,28 @@ def test_a_tail_that_was_ranked_with_the_suffix_is_no_noise():
     assert learn(records, LATENCY, CANDIDATES, "a run").hit_noise[50] == pytest.approx(1.0, rel=0.01)
 
 
-def test_simulated_records_teach_the_times_that_they_were_simulated_with():
+@pytest.mark.slow
+def test_simulated_requests_teach_the_times_that_they_were_simulated_with(monkeypatch: pytest.MonkeyPatch):
     given = NO_TIMES.model_copy(update={"hop_us": (1_500.0,), "look_up_us": 200.0, "answer_us": 100.0})
     given = given.model_copy(update={"hit_noise": (1.2,), "pre_noise": (1.3,)})
-    one, records = case(times=given, rate=4, seconds=100), []
-    done = RelaySimulation(one, range(12), 1, lambda _: None, records.append).run()
-    assert len(records) == done.impressions and {each.status for each in records} == {"ranked"}
+    records: list[ImpressionRecord] = []
+    works: dict[int, RankingWork] = {}
+    end, ranked = RelaySimulation._end, worker_module._Results.ranked
+
+    def keep_too(self: Any, work: RankingWork, outputs: object) -> bool:
+        works[work.received.offset] = work
+        return ranked(self, work, outputs)
+
+    def record_too(self: RelaySimulation, *ended: Any) -> None:
+        end(self, *ended)
+        _, number, at_us, ending = ended
+        records.append(record(number, ending.value, timings_of(works[number], at_us), self._latencies_us[number], 0))
+        records[-1] = replace(records[-1], tokens_cached=works[number].tokens_cached)
+
+    monkeypatch.setattr(worker_module._Results, "ranked", keep_too)
+    monkeypatch.setattr(RelaySimulation, "_end", record_too)
+    done = outcome(case(times=given, rate=4, seconds=100))
+    assert len(records) == done.impressions
     times = learn(records, LATENCY, CANDIDATES, "a simulation")
     assert (times.hop_us[50], times.look_up_us, times.answer_us) == pytest.approx((1_500, 200, 100), abs=2)
     assert times.hit_noise[50] == pytest.approx(1.2, rel=0.01)
@@ -737,6 +795,7 @@ def test_too_few_requests_teach_nothing(tmp_path: Path):
         load_times(tmp_path / "other.json")
 
 
+@pytest.mark.slow
 def test_the_time_outside_the_worker_is_spread_as_it_was_learnt():
     # Evenly between 0 and 20 ms for both ways together.
     times = NO_TIMES.model_copy(update={"hop_us": (0.0, 10_000.0)})
@@ -761,14 +820,10 @@ def test_slower_devices_and_hops_make_requests_slower():
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    machine = MachineDescription(
-        "m", "cpu", "a test", "here", 1, "2", KvDtype.FLOAT32, 64, ComputeDtype.FLOAT32, "none"
-    )
-    path = tmp_path_factory.mktemp("simulate") / "calibration.json"
-    save_calibration(Calibration(machine, "2026-01-01T00:00:00Z", COEFFICIENTS, (), (), (), ()), path)
-    return path
+    return calibration_in(tmp_path_factory.mktemp("simulate"))
 
 
+@pytest.mark.slow
 def test_the_command_simulates_both_systems_and_writes_figures(calibration: Path, tmp_path: Path):
     done = CliRunner().invoke(
         app,
@@ -779,7 +834,7 @@ def test_the_command_simulates_both_systems_and_writes_figures(calibration: Path
         ],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "Simulated" in done.output and "with the relay" in done.output
+    assert "Simulated" in done.output and "full inference" in done.output
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["simulated"] is True
     assert set(written["systems"]) == {"relay", "off"}
@@ -787,25 +842,23 @@ def test_the_command_simulates_both_systems_and_writes_figures(calibration: Path
     assert (tmp_path / "out.png").stat().st_size > 1_000
 
 
-def test_the_command_plans_with_costs(calibration: Path, tmp_path: Path):
-    done = CliRunner().invoke(
-        app,
-        [
-            "simulate", "plan", "--calibration", str(calibration), "--qps", "30", "--impressions", "600",
-            "--seeds", "1", "--sample", "1", "--lengths", "256:512", "--slo-ms", "60", "--jobs", "1",
-            "--system", "relay",
-            "--price-per-worker-hour", "2", "--json", str(tmp_path / "plan.json"), "--token-bytes", "2KiB",
-        ],
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
-    plan = json.loads((tmp_path / "plan.json").read_text())["systems"]["relay"]
-    assert plan["workers"] == 1 and plan["partitions"] == 48
-    assert plan["cost_per_million"] == pytest.approx(2 / (30 * 3600) * 1e6)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slo_ms", "expected"),
-    [("200", {"workers": 1, "hbm_bytes": 0, "dram_bytes": 0, "cost_per_hour": 2.0}), ("1", {"cost_per_million": None})],
+    [
+        (
+            "200",
+            {
+                "workers": 1,
+                "partitions": 48,
+                "hbm_bytes": 0,
+                "dram_bytes": 0,
+                "cost_per_hour": 2.0,
+                "cost_per_million": pytest.approx(2 / (5 * 3600) * 1e6),
+            },
+        ),
+        ("1", {"cost_per_million": None}),
+    ],
     ids=["nothing is kept without the relay", "no number of workers is enough"],
 )
 def test_the_memory_and_costs_of_a_plan(calibration: Path, tmp_path: Path, slo_ms: str, expected: dict[str, object]):
@@ -853,6 +906,7 @@ def simulated(calibration: Path, *arguments: str) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_the_command_warns_of_fewer_users_than_workers_need(calibration: Path):
     few = "users are few for 4 workers"
     arguments = ("--workers", "4", "--sample", "4", "--seconds", "2")
@@ -860,6 +914,7 @@ def test_the_command_warns_of_fewer_users_than_workers_need(calibration: Path):
     assert few not in simulated(calibration, *arguments, "--users", "40")
 
 
+@pytest.mark.slow
 def test_with_one_seed_the_sampling_error_is_said_to_be_unknown(calibration: Path):
     unknown = "± ?: the sampling error is not known"
     for workers in ("1", "4"):
@@ -890,6 +945,11 @@ def test_a_day_is_played_once_unless_seconds_are_given(calibration: Path, tmp_pa
         assert (written["seconds"], written["traffic"]["duration_s"], written["day_s"]) == (seconds, seconds, 6)
 
 
+def test_the_simulated_time_of_the_settings_is_taken(calibration: Path, tmp_path: Path):
+    simulated(calibration, "--system", "off", "--set", "traffic.duration_s=3", "--json", str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text())["seconds"] == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -909,6 +969,7 @@ def test_a_day_is_played_once_unless_seconds_are_given(calibration: Path, tmp_pa
         (["--kill-at", "1", "--kill-at", "2"], "count from second 0.5 to second 2."),
         (["--standby"], "add --kill-at"),
         (["--target-load", "0.4"], "add --autoscale"),
+        (["--start-s", "5"], "add --kill-at or --autoscale"),
     ],
 )
 def test_wrong_options_are_explained(calibration: Path, arguments: list[str], complaint: str):
@@ -923,10 +984,6 @@ def test_learning_needs_records(calibration: Path, tmp_path: Path):
         ["simulate", "learn", str(tmp_path / "no"), "--calibration", str(calibration), "--out", str(tmp_path / "t")],
     )
     assert done.exit_code == 1 and "cannot be read" in done.output
-
-
-def test_a_demand_without_a_curve_is_constant():
-    assert Demand(case().demand.traffic, 12, 1).load_at(5e6) == 1.0
 
 
 def test_a_day_loses_a_minute_to_its_cold_beginning_and_not_its_night():

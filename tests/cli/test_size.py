@@ -12,21 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.breakeven.figures import Tier
 from relaygr.cli.app import app
-from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import load_settings
-from relaygr.simulate.case import System, case_of, shape_of_tokens
-from relaygr.simulate.relay import Case
+from relaygr.simulate import plan as plan_module
+from relaygr.simulate.case import Case, System, case_of, shape_of_tokens
+from relaygr.simulate.figures import CODE, Ending, PartOutcome, Requests, figures_of
+from relaygr.simulate.fleet import Runner
+from relaygr.simulate.plan import CapacityPlan, Probe
 from relaygr.simulate.size import Kind, message_sizes, returns, size_of
-from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
-from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.options import ComputeDtype
-from tests.worlds.simulated import NO_TIMES
+from relaygr.simulate.visit import Tier
+from tests.worlds.simulated import COEFFICIENTS, NO_TIMES, calibration_in
 
-COEFFICIENTS = LatencyCoefficients(
-    a0=500, a1=20, a2=0, b0=0, b1=20, b2=0, c0=0, c1=5, c2=0, d0=50, d1=1 / 4096
-)  # fmt: skip
 PAGE = 64 * 2048
 """Bytes of a page: 64 tokens of 2 KiB."""
 
@@ -71,6 +67,14 @@ def test_dram_holds_the_users_who_come_within_the_time() -> None:
     assert 0.5 < halved.dram_bytes / sized.dram_bytes < 0.6, "bfloat16 to int8 and its scales"
 
 
+def test_users_who_come_once_are_kept_as_long_and_never_return() -> None:
+    some, all_new = (size_of(case(f"traffic.new_share={each}"), workers=2, keep_s=20) for each in (0.25, 1.0))
+    came = 1000 * (1 - math.exp(-75 / 1000 * 20))
+    assert some.users_kept == pytest.approx(came + 25 * 20)
+    assert some.reuse == pytest.approx(0.75 * came / 1000)
+    assert (all_new.users_kept, all_new.reuse, all_new.device_share) == (2000, 0, pytest.approx(1))
+
+
 def test_returns_agree_with_a_drawn_schedule() -> None:
     random, rate, keep_s, users = np.random.default_rng(1), 50.0, 30.0, 400
     shares = 1.0 / np.arange(1, users + 1)
@@ -105,10 +109,8 @@ def test_a_short_tail_is_ranked_with_the_suffix_until_a_worker_would_append_it(
 ) -> None:
     dear = LatencyModel(dataclasses.replace(COEFFICIENTS, b0=1_200, c1=20))
     # A third of 1,200 + 20 n µs is at least 20 n µs up to n = 30. The longest suffix is 4,096.
-    settings = case(f"worker.longest_tail={longest_tail}", f"traffic.suffix={suffix}")
-    model = dataclasses.replace(settings.spec.model, latency=dear)
-    spec = dataclasses.replace(settings.spec, model=model)
-    figures = size_of(dataclasses.replace(settings, spec=spec), 1, 600).work.figures
+    one = case(f"worker.longest_tail={longest_tail}", f"traffic.suffix={suffix}")
+    figures = dataclasses.replace(one, model=dataclasses.replace(one.model, latency=dear)).visit()
     visits = len(tails) + 1
     assert figures.append_us == pytest.approx((1_200 + 20 * appended) / visits)
     assert figures.tail_us == pytest.approx(20 * sum(tails) / visits)
@@ -127,12 +129,7 @@ def test_messages_grow_by_the_bytes_of_their_entries() -> None:
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    machine = MachineDescription(
-        "m", "cpu", "a test", "here", 1, "2", KvDtype.FLOAT32, 64, ComputeDtype.FLOAT32, "none"
-    )
-    path = tmp_path_factory.mktemp("size") / "calibration.json"
-    save_calibration(Calibration(machine, "2026-01-01T00:00:00Z", COEFFICIENTS, (), (), (), ()), path)
-    return path
+    return calibration_in(tmp_path_factory.mktemp("size"))
 
 
 def run(*arguments: str) -> str:
@@ -141,19 +138,55 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_number_of_workers_is_that_of_the_plan(calibration: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, int, int, int]]:
+    """What the planner is asked for: the case, sample, seeds and impressions. It says that 3 workers are enough."""
+    asked = []
+
+    def plan(one: Case, sample: int, seeds: int, _runner: Runner, _show: object, impressions: int) -> CapacityPlan:
+        asked.append((one, sample, seeds, impressions))
+        requests = Requests(np.array([1_000]), np.array([CODE[Ending.HBM]], np.uint8))
+        part = PartOutcome(
+            requests=requests, found={}, jobs={}, device_s=0.1, seconds=1.0, worker_s=1.0, most_workers=1,
+            impressions=1, took_s=0.1,
+        )  # fmt: skip
+        return CapacityPlan(Probe(3, figures_of([part], 40), 4.0), ())
+
+    monkeypatch.setattr(plan_module, "plan_capacity", plan)
+    return asked
+
+
+def test_the_number_of_workers_is_that_of_the_plan(
+    calibration: Path, tmp_path: Path, planned: list[tuple[Case, int, int, int]]
+) -> None:
     load = ["--calibration", str(calibration), "--qps", "60", "--users", "500", "--slo-ms", "40"]
     load += ["--token-bytes", "2KiB"]
     rest = ["--impressions", "600", "--jobs", "1"]
     sized = json.loads(run("size", *load, "--length", "512", "--json", *rest))
     same = ["--set", "traffic.candidates=128", "--set", "traffic.suffix=16", "--json", str(tmp_path / "plan.json")]
     run("simulate", "plan", *load, "--lengths", "512", *same, *rest)
-    planned = json.loads((tmp_path / "plan.json").read_text())
-    assert sized["systems"]["relay"]["workers"] >= 1
+    of_size, of_plan = planned[:2], planned[2:]
+    assert [one.relay for one, *_ in of_size] == [True, False]
+    assert of_size == of_plan
+    found = json.loads((tmp_path / "plan.json").read_text())
     for system in ("relay", "off"):
         for figure in ("workers", "partitions", "hbm_bytes"):
-            assert sized["systems"][system][figure] == planned["systems"][system][figure]
-    assert sized["calculated"]["workers"] == sized["systems"]["relay"]["workers"]
+            assert sized["systems"][system][figure] == found["systems"][system][figure]
+    assert sized["calculated"]["workers"] == sized["systems"]["relay"]["workers"] == 3
+
+
+def test_options_win_over_settings_and_settings_over_defaults(
+    calibration: Path, planned: list[tuple[Case, int, int, int]]
+) -> None:
+    said = run(
+        "size", "--calibration", str(calibration), "--qps", "20", "--users", "100", "--length", "512", "--token-bytes",
+        "2KiB", "--set", "traffic.budget_ms=70", "--set", "traffic.suffix=9", "--set", "traffic.candidates=77",
+        "--candidates", "99", "--impressions", "600", "--jobs", "1", "--json",
+    )  # fmt: skip
+    traffic = json.loads(said)["traffic"]
+    assert (traffic["budget_ms"], traffic["suffix"], traffic["candidates"]) == (70, 9, 99)
+    asked = planned[0][0].demand.traffic
+    assert (asked.budget_ms, asked.suffix, asked.candidates) == (70, 9, 99)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from relaygr.admission.latency import RankPoint
-from relaygr.breakeven.figures import Capacity, LengthFigures, break_even
 from relaygr.cli import COMMANDS, calibrate, model_bench
 from relaygr.cli.app import app, load_command
 from relaygr.cli.lag import Sort
@@ -26,6 +25,7 @@ from relaygr.lag.report import GroupReport, LagReport, PartitionReport, TimeLag,
 from relaygr.lag.status import LagStatus
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import load_settings
+from relaygr.simulate.visit import VisitTimes, break_even
 from relaygr.worker.calibration import Calibration, MachineDescription, load_calibration
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.options import ComputeDtype
@@ -198,10 +198,10 @@ def test_the_table_of_a_calibration_stays_whole_at_80_columns() -> None:
 
 def test_the_tables_of_a_bench_stay_whole_at_80_columns() -> None:
     figures = [
-        LengthFigures(count, count, 1_234_567.0, 45_678.0, 34_567.0, 2_345.0, 268_435_456, 67_108_864)
+        VisitTimes(count, count, 1_234_567.0, 45_678.0, 34_567.0, 2_345.0, 268_435_456, 67_108_864)
         for count in (128, 131_072)
     ]
-    found = [break_even(each, Capacity(80 << 30, 900 << 30, None), grows=True) for each in figures]
+    found = [break_even(each, 80 << 30, 900 << 30, None, grows=True) for each in figures]
     console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
     model_bench._print_times(console, found)
     model_bench._print_break_even(console, found, grows=True)

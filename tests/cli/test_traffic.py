@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import relaygr.traffic.player
 from relaygr.cli.app import app
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.traffic.player import Player
-from relaygr.traffic.population import SyntheticPopulation, history_at
+from relaygr.traffic.population import SyntheticPopulation, history_at, population_of
 from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord, RecordWriter, pack_scores, read_records
-from relaygr.traffic.schedule import Candidates, impressions, suffix_of
+from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.traffic.summary import TrafficSummary
 from tests.echo_worker import echo_worker
@@ -106,6 +107,11 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert list(found.score_array()) == [0.5, -2]
 
 
+def test_a_file_of_records_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match=r"records.jsonl cannot be read: No such file"):
+        list(read_records(tmp_path / "records.jsonl"))
+
+
 def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text('{"number": 1}\n')
@@ -159,6 +165,8 @@ class FakeClient:
             future.set_result(RankOutcome(request_id or "", RankStatus.EXPIRED, 10))
         elif self.ends == "full":
             raise QueueFull("full")
+        elif self.ends == "slow":
+            future.set_result(RankOutcome(request_id or "", RankStatus.RANKED, 200_000))
         else:
             future.set_result(RankOutcome(request_id or "", RankStatus.TIMED_OUT, 10))
             self.on_lost(LostRequest(request_id or "", True))
@@ -175,9 +183,13 @@ def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, st
     population = SyntheticPopulation(SETTINGS)
     client = FakeClient(ends)
     Player(client, SETTINGS, population, records.append).play()
-    numbers = [impression.number for impression in impressions(SETTINGS, population)]
+    schedule = list(impressions(SETTINGS, population))
+    numbers = [impression.number for impression in schedule]
     assert sorted(record.number for record in records) == numbers
     assert {record.status for record in records} == {status}
+    # By the monotonic clock, so that another process of the machine can tell when a request was due.
+    begun_us = {record.scheduled_us - schedule[record.number].ranking_us for record in records}
+    assert len(begun_us) == 1 and begun_us.pop() < time.monotonic_ns() // 1000
     assert client.events == len(numbers)
 
 
@@ -217,6 +229,27 @@ def test_a_reference_run_ends_though_the_client_takes_nothing() -> None:
     assert [record.status for record in records] == [NOT_SENT] * 3
 
 
+@pytest.mark.slow
+def test_an_answer_is_late_by_the_time_limit_that_its_request_had() -> None:
+    """That of a reference run is longer than the schedule's."""
+    records: list[ImpressionRecord] = []
+    settings = SETTINGS.model_copy(update={"duration_s": 0.2, "budget_ms": 100})
+    gateway = Player(FakeClient("slow"), settings, SyntheticPopulation(settings), records.append)
+    gateway.play()
+    assert records and all(record.late for record in records)
+    records.clear()
+    gateway.replay(frozenset({0, 1}), 1_000, at_once=1)
+    assert [record.late for record in records] == [False, False]
+
+
+def test_the_histories_of_at_most_so_many_users_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaygr.traffic.player, "KEPT_SEQUENCES", 3)
+    gateway = Player(FakeClient("expired"), SETTINGS, SyntheticPopulation(SETTINGS), lambda _: None)
+    for user in (0, 1, 2, 0, 3, 4, 0):
+        assert gateway._version_of(Impression(0, user, 0, 0, 5)).version.length == 5
+    assert list(gateway._versions) == [3, 4, 0]
+
+
 def test_the_figures_of_a_run_are_its_percentiles_its_late_share_and_its_endings() -> None:
     summary = TrafficSummary()
     assert summary.figures().p99_ms is None and summary.figures().late_share == 0
@@ -252,3 +285,59 @@ def test_the_command_ends_with_the_figures_of_its_run(
     assert 0 < found["p50_ms"] <= found["p99_ms"] and found["late"] == found["late_share"] == 0
     assert f"{found['requests']} requests with a deadline of 9000 ms: P50 " in table
     assert "late 0.0%" in table and "full" in table and "100.0%" in table
+
+
+# -- users who come once ----------------------------------------------------------------------------
+
+MOSTLY_NEW = SETTINGS.model_copy(update={"new_share": 0.6, "duration_s": 3.0})
+
+
+def test_a_share_of_the_impressions_is_by_users_who_come_once() -> None:
+    population = SyntheticPopulation(MOSTLY_NEW)
+    stream = list(impressions(MOSTLY_NEW, population))
+    new = [each.user for each in stream if each.user >= population.size]
+    assert len(new) == len(set(new)), "none comes twice"
+    # Within four standard deviations.
+    assert abs(len(new) / len(stream) - 0.6) < 4 * np.sqrt(0.24 / len(stream))
+    assert all(each.history_length == population.first_length(each.user) for each in stream if each.user in new)
+    assert len({population.first_length(user) for user in new}) > 1
+
+
+def test_the_times_of_the_impressions_are_the_same_at_every_share() -> None:
+    def times(share: float) -> list[tuple[int, int]]:
+        settings = MOSTLY_NEW.model_copy(update={"new_share": share})
+        stream = impressions(settings, SyntheticPopulation(settings))
+        return [(each.retrieval_us, each.ranking_us) for each in stream]
+
+    assert times(0.0) == times(0.6) == times(1.0)
+
+
+@pytest.mark.parametrize("duration_s", [0.3, 0.0])
+def test_each_history_of_a_user_who_comes_once_is_published_once_and_before_the_users_event(duration_s: float) -> None:
+    """Before the first impression if the run has an end, and else just before the user's own."""
+    settings = SETTINGS.model_copy(update={"new_share": 1.0, "duration_s": duration_s, "growth": 0})
+    population = SyntheticPopulation(settings)
+    named: list[tuple[str, list[str]]] = []
+    """The user of each event, and whose histories were published before it."""
+
+    class StoppingClient(FakeClient):
+        def publish_retrieval(self, user_id: str, **_: Any) -> None:
+            named.append((user_id, [user for user, _ in self.published]))
+            if len(named) == 5:
+                gateway.stop()
+
+    client = StoppingClient("expired")
+    gateway = Player(client, settings, population, lambda _: None)
+    gateway.play()
+    assert len(named) >= 5
+    for user_id, published in named:
+        assert published.count(user_id) == 1
+    lengths = dict(client.published)
+    returning = population.size
+    assert lengths[population.user_id(returning)] == population.first_length(returning)
+
+
+def test_users_who_come_once_are_refused_beside_the_users_of_a_log(tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"new_share": 0.1, "interactions": tmp_path / "log.csv"})
+    with pytest.raises(RelayError, match="new_share"):
+        population_of(settings)

@@ -14,10 +14,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+from confluent_kafka import TopicPartition
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
-from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import encode
@@ -57,6 +58,12 @@ class Traffic:
     def status(self, worker_id: str, group: str) -> None:
         status = worker_status(worker_id, SystemClock().wall_us(), (0, 1))
         self._send(Topic.WORKERS, worker_id.encode(), encode(status), [(WORKERS_GROUP, group.encode())])
+
+    def request(self) -> None:
+        """A ranking request that nobody answers."""
+        headers = RankingHeaders("g.1.0.t", "g", "results", 0, SystemClock().wall_us() + 50_000)
+        self._send(Topic.RANKING, b"ann", b"body", headers.encode())
+        assert self._producer.flush(10) == 0
 
     def impression(self) -> None:
         self.number += 1
@@ -104,6 +111,34 @@ def test_impressions_and_statuses_of_the_topics_are_shown(kafka_settings: KafkaS
     assert (shown.late[-1].latency_ms, shown.late[-1].budget_ms) == (70, 50)
     assert shown.unreadable >= 3 and shown.problems == []
     assert live.has_ended and live.snapshot() is live.snapshot(), "the last figures stay"
+
+
+@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+def test_after_the_last_worker_the_page_says_that_nothing_is_ranked(kafka_settings: KafkaSettings) -> None:
+    """The workers' group was ok for 10 to 20 s under a green "live", while 40 requests waited."""
+    kafka, traffic = kafka_settings, Traffic(kafka_settings)
+    worker = make_group_consumer(kafka, kafka.workers_group, "worker-00")
+    worker.subscribe([kafka.topic(topic) for topic in kafka.worker_topics])
+
+    def work() -> None:
+        traffic.status("worker-00", kafka.workers_group)
+        worker.poll(0.1)
+        owned = [TopicPartition(each.topic, each.partition, 0) for each in worker.assignment()]
+        if owned:
+            worker.commit(offsets=owned, asynchronous=False)
+
+    with LiveCluster(kafka, SETTINGS) as live:
+
+        def status() -> str | None:
+            groups = {group.group: group for group in live.snapshot().lag or ()}
+            return groups[kafka.workers_group].status if kafka.workers_group in groups else None
+
+        assert until(lambda: status() == "ok" and live.snapshot().problems == [], work)
+        worker.close()
+        for _ in range(40):
+            traffic.request()
+        assert until(lambda: status() == "stop")
+        assert until(lambda: any("No worker is ready" in problem for problem in live.snapshot().problems))
 
 
 @pytest.mark.parametrize("broker", ["embedded"], indirect=True)

@@ -141,10 +141,24 @@ def test_a_user_has_one_hash_in_a_process_and_another_one_in_the_next() -> None:
 def test_messages_that_the_reader_skipped_still_count() -> None:
     world = UiWorld()
     world.model.count(Topic.RANKING, 0, 100, world.clock.monotonic_us())
-    world.model.count(Topic.RANKING, 0, 150, world.clock.monotonic_us())
+    world.model.forget_open()
+    for offset in (150, 151):
+        world.model.count(Topic.RANKING, 0, offset, world.clock.monotonic_us())
     world.wait(1)
     shown = world.snapshot()
-    assert (sum(shown.stages[2].series), shown.skipped) == (51, 49)
+    assert (sum(shown.stages[2].series), shown.skipped) == (52, 49)
+
+
+def test_an_offset_without_a_message_counts_as_none() -> None:
+    """A transaction's marker has an offset, and so has what it aborted. A new topic begins at 0 again."""
+    world = UiWorld()
+    for offset in (100, 102, 150, 0, 2):
+        world.model.count(Topic.RANKING, 0, offset, world.clock.monotonic_us())
+    world.model.forget_open()
+    world.model.count(Topic.RANKING, 0, 1, world.clock.monotonic_us())
+    world.wait(1)
+    shown = world.snapshot()
+    assert (sum(shown.stages[2].series), shown.skipped) == (6, 0)
 
 
 def test_old_seconds_leave_the_charts_and_the_totals() -> None:
@@ -271,6 +285,35 @@ def test_a_worker_that_stops_says_so() -> None:
     world.model.note_status("worker-00", stopping, world.clock.wall_us())
     shown = world.snapshot()
     assert (shown.workers[0].state, shown.workers[0].fresh, shown.owners[0]) == ("stopping", False, -1)
+
+
+def test_the_page_says_that_no_worker_is_ready_and_nothing_is_ranked() -> None:
+    """All workers had stopped, requests waited, and the page showed only a green "live"."""
+    world = UiWorld()
+    assert world.snapshot().problems == [], "the statuses in the topic are not read yet"
+    world.wait(4)
+    [problem] = world.snapshot().problems
+    assert "No worker is ready, so no request is ranked" in problem
+    world.status("worker-00", 0)
+    world.status("worker-01", 1)
+    assert world.snapshot().problems == []
+    stopping = dataclasses.replace(worker_status("worker-00", world.clock.wall_us(), (0,)), state=WorkerState.STOPPING)
+    world.model.note_status("worker-00", stopping, world.clock.wall_us())
+    assert world.snapshot().problems == [], "the other one is ready"
+    world.wait(4)
+    assert world.snapshot().problems == [problem], "killed"
+    world.model.note_reader("The broker is away")
+    assert world.snapshot().problems == ["The broker is away"], "nobody knows"
+
+
+def test_a_worker_whose_clock_is_ahead_is_silent_as_soon_as_others() -> None:
+    """It was shown as ready for two hours after its death."""
+    world = UiWorld()
+    status = worker_status("worker-00", world.clock.wall_us() + 7_200_000_000, (0,))
+    world.model.note_status("worker-00", status, world.clock.wall_us())
+    assert world.snapshot().workers[0].fresh
+    world.wait(4)
+    assert not world.snapshot().workers[0].fresh
 
 
 @given(st.lists(st.integers(0, 200), unique=True).map(sorted))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.server
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+from confluent_kafka import KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import encode
 from relaygr.schemas.codec import SCHEMA_VERSION
@@ -31,6 +35,7 @@ from relaygr.schemas.messages import (
     StageTimings,
 )
 from relaygr.ui import scrape
+from relaygr.ui.reader import TopicReader
 from relaygr.ui.reading import (
     HEAD_BYTES,
     JobSeen,
@@ -42,6 +47,7 @@ from relaygr.ui.reading import (
     read_retrieval,
 )
 from relaygr.ui.scrape import Scraper, check_url, parse_reading, read_page, wanted_lines
+from tests.worlds.ui import UiWorld
 
 LONG = 100_000
 HISTORY = History("ann", 3, np.zeros(2, "<i8"), Behaviours(np.arange(LONG), np.zeros(LONG, "<u2"), np.arange(LONG)))
@@ -233,3 +239,62 @@ def test_the_scraper_delivers_what_each_target_says(target: str) -> None:
     assert both.wait(10)
     scraper.stop()
     assert heard["worker-00"] is not None and heard["worker-01"] is None
+
+
+@dataclasses.dataclass
+class Received:
+    """A ranking request as the reader gets it."""
+
+    at_ms: int
+    headers_: object
+    refusal: KafkaError | None = None
+
+    def error(self) -> KafkaError | None:
+        return self.refusal
+
+    def topic(self) -> str:
+        return "relaygr.ranking"
+
+    def partition(self) -> int:
+        return 0
+
+    def offset(self) -> int:
+        return 0
+
+    def key(self) -> bytes:
+        return b"ann"
+
+    def headers(self) -> object:
+        return self.headers_
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, self.at_ms
+
+
+@pytest.mark.parametrize("per_second", [0, 1, 1000, 10**6, 10**9])
+def test_only_a_time_stamp_that_can_be_true_dates_a_message(per_second: int) -> None:
+    """With time stamps in seconds, requests had a budget of 56 years, and the reader skipped all that it could."""
+    world = UiWorld()
+    now_us = world.clock.wall_us()
+    reader = TopicReader(KafkaSettings(), world.model, threading.Lock(), world.clock.monotonic_us, world.clock.wall_us)
+    headers = RankingHeaders("g.1.1.t", "g", "results", 0, now_us + 50_000).encode()
+    message: Any = Received(now_us * per_second // 10**6, headers)
+    is_true = per_second == 1000
+    assert reader._fold([message]) == (message.at_ms if is_true else None)
+    world.wait(4)
+    shown = world.snapshot()
+    assert [late.kind for late in shown.late] == ["unanswered"]
+    assert (shown.latency.budget_ms is not None) is is_true
+
+
+def test_a_topic_that_may_be_read_again_is_no_problem_any_more() -> None:
+    """The page named the right until it was started again."""
+    world = UiWorld()
+    reader = TopicReader(KafkaSettings(), world.model, threading.Lock(), world.clock.monotonic_us, world.clock.wall_us)
+    headers = RankingHeaders("g.1.1.t", "g", "results", 0, world.clock.wall_us() + 50_000).encode()
+    message: Any = Received(world.clock.wall_us() // 1000, headers)
+    refused: Any = Received(0, [], KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
+    reader._fold([refused])
+    assert any("may not read relaygr.ranking" in text for text in world.snapshot().problems)
+    reader._fold([message])
+    assert not world.snapshot().problems

@@ -29,12 +29,10 @@ CASES: dict[str, tuple[str, str]] = {
     "unknown broker": ("demo --broker banana", "kafka"),
     "no checkpoint": ("model verify /nonexist", "relaygr model init"),
     "no previous revision": ("model rollback {folder}", "relaygr model deploy"),
-    "no trace": ("cache replay /nonexist", "relaygr cache trace"),
     "no such worker": ("cache show worker-77", "Start it"),
     "no calibration": ("simulate run --calibration /nonexist", "relaygr calibrate"),
     "not a calibration": ("simulate run --calibration {text}", "relaygr calibrate"),
     "no records": ("simulate learn /nonexist --calibration /nonexist --out o", "relaygr traffic --out"),
-    "no log of interactions": ("cache trace --interactions /nonexist --out {folder}/t", "log of interactions"),
     "unknown command": ("banana", "No such command"),
 }
 
@@ -56,5 +54,5 @@ def test_a_wrong_input_ends_with_a_sentence_that_says_what_to_do(
 
 @pytest.mark.parametrize("given", ["[red]x[/red]", ":abc:"])
 def test_what_was_given_stands_in_the_error_as_it_is(given: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["cache", "replay", f"/nonexist/{given}"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, ["simulate", "run", "--calibration", f"/nonexist/{given}"], env={"COLUMNS": "200"})
     assert f"/nonexist/{given} " in done.output.replace("\n", " ")

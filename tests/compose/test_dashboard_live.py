@@ -10,12 +10,12 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from relaygr.bench.standby.pair import await_pair
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.topics import Topic
 from tests.leftovers import owned_by_a_fixture
 from tests.promised import unavailable
 from tests.worlds.compose import ALERTS, panel_expressions
+from tests.worlds.pair import await_pair
 from tests.worlds.prometheus import LivePrometheus, live_prometheus
 from tests.worlds.relay import START_TIMEOUT_S, RawGateway, Relay, make_model, own_topics, wait_until
 

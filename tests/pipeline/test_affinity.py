@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path as FilePath
@@ -112,6 +111,10 @@ def assert_all_meet(relay: Relay, trigger: CommandProcess, impressions: Impressi
 
 
 def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Relay) -> None:
+    report = check_topics(relay.kafka)
+    assert report.ok, report.errors
+    jobs_have_a_topic = relay.kafka.affinity is not Affinity.ONE_TOPIC
+    assert (Topic.PREINFER in {row.topic for row in report.rows}) == jobs_have_a_topic
     lost: list[LostRequest] = []
     trigger = relay.start_trigger()
     workers = [relay.start_worker(f"worker-{number:02d}") for number in range(2)]
@@ -144,30 +147,15 @@ def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Rel
         relay.await_ready(*workers)
         await_shares(*workers)
         assert_all_meet(relay, trigger, impressions)
-    assert not lost
-    relay.await_all_committed(*relay.kafka.worker_topics)
 
-
-def test_the_topics_are_those_of_the_mode(relay: Relay) -> None:
-    report = check_topics(relay.kafka)
-    assert report.ok, report.errors
-    jobs_have_a_topic = relay.kafka.affinity is not Affinity.ONE_TOPIC
-    assert (Topic.PREINFER in {row.topic for row in report.rows}) == jobs_have_a_topic
-
-
-def test_a_worker_that_is_killed_and_started_again_at_once_serves_its_users(relay: Relay) -> None:
-    trigger = relay.start_trigger()
-    workers = [relay.start_worker(f"worker-{number:02d}") for number in range(2)]
-    relay.await_ready(trigger, *workers)
-    await_shares(*workers)
-    with relay.client() as client:
-        impressions = Impressions(client)
+        # One dies and is started again at once, within its session.
         during = impressions.rank(impressions.retrieve(USERS))
         relay.kill(workers.pop())
-        workers.append(relay.start_worker("worker-01"))
-        time.sleep(0.1)
+        workers.append(relay.start_worker("worker-00"))
         during += impressions.rank(impressions.retrieve(USERS))
         relay.await_ready(*workers)
         await_shares(*workers)
         assert {future.result(60).status for future in during} == {RankStatus.RANKED}
         assert_all_meet(relay, trigger, impressions)
+    assert not lost
+    relay.await_all_committed(*relay.kafka.worker_topics)

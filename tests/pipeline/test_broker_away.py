@@ -30,7 +30,7 @@ from tests.worlds.relay import (
 pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(240)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def kafka_server() -> Iterator[KafkaCluster]:
     with own_cluster(1) as cluster:
         yield cluster

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from relaygr.bench.standby.pair import await_pair, children
 from relaygr.cli.app import app
 from relaygr.client import RankStatus
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.messages import Path as ServedBy
 from relaygr.worker.admin_socket import SOCKET_NAME
+from tests.worlds.pair import await_pair, children
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

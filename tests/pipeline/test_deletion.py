@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +15,20 @@ import pytest
 from relaygr.client import RankStatus, RelayClient
 from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
-from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.messages import Behaviours, History, RankingResult
+from relaygr.schemas.messages import Path as RankPath
 from relaygr.schemas.partitioner import partition_for
-from tests.worlds.relay import PARTITIONS, Relay, candidates_of, new_user, own_topics, reading, wait_until
+from tests.worlds.disk import fill
+from tests.worlds.relay import (
+    PARTITIONS,
+    Relay,
+    candidates_of,
+    history_of,
+    new_user,
+    own_topics,
+    reading,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -81,6 +95,12 @@ def memory_holds(worker: CommandProcess, pages: list[bytes]) -> bool:
     return False
 
 
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """Deletion does not depend on the broker."""
+    return embedded_broker
+
+
 @pytest.fixture
 def relay(broker: LocalBroker, model: Path, tmp_path: Path) -> Iterator[Relay]:
     with (
@@ -94,6 +114,16 @@ def relay(broker: LocalBroker, model: Path, tmp_path: Path) -> Iterator[Relay]:
 def client(relay: Relay) -> Iterator[RelayClient]:
     with relay.client() as client:
         yield client
+
+
+def readiness(worker: CommandProcess) -> dict[str, str]:
+    """The details of `/readyz`, by check."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{worker.port}/readyz", timeout=5) as answer:
+            body = answer.read()
+    except urllib.error.HTTPError as error:
+        body = error.read()
+    return {check["name"]: check["detail"] for check in json.loads(body)["checks"]}
 
 
 def rank(client: RelayClient, user: User) -> None:
@@ -141,3 +171,35 @@ def test_after_the_stated_time_no_byte_of_a_deleted_user_is_left(relay: Relay, c
     assert files_with(relay.folder, kept.marks)
     assert memory_holds(first, kept.pages)
     rank(client, kept)
+
+
+def test_a_deleted_user_is_ranked_from_no_cache_while_the_history_disk_is_full(
+    broker: LocalBroker, model: Path, tmp_path: Path, small_disk: Path
+) -> None:
+    with (
+        own_topics(broker) as kafka,
+        Relay(kafka, tmp_path / "relay", model) as relay,
+        relay.client() as client,
+    ):
+        worker = relay.start_worker(store=str(small_disk / "history"))
+        relay.await_ready(worker)
+        user = User(range(PARTITIONS))
+        client.publish_history(user.history)
+        rank(client, user)
+
+        def ranked() -> RankingResult:
+            outcome = client.rank(user.user_id, candidates_of(), budget_ms=20_000)
+            assert outcome.status is RankStatus.RANKED and outcome.result is not None, outcome
+            return outcome.result
+
+        assert ranked().path is RankPath.HBM
+        filler = fill(small_disk)
+        for number in range(10):
+            client.publish_history(history_of(new_user(), 1000, seed=number))
+        client.tombstone(user.user_id)
+        wait_until("the user's history is not used", lambda: ranked().history_version is None)
+        assert ranked().prefix_tokens < LENGTH
+        wait_until("/readyz names the disk", lambda: "No space left on device" in readiness(worker)["history"])
+        filler.unlink()
+        relay.await_ready(worker)
+        assert ranked().history_version is None

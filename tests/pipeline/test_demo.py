@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
+from relaygr.cli.app import app
+from relaygr.demo.plan import PlanOverrides
+from relaygr.demo.prepare import DEMO_PARTITIONS
+from relaygr.demo.run import DemoOptions, run_demo
+from relaygr.settings import load_settings
+from relaygr.traffic.records import read_records
 from tests.worlds.otlp import collector
 from tests.worlds.relay import environment, wait_until
 
@@ -101,3 +112,40 @@ def test_a_short_demo_ends_with_both_runs_side_by_side_and_its_gates(folder):
     assert services == {"relaygr-traffic", "relaygr-trigger", "relaygr-worker"}, "every process of the demo traces"
     assert ("NO " in said) == (process.returncode == 1)
     assert not list((folder / "tmp").glob("relaygr-*"))
+
+
+def test_the_simulation_of_a_run_has_the_paths_of_the_run(folder):
+    """Times are learnt from the run. The deadline is long, so a slow machine changes no path.
+
+    The simulation draws other impressions than the run. All users are alike, so that little depends on who comes: the
+    share of hits in HBM differs from seed to seed with a standard deviation of 0.03, and with the usual Zipf
+    distribution and lengths over ten users of 0.06.
+    """
+    kept, times, out = folder / "kept", folder / "times.json", folder / "simulated.json"
+    alike = (*SMALL, "traffic.users=20", "traffic.zipf_exponent=0", "traffic.history_sigma=0")
+    settings = load_settings(None, environment={}, overrides=[*alike, "worker.warm_up_users=0", "log.level=warning"])
+    overrides = PlanOverrides(budget_ms=10_000, lead_ms=100, rate_per_s=20.0, duration_s=15.0)
+    said = Console(file=io.StringIO())
+    plan = run_demo(said, settings, DemoOptions("embedded", overrides, None, kept, True, False, False, False)).plan
+    measured = ("--calibration", str(kept / "calibration.json"))
+
+    def relaygr(*command: str) -> None:
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+
+    relaygr("simulate", "learn", str(kept / "relay.jsonl"), *measured, "--out", str(times))
+    same = [f"traffic.lead_median_ms={plan.lead_ms}", f"partitions={DEMO_PARTITIONS}", "worker.warm_up_users=0", *alike]
+    same += [f"worker.hbm_bytes={plan.hbm_bytes}", f"worker.dram_bytes={plan.dram_bytes}"]
+    relaygr(
+        "simulate", "run", *measured, "--model", str(kept / "model"), "--times", str(times), "--system", "relay",
+        "--workers", str(plan.workers), "--qps", str(plan.rate_per_s), "--seconds", str(plan.duration_s),
+        "--slo-ms", str(plan.budget_ms), "--json", str(out), *(word for each in same for word in ("--set", each)),
+    )  # fmt: skip
+    mix = json.loads(out.read_text())["systems"]["relay"]["mix"]
+    records = sorted(read_records(kept / "relay.jsonl"), key=lambda each: each.number)
+    records = records[len(records) // 4 :]
+    counted = [each for each in records if each.status == "ranked"]
+    assert len(counted) >= 0.9 * len(records), "the machine is too slow to compare anything"
+    found = Counter(each.path for each in counted)
+    simulated = {path: mix[path]["value"] for path in ("hbm", "dram", "full")}
+    assert simulated == pytest.approx({path: found[path] / len(counted) for path in simulated}, abs=0.1)

@@ -1,45 +1,48 @@
-"""Model reload under traffic, on both brokers: no request is lost, and no result mixes two models."""
+"""Model reload under traffic: no request is lost, and no result mixes two models."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from relaygr.client import RankOutcome, RankStatus, RelayClient
-from relaygr.demo.processes import CommandProcess, Reading, read_metrics
+from relaygr.demo.processes import CommandProcess, Reading, read_children, read_metrics
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
-from relaygr.schemas.messages import History, Path, PreInferJob, RankingResult
+from relaygr.schemas.messages import FailureReason, History, Path, PreInferJob, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
-from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
+from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.results import DIVERGED_ANSWERS
 from tests.leftovers import owned_by_a_fixture
 from tests.workers.reference import full_inference
 from tests.worlds.relay import (
     PARTITIONS,
+    VOCABULARY,
     RawGateway,
     Relay,
     candidates_of,
     history_of,
     make_model,
+    model_config,
     new_user,
     own_topics,
     reading,
+    save_model,
     wait_until,
 )
 
@@ -115,6 +118,12 @@ class ReloadWorld:
         self.checkpoints[checkpoint.revision] = checkpoint
         return checkpoint.revision
 
+    def swap_back(self, revision: str) -> None:
+        """Puts an earlier checkpoint into the worker's folder."""
+        checkpoint = self.checkpoints[revision]
+        save_model(self.model, checkpoint.config, checkpoint.tensors)
+        assert load_checkpoint(self.model).revision == revision
+
     def hang_up(self) -> None:
         self.worker.process.send_signal(signal.SIGHUP)
 
@@ -149,6 +158,12 @@ class ReloadWorld:
 
     def __post_init__(self) -> None:
         self._expected: dict[tuple[str | None, str, bool], np.ndarray] = {}
+
+
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """A reload does not depend on the broker."""
+    return embedded_broker
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +222,46 @@ def test_a_checkpoint_that_cannot_serve_changes_nothing_and_is_counted(world: Re
     assert "is not a model configuration" in log and "restart the worker to use it" in log
 
 
+def broken_for(seed: int, items: slice, vocabulary: int = VOCABULARY) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """A model of another vocabulary whose embeddings of some items overflow, as after a training that diverged."""
+    config = model_config().model_copy(update={"vocabulary_size": vocabulary})
+    tensors = dict(random_checkpoint(config, seed).tensors)
+    tensors["items.weight"][items] *= 1e30
+    return config, tensors
+
+
+def test_a_diverged_model_is_refused_and_the_old_one_serves_on(world: ReloadWorld):
+    (history,) = world.users(1, 300)
+    present, broken = list(world.checkpoints)[-1], world.reloads("broken")
+    save_model(world.model, *broken_for(seed=9, items=slice(0, VOCABULARY)))
+    world.hang_up()
+    wait_until("refused", lambda: world.reloads("broken") == broken + 1)
+    assert world.rank(history).model_revision == present
+    assert "are not finite numbers" in world.worker.log.read_text()
+    world.swap_back(present)
+
+
+def test_a_model_that_diverges_in_use_gives_way_to_the_previous_one(world: ReloadWorld):
+    """The items that the gateway asks for are few of a large vocabulary, so that the trial does not find them."""
+    histories, present = world.users(3, 50), list(world.checkpoints)[-1]
+    swapped = world.reloads("swapped")
+    assert {world.rank(history).model_revision for history in histories} == {present}
+    rare = slice(90_000, 90_020)
+    save_model(world.model, *broken_for(seed=9, items=rare, vocabulary=100_000))
+    world.hang_up()
+    wait_until("swapped", lambda: world.reloads("swapped") == swapped + 1)
+    asked = np.arange(rare.start, rare.stop)
+    reasons = []
+    while world.reloads("restored") == 0:
+        outcome = world.client.rank(histories[0].user_id, asked, budget_ms=BUDGET_MS)
+        reasons.append(outcome.reason)
+        assert len(reasons) < 1_000
+    assert reasons[:DIVERGED_ANSWERS] == [FailureReason.DEVICE_ERROR] * DIVERGED_ANSWERS
+    assert {world.rank(history).model_revision for history in histories} == {present}
+    world.relay.await_ready(world.worker)
+    world.swap_back(present)
+
+
 def test_after_a_reload_a_new_start_serves_the_same_model(world: ReloadWorld):
     present = list(world.checkpoints)[-1]
     assert world.relay.stop(world.worker) == 0
@@ -215,12 +270,6 @@ def test_after_a_reload_a_new_start_serves_the_same_model(world: ReloadWorld):
     user = new_user("anew")
     answer = world.client.rank(user, candidates_of(), budget_ms=BUDGET_MS, history=history_of(user, 50))
     assert answer.result.model_revision == present
-
-
-def children(supervisor: CommandProcess) -> dict[str, dict[str, Any]]:
-    """A supervisor's children by phase."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{supervisor.port}/children", timeout=5) as answer:
-        return {child["phase"]: child for child in json.load(answer)["children"]}
 
 
 def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in_dram(
@@ -233,12 +282,12 @@ def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in
         own = ["worker.worker_id=worker-09", f"worker.history_path={tmp_path / 'store'}"]
         supervisor = relay.processes.start("worker-09", ["worker", "--standby"], "worker", own)
         relay.await_ready(supervisor)
-        wait_until("a standby", lambda: "standby" in children(supervisor), 60)
+        wait_until("a standby", lambda: "standby" in read_children(supervisor.port), 60)
         with relay.client() as client, closing(RawGateway(kafka)) as raw:
             world = ReloadWorld(relay, supervisor, client, raw, model, {first.revision: first})
             after = world.swap_files(seed=8)
             world.hang_up()
-            ports = [child["port"] for child in children(supervisor).values()]
+            ports = [child["port"] for child in read_children(supervisor.port).values()]
             swapped = partial(Reading.total, name="relaygr_model_reloads_total", outcome="swapped")
             wait_until("both swapped", lambda: [swapped(read_metrics(port)) for port in ports] == [1, 1])
             histories = world.users(4, 300)
@@ -250,7 +299,7 @@ def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in
                 return spilled(reading(supervisor)) >= len(histories)
 
             wait_until("spilled", all_spilled)
-            os.kill(children(supervisor)["active"]["pid"], signal.SIGKILL)
+            os.kill(read_children(supervisor.port)["active"]["pid"], signal.SIGKILL)
             results = [world.rank(history) for history in histories]
         assert {result.model_revision for result in results} == {after}
         assert {result.path for result in results} == {Path.DRAM}

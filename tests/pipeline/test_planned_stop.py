@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from relaygr.bench.standby.traffic import Traffic
 from relaygr.client import RankStatus
 from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from tests.worlds.relay import Relay, candidates_of, history_of, own_topics, reading, wait_until
+from tests.worlds.steady_traffic import Traffic
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(240)]
 

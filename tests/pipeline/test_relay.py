@@ -16,13 +16,9 @@ from pathlib import Path as FilePath
 import numpy as np
 import pytest
 
-from relaygr.admission.latency import LatencyModel
 from relaygr.client import RankOutcome, RankStatus, RelayClient
 from relaygr.devbroker import BrokerChoice
 from relaygr.devbroker.local import free_ports
-from relaygr.replay.demand import demands_of
-from relaygr.replay.link import LinkSpeed
-from relaygr.replay.run import Candidate, ReplayEnvironment, replay
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.limits import MAX_MESSAGE_BYTES
@@ -37,12 +33,8 @@ from relaygr.schemas.messages import (
 )
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic
-from relaygr.worker.cache.events import EventKind
-from relaygr.worker.cache.policies import TierPolicies
-from relaygr.worker.cache.trace import TraceReader
 from tests.leftovers import owned_by_a_fixture
 from tests.worlds.relay import (
-    COEFFICIENTS,
     MAX_CANDIDATES,
     PARTITIONS,
     DeadLetters,
@@ -71,8 +63,7 @@ class Stack:
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
-        self.trace = relay.folder / "cache.trace"
-        self.worker = relay.start_worker("worker-00", f"worker.cache_trace={self.trace}")
+        self.worker = relay.start_worker("worker-00")
         self.trigger = relay.start_trigger()
         relay.await_ready(self.worker, self.trigger)
         self.client: RelayClient = relay.client()
@@ -301,6 +292,36 @@ def test_unknown_items_are_counted_in_the_result(stack):
     assert result.unknown_items == 2
 
 
+def test_unknown_actions_and_features_are_counted_on_every_path(stack):
+    """A log's doubled stars on a model with four action codes, and a pipeline that forgot the user's country."""
+    user = new_user()
+    one = history_of(user, 40, seed=21)
+    actions = np.array([2, 4, 6, 8, 10] * 8, "<u2")
+    behaviours = type(one.behaviours)(one.behaviours.items, actions, one.behaviours.timestamps_ms)
+    wrong = type(one)(user, one.number, np.empty(0, "<i8"), behaviours)
+    before = reading(stack.worker)
+    for paths in ({Path.FULL}, {Path.HBM, Path.DRAM}):
+        result = stack.ranked(user, history=wrong)
+        assert (result.path in paths, result.unknown_actions, result.unknown_features) == (True, 32, 1)
+        assert not result.history_missing
+
+    def counted(name: str) -> float:
+        return reading(stack.worker).total(name) - before.total(name)
+
+    wait_until("both requests are counted", lambda: counted("relaygr_worker_unknown_features_total") == 2)
+    assert counted("relaygr_worker_unknown_actions_total") == 64
+
+
+def test_a_user_without_a_history_is_said_to_have_none(stack):
+    """The commonest fault of an integration: the gateway's user ids are not those of the history pipeline."""
+    user = new_user()
+    stack.client.publish_history(history_of(user, 30, seed=22))
+    result = stack.ranked(user.upper(), candidates=candidates_of())
+    assert (result.history_missing, result.history_version, result.prefix_tokens) == (True, None, 1)
+    known = stack.ranked(user, 30, seed=22)
+    assert (known.history_missing, known.unknown_features, known.unknown_actions) == (None, None, None)
+
+
 def test_more_candidates_than_the_model_takes_are_too_long(stack):
     outcome = stack.rank(new_user(), candidates=np.arange(MAX_CANDIDATES + 1))
     assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.TOO_LONG)
@@ -330,27 +351,6 @@ def test_many_requests_at_once_get_one_answer_each(stack):
     after = stack.client.statistics()
     # A request that was sent again after a failed delivery report may have arrived twice.
     assert after.duplicates - before.duplicates <= after.retries - before.retries
-
-
-def test_what_a_running_worker_was_asked_can_be_replayed(stack: Stack) -> None:
-    user = new_user("traced")
-    request_id = stack.pre_infer(user, 300)
-    assert stack.ranked(user, 300, request_id=request_id).path is Path.HBM
-
-    def look_ups() -> list[tuple[EventKind, str]]:
-        records = TraceReader(stack.trace).records() if stack.trace.exists() else ()
-        return [(record.kind, record.outcome) for record in records if record.sketch.behaviours == 300]
-
-    wait_until("a hit in the trace", lambda: (EventKind.ACQUIRE, "hit") in look_ups())
-    assert look_ups().index((EventKind.PREPARE, "absent")) < look_ups().index((EventKind.ACQUIRE, "hit"))
-    reader = TraceReader(stack.trace)
-    header = reader.header
-    assert header.latency == COEFFICIENTS
-    assert user.encode() not in stack.trace.read_bytes()
-    link = LinkSpeed(delay_us=10.0, bytes_per_us=1_000.0)
-    environment = ReplayEnvironment(header.geometry, header.layout, LatencyModel(COEFFICIENTS), link)
-    candidate = Candidate(TierPolicies(), header.hbm_pages * header.geometry.kv.page_bytes, 0)
-    assert replay(demands_of(reader.rows()), environment, candidate).visits > 0
 
 
 # -- other gateways ------------------------------------------------------------------------------

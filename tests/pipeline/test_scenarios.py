@@ -1,4 +1,4 @@
-"""Scenarios on both brokers: on shared topics, and on topics of their own with a model of their own."""
+"""Scenarios: on shared topics, and on topics of their own with a model of their own."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 BUDGET_MS = 10_000
 VARIANTS = {"b": VariantSettings(users=0.5, model=Path("unused"))}
+
+
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """Scenarios do not depend on the broker."""
+    return embedded_broker
 
 
 class Shop:

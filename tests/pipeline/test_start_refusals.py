@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,18 @@ import pytest
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.private_files import private_folder
 from relaygr.worker.history.files import claim
+from relaygr.worker.model.checkpoint import load_checkpoint, save_checkpoint
+from tests.worlds.container import memory_limit
 from tests.worlds.relay import environment
 
 pytestmark = pytest.mark.slow
 
 
 def run_worker(
-    kafka: KafkaSettings | None, model: Path, folder: Path, *settings: str
+    kafka: KafkaSettings | None, model: Path, folder: Path, *settings: str, within: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-m", "relaygr", "worker"]
+    """`within`: the words before the command."""
+    arguments = [*within, sys.executable, "-m", "relaygr", "worker"]
     own = [
         f"worker.model={model}",
         f"worker.calibration={model / 'calibration.json'}",
@@ -85,11 +89,21 @@ def test_another_partition_count_is_refused(kafka_with_topics, model, tmp_path):
     assert "12" in said and "6" in said
 
 
-@pytest.mark.parametrize("setting", ["worker.history_path", "worker.cache_trace"])
-def test_a_path_that_cannot_be_written_is_refused_with_its_setting(kafka_with_topics, model, tmp_path, setting):
+def test_a_model_whose_scores_are_not_finite_is_refused(kafka_with_topics, model, tmp_path):
+    """It became ready, and every request failed."""
+    checkpoint = load_checkpoint(model)
+    tensors = dict(checkpoint.tensors)
+    tensors["items.weight"] = tensors["items.weight"] * 1e30
+    diverged = tmp_path / "diverged"
+    save_checkpoint(diverged, checkpoint.config, tensors)
+    said = refusal(run_worker(kafka_with_topics, diverged, tmp_path))
+    assert "not finite numbers" in said and "relaygr model rollback" in said
+
+
+def test_a_path_that_cannot_be_written_is_refused_with_its_setting(kafka_with_topics, model, tmp_path):
     """Nobody, not even root, creates files in /proc."""
-    said = refusal(run_worker(kafka_with_topics, model, tmp_path, f"{setting}=/proc/nowhere/file"))
-    assert setting in said
+    said = refusal(run_worker(kafka_with_topics, model, tmp_path, "worker.history_path=/proc/nowhere/file"))
+    assert "worker.history_path" in said
     assert "delete the folder" not in said
 
 
@@ -101,11 +115,6 @@ def test_the_history_store_of_another_worker_is_refused_before_the_model_is_load
     finally:
         os.close(held)
     assert "worker-07" in said and "worker.history_path" in said
-
-
-def test_a_trace_that_is_a_folder_is_refused_before_the_model_is_loaded(kafka_with_topics, tmp_path):
-    said = refusal(run_worker(kafka_with_topics, tmp_path / "no model", tmp_path, f"worker.cache_trace={tmp_path}"))
-    assert "worker.cache_trace" in said
 
 
 def test_an_unknown_setting_is_refused_by_name(model, tmp_path):
@@ -150,6 +159,17 @@ def test_an_hbm_tier_too_small_for_one_prefix_is_reported_with_the_needed_size(k
         )
     )  # fmt: skip
     assert "worker.hbm_bytes" in said or "page_tokens" in said
+
+
+def test_a_plan_larger_than_the_limit_of_the_container_is_refused_before_allocation(kafka_with_topics, model, tmp_path):
+    """The kernel would kill the worker without a line."""
+    with memory_limit(1200 << 20) as within:
+        said = refusal(
+            run_worker(
+                kafka_with_topics, model, tmp_path, "worker.hbm_bytes=2GiB", "worker.dram_bytes=1GiB", within=within
+            )
+        )
+    assert "worker.dram_bytes" in said and "worker.hbm_bytes" in said and "container" in said
 
 
 def test_a_plan_larger_than_the_machines_memory_is_refused_before_allocation(kafka_with_topics, model, tmp_path):

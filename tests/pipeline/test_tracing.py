@@ -1,4 +1,4 @@
-"""One impression through real processes that trace, on both brokers: its spans, looked at in a collector."""
+"""One impression through real processes that trace: its spans, looked at in a collector."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr.client import RankStatus, RelayClient
+from relaygr.devbroker import LocalBroker
 from relaygr.schemas.codec import encode
 from relaygr.schemas.messages import Path
 from relaygr.schemas.partitioner import partition_for
@@ -25,6 +26,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ON = "tracing.enabled=true"
 BUDGET_MS = 5_000
+
+
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """Spans do not depend on the broker."""
+    return embedded_broker
 
 
 class Stack:

@@ -1,4 +1,4 @@
-"""Two workers, as processes, on both brokers: one dies, one is replaced under the same id."""
+"""Two workers, as processes, on a real Kafka: one dies, one is replaced under the same id."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import pytest
 
 from relaygr.client import LostRequest, RankStatus
 from relaygr.demo.processes import CommandProcess
-from relaygr.devbroker import BrokerChoice, LocalBroker
+from relaygr.devbroker import LocalBroker
 from relaygr.schemas.topics import Topic
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, reading, wait_until
 
-pytestmark = [pytest.mark.outage, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(180)]
 
 EXIT_FENCED = 3
+
+
+@pytest.fixture(scope="module")
+def broker(real_broker: LocalBroker) -> LocalBroker:
+    return real_broker
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +57,8 @@ def test_a_worker_killed_in_mid_run_loses_no_request(relay: Relay, workers: list
 
 
 def test_a_worker_whose_id_another_takes_over_is_fenced_and_exits_with_its_own_code(
-    relay: Relay, workers: list[CommandProcess], broker: LocalBroker
+    relay: Relay, workers: list[CommandProcess]
 ):
-    if broker.kind is BrokerChoice.EMBEDDED:
-        pytest.skip("librdkafka's cluster does not fence the old holder of a group.instance.id")
     old = workers[1]
     # As on another machine: the two workers share no lock for the id.
     apart = f"worker.shared_path={relay.folder / 'shared-elsewhere'}"

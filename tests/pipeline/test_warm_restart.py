@@ -24,7 +24,6 @@ from tests.worlds.relay import (
     history_of,
     make_model,
     new_user,
-    own_topics,
     reading,
     wait_until,
 )
@@ -124,23 +123,17 @@ def assert_same_scores(one: RankingResult, other: RankingResult) -> None:
 
 
 @pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """The files of a worker do not depend on the broker. A real Kafka is in the tests of the standby."""
+    return embedded_broker
+
+
+@pytest.fixture(scope="module")
 def life(relay: Relay) -> Iterator[Life]:
     life = Life(relay)
     with owned_by_a_fixture(relay.process_ids):
         yield life
     life.client.close()
-
-
-@pytest.fixture(scope="module")
-def embedded_life(
-    embedded_broker: LocalBroker, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Life]:
-    """Damage of files does not depend on the broker, so the embedded one is enough."""
-    with own_topics(embedded_broker) as kafka, Relay(kafka, tmp_path_factory.mktemp("torn"), model) as relay:
-        life = Life(relay)
-        with owned_by_a_fixture(relay.process_ids):
-            yield life
-        life.client.close()
 
 
 def test_the_first_request_after_a_kill_is_served_from_dram_with_the_same_scores(life: Life) -> None:
@@ -171,62 +164,60 @@ def test_a_planned_restart_keeps_the_prefixes_too(life: Life) -> None:
     assert_same_scores(after, before[user])
 
 
-def test_flipped_bytes_are_detected_at_the_first_reload_and_never_served(embedded_life: Life) -> None:
+def test_flipped_bytes_are_detected_at_the_first_reload_and_never_served(life: Life) -> None:
     user, other = new_user(), new_user()
-    before = embedded_life.spilled(user, other)
+    before = life.spilled(user, other)
 
     def flip() -> None:
-        pages = np.memmap(embedded_life.file("dram"), np.uint8, "r+")
+        pages = np.memmap(life.file("dram"), np.uint8, "r+")
         pages[100::1000] ^= 0x40
         pages.flush()
 
-    embedded_life.restart(after_death=flip)
+    life.restart(after_death=flip)
     for seed, each in enumerate((user, other)):
-        after = embedded_life.rank(each, seed)
+        after = life.rank(each, seed)
         assert after.path is ServedBy.FULL
         assert_same_scores(after, before[each])
-    assert embedded_life.counted("relaygr_arena_pages_verified_total", "outcome")["torn"] == 2
+    assert life.counted("relaygr_arena_pages_verified_total", "outcome")["torn"] == 2
 
 
-def test_a_truncated_file_is_never_served(embedded_life: Life) -> None:
+def test_a_truncated_file_is_never_served(life: Life) -> None:
     user = new_user()
-    before = embedded_life.spilled(user)
+    before = life.spilled(user)
 
     def cut() -> None:
-        with embedded_life.file("dram").open("r+b") as file:
+        with life.file("dram").open("r+b") as file:
             file.truncate(1000)
 
-    embedded_life.restart(after_death=cut)
-    after = embedded_life.rank(user, 0)
+    life.restart(after_death=cut)
+    after = life.rank(user, 0)
     assert after.path is ServedBy.FULL
     assert_same_scores(after, before[user])
 
 
-def test_a_foreign_index_is_dropped_as_a_whole(embedded_life: Life) -> None:
+def test_a_foreign_index_is_dropped_as_a_whole(life: Life) -> None:
     user = new_user()
-    before = embedded_life.spilled(user)
+    before = life.spilled(user)
 
     def scribble() -> None:
-        with embedded_life.file("index").open("r+b") as file:
+        with life.file("index").open("r+b") as file:
             file.write(b"relaygr.arena.0\0 of a version that never was")
 
-    embedded_life.restart(after_death=scribble)
-    assert embedded_life.counted("relaygr_arena_index_dropped_total", "reason") == {"other_format": 1}
-    assert embedded_life.counted("relaygr_arena_prefixes_total", "outcome") == {}
-    after = embedded_life.rank(user, 0)
+    life.restart(after_death=scribble)
+    assert life.counted("relaygr_arena_index_dropped_total", "reason") == {"other_format": 1}
+    assert life.counted("relaygr_arena_prefixes_total", "outcome") == {}
+    after = life.rank(user, 0)
     assert after.path is ServedBy.FULL
     assert_same_scores(after, before[user])
 
 
-def test_another_models_prefixes_are_not_served_and_freed(
-    embedded_life: Life, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_another_models_prefixes_are_not_served_and_freed(life: Life, tmp_path_factory: pytest.TempPathFactory) -> None:
     user = new_user()
-    before = embedded_life.spilled(user)
+    before = life.spilled(user)
     other = make_model(tmp_path_factory.mktemp("other") / "model", seed=8)
-    embedded_life.restart(f"worker.model={other}", f"worker.calibration={other / 'calibration.json'}")
-    assert embedded_life.counted("relaygr_arena_prefixes_total", "outcome")["other_model"] >= 1
-    after = embedded_life.rank(user, 0)
+    life.restart(f"worker.model={other}", f"worker.calibration={other / 'calibration.json'}")
+    assert life.counted("relaygr_arena_prefixes_total", "outcome")["other_model"] >= 1
+    after = life.rank(user, 0)
     assert after.path is ServedBy.FULL
     earlier = before[user].scores
     assert after.scores is not None and earlier is not None

@@ -41,7 +41,6 @@ from relaygr.schemas.codec import (
     MAX_MAP_ENTRIES,
     MAX_TEXT_BYTES,
     SHORT_ENTRIES,
-    SMALL_MESSAGE_BYTES,
 )
 from relaygr.schemas.fields import FEW, INT64_MAX, MAX_CHOICE_BYTES, Choice, FieldError, Packed, Real, choice_label
 from relaygr.schemas.limits import MAX_MESSAGE_BYTES
@@ -274,12 +273,18 @@ MALFORMED: dict[str, bytes] = {
     "text that claims 4 billion": b"\xdb\xff\xff\xff\xff",
     "an extension type that claims 4 billion": b"\xc9\xff\xff\xff\xff\x01",
     "a timestamp extension": b"\xd6\xff\x00\x00\x00\x00",
+    "an extension of no bytes": b"\x81\xa1a\xc7\x00\x05",
+    "a long list with an extension of no bytes": b"\x81\xa1a\xdc\x00\x21\xc7\x00\x05" + b"\x00" * 32,
+    "a long list that is cut off": b"\x81\xa1a\xdc\x00\x21" + b"\x00" * 32,
     "lists in lists without end": b"\x91" * 100_000,
     "maps in maps without end": b"\x81\xa1a" * 100_000,
     "a list too long": msgpack.packb([0] * (MAX_LIST_ENTRIES + 1)),
     "a map too large": msgpack.packb({str(n): 0 for n in range(MAX_MAP_ENTRIES + 1)}),
     "text too long": msgpack.packb("a" * (MAX_TEXT_BYTES + 1)),
     "too many lists": msgpack.packb([[]] * (MAX_CONTAINERS + 1)),
+    "too many maps": b"\x81\xa1a" + msgpack.packb([{}] * MAX_CONTAINERS),
+    "too many maps inside each other": b"\x81\xa1a" * MAX_CONTAINERS + b"\x80",
+    "too many short lists": b"\x81\xa1a" + msgpack.packb([[[]] * 20] * 20),
     "a million empty lists": msgpack.packb([[[]] * MAX_LIST_ENTRIES] * 250),
 }
 
@@ -291,7 +296,25 @@ def test_bytes_that_are_no_bounded_messagepack_are_refused(name: str) -> None:
     assert caught.value.reason is DecodeReason.MALFORMED
 
 
+EXTENSIONS = {
+    "8": b"\xc7\x00\x05",
+    "16": b"\xc8\x00\x00\x05",
+    "32": b"\xc9\x00\x00\x00\x00\x05",
+    "fixed": b"\xd4\x05\x00",
+    "timestamp": b"\xc7\x00\xff",
+}
+"""Headers of extensions, which end a look at headers that does not know them. Four of them have no bytes."""
+_NESTED = b"\xdc\x10\x00" * 1000
+
 ATTACKS: dict[str, bytes] = MALFORMED | {
+    **{f"extension {name}, then a thousand nested lists": b"\x92" + ext + _NESTED for name, ext in EXTENSIONS.items()},
+    **{f"extension {name} in each of them": (b"\xdc\x10\x00" + ext) * 1000 for name, ext in EXTENSIONS.items()},
+    "extensions as names": b"\x8f" + (EXTENSIONS["8"] + b"\x00") * 14 + b"\xa1a" + _NESTED,
+    "empty bytes, text, lists and maps, then a thousand nested lists": b"\x95\xc4\x00\xa0\x90\x80" + _NESTED,
+    "a long list and empty lists, then a thousand nested lists": b"\xdc\x10\x00" + b"\x90" * 4095 + _NESTED,
+    "a thousand nested lists as a name": b"\x81" + _NESTED,
+    "a thousand nested maps as names": b"\xde\x00\x40" * 1000,
+    "a reserved code, then a thousand nested lists": b"\x92\xc1" + _NESTED,
     "a thousand nested lists that claim 4,095 entries": b"\xdc\x0f\xff" * 1000,
     "four thousand nested lists that claim 4,096 entries": b"\xdc\x10\x00" * 4097,
     "a thousand nested lists that claim 32 entries": b"\xdc\x00\x20" * 1000,
@@ -317,7 +340,7 @@ def test_refusing_takes_bounded_memory(message: type[Any], name: str) -> None:
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 400_000 + (40 * len(data) if len(data) <= SMALL_MESSAGE_BYTES else 4 * MIB)
+    assert peak_bytes < 400_000 + min(40 * len(data), 4 * MIB)
 
 
 def test_the_longest_status_is_decoded(status: WorkerStatus) -> None:

@@ -5,6 +5,7 @@ Each decoded message is encoded again, to check that it is valid.
 
 from __future__ import annotations
 
+import os
 import typing
 from datetime import UTC
 from typing import Any
@@ -21,8 +22,11 @@ from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from tests.strategies import messages
 
 STRATEGIES = messages()
-QUICK = settings(max_examples=150)
-THOROUGH = settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+EXAMPLES = settings(
+    max_examples=int(os.environ.get("RELAYGR_TEST_FUZZ_EXAMPLES", "150")),
+    suppress_health_check=[HealthCheck.too_slow],
+    deadline=None,
+)
 
 anything = st.recursive(
     st.none()
@@ -104,17 +108,9 @@ def a_message_or_a_decode_error(message_class: type[Any], data: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("message_class", STRATEGIES, ids=lambda cls: cls.__name__)
-@QUICK
+@EXAMPLES
 @given(data=st.data())
 def test_any_bytes_are_a_message_or_a_decode_error(message_class: type[Any], data: st.DataObject) -> None:
-    a_message_or_a_decode_error(message_class, data.draw(any_bytes(message_class)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("message_class", STRATEGIES, ids=lambda cls: cls.__name__)
-@THOROUGH
-@given(data=st.data())
-def test_many_more_bytes_are_a_message_or_a_decode_error(message_class: type[Any], data: st.DataObject) -> None:
     a_message_or_a_decode_error(message_class, data.draw(any_bytes(message_class)))
 
 
@@ -125,7 +121,7 @@ any_headers = st.none() | st.lists(st.tuples(names, values), max_size=8)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("headers_class", [RankingHeaders, ResultHeaders])
-@QUICK
+@EXAMPLES
 @given(raw=any_headers)
 def test_any_headers_are_headers_or_a_decode_error(headers_class: Any, raw: Any) -> None:
     try:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import time
 import uuid
+import zipfile
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic
 
+import relaygr.kafka.admin
 from relaygr.devbroker import LocalBroker
-from relaygr.kafka.admin import check_topics, create_topics, delete_topics, require_topics
+from relaygr.kafka.admin import _topic_configs, check_topics, create_topics, delete_topics, require_topics
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.kafka.topic_check import Severity
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
+from tests.promised import unavailable
 from tests.worlds.own_broker import own_broker
 
 
@@ -39,6 +49,31 @@ def test_topics_that_were_created_pass_the_check(kafka_settings: KafkaSettings) 
     assert {row.topic: row.partitions for row in found.rows} == {
         topic: spec.partition_count(kafka_settings.partitions) for topic, spec in CATALOGUE.items()
     }
+
+
+def test_a_broker_that_has_not_heard_of_a_new_topic_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = KafkaException(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
+    asked: list[list[str]] = []
+
+    class SlowBroker:
+        def describe_configs(self, resources: list[ConfigResource], **_: Any) -> dict[ConfigResource, Future[Any]]:
+            asked.append([each.name for each in resources])
+            answers: dict[ConfigResource, Future[Any]] = {each: Future() for each in resources}
+            for resource, future in answers.items():
+                if resource.name == "new" and len(asked) < 3:
+                    future.set_exception(unknown)
+                else:
+                    future.set_result({"retention.ms": ConfigEntry("retention.ms", "60000")})
+            return answers
+
+    slow: Any = SlowBroker()
+    expected = {"retention.ms": "60000"}
+    assert _topic_configs(slow, ["old", "new"]) == {"old": expected, "new": expected}
+    assert asked == [["old", "new"], ["new"], ["new"]]
+    monkeypatch.setattr(relaygr.kafka.admin, "_HEARD_OF_TOPIC_S", 0)
+    asked.clear()
+    with pytest.raises(RelayError, match="The settings of new cannot be read"):
+        _topic_configs(slow, ["new"])
 
 
 def test_a_start_without_topics_is_refused_with_the_command_that_makes_them(broker: LocalBroker) -> None:
@@ -110,6 +145,77 @@ def test_more_replicas_than_brokers_are_refused_with_the_number_that_fits(real_b
     kafka = fresh(real_broker).model_copy(update={"replication_factor": 31})
     with pytest.raises(RelayError, match=r"replication_factor is 31, .* has \d+ broker"):
         create_topics(kafka)
+
+
+POLICY = """
+import java.util.Map;
+import org.apache.kafka.common.errors.PolicyViolationException;
+import org.apache.kafka.server.policy.AlterConfigPolicy;
+import org.apache.kafka.server.policy.CreateTopicPolicy;
+
+public class LeastSizes implements CreateTopicPolicy, AlterConfigPolicy {
+    public void validate(CreateTopicPolicy.RequestMetadata topic) { check(topic.configs()); }
+    public void validate(AlterConfigPolicy.RequestMetadata topic) { check(topic.configs()); }
+    private void check(Map<String, String> settings) {
+        if (Long.parseLong(settings.getOrDefault("segment.bytes", "52428800")) < 52428800)
+            throw new PolicyViolationException("segment.bytes must be at least 52428800");
+        if (Long.parseLong(settings.getOrDefault("segment.ms", "3600000")) < 3600000)
+            throw new PolicyViolationException("segment.ms must be at least 3600000");
+    }
+    public void configure(Map<String, ?> settings) {}
+    public void close() {}
+}
+"""
+SHORT = [Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW]
+
+
+@pytest.fixture
+def home_with_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KAFKA_HOME with one more jar."""
+    given, javac = os.environ.get("KAFKA_HOME"), shutil.which("javac")
+    if given is None or javac is None:
+        unavailable("broker", "KAFKA_HOME or javac is missing")
+    home, source = tmp_path / "kafka", tmp_path / "LeastSizes.java"
+    (home / "libs").mkdir(parents=True)
+    for path in (Path(given) / "bin", Path(given) / "config", *(Path(given) / "libs").glob("*.jar")):
+        (home / path.relative_to(given)).symlink_to(path.resolve())
+    source.write_text(POLICY)
+    subprocess.run([javac, "-cp", f"{given}/libs/*", "-d", str(tmp_path), str(source)], check=True)
+    with zipfile.ZipFile(home / "libs" / "policy.jar", "w") as jar:
+        jar.write(source.with_suffix(".class"), "LeastSizes.class")
+    monkeypatch.setenv("KAFKA_HOME", str(home))
+
+
+@pytest.mark.kafka
+@pytest.mark.usefixtures("home_with_policy")
+def test_all_refusals_of_a_cluster_are_one_sentence_and_settings_meet_them() -> None:
+    """Eight of nine topics were made, and `create` and `check` named each other as the remedy."""
+    policies = dict.fromkeys(("create.topic.policy.class.name", "alter.config.policy.class.name"), "LeastSizes")
+    with own_broker({}, policies) as broker:
+        kafka = KafkaSettings(bootstrap=broker.bootstrap, partitions=1)
+        short = ", ".join(map(kafka.topic, SHORT))
+        for dry_run in (True, False):
+            with pytest.raises(RelayError) as refusal:
+                create_topics(kafka, dry_run=dry_run)
+            said = str(refusal.value)
+            assert "refuses to create 6 of 9 topics" in said and "set `topic_settings`" in said
+            assert f"{short} (" in said and "segment.ms must be at least 3600000" in said
+            assert "relaygr.workers (" in said and "segment.bytes must be at least 52428800" in said
+            made = {row.topic for row in check_topics(kafka).rows if row.partitions is not None}
+            assert made == (set() if dry_run else {Topic.HISTORY, Topic.BEHAVIOURS, Topic.DEAD_LETTERS})
+        hour = {"segment.ms": 3_600_000}
+        accepted: dict[Topic, dict[str, Any]] = {
+            **dict.fromkeys(SHORT, hour),
+            Topic.OVERFLOW: {"segment.ms": None},
+            Topic.WORKERS: {"segment.bytes": 52_428_800, **hour},
+        }
+        fits = KafkaSettings(bootstrap=broker.bootstrap, partitions=1, topic_settings=accepted)
+        assert create_topics(fits, dry_run=True).findings == create_topics(fits).findings == ()
+        assert require_topics(fits, Role.WORKER).ok
+        with pytest.raises(RelayError, match=r"refuses to set the settings of 6 of 9 topics, .*`topic_settings`"):
+            create_topics(kafka, repair=True)
+        assert {finding.severity for finding in check_topics(kafka).findings} == {Severity.WARNING}
+        assert create_topics(fits, repair=True).findings == ()
 
 
 KAFKAS_DEFAULTS = {

@@ -42,8 +42,8 @@ STATUS = WorkerStatus(
     ranking_queue_p99_us=0, preinfer_queue_us=0, latency=LATENCY, ranking_backlog_us=0, overflow_partitions=(4, 9),
 )  # fmt: skip
 NEED = Need(
-    user_id="u", left_us=50_000, way_us=5_000, behaviours=1_000, most_behaviours=10_000, kept_behaviours=0, suffix=0,
-    candidates=0,
+    user_id="u", left_us=50_000, transit_us=5_000, behaviours=1_000, most_behaviours=10_000, kept_behaviours=0,
+    suffix=0, candidates=0,
 )  # fmt: skip
 """Full inference takes 10 ms at a peer of the usual speed."""
 NEED_WAY_US = 5_000
@@ -331,7 +331,7 @@ needs = st.builds(
     Need,
     user_id=st.sampled_from(["a", "b", "c"]),
     left_us=st.floats(0, 200_000),
-    way_us=st.floats(0, 20_000),
+    transit_us=st.floats(0, 20_000),
     behaviours=st.integers(0, 4_096),
     most_behaviours=st.integers(0, 8_192),
     kept_behaviours=st.integers(0, 4_096),
@@ -359,7 +359,7 @@ def test_no_peer_is_sent_more_than_it_can_do_in_time(requests: list[tuple[Need, 
         chosen = world.choose(need, received=1_000)
         if isinstance(chosen, Target):
             assert chosen.behaviours == min(need.behaviours, need.most_behaviours)
-            assert need.way_us + told[chosen.worker_id] + 1_000 <= USED_SHARE * need.left_us
+            assert need.transit_us + told[chosen.worker_id] + 1_000 <= USED_SHARE * need.left_us
 
 
 def test_a_burst_is_spread_over_the_peers() -> None:

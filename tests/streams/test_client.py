@@ -46,21 +46,11 @@ from relaygr.schemas.messages import (
 )
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
-from relaygr.schemas.trace_context import TraceContext
-from relaygr.tracing.tracer import Tracer, TracerMetrics
+from relaygr.tracing.tracer import Sampler, Tracer, TracerMetrics
 from tests.echo_worker import answer_once, echo_worker, ranked, read_topic
 
 # Enough for the first request on a busy machine; tests of deadlines take their own.
 BUDGET_MS = 8_000
-
-
-class AlwaysSampled:
-    """Records every trace."""
-
-    root_bound: int | None = None
-
-    def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
-        return True
 
 
 def client(kafka: KafkaSettings, gateway_id: str = "gw-0", **settings: int | float) -> RelayClient:
@@ -527,7 +517,7 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
         kafka = broker.settings(KafkaSettings(partitions=4))
         broker.create_topics(kafka)
         settings = ClientSettings(result_grace_ms=100, lost_after_ms=100, close_timeout_s=0.5)
-        tracer = Tracer(AlwaysSampled(), 100, TracerMetrics(registry))
+        tracer = Tracer(Sampler(2**64), 100, 100, TracerMetrics(registry))
         gateway = RelayClient(kafka, "gw-0", settings, registry=registry, tracer=tracer)
         gateway.start()
         with echo_worker(kafka):
@@ -541,7 +531,7 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
     patient = gateway.submit_rank("u", [1], budget_ms=60_000, request_id="patient")
     assert until(lambda: gateway.statistics().retries >= 1), "the delivery failed long before the deadline"
     assert not patient.done()
-    spans = [span.attributes["messaging.message.conversation_id"] for span in tracer.take(100)]
+    spans = [span.attributes["messaging.message.conversation_id"] for span in tracer.take_batch()]
     assert spans and "patient" not in spans, "it is being sent still"
     gateway.close()
     assert patient.result(0).reason is TimeOutReason.CLOSED

@@ -7,6 +7,7 @@ the queued commit is sent without it, and the broker answers FENCED_INSTANCE_ID,
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 
 from relaygr.consumer import ConsumerLoop, LoopState, Membership
 from relaygr.runtime.clock import ManualClock
+from relaygr.runtime.errors import RelayError
 
 TOPIC = "t.ranking"
 TIMEOUT_S = 30
@@ -80,24 +82,34 @@ class Life:
         membership: Membership | None = None,
         note: list[bool] | None = None,
         started: bool = True,
+        on_make: Callable[[Life], None] = lambda _: None,
     ) -> None:
+        """`on_make` is called before each consumer is made."""
         self.notes = note
+        self.ticks = 0
+        self.attempts = 0
         self.consumers: list[Scripted] = []
         self.reached = threading.Event()
         left = [[getattr(self, step) for step in script] for script in scripts]
 
         def make(on_error: Callable[[KafkaError], None]) -> Scripted:
+            self.attempts += 1
+            on_make(self)
             self.on_error = on_error
             self.consumers.append(Scripted(left.pop(0)))
             return self.consumers[-1]
 
         self.clock = SteppingClock()
         self.ticked_after_stops: set[int] = set()
-        calls = {"on_tick": lambda *_: self.ticked_after_stops.add(self.clock.stops)}
+        calls = {"on_tick": lambda *_: self.tick()}
         handler = type("Silent", (), calls | {"__getattr__": lambda self, name: lambda *_: None})()
         self.loop = ConsumerLoop(make, [TOPIC], handler, self.clock, membership=membership)  # type: ignore[arg-type]
         if started:
             self.loop.start()
+
+    def tick(self) -> None:
+        self.ticks += 1
+        self.ticked_after_stops.add(self.clock.stops)
 
     def note(self, _: Scripted) -> None:
         assert self.notes is not None
@@ -132,6 +144,56 @@ def test_a_member_that_its_own_late_commit_fenced_joins_again_with_a_new_consume
     assert life.consumers[0].closed
     status = life.loop.status()
     assert (status.state, status.assigned, status.assignment_epoch) == (LoopState.RUNNING, True, 2)
+    life.loop.stop(0)
+    assert life.loop.join(TIMEOUT_S)
+    assert life.loop.status().state is LoopState.STOPPED
+
+
+def test_the_poll_thread_ticks_while_a_new_consumer_is_made() -> None:
+    """With SASL/OAUTHBEARER a consumer takes a second, in which no delivery report was taken."""
+
+    def slowly(life: Life) -> None:
+        if life.attempts > 1:
+            before, ends_s = life.ticks, time.monotonic() + TIMEOUT_S
+            while life.ticks < before + 3 and time.monotonic() < ends_s:
+                time.sleep(0.005)
+            ticked.append(life.ticks - before)
+
+    ticked: list[int] = []
+    life = Life(["assigned", "away", "lost", "fenced"], ["assigned", "end"], on_make=slowly)
+    assert life.reached.wait(TIMEOUT_S)
+    assert [count >= 3 for count in ticked] == [True]
+    life.loop.stop(0)
+    assert life.loop.join(TIMEOUT_S)
+
+
+def test_a_new_consumer_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an expired token the worker ended."""
+    monkeypatch.setattr("relaygr.consumer.membership.REMAKE_S", 0.01)
+
+    def fail_twice(life: Life) -> None:
+        if life.attempts in (2, 3):
+            raise RelayError("the token has expired")
+
+    life = Life(["assigned", "away", "lost", "fenced"], ["assigned", "end"], on_make=fail_twice)
+    assert life.reached.wait(TIMEOUT_S)
+    assert (life.attempts, life.loop.status().state) == (4, LoopState.RUNNING)
+    life.loop.stop(0)
+    assert life.loop.join(TIMEOUT_S)
+
+
+def test_a_member_without_a_consumer_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relaygr.consumer.membership.REMAKE_S", 0.01)
+    failed = threading.Event()
+
+    def fail(life: Life) -> None:
+        if life.attempts > 1:
+            failed.set()
+            raise RelayError("the token has expired")
+
+    life = Life(["assigned", "away", "lost", "fenced"], on_make=fail)
+    assert failed.wait(TIMEOUT_S)
+    assert not life.loop.status().assigned
     life.loop.stop(0)
     assert life.loop.join(TIMEOUT_S)
     assert life.loop.status().state is LoopState.STOPPED

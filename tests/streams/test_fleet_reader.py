@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
+from confluent_kafka import KafkaError, Message, Producer
 
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
@@ -60,6 +62,36 @@ def test_an_empty_topic_is_read_to_its_end_at_once(kafka_settings: KafkaSettings
     with reading(kafka_settings) as (reader, _):
         assert until(lambda: reader.caught_up)
         assert reader.heard_us == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+def test_an_end_without_a_message_is_reached_while_the_fleet_talks_on(
+    kafka_settings: KafkaSettings,
+) -> None:
+    """Each status is followed by the marker of its transaction, so none of them is at the end of the log."""
+    stop, talks = threading.Event(), threading.Event()
+    producer = Producer(
+        {"bootstrap.servers": kafka_settings.bootstrap, "transactional.id": kafka_settings.topic_prefix}
+    )
+    producer.init_transactions(10)
+
+    def talk() -> None:
+        while not stop.wait(0.02):
+            producer.begin_transaction()
+            producer.produce(kafka_settings.topic(Topic.WORKERS), encode(status("worker-00")), b"worker-00")
+            producer.commit_transaction(10)
+            talks.set()
+
+    talker = threading.Thread(target=talk)
+    talker.start()
+    assert talks.wait(WITHIN_S)
+    try:
+        with reading(kafka_settings) as (reader, _):
+            assert until(lambda: reader.caught_up)
+    finally:
+        stop.set()
+        talker.join()
 
 
 @pytest.mark.slow
@@ -118,3 +150,31 @@ def test_a_second_group_on_the_same_topics_does_not_own_partitions(kafka_setting
         owner = fleet.owner_of(0, SystemClock().wall_us())
     assert owner is not None and owner.worker_id == "worker-00"
     assert len(bad) == 2
+
+
+class _Delivered:
+    """What the consumer returns: a status, or an error."""
+
+    def __init__(self, error: KafkaError | None) -> None:
+        self._error = error
+
+    def error(self) -> KafkaError | None:
+        return self._error
+
+    def key(self) -> bytes:
+        return b"worker-00"
+
+    def value(self) -> bytes:
+        return encode(status("worker-00"))
+
+    def headers(self) -> None:
+        return None
+
+
+def test_a_right_that_is_given_back_is_seen_in_a_fleet_that_never_stops_talking() -> None:
+    """Only the end of the topic ended the refusal, and a fetch with data does not tell the end."""
+    reader = FleetReader(KafkaSettings(), Fleet(status_stale_ms=60_000), SystemClock(), "test-fleet")
+    reader._read(cast(Message, _Delivered(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))))
+    assert reader.refusal is not None
+    reader._read(cast(Message, _Delivered(None)))
+    assert reader.refusal is None

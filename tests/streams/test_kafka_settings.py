@@ -64,3 +64,32 @@ def test_with_two_topics_the_workers_read_both(affinity: Affinity) -> None:
     kafka = KafkaSettings(affinity=affinity)
     assert kafka.worker_topics == (Topic.PREINFER, Topic.RANKING)
     assert set(kafka.catalogue) == set(Topic)
+
+
+def test_settings_of_a_topic_replace_ours_in_kafkas_words() -> None:
+    given = {
+        "workers": {"segment.bytes": 52_428_800.0, "segment.ms": None, "unclean.leader.election.enable": True},
+        "history": {"min.cleanable.dirty.ratio": 0.05},
+    }
+    kafka = KafkaSettings.model_validate({"topic_settings": given})
+    assert kafka.topic_config(Topic.HISTORY)["min.cleanable.dirty.ratio"] == "0.05"
+    config, ours = kafka.topic_config(Topic.WORKERS), KafkaSettings().topic_config(Topic.WORKERS)
+    assert config == {
+        **{key: value for key, value in ours.items() if key != "segment.ms"},
+        "segment.bytes": "52428800",
+        "unclean.leader.election.enable": "true",
+    }
+    assert kafka.topic_config(Topic.RANKING) == KafkaSettings().topic_config(Topic.RANKING)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"history": {"cleanup.policy": "delete"}}, "cleanup.policy cannot be changed"),
+        ({"relaygr.workers": {"segment.bytes": 1}}, "workers"),
+        ({"workers": {"segment.bytes": [1]}}, "valid string"),
+    ],
+)
+def test_settings_of_a_topic_that_make_no_sense_are_refused(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        KafkaSettings.model_validate({"topic_settings": given})

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from relaygr.devbroker import LocalBroker
+from relaygr.kafka.admin import is_embedded
 from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.lag import LagMonitor, LagReport, LagSettings, LagStatus, PartitionReport
@@ -32,12 +33,23 @@ def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> N
         time.sleep(0.02)
 
 
-def send(kafka: KafkaSettings, topic: Topic, each: int) -> None:
+def send(kafka: KafkaSettings, topic: Topic, each: int, timestamp: int = 0) -> None:
     producer = make_producer(kafka, ProducerKind.DURABLE, "test")
     for partition in range(PARTITIONS):
         for _ in range(each):
-            producer.produce(kafka.topic(topic), b"x" * 3000, partition=partition)
+            producer.produce(kafka.topic(topic), b"x" * 3000, partition=partition, timestamp=timestamp)
     assert producer.flush(10) == 0
+
+
+def keep_for_ever(kafka: KafkaSettings, topic: Topic) -> None:
+    """The broker would soon delete records of 1970. The embedded cluster deletes none, and has no settings."""
+    admin = make_admin(kafka, "test")
+    if is_embedded(admin.list_topics(timeout=10)):
+        return
+    entry = ConfigEntry("retention.ms", "-1", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, kafka.topic(topic), incremental_configs=[entry])
+    for altered in admin.incremental_alter_configs([resource]).values():
+        altered.result(10)
 
 
 def commit(kafka: KafkaSettings, group: str, topic: str, offsets: dict[int, int]) -> None:
@@ -89,6 +101,20 @@ def test_committed_offsets_ends_and_partitions_without_a_commit_are_told_apart(k
     assert measured[0].time_lag is not None
     assert measured[0].time_lag.source is TimeLagSource.RECORD
     assert 0 <= measured[0].time_lag.seconds < 30
+
+
+def test_records_whose_time_stamps_are_seconds_have_an_unknown_lag_in_seconds(kafka_settings: KafkaSettings) -> None:
+    """It was 1,794,010,590 s."""
+    kafka = kafka_settings
+    keep_for_ever(kafka, Topic.RANKING)
+    send(kafka, Topic.RANKING, 5, timestamp=int(time.time()))
+    commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), {0: 2, 1: 5})
+    monitor = LagMonitor(kafka, FAST)
+    [group] = monitor.poll().groups
+    monitor.stop()
+    measured = [row for row in group.partitions if row.topic == kafka.topic(Topic.RANKING)]
+    assert [(row.lag, row.time_lag is None) for row in measured[:2]] == [(3, True), (0, False)]
+    assert (group.lag, group.max_time_lag) == (3, None)
 
 
 def test_seconds_come_from_polls_once_a_message_arrives_between_two(kafka_settings: KafkaSettings) -> None:
@@ -218,6 +244,25 @@ def test_a_group_without_members_that_is_behind_is_stopped(real_kafka: KafkaSett
     monitor.stop()
     assert (report.groups[0].state, report.groups[0].members) == ("empty", 0)
     assert report.status is LagStatus.STOP
+
+
+@pytest.mark.kafka
+def test_a_group_that_kept_up_is_stopped_as_soon_as_its_last_member_has_gone(real_kafka: KafkaSettings) -> None:
+    """It was ok for a whole window, since it had kept up at the window's beginning."""
+    kafka = real_kafka
+    member = PollingMember(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
+    until(lambda: member.owns(2 * PARTITIONS), "joined")
+    offsets = [TopicPartition(kafka.topic(Topic.RANKING), partition, 0) for partition in range(PARTITIONS)]
+    member.consumer.commit(offsets=offsets, asynchronous=False)
+    monitor = LagMonitor(kafka, LagSettings())
+    for _ in range(3):
+        assert monitor.poll().status is LagStatus.OK
+    member.consumer.close()
+    send(kafka, Topic.RANKING, 4)
+    until(lambda: monitor.poll().groups[0].members == 0, "the member has left")
+    assert monitor.state.report is not None
+    assert monitor.state.report.status is LagStatus.STOP
+    monitor.stop()
 
 
 @pytest.mark.kafka

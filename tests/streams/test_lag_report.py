@@ -18,6 +18,8 @@ from relaygr.runtime.clock import ManualClock
 PRE, RANK = "relaygr.preinfer", "relaygr.ranking"
 TOPICS = (PRE, RANK)
 GROUP = "relaygr.workers"
+START_US = 1_794_010_590_000_000
+START_MS = START_US // 1000
 
 
 def member(name: str, *partitions: tuple[str, int]) -> GroupMember:
@@ -37,7 +39,7 @@ def snapshot(
         PartitionOffsets(TopicPartition(topic, partition), committed, end)
         for topic, partition, committed, end in offsets
     )
-    return Snapshot("cluster", second * 1_000_000, 1_000_000_000 + second * 1_000_000, (group(members, rows),))
+    return Snapshot("cluster", second * 1_000_000, START_US + second * 1_000_000, (group(members, rows),))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,17 @@ def test_an_owner_split_is_a_partition_without_one_owner_for_all_topics(
     members: tuple[GroupMember, ...] | None, split: set[int]
 ) -> None:
     assert owner_split(group(members), TOPICS) == split
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 32), (0, 0), (7, 32)])
+def test_the_commit_of_a_topic_that_was_made_anew_leaves_its_whole_log_to_read(start: int, end: int) -> None:
+    """A group that had committed 65 was said to keep up with a log of 32 messages, of which it read none."""
+    tracker = LagTracker(LagSettings(), {})
+    offsets = PartitionOffsets(TopicPartition(RANK, 0), 65, end, start)
+    last = Snapshot("cluster", 0, 0, (group((member("a", (RANK, 0)),), (offsets,)),))
+    tracker.observe(last)
+    [found] = tracker.report(last).groups
+    assert (found.status, found.lag, found.lost) == (LagStatus.BEYOND_END, end - start, 0)
 
 
 def test_nothing_is_said_of_owners_amid_a_rebalance() -> None:
@@ -88,7 +101,7 @@ def test_a_record_is_read_where_polls_can_not_tell_and_only_once() -> None:
     tracker.observe(poll)
     tp = TopicPartition(PRE, 0)
     assert tracker.unknown_times(poll) == {tp: 5}
-    tracker.learn({tp: (5, 998_000)})
+    tracker.learn({tp: (5, START_MS - 2_000)})
     assert tracker.unknown_times(poll) == {}
     assert tracker.report(poll).groups[0].partitions[0].time_lag == TimeLag(2.0, TimeLagSource.RECORD)
 
@@ -103,14 +116,26 @@ def test_groups_at_different_places_of_one_log_keep_their_lag_in_seconds() -> No
             GroupSnapshot(name, "stable", "classic", "range", None, (PartitionOffsets(tp, committed, 1000),))
             for name, committed in (("a", 10), ("b", 500), ("c", 10))
         )
-        poll = Snapshot("cluster", second * 1_000_000, 1_000_000_000 + second * 1_000_000, groups)
+        poll = Snapshot("cluster", second * 1_000_000, START_US + second * 1_000_000, groups)
         tracker.observe(poll)
         unknown = tracker.unknown_times(poll)
         read += unknown.values()
-        tracker.learn({place: (offset, 900_000 + offset) for place, offset in unknown.items()})
+        tracker.learn({place: (offset, START_MS - 100_000 + offset) for place, offset in unknown.items()})
     assert read == [10, 500], "each record once, also for two groups"
     lags = [row.max_time_lag for row in tracker.report(poll).groups]
     assert lags == [TimeLag(seconds, TimeLagSource.RECORD) for seconds in (102.99, 102.5, 102.99)]
+
+
+def test_a_record_whose_time_can_not_be_true_leaves_the_lag_in_seconds_unknown() -> None:
+    """The group showed 0 s at most while messages waited on a partition whose lag in seconds nobody knew."""
+    tracker = LagTracker(LagSettings(), {})
+    poll = snapshot(0, None, (PRE, 0, 5, 9), (PRE, 1, 3, 3))
+    tracker.observe(poll)
+    tracker.learn({TopicPartition(PRE, 0): (5, START_MS // 1000)})
+    assert tracker.unknown_times(poll) == {}, "the record is not read again"
+    [reported] = tracker.report(poll).groups
+    assert [row.time_lag for row in reported.partitions] == [None, TimeLag(0.0, TimeLagSource.CAUGHT_UP)]
+    assert (reported.lag, reported.max_time_lag) == (4, None)
 
 
 def test_a_record_is_forgotten_when_its_group_has_moved_on() -> None:
@@ -120,7 +145,7 @@ def test_a_record_is_forgotten_when_its_group_has_moved_on() -> None:
         poll = snapshot(0, None, (PRE, 0, committed, 9))
         tracker.observe(poll)
         assert tracker.unknown_times(poll) == {tp: committed}
-        tracker.learn({tp: (committed, 998_000)})
+        tracker.learn({tp: (committed, START_MS)})
 
 
 def test_a_group_that_is_gone_is_forgotten() -> None:
@@ -161,11 +186,29 @@ def test_metrics_have_the_names_and_labels_that_dashboards_know() -> None:
     assert scrapes.value("kafka_consumergroup_group_offset", **owner) == 5
     assert scrapes.value("kafka_consumergroup_group_max_lag") == 4
     assert scrapes.value("kafka_consumergroup_group_sum_lag") == 4
-    assert scrapes.value("kafka_consumergroup_group_max_lag_seconds") == 0
+    assert scrapes.value("kafka_consumergroup_group_max_lag_seconds") is None, "that of one partition is not known"
     assert scrapes.value("relaygr_lag_group_status", status="judging") == 1
     assert scrapes.value("relaygr_lag_owner_split_partitions") == 1
     nobody = {"topic": RANK, "partition": "0", "member_host": "", "consumer_id": "", "client_id": ""}
     assert scrapes.value("kafka_consumergroup_group_lag_seconds", **nobody) == 0
+
+
+def test_a_group_that_could_not_be_measured_has_no_figures() -> None:
+    """Its lag was 0 and its owners were not split, so a scaler took workers away."""
+    scrapes = Scrapes()
+    unknown = GroupSnapshot(GROUP, "unknown", "unknown", "", None, (), ("Its coordinator is away",), answered=False)
+    other = GroupSnapshot("other", "stable", "classic", "range", (), (PartitionOffsets(TopicPartition(PRE, 0), 5, 9),))
+    scrapes.show(Snapshot("cluster", 0, START_US, (unknown, other)))
+    assert scrapes.value("relaygr_lag_group_status", status="unknown") == 1
+    assert scrapes.value("relaygr_lag_group_status", status="ok") == 0
+    exported = {
+        sample.name
+        for metric in scrapes.registry.collect()
+        for sample in metric.samples
+        if sample.labels.get("group") == GROUP
+    }
+    assert exported == {"relaygr_lag_group_status"}
+    assert scrapes.value("kafka_consumergroup_group_sum_lag", group="other") == 4
 
 
 def test_messages_that_retention_deleted_unread_are_lost_and_not_behind() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr.kafka.record_time import is_record_time
 from relaygr.lag.report import EndOffsets, TimeLag, TimeLagSource, record_time_lag
 
 SECOND = 1_000_000
@@ -47,9 +49,34 @@ def test_a_log_that_was_made_anew_is_dated_anew() -> None:
     assert ends((0, 0), (1, 100), (2, 3)).time_lag(2) is None
 
 
+NOW_MS = 1_794_010_590_000
+
+
 def test_a_record_is_dated_by_its_timestamp_and_never_in_the_future() -> None:
-    assert record_time_lag(wall_us=5_000_000, timestamp_ms=3_500) == TimeLag(1.5, TimeLagSource.RECORD)
-    assert record_time_lag(wall_us=5_000_000, timestamp_ms=9_000).seconds == 0.0
+    assert record_time_lag(NOW_MS * 1000, NOW_MS - 1_500) == TimeLag(1.5, TimeLagSource.RECORD)
+    assert record_time_lag(NOW_MS * 1000, NOW_MS + 900) == TimeLag(0.0, TimeLagSource.RECORD), "clocks differ a little"
+
+
+@pytest.mark.parametrize(
+    "timestamp_ms",
+    [
+        -1,
+        0,
+        1,
+        20_000,
+        NOW_MS // 60_000,
+        NOW_MS // 1_000,
+        NOW_MS * 1_000,
+        NOW_MS * 1_000_000,
+        2**63 - 1,
+        NOW_MS + 7_200_000,
+    ],
+    ids=["none", "zero", "one", "days", "minutes", "seconds", "us", "ns", "largest", "two hours ahead"],
+)
+def test_a_timestamp_that_can_not_be_true_gives_no_lag(timestamp_ms: int) -> None:
+    """Records with timestamps in seconds had a lag of 1,794,010,590 s, and those in µs one of 0 s."""
+    assert not is_record_time(timestamp_ms, NOW_MS)
+    assert record_time_lag(NOW_MS * 1000, timestamp_ms) is None
 
 
 @given(

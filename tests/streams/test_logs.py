@@ -5,7 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+import os
+import pty
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -135,3 +140,97 @@ def test_a_limiter_remembers_a_bounded_number_of_kinds() -> None:
         limiter.admit((name, ""), 0)
     assert not limiter.admit(("c", ""), 1).admitted
     assert limiter.admit(("a", ""), 1).admitted, "the least recently seen message was dropped"
+
+
+# -- a reader that does not read ----------------------------------------------------------------------
+
+LOGS = """
+import logging, sys, time
+from relaygr.runtime.logs import configure_logging
+from relaygr.runtime.settings import LogSettings
+
+configure_logging(LogSettings(repeats_per_second=10**9))
+log = logging.getLogger("loud")
+for number in range(20_000):
+    log.warning("line %d %s", number, "x" * 200)
+print("logged", flush=True)
+"""
+
+
+def unread_pipe() -> tuple[int, int]:
+    return os.pipe()
+
+
+def unread_socket() -> tuple[int, int]:
+    ours, theirs = socket.socketpair()
+    return ours.detach(), theirs.detach()
+
+
+def unread_terminal() -> tuple[int, int]:
+    return pty.openpty()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unread", [unread_pipe, unread_socket, unread_terminal])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_no_thread_waits_for_a_reader_of_standard_error_that_does_not_read(
+    unread: Callable[[], tuple[int, int]], blocks: bool
+) -> None:
+    """Its end waits for nobody, either. `blocks` false: another process has set the pipe to non-blocking."""
+    reader, writer = unread()
+    os.set_blocking(writer, blocks)
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", LOGS], stdout=subprocess.PIPE, stderr=writer, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "logged\n"
+            assert process.wait(60) == 0
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.slow
+def test_a_reader_that_comes_back_is_told_how_many_lines_it_missed() -> None:
+    code = LOGS + "sys.stdin.read(1)\nlog.warning('last')\ntime.sleep(0.1)\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None and process.stderr is not None
+        assert process.stdout.readline() == "logged\n"
+        told = iter(process.stderr)
+        written = []
+        while not written or "dropped" not in written[-1]["event"]:
+            written.append(json.loads(next(told)))
+        dropped = written.pop()["lines"]
+        assert written[0]["event"].startswith("line 0 ")
+        assert len(written) <= 20_000 - dropped
+        process.stdin.close()
+        assert json.loads(list(told)[-1])["event"] == "last"
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_the_last_lines_before_the_end_are_written() -> None:
+    code = "from relaygr.runtime.logs import configure_logging as c; import logging; c(); logging.error('the end')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(run.stderr)["event"] == "the end"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_error_is_the_last_line_and_the_process_ends_though_nobody_reads_it(reads: bool) -> None:
+    code = LOGS + (
+        "from relaygr.cli import app\nfrom relaygr.runtime.errors import RelayError\n"
+        "def command():\n    raise RelayError('no memory')\n"
+        "app.run(command)\n"
+    )
+    reader, writer = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, text=True) as process:
+        os.close(writer)
+        with os.fdopen(reader, encoding="utf-8") as said:
+            lines = said.read().splitlines() if reads else []
+            assert process.wait(60) == 1
+    if reads:
+        assert lines[-1] == "no memory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,9 +18,12 @@ from typing import Any, cast
 import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 
 from relaygr.runtime import probes
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.http_server import ConnectionLimits, HttpServer
 from relaygr.runtime.probes import STOP_TIMEOUT_S, Check, ProbeServer, Readiness
 
 
@@ -206,7 +210,7 @@ def test_the_oldest_of_too_many_connections_are_closed(subject: Subject) -> None
 
 
 def test_a_connection_that_sends_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "CONNECTION_S", 0.05)
+    monkeypatch.setattr(probes, "WAIT_S", 0.05)
     subject = Subject()
     with subject.server, connections(subject, 1) as opened:
         assert is_closed(opened[0])
@@ -215,7 +219,7 @@ def test_a_connection_that_sends_nothing_is_closed(monkeypatch: pytest.MonkeyPat
 def test_a_connection_that_sends_its_request_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not extend the time."""
     # The probes below end within it, on a busy machine too.
-    monkeypatch.setattr(probes, "CONNECTION_S", 1.0)
+    monkeypatch.setattr(probes, "WAIT_S", 1.0)
     subject = Subject()
     with subject.server, connections(subject, 20, b"GET /healthz HTTP/1.1\r\nx: ") as opened:
         left = list(opened)
@@ -236,7 +240,7 @@ def test_a_connection_that_sends_its_request_slowly_is_closed(monkeypatch: pytes
 
 
 def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "CONNECTION_S", 0.2)
+    monkeypatch.setattr(probes, "WAIT_S", 0.2)
     subject = Subject()
     large = "x" * (16 << 20)
     subject.checks = (Check("large", True, large),)
@@ -251,6 +255,30 @@ def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.M
             while part := opened[0].recv(1 << 20):
                 received += len(part)
         assert received < len(large)
+
+
+async def length_of_body(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers later than the server lets a connection wait."""
+    body = await Request(scope, receive).body()
+    await asyncio.sleep(0.5)
+    await PlainTextResponse(str(len(body)))(scope, receive, send)
+
+
+def test_a_connection_waits_for_its_answer_but_not_for_a_body_that_does_not_come() -> None:
+    server = HttpServer("server", "127.0.0.1", 0, length_of_body, ConnectionLimits(max_connections=8, wait_s=0.1))
+    server.start()
+    head = b"POST / HTTP/1.1\r\nhost: server\r\ncontent-length: 2\r\n\r\n"
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", server.port), 10) as complete,
+            socket.create_connection(("127.0.0.1", server.port), 10) as partial,
+        ):
+            complete.sendall(head + b"{}")
+            partial.sendall(head + b"{")
+            assert complete.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")
+            assert is_closed(partial)
+    finally:
+        server.stop()
 
 
 def test_a_connection_is_closed_after_its_response(subject: Subject) -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Message, TopicPartition
 from confluent_kafka.admin import ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
+from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
+from relaygr.client import RelayClient
 from relaygr.consumer.leave import leave
 from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.kafka.admin import create_topics
@@ -25,6 +27,7 @@ from relaygr.kafka.clients import (
     make_producer,
     require_broker,
 )
+from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from tests.streams.test_security import token
@@ -180,6 +183,29 @@ def test_an_expired_token_is_told_as_such(broker: SecuredBroker, tmp_path: Path)
     (tmp_path / "token").write_text(token(time.time() - 60))
     with pytest.raises(RelayError, match="Check `security`"):
         require_broker(changed(broker.token, sasl_token_file=tmp_path / "token"))
+
+
+@pytest.mark.parametrize("is_empty", [False, True], ids=["expired", "empty"])
+def test_dead_letters_wait_for_a_valid_token(broker: SecuredBroker, tmp_path: Path, is_empty: bool) -> None:
+    """The first dead letter stopped the poll thread for ten seconds, and then the worker ended."""
+    kafka = changed(broker.token, sasl_token_file=tmp_path / "token")
+    (tmp_path / "token").write_text("" if is_empty else token(time.time() - 60))
+    assert create_topics(broker.token).ok
+    writer, done = DeadLetterWriter(kafka, "test"), list[bool]()
+    writer.write(
+        Message(topic="secured.ranking", partition=0, offset=7, value=b"garbage"), "malformed", "", done.append
+    )
+    writer.poll()
+    assert done == []
+    (tmp_path / "token").write_text(token(time.time() + 600))
+    assert writer.flush(60) == 0
+    assert done == [True]
+
+
+def test_a_client_starts_with_a_token(broker: SecuredBroker) -> None:
+    assert create_topics(broker.token).ok
+    with RelayClient(broker.token, "gateway-0", registry=CollectorRegistry()) as client:
+        assert client.refusal is None
 
 
 def test_a_wrong_password_is_told_as_such(secured: KafkaSettings) -> None:

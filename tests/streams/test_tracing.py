@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from confluent_kafka import Message
@@ -18,11 +20,11 @@ from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.trace_context import TRACEPARENT, TraceContext
 from relaygr.schemas.vectors.samples import MESSAGES
 from relaygr.tracing import TracingSettings, start_tracing
-from relaygr.tracing.otlp import OtelSampler, SpanExport, otel_spans
+from relaygr.tracing.otlp import SpanExport, otel_spans, sampler_of
 from relaygr.tracing.spans import MessagePlace, Operation, Span, SpanKind, message_span
 from relaygr.tracing.stages import RankingTimes, StageSpan, stages_of
 from relaygr.tracing.stages import TraceStage as Stage
-from relaygr.tracing.tracer import Tracer, TracerMetrics
+from relaygr.tracing.tracer import Sampler, Tracer, TracerMetrics
 from relaygr.tracing.worker import REMEMBERED_JOBS, WorkerTraces
 from relaygr.trigger.traces import TriggerTraces
 from tests.worlds.otlp import Collector, collector, traceparent
@@ -30,33 +32,52 @@ from tests.worlds.relay import wait_until
 
 RATIO = pytest.importorskip("opentelemetry.sdk.trace.sampling")
 otel_trace = pytest.importorskip("opentelemetry.trace")
+otel_sdk_trace = pytest.importorskip("opentelemetry.sdk.trace")
 
 
-class Always:
-    """Records every trace."""
-
-    root_bound: int | None = None
-
-    def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
-        return True
+ALWAYS = Sampler(2**64, follows_parent=False)
+NEVER = Sampler(0, follows_parent=False)
 
 
 class World:
     """A tracer without an exporter."""
 
-    def __init__(self, sampler: object = None, max_queue_spans: int = 100) -> None:
+    def __init__(self, sampler: Sampler = ALWAYS, max_queue_spans: int = 100) -> None:
         self.registry = CollectorRegistry()
         self.clock = ManualClock()
         self.metrics = TracerMetrics(self.registry)
-        self.tracer = Tracer(sampler or Always(), max_queue_spans, self.metrics, self.clock)  # type: ignore[arg-type]
+        self.tracer = Tracer(sampler, max_queue_spans, max_queue_spans, self.metrics, self.clock)
 
     def count(self, outcome: str) -> float:
         return self.registry.get_sample_value("relaygr_tracing_spans_total", {"outcome": outcome}) or 0.0
 
     def span(self, name: str = "span") -> Span:
-        own = self.tracer.begin(name, "r")
+        own = self.tracer.begin("r")
         assert own is not None
         return Span(name, SpanKind.INTERNAL, own, None, 1_000_000, 2_000_000)
+
+
+def ratio_sampler(ratio: float) -> Sampler:
+    return sampler_of({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": str(ratio)})
+
+
+@functools.cache
+def samplers(name: str, argument: str) -> tuple[Sampler, Any]:
+    """Ours and OpenTelemetry's for the same variables."""
+    variables = {"OTEL_TRACES_SAMPLER": name, "OTEL_TRACES_SAMPLER_ARG": argument}
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in variables.items():
+            patch.setenv(variable, value)
+        return sampler_of(variables), otel_sdk_trace.TracerProvider(shutdown_on_exit=False).sampler
+
+
+def context_of(parent: TraceContext | None) -> object:
+    """OpenTelemetry's context of a span in another process."""
+    if parent is None:
+        return None
+    flags = otel_trace.TraceFlags(int(parent.is_sampled))
+    span = otel_trace.SpanContext(parent.trace_id, parent.span_id, True, flags)
+    return otel_trace.set_span_in_context(otel_trace.NonRecordingSpan(span))
 
 
 # -- ids and sampling --------------------------------------------------------------------------------
@@ -64,16 +85,16 @@ class World:
 
 def test_a_span_with_a_parent_is_of_its_trace() -> None:
     parent = TraceContext(7, 8, True)
-    own = World().tracer.follow("rank", parent)
+    own = World().tracer.follow(parent)
     assert own.trace_id == 7 and own.span_id != 8
 
 
 def test_the_traces_of_an_impression_are_two_that_one_sampler_treats_alike() -> None:
-    ratio = World(OtelSampler(RATIO.TraceIdRatioBased(0.5)))
+    ratio = World(ratio_sampler(0.5))
     decisions = []
     for number in range(200):
-        retrieval = ratio.tracer.begin("send", f"request-{number}")
-        ranking = ratio.tracer.begin("rank", f"request-{number}")
+        retrieval = ratio.tracer.begin(f"request-{number}")
+        ranking = ratio.tracer.begin(f"request-{number}")
         assert (retrieval is None) is (ranking is None)
         if retrieval is not None and ranking is not None:
             assert retrieval.trace_id != ranking.trace_id
@@ -85,44 +106,30 @@ def test_the_traces_of_an_impression_are_two_that_one_sampler_treats_alike() -> 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.01, 1_000), (0.2, 20_000), (1.0, 100_000)])
 def test_a_ratio_of_the_impressions_is_recorded_also_with_ids_in_a_row(ratio: float, expected: int) -> None:
     """A checksum of the request id decides; the client's own ids differ in a counter and a random token."""
-    tracer = World(OtelSampler(RATIO.ParentBased(RATIO.TraceIdRatioBased(ratio)))).tracer
-    recorded = sum(tracer.begin("rank", f"gw-0.1a2b.{number}") is not None for number in range(100_000))
+    tracer = World(ratio_sampler(ratio)).tracer
+    recorded = sum(tracer.begin(f"gw-0.1a2b.{number}") is not None for number in range(100_000))
     assert recorded == pytest.approx(expected, rel=0.2)
-
-
-@pytest.mark.parametrize("root", [RATIO.ALWAYS_ON, RATIO.ALWAYS_OFF, RATIO.TraceIdRatioBased(0.3)])
-@pytest.mark.parametrize("based", [False, True])
-def test_traces_begin_as_the_sampler_says(root: object, based: bool) -> None:
-    ours = OtelSampler(RATIO.ParentBased(root) if based else root)
-    assert ours.root_bound is not None
-    asked = World(type("Asked", (), {"root_bound": None, "is_sampled": staticmethod(ours.is_sampled)})())
-    for number in range(100):
-        request_id = f"request-{number}"
-        begun = World(ours).tracer.begin("rank", request_id)
-        assert (begun is None) is (asked.tracer.begin("rank", request_id) is None)
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_a_parent_based_sampler_follows_the_parent(is_sampled: bool) -> None:
-    world = World(OtelSampler(RATIO.ParentBased(RATIO.ALWAYS_OFF if is_sampled else RATIO.ALWAYS_ON)))
-    assert world.tracer.follow("rank", TraceContext(1, 2, is_sampled)).is_sampled is is_sampled
-    assert (world.tracer.begin("rank", "r") is None) is is_sampled
+    world = World(Sampler(0 if is_sampled else 2**64))
+    assert world.tracer.follow(TraceContext(1, 2, is_sampled)).is_sampled is is_sampled
+    assert (world.tracer.begin("r") is None) is is_sampled
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1e-9, 0.01, 0.5, 1.0])
-@pytest.mark.parametrize("based", [False, True])
+@pytest.mark.parametrize("name", ["always_on", "always_off", "traceidratio"])
+@pytest.mark.parametrize("prefix", ["", "parentbased_"])
+@pytest.mark.parametrize("ratio", ["0", "1e-9", "0.01", "0.5", "1"])
 @given(trace_id=st.integers(1, 2**128 - 1), near=st.integers(-2, 2))
-def test_a_ratio_samples_the_traces_that_opentelemetry_samples(
-    ratio: float, based: bool, trace_id: int, near: int
+def test_a_sampler_records_the_traces_that_opentelemetry_records(
+    name: str, prefix: str, ratio: str, trace_id: int, near: int
 ) -> None:
-    """The client decides without a call of OpenTelemetry's sampler."""
-    root = RATIO.TraceIdRatioBased(ratio)
-    theirs = RATIO.ParentBased(root) if based else root
-    ours = OtelSampler(theirs)
-    at_the_bound = max(1, min(2**64 - 1, root.bound + near))
-    for each in (trace_id, trace_id >> 64 << 64 | at_the_bound):
-        expected = theirs.should_sample(None, each, "rank").decision is RATIO.Decision.RECORD_AND_SAMPLE
-        assert ours.is_sampled(None, each, "rank") is expected
+    ours, theirs = samplers(prefix + name, ratio)
+    for each in (trace_id, trace_id >> 64 << 64 | max(1, min(2**64 - 1, ours.bound + near))):
+        for parent in (None, TraceContext(each, 1, True), TraceContext(each, 1, False)):
+            decision = theirs.should_sample(context_of(parent), each, "rank").decision
+            assert ours.is_sampled(parent, each) is (decision is RATIO.Decision.RECORD_AND_SAMPLE)
 
 
 # -- the queue ---------------------------------------------------------------------------------------
@@ -132,8 +139,8 @@ def test_spans_beyond_the_queue_are_dropped_and_counted() -> None:
     world = World(max_queue_spans=3)
     for _ in range(5):
         world.tracer.end(world.span())
-    assert (world.tracer.waiting, world.count("dropped")) == (3, 2)
-    assert len(world.tracer.take(10)) == 3 and world.tracer.waiting == 0
+    assert world.count("dropped") == 2
+    assert (len(world.tracer.take_batch()), len(world.tracer.take_batch())) == (3, 0)
 
 
 # -- stages ------------------------------------------------------------------------------------------
@@ -182,15 +189,6 @@ def test_stages_never_overlap_whatever_the_times(numbers: list[int]) -> None:
 # -- a client ----------------------------------------------------------------------------------------
 
 
-class Never(Always):
-    """Records no trace."""
-
-    root_bound = 0
-
-    def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
-        return False
-
-
 def begun_by(world: World, given: TraceContext | None) -> list[Begun[SendTrace] | Begun[RankTrace] | None]:
     """What a client begins for the two messages of an impression."""
     traces = ClientTraces(world.tracer, "retrieval", "ranking", "results")
@@ -198,7 +196,7 @@ def begun_by(world: World, given: TraceContext | None) -> list[Begun[SendTrace] 
 
 
 def test_a_message_of_a_trace_that_begins_here_has_a_header_only_if_it_is_recorded() -> None:
-    assert begun_by(World(Never()), None) == [None, None]
+    assert begun_by(World(NEVER), None) == [None, None]
     for begun in begun_by(World(), None):
         assert begun is not None and begun.trace is not None
         context = TraceContext.parse(begun.header)
@@ -211,9 +209,9 @@ def test_a_message_of_an_unrecorded_trace_of_the_caller_has_its_header_and_nothi
     if from_program:
         span = otel_trace.NonRecordingSpan(otel_trace.SpanContext(7, 8, False, otel_trace.TraceFlags(0)))
         with otel_trace.use_span(span):
-            found = begun_by(World(Never()), None)
+            found = begun_by(World(NEVER), None)
     else:
-        found = begun_by(World(Never()), caller)
+        found = begun_by(World(NEVER), caller)
     for begun in found:
         assert begun is not None and begun.trace is None
         context = TraceContext.parse(begun.header)
@@ -223,22 +221,22 @@ def test_a_message_of_an_unrecorded_trace_of_the_caller_has_its_header_and_nothi
 # -- triggers and workers begin no trace -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of_client", [RATIO.ALWAYS_OFF, RATIO.TraceIdRatioBased(0.5), RATIO.ALWAYS_ON])
-@pytest.mark.parametrize("downstream", [RATIO.ALWAYS_OFF, RATIO.TraceIdRatioBased(0.5), RATIO.ALWAYS_ON])
+@pytest.mark.parametrize("of_client", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("downstream", [0.0, 0.5, 1.0])
 def test_a_trigger_and_a_worker_record_exactly_what_the_client_records_with_any_parent_based_sampler(
-    of_client: object, downstream: object
+    of_client: float, downstream: float
 ) -> None:
-    client = World(OtelSampler(RATIO.ParentBased(of_client))).tracer
-    later = World(OtelSampler(RATIO.ParentBased(downstream))).tracer
+    client = World(ratio_sampler(of_client)).tracer
+    later = World(ratio_sampler(downstream)).tracer
     events, worker = TriggerTraces(later, "events", "jobs"), WorkerTraces(later)
     for number in range(40):
         request_id = f"request-{number}"
-        begun = client.begin("send events", request_id)
+        begun = client.begin(request_id)
         header = None if begun is None else begun.encode()
         raw = None if header is None else [(TRACEPARENT, header)]
         event = events.event(Message(topic="events", partition=0, offset=1, headers=raw), request_id, 0)
-        job = worker.job(raw if event is None else event.headers, "jobs", request_id)
-        ranking = worker.ranking(RankingHeaders(request_id, "gw", "results", 0, 1, header), "ranking")
+        job = worker.job(raw if event is None else event.headers, request_id)
+        ranking = worker.ranking(RankingHeaders(request_id, "gw", "results", 0, 1, header))
         recorded = begun is not None
         assert (event is not None and event.own.is_sampled) is recorded
         assert (job is not None) is recorded and (ranking is not None) is recorded
@@ -254,14 +252,14 @@ def reply(given: str | None = None, request_id: str = "r") -> RankingHeaders:
 def test_a_ranking_links_to_the_job_of_its_impression_once() -> None:
     world = World()
     traces, place = WorkerTraces(world.tracer), MessagePlace("jobs", 1, 2)
-    job = traces.job([(TRACEPARENT, traceparent(trace_id=5).encode())], "jobs", "r")
+    job = traces.job([(TRACEPARENT, traceparent(trace_id=5).encode())], "r")
     assert job is not None
     job.ended(place, 10, 20, [StageSpan(Stage.PRE_INFER, 10, 20)], 0, "computed", None)
     for _ in range(2):
-        ranking = traces.ranking(reply(traceparent(6)), "ranking")
+        ranking = traces.ranking(reply(traceparent(6)))
         assert ranking is not None
         ranking.answered(place, 10, 20, 30, [], 0, {}, None)
-    job_span, compute, first, second = world.tracer.take(10)
+    job_span, compute, first, second = world.tracer.take_batch()
     assert (job_span.context.trace_id, compute.parent, compute.name) == (5, job_span.context, "relaygr.pre_infer")
     assert (first.link, second.link) == (job_span.context, None)
 
@@ -270,15 +268,15 @@ def test_a_worker_remembers_a_bounded_number_of_jobs() -> None:
     world = World(max_queue_spans=10**6)
     traces = WorkerTraces(world.tracer)
     for number in range(REMEMBERED_JOBS + 1):
-        job = traces.job([(TRACEPARENT, traceparent(5).encode())], "jobs", f"r{number}")
+        job = traces.job([(TRACEPARENT, traceparent(5).encode())], f"r{number}")
         assert job is not None
         job.ended(MessagePlace("jobs"), 0, 1, [], 0, "computed", None)
-    world.tracer.take(10**6)
+    world.tracer.take_batch()
     for request_id in ("r0", "r1"):
-        ranking = traces.ranking(reply(traceparent(6), request_id), "ranking")
+        ranking = traces.ranking(reply(traceparent(6), request_id))
         assert ranking is not None
         ranking.answered(MessagePlace("ranking"), 0, 1, 1, [], 0, {}, None)
-    assert [span.link is None for span in world.tracer.take(2)] == [True, False]
+    assert [span.link is None for span in world.tracer.take_batch()] == [True, False]
 
 
 # -- the exporter ------------------------------------------------------------------------------------
@@ -310,7 +308,7 @@ def test_spans_arrive_with_their_resource_parent_link_and_error(
 ) -> None:
     tracer = started()
     parent, link = TraceContext(1, 2, True), TraceContext(3, 4, True)
-    own = tracer.follow("process topic", parent)
+    own = tracer.follow(parent)
     place = MessagePlace("topic", 5, 6)
     tracer.end(message_span(Operation.PROCESS, place, "r", own, parent, 10, 30, link=link, error="overloaded"))
     tracer.close()
@@ -349,7 +347,7 @@ def test_the_variables_choose_the_sampler(variables: pytest.MonkeyPatch) -> None
     variables.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
     variables.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     tracer = started()
-    assert tracer.begin("rank", "r") is None
+    assert tracer.begin("r") is None
     tracer.close()
 
 
@@ -366,6 +364,7 @@ def test_the_variables_can_turn_tracing_off(variables: pytest.MonkeyPatch, name:
     ("name", "value"),
     [
         ("OTEL_TRACES_EXPORTER", "zipkin"),
+        ("OTEL_TRACES_SAMPLER", "sometimes"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
         ("OTEL_BSP_SCHEDULE_DELAY", "-1"),
@@ -379,6 +378,12 @@ def test_a_variable_that_cannot_be_followed_is_refused_by_name(
         start_tracing(TracingSettings(enabled=True), "relaygr-test", "test-0")
 
 
+@pytest.mark.parametrize("rate", ["half", "1.5", "-0.1", "nan"])
+def test_a_rate_that_is_none_is_refused(rate: str) -> None:
+    with pytest.raises(RelayError, match=f"OTEL_TRACES_SAMPLER_ARG is '{rate}': expected a number from 0 to 1"):
+        sampler_of({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": rate})
+
+
 def test_off_is_the_default() -> None:
     assert start_tracing(TracingSettings(), "relaygr-test", "test-0") is None
 
@@ -388,9 +393,8 @@ def test_a_collector_that_refuses_costs_spans_and_nothing_else(
 ) -> None:
     collected.status = 400
     world = World()
-    resource = otel_resource()
-    export = SpanExport(otlp_exporter(), resource, world.metrics, 0.05, 10)
-    export.start(world.tracer)
+    export = SpanExport(world.tracer, otlp_exporter(), otel_resource(), world.metrics, 0.05)
+    export.start()
     world.tracer.end(world.span())
     wait_until("the failure is counted", lambda: world.count("failed") == 1)
     collected.status = 200

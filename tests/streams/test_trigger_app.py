@@ -10,11 +10,18 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from confluent_kafka import Consumer, Message, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, Message, Producer, TopicPartition
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
+from relaygr.kafka.clients import (
+    PARTITIONER,
+    ProducerKind,
+    make_admin,
+    make_assigned_consumer,
+    make_group_consumer,
+    make_producer,
+)
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.clock import ManualClock, SystemClock
@@ -280,6 +287,54 @@ async def test_a_first_trigger_reads_no_events_from_before_its_start_and_the_nex
         assert sum((await bench.decided(2)).values()) == 2
         jobs = await bench.read(Topic.PREINFER, 3)
     assert sorted(job.key() for job in jobs) == [b"user-1", b"user-2", b"user-3"]
+
+
+def unread(kafka: KafkaSettings) -> int:
+    """The offsets between the trigger's commits and the ends of its logs; -1 if a commit is beyond the end."""
+    consumer = make_group_consumer(kafka, kafka.trigger_group, "test-offsets")
+    name = kafka.topic(Topic.RETRIEVAL)
+    committed = consumer.committed([TopicPartition(name, part) for part in range(kafka.partitions)], timeout=10)
+    ends = [consumer.get_watermark_offsets(place, timeout=10)[1] for place in committed]
+    consumer.close()
+    lags = [end - max(0, place.offset) for place, end in zip(committed, ends, strict=True)]
+    return sum(lags) if min(lags) >= 0 else -1
+
+
+@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+@pytest.mark.asyncio
+async def test_events_in_transactions_are_decided_and_leave_nothing_unread(kafka_settings: KafkaSettings) -> None:
+    config = {"bootstrap.servers": kafka_settings.bootstrap, "transactional.id": kafka_settings.topic_prefix}
+    producer = Producer({**config, "partitioner": PARTITIONER})
+    producer.init_transactions(10)
+    async with running(kafka_settings) as bench:
+        for number in range(5):
+            producer.begin_transaction()
+            sent = event(f"user-{number}", 4000)
+            producer.produce(kafka_settings.topic(Topic.RETRIEVAL), encode(sent), sent.user_id.encode())
+            producer.commit_transaction(10)
+        await bench.decided(5)
+        await wait_for(lambda: unread(kafka_settings) == 0)
+
+
+@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+@pytest.mark.asyncio
+async def test_a_trigger_whose_unread_events_were_deleted_reads_every_event_from_its_start_on(
+    kafka_settings: KafkaSettings,
+) -> None:
+    async with running(kafka_settings) as bench:
+        bench.send(event("user-0", 4000))
+        await bench.decided(1)
+    for _ in range(20):
+        bench.produce(Topic.RETRIEVAL, b"old", encode(event("old", 4000)))
+    bench.flush()
+    name, admin = kafka_settings.topic(Topic.RETRIEVAL), make_admin(kafka_settings, "test-admin")
+    places = [TopicPartition(name, part, OFFSET_END) for part in range(kafka_settings.partitions)]
+    for deleted in admin.delete_records(places).values():
+        deleted.result(10)
+    async with running(kafka_settings) as bench:
+        bench.send(event("old", 4000))
+        assert await bench.decided(1) == {"no_status_threshold": 1}
+        await wait_for(lambda: unread(kafka_settings) == 0)
 
 
 @pytest.mark.asyncio

@@ -380,20 +380,20 @@ def test_a_scenario_gets_its_share_whatever_the_others_take(
 def test_a_scenario_takes_all_while_the_others_are_idle_and_each_gets_its_share_when_all_want_more(
     scenario: str,
 ) -> None:
-    alone = SharedBucket(THREE, rate_per_us=1.0, burst_us=1_000, now_us=0)
+    alone = SharedBucket(THREE, rate_per_us=1.0, burst_us=200, now_us=0)
     taken = dict.fromkeys(THREE, 0)
-    for now_us in range(100_000):
+    for now_us in range(20_000):
         if alone.has_room(scenario, 1, now_us):
             alone.charge(scenario, 1, now_us)
             taken[scenario] += 1
-    assert taken[scenario] == pytest.approx(100_000, rel=0.02)
-    for now_us in range(100_000, 200_000):
+    assert taken[scenario] == pytest.approx(20_000, rel=0.02)
+    for now_us in range(20_000, 40_000):
         for name in THREE:
             if alone.has_room(name, 1, now_us):
                 alone.charge(name, 1, now_us)
                 taken[name] += 1
-    taken[scenario] -= 100_000
-    assert {name: taken[name] / 100_000 for name in THREE} == pytest.approx(THREE, abs=0.02)
+    taken[scenario] -= 20_000
+    assert {name: taken[name] / 20_000 for name in THREE} == pytest.approx(THREE, abs=0.02)
 
 
 def test_the_budget_of_an_owner_is_shared_by_scenario() -> None:

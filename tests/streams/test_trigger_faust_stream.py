@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.trigger.faust_stream import EventFeed
+from relaygr.trigger.faust_stream import EventFeed, position
 
 
 @pytest.fixture
@@ -39,6 +39,19 @@ def test_a_missing_right_is_named_and_waited_for(feed: EventFeed, code: int) -> 
     feed.close()
 
 
+def test_a_right_that_is_taken_away_while_it_reads_leaves_its_positions() -> None:
+    """It stayed not ready when the right was given back, until its partitions were assigned anew."""
+    told: list[KafkaError] = []
+    feed = EventFeed(KafkaSettings(bootstrap="127.0.0.1:1"), "test", lambda _: None, told.append)
+    feed._own(frozenset({0}))
+    feed.is_positioned = True
+    refused = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    feed._on_poll_error(refused)
+    assert feed.is_positioned and feed.refusal is None
+    assert told == [refused]
+    feed.close()
+
+
 @pytest.mark.parametrize(
     "code", [KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError.UNKNOWN_TOPIC_OR_PART]
 )
@@ -47,6 +60,20 @@ def test_an_error_that_may_pass_is_not_even_a_warning(feed: EventFeed, code: int
         feed._on_poll_error(KafkaError(code))
     assert [line["log_level"] for line in lines] == ["debug"]
     feed.close()
+
+
+@pytest.mark.parametrize(
+    ("committed", "expected"),
+    [
+        pytest.param(-1001, 40, id="no commit: from now on"),
+        pytest.param(30, 30, id="in the log"),
+        pytest.param(40, 40, id="at the end"),
+        pytest.param(3, 20, id="retention deleted what was unread"),
+        pytest.param(65, 20, id="the topic was made anew"),
+    ],
+)
+def test_it_begins_at_its_commit_if_that_is_in_the_log(committed: int, expected: int) -> None:
+    assert position(committed, 20, 40) == expected
 
 
 def test_a_feed_that_was_not_subscribed_owns_nothing(feed: EventFeed) -> None:

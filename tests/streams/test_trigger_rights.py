@@ -93,13 +93,15 @@ async def until(condition: Callable[[], bool], app: TriggerApp) -> None:
 
 
 @pytest.mark.kafka
-async def test_a_missing_right_is_named_and_the_trigger_begins_once_it_is_given(
+async def test_a_missing_right_is_named_until_it_is_given_at_the_start_and_later(
     guarded: tuple[KafkaSettings, KafkaSettings],
 ) -> None:
     owner, kafka = guarded
     rights = Rights(owner)
     rights.give(Kind.TOPIC, "guarded.", AclOperation.DESCRIBE)
-    rights.give(Kind.TOPIC, kafka.topic(Topic.RETRIEVAL), AclOperation.READ)
+    rights.give(Kind.GROUP, kafka.unjoined_group, AclOperation.DESCRIBE)
+    for topic in (Topic.RETRIEVAL, Topic.PREINFER):
+        rights.give(Kind.TOPIC, kafka.topic(topic), AclOperation.READ)
     for topic in (Topic.PREINFER, Topic.DEAD_LETTERS):
         rights.give(Kind.TOPIC, kafka.topic(topic), AclOperation.WRITE)
     async with running(kafka) as app:
@@ -114,8 +116,14 @@ async def test_a_missing_right_is_named_and_the_trigger_begins_once_it_is_given(
         rights.give(Kind.GROUP, kafka.trigger_group, AclOperation.READ)
         rights.give(Kind.TOPIC, kafka.topic(Topic.WORKERS), AclOperation.READ)
         await until(lambda: checks().ready, app)
-        rights.take(Kind.TOPIC, kafka.topic(Topic.WORKERS))
+        # Nothing is written, so that no message tells that a right is back.
+        for topic in (Topic.WORKERS, Topic.RETRIEVAL):
+            rights.take(Kind.TOPIC, kafka.topic(topic))
         await until(names("fleet", "Kafka refuses the workers topic"), app)
+        await until(names("rights", f"may not Read topic {kafka.topic(Topic.RETRIEVAL)}"), app)
+        for topic in (Topic.WORKERS, Topic.RETRIEVAL):
+            rights.give(Kind.TOPIC, kafka.topic(topic), AclOperation.READ)
+        await until(lambda: checks().ready, app)
 
 
 async def test_a_trigger_is_stopped_while_it_starts() -> None:

@@ -49,7 +49,9 @@ def test_a_watermark_is_offered_until_it_is_noted_and_then_not_again() -> None:
 
 def test_offsets_that_do_not_exist_hold_nothing_up() -> None:
     tracker = tracker_at(0)
-    begin(tracker, 3, 9)
+    begin(tracker, 3)
+    assert tracker.committable() == {TP: 3}
+    begin(tracker, 9)
     finish(tracker, 3)
     assert tracker.committable() == {TP: 9}
     finish(tracker, 9)
@@ -133,6 +135,98 @@ def test_a_log_that_goes_back_within_one_assignment_is_read_again() -> None:
     assert begin(tracker, 0, 1, 2) == [Begin.NEW] * 3
     finish(tracker, 0, 1, 2)
     assert begin(tracker, 1) == [Begin.NEW]
+
+
+def test_a_log_that_was_made_anew_is_read_although_its_offsets_were_finished_before() -> None:
+    tracker = tracker_at(0)
+    begin(tracker, *range(10))
+    finish(tracker, *range(10))
+    tracker.committed(tracker.committable())
+    tracker.revoke([TP])
+    tracker.assign({TP: 0})
+    assert begin(tracker, 0) == [Begin.NEW]
+    assert tracker.committable() == {}, "10 would be beyond the end"
+    finish(tracker, 0)
+    assert tracker.committable() == {TP: 1}
+
+
+@pytest.mark.parametrize("read", [10, 1, 500])
+def test_the_commit_of_the_log_before_is_taken_back_when_messages_begin_below_it(read: int) -> None:
+    """The old commit may come back after the topic was created: the client repeats it when partitions are revoked."""
+    tracker = tracker_at(0, max_span=1000)
+    begin(tracker, *range(read))
+    finish(tracker, *range(read))
+    tracker.committed(tracker.committable())
+    tracker.revoke([TP])
+    tracker.assign({TP: read})
+    assert begin(tracker, 0) == [Begin.NEW]
+    assert tracker.set_back() == {TP: 0}
+    assert tracker.set_back() == {TP: 0}, "the client did not take it: once more"
+    tracker.committed({TP: 0})
+    assert tracker.set_back() == {}
+    finish(tracker, 0)
+    assert tracker.committable() == {TP: 1}
+
+
+@pytest.mark.parametrize("position", [0, 7, None])
+def test_a_topic_that_was_missing_is_not_taken_for_the_log_before(position: int | None) -> None:
+    tracker = tracker_at(0)
+    begin(tracker, *range(10))
+    tracker.suspect(TP.topic)
+    assert begin(tracker, 10) == [Begin.NEW], "until the next assignment, it may have been a mistake"
+    finish(tracker, 0)
+    assert tracker.committable() == {TP: 1}
+    tracker.revoke([TP])
+    tracker.assign({TP: position})
+    start = position or 0
+    assert begin(tracker, start, start + 1) == [Begin.NEW, Begin.NEW]
+
+
+def test_a_log_that_ends_below_what_was_read_is_another_one() -> None:
+    tracker = tracker_at(0)
+    begin(tracker, 0, 1, 2)
+    tracker.reach_end(TP, 0)
+    finish(tracker, 0, 1, 2)
+    assert tracker.set_back() == {TP: 0}
+    assert begin(tracker, 0) == [Begin.NEW]
+
+
+def test_a_topic_with_another_id_begins_at_0_whatever_was_read_of_it() -> None:
+    tracker = WatermarkTracker(100)
+    elsewhere = TopicPartition("preinfer", 0)
+    tracker.assign({TP: 0, OTHER: 0, elsewhere: 0})
+    for tp in (TP, OTHER, elsewhere):
+        tracker.begin(tp, 0)
+    old = tracker.generation(TP)
+    tracker.revoke([OTHER])
+    assert tracker.begin_anew(["ranking"]) == [TP]
+    assert tracker.set_back() == {TP: 0}
+    tracker.finish(TP, 0, old)
+    tracker.assign({OTHER: 0})
+    assert [tracker.begin(tp, 0) for tp in (TP, OTHER)] == [Begin.NEW, Begin.NEW]
+    assert tracker.in_flight() == 3, "the other topic is as before"
+
+
+def test_what_holds_no_message_at_the_end_of_a_log_is_committed_once_all_before_it_is_finished() -> None:
+    tracker = tracker_at(0)
+    begin(tracker, 0, 1)
+    finish(tracker, 1)
+    tracker.reach_end(TP, 7)
+    assert tracker.committable() == {}
+    finish(tracker, 0)
+    assert tracker.committable() == {TP: 7}
+    assert begin(tracker, 9) == [Begin.NEW]
+
+
+@pytest.mark.parametrize("position", [5, 50, None])
+def test_a_log_whose_messages_were_all_deleted_has_nothing_unread(position: int | None) -> None:
+    tracker = tracker_at(position)
+    tracker.reach_end(TP, 50)
+    assert tracker.next_offset(TP) == 50
+    tracker.committed(tracker.committable())
+    assert begin(tracker, 50) == [Begin.NEW]
+    tracker.reach_end(OTHER, 3)  # Of a partition that went away.
+    assert tracker.committable() == {}
 
 
 def test_a_partition_is_full_when_its_span_reaches_the_bound_however_little_is_unfinished() -> None:
@@ -232,6 +326,28 @@ class OneLogTwoOwners(RuleBasedStateMachine):
         else:
             assert offset in self.done, "skipped, but never processed"
 
+    @precondition(lambda self: self.owned)
+    @rule()
+    def reach_end(self) -> None:
+        self.deliver(len(self.log))
+        self.position = self.end
+        self.tracker.reach_end(TP, self.end)
+
+    @rule(holes=st.integers(1, 3))
+    def append_nothing(self, holes: int) -> None:
+        """Transaction markers."""
+        self.end += holes
+
+    @rule()
+    def create_anew(self) -> None:
+        """The topic is deleted and created again: the group's offset goes with it."""
+        self.log, self.end, self.group_offset, self.position = [], 0, 0, 0
+        self.done.clear()
+        self.working.clear()
+        self.tracker.begin_anew([TP.topic])
+        assert self.tracker.set_back() == ({TP: 0} if self.owned else {})
+        self.tracker.committed(self.tracker.set_back())
+
     @precondition(lambda self: self.working)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -276,6 +392,7 @@ class OneLogTwoOwners(RuleBasedStateMachine):
             self.tracker.finish(TP, offset, generation)
             self.done.add(offset)
         self.working.clear()
+        self.reach_end()
         self.store()
         assert self.done.issuperset(self.log), "read, but lost"
         assert not self.log or self.group_offset == self.end

@@ -93,6 +93,7 @@ def worst_error(found: dict[str, Any]) -> float:
     return max(task["worst_error"] for task in found["tasks"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 def test_the_scores_are_those_of_the_source(source: Source, tmp_path: Path) -> None:
     """With the whole history computed at once, and with cached keys and values."""
@@ -101,6 +102,7 @@ def test_the_scores_are_those_of_the_source(source: Source, tmp_path: Path) -> N
     assert (found["requests"], found["unknown_items"]) == (24, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 def test_a_wrong_option_shows(source: Source, tmp_path: Path) -> None:
     np.save(tmp_path / "shifted.npy", np.roll(np.load("torcheasyrec/categories.npy"), 1))
@@ -111,6 +113,7 @@ def test_a_wrong_option_shows(source: Source, tmp_path: Path) -> None:
     assert worst_error(found) > 1e-3
 
 
+@pytest.mark.slow
 def test_metas_scores_need_the_n_of_their_batch(tmp_path: Path) -> None:
     meta = SOURCES[0]
     batches: dict[int, list[dict[str, Any]]] = {}

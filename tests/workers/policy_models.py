@@ -16,8 +16,6 @@ class Line:
     weight: EntryWeight
     visit_us: int
     used_us: int
-    visits: int = 0
-    rank: float = 0.0
 
 
 class SlowOrder(Protocol):
@@ -35,7 +33,7 @@ def _find(lines: list[Line], entry_id: int) -> Line | None:
 
 
 class SlowLru:
-    """The model of LRU, and of the order of TTL."""
+    """The model of LRU."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
@@ -59,47 +57,6 @@ class SlowLru:
 
     def first(self) -> int | None:
         return self.lines[0].entry_id if self.lines else None
-
-    def expired(self, now_us: int, ttl_us: int) -> list[int]:
-        return [line.entry_id for line in self.lines if now_us - line.used_us >= ttl_us]
-
-
-class SlowSlru:
-    def __init__(self, capacity_pages: int, visit_us: int) -> None:
-        self.limit = int(capacity_pages * 0.5)
-        self.visit_us = visit_us
-        self.probation: list[Line] = []
-        self.protected: list[Line] = []
-
-    def add(self, entry_id: int, weight: EntryWeight, now_us: int) -> None:
-        line = _find(self.probation + self.protected, entry_id)
-        if line is None:
-            self.probation.append(Line(entry_id, weight, now_us, now_us))
-        else:
-            line.weight = weight
-            self.touch(entry_id, now_us)
-
-    def touch(self, entry_id: int, now_us: int) -> None:
-        line = _find(self.probation + self.protected, entry_id)
-        assert line is not None
-        segment = self.protected if line in self.protected else self.probation
-        segment.remove(line)
-        if now_us - line.visit_us >= self.visit_us:
-            line.visit_us = now_us
-            segment = self.protected
-        segment.append(line)
-        while sum(each.weight.pages for each in self.protected) > self.limit:
-            self.probation.append(self.protected.pop(0))
-
-    def evict(self, entry_id: int) -> None:
-        self.remove(entry_id)
-
-    def remove(self, entry_id: int) -> None:
-        self.probation = [line for line in self.probation if line.entry_id != entry_id]
-        self.protected = [line for line in self.protected if line.entry_id != entry_id]
-
-    def first(self) -> int | None:
-        return next((line.entry_id for line in self.probation + self.protected), None)
 
 
 class SlowArc:
@@ -168,100 +125,3 @@ class SlowArc:
     @staticmethod
     def _lost(ghosts: list[tuple[int, int]]) -> int:
         return sum(pages for _, pages in ghosts)
-
-
-class SlowS3Fifo:
-    def __init__(self, capacity_pages: int, visit_us: int) -> None:
-        self.small_limit = max(1, int(capacity_pages * 0.1))
-        self.ghost_limit = capacity_pages - self.small_limit
-        self.visit_us = visit_us
-        self.small: list[Line] = []
-        self.main: list[Line] = []
-        self.ghosts: list[tuple[int, int]] = []
-
-    def add(self, entry_id: int, weight: EntryWeight, now_us: int) -> None:
-        line = _find(self.small + self.main, entry_id)
-        if line is not None:
-            line.weight = weight
-            self.touch(entry_id, now_us)
-            return
-        line = Line(entry_id, weight, now_us, now_us)
-        remembered = any(identity == weight.identity for identity, _ in self.ghosts)
-        self.ghosts = [ghost for ghost in self.ghosts if ghost[0] != weight.identity]
-        (self.main if remembered else self.small).append(line)
-
-    def touch(self, entry_id: int, now_us: int) -> None:
-        line = _find(self.small + self.main, entry_id)
-        assert line is not None
-        if now_us - line.visit_us >= self.visit_us:
-            line.visit_us = now_us
-            line.visits = min(3, line.visits + 1)
-
-    def evict(self, entry_id: int) -> None:
-        line = _find(self.small, entry_id)
-        self.remove(entry_id)
-        if line is not None:
-            self.ghosts = [ghost for ghost in self.ghosts if ghost[0] != line.weight.identity]
-            self.ghosts.append((line.weight.identity, line.weight.pages))
-            while sum(pages for _, pages in self.ghosts) > self.ghost_limit:
-                self.ghosts.pop(0)
-
-    def remove(self, entry_id: int) -> None:
-        self.small = [line for line in self.small if line.entry_id != entry_id]
-        self.main = [line for line in self.main if line.entry_id != entry_id]
-
-    def first(self) -> int | None:
-        """As in the paper: EVICT-S while `small` is large enough, else EVICT-M; second chances are taken."""
-        while self.small or self.main:
-            large = sum(line.weight.pages for line in self.small) >= self.small_limit
-            if self.small and (large or not self.main):
-                if self.small[0].visits < 2:
-                    return self.small[0].entry_id
-                promoted = self.small.pop(0)
-                promoted.visits = 0
-                self.main.append(promoted)
-            elif self.main[0].visits == 0:
-                return self.main[0].entry_id
-            else:
-                again = self.main.pop(0)
-                again.visits -= 1
-                self.main.append(again)
-        return None
-
-
-class SlowCostAware:
-    def __init__(self, visit_us: int) -> None:
-        self.visit_us = visit_us
-        self.floor = 0.0
-        self.lines: list[Line] = []
-        """By last use."""
-
-    def add(self, entry_id: int, weight: EntryWeight, now_us: int) -> None:
-        line = _find(self.lines, entry_id)
-        if line is None:
-            self.lines.append(Line(entry_id, weight, now_us, now_us, visits=1))
-        else:
-            line.weight = weight
-        self.touch(entry_id, now_us)
-
-    def touch(self, entry_id: int, now_us: int) -> None:
-        line = _find(self.lines, entry_id)
-        assert line is not None
-        self.lines.remove(line)
-        self.lines.append(line)
-        if now_us - line.visit_us >= self.visit_us:
-            line.visit_us = now_us
-            line.visits += 1
-        line.rank = self.floor + line.visits * (line.weight.saved_us / line.weight.pages)
-
-    def evict(self, entry_id: int) -> None:
-        line = _find(self.lines, entry_id)
-        assert line is not None
-        self.floor = max(self.floor, line.rank)
-        self.remove(entry_id)
-
-    def remove(self, entry_id: int) -> None:
-        self.lines = [line for line in self.lines if line.entry_id != entry_id]
-
-    def first(self) -> int | None:
-        return min(self.lines, key=lambda line: line.rank).entry_id if self.lines else None

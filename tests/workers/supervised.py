@@ -54,7 +54,7 @@ def child(folder: Path, descriptor: int, role: str) -> int:
     signal.signal(signal.SIGHUP, lambda *_: note(folder, "hangup"))
     phase = ChildPhase.STANDBY
     lock = ArenaLock(folder / "shared")
-    while not ended and not link.is_over:
+    while not ended and not link.is_orphaned:
         if phase is ChildPhase.STANDBY and lock.try_acquire() is not None:
             phase = ChildPhase.ACTIVE
             note(folder, f"took {role}")

@@ -37,7 +37,6 @@ from relaygr.worker.cache.events import CacheEvent, EventKind
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.metadata import MAX_ENTRIES_PER_USER
-from relaygr.worker.cache.policies import PolicyName, TierPolicies
 from relaygr.worker.cache.transfers import SpillGate, reload_pays
 from relaygr.worker.kv import DramGeometry
 from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key
@@ -923,45 +922,6 @@ class TestTiers:
         world.store(make_key("bob"), 3)
         assert world.cache.peek(make_key("ann")).hbm_behaviours == 0
         assert world.cache.peek(make_key("zoe")).hbm_behaviours == 100
-
-
-class TestPolicies:
-    def test_under_ttl_unused_prefixes_expire_unless_they_are_held(self) -> None:
-        world = CacheWorld(policies=TierPolicies(PolicyName.TTL, PolicyName.TTL, ttl_us=1_000))
-        for user in ("ann", "bob", "cid"):
-            world.store(make_key(user, 60), now_us=0)
-            world.cache.transfers.spill(make_key(user, 60))
-        world.mover.run()
-        world.cache.release(world.hit(make_key("ann", 60), now_us=500))
-        assert world.cache.lease(make_key("bob", 60), "r", 10_000)
-        assert world.cache.expire_prefixes(999) == 0
-        assert world.cache.expire_prefixes(1_000) == 1 + 3
-        assert [world.cache.peek(make_key(user, 60)).hbm_behaviours for user in ("ann", "bob", "cid")] == [60, 60, 0]
-        assert world.cache.stats().dram.entries == 0
-        world.cache.end_lease("bob", "r")
-        assert world.cache.expire_prefixes(1_500) == 2
-        check_invariants(world.cache)
-
-    def test_the_cost_policy_weighs_by_the_time_that_a_hit_saves(self) -> None:
-        """Time grows with the square of the length, so the short prefix is evicted although it was used last."""
-        world = CacheWorld(hbm_pages=20, policies=TierPolicies(PolicyName.COST, PolicyName.COST))
-        world.cache.weigh_by(lambda tokens: float(tokens**2))
-        for user, length in (("long", 150), ("short", 50)):
-            world.store(make_key(user, length))
-        world.store(make_key("new", 120))
-        assert world.cache.peek(make_key("long", 150)).hbm_behaviours == 150
-        assert world.cache.peek(make_key("short", 50)).hbm_behaviours == 0
-
-    def test_s3fifo_remembers_a_prefix_that_it_evicted_too_early(self) -> None:
-        world = CacheWorld(hbm_pages=20, policies=TierPolicies(PolicyName.S3FIFO, PolicyName.S3FIFO))
-        users = [f"u{number}" for number in range(12)]
-        for now_us, user in enumerate(users[:10]):
-            world.store(make_key(user, 30), now_us)
-        world.store(make_key(users[10], 30), 10)
-        world.store(make_key(users[0], 30), 11)
-        for now_us, user in enumerate(users[2:]):
-            world.store(make_key(user + "x", 30), 20 + now_us)
-        assert world.cache.peek(make_key(users[0], 30)).hbm_behaviours == 30
 
 
 def test_release_takes_effect_when_the_device_has_passed_the_event(world: CacheWorld) -> None:

@@ -97,9 +97,9 @@ class TestReloadByLayers:
         world.submit("ann", version, "again")
         world.run()
         world.device.timeline.await_waiters()
-        world.executor.mail_arrived.clear()
+        world.executor.work_arrived.clear()
         world.device.timeline.advance(layer_us)
-        world.settle(world.executor.mail_arrived.is_set)
+        world.settle(world.executor.work_arrived.is_set)
 
     def test_ranking_starts_when_the_first_layer_is_there(self, world: OverlapWorld, stored: HistoryVersion) -> None:
         took_us = self.reload(world, stored)

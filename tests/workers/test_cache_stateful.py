@@ -142,14 +142,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.world = CacheWorld(
             hbm_pages,
             dram_pages,
-            TierPolicies(self.policy, self.policy, ttl_us=2 * VISIT_US),
+            TierPolicies(self.policy, self.policy),
             limits=CopyLimits(max_in_flight=2, max_jobs=max_jobs, max_bytes=64 * 1024),
             spill_gate=SpillGate(0.5, 2.0, weight=0.5),
             layer_wise=True,
             longest_hold_us=3 * VISIT_US,
         )
         self.cache = self.world.cache
-        self.cache.weigh_by(lambda tokens: float(tokens**2))
         self.run = Run()
         self.now_us = 0
         self.only_model: bytes | None = None
@@ -333,10 +332,6 @@ class CacheMachine(RuleBasedStateMachine):
     def expire_leases(self) -> None:
         self.cache.expire_leases(self.tick())
         self.run.leases = {name: lease for name, lease in self.run.leases.items() if lease[2] > self.now_us}
-
-    @rule()
-    def expire_prefixes(self) -> None:
-        self.cache.expire_prefixes(self.tick())
 
     @rule(key=keys, deadline_us=st.integers(0, 50), saved_us=st.none() | st.floats(0, 1))
     def reload(self, key: PrefixKey, deadline_us: int, saved_us: float | None) -> None:

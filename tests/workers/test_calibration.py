@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,10 +22,10 @@ from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.calibration import Calibration, calibrate, describe, latency_for, load_calibration, save_calibration
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.measuring import EngineMeter, rest_between_requests
+from relaygr.worker.measuring import EngineMeter, bind_own_arena, rest_between_requests
 from relaygr.worker.model import layer_parts
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.engine import NullEngine
+from relaygr.worker.model.engine import NullEngine, build_engine
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.model.layer_parts import onednn_is_faster
 from relaygr.worker.model.machine_code import compiles_products
@@ -232,9 +232,10 @@ def test_progress_rises_to_the_whole() -> None:
     assert seen[-1] == 1.0
 
 
-@pytest.mark.parametrize("dtype", KvDtype)
+@pytest.mark.parametrize("dtype", [KvDtype.FLOAT32, KvDtype.INT8])
 def test_a_real_engine_is_calibrated_in_a_moment(dtype: KvDtype) -> None:
-    world = make_world(small_config(), dtype=dtype)
+    # Pages of a real size: reloads copy megabytes, page by page.
+    world = make_world(small_config(), dtype=dtype, page_tokens=64)
     model = calibrate(world.engine, budget_s=0.1).model
     assert model.full_us(200, 32) > 0
     assert model.hit_us(200, 32) > 0
@@ -309,6 +310,43 @@ def test_the_command_measures_and_writes_the_file(tmp_path: Path) -> None:
     machine = load_calibration(out).machine
     assert machine.model_revision == random_checkpoint(config, 0).revision
     assert (machine.device, machine.threads, machine.torch_version) == ("cpu", 1, torch.__version__)
+
+
+def test_a_model_whose_scores_are_not_finite_is_not_calibrated(tmp_path: Path) -> None:
+    """The calibration ranked ids that the model does not have, all by one row of its table."""
+    config, ids = small_config(), np.arange(1_000, 1_040)
+    tensors = dict(random_checkpoint(config, 0, ids).tensors)
+    tensors["items.weight"][:-1] *= 1e30
+    save_checkpoint(tmp_path / "model", config, tensors)
+    out = tmp_path / "calibration.json"
+    arguments = ["calibrate", "--model", str(tmp_path / "model"), "--quick", "--device", "cpu", "--out", str(out)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1 and "not finite numbers" in done.output
+    assert not out.exists()
+
+
+def test_items_that_are_measured_are_those_of_the_model() -> None:
+    config, ids = small_config(), np.arange(1_000, 1_040)
+    engine = build_engine(random_checkpoint(config, 0, ids), CpuDevice(), KvDtype.FLOAT32, 8)
+    found = engine.known_items(500, np.random.default_rng(0))
+    assert set(found) == set(ids)
+    bind_own_arena(engine)
+    looked_up: list[int] = []
+    prefix_inputs, rank_inputs = engine.prefix_inputs, engine.rank_inputs
+
+    def counted(made: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inputs = made(*args, **kwargs)
+            looked_up.append(inputs.unknown_items)
+            return inputs
+
+        return call
+
+    engine.prefix_inputs, engine.rank_inputs = counted(prefix_inputs), counted(rank_inputs)  # type: ignore[method-assign]
+    meter = EngineMeter(engine)
+    meter.prefix(64, 32)
+    meter.rank(64, 16)
+    assert looked_up and not any(looked_up)
 
 
 def test_the_description_is_that_of_the_present_engine() -> None:

@@ -35,6 +35,7 @@ def error(found: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, added: 
     return float(((found.double() - exact).abs() / sizes).max()) if found.numel() else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", WEIGHTS, ids=str)
 def test_rows_get_what_the_formula_gives(shape: tuple[int, int], threads: int) -> None:

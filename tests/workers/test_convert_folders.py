@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import tracemalloc
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.workers.test_convert_research import source_of
 from tests.workers.vector_models import make_dlrm
 from tests.worlds.converted import Tensors, dlrm_state_dict, make_nvidia
 from tests.worlds.distributed import save_distributed, save_dynamic_table
+from tests.worlds.torch_files import rewrite_pickle
 
 META_OPTIONS = ConvertOptions(
     heads=2,
@@ -161,6 +163,60 @@ def give_state(target: object, state: dict[str, object]) -> bytes:
     return b"\x80\x02" + b"".join(parts) + pickle.BUILD + pickle.STOP
 
 
+NESTED = pickle.EMPTY_TUPLE + b"".join(pickle.BINPUT + b"\0" + pickle.BINGET + b"\0" + pickle.TUPLE2 for _ in range(60))
+"""A tuple of two tuples of two tuples, and so on: a hash of it reads 2**60 tuples."""
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        pickle.EMPTY_DICT + NESTED + pickle.NONE + pickle.SETITEM,
+        pickle.MARK + NESTED + pickle.NONE + pickle.DICT,
+        pickle.EMPTY_SET + pickle.MARK + NESTED + pickle.ADDITEMS,
+        pickle.MARK + NESTED + pickle.FROZENSET,
+        pickle.EMPTY_DICT
+        + pickle.dumps(metadata.MetadataIndex("table"), protocol=2)[2:-1]
+        + pickle.dumps("offset", protocol=4)[11:-1].join([pickle.NONE + pickle.EMPTY_DICT, NESTED])
+        + pickle.SETITEM + pickle.TUPLE2 + pickle.BUILD + pickle.NONE + pickle.SETITEM,
+    ],
+    ids=["dict entry", "dict", "set", "frozenset", "attribute of a key"],
+)  # fmt: skip
+def test_an_index_with_a_key_of_nested_tuples_is_refused(tmp_path: Path, operations: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.PROTO + b"\x04" + operations + pickle.STOP)
+    with pytest.raises(RelayError, match=r"cannot be read as the index .* tuple of tuples"):
+        read_state_dict(tmp_path)
+
+
+def test_bytes_that_an_index_claims_take_no_memory(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + (2**28).to_bytes(8, "little"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(RelayError, match="cannot be read as the index"):
+            read_state_dict(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_shard_with_a_large_object_is_refused(tmp_path: Path) -> None:
+    save_distributed(tmp_path, {"table": torch.ones(6, 4)}, {}, ranks=2)
+    calls = pickle.GLOBAL + b"builtins\nbytearray\n" + pickle.LONG1 + b"\x09" + (2**62).to_bytes(9, "little")
+    content = pickle.PROTO + b"\x02" + calls + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
+    rewrite_pickle(tmp_path / "hostile", content)
+    hostile = (tmp_path / "hostile").read_bytes()
+    shard = tmp_path / "__0_0.distcp"
+    offset = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + hostile)
+
+    def to_the_hostile_part(index: Any) -> None:
+        own = next(info for info in index.storage_data.values() if info.relative_path == shard.name)
+        own.offset, own.length = offset, len(hostile)
+
+    changed_index(tmp_path, to_the_hostile_part)
+    with pytest.raises(RelayError, match="cannot be read as a distributed checkpoint: it calls bytearray"):
+        read_state_dict(tmp_path)
+
+
 @pytest.mark.parametrize("target", [metadata.Metadata, torch.serialization._get_layout, PosixPath("/etc/hostname")])
 def test_an_index_changes_no_class_and_no_path(tmp_path: Path, target: object) -> None:
     """A state given to a class stayed in the process, and a path could show another name than the one that is read."""
@@ -228,6 +284,28 @@ def test_nvidias_folder_with_dynamic_tables(tmp_path: Path) -> None:
     expected = convert_state_dict(StateDict(plain), SourceKind.NVIDIA, nvidia_options(), "here")
     ids = {"items.ids": 1000 + torch.arange(20) * 7}
     assert revision(converted) == compute_revision(expected.config, {**expected.tensors, **ids})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("table", ["item", "region"])
+def test_a_dynamic_table_in_half_precision_is_refused(tmp_path: Path, table: str, dtype: torch.dtype) -> None:
+    """The conversion succeeded with a table of half the width, and the error named the file that was not written."""
+    state: dict[str, Any] = with_tables(make_nvidia(), "native")
+    rows = state.pop(f"{COLLECTION}{table}.weight")
+    nvidia_folder(tmp_path, state)
+    halves = rows.to(dtype).contiguous().view(torch.float32)
+    save_dynamic_table(tmp_path / "dynamicemb_module", table, torch.arange(len(rows)), halves, ranks=1)
+    with pytest.raises(RelayError, match=rf"The table for '{table}' has width 4, not 8\. A dump in bfloat16"):
+        convert(tmp_path, SourceKind.NVIDIA, nvidia_options())
+
+
+def test_a_table_of_bfloat16_in_an_npy_file_is_refused(tmp_path: Path) -> None:
+    state: dict[str, Any] = with_tables(make_nvidia(), "native")
+    rows = state.pop(f"{COLLECTION}item.weight").to(torch.bfloat16)
+    nvidia_folder(tmp_path, state)
+    np.save(tmp_path / "items.npy", rows.view(torch.uint16).numpy().view("V2"))
+    with pytest.raises(RelayError, match=r"contains \|V2, as numpy writes bfloat16"):
+        convert(tmp_path, SourceKind.NVIDIA, nvidia_options(tables={"item": str(tmp_path / "items.npy")}))
 
 
 def test_ranks_of_tensor_parallel_training_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.convert.conversion import convert_state_dict
 from relaygr.worker.model.convert.options import ConvertOptions, ProjectionLayout, SourceFeature, SourceKind
+from relaygr.worker.model.convert.parts import Table
 from relaygr.worker.model.convert.state_dict import StateDict
 from relaygr.worker.model.options import Task
 from tests.worlds.converted import Nvidia, Tensors, load, make_nvidia
@@ -108,6 +109,33 @@ def test_tables_from_files_with_ids_of_their_own(tmp_path: Path) -> None:
     known = Behaviours(ids[history.items], history.actions, history.timestamps_ms)
     expected = source.scores([0], history, CANDIDATES)
     assert largest_error(world.scores([0], known, ids[CANDIDATES]), expected) <= 2e-5
+
+
+@pytest.mark.parametrize("largest", [2**63, 2**64 - 1])
+def test_an_item_id_above_the_largest_of_messages_is_refused(tmp_path: Path, largest: int) -> None:
+    """It became negative, another item's id for every gateway."""
+    source = make_nvidia()
+    ids = np.append(np.arange(19, dtype=np.uint64), np.uint64(largest))
+    np.save(tmp_path / "ids.npy", ids)
+    options = options_of(items=tmp_path / "ids.npy")
+    state = StateDict(with_tables(source, "fused"))
+    with pytest.raises(RelayError, match=f"contains the id {largest}"):
+        convert_state_dict(state, SourceKind.NVIDIA, options, "here")
+    np.save(tmp_path / "ids.npy", np.append(ids[:19], np.uint64(2**63 - 1)))
+    made = convert_state_dict(state, SourceKind.NVIDIA, options, "here")
+    assert made.tensors["items.ids"][-1] == 2**63 - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.uint32])
+def test_keys_of_a_feature_may_be_unsigned(dtype: torch.dtype) -> None:
+    table = Table("features", torch.ones(2, 4), torch.tensor([0, 3], dtype=dtype), "keys")
+    assert table.dense("country").rows.sum(1).tolist() == [4, 0, 0, 4]
+
+
+def test_unsigned_keys_of_a_feature_that_are_ids_are_refused() -> None:
+    table = Table("features", torch.ones(2, 4), torch.tensor([0, 2**64 - 1], dtype=torch.uint64), "keys")
+    with pytest.raises(RelayError, match=f"2 keys from 0 to {2**64 - 1}"):
+        table.dense("country")
 
 
 def test_a_table_of_text_is_refused_in_a_sentence(tmp_path: Path) -> None:

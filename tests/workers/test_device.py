@@ -218,7 +218,7 @@ def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pyte
 
     The graphs of two engines share no memory: one may be tried in another thread while the other serves.
     """
-    monkeypatch.setattr(torch.accelerator, "Graph", FakeGraph)
+    monkeypatch.setattr(torch.accelerator, "Graph", FakeGraph, raising=False)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: MagicMock())
     streams = MagicMock()
@@ -260,6 +260,14 @@ def test_sent_data_arrives_in_the_given_tensor_or_a_new_one(monkeypatch: pytest.
     assert apart.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_torch_without_graphs_for_accelerators_cannot_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is optional, so its caller logs this and runs the work directly."""
+    monkeypatch.delattr(torch.accelerator, "Graph", raising=False)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    with pytest.raises(RuntimeError, match=r"torch .* has no graphs"):
+        AcceleratorDevice(torch.device("cpu")).recorder().capture(lambda: None)
+
+
 def test_after_work_that_raised_the_device_is_waited_for_and_no_second_error_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -287,6 +295,7 @@ def test_fewer_than_one_thread_is_refused() -> None:
         set_threads(0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives memory back after each forward")
 def test_a_forward_of_the_device_thread_finds_the_memory_that_the_one_before_has_freed() -> None:
     """The heap was given back to the system: page faults took 3 of 26 ms of a prefix."""

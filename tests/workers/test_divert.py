@@ -357,7 +357,7 @@ class Sink(SimpleNamespace):
     """The executor, as the handlers use it: so busy that no request is answered in time."""
 
     def __init__(self, world: World, *, is_busy: bool) -> None:
-        super().__init__(backlog=world.backlog, rankings=[], refused=[], mail_arrived=SimpleNamespace(set=lambda: None))
+        super().__init__(backlog=world.backlog, rankings=[], refused=[], work_arrived=SimpleNamespace(set=lambda: None))
         self.is_busy = is_busy
         if is_busy:
             world.backlog.total_us = 1.0

@@ -14,14 +14,18 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
-from relaygr.worker.device import CpuDevice
+from relaygr.worker import device as device_module
+from relaygr.worker.device import CpuDevice, MemoryInfo
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model import engine as engine_module
 from relaygr.worker.model.attention.choose import attention_for
 from relaygr.worker.model.attention.spec import spec_of
-from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.engine import build_engine, load_engine, null_scores
+from relaygr.worker.model.checkpoint import random_checkpoint, resident_bytes, save_checkpoint
+from relaygr.worker.model.engine import NoMemoryForWeightsError, build_engine, load_engine, null_scores
+from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
 from relaygr.worker.model.interface import PrefixChunk, TooLongError
 from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.engine_kinds import KINDS
@@ -81,6 +85,46 @@ def test_without_settings_the_device_determines_the_element_types(
     assert (said["kv_from"], said["products_from"]) == tuple(
         "the device" if setting is None else "the settings" for setting in (kv, compute)
     )
+
+
+def test_weights_that_are_larger_than_the_free_memory_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would kill the process while it loads, without a line."""
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    needed = resident_bytes(tmp_path, DEVICE_TABLE_BYTES, torch.float32, "cpu")
+    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(needed, needed))
+    load_engine(tmp_path, "cpu")
+    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(needed - 1, needed))
+    monkeypatch.setattr(engine_module, "load_checkpoint", lambda _: pytest.fail("read"))
+    with pytest.raises(NoMemoryForWeightsError, match="container"):
+        load_engine(tmp_path, "cpu")
+
+
+def test_an_arena_that_is_larger_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_world(small_config(), 0).engine
+    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(1000, 1000))
+    with pytest.raises(RelayError, match="container"):
+        bind_own_arena(engine)
+
+
+def test_threads_stay_within_the_cpu_quota_and_more_by_a_setting_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    monkeypatch.setattr(engine_module.torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(engine_module, "usable_cores", lambda: 2)
+    chosen: list[int] = []
+    monkeypatch.setattr(device_module.torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(device_module, "cpu_quota", lambda: 2.5)
+    with capture_logs() as logs:
+        load_engine(tmp_path, "cpu")
+        load_engine(tmp_path, "cpu", threads=3)
+    assert chosen == [2, 3]
+    (said,) = [entry for entry in logs if "quota" in entry["event"]]
+    assert (said["threads"], said["quota_cores"]) == (3, 2.5)
 
 
 @pytest.mark.slow

@@ -63,6 +63,11 @@ each_mask = pytest.mark.parametrize(
     ],
 )
 each_kind = pytest.mark.parametrize("kind", KINDS)
+PRODUCTS = {
+    "torch": (),
+    "oneDNN": pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN"),
+    "machine code": pytest.mark.skipif(not compiles_products(), reason="none for this CPU"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,9 @@ class ContractWorld:
         return outputs.scores.double().numpy()
 
 
+RULES = {kind: ContractWorld(kind).engine.rules for kind in KINDS}
+
+
 def error(ours: NDArray[np.floating], expected: NDArray[np.floating]) -> float:
     """Largest difference as a share of the largest value."""
     return float(np.abs(ours - expected).max() / np.abs(expected).max())
@@ -226,16 +234,15 @@ def test_cached_inference_is_full_inference(
     assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
 @pytest.mark.parametrize(
-    "products",
+    ("kind", "products", "kv_dtype"),
     [
-        "torch",
-        pytest.param("oneDNN", marks=pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")),
-        pytest.param("machine code", marks=pytest.mark.skipif(not compiles_products(), reason="none for this CPU")),
+        # Each kind with each way, and each way with each type.
+        pytest.param(kind, products, list(KvDtype)[(number + way) % len(KvDtype)], marks=mark)
+        for number, kind in enumerate(KINDS)
+        for way, (products, mark) in enumerate(PRODUCTS.items())
     ],
 )
-@each_kind
 def test_cached_inference_is_full_inference_whoever_computes_the_products(
     kind: str, products: str, kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,11 +285,11 @@ def test_cached_inference_is_full_inference_for_any_combination_of_options(
 
 @pytest.mark.slow
 @each_mask
-@pytest.mark.parametrize("page_tokens", [64, 1024])
-def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backend: str, page_tokens: int) -> None:
+def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backend: str) -> None:
     """Tiles are of 256 rows and 512 keys; groups of candidates, windows and the diagonal cross their edges."""
     config = KINDS[kind].model_copy(update={"max_prefix_behaviours": 600, "max_candidates": 300})
-    # The second size is of pages larger than a tile's keys.
+    # The larger pages hold more than a tile's keys.
+    page_tokens = 1024 if backend == AS_CHOSEN else 64
     world = ContractWorld(config, backend, 1, page_tokens)
     user = world.user(560, 290)
     prefix = world.prefix_of(560, 16)
@@ -333,7 +340,7 @@ def test_a_user_at_every_limit_is_ranked_with_an_empty_user(kind: str) -> None:
     assert of_unasked.scores.shape == (0, world.engine.num_tasks)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if ContractWorld(kind).engine.rules.uses_query_time])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if RULES[kind].uses_query_time])
 @pytest.mark.parametrize("times_ms", [(5, 4, 3), (0, 0, 2**62), (-(2**63), 2**63 - 1, -1)])
 def test_times_may_decrease_lie_in_the_future_and_be_extreme(kind: str, times_ms: tuple[int, ...]) -> None:
     world = ContractWorld(kind, seed=7)
@@ -520,8 +527,7 @@ def test_places_are_those_of_the_definition(kind: str) -> None:
 
 
 def test_the_rules_are_those_of_the_mask_and_the_encodings() -> None:
-    said = {kind: ContractWorld(kind).engine.rules for kind in KINDS}
-    assert [kind for kind, rules in said.items() if not rules.grows] == [
+    assert [kind for kind, rules in RULES.items() if not rules.grows] == [
         "research",
         "soft-max with every mask option",
         "windowed, the newest rows see all",
@@ -531,12 +537,12 @@ def test_the_rules_are_those_of_the_mask_and_the_encodings() -> None:
         "interleaved with bias by time",
         "dlrm-v3",
     ]
-    assert [kind for kind, rules in said.items() if not rules.chunks] == [
+    assert [kind for kind, rules in RULES.items() if not rules.chunks] == [
         "soft-max with every mask option",
         "contextual mask",
         "contextual mask and window",
     ]
-    assert [kind for kind, rules in said.items() if rules.uses_query_time] == [
+    assert [kind for kind, rules in RULES.items() if rules.uses_query_time] == [
         "research",
         "soft-max with every mask option",
         "positions from the end",
@@ -546,7 +552,7 @@ def test_the_rules_are_those_of_the_mask_and_the_encodings() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not ContractWorld(kind).engine.rules.grows])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not RULES[kind].grows])
 def test_an_append_to_a_prefix_that_does_not_grow_would_be_wrong(kind: str) -> None:
     """One more behaviour changes K,V of earlier rows, so appends and suffixes are refused."""
     world = ContractWorld(kind)
@@ -562,7 +568,7 @@ def test_an_append_to_a_prefix_that_does_not_grow_would_be_wrong(kind: str) -> N
     assert not torch.equal(world.arena.view(torch.float32)[written], before.view(torch.float32)[written])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if ContractWorld(kind).engine.rules.uses_query_time])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if RULES[kind].uses_query_time])
 def test_where_the_query_time_is_in_the_key_it_changes_kv_or_scores(kind: str) -> None:
     world = ContractWorld(kind)
     user = world.user(20)
@@ -573,7 +579,7 @@ def test_where_the_query_time_is_in_the_key_it_changes_kv_or_scores(kind: str) -
     assert not torch.equal(world.arena, before)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not ContractWorld(kind).engine.rules.chunks])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not RULES[kind].chunks])
 def test_a_chunk_is_refused_where_rows_see_later_ones(kind: str) -> None:
     world = ContractWorld(kind)
     user = world.user(20)

@@ -20,7 +20,7 @@ from relaygr.schemas.messages import (
 from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixKey, WasteReason
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.executor.context import REMEMBERED_US
-from relaygr.worker.executor.executor import LEFT
+from relaygr.worker.executor.executor import WORK_TOO_LONG
 from relaygr.worker.executor.requests import WAITED_PART
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import Deletions, JobOutcome, RecentIds
@@ -134,12 +134,12 @@ def test_a_step_leaves_work_that_takes_longer_than_its_bound():
     world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.job(version=version)
-    assert world.executor.step(100 * TOKEN_US - 1) == LEFT
+    assert world.executor.step(100 * TOKEN_US - 1) == WORK_TOO_LONG
     assert not world.engine.chunks
     world.run()
     world.rank(version=version)
     world.rank(version=version, request_id="r2")
-    assert world.executor.step(2 * HIT_US - 1) == LEFT, "both may be ranked in one pass"
+    assert world.executor.step(2 * HIT_US - 1) == WORK_TOO_LONG, "both may be ranked in one pass"
     assert world.executor.step(2 * HIT_US) == 0
     assert world.outbox.paths == [Path.HBM, Path.HBM]
 
@@ -171,10 +171,10 @@ def test_a_failed_reload_falls_back_to_full_inference():
     work = world.rank("a", first, "r3")
     world.run()
     world.mover.finish(ok=False)
-    assert not work.done
+    assert not work.has_ended
     world.mover.finish(ok=False)
     world.run()
-    assert (work.done, work.path) == (True, Path.FULL)
+    assert (work.has_ended, work.path) == (True, Path.FULL)
 
 
 def test_a_request_waits_for_a_slow_reload_only_while_full_inference_fits():
@@ -204,7 +204,7 @@ def test_a_request_gives_a_reload_up_after_half_of_the_time_before_its_latest_st
     work = world.rank("a", first, "r3", budget_us=400 * TOKEN_US + HIT_US)
     world.run()
     world.idle_until(work.latest_start_us - int((1 - WAITED_PART) * (work.latest_start_us - work.received.received_us)))
-    assert (work.done, work.path) == (True, Path.TRUNCATED)
+    assert (work.has_ended, work.path) == (True, Path.TRUNCATED)
     assert world.clock.monotonic_us() <= work.deadline_us
 
 
@@ -216,7 +216,7 @@ def test_a_request_does_not_wait_long_for_a_reload_that_is_overdue():
     world.clock.advance_us(5_000)
     work = world.rank("a", first, "r3", budget_us=400 * TOKEN_US + HIT_US)
     world.run()
-    assert (work.done, work.path) == (True, Path.FULL)
+    assert (work.has_ended, work.path) == (True, Path.FULL)
 
 
 def test_a_request_waits_for_a_long_reload_only_while_full_inference_fits():
@@ -224,7 +224,7 @@ def test_a_request_waits_for_a_long_reload_only_while_full_inference_fits():
     world.mover.copy_us = 0.8 * 400 * TOKEN_US
     work = world.rank("a", first, "r3", budget_us=400 * TOKEN_US + HIT_US)
     world.run()
-    assert (work.done, work.path) == (True, Path.FULL)
+    assert (work.has_ended, work.path) == (True, Path.FULL)
 
 
 def test_a_job_for_a_prefix_in_dram_triggers_its_reload():

@@ -102,7 +102,7 @@ def test_a_request_waits_for_room_only_while_full_inference_fits():
     work = world.rank("user-01", versions["user-01"], "short", budget_us=30_000)
     world.run()
     world.idle_until(work.deadline_us - LENGTH * TOKEN_US - HIT_US)
-    assert (work.done, work.path) == (True, Path.FULL)
+    assert (work.has_ended, work.path) == (True, Path.FULL)
     assert world.clock.monotonic_us() <= work.deadline_us
     finish(world, 2)
     assert world.outbox.paths == [Path.FULL, Path.DRAM]
@@ -119,7 +119,7 @@ def test_a_request_does_not_wait_for_room_that_only_leases_hold():
     assert world.outbox.jobs == [JobOutcome.RELOADED]
     work = world.rank("user-01", versions["user-01"], "r1", budget_us=5_000_000)
     world.run()
-    assert (work.done, work.path) == (True, Path.FULL)
+    assert (work.has_ended, work.path) == (True, Path.FULL)
 
 
 def test_pages_that_a_limit_withholds_are_no_room():
@@ -133,9 +133,9 @@ def test_pages_that_a_limit_withholds_are_no_room():
     for user in USERS[:2]:
         world.rank(user, versions[user], user, budget_us=5_000_000)
     world.executor.step()
-    world.executor.mail_arrived.clear()
+    world.executor.work_arrived.clear()
     world.executor.step()
-    assert not world.executor.mail_arrived.is_set(), "nothing is looked up"
+    assert not world.executor.work_arrived.is_set(), "nothing is looked up"
     finish(world, 2)
     assert world.outbox.paths == [Path.DRAM, Path.DRAM]
 
@@ -169,7 +169,7 @@ def test_the_backlog_after_a_restart_is_served_from_the_restored_prefixes_with_t
     ends_s = time.monotonic() + TIMEOUT_S
     while len(after.outbox.ranked_works) < len(USERS) and time.monotonic() < ends_s:
         after.run()
-        after.executor.mail_arrived.wait(0.001)
+        after.executor.work_arrived.wait(0.001)
     after.die()
     assert Counter(after.outbox.paths) == {Path.DRAM: len(USERS)}
     for user in USERS:

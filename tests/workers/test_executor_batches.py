@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from relaygr.admission.latency import LatencyModel, Stage
+from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.messages import FailureReason, HistoryVersion, Path
+from relaygr.simulate.device import SimulatedDevice
 from relaygr.worker.cache.invariants import check_invariants
-from relaygr.worker.device import CpuDevice, Event
-from relaygr.worker.executor.executor import LEFT, LONG_US, MAIL_TO_WAKE
+from relaygr.worker.device import Event
+from relaygr.worker.executor.executor import LONG_US, POSTED_TO_WAKE, WORK_TOO_LONG
 from relaygr.worker.executor.work import JobOutcome
 from tests.worlds.executor import COEFFICIENTS, HIT_US, TOKEN_US, ExecutorWorld
 from tests.worlds.real_executor import RealExecutorWorld, behaviours_of
@@ -277,30 +279,30 @@ class LateStream:
         return LateEvent(self.log, self.error, self.ended, self.on_wait)
 
 
-class LateDevice(CpuDevice):
+class LateDevice(SimulatedDevice):
     """Its work is complete once `wait` was called on the event."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock, is_cpu=False)
         self.log: list[str] = []
         self.error: Exception | None = None
         self.ended = False
         self.on_wait: Callable[[], None] = lambda: None
 
-    @property
-    def is_cpu(self) -> bool:
-        return False
+    def run(self, duration_us: float) -> None:
+        super().run(duration_us)
+        super().settle()
 
     def current_stream(self) -> LateStream:  # type: ignore[override]
         return LateStream(self.log, self.error, self.ended, self.on_wait)
 
-    def synchronize(self) -> None:
+    def settle(self) -> None:
         self.log.append("waited for all")
 
 
 def world_on_a_late_device() -> tuple[ExecutorWorld, LateDevice]:
     world = ExecutorWorld(mix_chunks=False)
-    world.engine.device = device = LateDevice()
+    world.engine.device = device = LateDevice(world.clock)
     world.executor.serve_with(world.engine)
     return world, device
 
@@ -346,7 +348,7 @@ def test_a_chunk_that_ended_before_it_was_settled_is_not_timed(is_seen_to_end: b
 
 def test_pages_of_a_failed_mixed_pass_are_reused_only_after_the_device_has_finished():
     world = world_with_a_ready_request_and_a_job_begun()
-    world.engine.device = device = LateDevice()
+    world.engine.device = device = LateDevice(world.clock)
     world.engine.fail_mixed = True
     world.executor.step()
     assert device.log[0] == "waited for all"
@@ -420,13 +422,13 @@ def test_the_time_of_rejections_does_not_count_as_device_time():
 def test_much_mail_wakes_the_device_thread_unless_the_poll_thread_of_a_cpu_does_short_work(on_cpu: bool):
     """With a model that computes nothing, both threads then waited for the interpreter lock of the other one."""
     world = ExecutorWorld() if on_cpu else world_on_a_late_device()[0]
-    world.executor.mail_arrived.clear()
-    for number in range(MAIL_TO_WAKE + 1):
+    world.executor.work_arrived.clear()
+    for number in range(POSTED_TO_WAKE + 1):
         world.rank(f"u{number}", request_id=f"r{number}", looks_up=False)
-    assert world.executor.mail_arrived.is_set() is not on_cpu
+    assert world.executor.work_arrived.is_set() is not on_cpu
     world.executor.backlog.expected_us = LONG_US + 1
     world.rank("long", request_id="long", looks_up=False)
-    assert world.executor.mail_arrived.is_set()
+    assert world.executor.work_arrived.is_set()
 
 
 def test_a_long_queue_is_short_work_if_one_batch_of_it_is():
@@ -434,9 +436,9 @@ def test_a_long_queue_is_short_work_if_one_batch_of_it_is():
     world = ExecutorWorld(max_batch_requests=4)
     works = [world.rank(f"u{number}", request_id=f"r{number}", budget_us=1_000_000) for number in range(20)]
     batch_us = 4 * max(work.predicted_us for work in works)
-    assert world.executor.step(batch_us - 1) == LEFT
+    assert world.executor.step(batch_us - 1) == WORK_TOO_LONG
     assert world.executor.step(batch_us) == 0
-    assert any(work.done for work in works)
+    assert any(work.has_ended for work in works)
 
 
 def test_the_results_of_a_batch_are_sent_before_its_requests_are_counted_and_let_go():

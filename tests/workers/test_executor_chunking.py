@@ -160,8 +160,8 @@ def test_the_announcements_are_bounded() -> None:
     assert len(arrivals.announced) == 4_096
 
 
-def world_of_long_chunks() -> ExecutorWorld:
-    return ExecutorWorld(chunk_ms=1.0, longest_chunk_ms=50.0)
+def world_of_long_chunks(**settings: int) -> ExecutorWorld:
+    return ExecutorWorld(chunk_ms=1.0, longest_chunk_ms=50.0, **settings)
 
 
 def test_a_prefix_is_not_cut_while_nobody_waits_or_is_expected() -> None:
@@ -175,19 +175,19 @@ def test_a_prefix_is_not_cut_while_nobody_waits_or_is_expected() -> None:
 
 
 def test_a_chunk_ends_when_the_most_urgent_request_has_to_start() -> None:
-    world = world_of_long_chunks()
+    world = world_of_long_chunks(max_batch_requests=1)
     cached = world.store.put("a", 100)
     world.job("a", cached, "a1")
     world.run()
     world.clock.advance_us(60_000_000)
     world.engine.chunks.clear()
-    world.job("b", world.store.put("b", 500), "b1", lead_us=1_000, budget_ms=3)
-    world.rank("a", cached, "a1", budget_us=4_000)
+    world.job("b", world.store.put("b", 500), "b1")
+    for number in range(3):
+        world.rank("a", cached, f"a{number + 1}", budget_us=6_000)
     world.run()
+    # Two of the rankings take 1 ms each. Then pre-infer gets its share, and the third has 4 ms.
     first_us = (world.engine.chunks[0][1] - world.engine.chunks[0][0]) * TOKEN_US
     assert 1_000 < first_us <= 3_000, "a ranking takes 1 ms of the 4"
-    assert len(world.outbox.ranked_works) == 1
-    assert world.outbox.failures == []
 
 
 @settings(max_examples=25)

@@ -8,7 +8,7 @@ import pytest
 from relaygr.schemas.messages import FailureReason, Path
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.model.interface import RankOutputs
-from tests.worlds.executor import LIMITS, ExecutorWorld
+from tests.worlds.executor import LIMITS, ExecutorWorld, world_with_a_in_dram
 
 pytestmark = pytest.mark.slow
 
@@ -174,3 +174,47 @@ def test_too_many_candidates_are_refused_before_anything_is_computed():
     assert reason is FailureReason.TOO_LONG
     assert str(LIMITS.max_candidates) in detail
     assert not world.engine.chunks and not world.engine.batches
+
+
+def test_a_request_whose_scores_are_sent_gets_no_second_result_whatever_breaks_then(monkeypatch):
+    world = ExecutorWorld()
+    work = world.rank("u", world.store.put("u", 100))
+
+    def broken(_work):
+        raise BrokenError("no good")
+
+    monkeypatch.setattr(world.outbox, "count_ranked", broken)
+    world.run()
+    assert work.has_ended and (len(world.outbox.ranked_works), world.outbox.failures) == (1, [])
+    assert world.executor.ranking_outstanding == world.executor.ranking_outstanding_bytes == 0
+
+
+def test_a_request_that_broke_while_it_waited_for_a_copy_is_not_answered_again_when_the_copy_ends(monkeypatch):
+    world, version = world_with_a_in_dram()
+
+    def broken(*_arguments):
+        raise BrokenError("no good")
+
+    with monkeypatch.context() as while_it_begins_to_wait:
+        while_it_begins_to_wait.setattr(world.executor._context.timers, "at", broken)
+        work = world.rank("a", version, "breaks")
+    assert work.has_ended and [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]
+    answers = world.outbox.answers
+    world.mover.finish()
+    world.run()
+    assert world.outbox.answers == answers
+    assert world.executor.ranking_outstanding == world.executor._prefixes.reloads_awaited == 0
+    assert world.executor.backlog.total_us == 0
+
+
+def test_a_device_that_stays_broken_fails_the_request_and_not_the_process(monkeypatch):
+    world = ExecutorWorld()
+    work = world.rank("u", world.store.put("u", 100), looks_up=False)
+
+    def broken(*_arguments, **_fields):
+        raise BrokenError("no good")
+
+    for name in ("prefix_inputs", "rank_inputs"):
+        monkeypatch.setattr(world.engine, name, broken)
+    world.run()
+    assert work.has_ended and [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]

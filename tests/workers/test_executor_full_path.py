@@ -47,7 +47,7 @@ def test_a_prepared_request_is_needless_if_full_inference_had_the_time() -> None
         version = world.store.put(name, LENGTH)
         world.job(name, version, name)
         world.run()
-        assert world.rank(name, version, name, budget_us=budget_us).done is False
+        assert world.rank(name, version, name, budget_us=budget_us).has_ended is False
         world.run()
     sent = report(world)
     assert (sent.prepared[BUCKET], sent.needless[BUCKET]) == (2, 1)
@@ -118,7 +118,7 @@ def test_a_request_with_a_wrong_time_of_sending_does_not_count_for_the_time_outs
     wall_us = world.clock.wall_us()
     wrong = world.rank("u", version, "wrong", sent_ago_us=wall_us - (wall_us // unit if unit else 0))
     world.run()
-    assert wrong.done
+    assert wrong.has_ended
     assert report(world).outside_us == 500
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from relaygr.schemas.messages import MAX_BEHAVIOURS, FailureReason, PreInferJob
 from relaygr.worker.executor.work import JobOutcome, JobWork, ResolvedPrefix
-from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore, StoreOrigin
+from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
+from relaygr.worker.history.store import HistoryStore, StoreOrigin
 from relaygr.worker.model.interface import EngineLimits
 from tests.worlds.executor import LIMITS, PAGE_TOKENS, ExecutorWorld, history_of
 
@@ -139,7 +140,7 @@ def test_parked_requests_and_jobs_count_their_messages(store: HistoryStore) -> N
         job = PreInferJob(f"r{number}", "u", wall_us, wall_us + 100_000, 50, 10, 0, wall_us, version, None)
         received = replace(world.received("preinfer"), value=bytes(100_000))
         world.executor.take_job(JobWork(job, received, world.clock.monotonic_us() + 100_000, 5_000_000))
-        world.executor.take_mail()
+        world.executor.run_posted()
     assert 800_000 < world.jobs_bytes <= MIB
     world.rank("u", version)
     assert world.requests_bytes > 0
@@ -161,7 +162,7 @@ def test_the_mailbox_counts_while_the_device_thread_is_busy() -> None:
     received = replace(world.received("preinfer"), value=bytes(200_000))
     taken = [world.executor.take_job(JobWork(job, received, 0, 0)) for _ in range(4)]
     assert taken == [True, True, False, False]
-    world.executor.take_mail()
+    world.executor.run_posted()
     assert world.executor.take_job(JobWork(job, received, 0, 0))
 
 

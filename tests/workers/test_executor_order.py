@@ -20,7 +20,7 @@ class Piece:
     latest_start_us: int
     remaining_us: float = 0.0
     runs_in_chunks: bool = True
-    may_give_way: bool = True
+    may_be_displaced: bool = True
 
 
 def ranking(latest_start_us: int) -> Piece:
@@ -55,23 +55,23 @@ def test_a_prediction_that_changed_moves_the_work_when_pushed_again():
     assert queue.pop() is None
 
 
-def test_the_longest_work_that_may_give_way_is_known_while_it_is_queued():
+def test_the_longest_work_that_may_be_displaced_is_known_while_it_is_queued():
     scheduled = scheduler()
     short, longer, begun, whole = (
         Piece(WorkClass.RANKING, 10_000, 2_000),
         Piece(WorkClass.RANKING, 10_000, 5_000),
-        Piece(WorkClass.RANKING, 10_000, 7_000, may_give_way=False),
+        Piece(WorkClass.RANKING, 10_000, 7_000, may_be_displaced=False),
         Piece(WorkClass.RANKING, 10_000, 9_000, runs_in_chunks=False),
     )
     for piece in (short, longer, begun, whole, Piece(WorkClass.PREINFER, 10_000, 8_000)):
         scheduled.push(piece)
-    assert scheduled.ranking.longest() is scheduled.backlog.gives_way is longer
+    assert scheduled.ranking.longest() is longer and scheduled.backlog.displaceable == scheduled.backlog.entry(longer)
     longer.remaining_us = 1_000
     scheduled.push(longer)
-    assert scheduled.ranking.longest() is scheduled.backlog.gives_way is short
+    assert scheduled.ranking.longest() is short and scheduled.backlog.displaceable == scheduled.backlog.entry(short)
     for piece in (short, longer):
         scheduled.remove(piece)
-    assert scheduled.ranking.longest() is scheduled.backlog.gives_way is None
+    assert scheduled.ranking.longest() is None and scheduled.backlog.displaceable is None
 
 
 def test_removed_work_is_gone_and_the_heap_does_not_grow_with_pushes():
@@ -108,37 +108,12 @@ def test_equal_deadlines_keep_their_order_of_arrival():
     assert [queue.pop() for _ in range(5)] == pieces
 
 
-def test_on_ties_ranking_goes_first():
+def test_ranking_goes_before_more_urgent_pre_infer_that_has_got_its_share():
     order = scheduler()
-    order.push(preinfer(100_000))
     first = ranking(100_000)
+    order.push(preinfer(1_000))
     order.push(first)
     assert order.pick(0) is first
-
-
-def test_more_urgent_pre_infer_goes_first_when_ranking_can_wait_for_a_chunk():
-    order = scheduler()
-    order.push(ranking(2 * CHUNK_US))
-    job = preinfer(1_000)
-    order.push(job)
-    assert order.pick(0) is job
-
-
-def test_more_urgent_pre_infer_waits_when_ranking_behind_the_first_has_no_time_to_spare():
-    order = scheduler()
-    first, second = due(100_000, 40_000), due(101_000, 60_000)
-    order.push(first)
-    order.push(second)
-    order.push(due(90_000, 20_000, WorkClass.PREINFER))
-    assert order.pick(0) is first
-
-
-def test_more_urgent_pre_infer_waits_when_a_chunk_would_make_the_ranking_late():
-    order = scheduler()
-    request = ranking(CHUNK_US - 1)
-    order.push(request)
-    order.push(preinfer(-50_000))
-    assert order.pick(0) is request
 
 
 # -- what runs is not interrupted without need -----------------------------------------------------
@@ -174,10 +149,9 @@ def test_full_inference_is_not_interrupted_by_that_of_a_request_with_a_later_dea
     assert order.pick(now_us) is second
 
 
-@pytest.mark.parametrize("work_class", [WorkClass.RANKING, WorkClass.PREINFER])
-def test_a_short_request_overtakes_longer_work_that_has_time_to_spare(work_class: WorkClass):
+def test_a_short_request_overtakes_longer_work_that_has_time_to_spare():
     order = scheduler()
-    longer, short = due(100_000, 50_000, work_class), due(150_000, 4_000)
+    longer, short = due(100_000, 50_000), due(150_000, 4_000)
     order.push(longer)
     order.push(short)
     assert order.pick(0) is short

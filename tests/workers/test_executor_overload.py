@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import FailureReason, HistoryVersion, LatencyCoefficients, Path
-from relaygr.worker.executor.executor import MAIL_PER_STEP
+from relaygr.worker.executor.executor import POSTED_PER_STEP
 from relaygr.worker.executor.order import Backlog, Scheduler, WorkClass
 from relaygr.worker.executor.work import JobOutcome, RankingWork
 from relaygr.worker.model.interface import PrefixChunk, RankOutputs
@@ -318,7 +318,7 @@ def test_a_device_thread_that_others_slow_down_admits_less_until_it_rests():
     for _ in range(30):
         backlog.busy_since_us, backlog.done_us = now_us, 20_000
         now_us += 40_000
-        backlog.observe_pace(now_us)
+        backlog.observe_slowdown(now_us)
     assert backlog.room_us(100_000, 0) == pytest.approx(80_000, rel=0.01)
     for _ in range(30):
         backlog.rest(now_us)
@@ -334,20 +334,20 @@ def test_time_of_pre_infer_is_no_slow_device_thread():
         scheduler.charge(WorkClass.PREINFER, 50_000, now_us)
         scheduler.charge(WorkClass.PREINFER, 30_000, now_us)
         scheduler.charge(WorkClass.RANKING, 20_000, now_us)
-        backlog.observe_pace(now_us)
-    assert backlog.pace == 1
+        backlog.observe_slowdown(now_us)
+    assert backlog.slowdown == 1
 
 
 @given(st.floats(0, 0.9), st.floats(1, 8), st.floats(1, 1.5), PIECES)
 def test_the_share_of_pre_infer_delays_admitted_work_once_beside_all_that_slows_the_device_thread(
-    share, pace, caution, pieces
+    share, slowdown, margin, pieces
 ):
     backlog = Backlog()
-    backlog.pace, backlog.caution = pace, caution
+    backlog.slowdown, backlog.margin = slowdown, margin
     promises = [put(backlog, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
     last_us = max((must_end_us for must_end_us, _ in pieces), default=0)
     ahead_us = sum(promise.remaining_us for promise in promises)
-    left_us = last_us if not pieces else (last_us - caution * pace / (1 - share) * ahead_us) / caution
+    left_us = last_us if not pieces else (last_us - margin * slowdown / (1 - share) * ahead_us) / margin
     assert backlog.room_us(last_us, 0, share) == pytest.approx(left_us, abs=1e-3)
 
 
@@ -359,47 +359,45 @@ def test_pre_infer_beside_hits_makes_the_device_thread_no_slower():
     for number in range(60):
         world.job(f"u{number}", world.store.put(f"u{number}", TOKENS), f"j{number}", lead_us=1_000)
         world.rank("hit", hit, f"r{number}", budget_us=10_000_000)
-    paces = []
+    slowdowns = []
     while world.executor.step() == 0:
-        paces.append(world.executor.backlog.pace)
-    assert world.engine.chunks and len(paces) > 60
-    assert max(paces) == pytest.approx(1.0, abs=0.01)
+        slowdowns.append(world.executor.backlog.slowdown)
+    assert world.engine.chunks and len(slowdowns) > 60
+    assert max(slowdowns) == pytest.approx(1.0, abs=0.01)
 
 
-PATIENCE = st.lists(st.booleans(), max_size=300)
+ANSWERS = st.lists(st.booleans(), max_size=300)
 
 
-@given(PATIENCE, PIECES)
-def test_new_work_waits_at_most_for_the_part_of_its_time_that_patience_allows(answers, pieces):
+@given(ANSWERS, PIECES)
+def test_new_work_waits_at_most_for_the_part_of_its_time_that_the_limit_allows(answers, pieces):
     backlog, admitted = Backlog(), []
     for is_answered in answers:
         backlog.observe(Path.HBM, 0, 0, in_time=True) if is_answered else backlog.refused()
-        assert 0.25 <= backlog.patience <= 1
+        assert 0.25 <= backlog.wait_limit <= 1
     for must_end_us, demand_us in pieces:
         ahead_us = sum(promise.remaining_us for promise in admitted if promise.must_end_us <= must_end_us)
-        room_us = backlog.room_us(must_end_us, 0)
-        new_room_us = backlog.room_us(must_end_us, 0, sent_us=0)
-        assert new_room_us == room_us if ahead_us <= backlog.patience * must_end_us else new_room_us < 0
-        if demand_us <= new_room_us:
+        may_wait = backlog.may_wait(must_end_us, 0, sent_us=0)
+        assert may_wait == (backlog.wait_limit == 1 or ahead_us <= backlog.wait_limit * must_end_us)
+        if may_wait and demand_us <= backlog.room_us(must_end_us, 0):
             admitted.append(put(backlog, Promise(must_end_us, demand_us)))
 
 
 @given(st.integers(0, 100), st.integers(1, 100), st.integers(0, 200))
-def test_the_time_on_the_way_counts_as_waiting(waited_us, left_us, ahead_us):
+def test_the_time_in_transit_counts_as_waiting(waited_us, left_us, ahead_us):
     backlog = Backlog()
     for _ in range(100):
         backlog.refused()
     put(backlog, Promise(left_us, ahead_us))
-    room_us = backlog.room_us(left_us, 0, sent_us=-waited_us)
-    may_wait = waited_us + ahead_us <= backlog.patience * (waited_us + left_us)
-    assert room_us == backlog.room_us(left_us, 0) if may_wait else room_us <= 0
+    may_wait = backlog.may_wait(left_us, 0, sent_us=-waited_us)
+    assert may_wait == (waited_us + ahead_us <= backlog.wait_limit * (waited_us + left_us))
 
 
-def test_requests_that_are_missed_cost_patience_too():
+def test_requests_that_are_missed_lower_the_wait_limit_too():
     backlog = Backlog()
     for _ in range(20):
         backlog.missed()
-    assert backlog.patience < 1
+    assert backlog.wait_limit < 1
 
 
 def test_requests_that_arrive_without_a_pause_do_not_keep_ready_ones_from_being_ranked():
@@ -408,43 +406,43 @@ def test_requests_that_arrive_without_a_pause_do_not_keep_ready_ones_from_being_
     world.rank("u", version, "first", budget_us=10_000_000)
     world.run()
     ranked = len(world.outbox.ranked_works)
-    for number in range(3 * MAIL_PER_STEP):
+    for number in range(3 * POSTED_PER_STEP):
         world.rank("u", version, f"r{number}", budget_us=10_000_000, looks_up=False)
     world.executor.step()
-    assert ranked < len(world.outbox.ranked_works) <= ranked + MAIL_PER_STEP
+    assert ranked < len(world.outbox.ranked_works) <= ranked + POSTED_PER_STEP
 
 
-def test_patience_lasts_while_few_are_refused_and_falls_while_many_are():
+def test_the_wait_limit_lasts_while_few_are_refused_and_falls_while_many_are():
     backlog = Backlog()
     for _ in range(200):
         backlog.refused()
         for _ in range(9):
             backlog.observe(Path.HBM, 0, 0, in_time=True)
-    assert backlog.patience > 0.97
+    assert backlog.wait_limit > 0.97
     for _ in range(200):
         backlog.refused()
         backlog.observe(Path.HBM, 0, 0, in_time=True)
-    assert backlog.patience < 0.28
+    assert backlog.wait_limit < 0.28
     for _ in range(150):
         backlog.observe(Path.HBM, 0, 0, in_time=True)
-    assert backlog.patience == pytest.approx(1.0, abs=0.03)
+    assert backlog.wait_limit == pytest.approx(1.0, abs=0.03)
 
 
-def test_patience_comes_back_while_the_device_rests_however_few_requests_are_answered():
+def test_the_wait_limit_comes_back_while_the_device_rests_however_few_requests_are_answered():
     backlog = Backlog()
     for _ in range(100):
         backlog.refused()
-    patience = backlog.patience
+    patience = backlog.wait_limit
     backlog.rest(1_000_000)
     backlog.wake(1_500_000)
     backlog.wake(9_000_000)
-    assert backlog.patience == pytest.approx(patience + 0.5)
+    assert backlog.wait_limit == pytest.approx(patience + 0.5)
     backlog.rest(10_000_000)
     backlog.wake(12_000_000)
-    assert backlog.patience == 1.0
+    assert backlog.wait_limit == 1.0
 
 
-def test_an_impatient_worker_refuses_a_request_that_would_fit():
+def test_while_many_are_refused_a_request_is_refused_that_would_fit():
     world, version = world_with_u_cached()
     for _ in range(100):
         world.executor.backlog.refused()
@@ -457,35 +455,35 @@ def test_an_impatient_worker_refuses_a_request_that_would_fit():
     assert len(world.outbox.ranked_works) == 3
 
 
-@pytest.mark.parametrize("is_impatient", [True, False])
-def test_an_impatient_worker_keeps_half_of_its_queue_for_requests_whose_prefix_is_ready(is_impatient: bool):
+@pytest.mark.parametrize("many_refused", [True, False])
+def test_while_many_are_refused_a_worker_keeps_half_of_its_queue_for_requests_whose_prefix_is_ready(many_refused: bool):
     world = ExecutorWorld()
     cached, new = world.store.put("cached", 100), world.store.put("new", 100)
     world.rank("cached", cached, "first")
     world.run()
-    for _ in range(100 if is_impatient else 0):
+    for _ in range(100 if many_refused else 0):
         world.executor.backlog.refused()
     # It takes 1 ms, a fifth of the time that the other two have.
     world.rank("cached", cached, "ahead", budget_us=4_500)
     world.rank("new", new, "new", budget_us=5_000)
     world.rank("cached", cached, "ready", budget_us=5_000)
-    assert [work.request.request_id for work, _, _ in world.outbox.failures] == (["new"] if is_impatient else [])
+    assert [work.request.request_id for work, _, _ in world.outbox.failures] == (["new"] if many_refused else [])
 
 
-@given(PATIENCE, PIECES, st.floats(0, 1), st.integers(0, 1_000))
+@given(ANSWERS, PIECES, st.floats(0, 1), st.integers(0, 1_000))
 def test_a_request_that_must_compute_its_prefix_may_wait_for_half_of_the_time_or_more(
-    answers, pieces, ready_part, way_us
+    answers, pieces, ready_part, transit_us
 ):
     backlog = Backlog()
     for is_answered in answers:
         backlog.observe(Path.HBM, 0, 0, in_time=True) if is_answered else backlog.refused()
     admitted = [put(backlog, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
     ahead_us = sum(promise.remaining_us for promise in admitted if promise.must_end_us <= 1_000)
-    room_us = backlog.room_us(1_000, 0, sent_us=-way_us, ready_part=ready_part)
-    longest_us = backlog.patience * (1_000 + way_us) - way_us
-    unreserved = max(0.5, 1 - 2 * (1 - backlog.patience))
-    may_wait = longest_us >= 0 and ahead_us <= max(unreserved, ready_part) * longest_us
-    assert room_us == backlog.room_us(1_000, 0) if may_wait or backlog.patience == 1 else room_us < 0
+    may_wait = backlog.may_wait(1_000, 0, sent_us=-transit_us, ready_part=ready_part)
+    longest_us = backlog.wait_limit * (1_000 + transit_us) - transit_us
+    unreserved = max(0.5, 1 - 2 * (1 - backlog.wait_limit))
+    waits = longest_us >= 0 and ahead_us <= max(unreserved, ready_part) * longest_us
+    assert may_wait == (waits or backlog.wait_limit == 1)
 
 
 def test_a_worker_without_a_backlog_serves_a_request_whatever_it_needs():
@@ -497,17 +495,17 @@ def test_a_worker_without_a_backlog_serves_a_request_whatever_it_needs():
     assert request.path is Path.FULL and not world.outbox.failures
 
 
-def test_an_impatient_worker_serves_the_requests_of_a_gateway_that_sends_no_valid_time():
-    """Each seemed to have waited since 1970, so it was refused, which took more of the patience."""
+def test_while_many_are_refused_a_worker_serves_the_requests_of_a_gateway_that_sends_no_valid_time():
+    """Each seemed to have waited since 1970, so it was refused, which lowered the limit further."""
     world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.executor.backlog.refused()
     request = world.rank("u", version, sent_ago_us=world.clock.wall_us())
     world.run()
-    assert request.done and not world.outbox.failures
+    assert request.has_ended and not world.outbox.failures
 
 
-def test_an_impatient_worker_does_not_refuse_the_request_whose_prefix_was_prepared_for_it():
+def test_while_many_are_refused_a_worker_does_not_refuse_the_request_whose_prefix_was_prepared_for_it():
     world = ExecutorWorld(lease_margin_ms=60_000)
     version = world.store.put("u", 100)
     world.job("u", version, "prepared")
@@ -527,24 +525,7 @@ def test_an_impatient_worker_does_not_refuse_the_request_whose_prefix_was_prepar
     assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["other"]
 
 
-@given(PIECES, st.integers(0, 29), st.integers(1, 1_000))
-def test_the_room_without_some_work_is_that_of_a_backlog_that_does_not_have_it(pieces, given_up, must_end_us):
-    whole, rest = Backlog(), Backlog()
-    for backlog in (whole, rest):
-        backlog.refused()
-    promises = [put(whole, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
-    without = promises[given_up] if given_up < len(promises) else None
-    for promise in promises:
-        if promise is not without:
-            put(rest, promise)
-    # With nothing else there is no caution, and the last request of a queue has it.
-    if len(promises) > 1 or without is None:
-        assert whole.room_us(must_end_us, 0, sent_us=0, without=without) == pytest.approx(
-            rest.room_us(must_end_us, 0, sent_us=0)
-        )
-
-
-class TestGivingWay:
+class TestDisplacement:
     """A hit takes 1 ms. The long request takes 5 ms for its prefix and 1 ms more, and has 6.5 ms."""
 
     LONG_US, HIT_US = 6_500, 6_600
@@ -560,7 +541,7 @@ class TestGivingWay:
         assert {reason for _, reason, _ in world.outbox.failures} <= {FailureReason.OVERLOADED}
         return [work.request.request_id for work, _, _ in world.outbox.failures]
 
-    def test_a_long_request_gives_way_to_short_ones_that_would_be_refused(self):
+    def test_a_long_request_is_displaced_by_short_ones_that_would_be_refused(self):
         world = self.world()
         world.rank("long", self.long, "long", budget_us=self.LONG_US)
         for number in range(4):
@@ -569,7 +550,7 @@ class TestGivingWay:
         assert self.failed(world) == ["long"]
         assert [work.path for work in world.outbox.ranked_works[1:]] == [Path.HBM] * 4
 
-    def test_the_poll_thread_leaves_a_request_to_which_another_may_give_way_to_the_device_thread(self):
+    def test_the_poll_thread_leaves_a_request_that_may_displace_another_to_the_device_thread(self):
         world = self.world()
         backlog, now_us = world.executor.backlog, world.clock.monotonic_us()
         world.rank("long", self.long, "long", budget_us=self.LONG_US)
@@ -651,6 +632,24 @@ class TestGivingWay:
         assert len(world.outbox.ranked_works) == 3
 
 
+@pytest.mark.parametrize(
+    ("long_ends_us", "ahead_us", "must_end_us", "is_hopeless"),
+    [(200_500, 0, 100_000, False), (900_000, 150_000, 100_000, True), (90_000, 80_000, 100_000, False)],
+    ids=["due later, without time to spare", "due later, and not ahead", "ahead"],
+)
+def test_the_poll_thread_refuses_what_has_no_room_even_if_the_longest_work_is_displaced(
+    long_ends_us: int, ahead_us: int, must_end_us: int, is_hopeless: bool
+) -> None:
+    backlog, long = Backlog(), Promise(long_ends_us, 200_000 if long_ends_us > 100_000 else 40_000)
+    if ahead_us:
+        put(backlog, Promise(must_end_us, ahead_us))
+    put(backlog, long)
+    backlog.own_us[Path.HBM] = 1_000.0
+    assert backlog.is_hopeless(must_end_us, 0), "without displacement"
+    backlog.displaceable = backlog.entry(long)
+    assert backlog.is_hopeless(must_end_us, 0) is is_hopeless
+
+
 def test_of_the_chunk_that_the_device_computes_only_the_rest_counts():
     backlog, promise = Backlog(), Promise(1_000, 300)
     put(backlog, promise)
@@ -676,18 +675,6 @@ def test_the_time_of_a_jobs_chunk_counts_once_a_request_joins_it():
     assert backlog.room_us(1_000, 150) == 850 - 50 - 100
     backlog.drop(work)
     assert backlog.room_us(1_000, 150) == 850
-
-
-def test_work_that_gives_way_gives_back_only_what_has_not_begun():
-    backlog, long, other = Backlog(), Promise(140, 100), Promise(140, 40)
-    put(backlog, long)
-    put(backlog, other)
-    backlog.gives_way = long
-    backlog.begin_chunk(long, 50, now_us=0)
-    # 10 us of the chunk are left: of the 110 us until 150, 50 are taken without the rest of `long`.
-    for own_us, is_hopeless in ((60, False), (61, True)):
-        backlog.own_us[Path.HBM] = own_us
-        assert backlog.is_hopeless(150, 40) is is_hopeless
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
@@ -816,4 +803,4 @@ def test_while_many_are_refused_results_tell_the_time_that_a_new_request_must_ha
     for _ in range(100):
         backlog.refused()
     told_us = backlog.predicted_us
-    assert backlog.room_us(told_us, 0, sent_us=0) > 0 > backlog.room_us(told_us - 10, 0, sent_us=0)
+    assert backlog.may_wait(told_us, 0, sent_us=0) and not backlog.may_wait(told_us - 10, 0, sent_us=0)

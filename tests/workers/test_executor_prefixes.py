@@ -13,8 +13,9 @@ import relaygr.worker.executor.executor
 from relaygr.schemas.messages import Path as AnswerPath
 from relaygr.worker.cache.results import PendingOutcome
 from relaygr.worker.executor.context import MAX_UNCOUNTED_PASSES, ExecutorContext, Timers
+from relaygr.worker.executor.events import Change, ComputedTooLate, DeviceFailed, PrefixComputed, PrefixLeft
 from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.executor.prefixes import ChunkReadiness, Computed, Failed, Prefixes, TooLate, Undone
+from relaygr.worker.executor.prefixes import ChunkReadiness, Prefixes
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import StoredHistory
@@ -23,17 +24,20 @@ from tests.worlds.executor import ExecutorWorld, history_of
 FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
 ORDER = (
     "order",
+    "plan",
     "work",
     "resolver",
     "admission",
-    "plan",
     "context",
+    "events",
+    "observations",
     "prefixes",
     "requests",
     "jobs",
     "warm_up",
     "batches",
     "executor",
+    "status",
 )
 """Each module imports only modules before it."""
 
@@ -72,13 +76,14 @@ class PrefixWorld:
         return ready
 
 
-def test_a_complete_prefix_is_an_event_whose_handle_pins_it() -> None:
+def test_a_complete_prefix_is_a_change_whose_handle_pins_it() -> None:
     world = PrefixWorld()
     work = world.request("u", 50)
     assert world.run() is ChunkReadiness.READY
-    (event,) = world.prefixes.events
-    assert isinstance(event, Computed) and event.handle is not None
-    assert event.work.waiters == [work]
+    (change,) = world.prefixes.changes
+    event = change.event
+    assert isinstance(event, PrefixComputed) and event.handle is not None
+    assert change.requests == [work]
     assert (event.handle.tokens, event.handle.complete) == (50, True)
     assert world.prefixes.by_user == {}
     world.world.cache.release(event.handle)
@@ -88,18 +93,18 @@ def test_a_request_that_would_be_late_gets_an_event_before_the_chunk() -> None:
     world = PrefixWorld()
     late = world.request("u", 50, budget_us=1)
     assert world.run() is ChunkReadiness.DROPPED
-    assert list(world.prefixes.events) == [TooLate(late, world.world.clock.monotonic_us())]
+    assert list(world.prefixes.changes) == [Change([late], [], ComputedTooLate(world.world.clock.monotonic_us()))]
     assert world.world.engine.chunks == []
 
 
-def test_a_prefix_that_was_invalidated_is_undone_and_its_requests_look_again() -> None:
+def test_a_prefix_that_was_invalidated_is_left_by_its_requests_which_look_again() -> None:
     world = PrefixWorld()
     work = world.request("u", 300)
     world.run()
     world.world.cache.invalidate_user("u")
     assert world.run() is ChunkReadiness.DROPPED
-    (event,) = world.prefixes.events
-    assert isinstance(event, Undone) and (event.requests, event.jobs) == ([work], [])
+    (change,) = world.prefixes.changes
+    assert isinstance(change.event, PrefixLeft) and (change.requests, change.jobs) == ([work], [])
     assert work.path is AnswerPath.FULL
     assert world.world.cache.stats().hbm.in_flight == 0
 
@@ -109,7 +114,7 @@ def test_a_failed_chunk_fails_the_requests_of_its_prefix() -> None:
     work = world.request("u", 50)
     world.world.engine.fail_next = error = RuntimeError("kernel failed")
     world.run()
-    assert list(world.prefixes.events) == [Failed([work], error)]
+    assert list(world.prefixes.changes) == [Change([work], [], DeviceFailed(error))]
     assert world.prefixes.by_user == {}
 
 
@@ -120,7 +125,7 @@ def test_a_second_request_on_the_scratch_pages_waits_for_the_first() -> None:
     assert isinstance(world.prefixes.scratch_user, PrefixWork)
     world.context.scheduler.remove(world.prefixes.scratch_user)
     assert world.run() is ChunkReadiness.SCRATCH_BUSY
-    assert not world.prefixes.events
+    assert not world.prefixes.changes
     assert [work.waiters for work in (world.prefixes.scratch_user, world.context.scheduler.ranking.peek())] == [
         [first], [second],
     ]  # fmt: skip

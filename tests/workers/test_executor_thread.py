@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from relaygr.runtime.clock import ManualClock, SystemClock
-from relaygr.worker.executor.executor import LEFT
+from relaygr.worker.executor.executor import WORK_TOO_LONG
 from relaygr.worker.executor.thread import SHORT_US, TURN_US, DeviceThread
 
 WATCHDOG_S = 2.0
@@ -29,7 +29,7 @@ class Executor:
     def __init__(self, clock: ManualClock | SystemClock) -> None:
         self.clock = clock
         self.last_progress_us = clock.monotonic_us()
-        self.mail_arrived = threading.Event()
+        self.work_arrived = threading.Event()
         self.steps = 0
         self.work_us: list[int] = []
         self.ran_on: list[str] = []
@@ -41,7 +41,7 @@ class Executor:
         if not self.work_us:
             return None if self.timer_at_us is None else max(0, self.timer_at_us - self.last_progress_us)
         if self.work_us[0] > longest_us:
-            return LEFT
+            return WORK_TOO_LONG
         took_us = self.work_us.pop(0)
         self.ran_on.append(threading.current_thread().name)
         if isinstance(self.clock, ManualClock):
@@ -147,7 +147,7 @@ class SharedDevice:
         """The poll thread received this work. Whether it woke the device thread."""
         self.executor.work_us += work_us
         self.has_work = self.device.run_short_work()
-        return self.executor.mail_arrived.is_set()
+        return self.executor.work_arrived.is_set()
 
 
 def test_short_work_runs_on_the_thread_that_received_it() -> None:
@@ -189,7 +189,7 @@ def test_an_accelerator_s_work_never_runs_on_the_poll_thread() -> None:
 def test_mail_of_other_threads_is_left_to_the_device_thread() -> None:
     """A swap of models took the poll thread's time."""
     shared = SharedDevice()
-    shared.executor.mail_arrived.set()
+    shared.executor.work_arrived.set()
     assert shared.receive(100)
     assert not shared.executor.ran_on
 
@@ -208,7 +208,7 @@ def test_short_work_does_not_wake_a_device_thread_that_knows_the_next_timer(idle
         wait_until(lambda: idle.steps > 0 and not device._running.locked())
         idle.work_us = [1] * 3
         device.run_short_work()
-        assert not idle.mail_arrived.is_set()
+        assert not idle.work_arrived.is_set()
         assert idle.ran_on == [threading.current_thread().name] * 3
 
 

@@ -115,7 +115,7 @@ def test_a_ranking_request_runs_right_after_the_chunk_on_the_device() -> None:
     begun(world)
     work = world.rank("b", world.versions["b"])
     before = len(world.engine.chunks)
-    while not work.done:
+    while not work.has_ended:
         assert world.executor.step() == 0
     own = world.engine.chunks[before:]
     assert sum(end - start for start, end in own) == LENGTH, "only chunks of the request ran"

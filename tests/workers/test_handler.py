@@ -47,7 +47,7 @@ class Sink:
     jobs: list[JobWork] = field(default_factory=list)
     backlog: Backlog = field(default_factory=Backlog)
     refused: list[tuple[str, str]] = field(default_factory=list)
-    mail_arrived: threading.Event = field(default_factory=threading.Event)
+    work_arrived: threading.Event = field(default_factory=threading.Event)
 
     def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int, sent_us: int) -> bool:
         return self.backlog.is_hopeless(must_end_us, now_us, sent_us)
@@ -204,6 +204,16 @@ def test_a_deadline_may_lie_only_so_far_ahead(world: HandlerWorld, ahead_us: int
     assert bool(world.sink.rankings) is is_work
     reasons = [result.reason for result in world.results]
     assert reasons == ([] if is_work else [FailureReason.INVALID_DEADLINE])
+
+
+@pytest.mark.parametrize(("in_unit", "unit"), [(1_700_000_000, "seconds"), (1_700_000_000_123, "milliseconds")])
+def test_a_deadline_in_another_unit_is_no_expired_request(world: HandlerWorld, in_unit: int, unit: str):
+    world.clock.advance_us(10**16)
+    headers = world.headers(deadline_us=in_unit)
+    world.send(RANKING, b"", headers=headers.encode())
+    (result,) = world.results
+    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.INVALID_DEADLINE)
+    assert f"{in_unit} is a time in {unit}: give it in microseconds" in str(result.detail)
 
 
 def test_a_gateway_whose_clock_is_an_hour_ahead_is_told_the_offset(world: HandlerWorld):
@@ -503,4 +513,4 @@ def test_an_answer_to_a_request_in_dead_letters_is_produced_in_the_tick_that_hea
 def test_a_rebalance_leaves_the_work_to_the_device_thread(world: HandlerWorld):
     """The poll thread, which had kept short work for its next turn, may wait for seconds in a rebalance."""
     world.handler.on_rebalance()
-    assert world.sink.mail_arrived.is_set()
+    assert world.sink.work_arrived.is_set()

@@ -22,8 +22,10 @@ from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history import files as files_module
+from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
 from relaygr.worker.history.files import claim
-from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore, PartitionState, StoreOrigin
+from relaygr.worker.history.store import HistoryStore, StoreOrigin
+from relaygr.worker.history.tables import PartitionState, Table
 
 MIB = 1024 * 1024
 ORIGIN = StoreOrigin("cluster", "relaygr.history", "topic-1")
@@ -212,11 +214,11 @@ def test_replaced_files_are_unmapped_when_their_last_reader_is_done(store: Histo
         return any(f"{store.path}/data.mdb" in line for line in maps)
 
     apply(store, record(0, "ann"), record(1, "bob"))
-    with store._read() as (files, txn):
+    with store._read() as tables:
         compact(store)
         assert is_mapped()
-        assert txn.stat(files.users)["entries"] == 2
-    del files, txn
+        assert tables.count(Table.USERS) == 2
+    del tables
     assert not is_mapped()
     assert store.user_count == 2
 
@@ -235,7 +237,8 @@ def test_another_thread_reads_while_files_are_replaced(store: HistoryStore) -> N
 
 _OTHER = """
 import sys
-from relaygr.worker.history.store import HistoryBatch, HistoryStore, StoreOrigin
+from relaygr.worker.history.batches import HistoryBatch
+from relaygr.worker.history.store import HistoryStore, StoreOrigin
 store = HistoryStore.open(sys.argv[1], 16 << 20)
 store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1"))
 print("open", flush=True)
@@ -423,7 +426,8 @@ _COMPACTOR = """
 import sys
 import numpy as np
 from relaygr.schemas.messages import Behaviours, History
-from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore, StoreOrigin
+from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
+from relaygr.worker.history.store import HistoryStore, StoreOrigin
 store = HistoryStore.open(sys.argv[1], 16 << 20)
 store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1"))
 offset = store.next_offset(0) or 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,14 +19,17 @@ from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_pro
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import DEAD_LETTER_REASON
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, BehavioursOffset, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history import follower as follower_module
+from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
 from relaygr.worker.history.follower import MAX_STORE_AGE_MS, HistoryFollower
-from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore
+from relaygr.worker.history.store import HistoryStore
+from tests.worlds.disk import fill
 
 pytestmark = pytest.mark.slow
 
@@ -335,6 +339,25 @@ def test_a_stored_offset_out_of_range_means_reading_from_the_beginning(
         assert reported.changed == ["user"]
         assert store.next_offset(partition) == 1
         assert reported.missed == [partition]
+
+
+def test_topics_with_other_ids_are_read_from_the_beginning_though_the_offsets_fit(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("user"))
+    with following(kafka_settings, store, reported) as follower:
+        # As if the store had these from the topics before.
+        store.apply_all([HistoryBatch(0, (HistoryRecord("gone", 0, history("gone"), 1),), 0)])
+        assert store.get("gone") is not None
+        reported.missed.clear()
+        reported.changed.clear()
+        follower.read_anew(["another topic"])
+        follower.read_anew([kafka_settings.topic(Topic.BEHAVIOURS)])
+        until(lambda: reported.changed == ["user"], "read again")
+        until(lambda: not follower.loading, "caught up")
+        assert store.get("user") is not None and store.get("gone") is None
+        assert set(reported.missed) == set(range(kafka_settings.partitions))
 
 
 def test_a_store_too_old_for_tombstones_is_read_from_the_beginning(
@@ -730,3 +753,183 @@ def test_histories_of_a_partition_that_moved_for_good_are_deleted_and_read_again
         follower.follow(every)
         until(lambda: store.user_count == len(users), "read again")
         until(lambda: {publisher.partition(user) for user in left} <= set(reported.missed), "prefixes are dropped")
+
+
+# -- a disk that takes nothing ----------------------------------------------------------------------
+
+
+class Disk:
+    """The disk of a store: while it is `full`, every write transaction fails."""
+
+    def __init__(self, store: HistoryStore, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        self.full = False
+        write, check_room = store._write, follower_module.check_room
+
+        @contextmanager
+        def fails() -> Iterator[Any]:
+            with write() as txn:
+                yield txn
+                if self.full:
+                    raise error
+
+        def has_room(folder: Path, size_bytes: int) -> None:
+            if self.full and not isinstance(error, lmdb.MapFullError):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            check_room(folder, size_bytes)
+
+        monkeypatch.setattr(store, "_write", fails)
+        monkeypatch.setattr(follower_module, "check_room", has_room)
+        monkeypatch.setattr(follower_module, "RETRY_S", 0.05)
+
+
+WRITE_ERRORS = [
+    lmdb.DiskError("mdb_txn_commit: No space left on device"),
+    lmdb.DiskError("mdb_txn_commit: Read-only file system"),
+    lmdb.Error("mdb_txn_commit: Disk quota exceeded"),
+    lmdb.MapFullError("mdb_put: MDB_MAP_FULL: Environment mapsize limit reached"),
+]
+
+
+@pytest.mark.parametrize("error", WRITE_ERRORS, ids=str)
+def test_a_deleted_user_is_forgotten_though_the_disk_takes_nothing(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Tombstones that follow records which cannot be stored are read too."""
+    publisher, reported, disk = Publisher(kafka_settings), Reported(), Disk(store, monkeypatch, error)
+    publisher.send(history("gone"), history("kept"), history("gone-later"))
+    with following(kafka_settings, store, reported) as follower:
+        assert follower.fault == ""
+        disk.full = True
+        publisher.send(*(history(f"large-{number}", length=4000) for number in range(60)))
+        publisher.send_raw(b"gone", None)
+        until(lambda: store.get("gone") is None and "gone" in reported.deleted, "forgotten")
+        publisher.send_raw(b"gone-later", None)
+        until(lambda: store.get("gone-later") is None and "gone-later" in reported.deleted, "forgotten")
+        assert {"gone", "gone-later"} <= set(reported.deleting)
+        everything = frozenset(range(kafka_settings.partitions))
+        assert store.recent_users(everything, 10, lambda: True) == ["kept"]
+        assert [each.user_id for each in store.some_histories(10)] == ["kept"]
+        assert follower.loading == everything
+        assert str(error).split(": ")[-1] in follower.fault or "history_max_bytes" in follower.fault
+        assert str(store.path) in follower.fault
+        disk.full = False
+        until(lambda: not follower.loading, "caught up again")
+        assert follower.fault == ""
+        assert store.user_count == 61
+        assert store.get("kept") is not None
+        publisher.send(history("gone"))
+        until(lambda: store.get("gone") is not None, "a user who returns is stored")
+
+
+def test_a_partition_that_is_taken_over_on_a_full_disk_forgets_its_deleted_users(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("gone"))
+    everything = frozenset(range(kafka_settings.partitions))
+    own = frozenset((publisher.partition("gone"),))
+    with following(kafka_settings, store, reported, own):
+        pass
+    disk = Disk(store, monkeypatch, WRITE_ERRORS[0])
+    disk.full = True
+    publisher.send_raw(b"gone", None)
+    follower = HistoryFollower(
+        kafka_settings, store, DeadLetterWriter(kafka_settings, "test-history"), "test-history",
+        on_changed=lambda _: None, on_deleted=lambda _: None,
+    )  # fmt: skip
+    follower.follow(everything)
+    follower.start()
+    try:
+        # The store has no offset of the other partitions, and cannot store one.
+        until(lambda: store.get("gone") is None, "forgotten")
+    finally:
+        assert follower.stop(PATIENCE_S)
+
+
+def test_histories_of_a_partition_that_moved_are_deleted_once_the_disk_takes_it(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, disk = Publisher(kafka_settings), Disk(store, monkeypatch, WRITE_ERRORS[0])
+    publisher.send(history("moved"))
+    moved = frozenset((publisher.partition("moved"),))
+    with following(kafka_settings, store) as follower:
+        disk.full = True
+        follower.follow(frozenset(range(kafka_settings.partitions)) - moved)
+        follower.forget(moved)
+        until(lambda: follower.fault, "the disk takes nothing")
+        disk.full = False
+        until(lambda: store.user_count == 0, "deleted")
+
+
+def test_deletions_are_read_on_a_full_disk_once_a_consumer_can_be_made(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its certificates, for example, may be replaced just then."""
+    publisher, reported, disk = Publisher(kafka_settings), Reported(), Disk(store, monkeypatch, WRITE_ERRORS[0])
+    make, refused = follower_module.make_assigned_consumer, []
+
+    def fails_twice(*args: Any) -> Any:
+        if disk.full and len(refused) < 2:
+            refused.append(args)
+            raise RelayError("security.ca cannot be read")
+        return make(*args)
+
+    monkeypatch.setattr(follower_module, "make_assigned_consumer", fails_twice)
+    publisher.send(history("gone"))
+    with following(kafka_settings, store, reported):
+        disk.full = True
+        publisher.send_raw(b"gone", None)
+        until(lambda: len(refused) == 2, "refused")
+        publisher.send_raw(b"gone-later", None)
+        until(lambda: "gone-later" in reported.deleted, "forgotten")
+        disk.full = False
+
+
+def test_histories_of_topics_that_are_no_more_are_not_found_on_a_full_disk(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, disk = Publisher(kafka_settings), Disk(store, monkeypatch, WRITE_ERRORS[0])
+    publisher.send(history("user"))
+    with following(kafka_settings, store) as follower:
+        disk.full = True
+        follower.read_anew([kafka_settings.topic(Topic.HISTORY)])
+        until(lambda: store.get("user") is None, "not found")
+        until(lambda: follower.fault, "the fault is named")
+        disk.full = False
+        until(lambda: store.get("user") is not None and not follower.fault, "read from the new topics")
+
+
+def test_a_new_store_on_a_full_disk_names_it(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(store, monkeypatch, WRITE_ERRORS[0])
+    disk.full = True
+    follower = HistoryFollower(
+        kafka_settings, store, DeadLetterWriter(kafka_settings, "test-history"), "test-history",
+        on_changed=lambda _: None, on_deleted=lambda _: None,
+    )  # fmt: skip
+    follower.follow(frozenset(range(kafka_settings.partitions)))
+    follower.start()
+    try:
+        until(lambda: "No space left on device" in follower.fault, "the fault is named")
+        disk.full = False
+        until(lambda: not follower.loading and not follower.fault, "caught up")
+    finally:
+        assert follower.stop(PATIENCE_S)
+
+
+def test_a_deleted_user_is_forgotten_on_a_full_file_system(kafka_settings: KafkaSettings, small_disk: Path) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("gone"), history("kept"))
+    store = HistoryStore.open(small_disk / "history", 64 * MIB)
+    with following(kafka_settings, store, reported) as follower:
+        filler = fill(small_disk)
+        # More than the free pages of the store take.
+        publisher.send(*(history(f"large-{number}", length=4000) for number in range(20)))
+        publisher.send_raw(b"gone", None)
+        until(lambda: store.get("gone") is None and "gone" in reported.deleted, "forgotten")
+        until(lambda: "No space left on device" in follower.fault, "the fault is named")
+        filler.unlink()
+        until(lambda: not follower.loading, "caught up again")
+        assert store.user_count == 21
+    store.close()

@@ -30,9 +30,9 @@ def stored(given_history: History) -> StoredHistory:
 
 def test_an_unknown_user_is_unknown_and_behind_only_what_was_asked_for() -> None:
     assert resolve(None, None, None, False).status is HistoryStatus.UNKNOWN
-    assert not resolve(None, None, None, False).is_behind
+    assert not resolve(None, None, None, False).may_arrive
     asked = resolve(None, history(3).version(), None, True)
-    assert (asked.status, asked.is_behind, asked.loading) == (HistoryStatus.UNKNOWN, True, True)
+    assert (asked.status, asked.may_arrive, asked.loading) == (HistoryStatus.UNKNOWN, True, True)
     assert (asked.history, asked.chain, asked.version) == (None, None, None)
 
 
@@ -53,7 +53,7 @@ def test_without_a_version_the_newest_is_used() -> None:
 def test_the_version_that_is_stored_is_exact() -> None:
     newest = history(100)
     resolved = resolve(stored(newest), newest.version(), None, False)
-    assert (resolved.status, resolved.is_stale, resolved.is_behind) == (HistoryStatus.EXACT, False, False)
+    assert (resolved.status, resolved.is_stale, resolved.may_arrive) == (HistoryStatus.EXACT, False, False)
     assert resolved.chain == newest.chain()
 
 
@@ -75,7 +75,7 @@ def test_a_store_that_is_ahead_serves_the_version_asked_for(wanted_length: int, 
 
 
 @pytest.mark.parametrize(
-    ("known", "asked", "is_behind"),
+    ("known", "asked", "may_arrive"),
     [
         pytest.param(history(50, 5), history(60, 6), True, id="the store is behind"),
         pytest.param(history(60, 6, first_item=10), history(60, 5), False, id="the newer one lost its oldest"),
@@ -85,9 +85,9 @@ def test_a_store_that_is_ahead_serves_the_version_asked_for(wanted_length: int, 
         pytest.param(history(70, 5), history(60, 6, first_item=1), True, id="a newer number, other content"),
     ],
 )
-def test_any_other_version_gets_the_newest_known_and_is_stale(known: History, asked: History, is_behind: bool) -> None:
+def test_any_other_version_gets_the_newest_known_and_is_stale(known: History, asked: History, may_arrive: bool) -> None:
     resolved = resolve(stored(known), asked.version(), None, False)
-    assert (resolved.status, resolved.is_stale, resolved.is_behind) == (HistoryStatus.STALE, True, is_behind)
+    assert (resolved.status, resolved.is_stale, resolved.may_arrive) == (HistoryStatus.STALE, True, may_arrive)
     assert resolved.history == known
     assert resolved.version == known.version()
 
@@ -146,9 +146,9 @@ def test_a_window_of_nothing_is_refused() -> None:
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_length_that_is_not_reached_is_stale_and_behind(is_exact: bool) -> None:
     resolved = resolve(stored(history(60)), WantedLength(61, is_exact), None, False)
-    assert (resolved.status, resolved.is_stale, resolved.is_behind) == (HistoryStatus.STALE, True, True)
+    assert (resolved.status, resolved.is_stale, resolved.may_arrive) == (HistoryStatus.STALE, True, True)
     unknown = resolve(None, WantedLength(1, is_exact), None, False)
-    assert (unknown.status, unknown.is_behind) == (HistoryStatus.UNKNOWN, True)
+    assert (unknown.status, unknown.may_arrive) == (HistoryStatus.UNKNOWN, True)
 
 
 @given(st.integers(0, 300), st.integers(0, 300))

@@ -22,10 +22,13 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.codec import EncodeError, decode, encode
 from relaygr.schemas.headers import RepeatedTombstone
-from relaygr.schemas.messages import BehaviourEvent, Behaviours, BehavioursOffset, History
+from relaygr.schemas.messages import BehaviourEvent, Behaviours, BehavioursOffset, Continuation, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic
-from relaygr.worker.history.follower import HistoryFollower, read_record
+from relaygr.worker.history.batches import EventRecord, HistoryRecord
+from relaygr.worker.history.batches import HistoryBatch as Batch
+from relaygr.worker.history.decode import read_record
+from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.records import Head
 from relaygr.worker.history.snapshots import (
     LONGEST_EVENT_MS,
@@ -35,18 +38,25 @@ from relaygr.worker.history.snapshots import (
     SnapshotWriter,
     reason_of,
 )
-from relaygr.worker.history.store import EventRecord, HistoryRecord, HistoryStore, PartitionState, StoreOrigin
-from relaygr.worker.history.store import HistoryBatch as Batch
+from relaygr.worker.history.store import HistoryStore, StoreOrigin
+from relaygr.worker.history.tables import PartitionState
 from tests.workers.test_history_behaviours import (
+    DAY_1,
+    DAY_2,
     FEATURES,
+    FUTURE_MS,
     MIB,
     ORIGIN,
+    at_times,
     behaviours,
     event,
     has_gap,
     items,
+    log_of,
     read,
     snapshot,
+    snapshot_at,
+    times,
     tombstone,
 )
 
@@ -105,6 +115,77 @@ def test_a_new_worker_needs_the_saved_snapshot_and_the_behaviours_after_it(
     found, expected = fresh.get("ann"), lived.get("ann")
     assert found is not None and expected is not None
     assert (found.version, found.history, found.has_gap) == (expected.version, expected.history, False)
+
+
+@pytest.mark.parametrize("fold_ms", [0, 1009, 1014, 10**9])
+def test_a_saved_history_of_several_logs_goes_on_where_the_last_one_ended(
+    new_store: Callable[[], HistoryStore], fold_ms: int
+) -> None:
+    first, second = log_of(0, DAY_1), log_of(10, DAY_2)
+    lived, fresh = new_store(), new_store()
+    read(lived, *first, *second)
+    saved = written(lived, 0, fold_ms=fold_ms)
+    for store in (lived, fresh):
+        read(store, saved)
+        read(store, at_times(20, 6, (17, 170)), *log_of(30, DAY_1), *log_of(50, DAY_2))
+        assert (items(store), has_gap(store)) == (list(range(1, 18)), False)
+        assert (head_of(store).next_position, head_of(store).sent_position) == (17, 7)
+
+
+@pytest.mark.parametrize("fold_ms", [0, 10**15])
+def test_a_saved_history_keeps_its_cut_and_its_times(new_store: Callable[[], HistoryStore], fold_ms: int) -> None:
+    lived, fresh = new_store(), new_store()
+    now_ms = 1_700_000_000_000
+    read(lived, snapshot_at(DAY_1, cut_ms=100), at_times(0, 10, (11, 110), (12, FUTURE_MS), written_at_ms=now_ms))
+    saved = written(lived, 1, fold_ms=fold_ms)
+    for store in (lived, fresh):
+        read(store, saved, at_times(1, 12, (13, 130), written_at_ms=now_ms + 1))
+        shown = times(store)
+        assert shown[10:] == [110, now_ms if fold_ms else 130, now_ms if fold_ms else 130]
+        assert head_of(store).cut_ms == 100
+    assert lived.get("ann") == fresh.get("ann")
+
+
+def test_a_saved_history_of_an_earlier_version_with_times_from_the_future_raises_no_other(
+    new_store: Callable[[], HistoryStore],
+) -> None:
+    """That version raised every later time, and saved what it showed."""
+    now_ms = 1_700_000_000_000
+    shown = Behaviours.of([(1, 0, 1000), *((item, 0, FUTURE_MS) for item in (2, 3, 4))])
+    tail = Continuation(
+        0,
+        0,
+        0,
+        0,
+        np.arange(4),
+        np.arange(now_ms, now_ms + 4),
+        np.arange(4),
+        np.array([1000, FUTURE_MS, 3000, 4000]),
+        "topic-1",
+    )
+    history = History("ann", 0, FEATURES, shown, 0, BehavioursOffset(0, 4, "topic-2"), tail)
+    store = new_store()
+    read(store, HistoryRecord("ann", 0, history, now_ms + 9))
+    assert times(store) == [1000, 3000, 3000, 4000]
+
+
+def test_a_saved_history_of_a_publisher_with_its_own_count_goes_on_in_each_worker(
+    new_store: Callable[[], HistoryStore],
+) -> None:
+    """In the one that saved it and has read on, in one that is behind, and in a new one."""
+    owner, behind, fresh = new_store(), new_store(), new_store()
+    base = snapshot(0, *range(10), covers=0, written_at_ms=5)
+    sent = [event(offset, 10 + offset, position=offset) for offset in range(9)]
+    read(owner, base, *sent[:6])
+    saved = written(owner, 1)
+    read(owner, *sent[6:8])
+    read(behind, base, *sent[:3])
+    for store, next_event in ((owner, 8), (behind, 6), (fresh, 6)):
+        read(store, saved)
+        read(store, *sent[next_event:])
+        stored = store.get("ann")
+        assert stored is not None and not stored.has_gap
+        assert items(store) == [*range(19)]
 
 
 def test_a_saved_history_is_not_saved_again_before_it_has_grown(new_store: Callable[[], HistoryStore]) -> None:
@@ -166,7 +247,7 @@ def test_a_saved_snapshot_brings_no_deleted_user_back(new_store: Callable[[], Hi
     assert repeated.history is None
     for store in (lived, fresh):
         read(store, slow)
-        assert read(store, repeated).deleted == ("ann",)
+        assert read(store, repeated).deleted == ["ann"]
         assert store.head("ann") is None
         read(store, event(1, 9, written_at_ms=20))
         assert store.get("ann") is None, "it was written before the user was deleted"
@@ -285,6 +366,7 @@ def test_the_header_of_a_repeated_tombstone_survives_the_way() -> None:
 # -- in every order ----------------------------------------------------------------------------------
 
 USERS = ("ann", "bob")
+LAST_MS = 2**62
 
 
 @dataclass
@@ -318,39 +400,68 @@ class World:
 
     def state_at(self, user: str, events: int) -> tuple[list[int], list[int], int, bool] | None:
         """Items, times, next position and gap of a user after these events and all of the history log."""
-        shown: list[int] = []
-        times: list[int] = []
-        following, gap, covers, before_ms, exists = 0, False, 0, 0, False
+        rows: list[tuple[int, int]] = []
+        following, gap, covers, before_ms, cut_ms, exists = 0, False, 0, 0, LAST_MS, False
         for entry in self.histories:
             history = entry.history
             if entry.user_id != user or entry.repeated is not None or (history is not None and history.continues):
                 continue
             exists = history is not None
             if history is None:
-                shown, times, following, gap, covers, before_ms = [], [], 0, False, 0, entry.written_at_ms + 1
+                rows, following, gap, covers, before_ms, cut_ms = [], 0, False, 0, entry.written_at_ms + 1, LAST_MS
             else:
-                shown = history.behaviours.items.tolist()
-                times = history.behaviours.timestamps_ms.tolist()
-                following, gap = (history.first_position or 0) + len(shown), False
+                shown = history.behaviours
+                rows = list(zip(shown.items.tolist(), shown.timestamps_ms.tolist(), strict=True))
+                following, gap = (history.first_position or 0) + len(rows), False
                 covers = 0 if history.covers is None else history.covers.offset
                 before_ms = entry.written_at_ms if history.covers is None else 0
+                cut_ms = LAST_MS if history.cut_ms is None else history.cut_ms
         for each in self.events[:events]:
-            if each.event.user_id != user or each.offset < covers or each.written_at_ms < before_ms:
+            if each.event.user_id != user or each.offset < covers:
                 continue
-            position = each.event.position
-            rows = list(
-                zip(each.event.behaviours.items.tolist(), each.event.behaviours.timestamps_ms.tolist(), strict=True)
-            )
-            if position is not None:
-                rows = rows[max(0, following - position) :]
-                gap |= position > following
-                following = max(following, position)
-            for item, time_ms in rows:
-                shown.append(item)
-                times.append(max(time_ms, times[-1] if times else time_ms))
+            sent = each.event.behaviours
+            for at, row in enumerate(zip(sent.items.tolist(), sent.timestamps_ms.tolist(), strict=True)):
+                if each.written_at_ms < before_ms and row[1] <= cut_ms:
+                    continue
+                position = each.event.position
+                if position is not None:
+                    following, is_new, is_gap = judged(rows, row, position + at, following)
+                    gap |= is_gap
+                    if not is_new:
+                        continue
+                rows.append(row)
                 following += 1
                 exists = True
-        return (shown, times, following, gap) if exists else None
+        if not exists:
+            return None
+        times = np.maximum.accumulate([time_ms for _, time_ms in rows]).tolist() if rows else []
+        return [item for item, _ in rows], times, following, gap
+
+
+def own_count(state: tuple[list[int], list[int], int, bool]) -> bool:
+    """Whether the publisher's count has begun again. A snapshot does not say where it stands (a known limit of
+    docs/histories.md), so the properties write none then.
+    """
+    shown, _, following, _ = state
+    return following < len(shown)
+
+
+def judged(rows: list[tuple[int, int]], row: tuple[int, int], position: int, following: int) -> tuple[int, bool, bool]:
+    """The table of docs/histories.md: the next position, whether the behaviour is new, and a gap."""
+    newest_ms = max((time_ms for _, time_ms in rows), default=-1)
+    index = len(rows) + position - following
+    if 0 <= index < len(rows) and rows[index] == row:
+        return following, False, False
+    is_stored = row in rows
+    if index == len(rows):
+        return following, not (is_stored and row[1] < newest_ms), False
+    if rows and row == rows[-1] and row[1] == newest_ms:
+        return position + 1, False, False
+    if is_stored and (row[1] < newest_ms or (row[1] == newest_ms and position)):
+        return following, False, False
+    if row[1] < newest_ms:
+        return following, False, not (index < 0 and row[1] <= rows[0][1])
+    return position, True, position > 0
 
 
 class InEveryOrder(RuleBasedStateMachine):
@@ -394,7 +505,7 @@ class InEveryOrder(RuleBasedStateMachine):
     def pipeline_writes_a_snapshot(self, user: str, behind: int, mends: bool) -> None:
         covers = max(self.covered[user], len(self.world.events) - behind)
         state = self.world.state_at(user, covers)
-        if state is None:
+        if state is None or own_count(state):
             return
         shown, times, following, gap = state
         if gap and not mends:
@@ -404,7 +515,7 @@ class InEveryOrder(RuleBasedStateMachine):
         history = History(
             user, len(self.world.histories), FEATURES,
             Behaviours(np.array(shown, "<i8"), np.array(shown, "<i8").astype("<u2"), np.array(times, "<i8")),
-            following - len(shown), BehavioursOffset(0, covers, "topic-2"),
+            max(0, following - len(shown)), BehavioursOffset(0, covers, "topic-2"),
         )  # fmt: skip
         self.covered[user] = covers
         self.world.write(HistoryRecord(user, 0, history))
@@ -412,12 +523,42 @@ class InEveryOrder(RuleBasedStateMachine):
     @rule(user=st.sampled_from(USERS))
     def pipeline_writes_a_snapshot_without_an_offset(self, user: str) -> None:
         state = self.world.state_at(user, len(self.world.events))
-        if state is None or state[3]:
+        if state is None or state[3] or own_count(state):
             return
         shown, times, following, _ = state
         new = Behaviours(np.array(shown, "<i8"), np.array(shown, "<i8").astype("<u2"), np.array(times, "<i8"))
         self.covered[user] = len(self.world.events)
-        self.world.write(HistoryRecord(user, 0, History(user, 2**40, FEATURES, new, following - len(shown))))
+        first_position = max(0, following - len(shown))
+        self.world.write(HistoryRecord(user, 0, History(user, 2**40, FEATURES, new, first_position)))
+
+    @rule(user=st.sampled_from(USERS), behind=st.integers(0, 3))
+    def pipeline_writes_a_snapshot_with_a_cut(self, user: str, behind: int) -> None:
+        state = self.world.state_at(user, max(self.covered[user], len(self.world.events) - behind))
+        if state is None or state[3] or not state[0] or state[1][-1] < 0 or own_count(state):
+            return
+        shown, times, following, _ = state
+        new = Behaviours.of((item, item % 2**16, time_ms) for item, time_ms in zip(shown, times, strict=True))
+        self.covered[user] = len(self.world.events)
+        first_position = max(0, following - len(shown))
+        self.world.write(HistoryRecord(user, 0, History(user, 2**40, FEATURES, new, first_position, cut_ms=times[-1])))
+
+    @rule(user=st.sampled_from(USERS), count=st.sampled_from([1, 3]), repeats=st.integers(0, 2))
+    def another_log_begins(self, user: str, count: int, repeats: int) -> None:
+        """Its positions count from 0; it begins with the user's last behaviours, if it repeats some.
+
+        Known limit: a repeat of the newest behaviour at the next position counts as new while a snapshot is not read.
+        """
+        if repeats:
+            self.all_read()
+        state = self.world.state_at(user, len(self.world.events))
+        for place, (item, time_ms) in enumerate(
+            list(zip(*state[:2], strict=True))[-repeats:] if state and repeats else []
+        ):
+            again = Behaviours.of([(item, item % 5, time_ms)])
+            self.world.events.append(
+                EventRecord(BehaviourEvent(user, again, place), len(self.world.events), self.world.tick())
+            )
+        self.world.act(user, count, min(repeats, len(state[0]) if state else 0), 0)
 
     @rule(user=st.sampled_from(USERS))
     def delete(self, user: str) -> None:

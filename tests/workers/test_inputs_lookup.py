@@ -8,7 +8,8 @@ import pytest
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.inputs.encodings import FromEnd, FromStart, age_rows
-from relaygr.worker.model.inputs.lookup import FeatureRows, TokenLookup, Vocabulary
+from relaygr.worker.model.inputs.known import Vocabulary
+from relaygr.worker.model.inputs.lookup import FeatureRows, TokenLookup
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.options import ContextualFeature, DlrmInputs, InputForm, PositionOrigin, TimeEncoding
 from tests.worlds.model import small_config

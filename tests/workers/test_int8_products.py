@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.device import CpuDevice
+from relaygr.worker.device import CpuDevice, cpu
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import build_engine, load_engine
@@ -107,20 +107,20 @@ def engine_of(model: Path, dtype: ComputeDtype = ComputeDtype.INT8) -> Engine:
 
 def test_a_cpu_without_the_instructions_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "has_int8_products", OF_THIS_CPU)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": True})
+    monkeypatch.setattr(cpu, "instruction_sets", lambda: {"avx2", "avx512f"})
     with pytest.raises(RelayError, match=r"int8 needs a CPU with VNNI.*set worker.compute_dtype to float32"):
         engine_of(model)
     with pytest.raises(RelayError, match="int8 needs a CPU with VNNI"):
         build_engine(random_checkpoint(small_config(), 0), CpuDevice(), KvDtype.FLOAT32, 16, ComputeDtype.INT8)
     for name in ("avx512_vnni", "avx_vnni", "amx_int8"):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=name: {name: True})
+        monkeypatch.setattr(cpu, "instruction_sets", lambda name=name: {name})
         assert engine_of(model).compute_dtype is ComputeDtype.INT8
 
 
 class TestGate:
     def test_a_model_within_the_limits_starts_and_its_error_is_told(self, model: Path) -> None:
         error = require_compute_precision(engine_of(model), model, 0.2, 0.5, 2**32)
-        assert error is not None and 0 < error.max_score_error <= 0.2 and error.users == 4
+        assert error is not None and 0 < error.max_score_error <= 0.2 and error.users == 16
 
     @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.2, 1.1)])
     def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
@@ -147,7 +147,7 @@ class TestGate:
         arguments = ["model", "check-compute", str(model), "--device", "cpu"]
         within = CliRunner().invoke(app, [*arguments, "--max-score-error", "0.2", "--min-topk-overlap", "0.5"])
         assert within.exit_code == 0, within.output
-        assert "products in int8, compared with float32; 4 users" in within.output
+        assert "products in int8, compared with float32; 16 users" in within.output
         assert CliRunner().invoke(app, [*arguments, "--max-score-error", "0"]).exit_code == 1
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import psutil
 import pytest
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.limits import Memory
+from relaygr.worker import memory as memory_module
 from relaygr.worker.memory import MemoryPlan, require_host_memory
 
 GIB = 2**30
@@ -16,7 +15,7 @@ KINDS = ("weights", "hbm", "scratch", "dram", "queues", "history", "process")
 
 @pytest.fixture(autouse=True)
 def ten_gib_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
+    monkeypatch.setattr(memory_module, "available_memory", lambda: Memory(10 * GIB, 64 * GIB))
 
 
 def plan(**gib: float) -> MemoryPlan:

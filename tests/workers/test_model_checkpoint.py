@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,6 +21,7 @@ from relaygr.cli.model import app, read_item_ids
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.measuring import bind_own_arena
+from relaygr.worker.model import checkpoint as checkpoint_module
 from relaygr.worker.model.checkpoint import (
     WEIGHTS_FILE,
     compute_digests,
@@ -29,9 +32,10 @@ from relaygr.worker.model.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, parse_config
+from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, parse_config, read_config
 from relaygr.worker.model.engine import load_engine
-from relaygr.worker.model.inputs.lookup import IDS_TENSOR, FeatureRows, Vocabulary
+from relaygr.worker.model.inputs.known import IDS_TENSOR, Vocabulary
+from relaygr.worker.model.inputs.lookup import FeatureRows
 from relaygr.worker.model.interface import PrefixChunk
 from relaygr.worker.model.options import ContextualFeature, Family
 from tests.worlds.model import VOCABULARY, configs, small_config
@@ -272,6 +276,8 @@ def test_a_vocabulary_finds_each_id_and_counts_the_others() -> None:
     found = Vocabulary(4, ids).rows(np.array([3, 2**62, 5, -5, 2**63 - 1, -(2**63)]))
     assert found.rows.tolist() == [1, 3, 4, 0, 4, 4]
     assert found.unknown == 3
+    far_apart = Vocabulary(2, np.array([-5, 2**63 - 1])).rows(np.array([2**63 - 1, -5, 0]))
+    assert far_apart.rows.tolist() == [1, 0, 2]
     dense = Vocabulary(4).rows(np.array([0, 3, 4, -1]))
     assert (dense.rows.tolist(), dense.unknown) == ([0, 3, 4, 4], 2)
     assert Vocabulary(4).rows(np.empty(0, np.int64)).rows.size == 0
@@ -390,3 +396,57 @@ def test_a_save_that_is_interrupted_leaves_the_old_or_the_new_checkpoint(
     after = save_checkpoint(tmp_path, new, tensors)
     assert load_checkpoint(tmp_path).revision == after.revision
     assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def test_a_link_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration of one revision was joined with the weights of the other."""
+    saved = []
+    for name, normalizer in (("first", 100.0), ("second", 50.0)):
+        config = small_config(normalizer=normalizer)
+        saved.append(save_checkpoint(tmp_path / name, config, random_checkpoint(config, len(saved)).tensors))
+    link = tmp_path / "current"
+    link.symlink_to("first")
+
+    def read_and_point(folder: Path) -> ModelConfig:
+        found = read_config(folder)
+        link.unlink()
+        link.symlink_to("second")
+        return found
+
+    monkeypatch.setattr("relaygr.worker.model.checkpoint.read_config", read_and_point)
+    loaded = load_checkpoint(link)
+    assert (loaded.revision, loaded.config) == (saved[0].revision, saved[0].config)
+    assert load_checkpoint(link).revision == saved[1].revision
+
+
+@pytest.mark.parametrize("named", ["both files", "the weights"])
+@pytest.mark.parametrize("moment", ["config", "weights"])
+def test_a_save_into_the_folder_that_is_read_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, moment: str
+) -> None:
+    old, new = small_config(normalizer=100.0), small_config(normalizer=50.0)
+    save_checkpoint(tmp_path, old, random_checkpoint(old, 0).tensors)
+    module = "relaygr.worker.model.checkpoint"
+    name = f"{module}.{'read_config' if moment == 'config' else '_read'}"
+    real = {"config": read_config, "weights": checkpoint_module._read}[moment]
+
+    def save_meanwhile(path: Path) -> Any:
+        monkeypatch.setattr(name, real)
+        found = real(path)  # type: ignore[operator]
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            if named == "the weights":
+                patched.setattr(Path, "replace", die_at_the_configuration)
+            save_checkpoint(tmp_path, new, random_checkpoint(new, 1).tensors)
+        return found
+
+    replace_file = Path.replace
+
+    def die_at_the_configuration(source: Path, target: Path) -> Path:
+        if target.name == CONFIG_FILE:
+            raise KeyboardInterrupt
+        return replace_file(source, target)
+
+    monkeypatch.setattr(name, save_meanwhile)
+    with pytest.raises(RelayError, match="was replaced while it was read"):
+        load_checkpoint(tmp_path)
+    assert load_checkpoint(tmp_path).config == new

@@ -7,12 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path as FilePath
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import structlog
 import torch
@@ -21,11 +23,15 @@ from prometheus_client import CollectorRegistry
 import relaygr.worker.process.reloading
 from relaygr.admission.latency import Corrector, LatencyModel, Stage
 from relaygr.runtime.clock import ManualClock
-from relaygr.schemas.messages import LatencyCoefficients, Path
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.limits import Memory
+from relaygr.schemas.messages import Behaviours, History, LatencyCoefficients, Path
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.device import CpuDevice, MemoryInfo
 from relaygr.worker.executor.work import JobOutcome
+from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
+from relaygr.worker.history.store import HistoryStore, StoreOrigin
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.memory import HEADROOM
 from relaygr.worker.metrics import WorkerMetrics
@@ -37,7 +43,9 @@ from relaygr.worker.model.checkpoint import (
     resident_bytes,
     save_checkpoint,
 )
+from relaygr.worker.model.config import ModelConfig, read_config
 from relaygr.worker.model.engine import build_engine, load_engine
+from relaygr.worker.model.options import ComputeDtype, ContextualFeature
 from relaygr.worker.process.reloading import (
     ModelReloading,
     ReloadOutcome,
@@ -45,6 +53,8 @@ from relaygr.worker.process.reloading import (
     load_beside,
     reload_delay_s,
 )
+from relaygr.worker.results import DIVERGED_ANSWERS, JUDGED_ANSWERS, FiniteScores
+from relaygr.worker.score_error import other_engine
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.model import small_config
 from tests.worlds.real_executor import KINDS, PAGE_TOKENS, RealExecutorWorld, behaviours_of
@@ -126,10 +136,75 @@ def test_a_checkpoint_whose_scores_are_not_finite_is_refused(tmp_path):
     assert (refused.outcome, "not finite" in str(refused)) == (ReloadOutcome.BROKEN, True)
 
 
+IDS = np.arange(1_000, 1_040)
+"""A vocabulary without the ids 0 to 39."""
+
+
+def save_diverged(folder: FilePath, name: str, factor: float, rows: slice, **changes: object) -> FilePath:
+    config = small_config(**changes)
+    tensors = dict(random_checkpoint(config, 1, IDS).tensors)
+    tensors[name] = tensors[name].clone()
+    tensors[name][rows] *= factor
+    save_checkpoint(folder, config, tensors)
+    return folder
+
+
+COUNTRY = (ContextualFeature(name="country", cardinality=3),)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "rows", "changes"),
+    [
+        ("items.weight", 1e30, slice(0, 40), {}),
+        ("items.weight", 1e30, slice(40, 41), {}),
+        ("actions.weight", 1e30, slice(0, 4), {}),
+        ("actions.weight", 1e30, slice(4, 5), {}),
+        ("features.0.weight", 1e30, slice(0, 3), {"contextual_features": COUNTRY}),
+        ("features.0.weight", 1e30, slice(3, 4), {"contextual_features": COUNTRY}),
+        ("positions.weight", 1e30, slice(100, 150), {}),
+        ("layers.1.output.weight", 1e38, slice(None), {}),
+        ("readout.mlp.1.weight", 1e38, slice(None), {}),
+    ],
+    ids=[
+        "known items", "the row of unknown items", "known actions", "unknown actions", "known features",
+        "unknown features", "late positions", "a layer", "the read-out",
+    ],
+)  # fmt: skip
+def test_a_diverged_model_is_refused_whichever_rows_diverged(tmp_path, name, factor, rows, changes):
+    """The trial ranked the items 0 to 3. A model with other ids has one row for all of them, which is never trained."""
+    config = small_config(**changes)
+    save_checkpoint(tmp_path / "old", config, random_checkpoint(config, 0, IDS).tensors)
+    present = serving(tmp_path / "old")
+    refused = refusal(present, settings_of(save_diverged(tmp_path / "new", name, factor, rows, **changes)))
+    assert (refused.outcome, "not finite" in str(refused)) == (ReloadOutcome.BROKEN, True)
+
+
+def test_a_model_that_diverged_for_items_of_stored_users_is_refused(tmp_path):
+    """Their items are few among those of a large vocabulary, from which the made-up users take theirs."""
+    many = np.arange(1_000, 101_000)
+    config = small_config(vocabulary_size=many.size)
+    tensors = dict(random_checkpoint(config, 0, many).tensors)
+    save_checkpoint(tmp_path / "old", config, tensors)
+    popular = slice(70, 75)
+    tensors["items.weight"] = tensors["items.weight"].clone()
+    tensors["items.weight"][popular] *= 1e30
+    save_checkpoint(tmp_path / "new", config, tensors)
+    present, settings = serving(tmp_path / "old"), settings_of(tmp_path / "new")
+    assert load_beside(present, settings) is not None, "made-up users do not find it"
+    store = HistoryStore.open(tmp_path / "store", 16 << 20)
+    with closing(store):
+        store.trust(StoreOrigin("cluster", "history", "id"))
+        behaviours = Behaviours(many[popular], np.zeros(5, "<u2"), np.arange(5))
+        histories = [History(f"u{number}", 1, np.empty(0, "<i8"), behaviours) for number in range(3)]
+        records = tuple(HistoryRecord(each.user_id, place, each) for place, each in enumerate(histories))
+        store.apply_all([HistoryBatch(0, records, 3)])
+        with pytest.raises(ReloadRefusedError, match="not finite"):
+            load_beside(present, settings, store)
+
+
 def test_without_memory_for_both_models_the_old_one_stays(tmp_path, monkeypatch):
     present = serving(save(tmp_path / "old"))
-    nothing = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10))
-    monkeypatch.setattr(relaygr.worker.process.reloading, "psutil", nothing)
+    monkeypatch.setattr(relaygr.worker.process.reloading, "available_memory", lambda: Memory(10, 10))
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 
@@ -144,8 +219,8 @@ def test_weights_that_are_stored_in_fewer_bits_count_as_large_as_they_become(tmp
     copies = copied_bytes({name: t.shape for name, t in tensors.items()}, torch.bfloat16, "cpu")
     assert resident_bytes(tmp_path / "new", items, torch.bfloat16, "cpu") == wanted + copies
     assert resident_bytes(tmp_path / "new", items - 1, torch.bfloat16, "cpu") == wanted + copies - items
-    some = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=int(wanted / HEADROOM) - 10))
-    monkeypatch.setattr(relaygr.worker.process.reloading, "psutil", some)
+    some = int(wanted / HEADROOM) - 10
+    monkeypatch.setattr(relaygr.worker.process.reloading, "available_memory", lambda: Memory(some, some))
     assert refusal(present, settings_of(tmp_path / "new")).outcome is ReloadOutcome.NO_MEMORY
 
 
@@ -165,11 +240,11 @@ def test_without_memory_for_the_forwards_of_the_new_model_the_old_one_stays(tmp_
     """Only the weights were checked once: a wider MLP with the same K,V ran out of memory under traffic."""
     present = serving(save(tmp_path / "old"))
     settings = settings_of(save(tmp_path / "new", seed=1))
-    takes = {present.revision: 10_000, load_checkpoint(tmp_path / "new").revision: 14_000}
+    takes = {present.revision: 10_000_000, load_checkpoint(tmp_path / "new").revision: 14_000_000}
     monkeypatch.setattr(relaygr.worker.process.reloading, "forward_bytes", lambda engine, _: takes[engine.revision])
-    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(int(4_000 / HEADROOM) - 2, 10**9))
+    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(int(4_000_000 / HEADROOM) - 2, 10**9))
     assert refusal(present, settings).outcome is ReloadOutcome.NO_MEMORY
-    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(int(4_000 / HEADROOM) + 2, 10**9))
+    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(int(4_000_000 / HEADROOM) + 2, 10**9))
     assert load_beside(present, settings) is not None
 
 
@@ -305,6 +380,34 @@ def test_the_old_models_memory_is_freed_at_the_swap():
         gc.enable()
 
 
+def test_a_link_that_is_pointed_at_another_revision_meanwhile_changes_nothing(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit was checked with one configuration, and the other one served."""
+    present = serving(save(tmp_path / "present"))
+    link = tmp_path / "current"
+    link.symlink_to(save(tmp_path / "first", 1, normalizer=60.0))
+    save(tmp_path / "second", 2, normalizer=70.0)
+
+    def read_and_point(folder: FilePath) -> ModelConfig:
+        found = read_config(folder)
+        link.unlink()
+        link.symlink_to(tmp_path / "second")
+        return found
+
+    monkeypatch.setattr("relaygr.worker.process.reloading.read_config", read_and_point)
+    loaded = load_beside(present, settings_of(link))
+    assert loaded is not None
+    assert loaded.engine.revision == load_checkpoint(tmp_path / "first").revision
+
+
+def test_precision_is_not_measured_against_another_revision(tmp_path: FilePath) -> None:
+    engine = serving(save(tmp_path / "model"))
+    save(tmp_path / "model", 1)
+    with pytest.raises(RelayError, match=r"was replaced by revision .* while it was loaded"):
+        other_engine(engine, tmp_path / "model", KvDtype.FLOAT32, ComputeDtype.FLOAT32, 1 << 30)
+
+
 # -- ModelReloading ---------------------------------------------------------------------------
 
 
@@ -323,20 +426,25 @@ class Reloading:
 
     def __init__(self, folder: FilePath, **settings: object) -> None:
         self.registry = CollectorRegistry()
-        self.prepared = SimpleNamespace(engine=serving(folder), corrector=Corrector(LatencyModel(COEFFICIENTS)))
+        self.prepared = SimpleNamespace(
+            engine=serving(folder),
+            model=folder.resolve(),
+            corrector=Corrector(LatencyModel(COEFFICIENTS)),
+            store=None,
+        )
         self.clock = ManualClock()
         self.reloading = ModelReloading(settings_of(folder, **settings), self.prepared, self.registry, self.clock)  # type: ignore[arg-type]
         WORLDS.append(self)
         self.calls = []
         self.warm_ups = []
-        self.weighs = []
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.parts = SimpleNamespace(
             arena=self.prepared.engine.device.empty_bytes(1, self.prepared.engine.geometry.page_bytes),
             executor=SimpleNamespace(post=self.calls.append, serve_with=lambda engine: None),
             metrics=self.metrics,
-            housekeeping=SimpleNamespace(warm_up=SimpleNamespace(begin=lambda: self.warm_ups.append(True))),
-            cache=SimpleNamespace(keep_only=lambda namespace: 0, weigh_by=self.weighs.append),
+            results=SimpleNamespace(finite_scores=FiniteScores()),
+            periodic=SimpleNamespace(warm_up=SimpleNamespace(begin=lambda: self.warm_ups.append(True))),
+            cache=SimpleNamespace(keep_only=lambda namespace: 0),
         )
 
     def reload(self, parts=None, is_active=False) -> None:
@@ -427,7 +535,6 @@ def test_a_swap_replaces_the_latency_model_and_the_size_of_the_weights(tmp_path)
     save_calibration(Calibration(machine, datetime.now(UTC).isoformat(), slower, (), (), (), ()), file)
     world.reload(world.parts)
     assert world.prepared.corrector.model.coefficients == slower
-    assert [weigh(10) for weigh in world.weighs] == [LatencyModel(slower).pre_us(10)]
     gauge = world.metrics.bytes_at_most.labels("weights")._value.get()
     assert gauge == world.prepared.engine.weights_bytes > 0
 
@@ -448,6 +555,93 @@ def test_weights_that_were_overwritten_in_place_are_logged(tmp_path):
     with structlog.testing.capture_logs() as logs:
         world.reload()
     assert "overwritten in place" in logs[0]["event"], "the replaced file serves now"
+
+
+# -- a model that diverges in use --------------------------------------------------------------------
+
+
+def answers(world: Reloading, *, finite: int = 0, broken: int = 0) -> None:
+    for are_finite, count in ((True, finite), (False, broken)):
+        for _ in range(count):
+            world.parts.results.finite_scores.note(are_finite=are_finite)
+    world.reloading.tick(world.parts, is_active=True)
+
+
+def swapped(folder: FilePath) -> tuple[Reloading, str, str]:
+    """An active worker that has just swapped its model; the old and the new revision."""
+    world = Reloading(save(folder, seed=0))
+    old = world.prepared.engine.revision
+    save(folder, seed=1)
+    world.reload(world.parts, is_active=True)
+    world.calls.pop()()
+    return world, old, world.prepared.engine.revision
+
+
+def test_a_model_that_diverges_in_use_gives_way_to_the_previous_one(tmp_path):
+    world, old, new = swapped(tmp_path)
+    assert world.prepared.engine.revision == new
+    answers(world, finite=20, broken=DIVERGED_ANSWERS - 1)
+    assert not world.calls, "single requests may read broken rows"
+    with structlog.testing.capture_logs() as logs:
+        answers(world, broken=1)
+    assert [line["restores"] for line in logs] == [old]
+    assert world.parts.results.finite_scores.is_diverged, "not ready"
+    world.calls.pop()()
+    assert world.prepared.engine.revision == old
+    assert not world.parts.results.finite_scores.is_diverged
+    assert world.outcomes() == {"swapped": 1, "restored": 1}
+    answers(world, broken=DIVERGED_ANSWERS)
+    assert not world.calls, "there is no third model"
+
+
+def test_the_latency_model_of_the_previous_model_is_restored_too(tmp_path):
+    save(tmp_path / "model", seed=0)
+    file = tmp_path / "calibration.json"
+    world = Reloading(tmp_path / "model", calibration=file)
+    save(tmp_path / "model", seed=1)
+    slower = replace(COEFFICIENTS, b1=7.0)
+    machine = describe(serving(tmp_path / "model"))
+    save_calibration(Calibration(machine, datetime.now(UTC).isoformat(), slower, (), (), (), ()), file)
+    world.reload(world.parts, is_active=True)
+    world.calls.pop()()
+    assert world.prepared.corrector.calibrated.coefficients == slower
+    answers(world, broken=DIVERGED_ANSWERS)
+    world.calls.pop()()
+    assert world.prepared.corrector.calibrated.coefficients == COEFFICIENTS
+
+
+def test_the_previous_model_is_freed_once_the_new_one_has_proved_itself(tmp_path):
+    world = Reloading(save(tmp_path, seed=0))
+    old = weakref.ref(world.prepared.engine)
+    save(tmp_path, seed=1)
+    world.reload(world.parts, is_active=True)
+    world.calls.pop()()
+    answers(world, finite=JUDGED_ANSWERS - 1)
+    assert old() is not None
+    answers(world, finite=1)
+    assert old() is None
+    answers(world, broken=DIVERGED_ANSWERS)
+    assert not world.calls and world.parts.results.finite_scores.is_diverged
+
+
+def test_a_standby_keeps_one_model(tmp_path):
+    """It answers no request, so its new model could never prove itself."""
+    world = Reloading(save(tmp_path, seed=0))
+    old = weakref.ref(world.prepared.engine)
+    save(tmp_path, seed=1)
+    world.reload()
+    assert old() is None
+
+
+def test_the_next_reload_has_room_for_its_model(tmp_path):
+    world, old, _ = swapped(tmp_path)
+    save(tmp_path, seed=2)
+    world.reload(world.parts, is_active=True)
+    world.calls.pop()()
+    answers(world, broken=DIVERGED_ANSWERS)
+    world.calls.pop()()
+    assert world.prepared.engine.revision not in (old, None)
+    assert world.outcomes() == {"swapped": 2, "restored": 1}
 
 
 # -- reloads of a fleet ---------------------------------------------------------------------------
@@ -503,3 +697,24 @@ def test_a_worker_that_polls_tries_a_broken_checkpoint_only_once(tmp_path):
         world.reloading.tick(world.parts, is_active=False)
         world.await_loading()
     assert world.outcomes() == {"broken": 1}
+
+
+def test_a_deploy_during_the_start_is_found_by_the_first_look(tmp_path: FilePath) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(save(tmp_path / "first"))
+    world = Reloading(link, model_poll_s=10)
+    late = save(tmp_path / "second", 1)
+    link.unlink()
+    link.symlink_to(late)
+    # As after a start that had loaded the first one before the deploy.
+    world.reloading = ModelReloading(
+        settings_of(link, model_poll_s=10),
+        world.prepared,
+        CollectorRegistry(),
+        world.clock,  # type: ignore[arg-type]
+    )
+    world.clock.advance_us(11_000_000)
+    world.reloading.tick(None, is_active=False)
+    until(lambda: not world.reloading.is_loading)
+    world.reloading.tick(None, is_active=False)
+    assert world.prepared.engine.revision == load_checkpoint(late).revision

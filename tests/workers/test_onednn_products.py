@@ -40,6 +40,7 @@ def no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
 CONTEXT = 2 * ONEDNN_KEY_BLOCK + 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", KvDtype)
 @pytest.mark.parametrize(
     ("causal", "free"), [(0, 1), (16, 0), (40, 130), (300, 300)], ids=["a row", "an append", "a hit", "several tiles"]

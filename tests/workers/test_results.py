@@ -15,6 +15,7 @@ from relaygr.schemas.messages import (
     MAX_BUDGET_MS,
     Behaviours,
     FailureReason,
+    HistoryVersion,
     Outcome,
     Path,
     PrefixSource,
@@ -42,10 +43,11 @@ class ResultsWorld:
         self.clock = ManualClock(monotonic_us=1_000_000)
         self._producer = FakeProducer()
         self.finished: list[Token] = []
+        self.errors: list[tuple[str, KafkaError | None]] = []
         self.registry = CollectorRegistry()
         self.writer = ResultWriter(
             self._producer, "worker-00", SKEW_US // 1000, self.finished.append,
-            WorkerMetrics(self.registry), self.clock,
+            WorkerMetrics(self.registry), self.clock, note_error=lambda *error: self.errors.append(error),
         )  # fmt: skip
         self.waits = self.writer.waits
 
@@ -120,6 +122,29 @@ def test_a_ranked_result_has_scores_path_and_timings(world: ResultsWorld):
     timings = result.timings
     assert (timings.queue_us, timings.wait_us, timings.reload_us, timings.rank_us) == (2_700, 2_000, 1_500, 300)
     assert timings.total_us == 3_000
+
+
+def test_inputs_that_the_model_does_not_know_are_in_the_result_and_counted(world: ResultsWorld):
+    work = world.work()
+    work.unknown_actions, work.prefix.unknown_features = 3, 2
+    world.writer.ranked(work, RankOutputs(np.ones((4, 2), np.float32)))
+    world.writer.count_ranked(work)
+    result = world.result
+    assert (result.unknown_actions, result.unknown_features, result.history_missing) == (3, 2, True)
+    assert world.count("relaygr_worker_unknown_actions_total") == 3
+    assert world.count("relaygr_worker_unknown_features_total") == 2
+    assert world.count("relaygr_worker_history_missing_total") == 1
+
+
+def test_a_result_without_unknown_inputs_takes_no_more_bytes(world: ResultsWorld):
+    work = world.work()
+    work.prefix.version = HistoryVersion(1, 10, bytes(16))
+    world.writer.ranked(work, RankOutputs(np.ones((4, 2), np.float32)))
+    world.writer.count_ranked(work)
+    result = world.result
+    assert (result.unknown_actions, result.unknown_features, result.history_missing) == (None, None, None)
+    assert b"unknown_actions" not in world.producer.sent[-1].value
+    assert not world.count("relaygr_worker_history_missing_total")
 
 
 def test_a_ranked_request_is_counted_on_its_own(world: ResultsWorld):
@@ -263,6 +288,36 @@ def test_a_reply_topic_that_stays_unknown_is_given_up_soon_but_not_at_once(
     world.tick(NOWHERE_PATIENCE_US)
     assert world.finished == [work.received.token]
     assert world.count("relaygr_worker_results_undelivered_total") == 1
+
+
+@pytest.mark.parametrize(
+    "code", [KafkaError.INVALID_TIMESTAMP, KafkaError.INVALID_RECORD, KafkaError.MSG_SIZE_TOO_LARGE]
+)
+@pytest.mark.parametrize("at_once", [True, False], ids=["produce raises", "the report says so"])
+def test_a_result_that_kafka_would_refuse_again_is_given_up_at_once(
+    world: ResultsWorld, code: int, at_once: bool
+) -> None:
+    for _ in range(3):
+        if at_once:
+            world.producer.raises = refused(code)
+        work = world.rank()
+        world.producer.report(code)
+        assert world.finished[-1] == work.received.token
+    world.tick(RESEND_INTERVAL_US)
+    assert not world.producer.pending
+    assert world.count("relaygr_worker_results_undelivered_total") == 3
+    assert [(topic, error and error.code()) for topic, error in world.errors] == [("relaygr.results", code)] * 3
+
+
+def test_the_owner_is_told_of_each_result_that_kafka_refuses(world: ResultsWorld):
+    """A worker without the right to write results was ready, and every request timed out."""
+    world.rank()
+    world.producer.report(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    world.producer.raises = refused(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    world.tick(RESEND_INTERVAL_US)
+    assert [(topic, error and error.code()) for topic, error in world.errors] == [
+        ("relaygr.results", KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    ] * 2
 
 
 def test_many_undelivered_answers_are_each_tried_once_a_tick(world: ResultsWorld):

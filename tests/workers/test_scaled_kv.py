@@ -122,7 +122,7 @@ class TestGate:
     @each_type
     def test_a_model_within_the_limits_starts_and_its_error_is_told(self, model: Path, dtype: KvDtype) -> None:
         error = require_kv_precision(engine_of(model, dtype), model, 0.2, 0.5, 2**32)
-        assert error is not None and 0 < error.max_score_error <= 0.2 and error.users == 4
+        assert error is not None and 0 < error.max_score_error <= 0.2 and error.users == 16
 
     @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.2, 1.1)])
     def test_a_model_beyond_the_limits_is_refused_with_a_remedy(

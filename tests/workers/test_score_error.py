@@ -19,10 +19,17 @@ from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
-from relaygr.worker.model.options import ContextualFeature
+from relaygr.worker.model.options import ContextualFeature, Preset, Task, TaskKind, preset_fields
 from relaygr.worker.process.memory import allocate_memory, plan_memory
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
-from relaygr.worker.score_error import SampleUser, made_sample, measure_dram_error, require_precision
+from relaygr.worker.score_error import (
+    SampleUser,
+    _error_of,
+    made_sample,
+    made_users,
+    measure_dram_error,
+    require_precision,
+)
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.model import small_config
 
@@ -53,7 +60,7 @@ class TestMeasurement:
         assert 0 < bfloat16.max_score_error < int8.max_score_error < 0.02
         assert bfloat16.mean_score_error <= bfloat16.max_score_error
         assert int8.topk_overlap > 0.8
-        assert (int8.users, int8.candidates) == (4, 32)
+        assert (int8.users, int8.candidates) == (16, 32)
 
     def test_an_exact_tier_causes_no_error(self, model: Path) -> None:
         users, candidates = made_sample(model)
@@ -77,8 +84,64 @@ class TestMeasurement:
         users, candidates = made_sample(tmp_path, users=3)
         assert [len(user.behaviours) for user in users] == [200, 100, 50]
         assert all(np.isin(user.behaviours.items, items).all() for user in users)
-        assert all(user.features.shape == (2,) and (user.features < [3, 9]).all() for user in users)
+        assert all(user.features.shape == (2,) for user in users)
         assert np.unique(candidates).size == candidates.size == 32
+
+    def test_generated_users_exercise_every_input(self, tmp_path: Path) -> None:
+        features = (
+            ContextualFeature(name="country", cardinality=3),
+            ContextualFeature(name="genres", cardinality=20, tokens=2),
+        )
+        config = small_config(contextual_features=features)
+        save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+        users, _ = made_sample(tmp_path)
+        seen = np.stack([user.features for user in users])
+        # The last value and the last action are unknown to the model.
+        assert set(seen[:, 0]) == set(range(4))
+        assert set(seen[:, 1:].ravel()) == set(range(21))
+        assert set(users[0].behaviours.actions) == set(range(config.num_actions + 1))
+        assert set(users[0].behaviours.items) == set(range(config.vocabulary_size))
+        steps_ms = np.concatenate([np.diff(user.behaviours.timestamps_ms) for user in users])
+        assert all(((steps_ms >= low) & (steps_ms < 100 * low)).any() for low in (10, 1_000, 100_000, 10_000_000))
+
+    def test_generated_users_have_every_bit_of_the_actions(self) -> None:
+        config = small_config(**preset_fields(Preset.DLRM_V3, 16, 200))
+        users, _ = made_users(config, np.arange(50))
+        assert config.dlrm_inputs is not None
+        for bit in config.dlrm_inputs.action_weights:
+            assert {bool(action & bit) for action in users[0].behaviours.actions} == {False, True}
+
+    @pytest.mark.parametrize("added", [0.0, 1000.0, -1e4])
+    def test_a_constant_added_to_all_scores_changes_no_error(self, tmp_path: Path, added: float) -> None:
+        """A bias of 1,000 turned a refused model into an accepted one."""
+        config = small_config(tasks=(Task(name="stars", kind=TaskKind.REGRESSION),))
+        tensors = {name: tensor.clone() for name, tensor in random_checkpoint(config, 0).tensors.items()}
+        errors = []
+        for folder in (tmp_path / "plain", tmp_path / "added"):
+            save_checkpoint(folder, config, tensors)
+            users, candidates = made_sample(folder, 4)
+            errors.append(measure_dram_error(engine_of(folder), DramKvDtype.INT8, users, candidates))
+            tensors["readout.mlp.1.bias"] += added
+        assert errors[1].max_score_error == pytest.approx(errors[0].max_score_error, rel=0.2)
+
+    @pytest.mark.parametrize(
+        ("scores", "scale"),
+        [
+            ([[1.0, 3.0], [5.0, 5.5]], [2.0, 0.5]),
+            ([[1.0, 3.0], [5.0, 5.0]], [2.0, 4.0]),
+            ([[1000.0, 1000.0 + 1e-4], [1001.0, 1003.0]], [3.0, 2.0]),
+            ([[7.0, 7.0], [7.0, 7.0]], [7.0, 7.0]),
+            ([[-7.0, -7.0], [-7.0, -7.0]], [7.0, 7.0]),
+            ([[0.0, 0.0], [0.0, 0.0]], [1.0, 1.0]),
+        ],
+        ids=["own spread", "one without", "one of rounding", "none", "negative", "zeros"],
+    )
+    def test_an_error_is_a_share_of_the_spread(self, scores: list[list[float]], scale: list[float]) -> None:
+        exact = np.array(scores, np.float64)[..., None]
+        pairs = [(each.astype(np.float32), (each + 0.25).astype(np.float32)) for each in exact]
+        error = _error_of(pairs, np.arange(2))
+        assert error.max_score_error == pytest.approx(0.25 / min(scale), rel=1e-3)
+        assert error.mean_score_error == pytest.approx(np.mean([0.25 / each for each in scale]), rel=1e-3)
 
     def test_a_measurement_without_users_is_refused(self, model: Path) -> None:
         with pytest.raises(ValueError, match="no users"):
@@ -185,7 +248,7 @@ class TestCommand:
 
     def test_it_reads_histories_from_a_log(self, model: Path, tmp_path: Path) -> None:
         log = tmp_path / "ratings.csv"
-        lines = [f"{user},{item % 40},4.0,{1_600_000_000 + item}" for user in range(7) for item in range(30)]
+        lines = [f"{user},{item % 40},1.5,{1_600_000_000 + item}" for user in range(7) for item in range(30)]
         log.write_text("userId,movieId,rating,timestamp\n" + "\n".join(lines) + "\n")
         ended = CliRunner().invoke(
             app, ["check-dram", str(model), "--device", "cpu", "--interactions", str(log), "--users", "5",
@@ -193,3 +256,11 @@ class TestCommand:
         )  # fmt: skip
         assert ended.exit_code == 0, ended.output
         assert "5 users, 30 candidates" in " ".join(ended.output.split())
+
+    def test_a_log_with_codes_that_the_model_does_not_know_is_refused(self, model: Path, tmp_path: Path) -> None:
+        """They were measured as unknown codes, so the check said nothing about the model's own."""
+        log = tmp_path / "ratings.csv"
+        log.write_text("userId,movieId,rating,timestamp\n1,2,4.0,1600000000\n1,3,1.0,1600000001\n")
+        ended = CliRunner().invoke(app, ["check-dram", str(model), "--device", "cpu", "--interactions", str(log)])
+        assert ended.exit_code != 0
+        assert "1 of 2 behaviours of the log have 8" in str(ended.exception)

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,15 +18,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
+from relaygr.runtime.limits import Memory
 from relaygr.schemas.digest import DIGEST_BYTES
 from relaygr.schemas.messages import PrefixSource
+from relaygr.worker import memory
 from relaygr.worker.cache import Miss, MissReason, PendingOutcome, PendingPrefix, PrefixKey, SpillOutcome, Tier
 from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
-from relaygr.worker.shared.arena import ArenaShape, SharedArena, TornPageError, make_room, map_file
+from relaygr.worker.memory import MemoryPlan
+from relaygr.worker.model.engine import NoMemoryForWeightsError
+from relaygr.worker.process import prepare
+from relaygr.worker.process.prepare import _require_memory
+from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.shared import arena
+from relaygr.worker.shared.arena import ArenaShape, SharedArena, TornPageError, delete_abandoned, make_room, map_file
 from relaygr.worker.shared.index import HEADER_BYTES, ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.record import IndexRecord, pack
@@ -458,6 +467,72 @@ def test_an_arena_of_another_shape_is_not_read_and_its_memory_is_freed(tmp_path:
     world.die()
     make_room(tmp_path, shape, world.lock)
     assert not list(tmp_path.glob("dram-*"))
+
+
+def test_a_start_without_an_arena_frees_the_one_that_a_killed_worker_left(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN)
+    assert make_room(tmp_path, None, ArenaLock(tmp_path)) == 0
+    assert not list(tmp_path.glob("dram-*")) and not list(tmp_path.glob("index-*"))
+
+
+def arenas(root: Path) -> set[str]:
+    """Group and id of the workers that have one."""
+    return {str(path.parent.relative_to(root)) for path in root.rglob("dram-*")}
+
+
+def test_only_arenas_that_no_process_uses_are_abandoned(tmp_path: Path) -> None:
+    for name in ("group/dead", "group/own", "other-group/dead"):
+        left_by(tmp_path / name, ANN)
+    alive = SharedWorld(tmp_path / "group/alive")
+    delete_abandoned(tmp_path / "group/own")
+    assert arenas(tmp_path) == {"group/alive", "group/own"}
+    alive.die()
+    assert len(SharedWorld(tmp_path / "group/own").restored) == 1
+
+
+def plan_of(dram_bytes: int) -> MemoryPlan:
+    return MemoryPlan(0, 0, 0, dram_bytes, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "space_bytes", "left"),
+    [
+        (10**12, 10**12, {"group/dead"}),  # Enough: the worker may come back for it.
+        (SHAPE.dram_bytes, 10**12, set()),
+        (10**12, SHAPE.dram_bytes - 1, set()),
+    ],
+)
+def test_a_start_that_lacks_memory_frees_that_of_workers_that_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, space_bytes: int, left: set[str]
+) -> None:
+    left_by(tmp_path / "group/dead", ANN)
+    plan = plan_of(SHAPE.dram_bytes + SHAPE.index_bytes)
+
+    def free() -> Memory:
+        return Memory(free_bytes if arenas(tmp_path) else 10**12, 10**12)
+
+    monkeypatch.setattr(memory, "available_memory", free)
+    monkeypatch.setattr(arena.os, "statvfs", lambda _: SimpleNamespace(f_bavail=space_bytes, f_frsize=1))
+    (tmp_path / "group/own").mkdir()
+    _require_memory(plan, device_is_host=False, folder=tmp_path / "group/own", shape=SHAPE, taken_bytes=0)
+    assert arenas(tmp_path) == left
+
+
+def test_weights_that_do_not_fit_take_the_memory_that_a_killed_worker_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("group/dead", "group/own"):
+        left_by(tmp_path / name, ANN)
+
+    def load_engine(*_: object) -> str:
+        if arenas(tmp_path):
+            raise NoMemoryForWeightsError("the weights need 1.00 GiB")
+        return "an engine"
+
+    monkeypatch.setattr(prepare, "load_engine", load_engine)
+    own = ArenaLock(tmp_path / "group/own")
+    own.acquire()
+    assert prepare._load(WorkerSettings(), tmp_path / "group/own", own) == "an engine"
 
 
 # The right to write.

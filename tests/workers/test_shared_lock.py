@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.shared.lock import ArenaLock, note_fenced, predecessor_was_fenced
+from relaygr.worker.shared.lock import ArenaLock, memory_folder, note_fenced, predecessor_was_fenced
 
 HOLDER = """
 import sys, time
@@ -218,3 +218,15 @@ def test_a_note_that_can_not_be_read_is_ignored(tmp_path: Path, torn: bytes) -> 
     next_holder(tmp_path, is_fenced=True)
     (tmp_path / "fenced").write_bytes(torn)
     assert not next_holder(tmp_path)
+
+
+def test_without_a_folder_in_memory_and_a_temporary_one_the_setting_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def missing() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("relaygr.worker.shared.lock._TMPFS", tmp_path / "missing")
+    monkeypatch.setattr("tempfile.gettempdir", missing)
+    with pytest.raises(RelayError, match=r"set `worker\.shared_path`"):
+        memory_folder()

@@ -20,7 +20,7 @@ def test_a_crowd_of_requests_computes_a_prefix_once() -> None:
     world = ExecutorWorld()
     works = crowd(world, world.store.put("a", 400))
     world.run()
-    assert all(work.done for work in works)
+    assert all(work.has_ended for work in works)
     assert computed_tokens(world) == 400
 
 
@@ -41,7 +41,7 @@ def test_a_crowd_appends_to_a_prefix_once() -> None:
     world.run()
     works = crowd(world, world.store.put("a", 400, number=2))
     world.run()
-    assert all(work.done and work.path is Path.HBM for work in works)
+    assert all(work.has_ended and work.path is Path.HBM for work in works)
     assert computed_tokens(world) == 400
 
 
@@ -69,8 +69,8 @@ def test_one_that_can_not_wait_leaves_and_the_others_get_what_was_computed() -> 
     hurried = world.rank("a", version, "hurried", budget_us=400 * TOKEN_US // 2 + HIT_US)
     patient = world.rank("a", version, "patient", budget_us=200_000)
     world.run()
-    assert (hurried.done, hurried.path) == (True, Path.TRUNCATED)
-    assert (patient.done, patient.path) == (True, Path.PENDING)
+    assert (hurried.has_ended, hurried.path) == (True, Path.TRUNCATED)
+    assert (patient.has_ended, patient.path) == (True, Path.PENDING)
     assert world.cache.peek(patient.prefix.key).hbm_behaviours == 400
 
 
@@ -79,7 +79,7 @@ def test_the_first_waiter_for_a_reload_gives_up_and_the_second_hits() -> None:
     first = world.rank("a", version, "first", budget_us=30_000)
     world.run()
     world.idle_until(first.deadline_us - 400 * TOKEN_US - 2 * HIT_US)
-    assert (first.done, first.path) == (True, Path.FULL)
+    assert (first.has_ended, first.path) == (True, Path.FULL)
     world.mover.finish()
     world.run()
     second = world.rank("a", version, "second")

@@ -16,7 +16,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.worker.exits import Exit
 from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader
 from relaygr.worker.supervisor.link import STANDBY_EARLIER_S, SupervisorLink
-from relaygr.worker.supervisor.records import ProcessStat, SupervisorPost, delete_record, read_record, read_records
+from relaygr.worker.supervisor.records import ProcessStat, SupervisorEndpoint, delete_record, read_record, read_records
 
 ORPHAN_S = 60.0
 HEARTBEAT_S = 0.25
@@ -36,7 +36,7 @@ class LinkWorld:
 
     def is_over_after(self, seconds: float) -> bool:
         self.clock.advance_us(int(seconds * 1e6))
-        return self.link.is_over
+        return self.link.is_orphaned
 
     def close(self) -> None:
         self.supervisor.close()
@@ -69,11 +69,11 @@ def test_a_child_goes_on_for_a_while_without_a_supervisor(world: LinkWorld, phas
 def test_a_child_connects_to_the_next_supervisor(world: LinkWorld) -> None:
     world.send(ChildPhase.ACTIVE)
     world.supervisor.close()
-    with closing(SupervisorPost(world.folder, "worker-00")) as post:
+    with closing(SupervisorEndpoint(world.folder, "worker-00")) as endpoint:
         assert stat.S_IMODE((world.folder / "supervisor.socket").stat().st_mode) == 0o600
-        assert post.accept() is None
+        assert endpoint.accept() is None
         world.send(ChildPhase.ACTIVE)
-        accepted = post.accept()
+        accepted = endpoint.accept()
         assert accepted is not None
         connection, pid = accepted
         with connection:
@@ -91,10 +91,10 @@ def test_a_supervisor_that_refuses_a_child_does_not_keep_it_alive(world: LinkWor
     world.supervisor.close()
     assert not world.is_over_after(0)
     ends = []
-    with closing(SupervisorPost(world.folder, "worker-00")) as post:
+    with closing(SupervisorEndpoint(world.folder, "worker-00")) as endpoint:
         for _ in range(int(ORPHAN_S / HEARTBEAT_S)):
             world.send(ChildPhase.ACTIVE)
-            accepted = post.accept()
+            accepted = endpoint.accept()
             assert accepted is not None
             accepted[0].close()
             ends.append(world.is_over_after(HEARTBEAT_S))
@@ -103,9 +103,9 @@ def test_a_supervisor_that_refuses_a_child_does_not_keep_it_alive(world: LinkWor
 
 def test_a_worker_id_has_one_supervisor(world: LinkWorld) -> None:
     refusal = rf"has a supervisor on this machine already, process {os.getpid()}"
-    with closing(SupervisorPost(world.folder, "worker-00")), pytest.raises(RelayError, match=refusal):
-        SupervisorPost(world.folder, "worker-00")
-    SupervisorPost(world.folder, "worker-00").close()
+    with closing(SupervisorEndpoint(world.folder, "worker-00")), pytest.raises(RelayError, match=refusal):
+        SupervisorEndpoint(world.folder, "worker-00")
+    SupervisorEndpoint(world.folder, "worker-00").close()
 
 
 def test_the_record_of_a_child_says_its_phase_and_its_exit_code(world: LinkWorld) -> None:

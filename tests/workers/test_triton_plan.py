@@ -68,6 +68,7 @@ def test_tiles_hold_every_row_once_and_the_longest_come_first(made: list[Segment
     assert len(pairs) <= tiles_bound(arrays.capacity.rows, len(made), block_rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(segments, masks)
 def test_the_keys_of_a_tile_are_those_from_the_first_to_the_last_that_the_mask_shows(

@@ -234,6 +234,7 @@ def test_a_file_without_vectors_is_refused(tmp_path: Path) -> None:
         read_vectors(path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("RELAYGR_TEST_VECTORS" not in os.environ, reason="RELAYGR_TEST_VECTORS names no file")
 def test_the_vectors_of_other_implementations_pass() -> None:
     for case in read_vectors(Path(os.environ["RELAYGR_TEST_VECTORS"])):

@@ -112,6 +112,16 @@ class BrokerProxy:
         _shut(client)
 
 
+class RawProxy(BrokerProxy):
+    """Forwards bytes that it does not understand, such as those of TLS."""
+
+    def _forward_requests(self, client: socket.socket, broker: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(65536):
+                broker.sendall(data)
+        _shut(broker)
+
+
 def _shut(connection: socket.socket) -> None:
     """Wakes the threads that read from it; closing alone would not."""
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""An executor that tests step: over a fake engine, whose work alone moves the clock."""
+"""An executor that tests step: over the simulator's engine, whose work alone moves the clock."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from relaygr.schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
+from relaygr.simulate.device import SimulatedDevice, SimulatedEngine, SimulatedModel
+from relaygr.simulate.times import Draws
 from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.cache.invariants import check_invariants
-from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
@@ -45,53 +46,39 @@ LIMITS = EngineLimits(512, 64, 100)
 COEFFICIENTS = LatencyCoefficients(
     a0=HIT_US, a1=TOKEN_US, a2=0, b0=0, b1=TOKEN_US, b2=0, c0=0, c1=HIT_US / 10, c2=0, d0=100, d1=0
 )
+LATENCY = LatencyModel(COEFFICIENTS)
 
 
-@dataclass
-class Inputs:
-    tokens: int
-    unknown_items: int = 0
+class FakeEngine(SimulatedEngine):
+    """The simulator's engine: TOKEN_US a prefix token, HIT_US a ranking of ten candidates. It records the chunks and
+    batches that it computed, and fails where a test asks for that.
+    """
 
+    def __init__(
+        self,
+        clock: ManualClock,
+        outbox: Outbox | None = None,
+        namespace: bytes = b"model-1",
+        revision: str = "model-1",
+    ) -> None:
+        model = SimulatedModel(DramGeometry(GEOMETRY), LAYOUT, LIMITS, PrefixRules(), LATENCY, is_cpu=True)
+        exact = Draws((1.0,), np.random.default_rng(0))
+        super().__init__(model, SimulatedDevice(clock, is_cpu=True), exact, exact)
+        self.namespace, self.revision = namespace, revision
+        self.outbox = outbox if outbox is not None else Outbox()
+        self.chunks: list[tuple[int, int]] = []
+        self.batches: list[int] = []
+        self.mixed: list[tuple[int, int]] = []
+        """Tokens of the chunk, and requests, of each forward that had both."""
+        self.fail_mixed = False
+        self.fail_next: Exception | None = None
+        self.fail_candidates: int | None = None
 
-@dataclass
-class Request:
-    prefix_tokens: int
-    candidates: int
-    unknown_items: int = 0
-
-
-@dataclass
-class FakeEngine:
-    """Takes TOKEN_US a prefix token and HIT_US a ranking. Records the chunks and batches that it computed."""
-
-    clock: ManualClock
-    geometry: KvGeometry = GEOMETRY
-    layout: PrefixLayout = LAYOUT
-    limits: EngineLimits = LIMITS
-    namespace: bytes = b"model-1"
-    revision: str = "model-1"
-    chunks: list[tuple[int, int]] = field(default_factory=list)
-    batches: list[int] = field(default_factory=list)
-    mixed: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens of the chunk, and requests, of each forward that had both."""
-    fail_mixed: bool = False
-    fail_next: Exception | None = None
-    fail_candidates: int | None = None
-    rules: PrefixRules = field(default_factory=PrefixRules)
-    device: Device = field(default_factory=CpuDevice)
-    outbox: Outbox = field(default_factory=Outbox)
-
-    def shown_features(self, features, behaviours, candidates):
-        return features
-
-    def prefix_inputs(self, features, behaviours, query_time_ms):
-        return Inputs(len(behaviours))
-
-    def rank_inputs(self, prefix_tokens, pages, suffix, candidates, query_time_ms, prefix_timestamps_ms):
+    def rank_inputs(self, prefix_tokens, pages, suffix, candidates, query_time_ms=0, prefix_timestamps_ms=None):
         if candidates.size > self.limits.max_candidates:
             raise TooLongError(f"{candidates.size} candidates, the model takes {self.limits.max_candidates}")
         assert len(pages) * PAGE_TOKENS >= prefix_tokens
-        return Request(prefix_tokens, candidates.size)
+        return super().rank_inputs(prefix_tokens, pages, suffix, candidates)
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
         if self.fail_next is not None:
@@ -100,7 +87,7 @@ class FakeEngine:
         assert len(chunk.pages) * PAGE_TOKENS >= chunk.end
         assert not self.outbox.unsent, "an answer that is known waits for this chunk"
         self.chunks.append((chunk.start, chunk.end))
-        self.clock.advance_us((chunk.end - chunk.start) * TOKEN_US)
+        super().pre_infer(chunk)
 
     def forward(self, chunks, requests):
         if self.fail_mixed:
@@ -115,7 +102,7 @@ class FakeEngine:
             raise RuntimeError("kernel failed")
         assert not self.outbox.unsent, "an answer that is known waits for this batch"
         self.batches.append(len(batch))
-        self.clock.advance_us(HIT_US * len(batch))
+        self.device.run(self._batch_us(batch))
         return [RankOutputs(np.zeros((request.candidates, 1), np.float32)) for request in batch]
 
 
@@ -184,7 +171,7 @@ class DrivenExecutor:
     def take_job(self, job: PreInferJob, expected_in_us: int, budget_us: int) -> None:
         expected_us = self.clock.monotonic_us() + expected_in_us
         self.executor.take_job(JobWork(job, self.received("preinfer"), expected_us, expected_us + budget_us))
-        self.executor.take_mail()
+        self.executor.run_posted()
 
     def take_ranking(self, request: RankingRequest, budget_us: int, *, looks_up: bool = True) -> RankingWork:
         reply = RankingHeaders(request.request_id, "g", "relaygr.results", 0, request.deadline_us)
@@ -192,7 +179,7 @@ class DrivenExecutor:
         work = RankingWork(request, reply, self.received("ranking"), self.clock.wall_us(), deadline_us, deadline_us)
         self.executor.take_ranking(work)
         if looks_up:
-            self.executor.take_mail()
+            self.executor.run_posted()
         return work
 
     def run(self, steps: int = 1_000) -> None:
@@ -223,7 +210,7 @@ class ExecutorWorld(DrivenExecutor):
             lease_margin_ms=lease_margin_ms, footprint_reserve=0.0, load_limit=1.0, preinfer_share=0.9, burst_ms=60_000
         )
         capacity = hbm_pages * self.engine.geometry.page_bytes
-        self.corrector = Corrector(LatencyModel(COEFFICIENTS))
+        self.corrector = Corrector(LATENCY)
         self.copied = []
         self.copy_page = self.copied.append
         self.registry = CollectorRegistry()

@@ -43,7 +43,7 @@ class Outbox:
 
     def count_ranked(self, work: RankingWork) -> None:
         assert not self.unsent, "counting delays results that are written"
-        assert not work.done, "a request is counted when it lets go of its prefix"
+        assert not work.has_ended, "a request is counted when it lets go of its prefix"
         self.counted.append(work)
 
     def expired(self, work: RankingWork) -> None:

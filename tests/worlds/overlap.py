@@ -157,7 +157,7 @@ class OverlapWorld:
         deadline_us = self.device.monotonic_us() + budget_us
         work = RankingWork(request, reply, received, wall_us, deadline_us, deadline_us)
         self.executor.take_ranking(work)
-        self.executor.take_mail()
+        self.executor.run_posted()
 
     def run(self) -> None:
         """Steps the executor until it has nothing left to do."""

@@ -202,7 +202,7 @@ class RealExecutorWorld(DrivenExecutor):
         outputs = full_inference(
             checkpoint or self.checkpoint, features, behaviours, request.candidates, request.query_time_ms
         )
-        self.executor.take_mail()
+        self.executor.run_posted()
         return outputs.scores.numpy()
 
     def assert_exact(self, work: RankingWork, behaviours: Behaviours, checkpoint: Checkpoint | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from confluent_kafka import Consumer, Message, TopicPartition
 from prometheus_client import CollectorRegistry
 from pydantic import ByteSize
@@ -53,9 +54,9 @@ COEFFICIENTS = LatencyCoefficients(
 COUNTRY = ContextualFeature(name="country", cardinality=8)
 
 
-def make_model(folder: Path, seed: int = 7, contextual_features: tuple[ContextualFeature, ...] = (COUNTRY,)) -> Path:
-    """A small random checkpoint with two tasks, and its calibration beside it."""
-    config = ModelConfig(
+def model_config(contextual_features: tuple[ContextualFeature, ...] = (COUNTRY,)) -> ModelConfig:
+    """A small model with two tasks."""
+    return ModelConfig(
         embedding_dim=32,
         num_heads=2,
         attention_dim=16,
@@ -71,12 +72,26 @@ def make_model(folder: Path, seed: int = 7, contextual_features: tuple[Contextua
         max_suffix_behaviours=32,
         max_candidates=MAX_CANDIDATES,
     )
-    checkpoint = random_checkpoint(config, seed)
-    save_checkpoint(folder, config, checkpoint.tensors)
+
+
+def make_model(folder: Path, seed: int = 7, contextual_features: tuple[ContextualFeature, ...] = (COUNTRY,)) -> Path:
+    """A small random checkpoint, and its calibration beside it."""
+    config = model_config(contextual_features)
+    return save_model(folder, config, random_checkpoint(config, seed).tensors)
+
+
+def save_model(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, torch.Tensor],
+    latency: LatencyCoefficients = COEFFICIENTS,
+) -> Path:
+    """A checkpoint, and its calibration beside it."""
+    save_checkpoint(folder, config, tensors)
     defaults = WorkerSettings()
     engine = load_engine(folder, "cpu", defaults.kv_dtype, defaults.page_tokens, defaults.threads)
     now = datetime.now(UTC).isoformat()
-    save_calibration(Calibration(describe(engine), now, COEFFICIENTS, (), (), (), ()), folder / "calibration.json")
+    save_calibration(Calibration(describe(engine), now, latency, (), (), (), ()), folder / "calibration.json")
     return folder
 
 
@@ -107,7 +122,7 @@ def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 60.0) ->
     while not is_so():
         if time.monotonic() > ends_s:
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import csv
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,20 @@ def _git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
 
 
+def refuse_other_columns(path: Path, columns: Iterable[str]) -> None:
+    """Raises RelayError for a file to which rows with these columns cannot be appended. Call it before a run, too."""
+    wanted = list(columns)
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            if next(csv.reader(file), wanted) != wanted:
+                raise RelayError(f"{path} has the columns of another version: move it away, or choose another file")
+
+
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Appends the rows, at least one, and the header to a new file. Raises RelayError for a file with other columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, columns = not path.exists(), list(rows[0])
-    if not new:
-        with path.open(newline="", encoding="utf-8") as file:
-            if next(csv.reader(file), columns) != columns:
-                raise RelayError(f"{path} has the columns of another version: move it away, or choose another file")
+    refuse_other_columns(path, columns)
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         if new:

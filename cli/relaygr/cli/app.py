@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,12 +14,14 @@ from relaygr.cli import COMMANDS
 from relaygr.cli.help import tidy_help
 from relaygr.cli.texts import plain_console
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.stop_signals import exit_on_sigterm
 from relaygr.schemas.version import __version__
 
 OPTIONAL = {
     "matplotlib": "bench",
     "opentelemetry": "tracing",
     "pyarrow": "bench",
+    "safetensors": "worker",
     "scipy": "bench",
     "testcontainers": "bench",
     "torch_npu": "npu",
@@ -96,7 +99,10 @@ def command_of(name: str, target: Any) -> Any:
 
 
 def run(target: Callable[..., object]) -> None:
-    """Runs a function as a program of its own. A RelayError ends it with its text and exit code 1."""
+    """Runs a function as a program of its own. A RelayError ends it with its text and exit code 1, and SIGTERM as
+    Ctrl-C does.
+    """
+    exit_on_sigterm()
     try:
         command_of(target.__module__, target)()
     except RelayError as error:
@@ -105,4 +111,8 @@ def run(target: Callable[..., object]) -> None:
 
 
 def _complain(text: str) -> None:
-    plain_console(stderr=True).print(text, style="red", soft_wrap=True)
+    # The text is the last line. If nobody reads standard error, nothing is printed, and the process ends. Not imported
+    # here: a library that it needs may be missing.
+    logs = sys.modules.get("relaygr.runtime.logs")
+    if logs is None or logs.close_logs():
+        plain_console(stderr=True).print(text, style="red", soft_wrap=True)

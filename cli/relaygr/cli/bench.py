@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from relaygr.cli.app import command_of
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.stop_signals import exit_on_sigterm
 
 GROUP: Final = "relaygr.benchmarks"
 
@@ -37,8 +38,9 @@ app = typer.Typer(cls=BenchmarkGroup, add_completion=False)
 
 @app.callback(invoke_without_command=True)
 def bench(context: typer.Context) -> None:
-    """Run a benchmark; without a name, list them. Results are added to files in benchmarks/results."""
+    """Run a benchmark; without a name, list them. Each names the file or folder of its results."""
     if context.invoked_subcommand is not None:
+        exit_on_sigterm()  # Processes, folders and topics of a benchmark go with it.
         return
     group = context.command
     assert isinstance(group, BenchmarkGroup)

@@ -44,6 +44,7 @@ def calibrate(
     from relaygr.worker.calibration import calibrate as measure
     from relaygr.worker.measuring import bind_own_arena
     from relaygr.worker.model.engine import load_engine
+    from relaygr.worker.process.trial import require_finite_scores
 
     console = stdout_console()
     engine = load_engine(
@@ -56,6 +57,7 @@ def calibrate(
         cuda_graphs,
         parse_size("--device-table-bytes", device_table_bytes),
     )
+    require_finite_scores(engine, model)
     bind_own_arena(engine)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

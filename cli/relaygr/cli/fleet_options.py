@@ -18,12 +18,11 @@ from relaygr.cli.texts import parse_size
 from relaygr.runtime.errors import RelayError
 
 if TYPE_CHECKING:
+    from relaygr.cli.fleet_output import PlanRow
     from relaygr.settings import Settings
-    from relaygr.simulate.case import Shape, System
+    from relaygr.simulate.case import Case, Changes, Shape, System
     from relaygr.simulate.figures import Figures
-    from relaygr.simulate.output import PlanRow
     from relaygr.simulate.plan import CapacityPlan
-    from relaygr.simulate.relay import Changes
     from relaygr.simulate.times import MeasuredTimes
     from relaygr.traffic.settings import TrafficSettings
     from relaygr.worker.calibration import Calibration
@@ -47,32 +46,91 @@ ImpressionsOption = Annotated[
     int, typer.Option(min=600, help="Simulated for each number of workers, and more where it is not clear.")
 ]
 JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="cores")]
+SECONDS = 60.0
+"""The simulated time by default."""
 _USERS_PER_WORKER = 10
 """With fewer, the load of a worker depends on which users it happens to own."""
 
 
-def fleet_settings(
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What the options describe: settings, device, model, and measured times."""
+
+    settings: Settings
+    calibration: Calibration
+    shape: Shape
+    times: MeasuredTimes
+
+    def case(self, system: System, changes: Changes | None = None, day_s: float | None = None) -> Case:
+        from relaygr.simulate.case import case_of, is_cpu
+
+        return case_of(
+            self.settings, self.shape, self.calibration.model, self.times,
+            on_cpu=is_cpu(self.calibration), system=system, changes=changes, day_s=day_s,
+        )  # fmt: skip
+
+    def caveat(self) -> str:
+        device = self.calibration.machine.device_description
+        return (
+            f"Simulated, not measured. Device times: a calibration of {device}. Times of Kafka and worker, and noise: "
+            f"{self.times.origin}. ± is half of the 95 % confidence interval of the sample. Out of range, small errors "
+            "of the times become large ones of the latency."
+        )
+
+    def described(self, sample: int, seeds: int, changes: Changes | None = None) -> dict[str, Any]:
+        """What was simulated, in the form of JSON. `changes`: None where none are possible."""
+        worker = self.settings.worker
+        return {
+            "device": self.calibration.machine.device_description,
+            "calibrated_at": self.calibration.measured_at,
+            "times": self.times.origin,
+            "traffic": self.settings.traffic.model_dump(mode="json"),
+            "hbm_bytes": int(worker.hbm_bytes),
+            "dram_bytes": int(worker.dram_bytes),
+            "sample": sample,
+            "seeds": seeds,
+            **(asdict(changes) if changes is not None else {}),
+        }
+
+
+def fleet_of(
+    calibration: Path,
+    model: Path | None,
+    token_bytes: str,
+    times: Path | None,
+    *,
     config: Path | None,
     overrides: list[str] | None,
     qps: float | None,
     slo_ms: int | None,
     lengths: str | None,
     users: int | None,
-    seconds: float,
-) -> Settings:
-    wanted = [f"traffic.duration_s={seconds}", *(overrides or [])]
-    if qps is not None:
-        wanted.append(f"traffic.rate_per_s={qps}")
-    if slo_ms is not None:
-        wanted.append(f"traffic.budget_ms={slo_ms}")
-    if users is not None:
-        wanted.append(f"traffic.users={users}")
+    seconds: float | None = None,
+) -> Fleet:
+    """`seconds`: how long is simulated; None: as long as the settings say, else `SECONDS`.
+
+    Raises RelayError for an option that is wrong, or a file that cannot be used.
+    """
+    from relaygr.simulate.case import shape_of_model, shape_of_tokens
+    from relaygr.simulate.times import MeasuredTimes, load_times
+    from relaygr.worker.calibration import load_calibration
+
+    given = {"rate_per_s": qps, "budget_ms": slo_ms, "users": users, "duration_s": seconds}
+    wanted = [*(overrides or [])]
+    wanted += [f"traffic.{name}={value}" for name, value in given.items() if value is not None]
     if lengths is not None:
         median, longest = parse_pair("--lengths", f"{lengths}:{2 * int(lengths)}" if lengths.isdecimal() else lengths)
         wanted += [f"traffic.history_median={median}", f"traffic.history_max={longest}"]
     settings = command_settings(config, overrides=wanted)
+    if not settings.traffic.duration_s:
+        settings = settings.model_copy(update={"traffic": settings.traffic.model_copy(update={"duration_s": SECONDS})})
     _check_lengths(settings.traffic)
-    return settings
+    measured = load_calibration(calibration)
+    if model is not None:
+        shape = shape_of_model(model, settings, measured)
+    else:
+        shape = shape_of_tokens(parse_size("--token-bytes", token_bytes), settings)
+    return Fleet(settings, measured, shape, MeasuredTimes() if times is None else load_times(times))
 
 
 def _check_lengths(traffic: TrafficSettings) -> None:
@@ -96,90 +154,48 @@ def parse_pair(option: str, text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def read_calibration(path: Path) -> Calibration:
-    from relaygr.worker.calibration import load_calibration
-
-    return load_calibration(path)
-
-
-def shape_of(model: Path | None, token_bytes: str, settings: Settings, calibration: Calibration) -> Shape:
-    from relaygr.simulate.case import shape_of_model, shape_of_tokens
-
-    if model is not None:
-        return shape_of_model(model, settings, calibration)
-    return shape_of_tokens(parse_size("--token-bytes", token_bytes), settings)
-
-
-def read_times(path: Path | None) -> MeasuredTimes:
-    from relaygr.simulate.times import MeasuredTimes, load_times
-
-    return MeasuredTimes() if path is None else load_times(path)
-
-
-@dataclass(frozen=True, slots=True)
-class Probes:
-    """How a plan tries a number of workers: simulated impressions, parts of the fleet, seeds, processes."""
-
-    impressions: int
-    sample: int
-    seeds: int
-    jobs: int | None
-
-
 def plan_systems(
-    settings: Settings,
-    shape: Shape,
-    measured: Calibration,
-    times: MeasuredTimes,
+    fleet: Fleet,
     systems: Iterable[System],
-    probes: Probes,
+    jobs: int | None,
+    *,
+    impressions: int,
+    sample: int,
+    seeds: int,
     price_per_worker_hour: float | None = None,
 ) -> list[PlanRow]:
-    """The smallest fleet of each system that answers in time. Shows a progress bar on standard error."""
-    from relaygr.simulate.case import case_of, is_cpu
+    """The smallest fleet of each system that answers in time. `impressions`: simulated for each number of workers.
+    Shows a progress bar on standard error.
+    """
     from relaygr.simulate.fleet import Runner
     from relaygr.simulate.plan import plan_capacity
 
     rows = []
-    with Runner(probes.jobs) as runner, progress_bar() as (progress, task):
+    with Runner(jobs) as runner, progress_bar() as (progress, task):
         for each in systems:
-            case = case_of(settings, shape, measured.model, times, on_cpu=is_cpu(measured), system=each)
 
             def show(workers: int, share: float, name: str = each.value) -> None:
-                progress.update(task, total=1.0, completed=share, description=f"{name}: {workers:,} workers")
+                progress.update(task, completed=share, description=f"{name}: {workers:,} workers")
 
-            found = plan_capacity(case, probes.sample, probes.seeds, runner, show, probes.impressions)
-            rows.append(plan_row(each, found, settings, shape, price_per_worker_hour))
+            case = fleet.case(each)
+            found = plan_capacity(case, sample, seeds, runner, show, impressions)
+            rows.append(_plan_row(each, found, case, price_per_worker_hour))
     return rows
 
 
-def plan_row(
-    system: System, plan: CapacityPlan, settings: Settings, shape: Shape, price_per_worker_hour: float | None
-) -> PlanRow:
+def _plan_row(system: System, plan: CapacityPlan, case: Case, price_per_worker_hour: float | None) -> PlanRow:
     """A plan with its memory and costs: none of either if no number of workers is enough."""
+    from relaygr.cli.fleet_output import PlanRow
     from relaygr.simulate.case import System
-    from relaygr.simulate.output import PlanRow
-    from relaygr.simulate.plan import memory_of
 
     if plan.best is None:
         return PlanRow(system, plan, None, None, None, None)
-    hbm_bytes, dram_bytes = memory_of(settings.worker, shape.geometry, plan.workers)
-    if system is System.OFF:
-        # Nothing is kept without the relay.
-        hbm_bytes = dram_bytes = 0
+    # Nothing is kept in full inference.
+    hbm_bytes, dram_bytes = (0, 0) if system is System.OFF else case.memory(plan.workers)
     if price_per_worker_hour is None:
         return PlanRow(system, plan, hbm_bytes, dram_bytes, None, None)
     cost = price_per_worker_hour * plan.workers
-    return PlanRow(system, plan, hbm_bytes, dram_bytes, cost, cost / (settings.traffic.rate_per_s * 3600) * 1e6)
-
-
-def caveat(times: MeasuredTimes, calibration: Calibration) -> str:
-    device = calibration.machine.device_description
-    return (
-        f"Simulated, not measured. Device times: a calibration of {device}. Times of Kafka and worker, and noise: "
-        f"{times.origin}. ± is half of the 95 % confidence interval of the sample. Out of range, small errors of the "
-        "times become large ones of the latency."
-    )
+    return PlanRow(system, plan, hbm_bytes, dram_bytes, cost, cost / (case.demand.traffic.rate_per_s * 3600) * 1e6)
 
 
 def error_caveat(results: Iterable[Figures]) -> str | None:
@@ -217,30 +233,8 @@ def users_caveat(users: int, workers: int) -> str | None:
     return f"{users:,} users are few for {workers:,} workers, and some workers may have none: raise --users."
 
 
-def inputs_as_json(
-    settings: Settings,
-    calibration: Calibration,
-    times: MeasuredTimes,
-    sample: int,
-    seeds: int,
-    changes: Changes | None = None,
-) -> dict[str, Any]:
-    """What was simulated, in the form of JSON. `changes`: None where none are possible."""
-    return {
-        "device": calibration.machine.device_description,
-        "calibrated_at": calibration.measured_at,
-        "times": times.origin,
-        "traffic": settings.traffic.model_dump(mode="json"),
-        "hbm_bytes": int(settings.worker.hbm_bytes),
-        "dram_bytes": int(settings.worker.dram_bytes),
-        "sample": sample,
-        "seeds": seeds,
-        **(asdict(changes) if changes is not None else {}),
-    }
-
-
 @contextmanager
 def progress_bar() -> Iterator[tuple[Progress, TaskID]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield progress, progress.add_task("simulating", total=None)
+        yield progress, progress.add_task("simulating", total=1.0)

@@ -102,6 +102,7 @@ def serve(
     """Serve lag as Prometheus metrics, until SIGTERM or Ctrl-C. Ready while the cluster answers."""
     from prometheus_client import CollectorRegistry
 
+    from relaygr.kafka.rotation import ends_for_new_files
     from relaygr.lag.exporter import LagExporter
     from relaygr.lag.monitor import LagMonitor
     from relaygr.runtime.probes import Check, ProbeServer, Readiness
@@ -124,7 +125,7 @@ def serve(
         readiness,
         registry=registry,
     )
-    with server:
+    with ends_for_new_files(settings.security), server:
         typer.echo(
             f"lag of {', '.join(group or (settings.group_prefix + '.*',))} at {settings.bootstrap}: "
             f"http://{server.host}:{server.port}/metrics"

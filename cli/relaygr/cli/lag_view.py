@@ -32,6 +32,7 @@ _STYLES: Final = {
     LagStatus.JUDGING: "cyan",
     LagStatus.WARN: "yellow",
     LagStatus.REWIND: "red",
+    LagStatus.BEYOND_END: "red",
     LagStatus.STALL: "red",
     LagStatus.STOP: "red",
     LagStatus.UNKNOWN: "magenta",
@@ -153,7 +154,7 @@ def _lines(part: RenderableType, width: int) -> int:
 
 
 def _summary(group: GroupReport) -> list[RenderableType]:
-    behind = f"{group.lag:,} messages behind"
+    behind = "lag unknown" if group.lag is None else f"{group.lag:,} messages behind"
     if group.max_time_lag is not None:
         behind += f", {_seconds(group.max_time_lag.seconds)} s at most"
     text = Text(group.group, style="bold")
@@ -187,7 +188,7 @@ def _summary(group: GroupReport) -> list[RenderableType]:
 
 
 def _rows(group: GroupReport, sort: Sort, every: bool) -> list[PartitionReport]:
-    rows = [row for row in group.partitions if every or _behind(row) or row.lost]
+    rows = [row for row in group.partitions if every or _behind(row) or row.lost or row.status is LagStatus.BEYOND_END]
     return sorted(rows, key=_order(sort))
 
 

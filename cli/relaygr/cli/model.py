@@ -28,6 +28,7 @@ from relaygr.cli.texts import parse_task, print_json, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file, rules_of
+from relaygr.worker.model.npy import read_npy
 from relaygr.worker.model.options import Activated, ContextualFeature, Family, OutputForm, Preset, preset_fields
 
 if TYPE_CHECKING:
@@ -216,10 +217,7 @@ def read_item_ids(path: Path) -> NDArray[np.int64]:
     """Distinct item ids of a file, ascending. Raises RelayError that names a line that is not an integer."""
     try:
         if path.suffix == ".npy":
-            # Mapped: memory is taken only for what the file holds, whatever shape its header claims.
-            ids = np.load(path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(ids, np.ndarray):
-                raise RelayError(f"{path} is an archive, not one row of integers.")
+            ids = read_npy(path)
             if ids.dtype.kind not in "iu" or ids.ndim != 1:
                 raise RelayError(f"{path} contains {ids.dtype} {list(ids.shape)}, not one row of integers.")
             if ids.dtype.kind == "u" and ids.size and int(ids.max()) > np.iinfo(np.int64).max:

@@ -22,7 +22,7 @@ from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 from relaygr.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from relaygr.breakeven.figures import BreakEven
+    from relaygr.simulate.visit import BreakEven
 
 GAPS = {"10 s": 10.0, "1 min": 60.0, "10 min": 600.0, "1 h": 3600.0, "1 day": 86_400.0}
 """Seconds between two visits of a user."""
@@ -57,12 +57,12 @@ def bench_command(
 ) -> None:
     """Measure a model's times and K,V, and for which lengths and return gaps the relay saves work."""
     if plot is not None:
-        from relaygr.replay.plots import require_plot
+        from relaygr.cli.plots import require_plot
 
         require_plot(plot)
-    from relaygr.breakeven.figures import Capacity, break_even, measure
     from relaygr.runtime.logs import configure_logging
     from relaygr.runtime.settings import LogLevel, LogSettings
+    from relaygr.simulate.visit import break_even, measure
     from relaygr.worker.model.engine import load_engine
 
     configure_logging(LogSettings(level=LogLevel.WARNING))
@@ -74,13 +74,14 @@ def bench_command(
             f"The model takes {limits.max_prefix_behaviours:,} behaviours and {limits.max_candidates:,} candidates: "
             "give a smaller --length or --candidates."
         )
-    capacity = Capacity(_bytes("--hbm", hbm, "hbm_bytes"), _bytes("--dram", dram, "dram_bytes"), visits_per_second)
+    hbm_bytes, dram_bytes = _bytes("--hbm", hbm, "hbm_bytes"), _bytes("--dram", dram, "dram_bytes")
     figures = measure(engine, lengths, candidates, new_behaviours, dram_kv_dtype, repeats)
-    found = [break_even(each, capacity, engine.rules.grows) for each in figures]
+    grows = engine.rules.grows
+    found = [break_even(each, hbm_bytes, dram_bytes, visits_per_second, grows=grows) for each in figures]
     if plot is not None:
-        from relaygr.breakeven.plot import save_plot
+        from relaygr.cli.plots import plot_break_even
 
-        save_plot(found, list(GAPS.values()), plot)
+        plot_break_even(plot, found, list(GAPS.values()))
     if as_json:
         typer.echo(json.dumps([_row(each) for each in found], indent=1))
         return
@@ -91,7 +92,7 @@ def bench_command(
         f"{new_behaviours} new behaviours"
     )
     _print_times(console, found)
-    _print_break_even(console, found, engine.rules.grows)
+    _print_break_even(console, found, grows)
 
 
 def _doubling(longest: int) -> list[int]:
@@ -133,7 +134,7 @@ def _print_times(console: Console, found: list[BreakEven]) -> None:
 
 
 def _print_break_even(console: Console, found: list[BreakEven], grows: bool) -> None:
-    from relaygr.breakeven.figures import Tier
+    from relaygr.simulate.visit import Tier
 
     if not grows:
         console.print(

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption
 from relaygr.cli.options import JsonOption
-from relaygr.cli.texts import print_json, stdout_console
+from relaygr.cli.texts import plain_console, print_json, stdout_console
 from relaygr.interactions.reading import read_interactions
+from relaygr.publishing.known import KnownModel
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
@@ -30,11 +31,12 @@ EXIT_ABOVE = 1
 CANDIDATES = 100
 _DEFAULTS = WorkerSettings.model_fields
 
-Model = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
+# A link is resolved once: each command loads the model several times.
+Model = Annotated[Path, typer.Argument(help="A checkpoint folder.", resolve_path=True)]
 Interactions = Annotated[
     Path | None, typer.Option(help="Interaction log with the histories to rank.", show_default="random histories")
 ]
-Users = Annotated[int | None, typer.Option(min=1, help="Number of users.", show_default="4 random, 100 from a log")]
+Users = Annotated[int | None, typer.Option(min=1, help="Number of users.", show_default="16 random, 100 from a log")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,20 +154,22 @@ def _sample(
     model: Path, engine: Engine, interactions: Path | None, users: int | None
 ) -> tuple[list[SampleUser], np.ndarray]:
     """The users to rank, and the candidates: of the log, or random without one."""
-    from relaygr.worker.score_error import made_sample
+    from relaygr.worker.score_error import MADE_USERS, made_sample
 
     if interactions is None:
-        return made_sample(model, users or 4)
-    return _read_sample(interactions, engine, users or 100)
+        return made_sample(model, users or MADE_USERS)
+    return _read_sample(model, interactions, engine, users or 100)
 
 
-def _read_sample(path: Path, engine: Engine, users: int) -> tuple[list[SampleUser], np.ndarray]:
+def _read_sample(model: Path, path: Path, engine: Engine, users: int) -> tuple[list[SampleUser], np.ndarray]:
     """Random users of a log with their newest behaviours, and random items of the log as candidates."""
     from relaygr.worker.score_error import SampleUser
 
     read, random = read_interactions(path), np.random.default_rng(0)
     if not read.users:
         raise RelayError(f"{path} contains no interactions.")
+    for note in KnownModel(model).check_log(read):
+        plain_console(stderr=True).print(f"Note: {note}")
     chosen = random.choice(len(read.users), min(users, len(read.users)), replace=False)
     longest = engine.limits.max_prefix_behaviours
     items = np.unique(read.behaviours.items)
@@ -189,4 +193,4 @@ def _print(what: str, error: ScoreError, limits: Limits) -> None:
     table.add_row("mean change of a score", f"{error.mean_score_error:.4%}", "")
     table.add_row(f"share of the top {TOP_K} that stays", f"{error.topk_overlap:.2%}", f"{least:.2%} at least")
     console.print(table)
-    console.print("Changes are relative to the largest score of the same user and task.")
+    console.print("Changes are relative to the spread of the scores of the same user and task.")

@@ -112,6 +112,12 @@ def _print_comparison(console: Console, comparison: Comparison, tolerance: float
             f"{comparison.unknown_items:,} of {comparison.item_ids:,} item ids are not in the model's vocabulary: "
             "unless the source has no row for them either, convert with --items"
         )
+    for count, what in (
+        (comparison.unknown_actions, "behaviours have an action code"),
+        (comparison.unknown_features, "values of features are missing, or values"),
+    ):
+        if count:
+            console.print(f"{count:,} {what} that the model does not know")
     table = Table("task", "worst error", "typical error", "rank correlation", f"top {comparison.top_k} kept")
     for task, agreement in comparison.tasks.items():
         table.add_row(printable(task), *_cells(agreement))

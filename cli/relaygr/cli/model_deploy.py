@@ -57,6 +57,8 @@ def deploy(checkpoint: Path, folder: Path, *, needs_calibration: bool) -> str:
     """
     from relaygr.worker.model.checkpoint import load_checkpoint
 
+    # A training job may point a link at its next checkpoint meanwhile.
+    checkpoint = checkpoint.resolve()
     revision = load_checkpoint(checkpoint).revision
     _check_calibration(checkpoint, revision, needs_calibration)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +69,11 @@ def deploy(checkpoint: Path, folder: Path, *, needs_calibration: bool) -> str:
         # Renamed when it is whole, so that no worker finds half a checkpoint.
         partial = folder / f".{revision}.{secrets.token_hex(4)}"
         try:
-            shutil.copytree(checkpoint.resolve(), partial)
+            shutil.copytree(checkpoint, partial)
+            if load_checkpoint(partial).revision != revision:
+                raise RelayError(
+                    f"{checkpoint} was replaced while it was copied: nothing was changed. Deploy it again."
+                )
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -103,7 +109,7 @@ def _update_calibration(checkpoint: Path, target: Path) -> None:
     """A revision that was deployed before may have been calibrated since."""
     from relaygr.settings import CALIBRATION_FILE
 
-    if (checkpoint / CALIBRATION_FILE).exists() and checkpoint.resolve() != target.resolve():
+    if (checkpoint / CALIBRATION_FILE).exists() and checkpoint != target.resolve():
         partial = target / f".{CALIBRATION_FILE}.{secrets.token_hex(4)}"
         shutil.copy2(checkpoint / CALIBRATION_FILE, partial)
         partial.replace(target / CALIBRATION_FILE)

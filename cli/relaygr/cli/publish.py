@@ -11,12 +11,13 @@ from typing import Annotated, BinaryIO, Final
 import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
-from relaygr.cli.publish_history import behaviours_of_log, history
+from relaygr.cli.publish_history import behaviours_of_log, history, time_option
 from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.publishing.json_lines import Line
+from relaygr.publishing.known import ModelOption, SentInputs
 from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
 from relaygr.publishing.outcomes import Outcomes
 from relaygr.publishing.sending import SendReport, opened, print_line, send_lines, wait_until, when_there_is_room
@@ -61,6 +62,7 @@ def retrieval(
         int, typer.Option(min=0, max=MAX_BUDGET_MS, help="For lines that omit it.")
     ] = 100,
     gateway_id: GatewayOption = "publish",
+    model: ModelOption = None,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
@@ -70,7 +72,7 @@ def retrieval(
     Exits with 1 if a line was bad or an event was not delivered.
     """
     settings = command_settings(config, bootstrap, overrides)
-    clock = SystemClock()
+    clock, inputs = SystemClock(), SentInputs(model)
     ids = _request_ids(gateway_id)
     with opened(source) as stream:
         require_topics(settings, Role.GATEWAY)
@@ -85,9 +87,10 @@ def retrieval(
                 ranking_budget_ms=ranking_budget_ms,
                 expected_ranking_in_ms=expected_ranking_in_ms,
             )
+            inputs.take(event)
             return lambda report: publisher.publish_retrieval(event, report)
 
-        _publish_lines(stream, publisher, publish, rate, max_bad_lines, "retrieval events")
+        _publish_lines(stream, publisher, publish, rate, max_bad_lines, "retrieval events", inputs)
 
 
 @app.command()
@@ -101,6 +104,7 @@ def ranking(
         bool, typer.Option("--wait/--no-wait", help="Print each outcome as a JSON line, or send only.")
     ] = True,
     gateway_id: GatewayOption = "publish",
+    model: ModelOption = None,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
@@ -111,7 +115,7 @@ def ranking(
     ranked is an outcome and not an error.
     """
     settings = command_settings(config, bootstrap, overrides)
-    clock = SystemClock()
+    clock, inputs = SystemClock(), SentInputs(model)
     _request_ids(gateway_id)
     show = sys.stderr.isatty() and not (wait and sys.stdout.isatty())
     with (
@@ -125,6 +129,7 @@ def ranking(
                 request = ranking_from_line(
                     line.parse(), client.new_request_id, clock.wall_us(), deadline_in_ms=deadline_in_ms
                 )
+                inputs.take(request)
                 if wait:
                     outcomes.follow(line.number, request, lambda: client.submit_request(request))
                 else:
@@ -143,10 +148,11 @@ def ranking(
         ended = ", ".join(f"{count} {status}" for status, count in sorted(outcomes.counts.items()))
         silent = statistics.timed_out - statistics.late
         late = f" ({statistics.late} of them answered late, {silent} not at all)" if statistics.timed_out else ""
-        _finish(run, f"{run.sent} ranking requests: {ended or 'none'}{late}")
+        _finish(run, f"{run.sent} ranking requests: {ended or 'none'}{late}{inputs.text()}")
     else:
         acknowledged = statistics.acknowledged
-        _finish(run, f"{acknowledged} of {run.sent} ranking requests delivered", failed=acknowledged < run.sent)
+        text = f"{acknowledged} of {run.sent} ranking requests delivered{inputs.text()}"
+        _finish(run, text, failed=acknowledged < run.sent)
 
 
 @app.command()
@@ -156,7 +162,7 @@ def behaviours(
         typer.Option("--from", metavar="FILE", help="JSON lines; - reads standard input.", show_default=False),
     ] = None,
     interactions: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option("--interactions", metavar="FILE", help="An interaction log, as for history.", show_default=False),
     ] = None,
     after_ms: Annotated[
@@ -165,6 +171,7 @@ def behaviours(
     ] = None,
     rate: RateOption = None,
     max_bad_lines: MaxBadLinesOption = 100,
+    model: ModelOption = None,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
@@ -174,24 +181,27 @@ def behaviours(
     Exits with 1 if a line was bad or a record was not delivered.
     """
     settings = command_settings(config, bootstrap, overrides)
-    if (source is None) == (interactions is None):
+    if (source is None) == (not interactions):
         raise RelayError("give --from FILE (JSON lines) or --interactions FILE (a log), one of them")
+    if after_ms is not None:
+        time_option("--after-ms", str(after_ms))
     require_topics(settings, Role.HISTORY_PUBLISHER)
-    if interactions is not None:
-        if not behaviours_of_log(settings, interactions, after_ms, max_bad_lines):
+    if interactions:
+        if not behaviours_of_log(settings, interactions, after_ms, max_bad_lines, model):
             raise typer.Exit(1)
         return
     assert source is not None
-    clock = SystemClock()
+    clock, inputs = SystemClock(), SentInputs(model)
     with opened(source) as stream:
         publisher = EventPublisher(settings, "relaygr-publish-behaviours")
         publisher.start(Topic.BEHAVIOURS)
 
         def publish(line: Line) -> Publish:
             event = behaviours_from_line(line.parse(), clock.wall_us() // 1000)
+            inputs.take(event)
             return lambda report: publisher.publish_behaviours(event, report)
 
-        _publish_lines(stream, publisher, publish, rate, max_bad_lines, "records of behaviours")
+        _publish_lines(stream, publisher, publish, rate, max_bad_lines, "records of behaviours", inputs)
 
 
 def _publish_lines(
@@ -201,6 +211,7 @@ def _publish_lines(
     rate: float | None,
     max_bad_lines: int,
     what: str,
+    inputs: SentInputs,
 ) -> None:
     """Publishes the message of each line and waits for the delivery reports. Raises Exit(1) if one failed."""
     failures: list[int] = []
@@ -219,7 +230,7 @@ def _publish_lines(
     run = send_lines(stream, send, rate, max_bad_lines, publisher.poll, show=sys.stderr.isatty())
     wait_until(lambda: len(publisher) == 0, _DELIVERY_TIMEOUT_S, publisher.poll)
     delivered = run.sent - len(failures) - publisher.close(0.0)
-    _finish(run, f"{delivered} of {run.sent} {what} delivered", failed=delivered < run.sent)
+    _finish(run, f"{delivered} of {run.sent} {what} delivered{inputs.text()}", failed=delivered < run.sent)
 
 
 def _finish(run: SendReport, text: str, failed: bool = False) -> None:

@@ -7,13 +7,14 @@ import datetime
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.cli.texts import plain_console
-from relaygr.interactions import Interactions, Limits, ReadReport, read_interactions
+from relaygr.interactions import Interactions, Layout, Limits, ReadReport, joined, read_interactions
 from relaygr.interactions.publishing import (
     PublishReport,
     Selection,
@@ -25,16 +26,26 @@ from relaygr.interactions.publishing import (
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.publishing.known import KnownModel, ModelOption, codes_text
+from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER
+from relaygr.schemas.times import EARLIEST_MS, UNITS_MS, unit_of, wrong_unit
 from relaygr.schemas.topics import Topic
 
 _SHOWN_BAD_LINES = 20
+_DAY_MS = 24 * 3600 * 1000
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def history(
     interactions: Annotated[
-        Path, typer.Option("--interactions", metavar="FILE", help="The log, plain or .gz. Its layout is detected.")
+        list[Path],
+        typer.Option(
+            "--interactions",
+            metavar="FILE",
+            help="The log, plain or .gz. Its layout is detected. Several, in the order of time, are one log.",
+        ),
     ],
     users: Annotated[
         int | None,
@@ -56,6 +67,16 @@ def history(
             show_default=False,
         ),
     ] = None,
+    cut: Annotated[
+        str | None,
+        typer.Option(
+            "--cut",
+            metavar="TIME",
+            help="Publish behaviours up to this time: ms since the epoch, or such as 2026-11-27T00:00 (UTC). Workers "
+            "keep what they have after it. Default: the last time of the log, up to now.",
+            show_default=False,
+        ),
+    ] = None,
     item_map: Annotated[
         Path | None,
         typer.Option(
@@ -68,6 +89,7 @@ def history(
             "--max-bad-lines", min=0, help="Bad lines are skipped; publish nothing if there are more than this."
         ),
     ] = 100,
+    model: ModelOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the log and report, without publishing.")] = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
@@ -75,7 +97,7 @@ def history(
 ) -> None:
     """Publish every user's history from a log of interactions.
 
-    The command reads the whole file first, and publishes nothing if there are too many bad lines. Otherwise it
+    The command reads all files first, and publishes nothing if there are too many bad lines. Otherwise it
     reports bad lines with their numbers and skips them. Exits with 0 if the cluster acknowledged every history,
     else with 1.
     """
@@ -84,31 +106,108 @@ def history(
         # Fail before the log is read, which can take minutes.
         require_topics(settings, Role.HISTORY_PUBLISHER)
     console = plain_console(soft_wrap=True)
-    read = _read(interactions, Limits(max_bad_lines=max_bad_lines))
-    _tell_read(console, read.report)
+    cut_ms = None if cut is None else time_option("--cut", cut)
+    read = _read_all(console, interactions, Limits(max_bad_lines=max_bad_lines), model)
+    if cut_ms is not None:
+        if cut_ms > _now_ms() + _DAY_MS:
+            raise RelayError(f"--cut is {_when(cut_ms)}, in the future: workers would keep nothing that the log lacks")
+        read = read.until(cut_ms)
     if not read.users:
-        raise RelayError(f"{interactions} contains no interactions: there is nothing to publish")
+        until = "" if cut_ms is None else f" up to {_when(cut_ms)} (--cut)"
+        raise RelayError(f"{_named(interactions)} contains no interactions{until}: there is nothing to publish")
+    if cut_ms is None and read.report.layout.time is not None:
+        cut_ms = _last_time_ms(read)
     if item_map is not None:
         _write_item_map(item_map, read.item_numbers)
         console.print(f"Item ids     {item_map}")
     if dry_run:
         return
-    report = _publish(settings, read, Selection(users, max_behaviours, number))
+    report = _publish(settings, read, Selection(users, max_behaviours, number, cut_ms))
     _tell_published(console, report, "histories", settings.topic(Topic.HISTORY), settings)
     if not report.complete:
         raise typer.Exit(1)
 
 
-def behaviours_of_log(kafka: KafkaSettings, path: Path, after_ms: int | None, max_bad_lines: int) -> bool:
+def behaviours_of_log(
+    kafka: KafkaSettings, paths: list[Path], after_ms: int | None, max_bad_lines: int, model: Path | None
+) -> bool:
     """Publishes the behaviours of a log that are later than a time. Returns whether all were delivered."""
     console = plain_console(soft_wrap=True)
-    read = _read(path, Limits(max_bad_lines=max_bad_lines))
-    _tell_read(console, read.report)
+    read = _read_all(console, paths, Limits(max_bad_lines=max_bad_lines), model)
     with _progress() as progress:
         task = progress.add_task("publishing", total=behaviours_count(read, after_ms))
         report = publish_behaviours(kafka, read, after_ms, lambda done: progress.update(task, completed=done))
     _tell_published(console, report, "behaviours", kafka.topic(Topic.BEHAVIOURS), kafka)
     return report.complete
+
+
+def time_option(name: str, text: str) -> int:
+    """The ms since the epoch that an option names. Raises RelayError."""
+    try:
+        if text.removeprefix("-").isdecimal():
+            time_ms = int(text)
+        else:
+            named = datetime.datetime.fromisoformat(text)
+            named = named if named.tzinfo else named.replace(tzinfo=datetime.UTC)
+            # Whole numbers: the product of a float would be a millisecond less at times.
+            time_ms = (named - _EPOCH) // datetime.timedelta(milliseconds=1)
+    except ValueError as error:
+        raise RelayError(f"{name} is {text!r}: give ms since the epoch, or a time such as 2026-11-27T00:00") from error
+    if wrong := wrong_unit(time_ms, "milliseconds"):
+        raise RelayError(f"{name}: {wrong}")
+    return time_ms
+
+
+def _read_all(console: Console, paths: list[Path], limits: Limits, model: Path | None) -> Interactions:
+    """Several files as one log, and prints what was read.
+
+    Raises RelayError for a file whose times are not those of behaviours, and for a log that is not meant for the model.
+    """
+    known = KnownModel(model) if model is not None else None
+    parts = []
+    for path in paths:
+        if len(paths) > 1:
+            console.print(f"File         {path}")
+        parts.append(_read(path, limits))
+        _tell_read(console, parts[-1].report)
+        _check_times(path, parts[-1].report)
+        if ahead := int(np.count_nonzero(parts[-1].behaviours.timestamps_ms > _now_ms() + _DAY_MS)):
+            console.print(f"Note         {ahead:,} behaviours are dated after tomorrow: workers date them earlier")
+        for note in known.check_log(parts[-1]) if known is not None else ():
+            console.print(f"Note         {note}")
+    return joined(parts)
+
+
+def _check_times(path: Path, report: ReadReport) -> None:
+    """Raises RelayError if all times are before 1990 or after tomorrow."""
+    first_ms, last_ms = report.first_ms, report.last_ms
+    tomorrow_ms = _now_ms() + _DAY_MS
+    if report.layout.time is None or first_ms is None or last_ms is None:
+        return
+    if last_ms >= EARLIEST_MS and first_ms <= tomorrow_ms:
+        return
+    fits = unit_of(last_ms / UNITS_MS[report.time_unit])
+    raise RelayError(
+        f"{path}: read as {report.time_unit}, all times are from {_when(first_ms)} to {_when(last_ms)}, and behaviours "
+        "are not before 1990 or after tomorrow. "
+        + (f"As {fits} they would fit: give them in {fits}" if fits else "No unit fits: correct the column of the time")
+        + (" and name the column `timestamp`" if report.layout.time_is_ms else "")
+    )
+
+
+def _last_time_ms(read: Interactions) -> int:
+    """The last time of a log. Times in the future are wrong: histories cut there replace all that workers have."""
+    now_ms, times_ms = _now_ms(), read.behaviours.timestamps_ms
+    past_ms = times_ms[times_ms <= now_ms]
+    return int(past_ms.max()) if past_ms.size else now_ms
+
+
+def _now_ms() -> int:
+    return SystemClock().wall_us() // 1000
+
+
+def _named(paths: list[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
 def _read(path: Path, limits: Limits) -> Interactions:
@@ -140,6 +239,8 @@ def _tell_read(console: Console, report: ReadReport) -> None:
     if report.length_percentiles:
         lengths = ", ".join(f"P{p} {length:,}" for p, length in report.length_percentiles.items() if p < 100)
         console.print(f"Lengths      {lengths}, longest {report.length_percentiles[100]:,}")
+    if report.actions:
+        console.print(f"Actions      {codes_text(report.actions)}{_meaning(report.layout)}")
     for note in report.notes:
         console.print(f"Note         {note}")
     if report.bad_lines:
@@ -157,6 +258,13 @@ def _tell_published(console: Console, report: PublishReport, what: str, topic: s
     )
     for cause, count in report.causes.items():
         console.print(f"Failed       {count:,}: {cause}")
+
+
+def _meaning(layout: Layout) -> str:
+    """How the codes follow from the log."""
+    if layout.flags:
+        return " (sums of the bits of the flags)"
+    return " (twice the rating)" if layout.rating is not None else ""
 
 
 def _when(time_ms: int) -> str:

@@ -8,28 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaygr.cli.fleet_options import (
+    SECONDS,
     CalibrationOption,
     ImpressionsOption,
     JobsOption,
     LengthsOption,
     ModelOption,
-    Probes,
     QpsOption,
     SloOption,
     TimesOption,
     TokenBytesOption,
     UsersOption,
-    caveat,
     error_caveat,
-    fleet_settings,
-    inputs_as_json,
+    fleet_of,
     parse_pair,
     plan_caveats,
     plan_systems,
     progress_bar,
-    read_calibration,
-    read_times,
-    shape_of,
     users_caveat,
 )
 from relaygr.cli.options import ConfigOption, SetOption
@@ -47,16 +42,17 @@ app = typer.Typer(
 
 _FAR_NOISE = 2.0
 """Device times beyond this many times the calibrated ones, or below that part of them, are those of other work."""
-_SECONDS = 60.0
-"""The simulated time by default."""
 _TARGET_LOAD = 0.5
 """The device load at which autoscaling aims by default."""
+_START_S = 20.0
 
 SampleOption = Annotated[
     int, typer.Option(min=1, help="Parts of the fleet that each seed simulates beside the busiest one.")
 ]
 SeedsOption = Annotated[int, typer.Option(min=1, help="Seeds.")]
-SystemOption = Annotated[str, typer.Option(metavar="both|relay|off", help="Systems to simulate.")]
+SystemOption = Annotated[
+    str, typer.Option(metavar="both|relay|cache|off", help="Systems to simulate; both: relay and off.")
+]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures.")]
 
 
@@ -67,7 +63,8 @@ def run(
     token_bytes: TokenBytesOption = "32KiB",
     workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 1,
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="Simulated time.", show_default=f"that of --day, or {_SECONDS:g}")
+        float | None,
+        typer.Option(min=1, help="Simulated time.", show_default=f"that of --day or the settings, else {SECONDS:g}"),
     ] = None,
     qps: QpsOption = None,
     slo_ms: SloOption = None,
@@ -85,7 +82,10 @@ def run(
         float | None,
         typer.Option(min=0.01, max=1, help="Device load that autoscaling aims at.", show_default=str(_TARGET_LOAD)),
     ] = None,
-    start_s: Annotated[float, typer.Option(min=0, help="Time that a new worker takes to start.")] = 20.0,
+    start_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="Time that a new worker takes to start.", show_default=f"{_START_S:g}"),
+    ] = None,
     kill_at: Annotated[list[float] | None, typer.Option(min=0, help="A worker dies at this second.")] = None,
     standby: Annotated[bool, typer.Option("--standby", help="A standby takes over from each dead worker.")] = False,
     sample: SampleOption = 8,
@@ -100,54 +100,60 @@ def run(
 
     Traffic, tiers, policies and admission are those of the settings (--set traffic.*, worker.*, admission.*).
     """
-    from relaygr.simulate.case import case_of, is_cpu
-    from relaygr.simulate.fleet import FleetSize, Runner, expected_impressions, simulate
-    from relaygr.simulate.output import save_plot, table_of, to_json, write_json
-    from relaygr.simulate.relay import Autoscale, Changes
+    from relaygr.cli.fleet_output import NAMES, table_of, to_json, write_json
+    from relaygr.simulate.case import Autoscale, Changes
+    from relaygr.simulate.fleet import FleetSize, Runner, simulate
 
     if plot is not None:
-        from relaygr.replay.plots import require_plot
+        from relaygr.cli.plots import require_plot
 
         require_plot(plot)
     if standby and not kill_at:
         raise RelayError("--standby has no effect without a dead worker: add --kill-at SECOND.")
+    if start_s is not None and not kill_at and autoscale is None:
+        raise RelayError("--start-s has no effect without a dead worker or autoscaling: add --kill-at or --autoscale.")
     if target_load is not None and autoscale is None:
         raise RelayError("--target-load has no effect on a fixed number of workers: add --autoscale LEAST:MOST.")
-    if seconds is None:
-        seconds = _SECONDS if day is None else day
-    settings = fleet_settings(config, overrides, qps, slo_ms, lengths, users, seconds)
-    measured = read_calibration(calibration)
-    shape = shape_of(model, token_bytes, settings, measured)
-    learnt = read_times(times)
+    fleet = fleet_of(
+        calibration, model, token_bytes, times, config=config, overrides=overrides, qps=qps, slo_ms=slo_ms,
+        lengths=lengths, users=users, seconds=day if seconds is None else seconds,
+    )  # fmt: skip
     rule = None
     if autoscale is not None:
         least, most = parse_pair("--autoscale", autoscale)
         rule = Autoscale(least, most, _TARGET_LOAD if target_load is None else target_load)
         workers = min(max(workers, least), most)
-    changes = Changes(tuple(kill_at or ()), standby, settings.session_timeout_ms / 1000, start_s, rule)
+    changes = Changes(
+        tuple(kill_at or ()),
+        standby,
+        fleet.settings.session_timeout_ms / 1000,
+        _START_S if start_s is None else start_s,
+        rule,
+    )
     size, console, results = FleetSize(workers, sample, seeds), stdout_console(), {}
     with Runner(jobs) as runner, progress_bar() as (progress, task):
         for each in _systems(system):
-            case = case_of(
-                settings, shape, measured.model, learnt, on_cpu=is_cpu(measured), system=each, changes=changes,
-                day_s=day,
-            )  # fmt: skip
-            total = expected_impressions(case, size)
-            progress.reset(task, total=total, description=f"simulating: {each}")
-            results[each] = simulate(case, size, runner, lambda done: progress.update(task, completed=done))
-    traffic = settings.traffic
+            progress.reset(task, total=1.0, description=f"simulating: {each}")
+            case = fleet.case(each, changes, day)
+            results[each] = simulate(case, size, runner, lambda share: progress.update(task, completed=share))
+    traffic = fleet.settings.traffic
     title = f"{workers:,} workers, {traffic.rate_per_s:g} impressions a second, {traffic.budget_ms} ms"
     console.print(table_of(results, title))
-    console.print(caveat(learnt, measured))
+    console.print(fleet.caveat())
     for note in (error_caveat(results.values()), users_caveat(traffic.users, workers)):
         if note is not None:
             console.print(note, style="yellow")
-    described = inputs_as_json(settings, measured, learnt, sample, seeds, changes)
-    described |= {"workers": workers, "seconds": seconds, "day_s": day}
+    described = fleet.described(sample, seeds, changes) | {
+        "workers": workers,
+        "seconds": traffic.duration_s,
+        "day_s": day,
+    }
     if json_out is not None:
         write_json(json_out, to_json(results, described))
     if plot is not None:
-        save_plot(plot, results, title)
+        from relaygr.cli.plots import plot_figures
+
+        plot_figures(plot, {NAMES[each]: found for each, found in results.items()}, title)
 
 
 @app.command()
@@ -176,22 +182,23 @@ def plan(
 
     HBM and DRAM of a worker are those of the settings (--set worker.hbm_bytes=SIZE).
     """
-    from relaygr.simulate.output import plan_json, plan_table, write_json
+    from relaygr.cli.fleet_output import plan_json, plan_table, write_json
 
-    settings = fleet_settings(config, overrides, qps, slo_ms, lengths, users, 1.0)
-    measured = read_calibration(calibration)
-    shape = shape_of(model, token_bytes, settings, measured)
-    learnt = read_times(times)
-    probes = Probes(impressions, sample, seeds, jobs)
-    rows = plan_systems(settings, shape, measured, learnt, _systems(system), probes, price_per_worker_hour)
-    traffic = settings.traffic
-    console = stdout_console()
+    fleet = fleet_of(
+        calibration, model, token_bytes, times, config=config, overrides=overrides, qps=qps, slo_ms=slo_ms,
+        lengths=lengths, users=users,
+    )  # fmt: skip
+    rows = plan_systems(
+        fleet, _systems(system), jobs, impressions=impressions, sample=sample, seeds=seeds,
+        price_per_worker_hour=price_per_worker_hour,
+    )  # fmt: skip
+    traffic, console = fleet.settings.traffic, stdout_console()
     console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {traffic.budget_ms} ms"))
-    console.print(caveat(learnt, measured))
+    console.print(fleet.caveat())
     for note in plan_caveats(rows, traffic.users):
         console.print(note, style="yellow")
     if json_out is not None:
-        write_json(json_out, plan_json(rows, inputs_as_json(settings, measured, learnt, sample, seeds)))
+        write_json(json_out, plan_json(rows, fleet.described(sample, seeds)))
 
 
 @app.command("learn")
@@ -204,10 +211,11 @@ def learn_command(
     """Learn the times of Kafka hops and of the worker, and the noise of device times, from a measured run."""
     from relaygr.simulate.times import learn, save_times
     from relaygr.traffic.records import read_records
+    from relaygr.worker.calibration import load_calibration
 
     if not records.is_file():
         raise RelayError(f"{records} cannot be read: `relaygr traffic --out FILE` writes it.")
-    times = learn(read_records(records), read_calibration(calibration).model, scored_tokens, records.name)
+    times = learn(read_records(records), load_calibration(calibration).model, scored_tokens, records.name)
     save_times(out, times)
     middle = len(times.hop_us) // 2
     hit, pre = times.hit_noise[middle], times.pre_noise[middle]
@@ -229,7 +237,7 @@ def _systems(text: str) -> list[System]:
     from relaygr.simulate.case import System
 
     if text == "both":
-        return list(System)
+        return [System.RELAY, System.OFF]
     if text not in set(System):
-        raise RelayError(f"--system {text}: write both, relay or off.")
+        raise RelayError(f"--system {text}: write both, {', '.join(list(System)[:-1])} or {list(System)[-1]}.")
     return [System(text)]

@@ -14,20 +14,14 @@ from relaygr.cli.fleet_options import (
     ImpressionsOption,
     JobsOption,
     ModelOption,
-    Probes,
     TimesOption,
     TokenBytesOption,
-    caveat,
-    fleet_settings,
-    inputs_as_json,
+    fleet_of,
     plan_caveats,
     plan_systems,
-    read_calibration,
-    read_times,
-    shape_of,
 )
 from relaygr.cli.options import ConfigOption, SetOption
-from relaygr.cli.texts import show_age, show_size, stdout_console
+from relaygr.cli.texts import figures_table, show_age, show_size, stdout_console
 
 if TYPE_CHECKING:
     from relaygr.simulate.size import Sizing
@@ -43,9 +37,15 @@ def size(
     length: Annotated[str, typer.Option(metavar="MEDIAN[:LONGEST]", help="Lengths of histories, behaviours.")],
     model: ModelOption = None,
     token_bytes: TokenBytesOption = "32KiB",
-    slo_ms: Annotated[int, typer.Option(min=1, help="Time limit of ranking, ms.")] = 50,
-    candidates: Annotated[int, typer.Option(min=1, help="Candidates of a request.")] = 128,
-    suffix: Annotated[int, typer.Option(min=0, help="Short-term behaviours of a request.")] = 16,
+    slo_ms: Annotated[
+        int | None, typer.Option(min=1, help="Time limit of ranking, ms.", show_default="traffic.budget_ms")
+    ] = None,
+    candidates: Annotated[
+        int | None, typer.Option(min=1, help="Candidates of a request.", show_default="traffic.candidates")
+    ] = None,
+    suffix: Annotated[
+        int | None, typer.Option(min=0, help="Short-term behaviours of a request.", show_default="traffic.suffix")
+    ] = None,
     hbm: Annotated[
         str | None, typer.Option(metavar="SIZE", help="K,V of one worker in HBM.", show_default="worker.hbm_bytes")
     ] = None,
@@ -71,34 +71,37 @@ def size(
     The number of workers is that of `relaygr simulate plan`. Memory, network and savings are calculated from the shape
     of the model's K,V and from the calibration. Other details of the load are settings (--set traffic.*).
     """
-    from relaygr.simulate.case import System, case_of, is_cpu
-    from relaygr.simulate.output import plan_json, plan_table
+    from relaygr.cli.fleet_output import plan_json, plan_table
+    from relaygr.simulate.case import System
     from relaygr.simulate.plan import least_workers
     from relaygr.simulate.size import size_of
 
-    given = [f"traffic.candidates={candidates}", f"traffic.suffix={suffix}"]
-    given += [f"worker.hbm_bytes={hbm}"] if hbm is not None else []
-    given += [f"worker.dram_bytes={dram}"] if dram is not None else []
-    settings = fleet_settings(config, [*given, *(overrides or [])], qps, slo_ms, length, users, 1.0)
-    measured = read_calibration(calibration)
-    shape = shape_of(model, token_bytes, settings, measured)
-    learnt = read_times(times)
-    rows = plan_systems(settings, shape, measured, learnt, list(System), Probes(impressions, _SAMPLE, _SEEDS, jobs))
-    relay = rows[0].plan
-    case = case_of(settings, shape, measured.model, learnt, on_cpu=is_cpu(measured), system=System.RELAY)
-    sizing = size_of(case, relay.workers or least_workers(case), keep_s, reuse)
+    options = {
+        "traffic.candidates": candidates,
+        "traffic.suffix": suffix,
+        "worker.hbm_bytes": hbm,
+        "worker.dram_bytes": dram,
+    }
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    fleet = fleet_of(
+        calibration, model, token_bytes, times, config=config, overrides=[*(overrides or []), *given], qps=qps,
+        slo_ms=slo_ms, lengths=length, users=users,
+    )  # fmt: skip
+    rows = plan_systems(fleet, [System.RELAY, System.OFF], jobs, impressions=impressions, sample=_SAMPLE, seeds=_SEEDS)
+    case = fleet.case(System.RELAY)
+    sizing = size_of(case, rows[0].plan.workers or least_workers(case), keep_s, reuse)
     if as_json:
-        content = plan_json(rows, inputs_as_json(settings, measured, learnt, _SAMPLE, _SEEDS))
+        content = plan_json(rows, fleet.described(_SAMPLE, _SEEDS))
         typer.echo(json.dumps({**content, "calculated": as_plain(sizing)}, indent=2))
         return
     console = stdout_console()
-    console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {settings.traffic.budget_ms} ms"))
+    console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {case.demand.traffic.budget_ms} ms"))
     console.print()
     console.print(_table(sizing))
     console.print()
     console.print(_savings(sizing))
     console.print()
-    console.print(caveat(learnt, measured))
+    console.print(fleet.caveat())
     for note in plan_caveats(rows, users):
         console.print(note, style="yellow")
     if not sizing.hbm_is_enough:
@@ -116,12 +119,7 @@ def as_plain(sizing: Sizing) -> dict[str, object]:
 
 
 def _table(sizing: Sizing) -> Table:
-    table = Table(
-        title="Calculated, with the relay", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
-    )
-    table.add_column("")
-    table.add_column("all workers", justify="right")
-    table.add_column("a worker", justify="right")
+    table = figures_table("Calculated, with the relay", "all workers", "a worker")
 
     def add(name: str, size_bytes: float) -> None:
         table.add_row(name, show_size(round(size_bytes)), show_size(round(size_bytes / sizing.workers)))
@@ -139,19 +137,11 @@ def _table(sizing: Sizing) -> Table:
 
 
 def _savings(sizing: Sizing) -> Table:
-    from relaygr.breakeven.figures import Tier
+    from relaygr.simulate.visit import Tier
 
     work, figures = sizing.work, sizing.work.figures
-    table = Table(
-        title=f"Device work of a visit, {figures.behaviours:,} behaviours; full inference = 100 %",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
-    table.add_column("")
-    table.add_column("work", justify="right")
-    table.add_column("of it before the request", justify="right")
+    title = f"Device work of a visit, {figures.behaviours:,} behaviours; full inference = 100 %"
+    table = figures_table(title, "work", "of it before the request")
     full_us = figures.full_us
     table.add_row("prefix not kept", f"{work.work[Tier.NONE]:.0%}", f"{figures.pre_us / full_us:.0%}")
     if work.hbm_keeps_s:

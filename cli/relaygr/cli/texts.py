@@ -9,6 +9,7 @@ from typing import Final
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 from relaygr.runtime.errors import RelayError
 
@@ -86,6 +87,15 @@ def stdout_console(pipe_width: int = PIPE_WIDTH) -> Console:
 def print_json(content: object) -> None:
     """Prints dataclasses' and models' plain content as JSON; what JSON has no form for as text."""
     typer.echo(json.dumps(content, indent=2, default=str))
+
+
+def figures_table(title: str, *columns: str) -> Table:
+    """A table without lines: a name in each row, and its figures in these columns."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
 
 
 def page(console: Console, content: RenderableType) -> None:

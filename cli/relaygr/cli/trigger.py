@@ -1,27 +1,16 @@
-"""`relaygr trigger` runs the trigger as a process until SIGTERM or Ctrl-C; its subcommands compare policies."""
+"""`relaygr trigger` runs the trigger as a process until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
-import typer
-
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
-from relaygr.cli.trigger_replay import record, replay
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-for command in (record, replay):
-    app.command()(command)
 
 
-@app.callback(invoke_without_command=True)
 def trigger(
-    context: typer.Context,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Run the trigger: decide, for each retrieval event, whether a pre-infer job is sent."""
-    if context.invoked_subcommand is not None:
-        return
     import asyncio
     import logging
     import signal
@@ -30,6 +19,7 @@ def trigger(
 
     from relaygr.kafka.admin import require_topics
     from relaygr.kafka.rights import Role
+    from relaygr.kafka.rotation import ends_for_new_files
     from relaygr.runtime.interpreter import tune_interpreter
     from relaygr.runtime.probes import ProbeServer
     from relaygr.schemas.topics import Topic
@@ -73,4 +63,5 @@ def trigger(
         load_limit=settings.admission.load_limit,
         footprint_reserve=settings.admission.footprint_reserve,
     )
-    asyncio.run(run())
+    with ends_for_new_files(settings.security):
+        asyncio.run(run())

@@ -28,6 +28,8 @@ class Comparison:
     candidates: int
     item_ids: int
     unknown_items: int
+    unknown_actions: int
+    unknown_features: int
     cached_error: float
     """The largest difference of full and cached inference, as a share of the task's largest score."""
     top_k: int
@@ -44,6 +46,7 @@ def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request],
     """Scores all requests in both ways. Raises RelayError if one is too long for the model."""
     scorer = Scorer(checkpoint, device, requests)
     full, cached = scorer.full(requests), scorer.cached(requests)
+    unknown_actions, unknown_features = scorer.unknown_inputs(requests)
     theirs = [request.scores for request in requests]
     found = agreement(full.scores, theirs, top_k)
     return Comparison(
@@ -51,6 +54,8 @@ def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request],
         candidates=sum(int(request.candidates.size) for request in requests),
         item_ids=sum(request.tokens for request in requests),
         unknown_items=full.unknown_items,
+        unknown_actions=unknown_actions,
+        unknown_features=unknown_features,
         cached_error=max(float(errors.max()) for errors in relative_errors(cached.scores, full.scores)),
         top_k=top_k,
         tasks={task.name: own for task, own in zip(checkpoint.config.tasks, found, strict=True)},

@@ -8,7 +8,6 @@ requests, scores, or both. Features and tasks have names, so that their order in
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.npy import read_npz
 
 Int64Array = NDArray[np.int64]
 Scores = NDArray[np.float64]
@@ -157,7 +157,7 @@ def _read(path: Path) -> Sequence[_Row]:
     read = {".npz": _read_npz, ".parquet": _read_parquet}.get(path.suffix, _read_lines)
     try:
         return read(path)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError) as error:
         raise RelayError(f"{path} cannot be read as requests: {error}.") from error
 
 
@@ -205,8 +205,7 @@ def _read_parquet(path: Path) -> Sequence[_Row]:
 
 def _read_npz(path: Path) -> Sequence[_Row]:
     """Histories and candidates are one after the other; `lengths` and `num_candidates` divide them."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    arrays = read_npz(path)
     lengths, counts = (_lengths(arrays, name) for name in ("lengths", "num_candidates"))
     if lengths and counts and len(lengths) != len(counts):
         raise ValueError(f"it has {len(lengths)} lengths, and {len(counts)} numbers of candidates")

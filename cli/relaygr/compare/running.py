@@ -62,6 +62,14 @@ class Scorer:
         """Each history is computed for its request."""
         return self._score_all(requests, _Way(1, _FULL_CHUNK_TOKENS, 0, self._pages))
 
+    def unknown_inputs(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """The numbers of action codes and of feature values that the model does not know."""
+        engine = self._engine
+        return (
+            sum(engine.unknown_actions(request.behaviours) for request in requests),
+            sum(engine.unknown_features(request.features) for request in requests),
+        )
+
     def cached(self, requests: Sequence[Request]) -> Ours:
         """Each history is computed in parts, and its newest behaviours come with the request."""
         suffix = self._engine.limits.max_suffix_behaviours if self._engine.rules.grows else 0

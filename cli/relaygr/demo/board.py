@@ -85,7 +85,8 @@ class LagWatch:
 def _line(group: GroupReport) -> str:
     name = group.group.rpartition(".")[2]
     split = f", OWNER SPLIT of {len(group.owner_split)}" if group.owner_split else ""
-    return f"{name}: {group.lag} messages, {group.status.value}{split}"
+    lag = "lag" if group.lag is None else f"{group.lag} messages,"
+    return f"{name}: {lag} {group.status.value}{split}"
 
 
 class Board:

@@ -9,6 +9,8 @@ from types import TracebackType
 
 import psutil
 
+from relaygr.runtime.limits import usable_cores
+
 BUSY_SHARE = 0.25
 """If other processes use more than this share of the cores, the late shares of a run say nothing."""
 
@@ -18,9 +20,9 @@ class Cores:
     """The machine during a measurement."""
 
     usable: int
-    """Cores that this process and its children may run on."""
+    """Cores that this process and its children may use: the CPU quota of a container may be less than its cores."""
     foreign: float
-    """Cores that other processes used, other virtual machines on the same hardware included."""
+    """Those of them that other processes used, other virtual machines on the same hardware included."""
 
     @property
     def free(self) -> float:
@@ -36,8 +38,8 @@ class CoreWatch:
     """Measures the cores while the block runs. Children of this process count as others."""
 
     def __enter__(self) -> CoreWatch:
-        self._usable = usable_cores()
-        self._begin = time.monotonic(), busy_s(self._usable), _own_s()
+        self._own = own_cores()
+        self._begin = time.monotonic(), busy_s(self._own), _own_s()
         return self
 
     def __exit__(
@@ -45,11 +47,13 @@ class CoreWatch:
     ) -> None:
         from_s, busy_from_s, own_from_s = self._begin
         took_s = max(time.monotonic() - from_s, 1e-9)
-        others_s = busy_s(self._usable) - busy_from_s - (_own_s() - own_from_s)
-        self.cores = Cores(len(self._usable), min(max(others_s / took_s, 0.0), float(len(self._usable))))
+        others_s = busy_s(self._own) - busy_from_s - (_own_s() - own_from_s)
+        cores, usable = len(self._own), usable_cores()
+        idle = cores - min(max(others_s / took_s, 0.0), float(cores))
+        self.cores = Cores(usable, usable - min(idle, usable))
 
 
-def usable_cores() -> frozenset[int]:
+def own_cores() -> frozenset[int]:
     """The numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))

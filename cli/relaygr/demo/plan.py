@@ -19,11 +19,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from relaygr.admission.latency import LatencyModel
 from relaygr.demo.machine import Cores
-from relaygr.worker.kv import KvGeometry, PrefixLayout
+from relaygr.runtime.quantiles import quantile
+from relaygr.simulate.visit import predicted
+from relaygr.worker.kv import DramGeometry, KvGeometry, PrefixLayout
 
 CROWDING = 2.0
 MOST_WORKERS = 2
@@ -86,14 +86,15 @@ def plan_demo(
     """
     if not len(lengths):
         raise ValueError("there are no users")
-    median, p90 = (int(np.percentile(lengths, share)) for share in (50, 90))
-    n50, n90 = layout.tokens(median), layout.tokens(p90)
-    full50_ms, full90_ms = (latency.full_us(n, scored_tokens) / 1000 for n in (n50, n90))
-    hit_ms, pre_ms = latency.hit_us(n90, scored_tokens) / 1000, latency.pre_us(n90) / 1000
-    budget_ms = overrides.budget_ms or round(max(LEAST_BUDGET_MS, 4 * hit_ms * CROWDING, 0.8 * full50_ms * CROWDING))
+    median, p90 = (quantile(lengths, share) for share in (0.5, 0.9))
+    usual, long = (predicted(latency, DramGeometry(geometry), layout, each, scored_tokens) for each in (median, p90))
+    hit_ms, pre_ms = long.hit_us / 1000, long.pre_us / 1000
+    budget_ms = overrides.budget_ms or round(
+        max(LEAST_BUDGET_MS, 4 * hit_ms * CROWDING, 0.8 * usual.full_us / 1000 * CROWDING)
+    )
     lead_ms = overrides.lead_ms or round(max(LEAST_LEAD_MS, 3 * pre_ms * CROWDING))
     workers = min(MOST_WORKERS, cores.usable)
-    cost_ms = (NEW_SHARE * latency.pre_us(n50) / 1000 + hit_ms) * CROWDING
+    cost_ms = (NEW_SHARE * usual.pre_us / 1000 + hit_ms) * CROWDING
     rate_per_s = overrides.rate_per_s or min(40.0, max(1.0, TARGET_LOAD * min(workers, cores.free) * 1000 / cost_ms))
     whole_s = max(duration_s, min(LEAST_IMPRESSIONS / rate_per_s, LONGEST_S))
     pages = [geometry.pages_for(layout.tokens(length)) for length in lengths]
@@ -104,8 +105,8 @@ def plan_demo(
         workers=workers,
         history_median=median,
         history_p90=p90,
-        full_median_ms=full50_ms,
-        full_p90_ms=full90_ms,
+        full_median_ms=usual.full_us / 1000,
+        full_p90_ms=long.full_us / 1000,
         pre_infer_p90_ms=pre_ms,
         hit_ms=hit_ms,
         budget_ms=budget_ms,

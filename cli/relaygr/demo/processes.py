@@ -6,6 +6,7 @@ The module also writes their settings to a file and reads their metrics over HTT
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -198,3 +199,12 @@ def read_metrics(port: int) -> Reading:
             return parse_reading(answer.read().decode())
     except (urllib.error.URLError, OSError):
         return Reading()
+
+
+def read_children(port: int) -> dict[str, dict[str, Any]]:
+    """The processes of the supervisor with its probes on this port by phase, each with `pid` and `port`."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/children", timeout=5) as answer:
+            return {child["phase"]: child for child in json.load(answer)["children"]}
+    except (urllib.error.URLError, OSError):
+        return {}

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.runtime.quantiles import quantile
 from relaygr.schemas.messages import Outcome, Path, PrefixSource
 from relaygr.traffic.records import LOST, ImpressionRecord, ending, in_time, is_whole
 from relaygr.ui.page import GateView, RunView
@@ -153,10 +154,13 @@ def latency_summary(records: Sequence[ImpressionRecord]) -> LatencySummary:
     """The latencies and late requests of these records."""
     latencies = [record.latency_us / 1000 for record in records if record.latency_us is not None]
     late = sum(not in_time(record) for record in records)
-    whole = sorted(record.latency_us / 1000 for record in records if record.latency_us is not None and is_whole(record))
-    place = math.ceil(0.99 * len(records)) - 1
-    offered_p99_ms = math.nan if not records else whole[place] if place < len(whole) else math.inf
-    return LatencySummary(len(records), late, percentile(latencies, 50), percentile(latencies, 99), offered_p99_ms)
+    offered = [
+        record.latency_us / 1000 if record.latency_us is not None and is_whole(record) else math.inf
+        for record in records
+    ]
+    return LatencySummary(
+        len(records), late, percentile(latencies, 50), percentile(latencies, 99), percentile(offered, 99)
+    )
 
 
 def compare_scores(ours: Iterable[ImpressionRecord], reference: Iterable[ImpressionRecord]) -> ScoreComparison:
@@ -277,7 +281,7 @@ def _spread(values: Sequence[T], most: int) -> list[T]:
 
 def percentile(values: Sequence[float] | NDArray[np.float64], share: float) -> float:
     """The percentile; NaN without values."""
-    return float(np.percentile(values, share)) if len(values) else float("nan")
+    return float(quantile(values, share / 100)) if len(values) else math.nan
 
 
 def _comparable(record: ImpressionRecord, other: ImpressionRecord) -> bool:

@@ -17,8 +17,10 @@ from relaygr.doctor import impression, judge, observe
 from relaygr.doctor.findings import Diagnosis, Verdict
 from relaygr.doctor.judge import SeenWorker
 from relaygr.kafka.admin import check_topics
+from relaygr.kafka.admin_process import CannotStart
 from relaygr.kafka.rights import Role
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.limits import available_memory
 from relaygr.settings import Settings
 
 LOCAL_S: Final = 10.0
@@ -111,13 +113,13 @@ class Examination:
         seen = impression.send(self.settings, owned, lane.scenario if lane is not None else None)
         # Exact to half a round trip, unlike an offset from a status.
         self._offsets_us |= seen.offsets_us
-        return judge.impression(seen.delivered, seen.outcome)
+        return judge.impression(seen.undelivered, seen.outcome)
 
     def _memory(self) -> list[Diagnosis]:
         worker = self.settings.worker
         on_cpu = worker.device == "cpu"
         needed = int(worker.dram_bytes) + int(worker.ranking_queue_bytes) + int(worker.preinfer_queue_bytes)
-        return judge.memory(observe.free_memory_bytes(), needed + (int(worker.hbm_bytes) if on_cpu else 0))
+        return judge.memory(available_memory().available_bytes, needed + (int(worker.hbm_bytes) if on_cpu else 0))
 
     def _shared_memory(self) -> list[Diagnosis]:
         worker = self.settings.worker
@@ -158,6 +160,9 @@ def _outcome(name: str, look: Look) -> Sequence[Diagnosis]:
         # Our errors say what is wrong, and then what to do.
         what, _, mend = str(error).rstrip(".").partition(". ")
         return [Diagnosis(name, Verdict.FAIL, what, mend)]
+    except CannotStart as error:
+        mend = "run it with the interpreter of a Python environment"
+        return [Diagnosis(name, Verdict.WARN, observe.no_answer(error), mend)]
     except KafkaException as error:
         return [Diagnosis(name, Verdict.FAIL, observe.no_answer(error), "look at the brokers and at the network")]
     except ModuleNotFoundError as error:

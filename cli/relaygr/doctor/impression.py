@@ -25,8 +25,8 @@ _MOST_USERS: Final = 1_000
 class SeenImpression:
     """How the impression ended."""
 
-    delivered: bool
-    """Whether the broker acknowledged the retrieval event."""
+    undelivered: str | None
+    """Why the retrieval event was not delivered; None if the broker acknowledged it."""
     outcome: RankOutcome
     offsets_us: dict[str, int]
     """The clock of each worker that answered minus ours."""
@@ -70,7 +70,8 @@ def send(kafka: KafkaSettings, owned: Collection[int], scenario: str | None = No
         )
         reported.wait(BUDGET_MS / 1000)
         offsets_us = {worker: round(offset.offset_us) for worker, offset in client.clock_offsets().items()}
-    return SeenImpression(any(report.delivered for report in reports), outcome, offsets_us)
+    undelivered = reports[0].error if reports else "the broker gave no answer in time"
+    return SeenImpression(undelivered, outcome, offsets_us)
 
 
 def _names() -> list[str]:

@@ -23,6 +23,8 @@ _FETCH, _GROUP_HEARTBEAT = 1, 68
 _FIRST_FETCH_OF_4: Final = 4
 """Kafka 4.0 no longer knows the versions before."""
 _BOUND = re.compile(r"(>=|<=|==|>|<)\s*([0-9][0-9.]*)")
+_LIBRARY = re.compile(r"^(Broker|Local): ")
+"""librdkafka begins the text of an error with the side that reports it."""
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)")
 
 
@@ -241,7 +243,7 @@ def workers(seen: Sequence[SeenWorker], partitions: int) -> list[Diagnosis]:
 def trigger(members: Sequence[str] | None, is_enabled: bool) -> list[Diagnosis]:
     """The members of the trigger's group; None if the cluster does not tell them."""
     if members is None:
-        return [Diagnosis("trigger", Verdict.SKIP, "this cluster does not tell the members of a group")]
+        return [Diagnosis("trigger", Verdict.SKIP, "the members of its group are unknown: see `relaygr lag`")]
     if members:
         what = f"{len(members)} running" if is_enabled else f"{len(members)} running, and trigger.enabled is false"
         return [Diagnosis("trigger", Verdict.OK, what)]
@@ -249,12 +251,13 @@ def trigger(members: Sequence[str] | None, is_enabled: bool) -> list[Diagnosis]:
     return [Diagnosis("trigger", Verdict.WARN, "none runs: every ranking request is full inference", mend)]
 
 
-def impression(delivered: bool, outcome: RankOutcome) -> list[Diagnosis]:
-    """How one impression ended: its event, and its ranking request."""
+def impression(undelivered: str | None, outcome: RankOutcome) -> list[Diagnosis]:
+    """How one impression ended: its event, and its ranking request. `undelivered`: why the event was not delivered."""
     found = []
-    if not delivered:
-        mend = "look at the topics, and at this user's rights"
-        found.append(Diagnosis("impression", Verdict.FAIL, "the retrieval event was not delivered", mend))
+    if undelivered is not None:
+        what, _, mend = _LIBRARY.sub("", undelivered).partition(": ")
+        mend = mend or "look at the topics and at the brokers' logs"
+        found.append(Diagnosis("impression", Verdict.FAIL, f"the retrieval event was not delivered: {what}", mend))
     if outcome.status is RankStatus.RANKED and outcome.result is not None:
         what = f"ranked by {outcome.result.worker_id} in {outcome.latency_us / 1000:.1f} ms"
         return [*found, Diagnosis("impression", Verdict.OK, what)]
@@ -264,6 +267,8 @@ def impression(delivered: bool, outcome: RankOutcome) -> list[Diagnosis]:
     mend = "look at the log of the worker that owns the partition"
     if outcome.status is RankStatus.EXPIRED:
         mend = "compare the clocks of the machines"
+    elif outcome.reason is FailureReason.REFUSED_BY_KAFKA:
+        mend = "look at the line that begins with `kafka refuses messages`"
     elif outcome.reason is FailureReason.OVERLOADED:
         return [*found, Diagnosis("impression", Verdict.WARN, what, "add workers, or send less")]
     return [*found, Diagnosis("impression", Verdict.FAIL, what, mend)]

@@ -27,6 +27,7 @@ from relaygr.lag.collector import LagCollector
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.limits import available_memory
 from relaygr.schemas.messages import WorkerState, WorkerStatus
 from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.worker.settings import WorkerSettings
@@ -175,13 +176,6 @@ def requirements() -> list[str]:
         return []
 
 
-def free_memory_bytes() -> int:
-    # A gateway's machine need not have it.
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
 def shared_folder(settings: WorkerSettings, group: str) -> SeenFolder:
     """The folder of the DRAM tier, which is not created."""
     import psutil
@@ -193,7 +187,10 @@ def shared_folder(settings: WorkerSettings, group: str) -> SeenFolder:
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     is_memory = mount is None or mount.fstype in ("tmpfs", "ramfs", "hugetlbfs")
-    return SeenFolder(str(path), space.f_bavail * space.f_frsize, is_memory)
+    free_bytes = space.f_bavail * space.f_frsize
+    if is_memory:
+        free_bytes = min(free_bytes, available_memory().available_bytes)
+    return SeenFolder(str(path), free_bytes, is_memory)
 
 
 def open_files() -> int:

@@ -1,19 +1,6 @@
 """What the caller gets: the HTTP status, the body and the headers of each outcome and each refusal.
 
-| HTTP | `status` | `reason` | meaning |
-|---|---|---|---|
-| 200 | `ranked` | | the scores |
-| 202 | `accepted` | | the retrieval event is on its way |
-| 400 | `refused` | `invalid_body` | the message names the field |
-| 400 | `failed` | `too_long` | more candidates or behaviours than the model takes |
-| 401, 403 | `refused` | `unauthorized`, `forbidden_host` | no token or a wrong one; another site's name |
-| 404, 405, 406, 415 | `refused` | `not_found`, ... | path, method, `Accept` or content type |
-| 408, 413 | `refused` | `body_timeout`, `too_large` | the body came too slowly, or is too large |
-| 409 | `refused` | `request_id_in_use` | a request with this id is open |
-| 429 | `refused` | `too_many_requests` | the gateway serves `gateway.max_requests` already; `Retry-After` |
-| 502 | `failed` | the worker's reason | the request failed at its worker |
-| 503 | `failed`, `refused`, `timed_out` | `overloaded`, `queue_full`, `stopping`, `closed` | later; `Retry-After` |
-| 504 | `expired`, `timed_out` | `expired`, `no_answer`, `not_acknowledged` | no answer by the deadline |
+The OpenAPI document (openapi.py) lists them for callers.
 """
 
 from __future__ import annotations
@@ -24,8 +11,18 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
-from relaygr.client import ClientError, MessageRefused, NotRunning, QueueFull, RankOutcome, RankStatus, TimeOutReason
-from relaygr.gateway.bodies import plain
+from relaygr.client import (
+    ClientError,
+    MessageRefused,
+    MessageTooLarge,
+    NotRunning,
+    QueueFull,
+    RankOutcome,
+    RankStatus,
+    RequestIdInUse,
+    TimeOutReason,
+)
+from relaygr.schemas.json_messages import to_json
 from relaygr.schemas.messages import FailureReason, RetrievalEvent
 
 RETRY_AFTER_S: Final = 1
@@ -66,7 +63,7 @@ def accepted(event: RetrievalEvent) -> Answer:
 
 def outcome_answer(outcome: RankOutcome) -> Answer:
     """The answer to a ranking request that was sent."""
-    content = plain(outcome)
+    content = to_json(outcome)
     reason, result = outcome.reason, outcome.result
     if outcome.status is RankStatus.RANKED:
         return Answer(HTTPStatus.OK, content)
@@ -90,8 +87,12 @@ def refused_by_client(error: ClientError) -> Refusal:
         return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", str(error))
     if isinstance(error, NotRunning):
         return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "stopping", "the gateway is stopping: ask another one")
-    if isinstance(error, MessageRefused):
+    if isinstance(error, RequestIdInUse):
         return Refusal(HTTPStatus.CONFLICT, "request_id_in_use", str(error))
+    if isinstance(error, MessageTooLarge):
+        return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too_large", str(error))
+    if isinstance(error, MessageRefused):
+        return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "not_sent", str(error))
     raise error
 
 

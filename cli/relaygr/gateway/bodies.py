@@ -3,8 +3,8 @@
 JSON and MessagePack carry the same object. Arrays are lists of numbers and digests are hexadecimal text; in MessagePack
 both may be bytes instead, as on the topics (arrays packed little-endian). Results have lists in both.
 
-A body costs memory in proportion to its size only: the entries that MessagePack headers claim are counted before
-anything is allocated for them.
+A body costs memory and time in proportion to its size only: what MessagePack headers claim is compared with the bytes
+that there are before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from typing import Annotated, Any, TypeVar
 import msgpack
 
 from relaygr.publishing.json_lines import JsonLineError, parse_object
-from relaygr.publishing.messages import with_history_user
-from relaygr.schemas.codec import MAX_MAP_ENTRIES, MAX_TEXT_BYTES, check_entries
+from relaygr.publishing.messages import check_times, with_history_user
+from relaygr.schemas.codec import MAX_MAP_ENTRIES, unpack_bounded
 from relaygr.schemas.fields import FieldError, Packed, Real, UInt
-from relaygr.schemas.json_messages import from_json, to_json
+from relaygr.schemas.json_messages import from_json
 from relaygr.schemas.messages import (
     MAX_BEHAVIOURS,
     MAX_BUDGET_MS,
     MAX_CANDIDATES,
     MAX_SUFFIX_BEHAVIOURS,
     REQUEST_ID_TEXT,
+    AskedVersion,
     Behaviours,
-    History,
-    HistoryVersion,
+    ExactLength,
+    InlineHistory,
     Int64Array,
+    LeastLength,
     Scenario,
     UserId,
 )
@@ -75,18 +77,10 @@ class RetrievalBody:
         UInt("ms", MAX_BUDGET_MS, 1),
         "time limit of the ranking stage; required here or in the header x-relaygr-budget-ms",
     ] = None
-    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest that the worker has"] = (
-        None
-    )
-    history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
-    history_exactly: Annotated[
-        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: N, for exactly the first N behaviours"
-    ] = None
-    history_at_least: Annotated[
-        int | None,
-        UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of a version: N, for the newest history with at least N behaviours",
-    ] = None
+    history_version: AskedVersion = None
+    history: InlineHistory = None
+    history_exactly: ExactLength = None
+    history_at_least: LeastLength = None
     request_id: Annotated[str | None, REQUEST_ID_TEXT, "id of the impression; absent: a new one"] = None
     scenario: Scenario = None
 
@@ -106,18 +100,10 @@ class RankBody:
         int | None, UInt("ms since the epoch"), "`query_time_ms` of the answer to /v1/retrieval; absent: now"
     ] = None
     suffix: Annotated[Behaviours | None, "short-term behaviours that follow the prefix; absent: none"] = None
-    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest that the worker has"] = (
-        None
-    )
-    history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
-    history_exactly: Annotated[
-        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: N, for exactly the first N behaviours"
-    ] = None
-    history_at_least: Annotated[
-        int | None,
-        UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of a version: N, for the newest history with at least N behaviours",
-    ] = None
+    history_version: AskedVersion = None
+    history: InlineHistory = None
+    history_exactly: ExactLength = None
+    history_at_least: LeastLength = None
     request_id: Annotated[
         str | None, REQUEST_ID_TEXT, "`request_id` of the answer to /v1/retrieval; absent: a new one"
     ] = None
@@ -128,6 +114,7 @@ def read_body(body: type[B], encoding: Encoding, data: bytes) -> B:
     """The fields of a request's body. Raises BadBody."""
     content = _object(encoding, data)
     try:
+        check_times(content)
         return from_json(body, with_history_user(content))
     except FieldError as error:
         raise BadBody(str(error).lstrip(".: ")) from error
@@ -140,11 +127,6 @@ def write_body(encoding: Encoding, content: dict[str, Any]) -> bytes:
     return bytes(msgpack.packb(content, use_single_float=True, unicode_errors="replace"))
 
 
-def plain(message: Any) -> dict[str, Any]:
-    """The fields of a message that are not None, with lists for arrays."""
-    return to_json(message)
-
-
 def _object(encoding: Encoding, data: bytes) -> dict[str, Any]:
     if encoding is Encoding.JSON:
         try:
@@ -152,21 +134,13 @@ def _object(encoding: Encoding, data: bytes) -> dict[str, Any]:
         except JsonLineError as error:
             raise BadBody(f"the body is {error}" if str(error).startswith("not") else str(error)) from error
     try:
-        # Each entry takes a byte at least, so that a body that claims more of them is incomplete.
-        check_entries(memoryview(data), len(data))
-        content = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, max_str_len=MAX_TEXT_BYTES, max_bin_len=len(data),
-            max_array_len=len(data), max_map_len=MAX_MAP_ENTRIES, max_ext_len=0, object_pairs_hook=_unique,
-        )  # fmt: skip
+        # Builds nothing, and raises if a map or list claims more entries than there are.
+        unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+        unpacker.feed(data)
+        unpacker.skip()
+        content = unpack_bounded(data, MAX_MAP_ENTRIES, MAX_BEHAVIOURS)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
         raise BadBody(f"the body is not MessagePack: {str(error)[:200] or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise BadBody("the body is not a MessagePack map")
-    return content
-
-
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs) or not all(isinstance(name, str) for name in content):
-        raise ValueError("the names of a map are texts, and each is given once")
     return content

@@ -24,13 +24,13 @@ _REFUSALS = {
     "406": "not_acceptable",
     "408": "body_timeout: the body came too slowly",
     "409": "request_id_in_use: a request with this id is open",
-    "413": "too_large: the body is larger than gateway.max_body_bytes",
+    "413": "too_large: the body is larger than gateway.max_body_bytes, or its message than Kafka takes",
     "415": "unsupported_media_type",
     "429": "too_many_requests: gateway.max_requests are being served; see Retry-After",
-    "503": "overloaded, queue_full, stopping or closed: send again later; see Retry-After",
+    "503": "overloaded, queue_full, not_sent, stopping or closed: send again later; see Retry-After",
 }
 _RANK_REFUSALS = {
-    "502": "failed: the request failed at its worker, with its reason",
+    "502": "failed: the request failed at its worker, with its reason, or Kafka refused it: refused_by_kafka",
     "504": "expired, no_answer or not_acknowledged: no answer by the deadline",
 }
 _BUDGET = {

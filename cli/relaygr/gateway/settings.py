@@ -42,6 +42,15 @@ class GatewaySettings(Section):
     keep_alive_s: Annotated[
         float, Field(gt=0, le=3600, description="how long a connection may wait for its next request")
     ] = 75.0
+    stop_delay_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=600,
+            description="how long the gateway serves on after SIGTERM, while /readyz is 503: longer than a load "
+            "balancer needs to notice",
+        ),
+    ] = 0.0
     drain_s: Annotated[
         float, Field(ge=0, le=600, description="how long a stop waits for requests that are being served")
     ] = 5.0

@@ -1,10 +1,11 @@
 """Reads interaction logs in common layouts into one history for each user.
 
-`recognise` finds the layout of a file from its content; `read_interactions` reads the whole file.
+`recognise` finds the layout of a file from its content; `read_interactions` reads the whole file; `joined` makes one
+log of several files.
 """
 
 from relaygr.interactions.layouts import Layout, LayoutKind, recognise
-from relaygr.interactions.reading import BadLine, Interactions, Limits, ReadReport, read_interactions
+from relaygr.interactions.reading import BadLine, Interactions, Limits, ReadReport, joined, read_interactions
 
 __all__ = [
     "BadLine",
@@ -13,6 +14,7 @@ __all__ = [
     "LayoutKind",
     "Limits",
     "ReadReport",
+    "joined",
     "read_interactions",
     "recognise",
 ]

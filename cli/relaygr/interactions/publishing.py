@@ -4,7 +4,8 @@ All replicas acknowledge each message, and every delivery report is checked. Whi
 publishing waits. Publishing stops after `MAX_FAILURES` failed deliveries, because each further message would wait for
 its time-out while the broker is away.
 
-Publishing again is safe: workers use each user's latest snapshot, and skip behaviours by their position.
+Publishing again is safe: workers use each user's latest snapshot with the behaviours after its cut, and skip a
+behaviour that they have. A later log may be published alone: its positions begin at 0, and workers append it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message
 
 from relaygr.interactions.reading import Interactions
-from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.client_errors import why_undelivered
+from relaygr.kafka.durable import DurableProducer, OnReport
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.codec import encode
 from relaygr.schemas.messages import MAX_BEHAVIOURS, BehaviourEvent, History
@@ -40,6 +42,8 @@ class Selection:
     """The number of behaviours of each user, from the newest."""
     number: int | None = None
     """The version number of all histories; None: the time of the user's newest behaviour, in ms."""
+    cut_ms: int | None = None
+    """Behaviours after this time are in no history; None: it is not known what the histories lack."""
 
 
 @dataclass(slots=True)
@@ -72,7 +76,8 @@ def history_of(interactions: Interactions, index: int, selection: Selection) -> 
     newest_ms = int(behaviours.timestamps_ms[-1])
     number = newest_ms if selection.number is None else selection.number
     # Behaviours as events name their positions in the whole log.
-    return History(interactions.users[index], number, np.empty(0, "<i8"), behaviours, left_out or None)
+    user, no_features = interactions.users[index], np.empty(0, "<i8")
+    return History(user, number, no_features, behaviours, left_out or None, cut_ms=selection.cut_ms)
 
 
 def publish_histories(
@@ -118,9 +123,10 @@ def _publish_all(
     on_progress: Callable[[int], None] | None,
 ) -> PublishReport:
     report = PublishReport()
-    producer = make_producer(kafka, ProducerKind.DURABLE, CLIENT_ID)
+    producer = DurableProducer(kafka, CLIENT_ID)
+    producer.make()
 
-    def delivered(error: KafkaError | None, _message: Message) -> None:
+    def delivered(error: KafkaError | None, _message: Message | None) -> None:
         if error is None:
             report.delivered += 1
         else:
@@ -133,7 +139,7 @@ def _publish_all(
         report.offered += 1
         report.offered_bytes += len(value)
         _produce(producer, topic, message.user_id.encode(), value, delivered, report)
-        producer.poll(0)
+        producer.poll()
         if on_progress is not None:
             on_progress(report.offered)
     left = producer.flush(_FLUSH_S)
@@ -144,16 +150,16 @@ def _publish_all(
 
 
 def _produce(
-    producer: Producer,
+    producer: DurableProducer,
     topic: str,
     key: bytes,
     value: bytes,
-    on_delivery: Callable[[KafkaError | None, Message], None],
+    on_done: OnReport,
     report: PublishReport,
 ) -> None:
     while True:
         try:
-            producer.produce(topic, value=value, key=key, on_delivery=on_delivery)
+            producer.produce(topic, value, key, on_done)
             return
         except BufferError:
             producer.poll(_FULL_QUEUE_WAIT_S)
@@ -164,4 +170,5 @@ def _produce(
 
 def _fail(report: PublishReport, error: KafkaError) -> None:
     report.failed += 1
-    report.causes[error.str()] = report.causes.get(error.str(), 0) + 1
+    cause = why_undelivered(error)
+    report.causes[cause] = report.causes.get(cause, 0) + 1

@@ -13,10 +13,14 @@ from relaygr.schemas.codec import field_specs
 from relaygr.schemas.fields import FieldError, UInt
 from relaygr.schemas.json_messages import from_json, refuse_unknown
 from relaygr.schemas.messages import MAX_BUDGET_MS, BehaviourEvent, RankingRequest, RetrievalEvent
+from relaygr.schemas.times import wrong_unit
 
 _EXPECTED_IN: Final = "expected_ranking_in_ms"
 _DEADLINE_IN: Final = "deadline_in_ms"
 _ONE_BEHAVIOUR: Final = ("item", "action", "timestamp_ms")
+_TIMES: Final = dict.fromkeys(
+    ("retrieval_at_us", "expected_ranking_at_us", "sent_at_us", "deadline_us"), "microseconds"
+) | {"query_time_ms": "milliseconds"}
 
 
 def retrieval_from_line(
@@ -29,6 +33,7 @@ def retrieval_from_line(
 ) -> RetrievalEvent:
     """The retrieval event of a line that is sent now. Raises FieldError."""
     refuse_unknown(content, [*_names(RetrievalEvent), _EXPECTED_IN])
+    check_times(content)
     content = with_history_user(content)
     content.setdefault("retrieval_at_us", now_us)
     content.setdefault("ranking_budget_ms", ranking_budget_ms)
@@ -41,6 +46,7 @@ def ranking_from_line(
 ) -> RankingRequest:
     """The ranking request of a line that is sent now. Raises FieldError."""
     refuse_unknown(content, [*_names(RankingRequest), _DEADLINE_IN])
+    check_times(content)
     content = with_history_user(content)
     content.setdefault("sent_at_us", now_us)
     content.setdefault("query_time_ms", now_us // 1000)
@@ -66,7 +72,11 @@ def behaviours_from_line(content: dict[str, Any], now_ms: int) -> BehaviourEvent
             content.pop(name, default) for name, default in zip(_ONE_BEHAVIOUR, (None, 0, now_ms), strict=True)
         )
         content["behaviours"] = {"items": [item], "actions": [action], "timestamps_ms": [timestamp_ms]}
-    return from_json(BehaviourEvent, content)
+    event = from_json(BehaviourEvent, content)
+    for time_ms in event.behaviours.timestamps_ms.tolist():
+        if wrong := wrong_unit(time_ms, "milliseconds"):
+            raise FieldError(f".{given[-1] if given else 'behaviours.timestamps_ms'}: {wrong}")
+    return event
 
 
 def with_history_user(content: dict[str, Any]) -> dict[str, Any]:
@@ -76,6 +86,14 @@ def with_history_user(content: dict[str, Any]) -> dict[str, Any]:
     if isinstance(history, dict) and "user_id" in content:
         content["history"] = {"user_id": content["user_id"], **history}
     return content
+
+
+def check_times(content: dict[str, Any]) -> None:
+    """Raises FieldError for a time in another unit than its name says, or before 1970."""
+    for name, unit in _TIMES.items():
+        time = content.get(name)
+        if type(time) is int and (wrong := wrong_unit(time, unit)):
+            raise FieldError(f".{name}: {wrong}")
 
 
 def _names(message: type[Any]) -> list[str]:

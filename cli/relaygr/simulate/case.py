@@ -1,36 +1,102 @@
-"""Cases from the product's settings and a calibration."""
+"""The case that simulations and plans share: who asks (demand), what answers (settings, model and measured times), and
+what happens to the workers (changes).
+"""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_SUFFIX_BEHAVIOURS
 from relaygr.settings import Settings
-from relaygr.simulate.demand import Demand, Load
+from relaygr.simulate.demand import Demand
 from relaygr.simulate.device import SimulatedModel
-from relaygr.simulate.relay import Case, Changes
 from relaygr.simulate.times import MeasuredTimes
-from relaygr.simulate.worker import WorkerSpec
-from relaygr.worker.cache.policies import TierPolicies
+from relaygr.simulate.visit import VisitTimes, predicted
 from relaygr.worker.calibration import Calibration
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.model.config import ModelConfig, PrefixRules, read_config, rules_of
 from relaygr.worker.model.interface import EngineLimits
 
 _CPU = "cpu"
-LoadT = TypeVar("LoadT", bound=Load)
 
 
 class System(enum.StrEnum):
-    """The relay, or full inference of every request: no retrieval events, no cache."""
+    """The relay, the cache alone (no retrieval events), or full inference of every request (no cache either)."""
 
     RELAY = "relay"
+    CACHE = "cache"
     OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscale:
+    """The number of workers follows the device load: workers x load / `target`, looked at every `interval_s`."""
+
+    least: int
+    most: int
+    target: float = 0.5
+    interval_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The deaths of workers, and the changes of their number, during a simulation."""
+
+    kills_s: tuple[float, ...] = ()
+    """When a worker dies, after the first impression."""
+    standby: bool = False
+    session_timeout_s: float = 6.0
+    start_s: float = 20.0
+    """How long a new process takes until it owns partitions."""
+    autoscale: Autoscale | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self.kills_s) or self.autoscale is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A system under a load."""
+
+    demand: Demand
+    settings: Settings
+    """Those of trigger, admission and workers. The load is that of `demand`."""
+    model: SimulatedModel
+    times: MeasuredTimes
+    relay: bool
+    """Whether gateways send retrieval events."""
+    changes: Changes = field(default_factory=Changes)
+
+    @property
+    def longest_history(self) -> int:
+        """Behaviours of the longest history, as far as the model takes them."""
+        return min(self.demand.traffic.history_max, self.model.limits.max_prefix_behaviours)
+
+    def visit(self) -> VisitTimes:
+        """The device work of a visit with the median history."""
+        model, traffic = self.model, self.demand.traffic
+        longest_tail = min(self.settings.worker.longest_tail, model.limits.max_suffix_behaviours - traffic.suffix)
+        return predicted(
+            model.latency,
+            model.geometry,
+            model.layout,
+            min(traffic.history_median, model.limits.max_prefix_behaviours),
+            traffic.suffix * model.layout.tokens_per_behaviour + traffic.candidates,
+            max(1, traffic.growth),
+            longest_tail,
+        )
+
+    def memory(self, workers: int) -> tuple[int, int]:
+        """HBM and DRAM of all workers together, in bytes: whole pages."""
+        worker, geometry = self.settings.worker, self.model.geometry
+        hbm_pages = int(worker.hbm_bytes) // geometry.kv.page_bytes
+        dram_pages = int(worker.dram_bytes) // geometry.page_bytes
+        return workers * hbm_pages * geometry.kv.page_bytes, workers * dram_pages * geometry.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +157,25 @@ def case_of(
     system: System,
     changes: Changes | None = None,
     day_s: float | None = None,
-) -> Case[Demand]:
-    """The case of a demand. Raises RelayError for settings that no worker takes, or that are not simulated."""
+) -> Case:
+    """The case of a system under the traffic of the settings. Raises RelayError for settings that no worker takes, or
+    that are not simulated.
+    """
     if settings.worker.divert:
         raise RelayError(
             "A simulation diverts no requests: give --set worker.divert=false. Its figures are then those without it."
         )
-    relay = system is System.RELAY
-    if not relay:
+    if system is System.OFF:
         worker = settings.worker.model_copy(update={"reuse_prefixes": False, "dram_bytes": 0})
         settings = settings.model_copy(update={"worker": worker})
+    relay = system is System.RELAY
     traffic = settings.traffic.model_copy(update={"relay": relay})
     demand = Demand(traffic, settings.partitions, traffic.seed, day_s)
     return case_of_load(demand, settings, shape, latency, times, on_cpu=on_cpu, relay=relay, changes=changes)
 
 
 def case_of_load(
-    load: LoadT,
+    demand: Demand,
     settings: Settings,
     shape: Shape,
     latency: LatencyModel,
@@ -117,31 +185,29 @@ def case_of_load(
     relay: bool,
     changes: Changes | None = None,
     device: LatencyModel | None = None,
-) -> Case[LoadT]:
-    """The case of any load. `relay`: whether retrieval events are sent; `device`: what forwards take, if that is not
+) -> Case:
+    """The case of any demand. `relay`: whether retrieval events are sent; `device`: what forwards take, if that is not
     `latency`. Raises RelayError for settings that no worker takes.
     """
-    worker, traffic = settings.worker, load.traffic
-    kv = shape.geometry.kv
+    model = SimulatedModel(shape.geometry, shape.layout, shape.limits, shape.rules, latency, on_cpu, device)
+    case = Case(demand, settings, model, times, relay, changes if changes is not None else Changes())
+    _check(case)
+    return case
+
+
+def _check(case: Case) -> None:
+    """Raises RelayError for a load without an end, or that no worker takes."""
+    traffic, limits, kv = case.demand.traffic, case.model.limits, case.model.geometry.kv
     if not traffic.duration_s:
         raise RelayError("The simulation has no end: give --seconds, or --set traffic.duration_s=SECONDS.")
-    if traffic.candidates > shape.limits.max_candidates or traffic.suffix > shape.limits.max_suffix_behaviours:
+    if traffic.candidates > limits.max_candidates or traffic.suffix > limits.max_suffix_behaviours:
         raise RelayError(
-            f"The model takes {shape.limits.max_candidates} candidates and a suffix of "
-            f"{shape.limits.max_suffix_behaviours}: lower traffic.candidates or traffic.suffix."
+            f"The model takes {limits.max_candidates} candidates and a suffix of {limits.max_suffix_behaviours}: lower "
+            "traffic.candidates or traffic.suffix."
         )
-    longest = kv.pages_for(shape.layout.tokens(min(shape.limits.max_prefix_behaviours, traffic.history_max)))
-    if int(worker.hbm_bytes) < longest * kv.page_bytes:
+    longest_bytes = kv.pages_for(case.model.layout.tokens(case.longest_history)) * kv.page_bytes
+    if int(case.settings.worker.hbm_bytes) < longest_bytes:
         raise RelayError(
-            f"worker.hbm_bytes does not hold the prefix of the longest history: set it to at least "
-            f"{longest * kv.page_bytes} bytes."
+            f"worker.hbm_bytes does not hold the prefix of the longest history: set it to at least {longest_bytes} "
+            "bytes."
         )
-    policies = TierPolicies(worker.hbm_policy, worker.dram_policy, round(worker.prefix_ttl_s * 1e6))
-    model = SimulatedModel(shape.geometry, shape.layout, shape.limits, shape.rules, latency, on_cpu, device)
-    return Case(
-        load,
-        WorkerSpec(model, times, worker, settings.admission, policies),
-        settings.trigger,
-        relay,
-        changes if changes is not None else Changes(),
-    )

@@ -1,31 +1,28 @@
 """The load of a fleet: which users belong to a part of it, and their impressions.
 
-`Load` is what a simulation plays: `Demand`, which draws impressions, or a trace that others recorded.
-
 A part of the fleet is a set of partitions. Users lie in partitions by murmur2 of their ids, as in the product. The
-impressions of a part are those of its users, so a part of a fleet is simulated without the rest. Up to `MOST_NAMED`
-users, and under a constant load, they are those of `relaygr traffic` with the same settings, one by one; beyond, they
-have the same distributions.
+impressions of a part are those of its users, so a part of a fleet is simulated without the rest. Users, their shares,
+lengths and lead times have the distributions of `relaygr traffic` with the same settings; with `traffic.new_share` new
+users come, each once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.partitioner import partition_for
-from relaygr.traffic.population import FIRST_SHARE, LogPopulation, Population, population_of
-from relaygr.traffic.schedule import Impression, impressions
+from relaygr.traffic.population import LogPopulation, Population, population_of
+from relaygr.traffic.schedule import Impression, next_length
 from relaygr.traffic.settings import TrafficSettings
 
-MOST_NAMED: Final = 20_000
 _BLOCK: Final = 4096
 _NIGHT_SHARE: Final = 0.35
 """The load at night, as a share of the load at the evening's peak."""
@@ -35,27 +32,17 @@ COLD_MOST_OF_DAY_S: Final = 60.0
 """The longest such beginning under a day's load curve: a quarter of a day would be its night."""
 
 
-class Load(Protocol):
-    """The impressions of the whole fleet."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The impressions of some partitions, in order of their retrieval events, and how their users are named."""
 
-    @property
-    def traffic(self) -> TrafficSettings:
-        """Sizes, lead time and deadline of all requests, and how long impressions come."""
-
-    @property
-    def partitions(self) -> int:
-        """Partitions of the topics."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of the measured times that a simulation draws."""
-
-    @property
-    def cold_s(self) -> float:
-        """The beginning that no figure of a simulation counts."""
-
-    def part(self, partitions: frozenset[int]) -> Part:
-        """The impressions of these partitions."""
+    impressions: Iterator[Impression]
+    user_id: Callable[[int], str]
+    users: NDArray[np.int64]
+    """The returning users of these partitions by index."""
+    partition_of: dict[int, int]
+    """Of users by index. A user who comes once is in it from the user's impression on."""
+    first_length: Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +52,14 @@ class Demand:
     traffic: TrafficSettings
     partitions: int
     seed: int
+    """Of users and impressions, and of the measured times that a simulation draws."""
     day_s: float | None = None
 
     @property
     def cold_s(self) -> float:
+        """The beginning that no figure counts."""
         cold_s = COLD_SHARE * self.traffic.duration_s
         return cold_s if self.day_s is None else min(cold_s, COLD_MOST_OF_DAY_S)
-
-    def part(self, partitions: frozenset[int]) -> Part:
-        """See `part_of`."""
-        return part_of(self, partitions)
 
     def load_at(self, at_us: float) -> float:
         """The load at this time as a part of `traffic.rate_per_s`. A day begins at its lowest load."""
@@ -83,149 +68,88 @@ class Demand:
         wave = 0.5 - 0.5 * math.cos(2 * math.pi * at_us / (self.day_s * 1e6))
         return _NIGHT_SHARE + (1 - _NIGHT_SHARE) * wave
 
+    def part(self, partitions: frozenset[int]) -> Part:
+        """The demand of these partitions. Raises RelayError for an interaction log that cannot be used."""
+        population = population_of(self.traffic.model_copy(update={"seed": self.seed}))
+        found = self._partitions_of_users(population)
+        users = np.flatnonzero(np.isin(found, list(partitions)))
+        partition_of = dict(zip(users.tolist(), found[users].tolist(), strict=True))
+        drawn = self._drawn(population, users, partitions, partition_of)
+        return Part(drawn, population.user_id, users, partition_of, population.first_length)
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The impressions of some partitions, in order of their retrieval events, and how their users are named."""
+    def shares(self) -> NDArray[np.float64]:
+        """The expected share of the fleet's impressions by partition. Raises RelayError for an interaction log that
+        cannot be used.
+        """
+        # Synthetic users need not be made.
+        population = None if self.traffic.interactions is None else population_of(self.traffic)
+        found = self._partitions_of_users(population)
+        shares = np.bincount(found, user_shares(self.traffic, found.size), self.partitions)
+        new = self.traffic.new_share
+        return np.asarray((1 - new) * shares + new / self.partitions, np.float64)
 
-    impressions: Iterator[Impression]
-    user_id: Callable[[int], str]
-    users: NDArray[np.int64]
-    """The users of these partitions by index."""
-    partition_of: dict[int, int]
-    share: float
-    """The expected share of the fleet's impressions."""
-    first_length: Callable[[int], int]
-
-
-def part_of(demand: Demand, partitions: frozenset[int]) -> Part:
-    """The demand of these partitions. Raises RelayError for an interaction log that cannot be used."""
-    traffic = demand.traffic.model_copy(update={"seed": demand.seed})
-    if traffic.users <= MOST_NAMED or traffic.interactions is not None:
-        return _named_part(demand, traffic, partitions)
-    found = _partitions_of_all(traffic.users, demand.partitions)
-    users = np.flatnonzero(np.isin(found, list(partitions)))
-    weights = weights_of(traffic.users, traffic)
-    share = float(weights[users].sum() / weights.sum())
-    lengths = _first_lengths(traffic)[users]
-    places = {user: place for place, user in enumerate(users.tolist())}
-    return Part(
-        _drawn(demand, traffic, users, weights[users], share, lengths),
-        name_of,
-        users,
-        dict(zip(users.tolist(), found[users].tolist(), strict=True)),
-        share,
-        lambda user: int(lengths[places[user]]),
-    )
-
-
-def _named_part(demand: Demand, traffic: TrafficSettings, partitions: frozenset[int]) -> Part:
-    population: Population = population_of(traffic)
-    # A log's sequences have lengths of their own; synthetic ones need no content.
-    lengths: Population = population if isinstance(population, LogPopulation) else _Lengths(population, traffic)
-    weights = weights_of(population.size, traffic)
-    partition_of = {
-        user: partition
-        for user in range(population.size)
-        if (partition := partition_for(population.user_id(user).encode(), demand.partitions)) in partitions
-    }
-    users = np.fromiter(partition_of, np.int64, len(partition_of))
-    share = float(weights[users].sum() / weights.sum())
-    if demand.day_s is None:
-        stream: Iterator[Impression] = (each for each in impressions(traffic, lengths) if each.user in partition_of)
-    else:
-        firsts = np.array([population.first_length(user) for user in partition_of], np.int64)
-        stream = _drawn(demand, traffic, users, weights[users], share, firsts)
-    return Part(stream, population.user_id, users, partition_of, share, population.first_length)
-
-
-class _Lengths:
-    """A population whose sequences have lengths and no content: the schedule looks at nothing else."""
-
-    def __init__(self, population: Population, traffic: TrafficSettings) -> None:
-        self._population = population
-        nothing = np.broadcast_to(np.int64(0), traffic.history_max + traffic.suffix)
-        self._sequence = Behaviours(nothing, nothing, nothing)  # type: ignore[arg-type]
-        self.size, self.items = population.size, population.items
-        self.user_id, self.first_length = population.user_id, population.first_length
-
-    def sequence(self, index: int) -> Behaviours:  # noqa: ARG002 - all have the same length
-        return self._sequence
-
-
-def _drawn(
-    demand: Demand,
-    traffic: TrafficSettings,
-    users: NDArray[np.int64],
-    weights: NDArray[np.float64],
-    share: float,
-    first_lengths: NDArray[np.int64],
-) -> Iterator[Impression]:
-    """A Poisson process over these users: drawn at the peak's rate, and thinned to the load of each time."""
-    if not users.size:
-        return
-    random = np.random.default_rng((demand.seed, 2, int(users[0])))
-    cumulative = np.cumsum(weights) / weights.sum()
-    lengths = first_lengths.copy()
-    seen = np.zeros(users.size, np.bool_)
-    most = np.maximum(first_lengths, traffic.history_max)
-    gap_us = 1e6 / (traffic.rate_per_s * share)
-    begins_us, number = 0.0, 0
-    while True:
-        times = begins_us + np.cumsum(random.exponential(gap_us, _BLOCK))
-        places = np.minimum(np.searchsorted(cumulative, random.random(_BLOCK)), users.size - 1)
-        leads = traffic.lead_median_ms * 1000 * np.exp(random.normal(0.0, traffic.lead_sigma, _BLOCK))
-        kept = random.random(_BLOCK)
-        begins_us = float(times[-1])
-        for at_us, place, lead_us, part in zip(
-            times.tolist(), places.tolist(), leads.tolist(), kept.tolist(), strict=True
-        ):
-            if traffic.duration_s and at_us > traffic.duration_s * 1e6:
-                return
-            if part > demand.load_at(at_us):
-                continue
-            if seen[place]:
-                grown = lengths[place] + traffic.growth
-                again = traffic.start_again and lengths[place] >= most[place]
-                lengths[place] = first_lengths[place] if again else min(grown, most[place])
-            seen[place] = True
-            yield Impression(number, int(users[place]), int(at_us), int(at_us + lead_us), int(lengths[place]))
-            number += 1
-
-
-def weights_of(users: int, traffic: TrafficSettings) -> NDArray[np.float64]:
-    """How often each user comes, relative to the first: as the schedule of the gateway."""
-    places: NDArray[np.float64] = np.arange(1, users + 1, dtype=np.float64)
-    weights: NDArray[np.float64] = places**-traffic.zipf_exponent
-    return weights
-
-
-def shares_of(demand: Demand) -> NDArray[np.float64]:
-    """The expected share of the fleet's impressions by partition. Raises RelayError for an interaction log that cannot
-    be used.
-    """
-    traffic = demand.traffic
-    if traffic.interactions is None:
-        found = _partitions_of_all(traffic.users, demand.partitions)
-    else:
-        population = population_of(traffic)
+    def _partitions_of_users(self, population: Population | None) -> NDArray[np.int64]:
+        if not isinstance(population, LogPopulation):
+            return _partitions_of_all(self.traffic.users, self.partitions)
         names = (population.user_id(user).encode() for user in range(population.size))
-        found = np.array([partition_for(name, demand.partitions) for name in names], np.int64)
-    weights = weights_of(found.size, traffic)
-    shares: NDArray[np.float64] = np.bincount(found, weights, demand.partitions) / weights.sum()
+        return np.array([partition_for(name, self.partitions) for name in names], np.int64)
+
+    def _drawn(
+        self,
+        population: Population,
+        users: NDArray[np.int64],
+        partitions: frozenset[int],
+        partition_of: dict[int, int],
+    ) -> Iterator[Impression]:
+        """A Poisson process over these users: drawn at the peak's rate, and thinned to the load of each time."""
+        traffic = self.traffic
+        returning = (1 - traffic.new_share) * user_shares(traffic, population.size)[users].cumsum()
+        new = traffic.new_share * len(partitions) / self.partitions
+        # The place after the last returning user is that of a new one.
+        cumulative = np.append(returning, (returning[-1] if users.size else 0.0) + new)
+        last_place = users.size if new else users.size - 1
+        if last_place < 0:
+            return
+        random = np.random.default_rng((self.seed, 2, min(partitions)))
+        newcomers = self._users_who_come_once(population.size, partitions, partition_of)
+        lengths: dict[int, int] = {}
+        begins_us, number = 0.0, 0
+        while True:
+            times = begins_us + random.exponential(1e6 / (traffic.rate_per_s * cumulative[-1]), _BLOCK).cumsum()
+            places = cumulative.searchsorted(random.random(_BLOCK) * cumulative[-1], side="right").clip(max=last_place)
+            leads = traffic.lead_median_ms * 1000 * np.exp(random.normal(0.0, traffic.lead_sigma, _BLOCK))
+            kept = random.random(_BLOCK)
+            begins_us = float(times[-1])
+            for at_us, place, lead_us, part in zip(
+                times.tolist(), places.tolist(), leads.tolist(), kept.tolist(), strict=True
+            ):
+                if traffic.duration_s and at_us > traffic.duration_s * 1e6:
+                    return
+                if part > self.load_at(at_us):
+                    continue
+                user = int(users[place]) if place < users.size else next(newcomers)
+                length = next_length(lengths.get(user), traffic, population, user)
+                if place < users.size:
+                    lengths[user] = length
+                yield Impression(number, user, int(at_us), int(at_us + lead_us), length)
+                number += 1
+
+    def _users_who_come_once(
+        self, first: int, partitions: frozenset[int], partition_of: dict[int, int]
+    ) -> Iterator[int]:
+        for begin in itertools.count(first, _BLOCK):
+            found = partitions_of(np.arange(begin, begin + _BLOCK), self.partitions).tolist()
+            for user, partition in enumerate(found, begin):
+                if partition in partitions:
+                    partition_of[user] = partition
+                    yield user
+
+
+def user_shares(traffic: TrafficSettings, users: int) -> NDArray[np.float64]:
+    """The expected share of the impressions of each user: Zipf, as the schedule of the gateway."""
+    weights: NDArray[np.float64] = np.arange(1, users + 1, dtype=np.float64) ** -traffic.zipf_exponent
+    shares: NDArray[np.float64] = weights / weights.sum()
     return shares
-
-
-def _first_lengths(traffic: TrafficSettings) -> NDArray[np.int64]:
-    """As `SyntheticPopulation`."""
-    random = np.random.default_rng((traffic.seed, 0))
-    lengths = traffic.history_median * np.exp(random.normal(0.0, traffic.history_sigma, traffic.users))
-    return np.clip(lengths.astype(np.int64), 1, max(1, int(traffic.history_max * FIRST_SHARE)))
-
-
-def name_of(user: int) -> str:
-    """As `SyntheticPopulation`."""
-    return f"user-{user:06d}"
 
 
 def partitions_of(users: NDArray[np.int64], partitions: int) -> NDArray[np.int64]:

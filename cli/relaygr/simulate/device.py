@@ -1,5 +1,5 @@
-"""What a simulation replaces around the product's executor: the clock, the device with its engine, the histories, and
-the link between the tiers.
+"""What a simulation replaces around the product's executor: the device with its engine, the histories, and the link
+between the tiers.
 
 A piece of work takes the time of a latency model (the calibration's, if no other is given), times a factor drawn from
 the measured noise. On a CPU a call returns when its work is done. An accelerator computes chunks while the host goes
@@ -8,25 +8,29 @@ on, and an event completes with them. A forward with a chunk and requests takes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.replay.link import LinkCopy, LinkSpeed, VirtualLink
+from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.digest import DigestChain, digest_chain, extend_chain
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
 from relaygr.schemas.record import record
 from relaygr.simulate.times import Draws
+from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, QueuedCopy
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, KvGeometry, PrefixLayout
 from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.interface import EngineLimits, RankOutputs
 
 EPOCH_US: Final = 1_700_000_000_000_000
+"""The wall clock at the beginning of a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +52,12 @@ class SimulatedModel:
         return self.latency if self.device is None else self.device
 
 
-class SimulatedClock:
-    """The clock of one thread. It runs ahead of the simulation while its thread works."""
-
-    __slots__ = ("now_us",)
-
-    def __init__(self, now_us: int) -> None:
-        self.now_us = now_us
-
-    def monotonic_us(self) -> int:
-        return self.now_us
-
-    def wall_us(self) -> int:
-        return EPOCH_US + self.now_us
-
-
 class SimulatedEvent:
     """Completes at a time."""
 
     __slots__ = ("_at_us", "_clock")
 
-    def __init__(self, clock: SimulatedClock, at_us: int) -> None:
+    def __init__(self, clock: ManualClock, at_us: int) -> None:
         self._clock, self._at_us = clock, at_us
 
     def done(self) -> bool:
@@ -83,16 +72,14 @@ class SimulatedDevice:
 
     name = "simulated"
 
-    def __init__(self, clock: SimulatedClock, is_cpu: bool) -> None:
+    def __init__(self, clock: ManualClock, is_cpu: bool) -> None:
         self.is_cpu = is_cpu
-        self.pace = 1.0
-        """How many times longer its work takes than calibrated."""
         self._clock = clock
         self._busy_until_us = 0
 
     def run(self, duration_us: float) -> None:
         """Enqueues work."""
-        self._busy_until_us = max(self._busy_until_us, self._clock.now_us) + round(self.pace * duration_us)
+        self._busy_until_us = max(self._busy_until_us, self._clock.now_us) + round(duration_us)
         if self.is_cpu:
             self.settle()
 
@@ -121,6 +108,7 @@ class SimulatedRequest:
 
     prefix_tokens: int
     scored_tokens: int
+    candidates: int
     unknown_items: int = 0
 
 
@@ -149,6 +137,12 @@ class SimulatedEngine:
     def shown_features(self, features: NDArray[np.int64], behaviours: int, candidates: int) -> NDArray[np.int64]:  # noqa: ARG002
         return features
 
+    def unknown_actions(self, behaviours: Behaviours) -> int:  # noqa: ARG002
+        return 0
+
+    def unknown_features(self, features: NDArray[np.int64]) -> int:  # noqa: ARG002
+        return 0
+
     def prefix_inputs(
         self,
         features: NDArray[np.int64],  # noqa: ARG002
@@ -167,7 +161,7 @@ class SimulatedEngine:
         prefix_timestamps_ms: NDArray[np.int64] | None = None,  # noqa: ARG002
     ) -> SimulatedRequest:
         suffix_tokens = self.layout.tokens_per_behaviour * len(suffix)
-        return SimulatedRequest(prefix_tokens, suffix_tokens + int(candidates.size))
+        return SimulatedRequest(prefix_tokens, suffix_tokens + int(candidates.size), int(candidates.size))
 
     def pre_infer(self, chunk: _Chunk) -> None:
         self.device.run(self._chunk_us(chunk))
@@ -232,16 +226,66 @@ def behaviours_of(length: int) -> Behaviours:
     )
 
 
-class SimulatedLink(VirtualLink):
-    """The link between the tiers of one worker. Copies begin at the time of the worker's thread."""
+class LinkCopy(QueuedCopy, Protocol):
+    """The part of a `CopyRequest` that the link needs."""
 
-    def __init__(self, page_bytes: int, latency: LatencyModel, clock: SimulatedClock) -> None:
-        us_per_byte = latency.coefficients.d1
-        speed = LinkSpeed(latency.coefficients.d0, 1 / us_per_byte if us_per_byte else float("inf"))
-        super().__init__(page_bytes, speed)
-        self._clock = clock
-        self.advance(clock.now_us)
+    @property
+    def on_done(self) -> Callable[[bool], None]: ...
+
+
+class SimulatedLink:
+    """A `Mover`: the link between the tiers of one worker. Copies have the order of the real queue, and no bytes.
+
+    Copies cross the link one after the other, and begin at the time of the worker's thread. `advance` ends the copies
+    that are complete by its time.
+    """
+
+    def __init__(self, page_bytes: int, latency: LatencyModel, clock: ManualClock) -> None:
+        self._page_bytes, self._latency, self._clock = page_bytes, latency, clock
+        self._queue: CopyQueue[LinkCopy] = CopyQueue(page_bytes, CopyLimits())
+        self._under_way: deque[tuple[float, LinkCopy]] = deque()
+        """(end, request) of the copies under way, in order of their ends."""
+        self._free_us = 0.0
+        self._now_us = clock.now_us
 
     def submit(self, request: LinkCopy) -> bool:
         self.advance(self._clock.now_us)
-        return super().submit(request)
+        if not self._queue.push(request):
+            return False
+        self._start()
+        return True
+
+    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
+        ahead = self._queue.forecast(size_bytes, priority, self._now_us)
+        return CopyForecast(ahead.wait_us, self._latency.reload_us(size_bytes))
+
+    def advance(self, now_us: int) -> None:
+        """Advances the clock to `now_us`. Each copy that ends before ends at its own time."""
+        while self._under_way and self._under_way[0][0] <= now_us:
+            self._end_first()
+        if now_us > self._now_us:
+            self._now_us = now_us
+
+    @property
+    def next_end_us(self) -> int | None:
+        """When the next copy ends; None if none is under way."""
+        return math.ceil(self._under_way[0][0]) if self._under_way else None
+
+    def close(self) -> None:
+        for request in self._queue.drain():
+            request.on_done(False)
+        while self._under_way:
+            self._end_first()
+
+    def _start(self) -> None:
+        while (request := self._queue.start(self._now_us)) is not None:
+            begins_us = max(self._free_us, float(self._now_us))
+            self._free_us = begins_us + self._latency.reload_us(request.size_bytes(self._page_bytes))
+            self._under_way.append((self._free_us, request))
+
+    def _end_first(self) -> None:
+        ends_us, request = self._under_way.popleft()
+        self._now_us = max(self._now_us, int(ends_us))
+        self._queue.end(request, self._now_us, True)
+        self._start()
+        request.on_done(True)

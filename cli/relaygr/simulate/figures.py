@@ -16,12 +16,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from relaygr.schemas.messages import FailureReason, Outcome, Path
-from relaygr.simulate.times import EndedRequest
-from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord
-from relaygr.worker.executor.work import RankingWork
-from relaygr.worker.results import timings_of
+from scipy.special import stdtrit
 
 
 class Ending(enum.StrEnum):
@@ -46,11 +41,8 @@ NO_LATENCY: Final = -1
 HIGHEST_LOAD: Final = 0.8
 """The highest load of a worker at which a simulation is in range: beyond, small errors of the times become large ones
 of the latency."""
-
-_STUDENT: Final = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""The 97.5 % quantile of Student's t, for 1, 2, ... degrees of freedom."""
-_NORMAL: Final = 2.12
-"""The same for more degrees of freedom: that of the next one, the largest of them."""
+_TWO_SIDED: Final = 0.975
+"""The quantile of Student's t at the upper end of a 95 % confidence interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +70,8 @@ class PartOutcome:
     """Prefixes by where an impression's first look-up found them: hbm, dram or nowhere."""
     jobs: Mapping[str, int]
     device_s: float
-    preinfer_device_s: float = 0.0
-    """The part of `device_s` that was pre-infer."""
     thread_s: float = 0.0
     """Time in which device threads were busy. On a CPU that is `device_s` and the workers' own time."""
-    wasted: int = 0
-    """Pre-inferred prefixes that no request used."""
     seconds: float
     worker_s: float
     """Seconds of all workers together."""
@@ -180,9 +168,6 @@ def figures_of(
     def estimate(statistic: Callable[[_Weighted], float]) -> Estimate:
         return _jackknife(strata, statistic)
 
-    def percentile(share: float) -> Estimate:
-        return estimate(lambda some: _percentile_ms(some, share))
-
     def found(where: str) -> Estimate:
         return estimate(lambda some: _share(some, lambda each: each.found.get(where, 0), _looked_up))
 
@@ -193,8 +178,8 @@ def figures_of(
     return Figures(
         requests=sum(len(part.requests) for part in parts),
         parts=len(parts),
-        p50_ms=percentile(50),
-        p99_ms=percentile(99),
+        p50_ms=estimate(lambda some: _percentile_ms(some, 0.50)),
+        p99_ms=estimate(lambda some: _percentile_ms(some, 0.99)),
         late_share=estimate(
             lambda some: 1 - _share(some, lambda each: int(each.requests.in_time(budget_us).sum()), _count)
         ),
@@ -213,50 +198,6 @@ def figures_of(
         took_s=sum(part.took_s for part in parts),
         jobs=dict(jobs),
     )
-
-
-def requests_of(records: Sequence[EndedRequest]) -> Requests:
-    """The requests of a measured run, in the same form."""
-    latencies = [NO_LATENCY if each.latency_us is None else each.latency_us for each in records]
-    return Requests(np.array(latencies, np.int64), np.array([CODE[_ending(each)] for each in records], np.uint8))
-
-
-def record_of(
-    number: int, ending: Ending, latency_us: int, budget_us: int, work: RankingWork | None, at_us: int
-) -> ImpressionRecord:
-    """A simulated request in the form of a measured one. `work`: None if the executor never got it; `at_us`: when its
-    result was sent, by the worker's clock.
-    """
-    late = latency_us > budget_us
-    if CODE[ending] not in RANKED:
-        status = Outcome.EXPIRED if ending is Ending.EXPIRED else Outcome.FAILED
-        reason = FailureReason.OVERLOADED.value if ending is Ending.REFUSED else None
-        return ImpressionRecord(number, str(number), "", status.value, latency_us, 0, late, reason)
-    assert work is not None and work.prefix is not None
-    return ImpressionRecord(
-        number,
-        str(number),
-        work.request.user_id,
-        Outcome.RANKED.value,
-        latency_us,
-        0,
-        late,
-        path=ending.value,
-        prefix_source=work.prefix_source.value,
-        prefix_tokens=work.prefix.tokens,
-        tokens_cached=work.tokens_cached,
-        timings=timings_of(work, at_us),
-    )
-
-
-def _ending(measured: EndedRequest) -> Ending:
-    if measured.status == Outcome.RANKED and measured.path in {path.value for path in Path}:
-        return Ending(measured.path)
-    if measured.status in (LOST, NOT_SENT, OPEN):
-        return Ending.LOST
-    if measured.status == Outcome.EXPIRED:
-        return Ending.EXPIRED
-    return Ending.REFUSED if measured.reason == "overloaded" else Ending.FAILED
 
 
 def _weighted(strata: Sequence[_Stratum]) -> _Weighted:
@@ -279,24 +220,28 @@ def _jackknife(strata: Sequence[_Stratum], statistic: Callable[[_Weighted], floa
     if not variance:
         return Estimate(value, 0.0)
     # The degrees of freedom of the sum, by Welch and Satterthwaite.
-    freedom = math.floor(variance**2 / sum(each**2 / own for each, own in variances) + 1e-6)
-    student = _STUDENT[freedom - 1] if freedom - 1 < len(_STUDENT) else _NORMAL
-    return Estimate(value, student * math.sqrt(variance))
+    freedom = variance**2 / sum(each**2 / own for each, own in variances)
+    return Estimate(value, float(stdtrit(freedom, _TWO_SIDED)) * math.sqrt(variance))
 
 
 def _percentile_ms(parts: _Weighted, share: float) -> float:
-    """Of ranked requests: a refusal is fast, and would make an overloaded fleet look fast."""
+    """The latency that this share of the ranked requests does not exceed. A refusal is fast, and would make an
+    overloaded fleet look fast.
+    """
     latencies = np.concatenate([part.requests.latencies_us for _, part in parts])
+    weights = np.concatenate([np.full(len(part.requests), weight) for weight, part in parts])
     is_ranked = np.isin(np.concatenate([part.requests.endings for _, part in parts]), RANKED)
-    ranked = latencies[is_ranked]
-    if len({weight for weight, _ in parts}) == 1 or ranked.size < 2:
-        return float(np.percentile(ranked, share)) / 1000 if ranked.size else math.nan
-    weights = np.concatenate([np.full(len(part.requests), weight) for weight, part in parts])[is_ranked]
-    order = np.argsort(ranked)
-    # With equal weights these are the places of `np.percentile`.
-    middles = np.cumsum(weights[order]) - weights[order] / 2
-    places = (middles - middles[0]) / (middles[-1] - middles[0])
-    return float(np.interp(share / 100, places, ranked[order])) / 1000
+    return weighted_quantile(latencies[is_ranked], weights[is_ranked], share) / 1000
+
+
+def weighted_quantile(values: NDArray[np.int64], weights: NDArray[np.float64], share: float) -> float:
+    """`relaygr.runtime.quantiles` of values that have weights; NaN without values."""
+    if not values.size:
+        return math.nan
+    order = np.argsort(values)
+    reached = weights[order].cumsum()
+    place = int(reached.searchsorted((share - 1e-9) * reached[-1]))
+    return float(values[order][min(place, values.size - 1)])
 
 
 def _share(parts: _Weighted, counted: Callable[[PartOutcome], float], of: Callable[[PartOutcome], float]) -> float:

@@ -10,13 +10,11 @@ sampling error.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections import Counter
-from collections.abc import Callable, MutableSequence, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import Final
 
@@ -25,16 +23,16 @@ import numpy as np
 from relaygr.kafka.settings import MOST_PARTITIONS
 from relaygr.kafka.topic_check import LEAST_PARTITIONS_PER_WORKER
 from relaygr.runtime.errors import RelayError
-from relaygr.simulate.demand import Demand, shares_of
+from relaygr.runtime.limits import usable_cores
+from relaygr.simulate.case import Case, Changes
+from relaygr.simulate.demand import Demand
 from relaygr.simulate.figures import Figures, PartOutcome, Requests, figures_of
-from relaygr.simulate.relay import Case, Changes, RelaySimulation
+from relaygr.simulate.relay import RelaySimulation
 
-_LOOK_S: Final = 0.2
-MOST_TASKS: Final = 4096
 GROUP_OF_CHANGES: Final = 8
 """Workers of a part whose workers die or change in number. Others are simulated one by one."""
-Progress = Callable[[int], None]
-"""Gets the number of impressions that have been simulated."""
+Progress = Callable[[float], None]
+"""Gets the share of the simulations that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +47,12 @@ class FleetSize:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    case: Case[Demand]
+    case: Case
     partitions: range
     workers: int
 
 
-def simulate(case: Case[Demand], size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
+def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
     """The figures of the fleet. Raises RelayError for a fleet that cannot be, or if no request is counted."""
     _check_kills(case)
     parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
@@ -82,23 +80,10 @@ def simulate(case: Case[Demand], size: FleetSize, runner: Runner, on_progress: P
 
 def busiest_part(demand: Demand, parts: Sequence[tuple[range, int]]) -> tuple[int, float]:
     """The part with the most expected impressions for each of its workers, and its share of the fleet's impressions."""
-    by_partition = shares_of(demand)
+    by_partition = demand.shares()
     shares = [float(by_partition[each.start : each.stop].sum()) for each, _ in parts]
     busiest = max(range(len(parts)), key=lambda place: shares[place] / parts[place][1])
     return busiest, shares[busiest]
-
-
-def expected_impressions(case: Case[Demand], size: FleetSize) -> int:
-    """About how many impressions `simulate` plays."""
-    parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
-    traffic = case.demand.traffic
-    times_us = np.linspace(0, traffic.duration_s * 1e6, 1000)
-    load = float(np.mean([case.demand.load_at(at_us) for at_us in times_us]))
-    share = 1.0
-    if size.sample < len(parts):
-        _, highest = busiest_part(case.demand, parts)
-        share = highest + (1 - highest) * size.sample / (len(parts) - 1)
-    return max(1, round(traffic.rate_per_s * load * traffic.duration_s * share * size.seeds))
 
 
 def parts_of(partitions: int, workers: int, group: int) -> list[tuple[range, int]]:
@@ -139,9 +124,7 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
         found=found,
         jobs=jobs,
         device_s=sum(part.device_s for part in parts),
-        preinfer_device_s=sum(part.preinfer_device_s for part in parts),
         thread_s=sum(part.thread_s for part in parts),
-        wasted=sum(part.wasted for part in parts),
         seconds=max(part.seconds for part in parts),
         worker_s=sum(part.worker_s for part in parts),
         most_workers=sum(part.most_workers for part in parts),
@@ -150,7 +133,7 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
     )
 
 
-def _check_kills(case: Case[Demand]) -> None:
+def _check_kills(case: Case) -> None:
     """Raises RelayError for a death of which the figures would show nothing."""
     first_s, end_s = case.demand.cold_s, case.demand.traffic.duration_s
     if not all(first_s <= at_s < end_s for at_s in case.changes.kills_s):
@@ -160,9 +143,7 @@ def _check_kills(case: Case[Demand]) -> None:
         )
 
 
-def _tasks(
-    case: Case[Demand], size: FleetSize, parts: Sequence[tuple[range, int]], busiest: int, seed: int
-) -> list[_Task]:
+def _tasks(case: Case, size: FleetSize, parts: Sequence[tuple[range, int]], busiest: int, seed: int) -> list[_Task]:
     """All parts, or the busiest one and then a sample of the others."""
     chosen = list(range(len(parts)))
     demand = replace(case.demand, seed=case.demand.seed + seed)
@@ -206,19 +187,15 @@ def _changes_of(changes: Changes, place: int, partitions: range, workers: int, s
 
 # -- processes -------------------------------------------------------------------------------------
 
-_played: MutableSequence[int] | None = None
-
 
 class Runner:
-    """Runs simulations on at most `jobs` processes (None: the machine's cores). A context manager, which keeps the
+    """Runs simulations on at most `jobs` processes (None: the usable cores). A context manager, which keeps the
     processes for further calls. One job, or one task, runs in the calling process.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
-        self._jobs = jobs or os.cpu_count() or 1
+        self._jobs = jobs or usable_cores()
         self._pool: ProcessPoolExecutor | None = None
-        context = self._context = multiprocessing.get_context("spawn")
-        self._shared: MutableSequence[int] = context.RawArray("q", MOST_TASKS)
 
     def __enter__(self) -> Runner:
         return self
@@ -230,54 +207,28 @@ class Runner:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def run(self, tasks: Sequence[_Task], on_progress: Progress) -> list[PartOutcome]:
-        """The outcomes in the order of the tasks. Raises RelayError for too many tasks."""
-        if len(tasks) > MOST_TASKS:
-            raise RelayError(f"{len(tasks)} simulations are too many: lower --sample or --seeds.")
+        """The outcomes in the order of the tasks."""
         if min(self._jobs, len(tasks)) == 1:
             outcomes: list[PartOutcome] = []
             for task in tasks:
-                before = sum(each.impressions for each in outcomes)
-                outcomes.append(_run(task, partial(_add, on_progress, before)))
+                outcomes.append(_run(task))
+                on_progress(len(outcomes) / len(tasks))
             return outcomes
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(self._jobs, self._context, _begin, (self._shared,))
-        for number in range(len(tasks)):
-            self._shared[number] = 0
-        futures = [self._pool.submit(_run_here, number, task) for number, task in enumerate(tasks)]
+            # Ctrl-C reaches every process; those of the pool end without a message.
+            default = (signal.SIGINT, signal.SIG_DFL)
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._jobs, context, signal.signal, default)
+        futures = [self._pool.submit(_run, task) for task in tasks]
         try:
-            while (state := wait(futures, _LOOK_S)).not_done:
-                # An earlier call may have had more tasks.
-                on_progress(sum(self._shared[: len(tasks)]))
-                if any(future.exception() is not None for future in state.done):
-                    break
-            for future in futures:
-                # The first error ends all.
-                if future.done():
-                    future.result()
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()  # The first error ends all.
+                on_progress(done / len(tasks))
             return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()
 
 
-def _run(task: _Task, on_progress: Progress) -> PartOutcome:
-    return RelaySimulation(task.case, task.partitions, task.workers, on_progress).run()
-
-
-def _add(on_progress: Progress, before: int, count: int) -> None:
-    on_progress(before + count)
-
-
-def _begin(played: MutableSequence[int]) -> None:
-    global _played
-    _played = played
-    # Ctrl-C reaches every process; those of the pool end without a message.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _run_here(number: int, task: _Task) -> PartOutcome:
-    def show(count: int) -> None:
-        assert _played is not None
-        _played[number] = count
-
-    return _run(task, show)
+def _run(task: _Task) -> PartOutcome:
+    return RelaySimulation(task.case, task.partitions, task.workers).run()

@@ -27,12 +27,9 @@ from typing import Final
 from relaygr.kafka.settings import MOST_PARTITIONS
 from relaygr.kafka.topic_check import LEAST_PARTITIONS_PER_WORKER
 from relaygr.runtime.errors import RelayError
-from relaygr.simulate.demand import Demand
+from relaygr.simulate.case import Case
 from relaygr.simulate.figures import Figures
-from relaygr.simulate.fleet import FleetSize, Runner, busiest_part, expected_impressions, parts_of, simulate
-from relaygr.simulate.relay import Case
-from relaygr.worker.kv import DramGeometry
-from relaygr.worker.settings import WorkerSettings
+from relaygr.simulate.fleet import FleetSize, Runner, busiest_part, parts_of, simulate
 
 LATE_SHARE: Final = 0.01
 STEP: Final = 0.03
@@ -53,7 +50,7 @@ _MOST_BUSIEST: Final = 4
 """The busiest part is simulated in each probe. It may have so many times the impressions of the sample, and no more."""
 
 OnProbe = Callable[[int, float], None]
-"""Gets the number of workers that is simulated now, and the share of its impressions that are done."""
+"""Gets the number of workers that is simulated now, and the share of its simulations that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ def prefixes_for(workers: int) -> int:
 
 
 def plan_capacity(
-    case: Case[Demand], sample: int, seeds: int, runner: Runner, on_probe: OnProbe, impressions: int = IMPRESSIONS
+    case: Case, sample: int, seeds: int, runner: Runner, on_probe: OnProbe, impressions: int = IMPRESSIONS
 ) -> CapacityPlan:
     """Bisects the number of workers. `impressions`: simulated for each number. Raises RelayError for a load that is too
     low for it.
@@ -152,7 +149,7 @@ def plan_capacity(
         enough, few = few, few // 2
 
 
-def _probed(case: Case[Demand], size: FleetSize, wanted: int) -> Case[Demand]:
+def _probed(case: Case, size: FleetSize, wanted: int) -> Case:
     """The case with the partitions of this fleet, for so long that about `wanted` impressions are simulated."""
     traffic, workers = case.demand.traffic, size.workers
     demand = replace(case.demand, partitions=prefixes_for(workers) * partitions_for(workers))
@@ -164,14 +161,13 @@ def _probed(case: Case[Demand], size: FleetSize, wanted: int) -> Case[Demand]:
     return replace(case, demand=replace(demand, traffic=traffic.model_copy(update={"duration_s": seconds})))
 
 
-def _probe(case: Case[Demand], size: FleetSize, runner: Runner, on_probe: OnProbe) -> Probe:
-    total = expected_impressions(case, size)
+def _probe(case: Case, size: FleetSize, runner: Runner, on_probe: OnProbe) -> Probe:
     on_probe(size.workers, 0.0)
-    figures = simulate(case, size, runner, lambda done: on_probe(size.workers, min(1.0, done / total)))
+    figures = simulate(case, size, runner, lambda done: on_probe(size.workers, done))
     return Probe(size.workers, figures, case.demand.traffic.duration_s)
 
 
-def least_workers(case: Case[Demand]) -> int:
+def least_workers(case: Case) -> int:
     """Workers whose devices are filled by ranking on cached prefixes, or by full inference without the relay.
 
     A guess, not a bound: requests of a batch share its fixed cost, and histories may be shorter than the median.
@@ -179,7 +175,7 @@ def least_workers(case: Case[Demand]) -> int:
     return max(1, math.floor(_filled_workers(case, has_prefixes=case.relay)))
 
 
-def idle_workers(case: Case[Demand]) -> int:
+def idle_workers(case: Case) -> int:
     """Workers that have little to do: `IDLE` times those that are filled, and fewer if full inference of all requests
     leaves these idle.
     """
@@ -194,15 +190,12 @@ def highest_share(share: float, requests: int) -> float:
     return (share + square / 2 + math.sqrt(square * share * (1 - share) + square**2 / 4)) / (1 + square)
 
 
-def _filled_workers(case: Case[Demand], *, has_prefixes: bool) -> float:
-    model, traffic = case.spec.model, case.demand.traffic
-    tokens = model.layout.tokens(min(traffic.history_median, model.limits.max_prefix_behaviours))
-    scored = traffic.suffix * model.layout.tokens_per_behaviour + traffic.candidates
-    prefix_us = 0.0 if has_prefixes else model.latency.pre_us(tokens)
-    return traffic.rate_per_s * (prefix_us + model.latency.hit_us(tokens, scored)) / 1e6
+def _filled_workers(case: Case, *, has_prefixes: bool) -> float:
+    visit = case.visit()
+    return case.demand.traffic.rate_per_s * (visit.hit_us if has_prefixes else visit.full_us) / 1e6
 
 
-def _check_rate(case: Case[Demand], seeds: int) -> None:
+def _check_rate(case: Case, seeds: int) -> None:
     """Raises RelayError if the longest simulation has too few impressions to show that some workers are enough."""
     rate_per_s = case.demand.traffic.rate_per_s
     least_per_s = LEAST_IMPRESSIONS / (MORE_SEEDS * seeds * _MOST_S)
@@ -212,10 +205,3 @@ def _check_rate(case: Case[Demand], seeds: int) -> None:
             f"--qps {rate_per_s:g} is too low to plan for: too few requests come in the time that is simulated. Give "
             f"--qps {wanted:g}: the workers that are enough for it are enough for less."
         )
-
-
-def memory_of(worker: WorkerSettings, geometry: DramGeometry, workers: int) -> tuple[int, int]:
-    """HBM and DRAM of all workers together, in bytes: whole pages."""
-    hbm_page, dram_page = geometry.kv.page_bytes, geometry.page_bytes
-    hbm, dram = int(worker.hbm_bytes) // hbm_page * hbm_page, int(worker.dram_bytes) // dram_page * dram_page
-    return workers * hbm, workers * dram

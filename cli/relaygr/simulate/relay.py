@@ -17,76 +17,30 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 import numpy as np
 import simpy
 
 from relaygr.schemas.messages import PreInferJob, RankingRequest, RetrievalEvent
 from relaygr.schemas.partitioner import users_in
-from relaygr.simulate.demand import Load, Part
+from relaygr.simulate.case import Autoscale, Case
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
-from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests, record_of
+from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests
 from relaygr.simulate.times import Draws
-from relaygr.simulate.worker import SimulatedWorker, WorkerSpec
-from relaygr.traffic.records import ImpressionRecord
+from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.schedule import Impression
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, job_of
-from relaygr.trigger.settings import TriggerSettings
 from relaygr.worker.cache.events import CacheEvent, EventKind, StoredEntry
-from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.executor.work import JobOutcome, RankingWork
+from relaygr.worker.executor.work import JobOutcome
 
 TAKEOVER_S: Final = 0.3
 """From a death to the first message of the standby."""
 REBALANCE_S: Final = 0.1
 _DRAIN_S: Final = 3.0
 _OPEN: Final = 255
-_PROGRESS: Final = 256
 _FOUND: Final = {"hit": "hbm", "partial_hit": "hbm", "in_dram": "dram"}
-
-
-@dataclass(frozen=True, slots=True)
-class Autoscale:
-    """The number of workers follows the device load: workers x load / `target`, looked at every `interval_s`."""
-
-    least: int
-    most: int
-    target: float = 0.5
-    interval_s: float = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The deaths of workers, and the changes of their number, during a simulation."""
-
-    kills_s: tuple[float, ...] = ()
-    """When a worker dies, after the first impression."""
-    standby: bool = False
-    session_timeout_s: float = 6.0
-    start_s: float = 20.0
-    """How long a new process takes until it owns partitions."""
-    autoscale: Autoscale | None = None
-
-    @property
-    def any(self) -> bool:
-        return bool(self.kills_s) or self.autoscale is not None
-
-
-LoadT = TypeVar("LoadT", bound=Load, covariant=True)
-OnRecord = Callable[[ImpressionRecord], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Case(Generic[LoadT]):
-    """A system under a load. `relay` false: no retrieval events."""
-
-    demand: LoadT
-    spec: WorkerSpec
-    trigger: TriggerSettings
-    relay: bool
-    changes: Changes = field(default_factory=Changes)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,12 +51,21 @@ class _Member:
     worker: SimulatedWorker
     requests: dict[int, tuple[RankingRequest, int]] = field(default_factory=dict)
     jobs: dict[int, tuple[PreInferJob, int]] = field(default_factory=dict)
-    coming: list[tuple[int, int, tuple[RankingRequest, int]]] = field(default_factory=list)
-    """(time, number, message) of results that the simulation may not have reached yet."""
     seen_device_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """What all workers have used up to a time."""
+
+    worker_us: float
+    device_s: float
+    thread_s: float
+
+
 class _TriggerClock:
+    """The trigger works in no time: its clock is that of the simulation."""
+
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
 
@@ -116,30 +79,21 @@ class _TriggerClock:
 class RelaySimulation:
     """One part of a fleet: `workers` workers that own `partitions` together."""
 
-    def __init__(
-        self,
-        case: Case[Load],
-        partitions: range,
-        workers: int,
-        on_progress: Callable[[int], None],
-        on_record: OnRecord | None = None,
-    ) -> None:
-        """`on_record` gets a record of each answered request, as a measured run writes it."""
-        self._case, self._on_progress, self._on_record = case, on_progress, on_record
+    def __init__(self, case: Case, partitions: range, workers: int) -> None:
+        self._case = case
         self._env = simpy.Environment()
         self._partitions = partitions
-        self._part: Part = case.demand.part(frozenset(partitions))
-        traffic, spec = case.demand.traffic, case.spec
-        self._traffic = traffic
-        longest = traffic.history_max if traffic.interactions is None else spec.model.limits.max_prefix_behaviours * 4
-        self._histories = SharedHistories(longest + traffic.suffix)
+        self._part = case.demand.part(frozenset(partitions))
+        traffic = self._traffic = case.demand.traffic
+        self._histories = SharedHistories(traffic.history_max + traffic.suffix)
         self._random = np.random.default_rng((case.demand.seed, 5, partitions.start))
-        self._hops = Draws(spec.times.hop_us, self._random)
+        self._hops = Draws(case.times.hop_us, self._random)
         self._suffix = behaviours_of(traffic.suffix)
         self._candidates = np.zeros(traffic.candidates, "<i8")
-        self._fleet = Fleet(case.trigger.status_stale_ms)
+        settings = case.settings
+        self._fleet = Fleet(settings.trigger.status_stale_ms)
         self._handler = EventHandler(
-            case.trigger, spec.admission, self._fleet, case.demand.partitions, _TriggerClock(self._env)
+            settings.trigger, settings.admission, self._fleet, case.demand.partitions, _TriggerClock(self._env)
         )
         self._handler.reassign(frozenset(partitions))
         self._budget_us = traffic.budget_ms * 1000
@@ -159,11 +113,12 @@ class RelaySimulation:
         self._started = 0
         self._coming = 0
         """Workers that start now, or take the place of a dead one later."""
-        self._worker_us = self._counted_us = self._counted_worker_us = self._ends_us = 0.0
-        self._used_device_s = self._preinfer_device_s = self._thread_s = 0.0
-        self._wasted = 0
+        self._worker_us = self._counted_us = 0.0
+        self._used_before = self._used_after = _Used(0.0, 0.0, 0.0)
         self._most_workers = 0
-        self._begins_us = round(traffic.settle_s * 1e6) if spec.settings.warm_up_users and case.relay else 0
+        warms_up = settings.worker.warm_up_users and settings.worker.reuse_prefixes
+        self._begins_us = round(traffic.settle_s * 1e6) if warms_up else 0
+        self._ends_us = self._begins_us + traffic.duration_s * 1e6
         for _ in range(workers):
             self._start_member()
         self._assign(at_once=True)
@@ -183,7 +138,6 @@ class RelaySimulation:
             env.process(self._autoscale(self._case.changes.autoscale))
         cold_us = self._begins_us + self._case.demand.cold_s * 1e6
         self._after(cold_us, self._begin_counting)
-        self._ends_us = self._begins_us + self._traffic.duration_s * 1e6
         self._after(self._ends_us, self._end_counting)
         ended = env.process(self._play())
         env.run(until=ended)
@@ -198,8 +152,6 @@ class RelaySimulation:
             if wait_us > 0:
                 yield env.timeout(wait_us)
             latest_us = max(latest_us, self._begin(impression))
-            if len(self._endings) % _PROGRESS == 0:
-                self._on_progress(len(self._endings))
         yield env.timeout(max(0, latest_us - env.now, self._ends_us - env.now))
         changes = self._case.changes
         drain_s = self._budget_us / 1e6 + _DRAIN_S
@@ -207,7 +159,6 @@ class RelaySimulation:
             # Requests wait until the dead worker's partitions have an owner.
             drain_s += changes.session_timeout_s + changes.start_s
         yield env.timeout(drain_s * 1e6)
-        self._on_progress(len(self._endings))
 
     def _begin(self, impression: Impression) -> int:
         """Publishes the history and the retrieval event. Returns the time of the ranking request."""
@@ -270,7 +221,7 @@ class RelaySimulation:
             self._after(self._hops.next(), partial(self._deliver_job, number, job_of(event, wall_us), partition))
 
     def _report_statuses(self) -> Generator[simpy.Event, None, None]:
-        interval_us = self._case.spec.settings.status_interval_ms * 1000
+        interval_us = self._case.settings.worker.status_interval_ms * 1000
         while True:
             wall_us = EPOCH_US + int(self._env.now)
             for member in self._members:
@@ -302,19 +253,19 @@ class RelaySimulation:
         member.jobs[number] = job, partition
         member.worker.receive_job(number, job, partition)
 
-    def _on_ranked(self, member: _Member, number: int, at_us: int, ending: Ending, work: RankingWork | None) -> None:
-        message = member.requests.pop(number, None)
+    def _on_ranked(self, member: _Member, number: int, at_us: int, ending: Ending) -> None:
+        """The result is sent when the simulation has reached its time."""
+        self._after(max(0.0, at_us - self._env.now), partial(self._end, member, number, at_us, ending))
+
+    def _end(self, member: _Member, number: int, at_us: int, ending: Ending) -> None:
+        if not member.worker.is_alive:
+            return  # It died before, and another one gets the request.
+        member.requests.pop(number, None)
         if self._endings[number] != _OPEN:
             self.duplicates += 1
             return
         self._endings[number] = CODE[ending]
-        latency_us = self._latencies_us[number] = at_us + round(self._hops_us[number]) - self._ranking_us[number]
-        if self._on_record is not None:
-            self._on_record(record_of(number, ending, latency_us, self._budget_us, work, at_us))
-        if self._case.changes.kills_s and message is not None:
-            now_us = self._env.now
-            member.coming = [each for each in member.coming if each[0] > now_us]
-            member.coming.append((at_us, number, message))
+        self._latencies_us[number] = at_us + round(self._hops_us[number]) - self._ranking_us[number]
 
     def _on_job(self, member: _Member, number: int, outcome: JobOutcome) -> None:
         member.jobs.pop(number, None)
@@ -342,7 +293,7 @@ class RelaySimulation:
         worker = SimulatedWorker(
             self._env,
             f"worker-{self._partitions.start:05d}-{number:03d}",
-            self._case.spec,
+            self._case,
             self._histories,
             self._random,
             lambda *ended: self._on_ranked(holder[0], *ended),
@@ -406,7 +357,7 @@ class RelaySimulation:
         self._fleet.apply(member.worker.worker_id, member.worker.status(), EPOCH_US + int(self._env.now))
 
     def _warm_up(self, member: _Member) -> None:
-        most = self._case.spec.settings.warm_up_users
+        most = self._case.settings.worker.warm_up_users
         if not self._begins_us:
             return
         owned = member.worker.partitions
@@ -424,14 +375,9 @@ class RelaySimulation:
             self._kill(max(self._members, key=lambda each: len(each.worker.partitions)))
 
     def _kill(self, member: _Member) -> None:
-        now_us, worker, changes = self._env.now, member.worker, self._case.changes
+        worker, changes = member.worker, self._case.changes
         worker.stop()
         self._leave(member)
-        for at_us, number, message in member.coming:
-            # The simulation has not reached this result, so the process died before it.
-            if at_us > now_us:
-                self._endings[number], self._latencies_us[number] = _OPEN, NO_LATENCY
-                member.requests[number] = message
         for partition, owner in self._owners.items():
             if owner is member:
                 self._owners[partition] = None
@@ -468,7 +414,7 @@ class RelaySimulation:
             yield self._env.timeout(rule.interval_s * 1e6)
             used_s = 0.0
             for member in self._members:
-                device_s = sum(member.worker.device_s().values())
+                device_s = member.worker.device_s()
                 used_s += device_s - member.seen_device_s
                 member.seen_device_s = device_s
             present = len(self._members) + self._coming
@@ -488,49 +434,37 @@ class RelaySimulation:
 
     def _begin_counting(self) -> None:
         """The cold beginning is over."""
-        self._count_workers()
-        self._worker_us = 0.0
+        self._used_before = self._used()
         self._jobs.clear()
         self._found.clear()
-        self._used_device_s, self._preinfer_device_s = -self._device_s(), -self._device_s(WorkClass.PREINFER)
-        self._thread_s = -self._thread_s_now()
-        self._wasted = -self._wasted_now()
 
     def _end_counting(self) -> None:
         """The time of impressions is over. The last ones are ranked later, and not counted."""
+        self._used_after = self._used()
+
+    def _used(self) -> _Used:
         self._count_workers()
-        self._used_device_s += self._device_s()
-        self._preinfer_device_s += self._device_s(WorkClass.PREINFER)
-        self._thread_s += self._thread_s_now()
-        self._wasted += self._wasted_now()
-        self._counted_worker_us = self._worker_us
-
-    def _device_s(self, *classes: WorkClass) -> float:
-        """Device time of all workers for these classes of work; for all work without any."""
-        used = [each.worker.device_s() for each in (*self._members, *self._gone)]
-        return sum(each[work_class] for each in used for work_class in classes or WorkClass)
-
-    def _thread_s_now(self) -> float:
-        return sum(each.worker.thread_us for each in (*self._members, *self._gone)) / 1e6
-
-    def _wasted_now(self) -> int:
-        return sum(each.worker.cache.stats().wasted.total() for each in (*self._members, *self._gone))
+        workers = [each.worker for each in (*self._members, *self._gone)]
+        return _Used(
+            self._worker_us,
+            sum(each.device_s() for each in workers),
+            sum(each.thread_us for each in workers) / 1e6,
+        )
 
     def _outcome(self, cold_us: float, took_s: float) -> PartOutcome:
         endings = np.frombuffer(bytes(self._endings), np.uint8).copy()
         endings[endings == _OPEN] = CODE[Ending.LOST]
         ranking_us = np.array(self._ranking_us, np.int64)
         counted = (ranking_us >= cold_us) & (ranking_us < self._ends_us)
+        before, after = self._used_before, self._used_after
         return PartOutcome(
             requests=Requests(np.array(self._latencies_us, np.int64)[counted], endings[counted]),
             found=dict(self._found),
             jobs=dict(self._jobs),
-            device_s=self._used_device_s,
-            preinfer_device_s=self._preinfer_device_s,
-            thread_s=self._thread_s,
-            wasted=self._wasted,
+            device_s=after.device_s - before.device_s,
+            thread_s=after.thread_s - before.thread_s,
             seconds=(self._ends_us - cold_us) / 1e6,
-            worker_s=self._counted_worker_us / 1e6,
+            worker_s=(after.worker_us - before.worker_us) / 1e6,
             most_workers=self._most_workers,
             impressions=endings.size,
             took_s=took_s,

@@ -9,8 +9,7 @@ Memory    A prefix stays in HBM from its pre-infer job to its ranking request. B
           users who come within the time that prefixes are to be kept.
 Returns   A user with p of all impressions, of which there are r a second, comes within t seconds with 1 - exp(-p r t).
           Users follow the Zipf distribution of the traffic.
-Work      A visit takes the shares of `relaygr.breakeven.figures`, for the prefix of the median history. A short tail is
-          ranked with the suffix as workers do.
+Work      A visit takes the shares of `relaygr.simulate.visit`, for the prefix of the median history.
 Network   Encoded messages of the case's sizes, with their keys and headers, before Kafka's framing.
 """
 
@@ -24,7 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.breakeven.figures import BreakEven, Capacity, Tier, break_even, predicted
 from relaygr.schemas import codec
 from relaygr.schemas.headers import Headers, RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import (
@@ -38,11 +36,12 @@ from relaygr.schemas.messages import (
     RetrievalEvent,
     StageTimings,
 )
-from relaygr.simulate.demand import Demand, name_of, weights_of
-from relaygr.simulate.plan import memory_of
-from relaygr.simulate.relay import Case
+from relaygr.simulate.case import Case
+from relaygr.simulate.demand import user_shares
+from relaygr.simulate.visit import BreakEven, Tier, break_even
 
 _REQUEST_ID = "gateway-00.19a0c5d2f00a1b2c3d4.1000000.0123456789abcdef"
+_USER_ID = "user-000000"
 _WALL_US = 1_790_000_000_000_000
 _TASKS = 1
 
@@ -94,36 +93,28 @@ class Sizing:
         return self.hbm_set_bytes >= self.hbm_bytes
 
 
-def size_of(case: Case[Demand], workers: int, keep_s: float, reuse: float | None = None) -> Sizing:
+def size_of(case: Case, workers: int, keep_s: float, reuse: float | None = None) -> Sizing:
     """The needs of this many workers. `reuse`: the share of returning impressions, if it is known."""
-    model, spec, traffic = case.spec.model, case.spec, case.demand.traffic
-    geometry, layout = model.geometry, model.layout
-    median = min(traffic.history_median, model.limits.max_prefix_behaviours)
-    mean = min(median * math.exp(traffic.history_sigma**2 / 2), traffic.history_max, model.limits.max_prefix_behaviours)
+    model, traffic, admission = case.model, case.demand.traffic, case.settings.admission
+    geometry, layout, grows = model.geometry, model.layout, model.rules.grows
+    work = case.visit()
+    mean = min(work.behaviours * math.exp(traffic.history_sigma**2 / 2), case.longest_history)
     pages = geometry.kv.pages_for(layout.tokens(math.ceil(mean)))
     prefix_bytes, dram_prefix_bytes = pages * geometry.kv.page_bytes, pages * geometry.page_bytes
 
     lead_s = traffic.lead_median_ms / 1000 * math.exp(traffic.lead_sigma**2 / 2)
-    waiting = traffic.rate_per_s * (lead_s + spec.admission.lease_margin_ms / 1000)
-    longest = geometry.kv.pages_for(
-        layout.tokens(min(traffic.history_max, model.limits.max_prefix_behaviours))
-    )  # Each worker holds the longest prefix at least.
-    hbm_bytes = max(
-        round(waiting * prefix_bytes / (1 - spec.admission.footprint_reserve)),
-        workers * longest * geometry.kv.page_bytes,
-    )
-    hbm_set_bytes, dram_set_bytes = memory_of(spec.settings, geometry, workers)
+    waiting = traffic.rate_per_s * (lead_s + admission.lease_margin_ms / 1000)
+    # Each worker holds the longest prefix at least.
+    longest_bytes = geometry.kv.pages_for(layout.tokens(case.longest_history)) * geometry.kv.page_bytes
+    waiting_bytes = round(waiting * prefix_bytes / (1 - admission.footprint_reserve))
+    hbm_set_bytes, dram_set_bytes = case.memory(workers)
 
-    shares = weights_of(traffic.users, traffic)
-    users_kept, back = returns(shares / shares.sum(), traffic.rate_per_s, keep_s)
-    grows = model.rules.grows
-    reuse = (back if reuse is None else reuse) if grows else 0.0
-    scored = traffic.suffix * layout.tokens_per_behaviour + traffic.candidates
-    longest_tail = min(spec.settings.longest_tail, model.limits.max_suffix_behaviours - traffic.suffix)
-    work = break_even(
-        predicted(model.latency, geometry, layout, median, scored, max(1, traffic.growth), longest_tail),
-        Capacity(hbm_set_bytes // workers, dram_set_bytes // workers, traffic.rate_per_s / workers),
-        grows,
+    new_per_s = traffic.new_share * traffic.rate_per_s
+    users_kept, back = returns(user_shares(traffic, traffic.users), traffic.rate_per_s - new_per_s, keep_s)
+    users_kept += new_per_s * keep_s
+    reuse = 0.0 if not grows else (1 - traffic.new_share) * back if reuse is None else reuse
+    found = break_even(
+        work, hbm_set_bytes // workers, dram_set_bytes // workers, traffic.rate_per_s / workers, grows=grows
     )
     sizes = message_sizes(traffic.candidates, traffic.suffix, round(mean))
     return Sizing(
@@ -132,7 +123,7 @@ def size_of(case: Case[Demand], workers: int, keep_s: float, reuse: float | None
         prefix_bytes=prefix_bytes,
         dram_prefix_bytes=dram_prefix_bytes,
         waiting=waiting,
-        hbm_bytes=hbm_bytes,
+        hbm_bytes=max(waiting_bytes, workers * longest_bytes),
         hbm_set_bytes=hbm_set_bytes,
         keep_s=keep_s,
         users_kept=users_kept if grows else 0.0,
@@ -141,8 +132,8 @@ def size_of(case: Case[Demand], workers: int, keep_s: float, reuse: float | None
         reuse=reuse,
         message_bytes=sizes,
         network_bytes_per_s=traffic.rate_per_s * sum(sizes.values()),
-        work=work,
-        device_share=reuse * work.work[Tier.DRAM] + (1 - reuse) * work.work[Tier.NONE],
+        work=found,
+        device_share=reuse * found.work[Tier.DRAM] + (1 - reuse) * found.work[Tier.NONE],
     )
 
 
@@ -154,10 +145,9 @@ def returns(shares: NDArray[np.float64], rate_per_s: float, keep_s: float) -> tu
 
 def message_sizes(candidates: int, suffix: int, behaviours: int) -> dict[Kind, int]:
     """Bytes of the messages of an impression, with keys and headers; a history once, as if each visit changed it."""
-    user = name_of(0)
     common: dict[str, Any] = {
         "request_id": _REQUEST_ID,
-        "user_id": user,
+        "user_id": _USER_ID,
         "retrieval_at_us": _WALL_US,
         "expected_ranking_at_us": _WALL_US,
         "ranking_budget_ms": 50,
@@ -180,15 +170,15 @@ def message_sizes(candidates: int, suffix: int, behaviours: int) -> dict[Kind, i
         model_revision="0" * 16,
     )
     request = RankingRequest(
-        _REQUEST_ID, user, _WALL_US, _WALL_US, _WALL_US // 1000, np.zeros(candidates, np.int64), _behaviours(suffix)
+        _REQUEST_ID, _USER_ID, _WALL_US, _WALL_US, _WALL_US // 1000, np.zeros(candidates, np.int64), _behaviours(suffix)
     )
     asked = RankingHeaders(_REQUEST_ID, "gateway-00", "relaygr.results", 0, _WALL_US).encode()
     return {
-        Kind.RETRIEVAL: _bytes(RetrievalEvent(**common), user),
-        Kind.PREINFER: _bytes(PreInferJob(**common, decided_at_us=_WALL_US), user),
-        Kind.RANKING: _bytes(request, user, asked),
+        Kind.RETRIEVAL: _bytes(RetrievalEvent(**common), _USER_ID),
+        Kind.PREINFER: _bytes(PreInferJob(**common, decided_at_us=_WALL_US), _USER_ID),
+        Kind.RANKING: _bytes(request, _USER_ID, asked),
         Kind.RESULT: _bytes(result, _REQUEST_ID, ResultHeaders(_REQUEST_ID, "gateway-00").encode()),
-        Kind.HISTORY: _bytes(History(user, 1, np.empty(0, np.int64), _behaviours(behaviours)), user),
+        Kind.HISTORY: _bytes(History(_USER_ID, 1, np.empty(0, np.int64), _behaviours(behaviours)), _USER_ID),
     }
 
 

@@ -1,6 +1,6 @@
 """Measured times of what a calibration does not cover: Kafka hops, the worker's own work, and the noise of forwards.
 
-`learn` takes them from the requests of a measured run, such as the records of `relaygr traffic`:
+`learn` takes them from the records of `relaygr traffic`:
 
     hop       time from the gateway to the worker and back, beside the worker's own
     look_up   time of a worker from the receipt of a request to its device work, where nothing waits
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Outcome, StageTimings
+from relaygr.runtime.quantiles import quantile
+from relaygr.schemas.messages import Outcome
 from relaygr.schemas.messages import Path as RankingPath
+from relaygr.traffic.records import ImpressionRecord
 
 Quantiles = Annotated[tuple[Annotated[float, Field(ge=0, lt=1e12)], ...], Field(min_length=1, max_length=1001)]
 _STEPS: Final = np.linspace(0.0, 1.0, 101)
@@ -78,39 +80,9 @@ class Draws:
         return self._left.pop()
 
 
-class EndedRequest(Protocol):
-    """How a measured request ended."""
-
-    @property
-    def status(self) -> str:
-        """Its outcome, or `lost`."""
-
-    @property
-    def reason(self) -> str | None: ...
-
-    @property
-    def path(self) -> str | None: ...
-
-    @property
-    def latency_us(self) -> int | None:
-        """From its scheduled time to its answer; None without one."""
-
-
-class MeasuredRequest(EndedRequest, Protocol):
-    """What `learn` needs of a request."""
-
-    @property
-    def timings(self) -> StageTimings | None: ...
-
-    @property
-    def prefix_tokens(self) -> int: ...
-
-    @property
-    def tokens_cached(self) -> int:
-        """Tokens of its prefix that were cached when the worker looked."""
-
-
-def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tokens: int, origin: str) -> MeasuredTimes:
+def learn(
+    requests: Iterable[ImpressionRecord], latency: LatencyModel, scored_tokens: int, origin: str
+) -> MeasuredTimes:
     """The times of a run at a load at which few requests wait: with the relay on, or of full inference alone.
 
     `requests`: in the order of their times; `latency`: what forwards take in a simulation without noise;
@@ -156,7 +128,7 @@ def learn(requests: Iterable[MeasuredRequest], latency: LatencyModel, scored_tok
         requests=len(hops),
         hop_us=_quantiles(hops),
         # At a low load the shortest tenth of the requests waits for nothing.
-        look_up_us=float(np.percentile([each.queue_us for each in ranked_like], 10)),
+        look_up_us=quantile([each.queue_us for each in ranked_like], 0.1),
         answer_us=float(np.median([each.answer_us for each in ranked_like])),
         hit_noise=_noise([each.noise for each in ranked_like]),
         # Full inference is rare where the relay works.

@@ -17,52 +17,39 @@ import simpy
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.latency import Corrector
-from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer import Received, Token
+from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import FailureReason, PreInferJob, RankingRequest, WorkerState, WorkerStatus
+from relaygr.simulate.case import Case
 from relaygr.simulate.device import (
     EPOCH_US,
     SharedHistories,
-    SimulatedClock,
     SimulatedDevice,
     SimulatedEngine,
     SimulatedLink,
-    SimulatedModel,
 )
 from relaygr.simulate.figures import Ending
 from relaygr.simulate.times import Draws, MeasuredTimes
-from relaygr.worker.cache import CacheConfig, CacheStats, PrefixCache
+from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.events import CacheListener, StoredEntry
 from relaygr.worker.cache.policies import TierPolicies
-from relaygr.worker.divert import Diverter
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.status import status_of
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.results import QueueWaits
-from relaygr.worker.settings import WorkerSettings
 
 _ENDING_OF_PATH: Final = {ending.value: ending for ending in Ending}
 _JOBS, _RANKINGS = "preinfer", "ranking"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What all workers of a fleet share."""
-
-    model: SimulatedModel
-    times: MeasuredTimes
-    settings: WorkerSettings
-    admission: AdmissionSettings
-    policies: TierPolicies
-
-
-OnRanked = Callable[[int, int, Ending, RankingWork | None], None]
-"""The number of the impression, the time of its result in µs, its end, and its work if the executor got it."""
+OnRanked = Callable[[int, int, Ending], None]
+"""The number of the impression, the time of its result in µs, and its end."""
 OnJob = Callable[[int, JobOutcome], None]
 
 
@@ -73,7 +60,7 @@ class _Histories:
     """
 
     shared: SharedHistories
-    clock: SimulatedClock
+    clock: ManualClock
     look_up_us: int
 
     def get(self, user_id: str) -> StoredHistory | None:
@@ -87,7 +74,7 @@ class _Histories:
 class _Results:
     """In the place of `ResultWriter`."""
 
-    def __init__(self, clock: SimulatedClock, times: MeasuredTimes, on_ranked: OnRanked, on_job: OnJob) -> None:
+    def __init__(self, clock: ManualClock, times: MeasuredTimes, on_ranked: OnRanked, on_job: OnJob) -> None:
         self.waits = QueueWaits()
         self.unsent = ()
         self._clock, self._on_ranked, self._on_job = clock, on_ranked, on_job
@@ -97,7 +84,7 @@ class _Results:
         self._clock.now_us += self._answer_us
         started_us = work.started_us if work.started_us is not None else self._clock.now_us
         self.waits.observe(max(0, started_us - work.received.received_us))
-        self._on_ranked(work.received.offset, self._clock.now_us, _ENDING_OF_PATH[work.path.value], work)
+        self._on_ranked(work.received.offset, self._clock.now_us, _ENDING_OF_PATH[work.path.value])
         return True
 
     def count_ranked(self, work: RankingWork) -> None:
@@ -107,11 +94,11 @@ class _Results:
         self._clock.now_us += self._refuse_us
         is_overload = reason is FailureReason.OVERLOADED
         ending = Ending.REFUSED if is_overload else Ending.FAILED
-        self._on_ranked(work.received.offset, self._clock.now_us, ending, work)
+        self._on_ranked(work.received.offset, self._clock.now_us, ending)
 
     def expired(self, work: RankingWork) -> None:
         self._clock.now_us += self._refuse_us
-        self._on_ranked(work.received.offset, self._clock.now_us, Ending.EXPIRED, work)
+        self._on_ranked(work.received.offset, self._clock.now_us, Ending.EXPIRED)
 
     def send(self) -> None:
         """Does nothing: a simulated result is sent when it is written."""
@@ -127,47 +114,41 @@ class SimulatedWorker:
         self,
         env: simpy.Environment,
         worker_id: str,
-        spec: WorkerSpec,
+        case: Case,
         histories: SharedHistories,
         random: np.random.Generator,
         on_ranked: OnRanked,
         on_job: OnJob,
         on_cache_event: CacheListener,
         dram: list[StoredEntry] | None = None,
-        diverter: Diverter | None = None,
     ) -> None:
-        """`dram`: the entries that an earlier process of this id left in DRAM. `diverter`: passes on what finds no time
-        here; its clock is `now_us`.
-        """
+        """`dram`: the entries that an earlier process of this id left in DRAM."""
         self.worker_id = worker_id
         self.partitions: frozenset[int] = frozenset()
         self.epoch = 0
         self.is_alive = True
         self.thread_us = 0
         """Time in which the device thread was busy: device work, and the worker's own."""
-        self._env, self._spec, self._on_ranked = env, spec, on_ranked
-        self._ticket, self._is_idle, self._is_stepping = 0, True, False
-        self._diverter = diverter
-        settings, model, times = spec.settings, spec.model, spec.times
-        clock = self._clock = SimulatedClock(int(env.now))
+        self._env, self._case, self._on_ranked = env, case, on_ranked
+        self._ticket, self._is_idle = 0, True
+        settings, model, times = case.settings.worker, case.model, case.times
+        clock = self._clock = ManualClock(int(env.now), EPOCH_US + int(env.now))
         self.device = SimulatedDevice(clock, model.is_cpu)
         engine: Any = SimulatedEngine(
             model, self.device, Draws(times.hit_noise, random), Draws(times.pre_noise, random)
         )
         kv = model.geometry.kv
-        hbm_pages, dram_pages = (
-            int(settings.hbm_bytes) // kv.page_bytes,
-            (int(settings.dram_bytes) // model.geometry.page_bytes),
-        )
+        hbm_pages = int(settings.hbm_bytes) // kv.page_bytes
+        dram_pages = int(settings.dram_bytes) // model.geometry.page_bytes
+        policies = TierPolicies(settings.hbm_policy, settings.dram_policy)
         self._link = SimulatedLink(model.geometry.page_bytes, model.latency, clock)
         self.cache = PrefixCache(
-            CacheConfig(model.geometry, model.layout, hbm_pages, dram_pages, spec.policies),
+            CacheConfig(model.geometry, model.layout, hbm_pages, dram_pages, policies),
             self._link if dram_pages else None,
             listener=on_cache_event,
         )
         self._active_since_us = EPOCH_US + int(env.now)
         corrector = Corrector(model.latency)
-        self.cache.weigh_by(model.latency.pre_us)
         if dram:
             self.cache.restore(dram, int(env.now))
         self._results = _Results(clock, times, on_ranked, on_job)
@@ -183,20 +164,14 @@ class SimulatedWorker:
                 histories=_Histories(histories, clock, round(times.look_up_us)),
                 corrector=corrector,
                 settings=settings,
-                admission_settings=spec.admission,
-                admission=JobAdmission(spec.admission, int(settings.hbm_bytes), kv, clock),
+                admission_settings=case.settings.admission,
+                admission=JobAdmission(case.settings.admission, int(settings.hbm_bytes), kv, clock),
                 results=results,
                 metrics=WorkerMetrics(self._registry),
                 clock=clock,
-                diverter=diverter,
             ),
         )
         self._schedule(0)
-
-    @property
-    def now_us(self) -> int:
-        """The time of the thread that runs: the device thread is ahead of the simulation during a step."""
-        return self._clock.now_us if self._is_stepping else int(self._env.now)
 
     # -- the poll thread ---------------------------------------------------------------------------
 
@@ -214,44 +189,28 @@ class SimulatedWorker:
         self._wake()
 
     def receive_ranking(self, number: int, request: RankingRequest, partition: int) -> None:
-        """Takes a ranking request that arrived now, from a gateway or diverted by another worker."""
+        """Takes a ranking request that arrived now."""
         now_us = int(self._env.now)
         received = self._received(_RANKINGS, number, partition, now_us)
-        settings, backlog = self._spec.settings, self.executor.backlog
+        settings = self._case.settings.worker
         deadline_us = request.deadline_us - EPOCH_US + round(settings.grace_ms * 1000)
         answer_by_us = deadline_us - round(settings.reply_margin_ms * 1000)
         sent_us = request.sent_at_us - EPOCH_US
         if now_us > deadline_us + settings.max_clock_skew_ms * 1000:
             return self._refuse(number, request, now_us, Ending.EXPIRED)
-        is_busy = backlog.total_us or backlog.handed_over > backlog.looked_up or backlog.patience < 1.0
-        if is_busy and now_us <= deadline_us:
+        if self.executor.backlog.is_busy and now_us <= deadline_us:
             user_id, request_id = request.user_id, request.request_id
             if self.executor.is_hopeless(user_id, request_id, answer_by_us, now_us, sent_us):
-                if self._is_diverted(request, received, answer_by_us):
-                    return self._wake()
                 return self._refuse(number, request, now_us, Ending.REFUSED)
-        reply = _reply_of(request)
+        reply = RankingHeaders(request.request_id, "simulated", "results", 0, request.deadline_us)
         work = RankingWork(request, reply, received, EPOCH_US + now_us, deadline_us, answer_by_us)
         if not self.executor.take_ranking(work):
-            return self._on_ranked(number, now_us, Ending.REFUSED, work)
+            return self._on_ranked(number, now_us, Ending.REFUSED)
         return self._wake()
-
-    def _is_diverted(self, request: RankingRequest, received: Received, answer_by_us: int) -> bool:
-        """As `WorkerHandler` does with a request that is not decoded yet."""
-        diverter = self._diverter
-        if diverter is None:
-            return False
-        if request.diverted is not None:
-            diverter.note_short()
-            return False
-        if not diverter.may_divert() or not diverter.divert(request, _reply_of(request), received, answer_by_us):
-            return False
-        self.executor.note_refused(request.user_id, request.request_id)
-        return True
 
     def _refuse(self, number: int, request: RankingRequest, now_us: int, ending: Ending) -> None:
         self.executor.note_refused(request.user_id, request.request_id)
-        self._on_ranked(number, now_us + round(self._spec.times.refuse_us), ending, None)
+        self._on_ranked(number, now_us + round(self._case.times.refuse_us), ending)
         self._wake()
 
     def _received(self, topic: str, number: int, partition: int, now_us: int) -> Received:
@@ -294,10 +253,8 @@ class SimulatedWorker:
         clock.now_us = max(clock.now_us, now_us)
         self._link.advance(clock.now_us)
         idle_us: int | None = 0
-        self._is_stepping = True
         while clock.now_us == now_us and idle_us == 0:
             idle_us = self.executor.step()
-        self._is_stepping = False
         if clock.now_us > now_us:
             self.thread_us += clock.now_us - now_us
             return self._schedule(clock.now_us - now_us)
@@ -311,49 +268,22 @@ class SimulatedWorker:
 
     # -- figures -----------------------------------------------------------------------------------
 
-    def device_s(self) -> dict[WorkClass, float]:
-        """Device time by the class of work."""
+    def device_s(self) -> float:
+        """Device time of all work."""
         name = "relaygr_worker_device_seconds_total"
-        return {each: self._registry.get_sample_value(name, {"work_class": each.value}) or 0.0 for each in WorkClass}
+        return sum(self._registry.get_sample_value(name, {"work_class": each.value}) or 0.0 for each in WorkClass)
 
     def status(self) -> WorkerStatus:
         """The status that the worker would publish now."""
-        spec, executor = self._spec, self.executor
-        stats: CacheStats = self.cache.stats()
-        latency, kv = executor.latency_of_prefixes, spec.model.geometry.kv
-        return WorkerStatus(
+        return status_of(
+            self.executor,
+            self.cache.stats(),
+            self._case.settings.worker,
             worker_id=self.worker_id,
             state=WorkerState.READY,
             written_at_us=EPOCH_US + int(self._env.now),
             assignment_epoch=self.epoch,
-            partitions=tuple(sorted(self.partitions)),
-            model_revision=executor.engine.revision,
-            kv_bytes_per_token=kv.bytes_per_token,
-            contextual_tokens=spec.model.layout.contextual_tokens,
-            tokens_per_behaviour=spec.model.layout.tokens_per_behaviour,
-            max_prefix_behaviours=spec.model.limits.max_prefix_behaviours,
-            hbm_capacity_bytes=int(spec.settings.hbm_bytes),
-            hbm_free_bytes=(stats.hbm.free + stats.hbm.evictable) * stats.hbm_page_bytes,
-            dram_capacity_bytes=int(spec.settings.dram_bytes),
-            dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
+            partitions=self.partitions,
             ranking_queue_p99_us=self._results.waits.p99_us(),
-            preinfer_queue_us=executor.preinfer_backlog_us,
-            ranking_backlog_us=executor.backlog.predicted_us,
-            latency=latency.coefficients,
-            full_path=executor.full_path_report(latency),
-            lead_times=executor.lead_time_report(),
-            length_ratios=executor.length_ratios(),
-            reuses_prefixes=executor.engine.rules.is_reusable,
-            overflow_partitions=self._overflow_partitions,
             active_since_us=self._active_since_us,
         )
-
-    @property
-    def _overflow_partitions(self) -> tuple[int, ...] | None:
-        if self._diverter is None:
-            return None
-        return tuple(sorted(self.partitions)) if self._diverter.takes_diverted() else ()
-
-
-def _reply_of(request: RankingRequest) -> RankingHeaders:
-    return RankingHeaders(request.request_id, "simulated", "results", 0, request.deadline_us)

@@ -1,7 +1,8 @@
 """A gateway that plays a schedule of impressions against the clock (open loop) and records the outcomes.
 
 The gateway also publishes the histories of its users: the first versions before the first impression, and each longer
-version before the retrieval event that names it. A user that starts again is deleted first.
+version before the retrieval event that names it. A user that starts again is deleted first. In a run without an end the
+history of a user who comes once is published before the user's retrieval event.
 
 The latency of a request counts from its *scheduled* ranking time, even if the gateway was late. Every request ends as
 exactly one record: answered, answered late, not sent, lost, or open when the player was stopped.
@@ -28,7 +29,7 @@ from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, Rela
 from relaygr.client.requests import RankFields
 from relaygr.schemas.messages import MAX_EVENT_BEHAVIOURS, BehaviourEvent, History, HistoryVersion
 from relaygr.schemas.record import record
-from relaygr.traffic.population import Population, history_at
+from relaygr.traffic.population import KEPT_SEQUENCES, Population, history_at
 from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord, pack_scores
 from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
@@ -58,6 +59,7 @@ class _Request:
     fields: RankFields
     scheduled_us: int = 0
     sent_us: int = 0
+    budget_us: int = 0
 
 
 class _TimedCall(NamedTuple):
@@ -221,13 +223,18 @@ class Player:
         return _Request(impression, request_id, user_id, self._candidates.of(impression), fields)
 
     def _rank_on_schedule(self, request: _Request, at_us: int) -> None:
-        late_us = time.monotonic_ns() // 1000 - at_us
-        self._rank(request, at_us, max(1.0, self._settings.budget_ms - late_us / 1000))
+        if self._comes_once(request.impression.user):
+            self._versions.pop(request.impression.user, None)
+        self._rank(request, at_us, self._settings.budget_ms)
 
-    def _rank(self, request: _Request, scheduled_us: int, budget_ms: float) -> Future[RankOutcome] | None:
-        """Sends a ranking request. Returns None, and records the request as not sent, if the client's queue is full."""
+    def _rank(self, request: _Request, scheduled_us: int, budget_ms: int) -> Future[RankOutcome] | None:
+        """Sends a ranking request. Returns None, and records the request as not sent, if the client's queue is full.
+
+        `budget_ms`: its time limit from `scheduled_us` on.
+        """
         request.scheduled_us, request.sent_us = scheduled_us, time.monotonic_ns() // 1000
-        request.fields["budget_ms"] = budget_ms
+        request.budget_us = budget_ms * 1000
+        request.fields["budget_ms"] = max(1.0, budget_ms - (request.sent_us - scheduled_us) / 1000)
         self._open[request.request_id] = request
         try:
             future = self._client.submit_rank(request.user_id, request.candidates, **request.fields)
@@ -249,17 +256,33 @@ class Player:
     # -- histories ---------------------------------------------------------------------------------
 
     def _publish_first_histories(self) -> None:
-        for index in range(self._population.size):
+        for index in itertools.chain(range(self._population.size), self._known_users_who_come_once()):
             if self._stopping:
                 return
             self._publish(history_at(self._population, index, self._population.first_length(index)))
 
+    def _known_users_who_come_once(self) -> Iterator[int]:
+        """Those of the whole run. Without an end there are too many to publish their histories before it."""
+        if self._settings.new_share and self._settings.duration_s:
+            for impression in impressions(self._settings, self._population):
+                if self._comes_once(impression.user):
+                    yield impression.user
+
+    def _comes_once(self, user: int) -> bool:
+        return user >= self._population.size
+
     def _may_be_new(self, impression: Impression) -> bool:
         """Whether the history may be another one than that which was published before the first impression."""
+        if self._comes_once(impression.user):
+            return not self._settings.duration_s
         return self._settings.start_again or impression.history_length > self._population.first_length(impression.user)
 
     def _publish_version(self, impression: Impression) -> None:
         user, length = impression.user, impression.history_length
+        if self._comes_once(user):
+            if self._may_be_new(impression):
+                self._publish(self._history(impression))
+            return
         first = self._population.first_length(user)
         before, self._lengths[user] = self._lengths.get(user, first), length
         if length < before:
@@ -288,11 +311,14 @@ class Player:
         return self._version_of(impression).version
 
     def _version_of(self, impression: Impression) -> _VersionedHistory:
-        """The history of the impression and its version. Each user's last one is cached for three messages."""
-        known = self._versions.get(impression.user)
+        """The history of the impression and its version. The last ones are kept for three messages each."""
+        known = self._versions.pop(impression.user, None)
         if known is None or known.history.number != impression.history_length:
             history = history_at(self._population, impression.user, impression.history_length)
-            known = self._versions[impression.user] = _VersionedHistory(history, history.version())
+            known = _VersionedHistory(history, history.version())
+        self._versions[impression.user] = known
+        if len(self._versions) > KEPT_SEQUENCES:
+            del self._versions[next(iter(self._versions))]
         return known
 
     def _warm_up(self) -> None:
@@ -350,6 +376,7 @@ class Player:
                 latency_us=None,
                 send_lag_us=entry.sent_us - entry.scheduled_us,
                 late=True,
+                scheduled_us=entry.scheduled_us,
             )
         )
 
@@ -369,7 +396,8 @@ class Player:
                 status=outcome.status.value,
                 latency_us=latency_us,
                 send_lag_us=send_lag_us,
-                late=outcome.late or latency_us > self._settings.budget_ms * 1000,
+                late=outcome.late or latency_us > entry.budget_us,
+                scheduled_us=entry.scheduled_us,
                 reason=outcome.reason.value if outcome.reason is not None else None,
                 path=result.path.value if result is not None and result.path is not None else None,
                 prefix_source=result.prefix_source.value if result is not None and result.prefix_source else None,
@@ -382,6 +410,7 @@ class Player:
                 history_loading=result.history_loading if result is not None else False,
                 model_revision=result.model_revision if result is not None else None,
                 timings=result.timings if result is not None else None,
+                to_worker_us=result.received_at_us - result.request_sent_at_us if result is not None else None,
                 scores=pack_scores(result.scores) if result is not None and result.scores is not None else None,
             )
         )

@@ -15,16 +15,20 @@ from relaygr.traffic.settings import TrafficSettings
 
 _EPOCH_MS = 1_700_000_000_000
 _GAP_MS = 60_000
-_KEPT_SEQUENCES = 4096
+KEPT_SEQUENCES = 4096
+"""Users whose behaviours are kept in memory."""
 FIRST_SHARE = 0.8
 """The share of a logged sequence that is the history at the user's first impression. The history grows by the rest."""
 
 
 class Population(Protocol):
-    """Users by index. User 0 has the most impressions."""
+    """Users by index. User 0 has the most impressions. Indices from `size` on are those of users who come once, of whom
+    only synthetic populations have any (`traffic.new_share`).
+    """
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of users who return."""
 
     @property
     def items(self) -> NDArray[np.int64]:
@@ -38,6 +42,9 @@ class Population(Protocol):
     def sequence(self, index: int) -> Behaviours:
         """All behaviours of the user."""
 
+    def sequence_length(self, index: int) -> int:
+        """The number of all behaviours of the user."""
+
 
 def history_at(population: Population, index: int, length: int) -> History:
     """The snapshot of the user's first `length` behaviours. Its version number is `length`."""
@@ -50,10 +57,8 @@ class SyntheticPopulation:
     def __init__(self, settings: TrafficSettings) -> None:
         self._settings = settings
         random = np.random.default_rng((settings.seed, 0))
-        lengths = settings.history_median * np.exp(random.normal(0.0, settings.history_sigma, settings.users))
-        longest = max(1, int(settings.history_max * FIRST_SHARE))
-        self._first_lengths = np.clip(lengths.astype(np.int64), 1, longest)
-        self._sequences = functools.lru_cache(maxsize=_KEPT_SEQUENCES)(self._make_sequence)
+        self._first_lengths = self._lengths(random, settings.users)
+        self._sequences = functools.lru_cache(maxsize=KEPT_SEQUENCES)(self._make_sequence)
 
     @property
     def size(self) -> int:
@@ -67,15 +72,26 @@ class SyntheticPopulation:
         return f"user-{index:06d}"
 
     def first_length(self, index: int) -> int:
-        return int(self._first_lengths[index])
+        if index < self.size:
+            return int(self._first_lengths[index])
+        return int(self._lengths(np.random.default_rng((self._settings.seed, 5, index)), 1)[0])
+
+    def _lengths(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
+        settings = self._settings
+        lengths = settings.history_median * np.exp(random.normal(0.0, settings.history_sigma, count))
+        return np.clip(lengths.astype(np.int64), 1, max(1, int(settings.history_max * FIRST_SHARE)))
 
     def sequence(self, index: int) -> Behaviours:
-        """A pure function of seed and index. Its length is the longest history plus a suffix."""
+        """A pure function of seed and index."""
         return self._sequences(index)
+
+    def sequence_length(self, index: int) -> int:  # noqa: ARG002 - all have the same length
+        """The longest history plus a suffix."""
+        return self._settings.history_max + self._settings.suffix
 
     def _make_sequence(self, index: int) -> Behaviours:
         random = np.random.default_rng((self._settings.seed, 1, index))
-        count = self._settings.history_max + self._settings.suffix
+        count = self.sequence_length(index)
         return Behaviours(
             random.integers(0, self._settings.items, count).astype("<i8"),
             random.integers(0, 4, count).astype("<u2"),
@@ -109,7 +125,10 @@ class LogPopulation:
         return self._interactions.users[self._indices[index]]
 
     def first_length(self, index: int) -> int:
-        return max(1, int(len(self.sequence(index)) * FIRST_SHARE))
+        return max(1, int(self.sequence_length(index) * FIRST_SHARE))
+
+    def sequence_length(self, index: int) -> int:
+        return min(len(self._interactions.of(self._indices[index])), self._most)
 
     def sequence(self, index: int) -> Behaviours:
         """The newest behaviours of the user in the log."""
@@ -121,6 +140,8 @@ def population_of(settings: TrafficSettings) -> Population:
     """The users that the settings describe. Raises RelayError for an interaction log that cannot be used."""
     if settings.interactions is None:
         return SyntheticPopulation(settings)
+    if settings.new_share:
+        raise RelayError("traffic.new_share makes up users who come once: leave it out, or traffic.interactions.")
     try:
         return LogPopulation(read_interactions(settings.interactions), settings)
     except ValueError as error:

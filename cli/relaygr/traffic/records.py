@@ -54,6 +54,10 @@ class ImpressionRecord:
     history_loading: bool = False
     model_revision: str | None = None
     timings: StageTimings | None = None
+    scheduled_us: int = 0
+    """When the ranking request was due."""
+    to_worker_us: int | None = None
+    """From the sending to the receipt at the worker, by the wall clocks of both."""
     scores: str | None = None
     """float32, little-endian, base64."""
 
@@ -143,8 +147,12 @@ def parse_record(line: str | bytes) -> ImpressionRecord:
 
 
 def read_records(path: Path) -> Iterator[ImpressionRecord]:
-    """The records of a file. Raises RelayError, with the line number, for a line that is not a record."""
-    with path.open(encoding="utf-8") as lines:
+    """The records of a file. Raises RelayError for a file that cannot be read, and for a line that is not a record."""
+    try:
+        lines = path.open(encoding="utf-8")
+    except OSError as error:
+        raise RelayError(f"{path} cannot be read: {error.strerror}") from error
+    with lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield parse_record(line)

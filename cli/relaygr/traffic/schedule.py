@@ -1,7 +1,7 @@
 """The schedule of impressions: a pure function of settings and population, equal for all systems that are compared.
 
-Open loop: gaps are exponential, users follow a Zipf distribution, lead times are log-normal. The stream is lazy, so it
-may be endless.
+Open loop: gaps are exponential, users follow a Zipf distribution, lead times are log-normal. A share of the impressions
+(`traffic.new_share`) is by users who come once. The stream is lazy, so it may be endless.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Impression:
 def impressions(settings: TrafficSettings, population: Population) -> Iterator[Impression]:
     """The impressions in the order of their retrieval events, until `duration_s` is over."""
     random = np.random.default_rng((settings.seed, 2))
+    # With random numbers of its own, so that times and leads are the same at every share.
+    random_new, new = np.random.default_rng((settings.seed, 4)), population.size
     weights = (1.0 + np.arange(population.size)) ** -settings.zipf_exponent
     cumulative = np.cumsum(weights) / weights.sum()
     lengths: dict[int, int] = {}
@@ -41,18 +43,22 @@ def impressions(settings: TrafficSettings, population: Population) -> Iterator[I
         if settings.duration_s and at_us > settings.duration_s * 1e6:
             return
         user = min(int(cumulative.searchsorted(random.random())), population.size - 1)
+        if settings.new_share and random_new.random() < settings.new_share:
+            user, new = new, new + 1
         lead_us = settings.lead_median_ms * 1000 * float(np.exp(random.normal(0.0, settings.lead_sigma)))
-        length = _next_length(lengths.get(user), settings, population, user)
-        lengths[user] = length
+        length = next_length(lengths.get(user), settings, population, user)
+        if user < population.size:
+            lengths[user] = length
         yield Impression(number, user, int(at_us), int(at_us + lead_us), length)
         number += 1
 
 
-def _next_length(before: int | None, settings: TrafficSettings, population: Population, user: int) -> int:
+def next_length(before: int | None, settings: TrafficSettings, population: Population, user: int) -> int:
+    """The length of the user's history at an impression. `before`: that of the one before; None: it is the first."""
     if before is None:
         return population.first_length(user)
     first = population.first_length(user)
-    most = max(first, len(population.sequence(user)) - settings.suffix)
+    most = max(first, population.sequence_length(user) - settings.suffix)
     if settings.start_again and before >= most:
         return first
     return min(before + settings.growth, most)

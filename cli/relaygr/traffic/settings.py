@@ -30,6 +30,10 @@ class TrafficSettings(Section):
     zipf_exponent: Annotated[float, Field(ge=0, le=4, description="skew of the impressions over users; 0: uniform")] = (
         0.8
     )
+    new_share: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of the impressions by users who come once, beside `users` who return"),
+    ] = 0.0
     interactions: Path | None = Field(
         None, description="an interaction log, for real histories instead of synthetic ones"
     )

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from relaygr.runtime.quantiles import quantile_of_counts
 from relaygr.traffic.records import ImpressionRecord, ending, in_time
 
 _BUCKETS_A_DOUBLING = 64
@@ -59,9 +60,5 @@ class TrafficSummary:
             return TrafficFigures(self._requests, self._late, p50_ms, p99_ms, endings)
 
     def _percentile_ms(self, share: float) -> float | None:
-        place = math.ceil(share * self._latencies.total())
-        for bucket in sorted(self._latencies):
-            place -= self._latencies[bucket]
-            if place <= 0:
-                return float(2 ** (bucket / _BUCKETS_A_DOUBLING)) / 1000
-        return None
+        bucket = quantile_of_counts(self._latencies, share)
+        return None if bucket is None else float(2 ** (bucket / _BUCKETS_A_DOUBLING)) / 1000

@@ -1,7 +1,7 @@
 """Folds messages, statuses, metrics and lag into the bounded state that the page shows. Pure: no I/O, no clock.
 
 Every call takes the time of the reader's monotonic clock or of its wall clock, in µs. Counts are by the second in which
-the reader received a message. They follow the offsets, so a message that the reader skipped still counts.
+the reader received a message. A message that the reader skipped still counts, by the offsets around the skip.
 
     requests    a retrieval event, its job, its ranking request and its result, joined by the request id
     late        the result left the worker after the deadline, or the request expired, failed or got no result
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from relaygr.lag import GroupReport, LagReport
+from relaygr.runtime.quantiles import quantile_of_counts
 from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import Outcome, Path, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
@@ -156,7 +157,7 @@ class LagView:
     """The lag of one group."""
 
     group: str
-    messages: int
+    messages: int | None
     seconds: float | None
     status: str
     members: int | None
@@ -256,6 +257,8 @@ class _Ended:
 @dataclass(slots=True)
 class _Known:
     status: WorkerStatus
+    written_at_us: int
+    """When the status was written; when it was read, if the worker's clock is ahead."""
     reading: Reading | None = None
 
 
@@ -272,6 +275,8 @@ class LiveModel:
         self._seconds: deque[_Second] = deque([_Second()], maxlen=SERIES_S + 1)
         self._second = now_us // _US
         self._offsets: dict[tuple[Topic, int], int] = {}
+        self._skipped_from: dict[tuple[Topic, int], int] = {}
+        """The last offsets before the reader went to the ends of the topics."""
         self._open: OrderedDict[str, _Request] = OrderedDict()
         self._held: OrderedDict[str, int] = OrderedDict()
         """Results without their ranking request, by the time of their receipt."""
@@ -297,14 +302,15 @@ class LiveModel:
     # -- messages ----------------------------------------------------------------------------------
 
     def count(self, stage: Topic, partition: int, offset: int, now_us: int, topic: Topic | None = None) -> None:
-        """Counts a received message of a stage, and those between it and the one before it.
+        """Counts a received message of a stage, and after a skip those between it and the one before it.
 
         `topic`: where it was read, if that is not the stage's own topic.
         """
         place = (topic or stage, partition)
-        before = self._offsets.get(place)
+        before = self._skipped_from.pop(place, offset - 1)
         self._offsets[place] = offset
-        advance = 1 if before is None or offset <= before else offset - before
+        # An offset need not hold a message, so only those of a skip count as messages.
+        advance = max(1, offset - before)
         self._now(now_us).counts[stage] += advance
         self._skipped += advance - 1
 
@@ -356,7 +362,8 @@ class LiveModel:
             self._open.popitem(last=False)
 
     def forget_open(self) -> None:
-        """Drops the requests without a result: the reader has skipped messages, so their results may never come."""
+        """Notes that the reader skips messages, so requests without a result are dropped: it may never come."""
+        self._skipped_from = dict(self._offsets)
         self._open.clear()
         self._held.clear()
 
@@ -369,13 +376,14 @@ class LiveModel:
         if status is None:
             self._workers.pop(worker_id, None)
             return
+        written_at_us = min(status.written_at_us, wall_us)
         known = self._workers.get(worker_id)
         if known is None:
             if len(self._workers) >= 4 * MAX_SHOWN_WORKERS:
-                self._workers.pop(min(self._workers, key=lambda name: self._workers[name].status.written_at_us))
-            self._workers[worker_id] = _Known(status)
+                self._workers.pop(min(self._workers, key=lambda name: self._workers[name].written_at_us))
+            self._workers[worker_id] = _Known(status, written_at_us)
         else:
-            known.status = status
+            known.status, known.written_at_us = status, written_at_us
 
     def metrics_urls(self, wall_us: int) -> dict[str, str]:
         """The metrics pages that live workers name, and that can be reached from here: address -> worker id."""
@@ -383,7 +391,7 @@ class LiveModel:
             known.status.metrics_url: name
             for name, known in self._workers.items()
             if known.status.metrics_url is not None
-            and wall_us - known.status.written_at_us < SILENT_S * _US
+            and wall_us - known.written_at_us < SILENT_S * _US
             and can_reach(known.status.metrics_url, known.status.host)
         }
 
@@ -450,29 +458,33 @@ class LiveModel:
             lost=sum(self._lost.values()) if self._lost else None,
             skipped=self._skipped,
             unreadable=self._unreadable,
-            problems=self._problems(),
+            problems=self._problems(now_us, wall_us),
         )
 
-    def _problems(self) -> list[str]:
+    def _problems(self, now_us: int, wall_us: int) -> list[str]:
         found = [text for text in (self._reader_problem, self._lag_problem) if text]
+        # By then the statuses have been read that are already in the topic.
+        was_read = now_us - self._started_us > STALE_MS * 1000 and not self._reader_problem
+        if was_read and not any(_is_fresh(known, wall_us) for known in self._workers.values()):
+            found.append("No worker is ready, so no request is ranked: start one, or see `/readyz` of those that run")
         if self._silent_pages:
             names = ", ".join(list(self._silent_pages)[:4])
             found.append(f"{len(self._silent_pages)} metrics pages do not answer: {names}")
         return found
 
     def _shown_workers(self, wall_us: int) -> list[str]:
-        alive = [name for name, known in self._workers.items() if wall_us - known.status.written_at_us < SILENT_S * _US]
+        alive = [name for name, known in self._workers.items() if wall_us - known.written_at_us < SILENT_S * _US]
         return sorted(alive)[:MAX_SHOWN_WORKERS]
 
     def _worker(self, name: str, wall_us: int) -> WorkerView:
         known = self._workers[name]
         status, reading = known.status, known.reading
         state = status.state.value if isinstance(status.state, (WorkerState, Other)) else str(status.state)
-        age_us = max(0, wall_us - status.written_at_us)
+        age_us = max(0, wall_us - known.written_at_us)
         return WorkerView(
             worker_id=name,
             state=state,
-            fresh=status.state is WorkerState.READY and age_us <= STALE_MS * 1000,
+            fresh=_is_fresh(known, wall_us),
             age_s=age_us / _US,
             host=status.host,
             owns=ranges(status.partitions),
@@ -607,6 +619,11 @@ class _CounterWindow:
         return sum((step for _, step in self._steps), Counter())
 
 
+def _is_fresh(known: _Known, wall_us: int) -> bool:
+    """Whether a worker is ready, by a status that is not old."""
+    return known.status.state is WorkerState.READY and wall_us - known.written_at_us <= STALE_MS * 1000
+
+
 def ranges(partitions: Iterable[int]) -> str:
     """Ascending partitions as text, such as 0-5, 8, 10-11."""
     runs: list[list[int]] = []
@@ -626,12 +643,8 @@ def _merged(seconds: Iterable[_Second]) -> Counter[int]:
 
 
 def _percentile(bins: Mapping[int, int], share: float) -> float | None:
-    wanted = math.ceil(share * sum(bins.values()))
-    for place in sorted(bins):
-        wanted -= bins[place]
-        if wanted <= 0:
-            return round(_EDGES[min(place, len(_EDGES) - 1)], 2)
-    return None
+    place = quantile_of_counts(bins, share)
+    return None if place is None else round(_EDGES[min(place, len(_EDGES) - 1)], 2)
 
 
 def _flow(topic: Topic, seconds: Sequence[_Second]) -> StageFlow:

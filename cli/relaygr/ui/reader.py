@@ -16,7 +16,6 @@ import structlog
 from confluent_kafka import (
     OFFSET_BEGINNING,
     OFFSET_END,
-    TIMESTAMP_NOT_AVAILABLE,
     Consumer,
     KafkaError,
     KafkaException,
@@ -26,6 +25,7 @@ from confluent_kafka import (
 
 from relaygr.kafka.clients import make_assigned_consumer, require_broker
 from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.record_time import is_record_time
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
@@ -76,7 +76,8 @@ class TopicReader:
         self._wall_us = wall_us
         self._by_name = {kafka.topic(topic): topic for topic in (*STAGES, Topic.WORKERS) if topic in kafka.catalogue}
         self._has_one_topic = kafka.jobs_topic is Topic.RANKING
-        self._refused: dict[str, str] = {}
+        self._refused: set[str] = set()
+        """Topics whose fetches Kafka refuses, until one has a message again."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ui-reader", daemon=True)
 
@@ -99,12 +100,12 @@ class TopicReader:
         while not self._stopping.is_set():
             try:
                 assignment = self._partitions()
+                consumer = make_assigned_consumer(self._kafka, CLIENT_ID, options=_FETCH)
             except RelayError as error:
                 self._tell(str(error))
                 self._stopping.wait(_RETRY_S)
                 continue
             self._tell(None)
-            consumer = make_assigned_consumer(self._kafka, CLIENT_ID, options=_FETCH)
             try:
                 consumer.assign(assignment)
                 self._read(consumer)
@@ -161,13 +162,15 @@ class TopicReader:
             if error is not None:
                 self._note_error(message, error)
                 continue
-            topic = self._by_name.get(message.topic() or "")
+            name = message.topic() or ""
+            topic = self._by_name.get(name)
+            if name in self._refused:
+                self._refused.discard(name)
+                self._tell_of_rights()
             if topic is Topic.WORKERS:
                 self._note_status(message)
             elif topic is not None:
-                kind, at_ms = message.timestamp()
-                if kind != TIMESTAMP_NOT_AVAILABLE:
-                    last_ms = at_ms
+                last_ms = self._time_ms(message) or last_ms
                 self._note_message(topic, message)
         return last_ms
 
@@ -180,7 +183,7 @@ class TopicReader:
             stage = Topic.PREINFER
         model.count(stage, partition, offset, now_us, topic)
         if stage is Topic.RANKING:
-            ranking = read_ranking(_bytes(message.key()), headers_of(message), max(0, message.timestamp()[1]) * 1000)
+            ranking = read_ranking(_bytes(message.key()), headers_of(message), self._time_ms(message) * 1000)
             if ranking is not None:
                 return model.note_ranking(ranking, now_us)
         elif stage is Topic.RESULTS:
@@ -196,6 +199,11 @@ class TopicReader:
             if job is not None:
                 return model.note_job(job, now_us)
         model.unreadable()
+
+    def _time_ms(self, message: Message) -> int:
+        """The message's time stamp, ms since the epoch; 0 if it cannot be true."""
+        _, at_ms = message.timestamp()
+        return at_ms if is_record_time(at_ms, self._wall_us() // 1000) else 0
 
     def _note_status(self, message: Message) -> None:
         group = workers_group_of(headers_of(message))
@@ -216,8 +224,11 @@ class TopicReader:
     def _note_error(self, message: Message, error: KafkaError) -> None:
         name = message.topic()
         if error.code() in _REFUSED and name:
-            self._refused[name] = name
-            self._model.note_reader(_may_not_read(sorted(self._refused)))
+            self._refused.add(name)
+            self._tell_of_rights()
+
+    def _tell_of_rights(self) -> None:
+        self._model.note_reader(_may_not_read(sorted(self._refused)) if self._refused else None)
 
     def _go_to_the_ends(self, consumer: Consumer) -> None:
         """Skips what is unread, but for the statuses."""

@@ -51,7 +51,7 @@ class RankingSeen:
     request_id: str
     user: bytes
     sent_at_us: int
-    """The record's time stamp."""
+    """The record's time stamp; 0: unknown."""
     deadline_us: int
 
 

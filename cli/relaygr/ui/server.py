@@ -30,8 +30,7 @@ from relaygr.ui.page import REFRESH_S, Page
 from relaygr.ui.scrape import is_loopback
 
 MAX_WATCHERS: Final = 16
-LIMITS: Final = ConnectionLimits(max_connections=256, connection_s=600.0, keep_alive=True)
-"""A browser opens its events again after `connection_s`."""
+LIMITS: Final = ConnectionLimits(max_connections=256, wait_s=60.0)
 ASSETS: Final = {
     "app.css": "text/css; charset=utf-8",
     "app.js": "text/javascript; charset=utf-8",

@@ -23,7 +23,7 @@ How the schema changes:
 
 `decode` bounds each length before it allocates, and bounds the number of maps and lists and of their entries, so
 that a message cannot expand into much more memory than it takes on the wire. `decode` refuses a map with a repeated
-field. It raises `DecodeError` for invalid bytes, and no other exception.
+field, and extension types. It raises `DecodeError` for invalid bytes, and no other exception.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ SHORT_ENTRIES = 32
 """Maps and lists of at most this length are decoded at once: 1,024 of them, msgpack's deepest nesting, take 0.3 MB."""
 MAX_ENTRIES = 2 * MAX_LIST_ENTRIES
 """The largest number of entries in all maps and lists of a message with a longer one. The longest status has 4,400."""
-SMALL_MESSAGE_BYTES = 16 * 1024
-"""The longest message whose containers are not counted: empty maps alone would take about a megabyte in memory."""
 MAX_CONTAINERS = 64
 """The largest number of maps and lists in one message. Our messages have at most 8. An empty map takes one byte on
 the wire and 64 bytes in memory."""
@@ -209,7 +207,7 @@ def decode(message: type[M], data: bytes | None) -> M:
             f"{message.__name__}: schema version byte is {data[0]}, this reader supports {SCHEMA_VERSION}",
         )
     try:
-        body = _unpack_body(memoryview(data)[1:])
+        body = _unpack_body(data)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
         text = str(error)[:200] or type(error).__name__
         raise DecodeError(DecodeReason.MALFORMED, f"{message.__name__}: not MessagePack: {text}") from error
@@ -219,25 +217,28 @@ def decode(message: type[M], data: bytes | None) -> M:
         raise DecodeError(DecodeReason.INVALID_FIELD, f"{message.__name__}{error}") from error
 
 
-def _unpack_body(packed: memoryview) -> Any:
-    """The decoded bytes. Raises ValueError and msgpack's exceptions.
+def _unpack_body(data: bytes) -> Any:
+    """The value after the version byte. Raises ValueError and msgpack's exceptions.
 
     msgpack allocates a map or list at its header, for as many entries as the header claims, and accepts 1,024 of them
     inside each other. So only short ones are accepted at first, which is enough for all messages but a long status.
     """
+    packed = memoryview(data)[1:]
     try:
-        return _unpack_bounded(packed, SHORT_ENTRIES, SHORT_ENTRIES)
+        return unpack_bounded(packed, SHORT_ENTRIES, SHORT_ENTRIES)
     except ValueError:
         # Either the bytes are invalid, or a map or list is longer: the next lines find out.
         pass
-    check_entries(packed, MAX_ENTRIES)
-    return _unpack_bounded(packed, MAX_MAP_ENTRIES, MAX_LIST_ENTRIES)
+    _check_entries(data)
+    return unpack_bounded(packed, MAX_MAP_ENTRIES, MAX_LIST_ENTRIES)
 
 
-def _unpack_bounded(packed: memoryview, max_map_entries: int, max_list_entries: int) -> Any:
-    containers = _Containers()
-    # The maps of a short message take little memory, so they are not counted.
-    is_short = len(packed) < SMALL_MESSAGE_BYTES
+def unpack_bounded(packed: bytes | memoryview, max_map_entries: int, max_list_entries: int) -> Any:
+    """A MessagePack value of at most `MAX_CONTAINERS` maps and lists, no extension, and no name twice in a map.
+
+    Raises ValueError and msgpack's exceptions. The caller bounds what lists inside each other may claim together.
+    """
+    map_hook, list_hook = _counting_hooks()
     return msgpack.unpackb(
         packed,
         raw=False,
@@ -246,9 +247,11 @@ def _unpack_bounded(packed: memoryview, max_map_entries: int, max_list_entries: 
         max_bin_len=MAX_MESSAGE_BYTES,
         max_array_len=max_list_entries,
         max_map_len=max_map_entries,
+        # An extension of no bytes passes this limit, so the hook refuses it.
         max_ext_len=0,
-        object_pairs_hook=_unique if is_short else containers.map,
-        list_hook=containers.list,
+        ext_hook=_refuse_extension,
+        object_pairs_hook=map_hook,
+        list_hook=list_hook,
     )
 
 
@@ -268,61 +271,70 @@ _LISTS = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
 _MAPS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
 
 
-def check_entries(packed: memoryview, most: int) -> None:
-    """Reads the headers only. Raises ValueError if all maps and lists together claim more than `most` entries.
+def _check_entries(data: bytes) -> None:
+    """Reads every header of the value after the version byte, and builds nothing.
 
-    It ends at the first header that msgpack refuses.
+    Raises ValueError if all maps and lists together claim more than `MAX_ENTRIES` entries, if they are more than
+    `MAX_CONTAINERS`, if the value is cut off, and for an extension.
     """
-    at = claimed = 0
-    unread = 1
-    while unread and at < len(packed):
-        code = packed[at]
-        at += 1
-        unread -= 1
-        if code in _FIXED_BYTES:
-            at += _FIXED_BYTES[code]
-            continue
-        if code not in _LENGTH_BYTES:
-            return
-        width = _LENGTH_BYTES[code]
-        length = int.from_bytes(packed[at : at + width], "big") if width else code & 0x0F
-        at += width
-        if code not in _LISTS and code not in _MAPS:
-            at += length
-            continue
-        claimed += length
-        if claimed > most:
-            raise ValueError(f"maps and lists of more than {most} entries")
-        unread += 2 * length if code in _MAPS else length
+    at = unread = 1
+    claimed = containers = 0
+    fixed_bytes = _FIXED_BYTES.get
+    try:
+        while unread:
+            code = data[at]
+            at += 1
+            unread -= 1
+            follow = fixed_bytes(code)
+            if follow is not None:
+                at += follow
+                continue
+            if code not in _LENGTH_BYTES:
+                raise ValueError("an extension or a reserved code")
+            width = _LENGTH_BYTES[code]
+            length = int.from_bytes(data[at : at + width], "big") if width else code & 0x0F
+            at += width
+            if code not in _LISTS and code not in _MAPS:
+                at += length
+                continue
+            claimed += length
+            if claimed > MAX_ENTRIES:
+                raise ValueError(f"maps and lists of more than {MAX_ENTRIES} entries")
+            containers += 1
+            if containers > MAX_CONTAINERS:
+                raise ValueError(_TOO_MANY)
+            unread += 2 * length if code in _MAPS else length
+    except IndexError:
+        raise ValueError("cut off") from None
 
 
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    body = dict(pairs)
-    if len(body) != len(pairs):
-        raise ValueError("a map contains a field twice")
-    return body
+_TOO_MANY = f"more than {MAX_CONTAINERS} maps and lists"
 
 
-class _Containers:
-    """Counts the maps and lists of one message. msgpack calls it when each is complete."""
+def _counting_hooks() -> tuple[Callable[[list[tuple[Any, Any]]], dict[Any, Any]], Callable[[list[Any]], list[Any]]]:
+    """What msgpack calls for each complete map and list of one message."""
+    left = MAX_CONTAINERS
 
-    __slots__ = ("_count",)
+    def of_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        nonlocal left
+        left -= 1
+        body = dict(pairs)
+        if left < 0 or len(body) != len(pairs):
+            raise ValueError("a map contains a field twice" if left >= 0 else _TOO_MANY)
+        return body
 
-    def __init__(self) -> None:
-        self._count = 0
-
-    def map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        self._one_more()
-        return _unique(pairs)
-
-    def list(self, entries: list[Any]) -> list[Any]:
-        self._one_more()
+    def of_list(entries: list[Any]) -> list[Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(_TOO_MANY)
         return entries
 
-    def _one_more(self) -> None:
-        self._count += 1
-        if self._count > MAX_CONTAINERS:
-            raise ValueError(f"more than {MAX_CONTAINERS} maps and lists")
+    return of_map, of_list
+
+
+def _refuse_extension(code: int, _: bytes) -> Any:
+    raise ValueError(f"an extension, of type {code}")
 
 
 def _pack(message: Any) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def refuse_unknown(content: Mapping[str, Any], known: Iterable[str]) -> None:
     known = list(known)
     for name in content:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name[:80], known, n=1)
             raise FieldError(f".{name[:80]}: there is no such field" + (f"; did you mean {near[0]}?" if near else ""))
 
 
@@ -84,6 +84,9 @@ def _array(kind: Packed, value: Any) -> Any:
         return kind.unpack(value)
     if not isinstance(value, list):
         raise FieldError(f"expected a list of numbers, got {_name_of(value)}")
+    # Before each entry is looked at.
+    if len(value) > kind.max_length:
+        raise FieldError(f"{len(value)} entries, expected {kind.min_length} to {kind.max_length}")
     dtype = np.dtype(kind.dtype)
     whole = dtype.kind in "iu"
     for index, entry in enumerate(value):

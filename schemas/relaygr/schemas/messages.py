@@ -18,6 +18,7 @@ from relaygr.schemas import limits
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain
 from relaygr.schemas.fields import FEW, Choice, Digest, FieldError, Flag, ListOf, Other, Packed, Real, Text, UInt
 from relaygr.schemas.record import record
+from relaygr.schemas.times import EARLIEST_MS, wrong_unit
 
 # Settings take these from `limits`, which does not import numpy.
 MAX_BEHAVIOURS = limits.MAX_BEHAVIOURS
@@ -88,6 +89,8 @@ class FailureReason(enum.StrEnum):
     DEVICE_ERROR = "device_error"
     INVALID_RESULT = "invalid_result"
     """Set by the gateway's client: the result does not fit the request."""
+    REFUSED_BY_KAFKA = "refused_by_kafka"
+    """Set by the gateway's client: Kafka refused the request, and would refuse it again."""
 
 
 class Path(enum.StrEnum):
@@ -215,15 +218,20 @@ class Continuation:
         Int64Array, Packed("<i8", MAX_CONTINUED, "last behaviours"), "timestamp of that record in its log"
     ]
     positions: Annotated[
-        Int64Array, Packed("<i8", MAX_CONTINUED, "last behaviours"), "position that the record gave; -1: none"
+        Int64Array, Packed("<i8", MAX_CONTINUED, "last behaviours"), "position in the history; -1: the record gave none"
     ]
     sent_times_ms: Annotated[
         Int64Array,
         Packed("<i8", MAX_CONTINUED, "last behaviours"),
-        "time of the behaviour as it was sent, which may decrease",
+        "time of the behaviour as it was sent, which may decrease; -2^63: it was far ahead of its record's timestamp",
     ]
     topic_id: Annotated[
         str | None, Text(64), "id that the cluster gave the history topic; in another topic the offsets mean nothing"
+    ] = None
+    next_position: Annotated[
+        int | None,
+        UInt("behaviours", MAX_POSITION),
+        "position of the next behaviour in the publisher's count; absent: `first_position` + number of behaviours",
     ] = None
 
     def check(self) -> None:
@@ -261,6 +269,12 @@ class History:
         "the records of the behaviours topic that this snapshot includes; absent: those with an older timestamp",
     ] = None
     continues: Annotated[Continuation | None, "set by a worker that saves a history; pipelines leave it out"] = None
+    cut_ms: Annotated[
+        int | None,
+        UInt("ms since the epoch"),
+        "the latest time of a behaviour that this snapshot can include: later ones stay in the history; without effect "
+        "beside `covers`; absent: no limit",
+    ] = None
 
     def check(self) -> None:
         if self.continues is not None and self.continues.offsets.size > len(self.behaviours):
@@ -282,9 +296,23 @@ class History:
             and (self.user_id, self.number) == (other.user_id, other.number)
             and np.array_equal(self.features, other.features)
             and self.behaviours == other.behaviours
-            and (self.first_position, self.covers, self.continues)
-            == (other.first_position, other.covers, other.continues)
+            and (self.first_position, self.covers, self.continues, self.cut_ms)
+            == (other.first_position, other.covers, other.continues, other.cut_ms)
         )
+
+
+AskedVersion = Annotated[HistoryVersion | None, "the history to use; absent: the newest that the worker has"]
+InlineHistory = Annotated[History | None, "the history itself, if the history topic does not carry it"]
+ExactLength = Annotated[
+    int | None,
+    UInt("behaviours", MAX_BEHAVIOURS),
+    "instead of `history_version`, for publishers without digests: N, for exactly the first N behaviours",
+]
+LeastLength = Annotated[
+    int | None,
+    UInt("behaviours", MAX_BEHAVIOURS),
+    "instead of `history_version`: N, for the newest history with at least N behaviours",
+]
 
 
 @record(frozen=True, slots=True)
@@ -296,8 +324,8 @@ class BehaviourEvent:
     position: Annotated[
         int | None,
         UInt("behaviours", MAX_POSITION),
-        "number of behaviours of this user before the first of these, since the user's first; absent: the order of "
-        "the log",
+        "number of behaviours of this user before the first of these, since the user's first, or since the beginning "
+        "of a log that goes on from another; absent: the order of the topic",
     ] = None
 
     def check(self) -> None:
@@ -322,20 +350,10 @@ class RetrievalEvent:
     expected_suffix: Annotated[
         int, UInt("behaviours", MAX_SUFFIX_BEHAVIOURS), "estimated number of short-term behaviours"
     ]
-    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest that the worker has"] = (
-        None
-    )
-    history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
-    history_exactly: Annotated[
-        int | None,
-        UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of `history_version`, for publishers without digests: N, for exactly the first N behaviours",
-    ] = None
-    history_at_least: Annotated[
-        int | None,
-        UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of `history_version`: N, for the newest history with at least N behaviours",
-    ] = None
+    history_version: AskedVersion = None
+    history: InlineHistory = None
+    history_exactly: ExactLength = None
+    history_at_least: LeastLength = None
     scenario: Scenario = None
 
     @property
@@ -344,6 +362,7 @@ class RetrievalEvent:
         return _history_length(self)
 
     def check(self) -> None:
+        _check_times(self, "retrieval_at_us", "expected_ranking_at_us")
         _check_history(self)
 
 
@@ -410,20 +429,10 @@ class RankingRequest:
     query_time_ms: Annotated[int, UInt("ms since the epoch"), "query time of the time encodings, fixed at retrieval"]
     candidates: Annotated[Int64Array, Packed("<i8", MAX_CANDIDATES, "candidates", min_length=1), "item ids to score"]
     suffix: Annotated[Behaviours, "short-term behaviours that follow the prefix"]
-    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest that the worker has"] = (
-        None
-    )
-    history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
-    history_exactly: Annotated[
-        int | None,
-        UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of `history_version`, for publishers without digests: N, for exactly the first N behaviours",
-    ] = None
-    history_at_least: Annotated[
-        int | None,
-        UInt("behaviours", MAX_BEHAVIOURS),
-        "instead of `history_version`: N, for the newest history with at least N behaviours",
-    ] = None
+    history_version: AskedVersion = None
+    history: InlineHistory = None
+    history_exactly: ExactLength = None
+    history_at_least: LeastLength = None
     scenario: Scenario = None
     diverted: Annotated[Diverted | None, "set by the worker that passes the request on; absent: not diverted"] = None
 
@@ -435,6 +444,7 @@ class RankingRequest:
             _make_arrays(self, "candidates")
         if len(self.suffix) > MAX_SUFFIX_BEHAVIOURS:
             raise FieldError(f".suffix: {len(self.suffix)} behaviours, expected at most {MAX_SUFFIX_BEHAVIOURS}")
+        _check_times(self, "sent_at_us", "deadline_us", "query_time_ms")
         _check_history(self)
 
 
@@ -488,7 +498,12 @@ class RankingResult:
     history_loading: Annotated[
         bool, Flag(), "the worker had not read all of this partition's histories yet, or not that of the named version"
     ] = False
-    unknown_items: Annotated[int, UInt("items"), "number of item ids that are not in the model's vocabulary"] = 0
+    unknown_items: Annotated[
+        int,
+        UInt("items"),
+        "item ids that are not in the model's vocabulary: of suffix and candidates, and of a prefix that was computed "
+        "for this request",
+    ] = 0
     model_revision: Annotated[str | None, Text(64), "hash of weights and config; set if `ranked`"] = None
     backlog_us: Annotated[
         int | None,
@@ -498,6 +513,21 @@ class RankingResult:
     ] = None
     diverted_by: Annotated[
         str | None, Text(128), "the worker that had no time for the request and passed it on; absent: not diverted"
+    ] = None
+    unknown_actions: Annotated[
+        int | None,
+        UInt("behaviours"),
+        "behaviours of prefix and suffix with an action code that the model does not know; absent: none",
+    ] = None
+    unknown_features: Annotated[
+        int | None,
+        UInt("values"),
+        "feature values of the history that are missing, not known to the model, or more than it has; absent: none",
+    ] = None
+    history_missing: Annotated[
+        bool | None,
+        Flag(),
+        "the worker has no history of this user, or not yet (`history_loading`); absent: it has one",
     ] = None
 
     def __eq__(self, other: object) -> bool:
@@ -687,6 +717,16 @@ def _check_history(message: RetrievalEvent | PreInferJob | RankingRequest) -> No
         raise FieldError(".history.user_id: not the message's user")
     if version is not None and version.length != len(history.behaviours):
         raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version has {version.length}")
+
+
+def _check_times(message: RetrievalEvent | RankingRequest, *names: str) -> None:
+    """Raises FieldError for a time in another unit: it would be long past, or far ahead."""
+    for name in names:
+        time = getattr(message, name)
+        unit = "microseconds" if name.endswith("_us") else "milliseconds"
+        # A clock that does not begin in 1970, as that of a simulation, has small times.
+        if time >= EARLIEST_MS and (wrong := wrong_unit(time, unit)):
+            raise FieldError(f".{name}: {wrong}")
 
 
 def _decrease(times: Int64Array) -> bool:

@@ -98,6 +98,9 @@ def _lines() -> Iterator[str]:
     )
     yield from _table(columns, (_topic_row(spec) for spec in CATALOGUE.values()))
     yield ""
+    yield "Workers read `history` and `behaviours` read committed: producers may write them in transactions. The other"
+    yield "topics are read uncommitted, because a job or a request is useless when a transaction ends."
+    yield ""
     yield "## Headers"
     for title, rows in HEADER_SETS.items():
         yield ""

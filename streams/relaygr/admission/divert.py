@@ -84,7 +84,7 @@ class Need:
     user_id: str
     left_us: float
     """Time until the answer must leave a worker."""
-    way_us: float
+    transit_us: float
     """Time from here to a peer's device, through the broker."""
     behaviours: int
     most_behaviours: int
@@ -199,14 +199,14 @@ class _Sent:
 
     entries: deque[tuple[int, float]] = field(default_factory=deque)
 
-    def left_us(self, peer: Peer, way_us: float, now_us: int) -> float:
+    def left_us(self, peer: Peer, transit_us: float, now_us: int) -> float:
         """The part that the peer's last status does not count, and that the peer cannot have done yet."""
         # An entry in the future is from before the clock was set back: it would count until the clock is there again.
-        while self.entries and not peer.written_at_us - way_us < self.entries[0][0] <= now_us:
+        while self.entries and not peer.written_at_us - transit_us < self.entries[0][0] <= now_us:
             self.entries.popleft()
         if not self.entries:
             return 0.0
-        worked_us = max(0.0, now_us - self.entries[0][0] - way_us)
+        worked_us = max(0.0, now_us - self.entries[0][0] - transit_us)
         return max(0.0, sum(device_us for _, device_us in self.entries) - worked_us)
 
 
@@ -317,7 +317,7 @@ class DivertPolicy:
 
     def _options(self, peers: list[Peer], need: Need, behaviours: int, now_us: int) -> list[_Option]:
         """The least loaded peers and those that have the user's prefix, with the predicted end of the request."""
-        waits = [(need.way_us + peer.backlog_us + self._sent_us(peer, need, now_us), peer) for peer in peers]
+        waits = [(need.transit_us + peer.backlog_us + self._sent_us(peer, need, now_us), peer) for peer in peers]
         placed = self.placements.workers(need.user_id)
         examined = heapq.nsmallest(EXAMINED_PEERS, waits, key=lambda each: each[0])
         examined += [each for each in waits if each[1].view.worker_id in placed and each not in examined]
@@ -331,7 +331,7 @@ class DivertPolicy:
 
     def _sent_us(self, peer: Peer, need: Need, now_us: int) -> float:
         sent = self._sent.get(peer.view.worker_id)
-        return sent.left_us(peer, need.way_us, now_us) if sent is not None else 0.0
+        return sent.left_us(peer, need.transit_us, now_us) if sent is not None else 0.0
 
     def _send(self, chosen: _Option, need: Need, behaviours: int, now_us: int) -> Target:
         self._share.take()

@@ -36,6 +36,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from relaygr.runtime.quantiles import quantile, quantile_of_sorted
 from relaygr.schemas.messages import LENGTH_BUCKETS, LatencyCoefficients
 from relaygr.schemas.record import record
 
@@ -505,9 +506,10 @@ class Corrector:
         recent = self._corrections[stage].recent.copy()
         if not recent:
             return None
-        slowdowns, ratios = np.array(recent).T
-        p10, p50, p90 = (float(value) for value in np.percentile(ratios, (10, 50, 90)))
-        return PredictionQuality(float(np.median(slowdowns)), p10, p50, p90, count=len(recent))
+        slowdowns, ratios = zip(*recent, strict=True)
+        ordered = sorted(ratios)
+        p10, p50, p90 = (quantile_of_sorted(ordered, share) for share in (0.1, 0.5, 0.9))
+        return PredictionQuality(quantile(slowdowns, 0.5), p10, p50, p90, count=len(recent))
 
     def observe(self, stage: Stage, calibrated_us: float, measured_us: float, prefix_tokens: int | None = None) -> None:
         """Takes the measured time of finished work, and the time that `calibrated` (not `model`) predicts for it.

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
+from relaygr.runtime.quantiles import quantile_of_sorted
 from relaygr.schemas.messages import LeadTimeReport
 from relaygr.schemas.record import record
 
@@ -109,11 +110,11 @@ class _Window:
         """None while few were measured lately."""
         while self._latest and now_us - self._latest[0][0] > HORIZON_US:
             self._drop_oldest()
-        count = len(self._latest)
-        if count < LEAST_SAMPLES:
+        if len(self._latest) < LEAST_SAMPLES:
             return None
-        low, middle = int(LOW_QUANTILE * count), count // 2
-        return LeadQuantiles(self._times_us[low], self._times_us[middle], self._shares[low], self._shares[middle])
+        low_us, median_us = (quantile_of_sorted(self._times_us, share) for share in (LOW_QUANTILE, 0.5))
+        low_share, median_share = (quantile_of_sorted(self._shares, share) for share in (LOW_QUANTILE, 0.5))
+        return LeadQuantiles(low_us, median_us, low_share, median_share)
 
     def _drop_oldest(self) -> None:
         _, measured_us, share = self._latest.popleft()

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr.admission.latency import LatencyModel, length_bucket
+from relaygr.runtime.quantiles import quantile, quantile_of_sorted
 from relaygr.schemas.messages import LENGTH_BUCKETS, MAX_MISSED_IDS, FullPathReport
 
 QUANTILE: Final = 0.99
@@ -88,16 +89,6 @@ def factors_of(ratios: Sequence[float]) -> tuple[float, ...]:
     """The ratios of a report within their bounds, one for each bucket. Absent or unknown (0) ones are 1."""
     bounded = [min(max(ratio, LEAST_RATIO), MOST_RATIO) if ratio > 0 else 1.0 for ratio in ratios[:LENGTH_BUCKETS]]
     return (*bounded, *NO_FACTORS[len(bounded) :])
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed. Needs at least one value."""
-    return _quantile(sorted(values), share)
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """`quantile` of values in ascending order."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -191,7 +182,7 @@ class FullPathObserver:
 
 
 def _time_outside_us(ordered: Sequence[float], share: float) -> float:
-    return max(0.0, _quantile(ordered, share)) if ordered else 0.0
+    return max(0.0, quantile_of_sorted(ordered, share)) if ordered else 0.0
 
 
 def _ratio(run: _Run, latency: LatencyModel) -> float:

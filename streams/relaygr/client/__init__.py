@@ -10,6 +10,7 @@ pending.py       the table of open requests and their timers; no I/O
 clock_offset.py  the offset of each worker's clock; no I/O
 ledger.py        the open requests, with futures, counters and callbacks; no Kafka
 link.py          producers, the results partition, the I/O thread
+process.py       errors of a client in a forked process, or with green threads
 metrics.py       the metrics relaygr_gateway_*
 scenarios.py     the client of each user, for a gateway with several scenarios
 tracing.py       the spans of a gateway that has a tracer
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
         DeliveryReport,
         LostRequest,
         MessageRefused,
+        MessageTooLarge,
         NotRunning,
         QueueFull,
         RankOutcome,
         RankStatus,
+        RequestIdInUse,
         TimeOutReason,
     )
     from relaygr.client.publisher import EventPublisher
@@ -52,11 +55,13 @@ __all__ = [
     "EventPublisher",
     "LostRequest",
     "MessageRefused",
+    "MessageTooLarge",
     "NotRunning",
     "QueueFull",
     "RankOutcome",
     "RankStatus",
     "RelayClient",
+    "RequestIdInUse",
     "ScenarioClients",
     "TimeOutReason",
     "__version__",

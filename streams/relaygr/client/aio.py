@@ -3,13 +3,18 @@
 It wraps a `RelayClient`, whose I/O thread passes outcomes to the loop with `call_soon_threadsafe`.
 (confluent-kafka's asyncio producer supports no headers and took a hundred times as long.) `rank` and
 `publish_*` encode and enqueue in the caller's loop; that takes microseconds and does not block. `start`,
-`close` and `drain` run in a thread. Callbacks run in the loop that called `start`.
+`close` and `drain` run in a thread.
+
+Each wait is in the loop of its caller, so several `asyncio.run` may use one client. Callbacks run in the loop that
+called the client last.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar, Unpack
 
@@ -20,6 +25,7 @@ from relaygr.client.clock_offset import ClockOffset
 from relaygr.client.ledger import OnLate, OnLost
 from relaygr.client.metrics import ClientStatistics
 from relaygr.client.outcome import DeliveryReport, RankOutcome
+from relaygr.client.process import refuse_green_threads
 from relaygr.client.publisher import OnDelivery
 from relaygr.client.requests import RankFields, RetrievalFields
 from relaygr.client.settings import ClientSettings
@@ -33,7 +39,7 @@ T = TypeVar("T")
 
 
 class AsyncRelayClient:
-    """A gateway's client for one event loop, with the contract of `RelayClient`."""
+    """A gateway's client for event loops, with the contract of `RelayClient`."""
 
     def __init__(
         self,
@@ -62,7 +68,8 @@ class AsyncRelayClient:
 
     async def start(self) -> None:
         """See `RelayClient.start`."""
-        self._loop = asyncio.get_running_loop()
+        refuse_green_threads()
+        self._enter_loop()
         await asyncio.to_thread(self._client.start)
 
     async def close(self) -> None:
@@ -84,12 +91,15 @@ class AsyncRelayClient:
 
     async def rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> RankOutcome:
         """See `RelayClient.rank`. Cancelling the wait does not withdraw the request."""
+        self._enter_loop()
         return await asyncio.wrap_future(self._client.submit_rank(user_id, candidates, **fields))
 
     def publish_retrieval(
         self, user_id: str, *, on_delivery: OnDelivery | None = None, **fields: Unpack[RetrievalFields]
     ) -> RetrievalEvent:
         """See `RelayClient.publish_retrieval`. Does not wait for the broker."""
+        with suppress(RuntimeError):  # The caller may be a thread without a loop.
+            self._enter_loop()
         return self._client.publish_retrieval(user_id, on_delivery=self._in_loop(on_delivery), **fields)
 
     async def publish_history(self, history: History) -> DeliveryReport:
@@ -118,6 +128,11 @@ class AsyncRelayClient:
         """See `RelayClient.in_flight`."""
         return self._client.in_flight
 
+    @property
+    def refusal(self) -> str | None:
+        """See `RelayClient.refusal`."""
+        return self._client.refusal
+
     def statistics(self) -> ClientStatistics:
         """See `RelayClient.statistics`."""
         return self._client.statistics()
@@ -127,16 +142,15 @@ class AsyncRelayClient:
         return self._client.clock_offsets()
 
     async def _delivered(self, publish: Callable[[OnDelivery], None]) -> DeliveryReport:
-        reported: asyncio.Future[DeliveryReport] = asyncio.get_running_loop().create_future()
+        self._enter_loop()
+        reported: Future[DeliveryReport] = Future()
+        # A message that was published cannot be withdrawn, so cancel() has no effect.
+        reported.set_running_or_notify_cancel()
+        publish(reported.set_result)
+        return await asyncio.wrap_future(reported)
 
-        def tell(report: DeliveryReport) -> None:
-            if not reported.done():
-                reported.set_result(report)
-
-        in_loop = self._in_loop(tell)
-        assert in_loop is not None
-        publish(in_loop)
-        return await reported
+    def _enter_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
 
     def _in_loop(self, callback: Callable[[T], None] | None) -> Callable[[T], None] | None:
         if callback is None:

@@ -189,6 +189,14 @@ class Ledger:
         if answer.entry is not None:
             self._end(answer, RankStatus.FAILED, None, FailureReason.UNDECODABLE, now_us)
 
+    def refused(self, entry: PendingRequest) -> None:
+        """Ends a request that Kafka refused, and would refuse again."""
+        now_us = self._clock.monotonic_us()
+        with self._lock:
+            answer = self._table.answer(entry.request_id, now_us)
+        if answer.entry is not None:
+            self._end(answer, RankStatus.FAILED, None, FailureReason.REFUSED_BY_KAFKA, now_us)
+
     def foreign(self, reason: str) -> None:
         """Counts a result on our partition that answers no request of ours; `reason` is from a bounded set."""
         with self._lock:

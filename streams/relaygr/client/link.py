@@ -4,6 +4,9 @@
 partition before it returns, and the link reads from there. So the link misses no answer to a later request,
 and reads no answers to requests of an earlier process with the same gateway id.
 
+When the files of `security` change, a thread makes new clients, and the I/O thread takes them over: the old ones keep
+the certificates and passwords that they read. The durable producers then renew theirs.
+
 In each turn the thread fires timers, waits for a result with `poll`, takes further results with `consume`
 without waiting, and serves delivery reports. A new request cannot wake the thread, so it waits `MAX_WAIT_MS` at
 most: 200 turns a second when idle.
@@ -14,6 +17,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -21,9 +26,11 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 
 from relaygr.client.ledger import Ledger
 from relaygr.client.metrics import GatewayMetrics
-from relaygr.client.outcome import ClientError, NotRunning
+from relaygr.client.outcome import ClientError, MessageRefused, NotRunning
 from relaygr.client.pending import PendingRequest
-from relaygr.client.publisher import EventPublisher, delivery_report, produce, warm_up
+from relaygr.client.publisher import EventPublisher, client_errors, delivery_report, warm_up
+from relaygr.kafka.admin_process import AdminProcess
+from relaygr.kafka.client_errors import LastRefusal, is_final
 from relaygr.kafka.clients import (
     QUICK_RECONNECT,
     ProducerKind,
@@ -33,7 +40,9 @@ from relaygr.kafka.clients import (
 )
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.refusals import Refusals
 from relaygr.kafka.rights import Role, require_rights
+from relaygr.kafka.security import SecurityFiles
 from relaygr.kafka.settings import KafkaSettings, SecurityProtocol
 from relaygr.kafka.statistics import KafkaStatistics
 from relaygr.runtime.errors import RelayError
@@ -54,18 +63,21 @@ _BATCH: Final = 64
 # The pause keeps the thread from spinning when every turn fails.
 _PAUSE_AFTER_ERROR_S: Final = 0.01
 _JOIN_TIMEOUT_S: Final = 1.0
+FILES_INTERVAL_S: Final = 5.0
+"""How often the files of `security` are compared with those that the clients have read."""
+_LAST_REPORTS_S: Final = 5.0
+"""Longer than a ranking request may wait in its producer."""
 _OTHER_GATEWAY: Final = "other_gateway"
-# Errors after which a retry cannot succeed.
-_FINAL_ERRORS: Final = frozenset(
-    (
-        KafkaError.MSG_SIZE_TOO_LARGE,
-        KafkaError.INVALID_MSG,
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.POLICY_VIOLATION,
-    )
-)
 
 _log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Clients:
+    """The clients that read the files of `security` at the same time."""
+
+    consumer: Consumer
+    producer: Producer
 
 
 class GatewayLink:
@@ -91,12 +103,19 @@ class GatewayLink:
         self._metrics = metrics
         self._ranking_topic = kafka.topic(Topic.RANKING)
         self._results_topic = kafka.topic(Topic.RESULTS)
-        self.events = EventPublisher(kafka, self._client_id, self._on_error, metrics)
+        self.refusals = Refusals(kafka, Role.GATEWAY)
+        self.events = EventPublisher(kafka, self._client_id, metrics=metrics, note_error=self.refusals.note)
         self.results_partition = -1
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
-        self._dead_letters = DeadLetterWriter(kafka, self._client_id)
+        self._dead_letters = DeadLetterWriter(kafka, self._client_id, note_error=self.refusals.note)
         self._reachable = False
+        self._refused = LastRefusal()
+        self._next_offset = 0
+        self._generation = 0
+        self._fresh: _Clients | None = None
+        self._retired: list[_Clients] = []
+        self._renewing: threading.Thread | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=self._client_id, daemon=True)
 
@@ -106,16 +125,11 @@ class GatewayLink:
         Raises RelayError if the cluster cannot be reached, a topic is missing, or the results partition does
         not exist, after it has closed the clients that it opened.
         """
+        files = SecurityFiles(self._kafka.security)
         try:
-            self._check_topics()
+            self._make_clients()
             self._position()
-            self._producer = make_producer(
-                self._kafka,
-                ProducerKind.LATENCY,
-                self._client_id,
-                self._on_error,
-                self._reporting,
-            )
+            assert self._producer is not None
             warm_up(self._producer, self._ranking_topic, self._kafka.connect_timeout_s)
             self.events.start()
         except BaseException:
@@ -123,6 +137,10 @@ class GatewayLink:
             raise
         self._set_reachable(True)
         self._thread.start()
+        if files.paths:
+            name = f"{self._client_id}-files"
+            self._renewing = threading.Thread(target=self._follow_files, args=(files,), name=name, daemon=True)
+            self._renewing.start()
 
     def disconnect(self, timeout_s: float) -> None:
         """Stops the thread, waits at most `timeout_s` for published messages to be delivered, closes the clients.
@@ -130,6 +148,8 @@ class GatewayLink:
         The I/O thread itself must not call it.
         """
         self._stop.set()
+        if self._renewing is not None:
+            self._renewing.join(timeout=_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
@@ -137,6 +157,14 @@ class GatewayLink:
                 _log.error("a callback does not return, so the gateway's clients stay open", client_id=self._client_id)
                 return
         self._close_clients(timeout_s)
+
+    @property
+    def refusal(self) -> str | None:
+        """What Kafka refuses this gateway, with the remedy: its certificate or user, or a right. None if nothing."""
+        cause = self._refused.cause
+        if cause is not None:
+            return f"{cause}: renew the files of `security`, or the user's password"
+        return self.refusals.sentence
 
     def is_io_thread(self) -> bool:
         """Whether the caller runs in the I/O thread, which means within a callback."""
@@ -156,13 +184,52 @@ class GatewayLink:
             entry.traceparent,
         )
         report = functools.partial(self._on_ranking_report, entry, deadline_us)
-        produce(producer, self._ranking_topic, key, message, headers.encode(), report)
+        with client_errors(self._ranking_topic, producer):
+            try:
+                producer.produce(
+                    self._ranking_topic, value=message, key=key, headers=headers.encode(), on_delivery=report
+                )
+            except KafkaException as error:
+                self.refusals.note(self._ranking_topic, error.args[0])
+                if is_final(error.args[0]):
+                    raise
+                # The metadata of a broker that has just started may lack the topic for a moment.
+                self._ledger.not_delivered(entry, lambda: self.send(entry, key, message, deadline_us))
+
+    def _make_clients(self) -> None:
+        """Makes all clients at once, and checks the cluster meanwhile: with SASL/OAUTHBEARER each takes a second."""
+        makers = (self._make_consumer, self._make_producer, self.events.make)
+        with ThreadPoolExecutor(len(makers), f"{self._client_id}-connect") as pool:
+            made = [pool.submit(maker) for maker in makers]
+            # Its errors name the cause best.
+            self._check_topics()
+            for each in made:
+                each.result()
+
+    def _make_consumer(self) -> None:
+        self._consumer = self._new_consumer(self._generation)
+
+    def _make_producer(self) -> None:
+        self._producer = self._new_producer(self._generation)
+
+    def _new_consumer(self, generation: int) -> Consumer:
+        options = {**QUICK_RECONNECT, **self._reporting}
+        on_error = functools.partial(self._on_error, generation)
+        return make_assigned_consumer(self._kafka, self._client_id, on_error, options)
+
+    def _new_producer(self, generation: int) -> Producer:
+        on_error = functools.partial(self._on_error, generation)
+        return make_producer(self._kafka, ProducerKind.LATENCY, self._client_id, on_error, self._reporting)
 
     def _check_topics(self) -> None:
-        known = require_broker(self._kafka).topics
-        # Without authentication a cluster rarely has ACLs, and the check starts a child process.
-        if self._kafka.security.protocol is not SecurityProtocol.PLAINTEXT:
-            require_rights(self._kafka, Role.GATEWAY)
+        with AdminProcess(self._kafka, f"{self._client_id}-rights") as admin:
+            # Without authentication a cluster rarely has ACLs, and the check starts a child process.
+            has_users = self._kafka.security.protocol is not SecurityProtocol.PLAINTEXT
+            if has_users:
+                admin.start(require_rights.__module__)
+            known = require_broker(self._kafka).topics
+            if has_users:
+                require_rights(self._kafka, Role.GATEWAY, admin)
         for topic in (Topic.RETRIEVAL, Topic.RANKING, Topic.RESULTS):
             name = self._kafka.topic(topic)
             if name not in known:
@@ -179,11 +246,9 @@ class GatewayLink:
         self.results_partition = partition
 
     def _position(self) -> None:
-        self._consumer = make_assigned_consumer(
-            self._kafka, self._client_id, self._on_error, {**QUICK_RECONNECT, **self._reporting}
-        )
-        end = self._end_of_results(self._consumer)
-        self._consumer.assign([TopicPartition(self._results_topic, self.results_partition, end)])
+        assert self._consumer is not None
+        self._next_offset = self._end_of_results(self._consumer)
+        self._consumer.assign([TopicPartition(self._results_topic, self.results_partition, self._next_offset)])
 
     def _end_of_results(self, consumer: Consumer) -> int:
         """The next offset of our partition. It retries while the partition has no leader."""
@@ -201,6 +266,7 @@ class GatewayLink:
             time.sleep(_PAUSE_AFTER_ERROR_S)
 
     def _close_clients(self, timeout_s: float) -> None:
+        self.refusals.close()
         self.events.close(timeout_s)
         self._dead_letters.flush(timeout_s)
         if self._producer is not None:
@@ -211,6 +277,66 @@ class GatewayLink:
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
+        if self._fresh is not None:
+            self._fresh.consumer.close()
+        for old in self._retired:
+            old.producer.purge()
+            old.producer.flush(0.1)
+
+    # -- new files ---------------------------------------------------------------------------------
+
+    def _follow_files(self, files: SecurityFiles) -> None:
+        """Runs on a thread of its own, because new clients take time to connect. `files`: those of the clients."""
+        while not self._stop.wait(FILES_INTERVAL_S):
+            if not files.changed():
+                continue
+            new = SecurityFiles(self._kafka.security)
+            try:
+                fresh = self._connected()
+            except (RelayError, KafkaException) as error:
+                _log.warning("no connection with the new files of `security`: tries again", cause=str(error))
+                continue
+            files = new
+            self._hand_over(fresh)
+
+    def _connected(self) -> _Clients:
+        """New clients, which Kafka accepts. Raises RelayError and KafkaException."""
+        generation = self._generation + 1
+        consumer = self._new_consumer(generation)
+        try:
+            self._end_of_results(consumer)
+            producer = self._new_producer(generation)
+            warm_up(producer, self._ranking_topic, self._kafka.connect_timeout_s)
+            return _Clients(consumer, producer)
+        except BaseException:
+            consumer.close()
+            raise
+
+    def _hand_over(self, fresh: _Clients) -> None:
+        """Lets the I/O thread take the clients, and drops those before when the last reports of theirs have come."""
+        self._fresh = fresh
+        while self._fresh is not None and not self._stop.wait(_PAUSE_AFTER_ERROR_S):
+            pass
+        for old in self._retired:
+            old.consumer.close()
+        ends_s = time.monotonic() + _LAST_REPORTS_S
+        while not self._stop.wait(_JOIN_TIMEOUT_S):
+            if time.monotonic() > ends_s or not any(len(old.producer) for old in self._retired):
+                self._retired = []
+                return
+
+    def _take_over(self, fresh: _Clients) -> None:
+        assert self._consumer is not None and self._producer is not None
+        fresh.consumer.assign([TopicPartition(self._results_topic, self.results_partition, self._next_offset)])
+        self._retired = [_Clients(self._consumer, self._producer)]
+        self._consumer, self._producer, self._fresh = fresh.consumer, fresh.producer, None
+        self._generation += 1
+        self.events.renew()
+        self._dead_letters.renew()
+        self._refused.forget()
+        _log.info("new clients read the new files of `security`", client_id=self._client_id)
+
+    # -- the I/O thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -221,6 +347,8 @@ class GatewayLink:
                 time.sleep(_PAUSE_AFTER_ERROR_S)
 
     def _turn(self) -> None:
+        if self._fresh is not None:
+            self._take_over(self._fresh)
         assert self._consumer is not None and self._producer is not None
         for entry in self._ledger.fire():
             self._send_again(entry)
@@ -234,13 +362,20 @@ class GatewayLink:
         self._producer.poll(0)
         self.events.poll()
         self._dead_letters.poll()
+        for old in self._retired:
+            old.producer.poll(0)
 
     def _take(self, message: Message) -> None:
         error = message.error()
         if error is not None:
+            self.refusals.note(self._results_topic, error)
             _log.warning("results cannot be read", client_id=self._client_id, error=error.str())
             return
         self._set_reachable(True)
+        self._refused.forget()
+        offset = message.offset()
+        assert offset is not None  # Only an error has none.
+        self._next_offset = offset + 1
         request_id = None
         began_us = 0
         try:
@@ -273,11 +408,13 @@ class GatewayLink:
     def _on_ranking_report(
         self, entry: PendingRequest, deadline_us: int, error: KafkaError | None, message: Message
     ) -> None:
+        self.refusals.note(self._ranking_topic, error)
         if error is None:
             self._ledger.acknowledged(entry)
             self._set_reachable(True)
-        elif error.code() in _FINAL_ERRORS:
-            _log.error("the broker refused a ranking request", request_id=entry.request_id, error=error.str())
+            self._refused.forget()
+        elif is_final(error):
+            self._ledger.refused(entry)
         else:
             key, value = message.key(), message.value()
             if key is not None and value is not None:
@@ -285,7 +422,7 @@ class GatewayLink:
                 if is_sent_again:
                     return  # Its span ends with a later report.
         if entry.trace is not None:
-            entry.trace.send.reported(delivery_report(error, message))
+            entry.trace.send.reported(delivery_report(self._ranking_topic, error, message))
 
     def _send_again(self, entry: PendingRequest) -> None:
         if entry.send_again is None:
@@ -293,11 +430,18 @@ class GatewayLink:
         send_again, entry.send_again = entry.send_again, None
         try:
             send_again()
+        except MessageRefused:
+            self._ledger.refused(entry)
         except ClientError:
             # The producer's queue is full: retry after the back-off.
             self._ledger.not_delivered(entry, send_again)
 
-    def _on_error(self, error: KafkaError) -> None:
+    def _on_error(self, generation: int, error: KafkaError) -> None:
+        if generation < self._generation:
+            return  # Kafka may go on to refuse a client that is being replaced.
+        # A consumer whose metadata lack the right to describe its topic says so here, and not in `poll`.
+        self.refusals.note(self._results_topic, error)
+        self._refused.note(error)
         if error.code() == KafkaError._ALL_BROKERS_DOWN:
             self._set_reachable(False)
 

@@ -41,9 +41,10 @@ class RankOutcome:
     `latency_us` is the time on the gateway's monotonic clock from the call to the result, or to the deadline
     if `timed_out`. `result` is absent if `timed_out`, and if the result could not be decoded or does not fit the
     request (`failed` with reason `undecodable` or `invalid_result`), or if the client did not send the request
-    (`failed` with reason `overloaded`: the setting `client.fail_fast`). `reason` is set if `failed` or `timed_out`;
-    a reason of a newer worker that this version does not know is an `Other`. `late` is true only in the outcomes
-    passed to `on_late`: the result arrived after the caller got `timed_out`.
+    (`failed` with reason `overloaded`: the setting `client.fail_fast`), or if Kafka refused the request (`failed` with
+    reason `refused_by_kafka`: the log has the cause, such as a clock that is ahead). `reason` is set if `failed` or
+    `timed_out`; a reason of a newer worker that this version does not know is an `Other`. `late` is true only in the
+    outcomes passed to `on_late`: the result arrived after the caller got `timed_out`.
     """
 
     request_id: str
@@ -91,4 +92,12 @@ class QueueFull(ClientError):  # noqa: N818 - named for the state, as queue.Full
 
 
 class MessageRefused(ClientError):  # noqa: N818 - named for the state, as queue.Full is
-    """The message cannot be sent: it is too large for the producer, or its request id is in use."""
+    """The message cannot be sent, for example because this user has no right to write to the topic."""
+
+
+class MessageTooLarge(MessageRefused):
+    """The message is too large for the producer."""
+
+
+class RequestIdInUse(MessageRefused):
+    """A request with this id is open, or was lately."""

@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from relaygr.client.outcome import MessageRefused, QueueFull, RankOutcome
+from relaygr.client.outcome import QueueFull, RankOutcome, RequestIdInUse
 from relaygr.schemas.record import record
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class PendingTable:
         return self._timers[0][0] if self._timers else None
 
     def add(self, entry: PendingRequest) -> None:
-        """Adds a request. Raises QueueFull at the bound, MessageRefused for an id that is or was in use."""
+        """Adds a request. Raises QueueFull at the bound, RequestIdInUse for an id that is or was in use."""
         in_flight = len(self._entries) - len(self._overdue)
         if in_flight >= self._max_in_flight:
             raise QueueFull(
@@ -151,7 +151,7 @@ class PendingTable:
                 "Send more slowly, or raise max_in_flight"
             )
         if entry.request_id in self._entries or entry.request_id in self._answered:
-            raise MessageRefused(f"request id {entry.request_id} was used already: each request needs its own")
+            raise RequestIdInUse(f"request id {entry.request_id} was used already: each request needs its own")
         self._entries[entry.request_id] = entry
         self._waiting += 1
         self._push(entry.deadline_us, Timer.TIME_OUT, entry)

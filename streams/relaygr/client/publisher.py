@@ -1,22 +1,23 @@
 """Publishes messages that get no answer: retrieval events, behaviours, histories and tombstones.
 
-`EventPublisher` owns one durable producer (idempotent, `acks=all`, 30 s) and no thread. Its owner calls `poll`
-often, which serves delivery reports, and `close` at the end. `publish*` do not block: they raise QueueFull if the
-producer's queue is full, and MessageRefused for a message that the producer cannot send.
+`EventPublisher` owns one durable producer (idempotent, `acks=all`, 30 s; `relaygr.kafka.durable`). Its owner calls
+`poll` often, which serves delivery reports, and `close` at the end. `publish*` do not block: they raise QueueFull if
+the producer's queue is full, and MessageRefused for a message that the producer cannot send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from relaygr.client.metrics import GatewayMetrics, gateway_metrics
-from relaygr.client.outcome import DeliveryReport, MessageRefused, NotRunning, QueueFull
-from relaygr.kafka.client_errors import why_undelivered
-from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.client.outcome import DeliveryReport, MessageRefused, MessageTooLarge, NotRunning, QueueFull
+from relaygr.client.process import ProcessOfClient
+from relaygr.kafka.client_errors import LimitedLog, NoteError, why_undelivered
+from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import codec
@@ -26,9 +27,6 @@ from relaygr.schemas.headers import Headers
 from relaygr.schemas.messages import USER_ID_TEXT, BehaviourEvent, History, RetrievalEvent
 from relaygr.schemas.topics import Topic
 from relaygr.schemas.trace_context import TRACEPARENT
-
-# After a purge, flush() only has to serve the reports.
-_PURGE_TIMEOUT_S: Final = 0.5
 
 OnDelivery = Callable[[DeliveryReport], None]
 
@@ -44,25 +42,39 @@ class EventPublisher:
         client_id: str,
         on_error: Callable[[KafkaError], None] | None = None,
         metrics: GatewayMetrics | None = None,
+        note_error: NoteError | None = None,
     ) -> None:
         self._kafka = kafka
         self._client_id = client_id
         self._on_error = on_error
+        self._note_error = note_error or LimitedLog().note
         self._metrics = metrics or gateway_metrics()
         self._retrieval = kafka.topic(Topic.RETRIEVAL)
         self._history = kafka.topic(Topic.HISTORY)
         self._behaviours = kafka.topic(Topic.BEHAVIOURS)
-        self._running: Producer | None = None
+        self._running: DurableProducer | None = None
+        self._process = ProcessOfClient()
 
     def __len__(self) -> int:
         """Messages that the broker has not acknowledged, and reports that `poll` has not served."""
         return len(self._running) if self._running is not None else 0
 
+    def make(self) -> None:
+        """Makes the producer, which takes a second with SASL/OAUTHBEARER. Raises RelayError."""
+        producer = DurableProducer(self._kafka, self._client_id, self._on_error, self._note_error)
+        producer.make()
+        self._running = producer
+
     def start(self, topic: Topic = Topic.RETRIEVAL) -> None:
         """Connects, so that the first message on `topic` need not wait for the connection. Raises RelayError."""
-        producer = make_producer(self._kafka, ProducerKind.DURABLE, self._client_id, self._on_error)
-        warm_up(producer, self._kafka.topic(topic), self._kafka.connect_timeout_s)
-        self._running = producer
+        self._process.enter(self)
+        if self._running is None:
+            self.make()
+        self._producer.connect(self._kafka.topic(topic), self._kafka.connect_timeout_s)
+
+    def renew(self) -> None:
+        """Makes a client that reads the files of `security` again. No message is lost."""
+        self._producer.renew()
 
     def publish_retrieval(
         self, event: RetrievalEvent, on_delivery: OnDelivery | None = None, traceparent: bytes | None = None
@@ -99,20 +111,17 @@ class EventPublisher:
 
         The delivery reports of failed messages have an error.
         """
-        if self._running is None:
+        if self._running is None or self._process.is_forked:
             return 0
-        left = self._running.flush(timeout_s)
-        if left:
-            # Without the purge, undelivered messages would get no report, and a caller that waits for one would hang.
-            self._running.purge()
-            self._running.flush(_PURGE_TIMEOUT_S)
+        left = self._running.close(timeout_s)
         self._running = None
         if left:
             _log.warning("published messages were not acknowledged before close", messages=left)
         return left
 
     @property
-    def _producer(self) -> Producer:
+    def _producer(self) -> DurableProducer:
+        self._process.require()
         if self._running is None:
             raise NotRunning("the publisher is not running: call start() first, and no method after close()")
         return self._running
@@ -125,20 +134,22 @@ class EventPublisher:
         on_delivery: OnDelivery | None,
         headers: Headers | None = None,
     ) -> None:
-        def report(error: KafkaError | None, message: Message) -> None:
+        def report(error: KafkaError | None, message: Message | None) -> None:
             self._metrics.count_published(topic, error is None)
             if on_delivery is not None:
-                notify(on_delivery, delivery_report(error, message))
+                notify(on_delivery, delivery_report(topic, error, message))
 
-        produce(self._producer, topic, user_id.encode(), value, headers, report)
+        producer = self._producer
+        with client_errors(topic, producer):
+            producer.produce(topic, value, user_id.encode(), report, headers)
 
 
-def delivery_report(error: KafkaError | None, message: Message) -> DeliveryReport:
-    """Converts librdkafka's delivery report."""
+def delivery_report(topic: str, error: KafkaError | None, message: Message | None) -> DeliveryReport:
+    """Converts librdkafka's delivery report; of a message that reached no client if `message` is None."""
     return DeliveryReport(
-        topic=message.topic() or "",
-        partition=message.partition(),
-        offset=message.offset() if error is None else None,
+        topic=topic,
+        partition=message.partition() if message is not None else None,
+        offset=message.offset() if message is not None and error is None else None,
         error=why_undelivered(error) if error is not None else None,
     )
 
@@ -151,23 +162,19 @@ def notify(callback: Callable[..., None], *args: object) -> None:
         _log.exception("a callback raised", callback=getattr(callback, "__qualname__", repr(callback)))
 
 
-def produce(
-    producer: Producer,
-    topic: str,
-    key: bytes,
-    value: bytes | None,
-    headers: Headers | None,
-    report: Callable[[KafkaError | None, Message], None],
-) -> None:
-    """Calls `produce`. Raises QueueFull, MessageRefused."""
+@contextmanager
+def client_errors(topic: str, producer: Sized) -> Iterator[None]:
+    """Raises QueueFull, MessageTooLarge or MessageRefused for what `produce` raises."""
     try:
-        producer.produce(topic, value=value, key=key, headers=[*(headers or ())], on_delivery=report)
+        yield
     except BufferError as error:
         raise QueueFull(
             f"{len(producer)} messages wait for the broker: send more slowly, or check that the broker is up"
         ) from error
     except KafkaException as error:
-        raise MessageRefused(f"the message cannot be sent to {topic}: {error.args[0].str()}") from error
+        code, cause = error.args[0].code(), error.args[0].str()
+        kind = MessageTooLarge if code == KafkaError.MSG_SIZE_TOO_LARGE else MessageRefused
+        raise kind(f"the message cannot be sent to {topic}: {cause}") from error
 
 
 def warm_up(producer: Producer, topic: str, timeout_s: float) -> None:

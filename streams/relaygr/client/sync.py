@@ -11,6 +11,8 @@ The contract:
 * `rank` returns at its deadline at the latest, with the outcome `ranked`, `expired`, `failed` or `timed_out`.
   It raises only if nothing was sent: EncodeError, ValueError or TypeError (an argument), NotRunning, QueueFull,
   MessageRefused.
+* A client belongs to the process that started it, and needs real threads. In a forked process every call raises
+  NotRunning, and `close` does nothing; with gevent or eventlet `start` raises RelayError.
 * The client passes an answer that arrives after the deadline to `on_late`, and a request that got no answer
   within `lost_after_ms` after its deadline to `on_lost`. It drops and counts a second answer.
 * A result that does not fit its request (number of scores, `sent_at_us`, model) is `failed`, `invalid_result`.
@@ -42,6 +44,7 @@ from relaygr.client.link import GatewayLink
 from relaygr.client.metrics import ClientStatistics, gateway_metrics
 from relaygr.client.outcome import ClientError, DeliveryReport, NotRunning, RankOutcome
 from relaygr.client.pending import PendingRequest
+from relaygr.client.process import ProcessOfClient, refuse_green_threads
 from relaygr.client.publisher import OnDelivery
 from relaygr.client.requests import RankFields, RequestIds, RetrievalFields, ranking_request, retrieval_event
 from relaygr.client.settings import ClientSettings
@@ -97,18 +100,22 @@ class RelayClient:
         self._traces = _traces(kafka, tracer) if tracer is not None else None
         self._link = GatewayLink(kafka, gateway_id, partition, self._ledger, metrics, statistics, self._traces)
         self._state = _State.NEW
+        self._process = ProcessOfClient()
         self._lifecycle = threading.Lock()
 
     def start(self) -> None:
         """Connects. When it returns, requests can be sent, and the client will read every answer to them.
 
         Raises RelayError if the cluster cannot be reached within `connect_timeout_s`, a topic is missing, or the
-        results partition does not exist; NotRunning if the client was started before.
+        results partition does not exist, or with green threads; NotRunning if the client was started before.
         """
+        refuse_green_threads()
+        self._process.require()
         with self._lifecycle:
             if self._state is not _State.NEW:
                 raise NotRunning(f"the client is {self._state}: make a new one to start again")
             self._state = _State.CLOSED
+            self._process.enter(self._link)
             self._link.connect()
             self._state = _State.RUNNING
 
@@ -119,6 +126,8 @@ class RelayClient:
         and `on_delivery` of an unacknowledged message gets an error. Requests past their deadline are not
         counted as lost; call `drain` first if you need that count. Raises ClientError if called in a callback.
         """
+        if self._process.is_forked:
+            return
         self._refuse_in_callback("close")
         with self._lifecycle:
             if self._state is not _State.RUNNING:
@@ -146,6 +155,7 @@ class RelayClient:
 
         Raises ClientError if called in a callback.
         """
+        self._process.require()
         self._refuse_in_callback("drain")
         ends_s = time.monotonic() + timeout_s
         while self._ledger.in_flight:
@@ -164,12 +174,22 @@ class RelayClient:
         """Open requests: those whose caller waits, and those past their deadline that are not answered or lost yet."""
         return self._ledger.in_flight
 
+    @property
+    def refusal(self) -> str | None:
+        """What Kafka refuses this client now, with the remedy, so that it cannot work; None while it refuses nothing.
+
+        The client makes new connections with the files of `security` when they change.
+        """
+        return self._link.refusal
+
     def statistics(self) -> ClientStatistics:
         """The counters of this client."""
+        self._process.require()
         return self._ledger.statistics()
 
     def clock_offsets(self) -> dict[str, ClockOffset]:
         """The offset of each worker's wall clock from ours, by worker id."""
+        self._process.require()
         return self._ledger.clock_offsets()
 
     def new_request_id(self) -> str:
@@ -291,6 +311,7 @@ class RelayClient:
             raise ClientError(f"{name}() in a callback would wait for its own thread: {advice}")
 
     def _require_running(self) -> None:
+        self._process.require()
         if self._state is not _State.RUNNING:
             raise NotRunning(f"the client is {self._state}: use it between start() and close()")
 

@@ -113,7 +113,6 @@ class ClientTraces:
     def __init__(self, tracer: Tracer, retrieval_topic: str, ranking_topic: str, results_topic: str) -> None:
         self.tracer = tracer
         self._retrieval_topic = retrieval_topic
-        self._send_retrieval = f"{Operation.SEND} {retrieval_topic}"
         self._ranking_topic = ranking_topic
         self._results_topic = results_topic
         self._retrievals: OrderedDict[str, TraceContext] = OrderedDict()
@@ -122,7 +121,7 @@ class ClientTraces:
     def retrieval(self, event: RetrievalEvent, given: TraceContext | None) -> Begun[SendTrace] | None:
         """The event is published now. `given`: the caller's own span. None: no trace, and no header."""
         parent = given or _current_span()
-        own = self._own(self._send_retrieval, parent, event.request_id)
+        own = self._own(parent, event.request_id)
         if own is None:
             return None
         if not own.is_sampled:
@@ -138,7 +137,7 @@ class ClientTraces:
     def rank(self, request: RankingRequest, given: TraceContext | None) -> Begun[RankTrace] | None:
         """The request is sent now. `given`: the caller's own span. None: no trace, and no header."""
         parent = given or _current_span()
-        own = self._own("relaygr.rank", parent, request.request_id)
+        own = self._own(parent, request.request_id)
         if own is None:
             return None
         if not own.is_sampled:
@@ -155,8 +154,8 @@ class ClientTraces:
         )
         return Begun(send.own.encode(), RankTrace(own, parent, retrieval, send))
 
-    def _own(self, name: str, parent: TraceContext | None, request_id: str) -> TraceContext | None:
-        return self.tracer.begin(name, request_id) if parent is None else self.tracer.follow(name, parent)
+    def _own(self, parent: TraceContext | None, request_id: str) -> TraceContext | None:
+        return self.tracer.begin(request_id) if parent is None else self.tracer.follow(parent)
 
     def received(self, headers: ResultHeaders, place: MessagePlace, began_us: int) -> None:
         """A result of a recorded trace was read; `began_us` is when its handling began."""

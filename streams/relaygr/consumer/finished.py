@@ -1,23 +1,11 @@
-"""The watermark of finished offsets in a mapped file, for the next process of the same worker.
-
-A consumer commits about once a second. A successor that starts at the committed offset would repeat up to a second of
-work, so the poll thread also writes the watermark of each partition into a small mapped file whenever the watermark
-moves. A successor uses a watermark only if
-
-* the file was written for this cluster and these topics, compared by id, so that a recreated topic does not match;
-* the file was written under the `arena_epoch` directly before the successor's epoch, with no process in between;
-* `start <= committed <= finished <= end`, where the predecessor finished all of [start, finished). This fails if the
-  offset of the group was reset to before `start` or if the log was truncated.
-
-The successor does not skip the finished messages: Kafka delivers them again from the committed offset on, and the
-tracker returns FINISHED for each.
+"""The watermark of finished offsets in a mapped file, for the next process of the same worker (docs/consumer.md).
 
     header   magic | length u32 | CRC-32 u32 | JSON object, in 4096 bytes
     slots    by topic, in the order of names, then partition; each has two copies, written alternately, of
              arena_epoch u64 | sequence u64 | start u64 | finished u64 | CRC-32 of these u32 | unused u32
 
-A reader takes the newer copy with a correct checksum, so a process that dies during a write leaves the previous copy
-intact. `begin` may be called only while this process is the writer; after that only the poll thread uses the object.
+A reader takes the newer copy with a correct checksum. `begin` may be called only while this process is the writer;
+after that only the poll thread uses the object.
 """
 
 from __future__ import annotations

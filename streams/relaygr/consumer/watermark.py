@@ -1,33 +1,24 @@
 """The commit watermark of each partition: the offset up to which every message is finished.
 
-Work ends out of order, but Kafka commits one offset. The tracker therefore holds, for each partition, the offsets that
-were begun and are not finished. The watermark is the lowest of these offsets or, if there is none, the offset after the
-last message that was begun. A consumer delivers in order, so offsets that it skipped (compacted records, transaction
-markers) do not exist and do not hold up the watermark.
-
     assign(positions)       the group assigned these partitions, to be read from these offsets
     assume_finished(ends)   the predecessor finished everything before these offsets
     begin(tp, offset)       a message was delivered: NEW, or again: IN_FLIGHT or FINISHED (skip both)
+    reach_end(tp, end)      everything before the end of the log was delivered
     finish(tp, offset, g)   the work of the message is done; calls come in any order
     committable()           the offsets to commit now, of owned partitions
     progress(partitions)    the finished offsets, for a successor
     revoke(partitions)      the partitions are no longer owned; their state is kept
+    suspect(topic)          the topic was missing: the log of its next assignment may be another one
+    begin_anew(topics)      the logs of these topics are new ones
+    set_back()              the offsets that the group's commits must go back to
 
-A rebalance of the classic protocol revokes all partitions, assigns most of them again, and delivers every uncommitted
-message a second time. Because the tracker keeps the state, messages that are in flight or finished here are not
-processed twice. If another owner committed a later offset in the meantime, the state before that offset is dropped.
-
-If a delivered offset is below all offsets seen here, or comes twice within one assignment, then the offset of the
-group was reset or the log was truncated. The tracker then drops the state of the partition and starts its next
-`generation`, so that a late `finish` of old work does not count for the new delivery.
-
-Pure: no Kafka, no clock, no threads.
+docs/consumer.md has the rules. Pure: no Kafka, no clock, no threads.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from relaygr.runtime.errors import RelayError
@@ -62,11 +53,18 @@ class Begin(enum.StrEnum):
 class _Partition:
     """The state of one partition. `next_offset` follows the last offset that was begun."""
 
-    __slots__ = ("committed", "delivered", "generation", "low", "next_offset", "owned", "unfinished")
+    __slots__ = (
+        "committed", "delivered", "generation", "group_offset", "low", "next_offset", "owned", "set_back", "suspect",
+        "unfinished",
+    )  # fmt: skip
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
         self.owned = False
+        # The next assignment may be of another log.
+        self.suspect = False
+        # The log went back, and the group's commit must do so, too.
+        self.set_back = False
         # Insertion order is offset order, because begin() adds at the end.
         self.unfinished: dict[int, None] = {}
         # [low, next_offset) was delivered here; None until the first position is known.
@@ -74,7 +72,9 @@ class _Partition:
         self.next_offset = 0
         # The group's committed offset, or the one given to the client to commit; None: not known.
         self.committed: int | None = None
-        # The last offset delivered in this assignment. Offsets grow within an assignment.
+        # The group's offset, the last that is known. Commits of this log are not below it.
+        self.group_offset = 0
+        # The last offset delivered in this assignment, or the one before its position. Offsets grow from there.
         self.delivered = -1
 
     @property
@@ -94,7 +94,6 @@ class WatermarkTracker:
             raise RelayError(f"max_span is {max_span}: at least one message must be allowed in flight")
         self.max_span = max_span
         self._partitions: dict[TopicPartition, _Partition] = {}
-        self._changed: set[TopicPartition] = set()
 
     def assign(self, positions: Mapping[TopicPartition, int | None]) -> None:
         """Adds owned partitions.
@@ -106,11 +105,15 @@ class WatermarkTracker:
             state = self._partitions.get(tp)
             if state is None:
                 state = self._partitions[tp] = _Partition(generation=0)
+            if state.suspect or (position is not None and position < state.group_offset):
+                state = self._partitions[tp] = _Partition(state.generation + 1)
             state.owned = True
             state.delivered = -1
             # Nothing may be committed until the position is known: it could reset the commit of another owner.
             state.committed = None
             if position is not None:
+                state.delivered = position - 1
+                state.group_offset = position
                 self._placed(tp, position)
 
     def assume_finished(self, finished: Mapping[TopicPartition, int]) -> None:
@@ -122,7 +125,6 @@ class WatermarkTracker:
         for tp, offset in finished.items():
             state = self._partitions[tp]
             state.next_offset = max(state.next_offset, offset)
-            self._changed.add(tp)
 
     def progress(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, Progress]:
         """The finished offsets of those partitions that are owned and whose position is known."""
@@ -138,25 +140,56 @@ class WatermarkTracker:
         for tp in partitions:
             state = self._partitions.get(tp)
             if state is not None:
-                state.owned = False
-            self._changed.discard(tp)
+                state.owned = state.set_back = False
+
+    def suspect(self, topic: str) -> None:
+        """Drops the state of the topic at the next assignment of its partitions."""
+        for tp, state in self._partitions.items():
+            if tp.topic == topic:
+                state.suspect = True
+
+    def begin_anew(self, topics: Collection[str]) -> list[TopicPartition]:
+        """Drops the state of these topics, whose logs are new ones. Returns their owned partitions, at offset 0."""
+        known = [tp for tp in self._partitions if tp.topic in topics]
+        for tp in known:
+            if self._partitions[tp].owned:
+                self._go_back(tp, 0)
+            else:
+                self._forget(tp, 0).owned = False
+        return [tp for tp in known if self._partitions[tp].owned]
 
     def begin(self, tp: TopicPartition, offset: int) -> Begin:
         """Notes the delivery of a message of an owned partition."""
         state = self._partitions[tp]
         if state.committed is None:
-            # Every message before the first delivered one was committed by another process or does not exist.
-            self._placed(tp, offset)
-            # The group may have no commit at all: offer this offset as its first commit.
-            state.committed = offset - 1
+            self._placed_by_delivery(tp, offset)
         if offset <= state.delivered or (state.low is not None and offset < state.low):
-            state = self._forget(tp, offset)
+            state = self._go_back(tp, offset)
         state.delivered = offset
         if offset >= state.next_offset:
             state.unfinished[offset] = None
             state.next_offset = offset + 1
             return Begin.NEW
         return Begin.IN_FLIGHT if offset in state.unfinished else Begin.FINISHED
+
+    def reach_end(self, tp: TopicPartition, end: int) -> None:
+        """Notes that the consumer reached the end of a log: between the last message and `end` there is none."""
+        state = self._partitions.get(tp)
+        if state is None or not state.owned:
+            return
+        if state.committed is None:
+            self._placed_by_delivery(tp, end)
+        if end < state.next_offset:
+            self._go_back(tp, end)
+        elif end > state.next_offset:
+            state.next_offset = end
+
+    def set_back(self) -> dict[TopicPartition, int]:
+        """The watermarks of the owned partitions whose logs went back.
+
+        They are returned again until `committed` is called for them.
+        """
+        return {tp: state.watermark for tp, state in self._partitions.items() if state.set_back}
 
     def generation(self, tp: TopicPartition) -> int:
         """How often the state of the partition was dropped. `finish` takes the value at the time of `begin`."""
@@ -165,41 +198,32 @@ class WatermarkTracker:
     def finish(self, tp: TopicPartition, offset: int, generation: int) -> None:
         """Marks a message that was NEW as finished. Repeated calls and calls of an old generation do nothing."""
         state = self._partitions.get(tp)
-        if state is None or state.generation != generation or offset not in state.unfinished:
-            return
-        del state.unfinished[offset]
-        if state.owned:
-            self._changed.add(tp)
+        if state is not None and state.generation == generation:
+            state.unfinished.pop(offset, None)
 
     def committable(self) -> dict[TopicPartition, int]:
         """The watermarks of owned partitions that are beyond the committed offset of the group.
 
         They are returned again until `committed` is called for them.
         """
-        offsets = {}
-        for tp in list(self._changed):
-            state = self._partitions[tp]
-            watermark = state.watermark
-            if state.committed is None or watermark <= state.committed:
-                self._changed.discard(tp)
-            else:
-                offsets[tp] = watermark
-        return offsets
+        return {
+            tp: state.watermark
+            for tp, state in self._partitions.items()
+            if state.owned and state.committed is not None and state.watermark > state.committed
+        }
 
     def committed(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Notes that these offsets were given to the client, which commits them soon."""
         for tp, offset in offsets.items():
             state = self._partitions.get(tp)
             if state is not None and state.owned and state.committed is not None:
+                state.set_back = False
                 state.committed = max(state.committed, offset)
+                state.group_offset = max(state.group_offset, offset)
 
     def is_full(self, tp: TopicPartition) -> bool:
         """Whether no more messages of this partition should be begun until its oldest one is finished."""
-        state = self._partitions.get(tp)
-        # Written out: `span` and `watermark` would be two more calls for each message.
-        return (
-            state is not None and state.next_offset - next(iter(state.unfinished), state.next_offset) >= self.max_span
-        )
+        return self.span(tp) >= self.max_span
 
     def span(self, tp: TopicPartition) -> int:
         """The number of offsets between the watermark and the last one begun."""
@@ -229,12 +253,23 @@ class WatermarkTracker:
             state.low = position
             state.next_offset = max(state.next_offset, position)
         state.committed = position
-        self._changed.add(tp)
+
+    def _placed_by_delivery(self, tp: TopicPartition, offset: int) -> None:
+        """Every message before the first delivered one was committed by another process or does not exist."""
+        self._placed(tp, offset)
+        # The group may have no commit at all: offer this offset as its first commit.
+        self._partitions[tp].committed = offset - 1
+
+    def _go_back(self, tp: TopicPartition, offset: int) -> _Partition:
+        state = self._forget(tp, offset)
+        state.set_back = True
+        return state
 
     def _forget(self, tp: TopicPartition, offset: int) -> _Partition:
         state = _Partition(self._partitions[tp].generation + 1)
         state.owned = True
         state.low = state.next_offset = state.committed = offset
+        state.delivered = offset - 1
         self._partitions[tp] = state
         return state
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+import structlog
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import (
     AdminClient,
@@ -25,20 +26,31 @@ from confluent_kafka.admin import (
     NewTopic,
 )
 
-from relaygr.kafka.admin_process import AdminProcess
+from relaygr.kafka.admin_process import AdminProcess, CannotStart
 from relaygr.kafka.clients import make_admin, require_broker
-from relaygr.kafka.rights import Role, require_rights, topics_of
+from relaygr.kafka.rights import START_OF_CHECK_S, Role, require_rights, topics_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Observed, ObservedTopic, TopicReport, count_conflicts, report
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
 
+_log = structlog.get_logger()
+
 ADMIN_TIMEOUT_S: Final = 30.0
+_HEARD_OF_TOPIC_S: Final = 5.0
+_RETRY_S: Final = 0.1
 OFFSETS_TOPIC: Final = "__consumer_offsets"
 EMBEDDED_CLUSTER_ID: Final = "mockCluster"
 """The cluster id of librdkafka's embedded cluster begins with this."""
 
 _CLIENT_ID: Final = "relaygr-topics"
+
+# A policy of the cluster refuses a value, or the cluster does not let anybody set it.
+_SETTING_REFUSED: Final = frozenset((KafkaError.POLICY_VIOLATION, KafkaError.INVALID_CONFIG))
+_ACCEPT: Final = (
+    "set `topic_settings` (such as `--set 'topic_settings={workers: {segment.bytes: 52428800}}'`), "
+    "`replication_factor` or `partitions` to what it accepts"
+)
 
 _T = TypeVar("_T")
 
@@ -66,7 +78,7 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
 
     `dry_run` changes nothing and reports what would be created. `repair` also sets the settings of existing
     topics to the catalogue's. Raises RelayError, before anything is created, if a topic exists with another
-    partition count; also if the cluster refuses a request.
+    partition count; also if the cluster refuses a topic, after all others were created.
     """
     cluster = require_broker(kafka)
     admin = make_admin(kafka, _CLIENT_ID)
@@ -80,9 +92,9 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
             f"Kafka at {kafka.bootstrap} is librdkafka's embedded cluster, which supports no admin requests: "
             "the process that started it creates its topics"
         )
+    if missing and not observed.embedded:
+        _create(kafka, admin, missing, len(cluster.brokers), dry_run)
     if not dry_run:
-        if missing:
-            _create(kafka, admin, missing, len(cluster.brokers))
         if repair:
             _repair(kafka, admin, observed.topics)
         observed = _await_topics(kafka, admin, repaired=repair)
@@ -103,12 +115,7 @@ def delete_topics(kafka: KafkaSettings) -> tuple[str, ...]:
         return ()
     admin = make_admin(kafka, _CLIENT_ID)
     futures = admin.delete_topics(names, request_timeout=ADMIN_TIMEOUT_S, operation_timeout=ADMIN_TIMEOUT_S)
-    for name, future in futures.items():
-        try:
-            _result(future)
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise RelayError(f"Topic {name} cannot be deleted: {error.args[0].str()}") from error
+    _require_success(kafka, "delete", futures, KafkaError.UNKNOWN_TOPIC_OR_PART)
     return tuple(names)
 
 
@@ -148,11 +155,13 @@ def _ask(kafka: KafkaSettings, topics: Collection[Topic], role: Role | None = No
     settings = _ReadSettings()
     if not is_embedded(cluster):
         names = tuple(_existing(kafka, cluster, topics).values())
-        with AdminProcess(kafka, _CLIENT_ID) as admin:
+        with AdminProcess(kafka, _CLIENT_ID, START_OF_CHECK_S) as admin:
             if role is not None:
                 require_rights(kafka, role, admin)
             try:
                 settings = admin.call(3 * ADMIN_TIMEOUT_S, _read_settings, names, min(cluster.brokers))
+            except CannotStart as error:
+                _log.warning("topic settings were not checked", cause=error.args[0].str())
             except KafkaException as error:
                 cause = error.args[0].str()
                 raise RelayError(f"Topic settings at {kafka.bootstrap} cannot be read: {cause}") from error
@@ -191,17 +200,27 @@ def _least_replicas(cluster: ClusterMetadata, name: str) -> int:
 
 
 def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Settings by topic. A topic whose settings we are not authorized to read is absent."""
+    """Settings by topic. A topic whose settings we are not authorized to read is absent.
+
+    The broker that is asked may not have heard yet of a topic that another one has just shown.
+    """
     resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
-    if not resources:
-        return {}
-    configs = {}
-    for resource, future in admin.describe_configs(resources, request_timeout=ADMIN_TIMEOUT_S).items():
-        try:
-            configs[resource.name] = {entry.name: entry.value for entry in _result(future).values()}
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                raise RelayError(f"The settings of {resource.name} cannot be read: {error.args[0].str()}") from error
+    configs: dict[str, dict[str, str]] = {}
+    ends_s = time.monotonic() + _HEARD_OF_TOPIC_S
+    while resources:
+        unheard_of = []
+        for resource, future in admin.describe_configs(resources, request_timeout=ADMIN_TIMEOUT_S).items():
+            try:
+                configs[resource.name] = {entry.name: entry.value for entry in _result(future).values()}
+            except KafkaException as exception:
+                error = exception.args[0]
+                if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART and time.monotonic() < ends_s:
+                    unheard_of.append(resource)
+                elif error.code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                    raise RelayError(f"The settings of {resource.name} cannot be read: {error.str()}") from exception
+        resources = unheard_of
+        if resources:
+            time.sleep(_RETRY_S)
     return configs
 
 
@@ -215,7 +234,10 @@ def _broker_config(admin: AdminClient, broker_id: int) -> dict[str, str]:
         return {}
 
 
-def _create(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic], broker_count: int) -> None:
+def _create(
+    kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic], broker_count: int, is_trial: bool
+) -> None:
+    """`is_trial`: the cluster creates nothing, and says what it would refuse."""
     if kafka.replication_factor > broker_count:
         raise RelayError(
             f"replication_factor is {kafka.replication_factor}, but Kafka at {kafka.bootstrap} has {broker_count} "
@@ -231,15 +253,11 @@ def _create(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic], b
         )
         for topic in topics
     ]
-    for name, future in admin.create_topics(
-        wanted, request_timeout=ADMIN_TIMEOUT_S, operation_timeout=ADMIN_TIMEOUT_S
-    ).items():
-        try:
-            _result(future)
-        except KafkaException as error:
-            # Another process created it meanwhile: the check afterwards compares it with the catalogue.
-            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise RelayError(f"Topic {name} cannot be created: {error.args[0].str()}") from error
+    futures = admin.create_topics(
+        wanted, request_timeout=ADMIN_TIMEOUT_S, operation_timeout=ADMIN_TIMEOUT_S, validate_only=is_trial
+    )
+    # Another process may create one meanwhile: the check afterwards compares it with the catalogue.
+    _require_success(kafka, "create", futures, KafkaError.TOPIC_ALREADY_EXISTS)
 
 
 def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Mapping[Topic, ObservedTopic]) -> None:
@@ -256,11 +274,30 @@ def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Mapping[Topic, Obs
     ]
     if not resources:
         return
-    for resource, future in admin.incremental_alter_configs(resources, request_timeout=ADMIN_TIMEOUT_S).items():
+    futures = admin.incremental_alter_configs(resources, request_timeout=ADMIN_TIMEOUT_S)
+    _require_success(kafka, "set the settings of", {resource.name: future for resource, future in futures.items()})
+
+
+def _require_success(
+    kafka: KafkaSettings, action: str, futures: Mapping[str, Future[Any]], allowed: int | None = None
+) -> None:
+    """Waits for all answers. Raises one RelayError for all topics that are refused with another code than `allowed`."""
+    causes: dict[str, list[str]] = {}
+    refuses_setting = False
+    for name, future in futures.items():
         try:
             _result(future)
         except KafkaException as error:
-            raise RelayError(f"The settings of {resource.name} cannot be set: {error.args[0].str()}") from error
+            code = error.args[0].code()
+            if code != allowed:
+                causes.setdefault(error.args[0].str(), []).append(name)
+                refuses_setting = refuses_setting or code in _SETTING_REFUSED
+    if not causes:
+        return
+    listed = "; ".join(f"{', '.join(names)} ({cause})" for cause, names in causes.items())
+    count = sum(map(len, causes.values()))
+    mend = f": {_ACCEPT}, and run it again" if refuses_setting else ""
+    raise RelayError(f"Kafka at {kafka.bootstrap} refuses to {action} {count} of {len(futures)} topics, {listed}{mend}")
 
 
 def _await_topics(kafka: KafkaSettings, admin: AdminClient, repaired: bool) -> Observed:

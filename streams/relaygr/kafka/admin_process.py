@@ -6,6 +6,9 @@ starts another one. `ask` is one call with a child of its own.
 
 The function of a call runs in the child, with the child's admin client as its first argument. The function must be
 importable. Its arguments and its result are pickled and go through a socket, so no secret is in a command line.
+
+The child needs a Python interpreter and no file. Where it cannot start, as in a server that embeds Python, the calls
+raise `CannotStart`.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
@@ -31,6 +34,7 @@ from confluent_kafka.admin import AdminClient
 
 from relaygr.kafka.client_errors import ClientErrors
 from relaygr.kafka.clients import make_admin
+from relaygr.kafka.security import SecurityFiles
 from relaygr.kafka.settings import KafkaSettings
 
 P = ParamSpec("P")
@@ -40,24 +44,37 @@ START_S: Final = 30.0
 """Time for the start of the child on a busy machine."""
 _SERVE: Final = "import sys; from relaygr.kafka.admin_process import serve; serve(int(sys.argv[1]), sys.argv[2])"
 _LAST_WORDS_BYTES: Final = 500
+_PIPE_BYTES: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1
+
+
+class CannotStart(KafkaException):
+    """The child cannot be started, so nothing was asked."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(KafkaError(KafkaError._FAIL, f"the process that asks Kafka {why}"))
 
 
 class AdminProcess:
     """A child process with an admin client. One call at a time. Any thread may call `close`, more than once, too."""
 
-    def __init__(self, kafka: KafkaSettings, client_id: str) -> None:
-        """`start` or the first call starts the child."""
+    def __init__(self, kafka: KafkaSettings, client_id: str, start_s: float = START_S) -> None:
+        """`start` or the first call starts the child, which may take `start_s`."""
+        self._start_s = start_s
         # Without the sections of other settings, whose modules the child would import.
         self._kafka = KafkaSettings(**{name: getattr(kafka, name) for name in KafkaSettings.model_fields})
         self._client_id = client_id
+        self._files = SecurityFiles(kafka.security)
         self._child: _Child | None = None
         self._closed = False
         self._calling = threading.Lock()
 
     def start(self, module: str) -> None:
-        """Starts the child now, without a wait. It imports `module`, of the functions to come, meanwhile."""
-        with self._calling:
+        """Starts the child now, without a wait. It imports `module`, of the functions to come, meanwhile.
+
+        A child that cannot start is an error of the first call.
+        """
+        with self._calling, contextlib.suppress(CannotStart):
             if self._child is None and not self._closed:
                 self._child = _Child(self._kafka, self._client_id, module)
 
@@ -66,17 +83,23 @@ class AdminProcess:
     ) -> T:
         """The result of `function(admin, *args, **kwargs)` in the child.
 
+        If the files of `security` have changed, a new child reads them.
+
         Raises the exception of the function. Raises KafkaException if the child dies or is closed, or if there is no
-        answer within `timeout_s`; the child is then killed.
+        answer within `timeout_s`; the child is then killed. Raises CannotStart if there is no child.
         """
         with self._calling:
+            if self._child is not None and self._files.changed():
+                self._child.end()
+                self._child = None
             if self._child is None:
+                self._files = SecurityFiles(self._kafka.security)
                 self._child = _Child(self._kafka, self._client_id)
             child = self._child
             try:
                 if self._closed:
                     raise KafkaException(KafkaError(KafkaError._DESTROY, "the requests to Kafka were stopped"))
-                answer = child.ask(timeout_s, (function, args, kwargs))
+                answer = child.ask(self._start_s, timeout_s, (function, args, kwargs))
             except BaseException:
                 self._child = None
                 child.end()
@@ -145,46 +168,55 @@ class _Child:
 
     def __init__(self, kafka: KafkaSettings, client_id: str, module: str = __name__) -> None:
         self._connection, theirs = Pipe()
-        # A file, because nobody reads a pipe while the child runs.
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (`end` closes it)
-        with theirs:
+        self._stderr, stderr = os.pipe()
+        # Nobody reads while the child runs, so a full pipe must not stop the child.
+        os.set_blocking(stderr, False)
+        os.set_blocking(self._stderr, False)
+        try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, str(theirs.fileno()), module],
+                [_interpreter(), "-c", _SERVE, str(theirs.fileno()), module],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self._stderr,
-                stderr=self._stderr,
+                stdout=stderr,
+                stderr=stderr,
                 # Ctrl-C in the terminal is for the parent, which then closes the child.
                 process_group=0,
             )
+        except OSError as error:
+            self._close()
+            raise CannotStart(f"cannot start, as sys.executable is {sys.executable!r}: {error.strerror}") from error
+        finally:
+            theirs.close()
+            os.close(stderr)
         self._started = False
         # A child that has died already is noticed by `ask`.
         with contextlib.suppress(OSError):
             self._connection.send((kafka, client_id))
 
-    def ask(self, timeout_s: float, question: tuple[Any, ...]) -> Any:
+    def ask(self, start_s: float, timeout_s: float, question: tuple[Any, ...]) -> Any:
         try:
             if not self._started:
-                self._receive(START_S, "start")
+                if not self._connection.poll(start_s):
+                    raise CannotStart(f"did not start within {start_s:g} s, as {_interpreter()}")
+                self._connection.recv()
                 self._started = True
             self._connection.send(question)
-            return self._receive(timeout_s, "answer")
+            if not self._connection.poll(timeout_s):
+                text = f"the process that asks Kafka did not answer within {timeout_s:g} s"
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text))
+            return self._connection.recv()
         except (EOFError, OSError) as error:
             self.kill()
-            text = f"the process that asks Kafka ended with {self._process.wait()}{self._last_words()}"
-            raise KafkaException(KafkaError(KafkaError._FAIL, text)) from error
-
-    def _receive(self, timeout_s: float, what: str) -> Any:
-        if not self._connection.poll(timeout_s):
-            text = f"the process that asks Kafka did not {what} within {timeout_s:g} s"
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text))
-        return self._connection.recv()
+            why = f"ended with {self._process.wait()}{self._last_words()}"
+            if not self._started:
+                raise CannotStart(why) from error
+            raise KafkaException(KafkaError(KafkaError._FAIL, f"the process that asks Kafka {why}")) from error
 
     def _last_words(self) -> str:
-        size = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, size - _LAST_WORDS_BYTES))
-        text = self._stderr.read().decode(errors="replace").strip()
-        return f": {text}" if text else ""
+        with contextlib.suppress(BlockingIOError):
+            text = os.read(self._stderr, _PIPE_BYTES)[-_LAST_WORDS_BYTES:].decode(errors="replace").strip()
+            return f": {text}" if text else ""
+        return ""
 
     def kill(self) -> None:
         self._process.kill()
@@ -192,8 +224,18 @@ class _Child:
     def end(self) -> None:
         self.kill()
         self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
         self._connection.close()
-        self._stderr.close()
+        os.close(self._stderr)
+
+
+def _interpreter() -> str:
+    """The interpreter of this environment. A server that embeds Python, such as uWSGI, is none: it would serve."""
+    if Path(sys.executable or "").name.lower().startswith(("python", "pypy")):
+        return sys.executable
+    return str(Path(sys.exec_prefix, "bin", "python3"))
 
 
 def serve(descriptor: int, module: str) -> None:

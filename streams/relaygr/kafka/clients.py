@@ -1,8 +1,10 @@
 """Makes every Kafka client of the system. All client settings are here, with their reasons.
 
 `make_producer`, `make_group_consumer`, `make_assigned_consumer` and `make_admin` build confluent-kafka
-clients (librdkafka). Making a client does no I/O. `require_broker` asks the cluster for its metadata, and raises a
-RelayError that names the address and the cause if there is no answer.
+clients (librdkafka). Making a client does no I/O, but with SASL/OAUTHBEARER it takes a second, or ten without a valid
+token: never make one on a thread that must not wait. Each factory raises RelayError for settings that no client can
+use. `require_broker` asks the cluster for its metadata, and raises a RelayError that names the address and the cause if
+there is no answer.
 
 Each factory takes `options`: librdkafka settings that override ours for one client. Only one thread may poll a
 client.
@@ -14,8 +16,8 @@ import enum
 import re
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, ClusterMetadata
@@ -26,6 +28,8 @@ from relaygr.kafka.settings import Acks, GroupProtocol, KafkaSettings, SecurityP
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE
 
+C = TypeVar("C")
+
 Options = Mapping[str, Any]
 
 PARTITIONER: Final = "murmur2_random"
@@ -35,6 +39,10 @@ ASSIGNOR: Final = "range"
 LARGEST_MESSAGE_BYTES: Final = max(spec.max_message_bytes for spec in CATALOGUE.values())
 LARGEST_QUEUE_BYTES: Final = 16 * 1024 * 1024
 """Bound on a client's own queue, sent or received: three messages of the largest size."""
+MOST_QUEUED: Final = 10_000
+"""Bound on the messages that wait in a producer."""
+DURABLE_S: Final = 30
+"""How long a durable message may wait for its delivery."""
 
 
 class ProducerKind(enum.StrEnum):
@@ -45,7 +53,8 @@ class ProducerKind(enum.StrEnum):
     PREINFER = "preinfer"
     """Pre-infer jobs: they are useless after the ranking request, which is seconds away at most."""
     DURABLE = "durable"
-    """Retrieval events, histories, dead letters: no message is lost or written twice."""
+    """Retrieval events, histories, dead letters: no message is lost or written twice. `relaygr.kafka.durable` replaces
+    the client after a fatal error."""
 
 
 _COMMON: Final[dict[str, Any]] = {
@@ -56,6 +65,9 @@ _COMMON: Final[dict[str, Any]] = {
     # The first reconnect comes soon; later ones do not overload the broker.
     "reconnect.backoff.ms": 50,
     "reconnect.backoff.max.ms": 1000,
+    # With sparse connections, librdkafka forgets the back-off while no broker is connected: a gateway made 190
+    # connections a second to a port that accepts and closes, and makes 20 now.
+    "enable.sparse.connections": False,
     # After all connections were lost, the first success comes after 7 to 245 ms instead of a second.
     "topic.metadata.refresh.interval.ms": 200,
     # Only `relaygr topics create` creates topics, with their retention and partition counts.
@@ -71,7 +83,7 @@ _PRODUCER: Final[dict[str, Any]] = {
     # librdkafka's default of 1 MB would refuse long histories.
     "message.max.bytes": LARGEST_MESSAGE_BYTES,
     # Bounds the messages that wait while the broker is away.
-    "queue.buffering.max.messages": 10_000,
+    "queue.buffering.max.messages": MOST_QUEUED,
     "queue.buffering.max.kbytes": LARGEST_QUEUE_BYTES // 1024,
     "retry.backoff.ms": 20,
     # An unknown topic is reported at once; by default librdkafka waits 30 s for it to appear.
@@ -80,12 +92,12 @@ _PRODUCER: Final[dict[str, Any]] = {
 
 QUICK_RECONNECT: Final[dict[str, Any]] = {
     # For clients on the path of a ranking request: a connection lost for 150 ms must not cost a budget of 300 ms.
-    # librdkafka tries again after these times with a jitter of -25 to +50 %.
+    # librdkafka tries again after these times with a jitter of -25 to +50 %, and doubles the time for each failure.
     "reconnect.backoff.ms": 10,
-    "reconnect.backoff.max.ms": 50,
+    "reconnect.backoff.max.ms": 100,
     # With no connection left, librdkafka forgets all brokers, and needs their metadata before it sends again. Measured
-    # from the loss of 150 ms to the result: 170 to 210 ms, and 310 to 600 ms with a refresh every 200 ms. It costs
-    # 20 small requests a second for each client.
+    # with reconnects every 50 ms from the loss of 150 ms to the result: 170 to 210 ms, and 310 to 600 ms with a refresh
+    # every 200 ms. It costs 20 small requests a second for each client.
     "topic.metadata.refresh.interval.ms": 50,
 }
 
@@ -96,7 +108,12 @@ _BY_KIND: Final[dict[ProducerKind, dict[str, Any]]] = {
     ProducerKind.LATENCY: {"linger.ms": 0, "max.in.flight": 2, "message.timeout.ms": 500, **QUICK_RECONNECT},
     ProducerKind.PREINFER: {"linger.ms": 0, "message.timeout.ms": 5000},
     # With a shorter time-out an idempotent producer left duplicates in the log after a broker died.
-    ProducerKind.DURABLE: {"linger.ms": 0, "acks": "all", "enable.idempotence": True, "message.timeout.ms": 30_000},
+    ProducerKind.DURABLE: {
+        "linger.ms": 0,
+        "acks": "all",
+        "enable.idempotence": True,
+        "message.timeout.ms": DURABLE_S * 1000,
+    },
 }
 
 _CONSUMER: Final[dict[str, Any]] = {
@@ -111,13 +128,19 @@ _CONSUMER: Final[dict[str, Any]] = {
     "queued.max.messages.kbytes": LARGEST_QUEUE_BYTES // 1024,
     # Leaves room for a message of the largest size.
     "fetch.max.bytes": max(LARGEST_MESSAGE_BYTES, 16 * 1024 * 1024),
+    # A job or a request is useless once a transaction ends.
     "isolation.level": "read_uncommitted",
 }
+
+READ_COMMITTED: Final[dict[str, Any]] = {"isolation.level": "read_committed"}
+"""For readers of histories and behaviours, which pipelines may write in transactions."""
 
 _GROUP: Final[dict[str, Any]] = {
     **QUICK_RECONNECT,
     # The consumer loop stores offsets itself: the watermark of finished messages.
     "enable.auto.offset.store": False,
+    # Not every offset holds a message, so offsets alone do not show that everything was read.
+    "enable.partition.eof": True,
     "auto.commit.interval.ms": 1000,
 }
 
@@ -148,7 +171,7 @@ def make_producer(
 ) -> Producer:
     """A producer. The caller polls it, and flushes it with a time-out before it exits."""
     acks = {"acks": "1" if kafka.request_acks is Acks.LEADER else "all"}
-    return Producer(_config(kafka, client_id, on_error, _PRODUCER, acks, _BY_KIND[kind], options))
+    return _made(Producer, _config(kafka, client_id, on_error, _PRODUCER, acks, _BY_KIND[kind], options))
 
 
 def make_group_consumer(
@@ -175,7 +198,7 @@ def make_group_consumer(
                 f"{name}={config[name]} could give a user's pre-infer jobs and ranking requests to different "
                 f"workers: leave it at {assignor}, or set `affinity`"
             )
-    return Consumer(config)
+    return _made(Consumer, config)
 
 
 def make_assigned_consumer(
@@ -184,7 +207,7 @@ def make_assigned_consumer(
     """A consumer for `assign()`. It joins no group and commits no offsets; the caller gives each partition's offset."""
     config = _config(kafka, client_id, on_error, _consumer(kafka.fetch_wait_max_ms), _ASSIGNED, options)
     config["group.id"] = kafka.unjoined_group
-    return Consumer(config)
+    return _made(Consumer, config)
 
 
 def asking_fetch_wait_ms(kafka: KafkaSettings) -> int:
@@ -200,7 +223,7 @@ def make_admin(
     kafka: KafkaSettings, client_id: str, on_error: ErrorCallback | None = None, options: Options | None = None
 ) -> AdminClient:
     """An admin client. Each of its calls takes a time-out. `options`: librdkafka's, which override ours."""
-    return AdminClient(_config(kafka, client_id, on_error, options))
+    return _made(AdminClient, _config(kafka, client_id, on_error, options))
 
 
 def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None) -> ClusterMetadata:
@@ -210,10 +233,7 @@ def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None
     early once `stopping` is set.
     """
     errors = ClientErrors("relaygr-connect", quiet=True)
-    try:
-        admin = AdminClient(_config(kafka, "relaygr-connect", errors))
-    except KafkaException as error:
-        raise RelayError(f"The settings for Kafka are invalid: {error.args[0].str()}. Check `security`") from error
+    admin = _made(AdminClient, _config(kafka, "relaygr-connect", errors))
     started_s = time.monotonic()
     while True:
         left_s = kafka.connect_timeout_s - (time.monotonic() - started_s)
@@ -245,6 +265,13 @@ def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, ela
     elif error.code() in PERMANENT or _ABOUT_SECURITY.search(cause):
         advice = f"Check `security`: its protocol is {kafka.security.protocol}"
     return f"Kafka at {kafka.bootstrap} cannot be reached: {cause}. {advice}"
+
+
+def _made(kind: Callable[[dict[str, Any]], C], config: dict[str, Any]) -> C:
+    try:
+        return kind(config)
+    except KafkaException as error:
+        raise RelayError(f"The settings for Kafka are invalid: {error.args[0].str()}. Check `security`") from error
 
 
 def _consumer(fetch_wait_ms: int) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from hashlib import blake2b
 from typing import Any, Final, Protocol
 
 import structlog
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message
 from prometheus_client import Counter
 
-from relaygr.kafka.client_errors import why_undelivered
-from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.client_errors import NoteError, no_note, why_undelivered
+from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock, SystemClock
@@ -83,17 +83,17 @@ class RawMessage(Protocol):
 class DeadLetterWriter:
     """Writes dead letters with a durable producer of its own. Only one thread may use it.
 
-    The producer, with its threads, is made for the first dead letter: most processes never write one. The owner calls
-    `poll` often: `poll` and `flush` call `on_done`.
+    The producer's client is made for the first dead letter, on another thread: most processes never write one. The
+    owner calls `poll` often: `poll` and `flush` call `on_done`.
     """
 
-    def __init__(self, kafka: KafkaSettings, client_id: str, clock: Clock | None = None) -> None:
-        self._kafka = kafka
-        self._client_id = f"{client_id}-dead-letters"
+    def __init__(
+        self, kafka: KafkaSettings, client_id: str, clock: Clock | None = None, note_error: NoteError = no_note
+    ) -> None:
         self._topic = kafka.topic(Topic.DEAD_LETTERS)
         self._clock = clock or SystemClock()
         self._with_bodies = kafka.dead_letter_bodies
-        self._producer: Producer | None = None
+        self._producer = DurableProducer(kafka, f"{client_id}-dead-letters", note_error=note_error)
 
     def write(self, message: RawMessage, reason: str, detail: str, on_done: OnDone | None = None) -> None:
         """Writes `message` to the dead letters, whatever it contains.
@@ -110,7 +110,7 @@ class DeadLetterWriter:
             key, value = None, None
             headers = [*_digest_of(message.value()), *_origin_of(message, reason, detail, now_us)]
 
-        def delivered(error: KafkaError | None, _message: Message) -> None:
+        def delivered(error: KafkaError | None, _message: Message | None) -> None:
             if error is None:
                 _COUNTED.labels(topic=origin, reason=reason).inc()
             else:
@@ -118,23 +118,25 @@ class DeadLetterWriter:
             if on_done is not None:
                 on_done(error is None)
 
-        if self._producer is None:
-            self._producer = make_producer(self._kafka, ProducerKind.DURABLE, self._client_id)
         try:
-            self._producer.produce(self._topic, value=value, key=key, headers=[*headers], on_delivery=delivered)
+            self._producer.produce(self._topic, value, key, delivered, headers)
         except (BufferError, KafkaException) as error:
             # The queue is full because the broker is away, or the message is too large for the topic.
             _log.error("a dead letter was not written", topic=origin, reason=reason, error=str(error))
             if on_done is not None:
                 on_done(False)
 
+    def renew(self) -> None:
+        """Makes a client that reads the files of `security` again, unless there is none yet."""
+        self._producer.renew()
+
     def poll(self, timeout_s: float = 0.0) -> int:
         """Serves delivery reports. Returns their number."""
-        return self._producer.poll(timeout_s) if self._producer is not None else 0
+        return self._producer.poll(timeout_s)
 
     def flush(self, timeout_s: float) -> int:
         """Waits for undelivered dead letters. Returns how many are left."""
-        return self._producer.flush(timeout_s) if self._producer is not None else 0
+        return self._producer.flush(timeout_s)
 
 
 def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: int) -> Headers:

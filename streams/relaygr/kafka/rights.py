@@ -4,11 +4,13 @@ In Kafka, Read, Write and Delete include Describe, and Write on a topic is enoug
 no rights on the topics of other roles.
 
 `missing_rights` asks the brokers which operations this user may do. An authorization error in the middle of the work
-says less, and comes later: a worker that may not read histories would run and answer without them.
+says less, and comes later: a worker that may not read histories would run and answer without them. The check is a
+courtesy: where the process that asks cannot start, `require_rights` warns, and the caller goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections.abc import Collection, Sequence
@@ -16,14 +18,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
+import structlog
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient
 
-from relaygr.kafka.admin_process import AdminProcess, ask
-from relaygr.kafka.client_errors import NO_COORDINATOR_YET
+from relaygr.kafka.admin_process import AdminProcess, CannotStart
+from relaygr.kafka.client_errors import NO_COORDINATOR
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
+
+_log = structlog.get_logger()
 
 
 class Role(enum.StrEnum):
@@ -56,6 +61,8 @@ class Right:
     operations: tuple[str, ...]
 
 
+START_OF_CHECK_S: Final = 10.0
+"""How long a start waits for the process that asks, since the answers are a courtesy."""
 _COORDINATOR_RETRY_S: Final = 0.1
 _ABSENT: Final = frozenset((KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.GROUP_ID_NOT_FOUND))
 _OPERATIONS: Final = {
@@ -134,16 +141,18 @@ def missing_rights(kafka: KafkaSettings, role: Role, admin: AdminProcess | None 
     """A sentence for each right that this user lacks. Topics and groups that do not exist are left out.
 
     Not for librdkafka's embedded cluster. `admin`: the process that asks; none: one for this call. Raises RelayError
-    without an answer.
+    without an answer, CannotStart if the process cannot start.
     """
     rights = rights_of(role, kafka)
     # Topics, groups, and the wait for their coordinators.
     timeout_s = (2 + len(rights)) * kafka.connect_timeout_s
     try:
-        if admin is not None:
+        with contextlib.ExitStack() as own:
+            if admin is None:
+                admin = own.enter_context(AdminProcess(kafka, f"relaygr-{role}-rights", START_OF_CHECK_S))
             allowed = admin.call(timeout_s, _allowed, rights, kafka.connect_timeout_s)
-        else:
-            allowed = ask(kafka, f"relaygr-{role}-rights", timeout_s, _allowed, rights, kafka.connect_timeout_s)
+    except CannotStart:
+        raise
     except KafkaException as error:
         raise RelayError(
             f"Kafka at {kafka.bootstrap} does not answer a question about rights: {error.args[0].str()}"
@@ -159,14 +168,14 @@ def missing_rights(kafka: KafkaSettings, role: Role, admin: AdminProcess | None 
 
 def require_rights(kafka: KafkaSettings, role: Role, admin: AdminProcess | None = None) -> None:
     """Raises RelayError that names each right that this user lacks."""
-    missing = missing_rights(kafka, role, admin)
+    try:
+        missing = missing_rights(kafka, role, admin)
+    except CannotStart as error:
+        _log.warning("rights were not checked", role=role.value, cause=error.args[0].str())
+        return
     if missing:
         command = f"relaygr topics acls --role {role}"
         raise RelayError(f"{'; '.join(missing)}. `{command}` prints the commands that grant it.")
-
-
-class _NoCoordinatorError(Exception):
-    """No broker coordinates the group yet."""
 
 
 def _allowed(admin: AdminClient, rights: Sequence[Right], timeout_s: float) -> list[frozenset[str] | None]:
@@ -188,8 +197,10 @@ def _allowed(admin: AdminClient, rights: Sequence[Right], timeout_s: float) -> l
             try:
                 allowed.append(_operations(answer, timeout_s))
                 break
-            except _NoCoordinatorError:
-                # The first group of a new cluster: its coordinator is there soon.
+            except KafkaException as error:
+                if error.args[0].code() not in NO_COORDINATOR:
+                    raise
+                # The first group of a new cluster: its coordinator is there soon. Or the coordinator is away.
                 if time.monotonic() >= ends_s:
                     allowed.append(None)
                     break
@@ -206,7 +217,5 @@ def _operations(answer: Future[Any], timeout_s: float) -> frozenset[str] | None:
             return frozenset()
         if code in _ABSENT:
             return None
-        if code in NO_COORDINATOR_YET:
-            raise _NoCoordinatorError from error
         raise
     return None if found is None else frozenset(name for name, each in _OPERATIONS.items() if each in found)

@@ -1,13 +1,14 @@
 """Translates the settings section `security` for librdkafka.
 
-Passwords and tokens in files are read when a client is made. librdkafka asks for a new token before the old one
-expires.
+Certificates, keys and passwords in files are read when a client is made: `SecurityFiles` says that they have changed
+since. librdkafka asks for a new token before the old one expires.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,27 @@ def librdkafka_security(security: Security) -> dict[str, Any]:
         "sasl.username": security.sasl_username,
         "sasl.password": password_of(security),
     }
+
+
+class SecurityFiles:
+    """The files that a client reads only when it is made."""
+
+    def __init__(self, security: Security) -> None:
+        """Reads them. Make it before the clients."""
+        files = (security.ca_file, security.certificate_file, security.key_file, security.sasl_password_file)
+        self.paths = tuple(path for path in files if path is not None)
+        self._digest = self._read()
+
+    def changed(self) -> bool:
+        """Whether a file has another content now. Reads them all; a file that is missing is being replaced."""
+        digest = self._read()
+        return digest is not None and digest != self._digest
+
+    def _read(self) -> bytes | None:
+        try:
+            return b"".join(blake2b(path.read_bytes()).digest() for path in self.paths)
+        except OSError:
+            return None
 
 
 def read_token(path: Path) -> tuple[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from relaygr.runtime.settings import Section
 from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, TopicSpec, check_prefix
@@ -134,6 +134,19 @@ class Acks(enum.StrEnum):
     """All replicas in sync."""
 
 
+def _as_kafka_writes_it(value: object) -> object:
+    if isinstance(value, bool):
+        return str(value).lower()
+    # Helm writes large whole numbers with an exponent.
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return str(int(value))
+    return str(value) if isinstance(value, float) else value
+
+
+TopicSetting = Annotated[str | None, BeforeValidator(_as_kafka_writes_it)]
+_FIXED: Final = "cleanup.policy"
+
+
 class KafkaSettings(Section):
     """The Kafka cluster and its clients. The root settings inherit these fields."""
 
@@ -207,6 +220,11 @@ class KafkaSettings(Section):
             description="how often Kafka clients report round trips, queues and retries as metrics; 0: never",
         ),
     ] = 15_000
+    topic_settings: dict[Topic, dict[str, TopicSetting]] = Field(
+        {},
+        description="settings of topics by Kafka's names, for a cluster that refuses ours, such as "
+        "`{workers: {segment.bytes: 52428800}}`; null: neither set nor checked",
+    )
     dead_letter_bodies: bool = Field(
         False,
         description="dead letters hold key, value and headers of the original message; "
@@ -229,6 +247,13 @@ class KafkaSettings(Section):
                 raise ValueError(f"{address!r} is not an address: use HOST:PORT[,HOST:PORT...] without a protocol")
         return ",".join(addresses)
 
+    @field_validator("topic_settings")
+    @classmethod
+    def _cleanup_stays(cls, value: dict[Topic, dict[str, TopicSetting]]) -> dict[Topic, dict[str, TopicSetting]]:
+        if any(_FIXED in own for own in value.values()):
+            raise ValueError(f"{_FIXED} cannot be changed: with another one histories or statuses would be lost")
+        return value
+
     @model_validator(mode="after")
     def _heartbeats_fit_the_session(self) -> Self:
         if self.heartbeat_interval_ms >= self.session_timeout_ms:
@@ -250,7 +275,9 @@ class KafkaSettings(Section):
     def topic_config(self, topic: Topic, replicas: int | None = None) -> dict[str, str]:
         """The settings that a topic should have, by Kafka's names. `replicas`: its real number of replicas."""
         wanted = self.min_insync_replicas or max(1, self.replication_factor - 1)
-        return CATALOGUE[topic].config(wanted if replicas is None else min(wanted, max(1, replicas)))
+        config = CATALOGUE[topic].config(wanted if replicas is None else min(wanted, max(1, replicas)))
+        merged = {**config, **self.topic_settings.get(topic, {})}
+        return {key: value for key, value in merged.items() if value is not None}
 
     def topic(self, topic: Topic) -> str:
         """The topic's full name."""

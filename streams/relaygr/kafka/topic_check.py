@@ -204,7 +204,8 @@ def _settings(name: str, all_wanted: Mapping[str, str], config: Mapping[str, str
         elif key == "cleanup.policy":
             severity = Severity.ERROR
         what = f"{name} has {key}={found}, expected {wanted}"
-        findings.append(Finding(severity, name, what, "run `relaygr topics create --repair`"))
+        mend = "run `relaygr topics create --repair`; if the cluster refuses the value, set another in `topic_settings`"
+        findings.append(Finding(severity, name, what, mend))
     return findings
 
 
@@ -214,7 +215,8 @@ def _durability(
     """Whether the topic accepts messages, also without one broker, and keeps what it acknowledged."""
     if _MIN_IN_SYNC not in config:
         return []
-    wanted, found, replicas = int(all_wanted[_MIN_IN_SYNC]), int(config[_MIN_IN_SYNC]), seen.replication_factor
+    found, replicas = int(config[_MIN_IN_SYNC]), seen.replication_factor
+    wanted = int(all_wanted.get(_MIN_IN_SYNC, found))
     set_to = f"{name} has {_MIN_IN_SYNC}={found}"
     if found > replicas:
         what = f"{set_to}, but {replicas} {'replica' if replicas == 1 else 'replicas'}: it refuses every message"

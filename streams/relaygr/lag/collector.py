@@ -8,7 +8,9 @@ The requests of a poll are made in a child process (`relaygr.kafka.admin_process
 process that makes them while the broker is away.
 
 librdkafka's embedded cluster has no DescribeGroups, so members and state are unknown there. A value of one group that
-cannot be read becomes a sentence in its `problems`; only a cluster that does not answer is an error.
+cannot be read becomes a sentence in its `problems`; only a cluster that does not answer is an error. The coordinator of
+one group can be away while the cluster answers: each group has a request of its own, and the next poll waits only
+`_UNANSWERED_TIMEOUT_S` for a group that had no answer in the last one.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from confluent_kafka.admin import (
 
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.kafka.admin import is_embedded
-from relaygr.kafka.admin_process import AdminProcess
-from relaygr.kafka.client_errors import NO_COORDINATOR_YET
+from relaygr.kafka.admin_process import AdminProcess, CannotStart
+from relaygr.kafka.client_errors import NO_COORDINATOR
 from relaygr.kafka.clients import make_assigned_consumer, require_broker
 from relaygr.kafka.rights import Role, missing_rights
 from relaygr.kafka.settings import KafkaSettings, SecurityProtocol
@@ -61,6 +63,7 @@ _CLIENT_ID: Final = "relaygr-lag"
 _COORDINATOR_RETRY_S: Final = 0.2
 _REQUESTS_IN_A_ROW: Final = 8
 """A poll waits for at most six requests, for the coordinator, and has some time for its own work."""
+_UNANSWERED_TIMEOUT_S: Final = 0.5
 _NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, owners and state are unknown"
 
 
@@ -84,6 +87,8 @@ class _GroupDescription:
     problem: str | None = None
     refused: bool = False
     """This user has no right to describe the group, so the group may exist."""
+    answered: bool = True
+    """Whether the group's coordinator answered. If not, the group may exist."""
 
 
 class LagCollector:
@@ -106,7 +111,7 @@ class LagCollector:
 
     def prepare(self) -> None:
         """Starts the child process, so that the first poll need not wait for its imports."""
-        with contextlib.suppress(OSError):  # The poll starts it again, and reports why it cannot.
+        with contextlib.suppress(CannotStart):  # The poll starts it again, and reports why it cannot.
             self._admin.start(__name__)
 
     def poll(self) -> Snapshot:
@@ -121,10 +126,21 @@ class LagCollector:
                     for sentence in missing_rights(self._kafka, Role.LAG, self._admin):
                         log.warning("the lag of some partitions cannot be measured", cause=sentence)
                 self._connected = True
-            snapshot = self._admin.call(_REQUESTS_IN_A_ROW * self._settings.request_timeout_s, self._poll.ask)
+            snapshot = self._ask()
         except (KafkaException, OSError) as error:
             raise self._no_answer(error) from error
+        self._poll.remember(snapshot)
         return replace(snapshot, polled_at_us=self._clock.monotonic_us(), wall_us=self._clock.wall_us())
+
+    def _ask(self) -> Snapshot:
+        timeout_s = _REQUESTS_IN_A_ROW * self._settings.request_timeout_s
+        try:
+            return self._admin.call(timeout_s, self._poll.ask)
+        except KafkaException as error:
+            # librdkafka can abort the child while a broker is away. Then another child asks.
+            if error.args[0].code() != KafkaError._FAIL:
+                raise
+        return self._admin.call(timeout_s, self._poll.ask)
 
     def record_timestamps(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
         """Partition -> (requested offset, timestamp in ms of the first record from that offset on).
@@ -184,19 +200,16 @@ class _GroupPoll:
         self._ours = group_topics(kafka)
         self._patterns = patterns or (f"{kafka.group_prefix}.*",)
         self._explicit = {pattern for pattern in patterns if not any(mark in pattern for mark in "*?[")}
+        self._seen: set[str] = set()
+        self._unanswered: set[str] = set()
+
+    def remember(self, snapshot: Snapshot) -> None:
+        """Keeps the groups of a poll: the broker that lists a group may be away at the next one."""
+        self._seen = {group.group for group in snapshot.groups}
+        self._unanswered = {group.group for group in snapshot.groups if not group.answered}
 
     def ask(self, admin: AdminClient) -> Snapshot:
-        """Raises KafkaException or TimeoutError without an answer."""
-        ends_s = time.monotonic() + self._settings.request_timeout_s
-        while True:
-            try:
-                return self._ask(admin)
-            except KafkaException as error:
-                if error.args[0].code() not in NO_COORDINATOR_YET or time.monotonic() >= ends_s:
-                    raise
-            time.sleep(_COORDINATOR_RETRY_S)
-
-    def _ask(self, admin: AdminClient) -> Snapshot:
+        """Raises KafkaException or TimeoutError without an answer of the cluster."""
         timeout_s = self._settings.request_timeout_s
         # Requests that do not depend on each other are under way at the same time.
         listing = admin.list_consumer_groups(request_timeout=timeout_s)
@@ -204,8 +217,9 @@ class _GroupPoll:
         groups = self._groups(listing)
         # Not at the same time: while a group has no coordinator yet, a request for its offsets can crash the process.
         described = self._describe(admin, groups)
-        asked = {group: self._ask_committed(admin, cluster, group) for group in groups}
+        asked = {group: self._ask_committed(admin, cluster, group) for group in groups if described[group].answered}
         committed = {group: _committed(future) for group, future in asked.items()}
+        committed |= {group: ({}, described[group].problem) for group in groups if group not in asked}
         known = {group for group in groups if _is_known(described[group], committed[group][0])}
         known |= {group for group in groups if committed[group][1] is not None}
         shown = [group for group in groups if group in known or group in self._explicit]
@@ -229,7 +243,7 @@ class _GroupPoll:
         snapshots = []
         for group, (partitions, gone) in sorted(wanted.items()):
             offsets, problem = committed[group]
-            problems = [text for text in (described[group].problem, problem) if text is not None]
+            problems = [text for text in dict.fromkeys((described[group].problem, problem)) if text is not None]
             if group not in known:
                 waits = ", and messages wait for it" if partitions else ""
                 problems.append(f"The group has no member and no commit{waits}")
@@ -248,6 +262,7 @@ class _GroupPoll:
                         PartitionOffsets(tp, offsets.get(tp), ends.get(tp), starts.get(tp)) for tp in partitions
                     ),
                     problems=tuple(problems),
+                    answered=described[group].answered,
                 )
             )
         return Snapshot(
@@ -258,7 +273,7 @@ class _GroupPoll:
         )
 
     def _groups(self, listing: Future[ListConsumerGroupsResult]) -> list[str]:
-        names = self._explicit | {name for name in self._ours if self._wanted(name)}
+        names = self._explicit | self._seen | {name for name in self._ours if self._wanted(name)}
         try:
             listed = _result(listing)
             names |= {group.group_id for group in listed.valid or () if self._wanted(group.group_id)}
@@ -271,10 +286,23 @@ class _GroupPoll:
         return any(fnmatch.fnmatchcase(group, pattern) for pattern in self._patterns)
 
     def _describe(self, admin: AdminClient, groups: Sequence[str]) -> dict[str, _GroupDescription]:
-        if not groups:
-            return {}
-        futures = admin.describe_consumer_groups(list(groups), request_timeout=self._settings.request_timeout_s)
-        return {group: _described(future) for group, future in futures.items()}
+        """Asks again while a cluster without any group creates its internal topic."""
+        described: dict[str, _GroupDescription] = {}
+        left, ends_s = list(groups), time.monotonic() + self._settings.request_timeout_s
+        while True:
+            # A request for several groups would end with the slowest coordinator.
+            asked = {group: self._ask_description(admin, group) for group in left}
+            described |= {group: _described(future) for group, future in asked.items()}
+            left = [group for group in left if not described[group].answered and group not in self._unanswered]
+            if not left or time.monotonic() >= ends_s:
+                return described
+            time.sleep(_COORDINATOR_RETRY_S)
+
+    def _ask_description(self, admin: AdminClient, group: str) -> Future[ConsumerGroupDescription]:
+        timeout_s = self._settings.request_timeout_s
+        if group in self._unanswered:
+            timeout_s = min(timeout_s, _UNANSWERED_TIMEOUT_S)
+        return admin.describe_consumer_groups([group], request_timeout=timeout_s)[group]
 
     def _ask_committed(
         self, admin: AdminClient, cluster: ClusterMetadata, group: str
@@ -314,8 +342,6 @@ class _GroupPoll:
         last = admin.list_offsets(dict.fromkeys(places, latest), request_timeout=timeout_s)
         starts, _ = _offsets_of(first)
         ends, failures = _offsets_of(last)
-        if not ends:
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, next(iter(failures.values()))))
         return ends, starts, failures
 
 
@@ -345,7 +371,7 @@ def _described(future: Future[ConsumerGroupDescription]) -> _GroupDescription:
         if code == KafkaError.GROUP_AUTHORIZATION_FAILED:
             problem = "This user may not see the members of the group: grant it the right to describe the group"
             return _GroupDescription(problem=problem, refused=True)
-        raise
+        return _GroupDescription(problem=_not_answered(error), answered=False)
     members = tuple(
         GroupMember(
             member_id=member.member_id,
@@ -372,12 +398,20 @@ def _committed(future: Future[ConsumerGroupTopicPartitions]) -> tuple[dict[Topic
             return {}, None
         if error.args[0].code() in (KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED):
             return {}, f"This user may not read the offsets of the group: {error.args[0].str()}"
-        raise
+        return {}, _not_answered(error)
     return {
         TopicPartition(tp.topic, tp.partition): tp.offset
         for tp in answer.topic_partitions or ()
         if tp.error is None and tp.offset >= 0
     }, None
+
+
+def _not_answered(error: KafkaException) -> str:
+    cause = error.args[0].str()
+    if error.args[0].code() not in NO_COORDINATOR:
+        return f"Kafka does not tell the state of the group: {cause}"
+    remedy = "start the broker that is away, and give __consumer_offsets more replicas"
+    return f"The coordinator of the group does not answer ({cause}): {remedy}"
 
 
 def _is_known(described: _GroupDescription, offsets: Mapping[TopicPartition, int]) -> bool:

@@ -1,8 +1,8 @@
 """The last lag report as Prometheus metrics. A scrape sends no request to Kafka.
 
 The metrics have the names and labels of kafka-lag-exporter, which public dashboards use; additional ones begin with
-`relaygr_lag_`. A report older than `max_age_s` is not exported, because constant values would look like a stalled
-group.
+`relaygr_lag_`. A figure that is unknown is not exported, because 0 would look like a group that keeps up. A report
+older than `max_age_s` is not exported, because constant values would look like a stalled group.
 """
 
 from __future__ import annotations
@@ -121,14 +121,15 @@ def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
     starts: dict[tuple[str, int], int] = {}
     for group in report.groups:
         labels = [cluster, group.group]
-        max_lag.add_metric(labels, group.max_lag)
-        sum_lag.add_metric(labels, group.lag)
-        split.add_metric(labels, len(group.owner_split))
-        without.add_metric(labels, group.without_commit)
+        if group.max_lag is not None and group.lag is not None:
+            max_lag.add_metric(labels, group.max_lag)
+            sum_lag.add_metric(labels, group.lag)
+            without.add_metric(labels, group.without_commit)
         if group.max_time_lag is not None:
             max_seconds.add_metric(labels, group.max_time_lag.seconds)
         if group.members is not None:
             members.add_metric(labels, group.members)
+            split.add_metric(labels, len(group.owner_split))
         for name in LagStatus:
             status.add_metric([*labels, name.value], int(group.status is name))
         for topic, messages in _by_topic(group).items():

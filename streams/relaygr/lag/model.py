@@ -36,9 +36,18 @@ class PartitionOffsets:
     start: int | None = None
 
     @property
+    def is_beyond_end(self) -> bool:
+        """Whether the commit is that of another log: the topic was deleted and created again, or truncated."""
+        return self.committed is not None and self.end is not None and self.committed > self.end
+
+    @property
     def position(self) -> int | None:
         """The offset of the next message that the group can read; None without a commit."""
-        return None if self.committed is None else max(self.committed, self.start or 0)
+        if self.committed is None:
+            return None
+        if self.is_beyond_end:
+            return self.end if self.start is None else self.start
+        return max(self.committed, self.start or 0)
 
     @property
     def lag(self) -> int | None:
@@ -75,6 +84,8 @@ class GroupSnapshot:
     partitions: tuple[PartitionOffsets, ...]
     problems: tuple[str, ...] = ()
     """Sentences about values that could not be read."""
+    answered: bool = True
+    """Whether the group's coordinator answered; without it there are no partitions and no members."""
 
     @property
     def stable(self) -> bool:
@@ -83,6 +94,12 @@ class GroupSnapshot:
 
     def owner(self, tp: TopicPartition) -> GroupMember | None:
         return next((member for member in self.members or () if tp in member.partitions), None)
+
+    def is_owned(self, tp: TopicPartition) -> bool | None:
+        """Whether a member owns the partition; None if the members are unknown, or during a rebalance."""
+        if self.members is None or (self.members and not self.stable):
+            return None
+        return self.owner(tp) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,18 @@ Lag in seconds is the time for which the next message of a group has been waitin
 * `interpolated`: the time at which the end of the log passed the committed offset, interpolated between two polls. It
   needs no read and only our own clock. The error is less than one poll interval.
 * `record`: the timestamp of the message at the committed offset, read once and compared with our wall clock. The error
-  is the difference between our clock and the producer's.
+  is the difference between our clock and the producer's. A timestamp that cannot be true gives no lag in seconds.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relaygr.consumer.watermark import TopicPartition
+from relaygr.kafka.record_time import is_record_time
 from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot, owner_split
 from relaygr.lag.settings import LagSettings
 from relaygr.lag.status import LagSample, LagStatus, cadence_polls, evaluate, worst
@@ -79,9 +80,17 @@ class EndOffsets:
         return TimeLag(max(0.0, (now_us - arrived_us) / 1e6), TimeLagSource.INTERPOLATED)
 
 
-def record_time_lag(wall_us: int, timestamp_ms: int) -> TimeLag:
-    """The lag since the timestamp of a record."""
+def record_time_lag(wall_us: int, timestamp_ms: int) -> TimeLag | None:
+    """The lag since the timestamp of a record; None if the timestamp cannot be true."""
+    if not is_record_time(timestamp_ms, wall_us // 1000):
+        return None
     return TimeLag(max(0.0, (wall_us - timestamp_ms * 1000) / 1e6), TimeLagSource.RECORD)
+
+
+def _longest(times: Sequence[TimeLag | None]) -> TimeLag | None:
+    """None if one is unknown: the others can be zero while messages wait."""
+    known = [time for time in times if time is not None]
+    return max(known, key=lambda time: time.seconds, default=None) if len(known) == len(times) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ class PartitionReport:
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """One group. `lag` is the sum over its partitions, `max_lag` and `max_time_lag` are their maxima."""
+    """One group. `lag` is the sum over its partitions, `max_lag` and `max_time_lag` are their maxima; None: unknown."""
 
     group: str
     state: str
@@ -114,9 +123,10 @@ class GroupReport:
     assignor: str
     members: int | None
     """None if the cluster does not report members."""
-    lag: int
-    max_lag: int
+    lag: int | None
+    max_lag: int | None
     max_time_lag: TimeLag | None
+    """None also if the lag in seconds of one partition that is behind is unknown."""
     without_commit: int
     owner_split: tuple[int, ...]
     status: LagStatus
@@ -168,7 +178,10 @@ class LagTracker:
                 history = self._histories.get(key)
                 if history is None:
                     history = self._histories[key] = deque(maxlen=self._settings.window_polls)
-                history.append(LagSample(offsets.committed, offsets.lag, offsets.unread))
+                is_owned = group.is_owned(offsets.tp)
+                history.append(
+                    LagSample(offsets.committed, offsets.lag, offsets.unread, is_owned, offsets.is_beyond_end)
+                )
                 positions.add((offsets.tp, offsets.position))
                 if offsets.end is not None:
                     logs[offsets.tp] = max(offsets.end, logs.get(offsets.tp, 0))
@@ -204,7 +217,10 @@ class LagTracker:
     def _group(self, snapshot: Snapshot, group: GroupSnapshot) -> GroupReport:
         partitions = tuple(self._partition(snapshot, group, offsets) for offsets in group.partitions)
         lags = [row.lag for row in partitions if row.lag is not None]
-        times = [row.time_lag for row in partitions if row.time_lag is not None]
+        times = [row.time_lag for row in partitions if row.committed is not None]
+        status = worst(row.status for row in partitions)
+        # A group that could not be measured has no figures. One without commits has no lag.
+        is_measured = bool(lags) or status is not LagStatus.UNKNOWN
         split = owner_split(group, self._co_partitioned.get(group.group, ()))
         return GroupReport(
             group=group.group,
@@ -212,20 +228,18 @@ class LagTracker:
             protocol=group.protocol,
             assignor=group.assignor,
             members=None if group.members is None else len(group.members),
-            lag=sum(lags),
-            max_lag=max(lags, default=0),
-            max_time_lag=max(times, key=lambda time: time.seconds, default=None),
+            lag=sum(lags) if is_measured else None,
+            max_lag=max(lags, default=0) if is_measured else None,
+            max_time_lag=_longest(times),
             without_commit=sum(row.committed is None for row in partitions),
             owner_split=tuple(sorted(split)),
-            status=worst(row.status for row in partitions),
+            status=status,
             problems=group.problems,
             partitions=partitions,
             lost=sum(row.lost for row in partitions),
         )
 
     def _partition(self, snapshot: Snapshot, group: GroupSnapshot, offsets: PartitionOffsets) -> PartitionReport:
-        owner = group.owner(offsets.tp)
-        owned = None if group.members is None or not (group.stable or not group.members) else owner is not None
         return PartitionReport(
             topic=offsets.tp.topic,
             partition=offsets.tp.partition,
@@ -233,12 +247,11 @@ class LagTracker:
             end=offsets.end,
             lag=offsets.lag,
             time_lag=self._time_lag(snapshot, offsets),
-            owner=owner,
+            owner=group.owner(offsets.tp),
             status=evaluate(
                 self._histories[(group.group, offsets.tp)],
                 self._settings.window_polls,
                 self._settings.ok_messages,
-                owned,
                 cadence_polls(self._settings.interval_s),
             ),
             start=offsets.start,

@@ -29,26 +29,28 @@ class SystemClock:
 class ManualClock:
     """A clock that moves only when it is told to, for tests and simulation."""
 
+    __slots__ = ("_ahead_us", "now_us")
+
     def __init__(self, monotonic_us: int = 0, wall_us: int = 1_700_000_000_000_000) -> None:
-        self._monotonic_us = monotonic_us
-        self._wall_us = wall_us
+        self.now_us = monotonic_us
+        """The monotonic time. Setting it moves both clocks."""
+        self._ahead_us = wall_us - monotonic_us
 
     def monotonic_us(self) -> int:
-        return self._monotonic_us
+        return self.now_us
 
     def wall_us(self) -> int:
-        return self._wall_us
+        return self.now_us + self._ahead_us
 
     def advance_us(self, duration_us: int) -> None:
         """Moves both clocks forward. Raises ValueError for a negative duration."""
         if duration_us < 0:
             raise ValueError("time does not go back")
-        self._monotonic_us += duration_us
-        self._wall_us += duration_us
+        self.now_us += duration_us
 
     def set_back_us(self, step_us: int) -> None:
         """Sets the wall clock back. The monotonic clock stays."""
-        self._wall_us -= step_us
+        self._ahead_us -= step_us
 
 
 LATENCY_BUCKETS_S: Final = (

@@ -1,8 +1,9 @@
-"""An HTTP server on a daemon thread with its own event loop. It installs no signal handler.
+"""HTTP servers of uvicorn whose connections are bounded. `HttpServer` runs one on a thread with its own event loop.
 
-Every connection is closed `connection_s` after it was opened, whatever it waits for: a client that sends nothing, sends
-slowly or does not read its response. If more than `max_connections` are open, the oldest one is closed. So no number of
-idle connections keeps a request from its answer.
+A connection is closed if it waits longer than `wait_s` for a request, for the rest of one, or for its peer to read the
+answer. If more than `max_connections` are open, the one that has waited longest is closed. So no number of idle
+connections keeps a request from its answer. Bytes that come now and then do not extend a wait; uvicorn itself bounds
+only the wait after an answer.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import errno
 import socket
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from relaygr.runtime.errors import RelayError
 
 BACKLOG = 128
 """Connections accepted at once. A server allows more than these, so that each is read before it can be the oldest."""
+MAX_HEAD_BYTES = 64 << 10
 STOP_TIMEOUT_S = 2.0
 
 
@@ -29,13 +32,127 @@ class ConnectionLimits:
     """The bounds on the connections of one server."""
 
     max_connections: int
-    connection_s: float
-    keep_alive: bool
+    wait_s: float
+    keep_alive: bool = True
     """False: a connection serves one request."""
 
 
+def server_config(app: ASGIApp, limits: ConnectionLimits, stop_timeout_s: int) -> uvicorn.Config:
+    """The options of a server. `stop_timeout_s`: how long a stop waits for requests that are being served."""
+    # A dict keeps the order in which they began to wait.
+    opened: dict[Connection, None] = {}
+
+    def connect(*arguments: Any, **options: Any) -> Connection:
+        return Connection(opened, limits, *arguments, **options)
+
+    return uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=connect,  # type: ignore[arg-type]
+        backlog=BACKLOG,
+        headers=[] if limits.keep_alive else [("connection", "close")],
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=max(1, round(limits.wait_s)),
+        timeout_graceful_shutdown=stop_timeout_s,
+    )
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, with a bound on its waits and on the head of a request."""
+
+    def __init__(
+        self, opened: dict[Connection, None], limits: ConnectionLimits, *arguments: Any, **options: Any
+    ) -> None:
+        """`opened`: the open connections of the server, in the order in which they began to wait."""
+        super().__init__(*arguments, **options)
+        self._opened = opened
+        self._limits = limits
+        self._head_bytes = 0
+        self._waiting_since_s = 0.0
+        self._unread_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request has been received and its answer is not complete."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # asyncio does not set it on connections of a listener that it has not made. Without it, the body of an answer
+        # waits 40 ms for the acknowledgement of the head.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._opened[self] = None
+        if len(self._opened) > self._limits.max_connections:
+            # Without one that waits, it is this one.
+            victim = next(each for each in self._opened if not each.is_serving)
+            del self._opened[victim]
+            victim.transport.abort()
+        self._begin_wait()
+        self._close_if_it_waits_too_long()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._opened.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # The parser keeps a head, and the trailer of a chunked body, of any length. A piece that completes it may hold
+        # the body too, so it counts after.
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+            return
+        self._head_bytes += len(data)
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        self._begin_wait()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._begin_wait()
+        super().on_response_complete()
+
+    def _begin_wait(self) -> None:
+        self._waiting_since_s = self.loop.time()
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        if self in self._opened:
+            self._opened[self] = self._opened.pop(self)
+
+    def _close_if_it_waits_too_long(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if (self.is_serving and not unread) or (unread and unread != self._unread_bytes):
+            self._waiting_since_s = self.loop.time()
+        self._unread_bytes = unread
+        left_s = self._waiting_since_s + self._limits.wait_s - self.loop.time()
+        if left_s <= 0:
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(left_s, self._close_if_it_waits_too_long)
+
+
 class HttpServer:
-    """Serves one application from `start` to `stop`."""
+    """Serves one application from `start` to `stop`, on a daemon thread. It installs no signal handler."""
 
     def __init__(self, name: str, host: str, port: int, app: ASGIApp, limits: ConnectionLimits) -> None:
         """`name` of the thread. `port` 0 takes any free port, which the property `port` returns after `start`."""
@@ -52,20 +169,7 @@ class HttpServer:
         """Binds the address and serves. Raises RelayError if the address cannot be bound."""
         self._listener = listen_on(self.host, self.port)
         self.port = self._listener.getsockname()[1]
-        config = uvicorn.Config(
-            self._app,
-            loop="asyncio",
-            http=_bounded(self._limits),
-            backlog=BACKLOG,
-            headers=[] if self._limits.keep_alive else [("connection", "close")],
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(server_config(self._app, self._limits, stop_timeout_s=1))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._listener]}, name=self._name, daemon=True
         )
@@ -80,31 +184,6 @@ class HttpServer:
         # uvicorn leaves the socket open if it had to abort connections.
         self._listener.close()
         self._server = self._thread = self._listener = None
-
-
-def _bounded(limits: ConnectionLimits) -> type[H11Protocol]:
-    """The connections of one server: uvicorn's, with a bounded life and a bounded number. uvicorn has no time-out for
-    a connection that has not sent its request.
-    """
-    # A dict keeps the order in which they were opened.
-    opened: dict[H11Protocol, asyncio.TimerHandle] = {}
-
-    class Connection(H11Protocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(opened) >= limits.max_connections:
-                oldest = next(iter(opened))
-                opened.pop(oldest).cancel()
-                oldest.transport.abort()
-            opened[self] = self.loop.call_later(limits.connection_s, transport.abort)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            timer = opened.pop(self, None)
-            if timer is not None:
-                timer.cancel()
-            super().connection_lost(exc)
-
-    return Connection
 
 
 def listen_on(host: str, port: int) -> socket.socket:

@@ -4,25 +4,44 @@ Lines are coloured text on a terminal and JSON elsewhere. The loggers of faust a
 handler. The handler limits repeated messages: during an outage a client library logs the same message thousands of
 times a second, so the handler writes a few of them and the number of the others.
 
+No thread waits for the reader of a pipe, a socket or a terminal: a thread of its own writes the lines there. If the
+reader does not keep up, lines are dropped, counted, and their number is written once there is room. A file is written
+at once. The end of the interpreter waits a bounded time for lines on their way; before `os._exit` call `close_logs`.
+
 `structlog.get_logger()` works before `configure_logging`, with structlog's own defaults.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import os
+import select
+import stat
 import sys
+import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, TextIO
+from queue import SimpleQueue
+from typing import Any, TextIO, cast
 
 import structlog
+from prometheus_client import Counter
 
 from relaygr.runtime.settings import LogFormat, LogSettings
 
 MAX_TRACKED_MESSAGES = 1024
 """How many distinct messages are counted at a time. The least recently seen message is dropped first."""
+MAX_WAITING_LINES = 4096
+"""Lines that wait for the reader of standard error. Further ones are dropped."""
+CLOSE_S = 1.0
 _WINDOW_US = 1_000_000
+
+_DROPPED = Counter(
+    "relaygr_log_lines_dropped_total", "Lines of the log dropped because the reader of standard error was too slow"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +102,74 @@ class _RepeatWindow:
         self.suppressed = 0
 
 
+class _QueuedStream(io.TextIOBase):
+    """Writes to a file descriptor on a thread of its own, which may wait for the reader. `write` never blocks."""
+
+    def __init__(self, descriptor: int) -> None:
+        # Written without the Python file, whose lock the interpreter needs at its end.
+        self._descriptor = os.dup(descriptor)
+        # Not a `Queue`: a signal handler may log while the same thread puts a line.
+        self._lines: SimpleQueue[bytes | None] = SimpleQueue()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> int:
+        if self._lines.qsize() >= MAX_WAITING_LINES:
+            self._dropped += 1
+            _DROPPED.inc()
+        else:
+            self._lines.put(text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing to do: also after `close`, when threads that are still alive may log."""
+
+    @property
+    def is_written(self) -> bool:
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Waits up to `CLOSE_S` for the lines on their way."""
+        if not self.closed:
+            self._lines.put(None)
+            self._thread.join(CLOSE_S)
+        super().close()
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            if self._dropped and self._lines.qsize() < MAX_WAITING_LINES // 2:
+                dropped, self._dropped = self._dropped, 0
+                structlog.get_logger().warning("lines of the log were dropped: its reader was too slow", lines=dropped)
+        os.close(self._descriptor)
+
+    def _write(self, line: bytes) -> None:
+        # The reader has ended, or a disk is full: nobody could be told.
+        with contextlib.suppress(OSError):
+            while line:
+                try:
+                    line = line[os.write(self._descriptor, line) :]
+                except BlockingIOError:
+                    # Another process that has the same pipe may have made it non-blocking.
+                    room = select.poll()
+                    room.register(self._descriptor, select.POLLOUT)
+                    room.poll()
+
+
+def _may_wait(stream: TextIO) -> bool:
+    """Whether a write may have to wait for a reader."""
+    try:
+        return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 class _LimitedHandler(logging.StreamHandler[TextIO]):
     """A stream handler that suppresses repeated messages and writes how many it suppressed."""
 
     def __init__(self, stream: TextIO, per_second: int) -> None:
-        super().__init__(stream)
+        super().__init__(cast(TextIO, _QueuedStream(stream.fileno())) if _may_wait(stream) else stream)
         self._limiter = RepeatLimiter(per_second)
         self._swept_us = 0
 
@@ -103,6 +185,16 @@ class _LimitedHandler(logging.StreamHandler[TextIO]):
             self._write_suppressed(*key, decision.suppressed_before)
         if decision.admitted:
             super().emit(record)
+
+    @property
+    def is_written(self) -> bool:
+        """After `close`: whether no line is left."""
+        return not isinstance(self.stream, _QueuedStream) or self.stream.is_written
+
+    def close(self) -> None:
+        if isinstance(self.stream, _QueuedStream):
+            self.stream.close()
+        super().close()
 
     def _write_suppressed(self, name: str, message: str, count: int) -> None:
         text = f"suppressed {count} more of: {message}"
@@ -148,8 +240,17 @@ def configure_logging(settings: LogSettings | None = None, stream: TextIO | None
     root = logging.getLogger()
     for old in [other for other in root.handlers if isinstance(other, _LimitedHandler)]:
         root.removeHandler(old)
+        old.close()
     root.addHandler(handler)
     root.setLevel(settings.level.upper())
+
+
+def close_logs() -> bool:
+    """Waits a bounded time for lines on their way. Returns whether all are written: if not, nobody reads them."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, _LimitedHandler)]
+    for handler in handlers:
+        handler.close()
+    return all(handler.is_written for handler in handlers)
 
 
 def _message(record: logging.LogRecord) -> str:

@@ -98,10 +98,10 @@ def write_private(path: Path, text: str) -> None:
         file.truncate()
 
 
-def check_room(folder: Path) -> None:
-    """Writes and deletes a small file. Raises OSError if the folder is missing, read-only or full."""
+def check_room(folder: Path, size_bytes: int = _PROBE_BYTES) -> None:
+    """Writes and deletes a file of this size. Raises OSError if the folder is missing, read-only or full."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(_PROBE_BYTES))
+        file.write(bytes(size_bytes))
 
 
 def _check_base(base: Path, setting: str) -> None:

@@ -29,7 +29,7 @@ from relaygr.runtime.http_server import STOP_TIMEOUT_S, ConnectionLimits, HttpSe
 log = structlog.get_logger()
 
 MAX_CONNECTIONS = 256
-CONNECTION_S = 10.0
+WAIT_S = 10.0
 """Prometheus waits this long for a response by default."""
 
 
@@ -81,7 +81,7 @@ class ProbeServer:
             ]
         )
         self._server = HttpServer(
-            "probes", host, port, app, ConnectionLimits(MAX_CONNECTIONS, CONNECTION_S, keep_alive=False)
+            "probes", host, port, app, ConnectionLimits(MAX_CONNECTIONS, WAIT_S, keep_alive=False)
         )
 
     @property

@@ -21,10 +21,10 @@ exporter sends the queue in batches. While tracing is off, nothing of this packa
 
 settings.py   the switch
 spans.py      spans and their attributes
-tracer.py     ids, sampling, the queue
+tracer.py     ids, sampling, the queue, and why it is not OpenTelemetry's
 stages.py     the stages of a ranking request from its times
 worker.py     the spans of a worker
-otlp.py       sampler, exporter and its thread, from the variables OTEL_*; needs opentelemetry
+otlp.py       sampler, and the thread of OpenTelemetry's exporter, from the variables OTEL_*; needs opentelemetry
 """
 
 from relaygr.tracing.settings import TracingSettings

@@ -3,7 +3,7 @@
 | variable | meaning here |
 |---|---|
 | OTEL_SDK_DISABLED, OTEL_TRACES_EXPORTER=none | tracing stays off |
-| OTEL_TRACES_SAMPLER, OTEL_TRACES_SAMPLER_ARG | which traces are recorded; by default all |
+| OTEL_TRACES_SAMPLER, OTEL_TRACES_SAMPLER_ARG | which traces are recorded: one of OpenTelemetry's six; by default all |
 | OTEL_EXPORTER_OTLP_* | address, headers, TLS and time-out of the collector; the protocol is http/protobuf |
 | OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES | name and attributes of the process |
 | OTEL_BSP_* | size of the queue (2048 spans), size of a batch (512), time between batches (5 s) |
@@ -15,7 +15,6 @@ spans are dropped and counted.
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -23,12 +22,11 @@ from typing import Final
 import structlog
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace import sampling as otel_sampling
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import Link, SpanContext, TraceFlags
 from opentelemetry.trace import SpanKind as OtelKind
 from opentelemetry.trace.status import Status, StatusCode
 
@@ -36,7 +34,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.trace_context import TraceContext
 from relaygr.schemas.version import __version__
 from relaygr.tracing.spans import Span, SpanKind
-from relaygr.tracing.tracer import EXPORT_THREAD, Tracer, TracerMetrics
+from relaygr.tracing.tracer import EXPORT_THREAD, Sampler, Tracer, TracerMetrics
 
 _KINDS: Final = {
     SpanKind.INTERNAL: OtelKind.INTERNAL,
@@ -44,77 +42,50 @@ _KINDS: Final = {
     SpanKind.CONSUMER: OtelKind.CONSUMER,
 }
 _SCOPE: Final = InstrumentationScope("relaygr", __version__)
-_FOLLOWS_PARENT: Final = "remoteParentSampled:AlwaysOnSampler,remoteParentNotSampled:AlwaysOffSampler"
-_ROOT: Final = re.compile(r"(?:ParentBased\{root:)?(?:TraceIdRatioBased\{([^{}]+)\}|Always(On|Off)Sampler)(?:,.*)?")
-_ID_HALF: Final = (1 << 64) - 1
+_DEFAULT_SAMPLER: Final = "parentbased_always_on"
+_PARENT_BASED: Final = "parentbased_"
+_ROOT_SAMPLERS: Final = ("always_on", "always_off", "traceidratio")
 _LAST_WAIT_S: Final = 0.05
 log = structlog.get_logger()
-
-
-class OtelSampler:
-    """A sampler of OpenTelemetry's SDK."""
-
-    def __init__(self, sampler: otel_sampling.Sampler) -> None:
-        self._sampler = sampler
-        # The usual samplers are not asked: that would take longer than all else for a span that is not recorded.
-        # Those that OpenTelemetry calls parentbased_:
-        description = sampler.get_description()
-        self._follows_parent = _FOLLOWS_PARENT in description
-        # traceidratio, always_on, always_off, and the same with parentbased_:
-        root = _ROOT.fullmatch(description)
-        self.root_bound = None if root is None else TraceIdRatioBased.get_bound_for_rate(_rate(root))
-
-    def is_sampled(self, parent: TraceContext | None, trace_id: int, name: str) -> bool:
-        if parent is not None and self._follows_parent:
-            return parent.is_sampled
-        if parent is None and self.root_bound is not None:
-            return trace_id & _ID_HALF < self.root_bound
-        context = set_span_in_context(NonRecordingSpan(_context(parent))) if parent is not None else None
-        decision = self._sampler.should_sample(context, trace_id, name).decision
-        return decision is otel_sampling.Decision.RECORD_AND_SAMPLE
 
 
 class SpanExport:
     """The thread that sends the spans of a tracer. `stop` sends what is left."""
 
     def __init__(
-        self, exporter: SpanExporter, resource: Resource, metrics: TracerMetrics, interval_s: float, batch_spans: int
+        self, tracer: Tracer, exporter: SpanExporter, resource: Resource, metrics: TracerMetrics, interval_s: float
     ) -> None:
+        self._tracer = tracer
         self._exporter = exporter
         self._resource = resource
         self._metrics = metrics
         self._interval_s = interval_s
-        self._batch_spans = batch_spans
         self._stopping = False
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=EXPORT_THREAD, daemon=True)
         self._failing = False
 
-    def start(self, tracer: Tracer) -> None:
-        tracer.on_batch(self._batch_spans, self._wake.set)
-        self._thread = threading.Thread(target=self._run, args=(tracer,), name=EXPORT_THREAD, daemon=True)
+    def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
         """Waits at most `timeout_s` for the last batches."""
         self._stopping = True
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            # Ends the exporter's waits between its retries.
-            self._exporter.shutdown()
-            self._thread.join(_LAST_WAIT_S)
+        self._tracer.batch_is_ready.set()
+        self._thread.join(timeout_s)
+        # Ends the exporter's waits between its retries.
+        self._exporter.shutdown()
+        self._thread.join(_LAST_WAIT_S)
 
-    def _run(self, tracer: Tracer) -> None:
+    def _run(self) -> None:
         while not self._stopping:
             # A thread that looked at the queue many times a second would cost a client more than its spans do.
-            self._wake.wait(self._interval_s)
-            self._wake.clear()
-            self._send(tracer)
-        self._send(tracer)
+            self._tracer.batch_is_ready.wait(self._interval_s)
+            self._tracer.batch_is_ready.clear()
+            self._send()
+        self._send()
 
-    def _send(self, tracer: Tracer) -> None:
-        while spans := tracer.take(self._batch_spans):
+    def _send(self) -> None:
+        while spans := self._tracer.take_batch():
             try:
                 sent = self._exporter.export(otel_spans(spans, self._resource)) is SpanExportResult.SUCCESS
             except Exception as error:  # A library's error must not end the thread.
@@ -145,14 +116,24 @@ def start_exporting(service: str, instance: str) -> Tracer | None:
     queue_spans = _whole(environment, "OTEL_BSP_MAX_QUEUE_SIZE", 2048)
     interval_s = _whole(environment, "OTEL_BSP_SCHEDULE_DELAY", 5000) / 1000
     resource = _resource(environment, service, instance)
-    # The provider reads OTEL_TRACES_SAMPLER.
-    sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
     metrics = TracerMetrics()
-    export = SpanExport(OTLPSpanExporter(), resource, metrics, interval_s, min(batch_spans, queue_spans))
-    tracer = Tracer(OtelSampler(sampler), queue_spans, metrics, on_close=export.stop)
-    export.start(tracer)
-    log.info("tracing is on", sampler=sampler.get_description(), service=str(resource.attributes.get(SERVICE_NAME)))
+    tracer = Tracer(sampler_of(environment), queue_spans, min(batch_spans, queue_spans), metrics)
+    export = SpanExport(tracer, OTLPSpanExporter(), resource, metrics, interval_s)
+    tracer.on_close = export.stop
+    export.start()
+    log.info("tracing is on", sampler=_sampler_name(environment), service=str(resource.attributes.get(SERVICE_NAME)))
     return tracer
+
+
+def sampler_of(environment: Mapping[str, str]) -> Sampler:
+    """The sampler that the environment names. Raises RelayError."""
+    name = _sampler_name(environment)
+    root = name.removeprefix(_PARENT_BASED)
+    if root not in _ROOT_SAMPLERS:
+        known = ", ".join((*_ROOT_SAMPLERS, *(_PARENT_BASED + each for each in _ROOT_SAMPLERS)))
+        raise RelayError(f"OTEL_TRACES_SAMPLER is {name}: RelayGR has {known}.")
+    rate = _rate(environment) if root == "traceidratio" else float(root == "always_on")
+    return Sampler(TraceIdRatioBased.get_bound_for_rate(rate), follows_parent=name.startswith(_PARENT_BASED))
 
 
 def otel_spans(spans: Sequence[Span], resource: Resource) -> list[ReadableSpan]:
@@ -175,8 +156,19 @@ def otel_spans(spans: Sequence[Span], resource: Resource) -> list[ReadableSpan]:
     ]
 
 
-def _rate(root: re.Match[str]) -> float:
-    return float(root[1]) if root[1] is not None else float(root[2] == "On")
+def _sampler_name(environment: Mapping[str, str]) -> str:
+    return environment.get("OTEL_TRACES_SAMPLER", "").strip().lower() or _DEFAULT_SAMPLER
+
+
+def _rate(environment: Mapping[str, str]) -> float:
+    text = environment.get("OTEL_TRACES_SAMPLER_ARG", "").strip() or "1"
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise RelayError(f"OTEL_TRACES_SAMPLER_ARG is {text!r}: expected a number from 0 to 1.")
+    return rate
 
 
 def _context(context: TraceContext, *, is_remote: bool = True) -> SpanContext:

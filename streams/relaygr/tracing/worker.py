@@ -87,24 +87,24 @@ class WorkerTraces:
         self._jobs: OrderedDict[str, TraceContext] = OrderedDict()
         self._lock = threading.Lock()
 
-    def ranking(self, reply: RankingHeaders, topic: str) -> RankingTrace | None:
+    def ranking(self, reply: RankingHeaders) -> RankingTrace | None:
         """The trace of a request that is answered now; None if it is not recorded."""
         parent = TraceContext.parse(reply.traceparent)
         if parent is None:
             return None  # Only a client begins traces.
-        own = self._tracer.follow(f"{Operation.PROCESS} {topic}", parent)
+        own = self._tracer.follow(parent)
         if not own.is_sampled:
             return None
         with self._lock:
             job = self._jobs.pop(reply.request_id, None)
         return RankingTrace(self._tracer, parent, own, job, reply.request_id)
 
-    def job(self, headers: RawHeaders, topic: str, request_id: str) -> JobTrace | None:
+    def job(self, headers: RawHeaders, request_id: str) -> JobTrace | None:
         """The trace of a job that ends now; None if it is not recorded."""
         parent = TraceContext.parse(traceparent_of(headers))
         if parent is None:
             return None
-        own = self._tracer.follow(f"{Operation.PROCESS} {topic}", parent)
+        own = self._tracer.follow(parent)
         return JobTrace(self, self._tracer, parent, own, request_id) if own.is_sampled else None
 
     def remember(self, request_id: str, job: TraceContext) -> None:

@@ -33,6 +33,8 @@ from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.kafka.clients import ProducerKind, make_producer, require_broker
 from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.refusals import Refusals
+from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.statistics import kafka_statistics
 from relaygr.kafka.watch import ClusterWatch
@@ -182,11 +184,12 @@ class TriggerApp:
         name = settings.instance_id
         reporting = kafka_statistics(registry).options(kafka.statistics_interval_ms)
         self._producer = make_producer(kafka, ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error, reporting)
-        self._dead_letters = DeadLetterWriter(kafka, name, self._clock)
+        self._refusals = Refusals(kafka, Role.TRIGGER)
+        self._dead_letters = DeadLetterWriter(kafka, name, self._clock, self._refusals.note)
         self._reader = FleetReader(
             kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
         )
-        self.tail = JobsTail(kafka, self._clock, f"{name}-tail", settings.rebuild_s)
+        self.tail = JobsTail(kafka, self._clock, f"{name}-tail", settings.rebuild_s, self._refusals.note)
         self._counts: Tally[DecisionReason] = Tally()
         self._away_since_us: int | None = None
         self._app = make_app(kafka)
@@ -262,6 +265,7 @@ class TriggerApp:
         self._reader.stop()
         self.tail.stop()
         self._watch.stop()
+        await asyncio.to_thread(self._refusals.close)
         await asyncio.to_thread(self._producer.flush, _FLUSH_S)
         await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
 
@@ -279,6 +283,7 @@ class TriggerApp:
             (
                 Check("assigned", positioned, owned if positioned else self._feed.refusal or _WAITING),
                 Check("fleet", self._reader.caught_up, self._reader.refusal or "the workers topic is read to its end"),
+                Check("rights", self._refusals.sentence is None, self._refusals.sentence or ""),
                 *self._watch.checks(),
             )
         )
@@ -332,7 +337,9 @@ class TriggerApp:
             headers = self._job_headers if trace is None else [*self._job_headers, *trace.headers]
             try:
                 self._producer.produce(self._jobs_topic, decision.job, key, headers=headers, on_delivery=report)
-            except (BufferError, KafkaException):
+            except (BufferError, KafkaException) as error:
+                if isinstance(error, KafkaException):
+                    self._refusals.note(self._jobs_topic, error.args[0])
                 # The queue is full: the broker is away or slow. The ranking request takes the full path.
                 self._forget_job(key)
                 return DecisionReason.NOT_SENT
@@ -344,6 +351,7 @@ class TriggerApp:
         self._dead_letters.write(message, reason.value, detail)
 
     def _on_delivery(self, error: KafkaError | None, job: Message) -> None:
+        self._refusals.note(self._jobs_topic, error)
         if error is None:
             self._away_since_us = None
         else:
@@ -360,6 +368,7 @@ class TriggerApp:
         trace.job_reported(error, message)
 
     def _on_client_error(self, error: KafkaError) -> None:
+        self._refusals.note(self._kafka.topic(Topic.RETRIEVAL), error)
         if error.code() == KafkaError._ALL_BROKERS_DOWN and self._away_since_us is None:
             self._away_since_us = self._clock.monotonic_us()
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import faust
 import structlog
-from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 from faust.app.base import BootStrategy
 
 from relaygr.kafka.client_errors import GROUP_REFUSALS, ErrorCallback, cause_of
@@ -36,9 +36,9 @@ POLL_S: Final = 0.1
 """The longest wait for an event. Other tasks of the event loop wait as long."""
 _BATCH: Final = 64
 _OPTIONS: Final = {
-    # Events from before the first commit are too old to be useful.
-    "auto.offset.reset": "latest",
     "enable.auto.offset.store": True,
+    # The stored position includes aborted messages and transaction markers.
+    "enable.partition.eof": False,
 }
 _REQUEST_TIMEOUT_S: Final = 2.0
 _POSITION_TRIES: Final = 3
@@ -94,6 +94,7 @@ class EventFeed:
         self._topic = kafka.topic(Topic.RETRIEVAL)
         self._is_incremental = kafka.group_protocol is GroupProtocol.CONSUMER
         self._on_partitions = on_partitions
+        self._on_error = on_error
         self._partitions: frozenset[int] = frozenset()
         self._consumer = make_group_consumer(
             kafka, kafka.trigger_group, client_id, on_error=on_error, options={**_OPTIONS, **(options or {})}
@@ -156,6 +157,10 @@ class EventFeed:
         return messages
 
     def _on_poll_error(self, error: KafkaError) -> None:
+        if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED and self._partitions:
+            # Of a fetch. The positions remain, and the feed would not be told that fetches are allowed again.
+            self._on_error(error)
+            return
         if error.code() in _UNAUTHORIZED:
             sentence = f"Kafka refuses the trigger: {cause_of(error)}. {_UNAUTHORIZED[error.code()]}"
             if self.refusal != sentence:
@@ -193,24 +198,43 @@ class EventFeed:
         self._on_partitions(partitions)
 
     def _places(self, consumer: Consumer, assigned: list[TopicPartition]) -> list[TopicPartition]:
-        """The committed offset of each partition, or the end of its log now. Without an answer, librdkafka decides."""
+        """The position of each partition. Without an answer, librdkafka decides."""
         ends_s = time.monotonic() + _POSITIONS_S
         for attempt in range(_POSITION_TRIES):
             if attempt and time.monotonic() >= ends_s:
                 break
             try:
                 committed = consumer.committed(assigned, timeout=_REQUEST_TIMEOUT_S)
-                fresh = [
-                    TopicPartition(place.topic, place.partition, OFFSET_END) for place in committed if place.offset < 0
-                ]
-                ends = consumer.offsets_for_times(fresh, timeout=_REQUEST_TIMEOUT_S) if fresh else []
+                starts, ends = (
+                    consumer.offsets_for_times(
+                        [TopicPartition(place.topic, place.partition, bound) for place in assigned],
+                        timeout=_REQUEST_TIMEOUT_S,
+                    )
+                    for bound in (OFFSET_BEGINNING, OFFSET_END)
+                )
             except KafkaException as error:
                 log.warning("positions are not known", error=error.args[0].name(), cause=cause_of(error.args[0]))
                 continue
-            starts = [TopicPartition(place.topic, place.partition, place.offset) for place in ends]
-            if starts:
+            if any(bound.offset < 0 for bound in (*starts, *ends)):
+                continue  # A new topic has partitions without a leader for some milliseconds.
+            places = [
+                TopicPartition(each.topic, each.partition, position(each.offset, start.offset, end.offset))
+                for each, start, end in zip(committed, starts, ends, strict=True)
+            ]
+            new = [place for place, each in zip(places, committed, strict=True) if place.offset != each.offset]
+            if new:
                 # Otherwise the next process would begin at the end, too, and miss the events in between.
-                consumer.commit(offsets=starts, asynchronous=True)
-            known = [place for place in committed if place.offset >= 0]
-            return [*(TopicPartition(place.topic, place.partition, place.offset) for place in known), *starts]
+                consumer.commit(offsets=new, asynchronous=True)
+            return places
         return assigned
+
+
+def position(committed: int, start: int, end: int) -> int:
+    """Where to read a log from `start` to `end`, whose first offsets retention may have deleted.
+
+    Events from before the first commit are too old to be useful. A commit beyond the end is that of another log: the
+    topic was deleted and created again.
+    """
+    if committed < 0:
+        return end
+    return start if committed > end else max(committed, start)

@@ -25,10 +25,12 @@ import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
 
 from relaygr.admission.policy import OwnerView
+from relaygr.kafka.client_errors import ClientErrors, NoteError, no_note
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.fields import Other
 from relaygr.schemas.headers import workers_group_of
@@ -36,6 +38,8 @@ from relaygr.schemas.messages import MAX_PARTITIONS, FullPathReport, WorkerState
 from relaygr.schemas.topics import Topic
 
 log = structlog.get_logger()
+
+_RETRY_S: Final = 1.0
 
 MAX_WORKERS = 4096
 _MAY_NOT_READ: Final = "Kafka refuses the workers topic: give this user the rights to read and to describe the topic"
@@ -148,6 +152,10 @@ class FleetReader:
     A status that cannot be decoded or used is logged and reported to `on_bad`; the worker's earlier status then becomes
     stale. The status of a worker of another group is reported to `on_bad`, and the group is logged once. The Kafka
     client handles connection errors and reconnects; the fleet becomes stale meanwhile.
+
+    librdkafka tells once that fetches are refused. It does not tell that they are allowed again if nothing was written
+    meanwhile, nor, if the first fetch that is allowed ends at the end of the topic, that the next is refused. So a
+    refused reader tries again with a new client, which tells either.
     """
 
     def __init__(
@@ -157,8 +165,10 @@ class FleetReader:
         clock: Clock,
         client_id: str,
         on_bad: Callable[[], None] | None = None,
+        note_error: NoteError = no_note,
     ) -> None:
         """No network until `start`."""
+        self._note_error = note_error
         self._kafka = kafka
         self._fleet = fleet
         self._clock = clock
@@ -167,8 +177,12 @@ class FleetReader:
         self._stopping = threading.Event()
         self._caught_up = threading.Event()
         self._heard_us = 0
+        self._end: int | None = None
         self._other_groups: set[str] = set()
         self._refusal: str | None = None
+        self._is_client_refused = False
+        self._errors = ClientErrors(client_id, self._note_refusal)
+        """Of all clients, so that equal errors are logged at a limited rate."""
         self._thread = threading.Thread(target=self._run, name="fleet-reader", daemon=True)
 
     @property
@@ -196,19 +210,42 @@ class FleetReader:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._follow()
+            except RelayError as error:
+                log.error("the statuses of workers cannot be read yet", cause=str(error))
+            self._stopping.wait(_RETRY_S)
+
+    def _follow(self) -> None:
+        """Returns when Kafka refuses the client."""
+        self._is_client_refused = False
         # The client then reports the end of a topic without statuses.
         options = {"enable.partition.eof": True}
-        consumer = make_assigned_consumer(self._kafka, self._client_id, options=options)
+        consumer = make_assigned_consumer(self._kafka, self._client_id, self._errors, options)
         try:
             consumer.assign([TopicPartition(self._kafka.topic(Topic.WORKERS), 0, OFFSET_BEGINNING)])
-            while not self._stopping.is_set():
+            while not self._stopping.is_set() and not self._is_client_refused:
                 message = consumer.poll(_POLL_S)
                 if message is not None:
                     self._read(message)
-                    if not self._caught_up.is_set() and _is_newest(consumer, message):
+                    if not self._caught_up.is_set() and self._is_at_the_end(consumer, message):
                         self._caught_up.set()
         finally:
             consumer.close()
+
+    def _is_at_the_end(self, consumer: Consumer, message: Message) -> bool:
+        """Whether the message is at or beyond the end that the topic had when its first message was read.
+
+        The event of the end comes only from a fetch without data. With many workers the next status is there first.
+        """
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        if message.error() is not None or topic is None or partition is None or offset is None:
+            return False
+        if self._end is None:
+            known = consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
+            self._end = known[1] if known is not None and known[1] >= 0 else None
+        return self._end is not None and offset + 1 >= self._end
 
     def _read(self, message: Message) -> None:
         error: KafkaError | None = message.error()
@@ -216,12 +253,12 @@ class FleetReader:
             if error.code() == KafkaError._PARTITION_EOF:
                 self._caught_up.set()
                 self._refusal = None
-            elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                if self._refusal is None:
-                    log.error("the statuses of workers cannot be read", cause=_MAY_NOT_READ)
-                self._refusal = _MAY_NOT_READ
+            else:
+                self._note_refusal(error)
             return
         self._heard_us = self._clock.monotonic_us()
+        # In a large fleet the next status is there before the end is told.
+        self._refusal = None
         key, value = message.key(), message.value()
         group = workers_group_of(headers_of(message))
         if group is not None and group != self._kafka.workers_group:
@@ -240,6 +277,14 @@ class FleetReader:
             if self._on_bad is not None:
                 self._on_bad()
 
+    def _note_refusal(self, error: KafkaError) -> None:
+        """Of a fetch, or of the client, whose metadata may lack the right to describe the topic."""
+        if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            self._note_error(self._kafka.topic(Topic.WORKERS), error)
+            if self._refusal is None:
+                log.error("the statuses of workers cannot be read", cause=_MAY_NOT_READ)
+            self._refusal, self._is_client_refused = _MAY_NOT_READ, True
+
     def _refuse_group(self, group: str) -> None:
         if group not in self._other_groups:
             self._other_groups.add(group)
@@ -251,15 +296,3 @@ class FleetReader:
             )
         if self._on_bad is not None:
             self._on_bad()
-
-
-def _is_newest(consumer: Consumer, message: Message) -> bool:
-    """Whether the message is the last of its partition, by the fetch that brought it.
-
-    The event of the end comes only from a fetch without data. With many workers the next status is always there first.
-    """
-    topic, partition, offset = message.topic(), message.partition(), message.offset()
-    if message.error() is not None or topic is None or partition is None or offset is None:
-        return False
-    known = consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
-    return known is not None and 0 <= known[1] <= offset + 1

@@ -1,4 +1,4 @@
-"""The trigger's policies by name: `trigger.policy` chooses one, and `relaygr trigger replay` compares them.
+"""The trigger's policies by name: `trigger.policy` chooses one.
 
 | name | jobs |
 |---|---|

@@ -5,7 +5,7 @@ of its own. One thread reads the tail while another already decides about events
 small portions.
 
 `relaygr trigger` checks at its start that it may read the jobs topic. If that right is taken away later, the trigger
-starts with no memory of the users of newly assigned partitions.
+has no memory of the users of newly assigned partitions, and is not ready.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Final
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from relaygr.kafka.client_errors import cause_of
+from relaygr.kafka.client_errors import NoteError, cause_of, no_note
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.headers import is_job
 from relaygr.schemas.messages import PreInferJob
@@ -43,9 +44,12 @@ _READ_S: Final = 30.0
 class JobsTail:
     """`follow` names the partitions of this process; `take` gives their earlier jobs, a portion at a time."""
 
-    def __init__(self, kafka: KafkaSettings, clock: Clock, client_id: str, rebuild_s: float) -> None:
+    def __init__(
+        self, kafka: KafkaSettings, clock: Clock, client_id: str, rebuild_s: float, note_error: NoteError = no_note
+    ) -> None:
         """Reads the jobs of the last `rebuild_s` seconds; 0: none. No network until `start`."""
         self._kafka = kafka
+        self._note_error = note_error
         self._topic = kafka.topic(kafka.jobs_topic)
         self._has_requests = kafka.jobs_topic is Topic.RANKING
         self._clock = clock
@@ -91,6 +95,8 @@ class JobsTail:
         while (partitions := self._asked.get()) is not None and not self._stopping.is_set():
             try:
                 self._read(partitions)
+            except RelayError as error:
+                log.warning("earlier jobs are not read", cause=str(error))
             except KafkaException as error:
                 log.warning("earlier jobs are not read", cause=cause_of(error.args[0]))
             self._read_so_far += 1
@@ -127,6 +133,7 @@ class JobsTail:
             elif error.code() == KafkaError._PARTITION_EOF:
                 partitions.discard(partition)
             elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                self._note_error(self._topic, error)
                 log.warning("earlier jobs are not read", cause="this user has no right to read the topic of the jobs")
                 return
         log.info("earlier jobs read", jobs=count)

@@ -83,7 +83,7 @@ class TriggerTraces:
         parent = TraceContext.parse(traceparent_of(headers_of(message)))
         if parent is None:
             return None
-        own = self.tracer.follow(f"{Operation.PROCESS} {self._events_topic}", parent)
+        own = self.tracer.follow(parent)
         place = MessagePlace(self._events_topic, message.partition(), message.offset())
         return EventTrace(
             self.tracer, request_id, place, self._jobs_topic, began_us, parent, own, self.tracer.within(own)

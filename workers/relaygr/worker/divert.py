@@ -27,6 +27,7 @@ from confluent_kafka import KafkaException, Producer
 
 from relaygr.admission.divert import DivertPolicy, Need, NotDiverted, Placed, Target
 from relaygr.consumer import Received
+from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, encode
 from relaygr.schemas.headers import RankingHeaders
@@ -41,7 +42,7 @@ from relaygr.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
 
-LEAST_WAY_US: Final = 4_000
+LEAST_TRANSIT_US: Final = 4_000
 """The least assumed time from here to the device thread of another worker."""
 _BEHAVIOUR_BYTES: Final = 18
 _ADDED_BYTES: Final = 768
@@ -62,6 +63,7 @@ class DivertParts:
     clock: Clock
     engine: Callable[[], Engine]
     backlog: Callable[[], Backlog]
+    note_error: NoteError = no_note
 
 
 class Diverter:
@@ -122,7 +124,7 @@ class Diverter:
         need = Need(
             user_id=request.user_id,
             left_us=answer_by_us - parts.clock.monotonic_us(),
-            way_us=max(LEAST_WAY_US, parts.results.deliveries.median_us),
+            transit_us=max(LEAST_TRANSIT_US, parts.results.deliveries.median_us),
             behaviours=len(history.behaviours) - start,
             most_behaviours=max(0, self._largest_bytes - other_bytes) // _BEHAVIOUR_BYTES,
             kept_behaviours=max(0, kept_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour,
@@ -190,6 +192,8 @@ class Diverter:
             )
         except (BufferError, EncodeError, KafkaException) as error:
             log.debug("a request was not diverted", error=str(error))
+            if isinstance(error, KafkaException):
+                self._parts.note_error(self._parts.topic, error.args[0])
             self._parts.metrics.diverted[DivertOutcome.UNDELIVERED].inc()
             return False
         return True
@@ -199,6 +203,7 @@ class Diverter:
     ) -> None:
         """The delivery report. The message of a failed one may be in the log nevertheless."""
         parts = self._parts
+        parts.note_error(parts.topic, error)
         parts.metrics.diverted[DivertOutcome.DELIVERED if error is None else DivertOutcome.UNDELIVERED].inc()
         if error is None:
             if placed is not None:

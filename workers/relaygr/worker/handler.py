@@ -28,9 +28,10 @@ from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.headers import RankingHeaders, is_job
 from relaygr.schemas.messages import DEFAULT_SCENARIO, MAX_BUDGET_MS, FailureReason, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.times import wrong_unit
 from relaygr.worker.divert import Diverter
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork, way_us
+from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork, transit_us
 from relaygr.worker.metrics import DivertedEnd, WorkerMetrics
 from relaygr.worker.results import ResultWriter
 
@@ -105,7 +106,7 @@ class WorkerHandler:
         return self._on_work()
 
     def on_rebalance(self) -> None:
-        self._executor.mail_arrived.set()
+        self._executor.work_arrived.set()
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:  # noqa: ARG002
         self._on_ownership(partitions)
@@ -143,14 +144,15 @@ class WorkerHandler:
         now_wall_us = self._clock.wall_us()
         last_us = reply.deadline_us + self._grace_us
         if now_wall_us > last_us + self._skew_us:
+            if wrong := wrong_unit(reply.deadline_us, "microseconds"):
+                reason = FailureReason.INVALID_DEADLINE
+                return self._results.without_work(reply, received, reason, f"header deadline_us: {wrong}")
             return self._refuse(reply, received, is_expired=True)
         deadline_us = _monotonic(received, last_us, now_wall_us)
         answer_by_us = deadline_us - max(self._reply_margin_us, self._results.deliveries.median_us)
-        backlog = self._executor.backlog
         # A worker without a backlog decides on the device thread, when it knows the cost.
-        is_busy = backlog.total_us or backlog.handed_over > backlog.looked_up or backlog.patience < 1.0
         if (
-            is_busy
+            self._executor.backlog.is_busy
             and now_wall_us <= last_us
             and self._executor.is_hopeless(
                 _user_of(received),
@@ -320,7 +322,7 @@ class OverflowHandler(WorkerHandler):
         self._ranking(message)
 
     def on_batch(self) -> bool:
-        self._executor.mail_arrived.set()
+        self._executor.work_arrived.set()
         return super().on_batch()
 
     def on_tick(self, now_us: int) -> None:
@@ -357,7 +359,7 @@ def _sent_us(received: Received, now_wall_us: int) -> int:
     kind, sent_wall_ms = received.message.timestamp()
     if kind == TIMESTAMP_NOT_AVAILABLE:
         return received.received_us
-    return received.received_us - (way_us(sent_wall_ms * 1000, now_wall_us) or 0)
+    return received.received_us - (transit_us(sent_wall_ms * 1000, now_wall_us) or 0)
 
 
 def _is_routed_to(partition: int, received: Received, user_id: str) -> bool:

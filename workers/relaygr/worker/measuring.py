@@ -1,7 +1,8 @@
 """Measures the durations of an engine's forwards and copies, one at a time, on generated inputs.
 
 Calibration fits the latency model to these durations, and `benchmarks/engine` reports them. Inputs are random but the
-same for the same engine; items, actions and timestamps do not change the duration of a forward.
+same for the same engine. Items are of the model's vocabulary: unknown ones would all read one row of its table, which
+takes less time. Actions and timestamps do not change the duration of a forward.
 
 The engine must be bound to an arena whose first pages, `prefixes` times the longest prefix, may be overwritten. Each
 prefix has pages of its own, so that a batch reads as much memory as a batch of different users.
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.admission.latency import AppendPoint, RankPoint, ReloadPoint
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.arena import copy_runs
 from relaygr.worker.device import Device
@@ -33,9 +35,18 @@ _DISPLACED_BYTES = 128 << 20
 
 
 def bind_own_arena(engine: Engine, prefixes: int = 1, longest_tokens: int | None = None) -> None:
-    """Binds the engine to a new arena for `prefixes` prefixes of `longest_tokens`, by default the longest possible."""
+    """Binds the engine to a new arena for `prefixes` prefixes of `longest_tokens`, by default the longest possible.
+
+    Raises RelayError without memory for it.
+    """
     tokens = longest_tokens or engine.layout.tokens(engine.limits.max_prefix_behaviours)
     pages = engine.geometry.pages_for(tokens) * prefixes
+    wanted, free = pages * engine.geometry.page_bytes, engine.device.memory().free_bytes
+    if wanted > free:
+        raise RelayError(
+            f"{prefixes} prefixes of {tokens} tokens need {wanted / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are "
+            "free: free memory, or raise the limit of the container."
+        )
     engine.bind(engine.device.empty_bytes(pages, engine.geometry.page_bytes).zero_())
 
 
@@ -107,7 +118,7 @@ class EngineMeter:
                 tokens,
                 self.pages_of(tokens, request),
                 self._suffix,
-                self._random.integers(0, 1_000, candidates),
+                self._engine.known_items(candidates, self._random),
                 prefix_timestamps_ms=history.timestamps_ms,
             )
             for request in range(requests)
@@ -168,7 +179,7 @@ class EngineMeter:
 
     def _behaviours(self, count: int) -> Behaviours:
         return Behaviours(
-            self._random.integers(0, 1_000, count),
+            self._engine.known_items(count, self._random),
             self._random.integers(0, 4, count).astype(np.uint16),
             np.arange(count, dtype=np.int64),
         )

@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 import psutil
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.limits import available_memory
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.settings import WorkerSettings
 
 HEADROOM = 0.9
-"""Share of the available host memory that the plan may use."""
+"""Share of the available memory (`relaygr.runtime.limits`) that the plan may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +59,20 @@ def process_bytes() -> int:
 
 
 def require_host_memory(plan: MemoryPlan, device_is_host: bool, taken_bytes: int = 0) -> None:
-    """Raises RelayError if the plan needs more memory than the host has available.
+    """Raises RelayError if the plan needs more memory than the host, and the limits of the container, leave.
 
     `taken_bytes` of the plan are allocated already, by an arena on tmpfs that an earlier process created.
     """
     wanted = plan.dram_bytes + plan.queues_bytes - taken_bytes
     if device_is_host:
         wanted += plan.weights_bytes + plan.hbm_bytes + plan.scratch_bytes
-    available = int(psutil.virtual_memory().available * HEADROOM)
+    available = int(available_memory().available_bytes * HEADROOM)
     if wanted > available:
         raise RelayError(
             f"The worker needs {_gib(wanted)} of host memory, but {_gib(available)} are available "
-            f"({int(HEADROOM * 100)} % of the free memory). Lower `worker.dram_bytes`"
+            f"({int(HEADROOM * 100)} % of what the machine and its container have free). Lower `worker.dram_bytes`"
             + (" or `worker.hbm_bytes`" if device_is_host else "")
-            + ", or free memory."
+            + ", free memory, or raise the container's limit."
         )
 
 

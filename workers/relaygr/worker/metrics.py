@@ -231,9 +231,24 @@ class WorkerMetrics:
             "Ranking passes with a chunk of pre-infer in the same forward",
             registry=registry,
         )
-        self.unknown_items = Counter(
+        self._unknown_items = Counter(
             "relaygr_worker_unknown_items_total",
-            "Item ids of ranked requests that are not in the model's vocabulary",
+            "Item ids of requests and computed prefixes that are not in the model's vocabulary",
+            registry=registry,
+        )
+        self.unknown_actions = Counter(
+            "relaygr_worker_unknown_actions_total",
+            "Behaviours of ranked requests with an action code that the model does not know",
+            registry=registry,
+        )
+        self.unknown_features = Counter(
+            "relaygr_worker_unknown_features_total",
+            "Feature values of ranked requests that are missing, unknown to the model, or more than it has",
+            registry=registry,
+        )
+        self.history_missing = Counter(
+            "relaygr_worker_history_missing_total",
+            "Ranked requests of users of whom the worker had no history",
             registry=registry,
         )
         self._undelivered = Counter(
@@ -281,6 +296,11 @@ class WorkerMetrics:
         self._expired = self._unranked.labels("expired")
         self._failed = {reason: self._unranked.labels(reason.value) for reason in FailureReason}
         self._by_outcome = {outcome: self._jobs.labels(outcome.value) for outcome in JobOutcome}
+
+    def looked_up(self, unknown_items: int) -> None:
+        """Items of a request or a prefix were looked up. Those of a prefix count once, not for each later hit."""
+        if unknown_items:
+            self._unknown_items.inc(unknown_items)
 
     def expired(self) -> None:
         self._expired.inc()

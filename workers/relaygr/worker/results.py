@@ -1,8 +1,9 @@
 """Builds the one result of each ranking request, and produces it until it is delivered.
 
 The offset of a ranking request is finished when the delivery report of its result is a success. After a failed report
-the result is produced again, until `LATE_PATIENCE_US` after deadline + skew. Then the offset is finished too, and the
-result is counted as undelivered: the client counts the request as lost.
+the result is produced again, until `LATE_PATIENCE_US` after deadline + skew, or until Kafka refuses the result for a
+reason that a resend cannot cure. Then the offset is finished too, and the result is counted as undelivered: the client
+counts the request as lost.
 
 The device thread calls `ranked`, `expired`, `failed` and `job_done`. The poll thread calls `refused`, `without_work`
 and `tick`; delivery reports arrive inside `tick`. The poll thread of diverted requests calls the first two as well.
@@ -22,7 +23,9 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from relaygr.consumer import Received, Token
+from relaygr.kafka.client_errors import NoteError, is_final, no_note
 from relaygr.runtime.clock import Clock
+from relaygr.runtime.quantiles import quantile
 from relaygr.schemas.codec import EncodeError, Template, encode
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import (
@@ -51,9 +54,15 @@ LATE_PATIENCE_US = 12_000_000
 whose leader died has a new one after broker.session.timeout.ms, by default 9 s. A client waits `client.lost_after_ms`.
 """
 NOWHERE_PATIENCE_US = 5_000_000
-"""How long a reply topic or partition may be unknown. A broker that has just started does not know its topics yet."""
+"""How long a reply topic or partition may be unknown. A broker that has just started does not know its topics yet, nor
+the rights on them.
+"""
 _FEWEST_DELIVERIES: Final = 32
 _DELIVERY_MEMORY_US: Final = 2_000_000
+JUDGED_ANSWERS: Final = 64
+"""The latest answers of a model, by which it is judged."""
+DIVERGED_ANSWERS: Final = 8
+"""So many of them without finite scores are the fault of the whole model."""
 NO_TIME: Final = "the work that was admitted before leaves no time for this request"
 _VARYING: Final = ("request_id", "received_at_us", "sent_at_us", "backlog_us", "diverted_by")
 _WORKING: Final = {
@@ -71,7 +80,6 @@ _NOWHERE: Final = frozenset(
         KafkaError.UNKNOWN_TOPIC_OR_PART,
         KafkaError.TOPIC_EXCEPTION,
         KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.MSG_SIZE_TOO_LARGE,
     )
 )
 
@@ -87,8 +95,36 @@ class QueueWaits:
 
     def p99_us(self) -> int:
         """0 before the first wait."""
-        waits = sorted(self._waits_us.copy())
-        return waits[min(len(waits) - 1, int(0.99 * len(waits)))] if waits else 0
+        waits = self._waits_us.copy()
+        return quantile(waits, 0.99) if waits else 0
+
+
+class FiniteScores:
+    """Whether the scores of the serving model are finite numbers. The device thread writes; any thread reads.
+
+    A few rows of a healthy model's table may be broken. Requests that read them fail, and others must not.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[bool] = deque(maxlen=JUDGED_ANSWERS)
+
+    def begin(self) -> None:
+        """Another model serves."""
+        self._latest.clear()
+
+    def note(self, *, are_finite: bool) -> None:
+        """The model scored a request."""
+        self._latest.append(are_finite)
+
+    @property
+    def is_diverged(self) -> bool:
+        """Whether too many of the latest answers were not finite."""
+        return self._latest.copy().count(False) >= DIVERGED_ANSWERS
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the model has scored enough requests, and has not diverged."""
+        return len(self._latest) == JUDGED_ANSWERS and not self.is_diverged
 
 
 class DeliveryTimes:
@@ -147,11 +183,16 @@ class ResultWriter:
         metrics: WorkerMetrics,
         clock: Clock,
         traces: WorkerTraces | None = None,
+        note_error: NoteError = no_note,
     ) -> None:
-        """`finish` may be called from any thread. `traces`: None while tracing is off."""
+        """`finish` may be called from any thread. `traces`: None while tracing is off. `note_error` gets the error of
+        each result that was not delivered.
+        """
+        self._note_error = note_error
         self.finish = finish
         """Finishes an offset that needs no result."""
         self.waits = QueueWaits()
+        self.finite_scores = FiniteScores()
         self.deliveries = DeliveryTimes()
         self._producer = producer
         self._worker_id = worker_id
@@ -198,13 +239,18 @@ class ResultWriter:
             model_revision=prefix.revision,
             backlog_us=work.backlog_us,
             diverted_by=diverted.worker_id if diverted is not None else None,
+            unknown_actions=work.unknown_actions or None,
+            unknown_features=prefix.unknown_features or None,
+            history_missing=prefix.version is None or None,
         )
         try:
             value = encode(result)
         except EncodeError as error:
             # The model, not the request, causes scores that are not finite.
+            self.finite_scores.note(are_finite=False)
             self.failed(work, FailureReason.DEVICE_ERROR, str(error)[:500])
             return False
+        self.finite_scores.note(are_finite=True)
         trace = None
         if self._traces is not None:
             trace = self._trace(work.reply, work.received, result, now_us, now_wall_us, work)
@@ -221,9 +267,18 @@ class ResultWriter:
         metrics.scenario_seconds[work.request.scenario or DEFAULT_SCENARIO].observe(total_s, work.exemplar)
         queue_us = 0 if started_us is None else max(0, started_us - received_us)
         metrics.queue_seconds.observe(queue_us / 1e6, work.exemplar)
-        if work.unknown_items:
-            metrics.unknown_items.inc(work.unknown_items)
+        self._count_unknown(work)
         self.waits.observe(queue_us)
+
+    def _count_unknown(self, work: RankingWork) -> None:
+        metrics, prefix = self._metrics, work.prefix
+        assert prefix is not None
+        if work.unknown_actions:
+            metrics.unknown_actions.inc(work.unknown_actions)
+        if prefix.unknown_features:
+            metrics.unknown_features.inc(prefix.unknown_features)
+        if prefix.version is None:
+            metrics.history_missing.inc()
 
     def expired(self, work: RankingWork) -> None:
         """Writes the result of a request whose deadline passed before it was ranked."""
@@ -408,8 +463,12 @@ class ResultWriter:
             self._retry_later(outgoing, error)
 
     def _retry_later(self, outgoing: _Outgoing, error: KafkaError | None = None) -> None:
+        if error is not None:
+            self._note_error(outgoing.reply.reply_topic, error)
         if error is not None and error.code() in _NOWHERE:
             outgoing.give_up_us = min(outgoing.due_us, outgoing.first_try_us + NOWHERE_PATIENCE_US)
+        elif error is not None and is_final(error):
+            return self._give_up(outgoing)
         outgoing.next_try_us = self._clock.monotonic_us() + RESEND_INTERVAL_US
         self._failed.append(outgoing)
 
@@ -433,7 +492,7 @@ class ResultWriter:
     ) -> RankingTrace | None:
         """The trace of a request that is answered now; None if it is not recorded. `work`: its stages."""
         assert self._traces is not None
-        trace = self._traces.ranking(reply, received.topic)
+        trace = self._traces.ranking(reply)
         if trace is None:
             return None
         times = RankingTimes(received.received_us, now_us) if work is None else _times(work, now_us)
@@ -461,7 +520,7 @@ class ResultWriter:
     def _trace_job(self, work: JobWork, outcome: JobOutcome) -> None:
         assert self._traces is not None
         received = work.received
-        trace = self._traces.job(received.headers, received.topic, work.job.request_id)
+        trace = self._traces.job(received.headers, work.job.request_id)
         if trace is None:
             return
         now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()

@@ -7,8 +7,11 @@
 A worker with such a setting measures the error before it starts. It refuses to start if the error or the overlap is
 beyond the setting's limits (`worker.dram_max_score_error`, `worker.compute_max_score_error`, ...). `relaygr model
 check-kv`, `check-dram` and `check-compute` measure the same on your own histories. Generated histories have random
-items of the model's vocabulary, and random actions and features: they exercise the model's arithmetic, but do not
-resemble real users.
+items of the model's vocabulary, each action and value of a small feature, and steps of time of all sizes: they exercise
+the model's inputs, but do not resemble real users.
+
+The measure of an error is the spread of the exact scores of the same user and task, from the lowest to the highest: it
+decides the order of the candidates, and a constant added to all scores does not change it.
 """
 
 from __future__ import annotations
@@ -20,23 +23,26 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.codec import make_codec
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
-from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint
+from relaygr.worker.model.checkpoint import load_checkpoint
 from relaygr.worker.model.config import ModelConfig, read_config
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.inputs.lookup import IDS_TENSOR
+from relaygr.worker.model.inputs.known import known_items
 from relaygr.worker.model.interface import Engine, PrefixChunk
 from relaygr.worker.model.options import ComputeDtype
 
 TOP_K = 10
-MADE_USERS = 4
+MADE_USERS = 16
+_HALVINGS = 3
 MADE_BEHAVIOURS = 1024
 MADE_CANDIDATES = 100
+LEAST_SPREAD = 2.0**-16
+"""A spread of a smaller share of the largest score is rounding: float32 has 24 bits."""
+_LONGEST_STEP_MS = 30 * 86_400_000
 _BEGIN_MS = 1_700_000_000_000
 
 Scores = NDArray[np.float32]
@@ -53,8 +59,8 @@ class SampleUser:
 
 @dataclass(frozen=True, slots=True)
 class ScoreError:
-    """Score errors relative to the largest score of the same user and task, and the mean share of the TOP_K candidates
-    of each user and task that stays in the TOP_K.
+    """Score errors relative to the spread of the scores of the same user and task (`_scales`), and the mean share of
+    the TOP_K candidates of each user and task that stays in the TOP_K.
     """
 
     users: int
@@ -115,18 +121,33 @@ def _own_arena(
 
 def _error_of(pairs: Iterable[tuple[Scores, Scores]], candidates: NDArray[np.int64]) -> ScoreError:
     """The error of the second scores of each user."""
-    errors, overlaps = [], []
-    for exact, inexact in pairs:
-        largest = np.abs(exact).max(0)
-        errors.append(np.abs(inexact - exact) / np.where(largest > 0, largest, 1.0))
-        overlaps += [_overlap(exact[:, task], inexact[:, task]) for task in range(exact.shape[1])]
+    exact, inexact = (np.stack(scores).astype(np.float64) for scores in zip(*pairs, strict=True))
+    errors = np.abs(inexact - exact) / _scales(exact)
+    overlaps = [
+        _overlap(exact[user, :, task], inexact[user, :, task])
+        for user in range(exact.shape[0])
+        for task in range(exact.shape[2])
+    ]
     return ScoreError(
-        users=len(errors),
+        users=exact.shape[0],
         candidates=int(candidates.size),
-        max_score_error=float(np.max([error.max() for error in errors])),
-        mean_score_error=float(np.mean([error.mean() for error in errors])),
+        max_score_error=float(errors.max()),
+        mean_score_error=float(errors.mean()),
         topk_overlap=float(np.mean(overlaps)),
     )
+
+
+def _scales(exact: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The measure of errors, [users, 1, tasks], for scores [users, candidates, tasks].
+
+    It is the spread of the user's scores of the task; without one, the spread over all users; without one, the largest
+    score; if all scores are 0, it is 1.
+    """
+    largest = np.abs(exact).max((0, 1), keepdims=True)
+    of_user, of_all = np.ptp(exact, 1, keepdims=True), np.ptp(exact, (0, 1), keepdims=True)
+    whole = np.where(largest > 0, largest, 1.0)
+    common = np.where(of_all > LEAST_SPREAD * largest, of_all, whole)
+    return np.where(of_user > LEAST_SPREAD * largest, of_user, common)
 
 
 def require_precision(
@@ -199,9 +220,15 @@ def exact_kv(compute_dtype: ComputeDtype) -> KvDtype:
 def other_engine(
     engine: Engine, model: Path, kv_dtype: KvDtype, compute_dtype: ComputeDtype, device_table_bytes: int
 ) -> Engine:
-    """An engine of the same checkpoint folder on the same device, with other element types."""
+    """An engine of the same checkpoint on the same device, with other element types.
+
+    Raises RelayError if the folder holds another checkpoint by now.
+    """
+    checkpoint = load_checkpoint(model)
+    if checkpoint.revision != engine.revision:
+        raise RelayError(f"{model} was replaced by revision {checkpoint.revision} while it was loaded: load it again.")
     return build_engine(
-        load_checkpoint(model),
+        checkpoint,
         engine.device,
         kv_dtype,
         engine.geometry.page_tokens,
@@ -213,7 +240,7 @@ def other_engine(
 def _beyond(error: ScoreError, max_score_error: float, min_topk_overlap: float) -> str:
     return (
         "is too inexact for this model: scores change by up to "
-        f"{error.max_score_error:.2%} of the largest ({max_score_error:.2%} allowed), and {error.topk_overlap:.1%} of "
+        f"{error.max_score_error:.2%} of their spread ({max_score_error:.2%} allowed), and {error.topk_overlap:.1%} of "
         f"the top {TOP_K} stay ({min_topk_overlap:.1%} required), for {error.users} generated users."
     )
 
@@ -232,17 +259,22 @@ def made_users(
     longest = min(config.max_prefix_behaviours, MADE_BEHAVIOURS)
     made = []
     for index in range(users):
-        # From the longest down to short histories, which have fewer terms over which an error averages out.
-        count = max(1, longest >> index)
-        steps_ms = random.integers(1_000, 86_400_000, count)
-        features = [random.integers(0, each.cardinality, each.tokens) for each in config.contextual_features]
+        # From the longest down to short histories, which have fewer terms over which an error averages out. Most are
+        # short: they are there for the values of the features.
+        count = max(1, longest >> min(index, _HALVINGS))
+        steps_ms = _LONGEST_STEP_MS ** random.random(count)
+        # The next values of the features: a value beyond the last one is unknown to the model, as is the last action.
+        features = [
+            np.arange(index * each.tokens, (index + 1) * each.tokens) % (each.cardinality + 1)
+            for each in config.contextual_features
+        ]
         made.append(
             SampleUser(
                 np.concatenate([np.empty(0, np.int64), *features]).astype(np.int64),
                 Behaviours(
-                    random.choice(items, count),
-                    random.integers(0, max(1, config.num_actions), count).astype(np.uint16),
-                    _BEGIN_MS + np.cumsum(steps_ms),
+                    np.resize(random.choice(items, min(count, items.size), replace=False), count),
+                    random.permutation(np.resize(_actions(config), count)).astype(np.uint16),
+                    _BEGIN_MS + np.cumsum(steps_ms.astype(np.int64)),
                 ),
             )
         )
@@ -250,14 +282,12 @@ def made_users(
     return made, candidates
 
 
-def known_items(model: Path, config: ModelConfig) -> NDArray[np.int64]:
-    """Ids of the items for which the model in a checkpoint folder has embeddings."""
-    weights = model / WEIGHTS_FILE
-    if weights.exists():
-        with safe_open(weights, framework="np") as tensors:
-            if IDS_TENSOR in tensors.keys():  # noqa: SIM118 - not a mapping
-                return np.asarray(tensors.get_tensor(IDS_TENSOR), np.int64)
-    return np.arange(config.vocabulary_size, dtype=np.int64)
+def _actions(config: ModelConfig) -> list[int]:
+    """Every action, and one that the model does not know. For bits of kinds of actions: none, each, and all."""
+    if config.dlrm_inputs is not None:
+        weights = config.dlrm_inputs.action_weights
+        return [0, *weights, sum(weights)]
+    return list(range(config.num_actions + 1))
 
 
 def _compute_and_rank(
@@ -299,7 +329,7 @@ def _through_dram(arena: torch.Tensor, geometry: DramGeometry) -> None:
     codec.decode(stored, pages)
 
 
-def _overlap(exact: NDArray[np.float32], inexact: NDArray[np.float32]) -> float:
+def _overlap(exact: NDArray[np.float64], inexact: NDArray[np.float64]) -> float:
     count = min(TOP_K, exact.size)
     best = [set(np.argsort(-scores, kind="stable")[:count].tolist()) for scores in (exact, inexact)]
     return len(best[0] & best[1]) / count

@@ -53,7 +53,11 @@ class WorkerSettings(Section):
         "and float8 have a scale for each token and head, scores are approximate, and the error is checked at start",
     )
     kv_max_score_error: Annotated[
-        float, Field(gt=0, description="largest score error by kv_dtype int8 or float8, relative to the largest score")
+        float,
+        Field(
+            gt=0,
+            description="largest score error by kv_dtype int8 or float8, relative to the spread of a user's scores",
+        ),
     ] = 0.01
     kv_min_topk_overlap: Annotated[
         float,
@@ -69,7 +73,8 @@ class WorkerSettings(Section):
         "the layers' weights, scores are approximate, and the error is checked at start",
     )
     compute_max_score_error: Annotated[
-        float, Field(gt=0, description="largest score error by compute_dtype int8, relative to the largest score")
+        float,
+        Field(gt=0, description="largest score error by compute_dtype int8, relative to the spread of a user's scores"),
     ] = 0.01
     compute_min_topk_overlap: Annotated[
         float,
@@ -92,16 +97,14 @@ class WorkerSettings(Section):
         "and scores on reloaded prefixes are approximate; the error is checked at start",
     )
     dram_max_score_error: Annotated[
-        float, Field(gt=0, description="largest score error by dram_kv_dtype, relative to the largest score")
+        float,
+        Field(gt=0, description="largest score error by dram_kv_dtype, relative to the spread of a user's scores"),
     ] = 0.01
     dram_min_topk_overlap: Annotated[
         float, Field(gt=0, le=1, description="smallest part of the 10 best candidates that must stay among the 10 best")
     ] = 0.95
     hbm_policy: PolicyName = Field(DEFAULT_POLICY, description="eviction policy of the HBM tier")
     dram_policy: PolicyName = Field(DEFAULT_POLICY, description="eviction policy of the DRAM tier")
-    prefix_ttl_s: Annotated[float, Field(gt=0, description="policy ttl: how long an unused prefix stays, seconds")] = (
-        600.0
-    )
     moved_prefix_s: Annotated[
         float,
         Field(
@@ -127,12 +130,6 @@ class WorkerSettings(Section):
         StandbyMemory.RESERVED,
         description="when a standby allocates its HBM tier: reserved (before the takeover) or at_takeover",
     )
-    cache_trace: Path | None = Field(
-        None, description="file that cache operations are recorded in, for `relaygr cache replay`; none: no recording"
-    )
-    cache_trace_bytes: ByteSize = Field(
-        ByteSize(256 * _MIB), ge=_MIB, description="size of the cache_trace file at which the recording ends"
-    )
     reuse_prefixes: bool = Field(
         True, description="false: every ranking request is full inference without chunks, as a baseline"
     )
@@ -152,6 +149,14 @@ class WorkerSettings(Section):
             "behaviours are in no snapshot, while the owner has no ranking requests",
         ),
     ] = 1024
+    history_max_ahead_s: Annotated[
+        float,
+        Field(
+            ge=1,
+            description="a behaviour whose time lies further ahead of the Kafka timestamp of its record gets that "
+            "timestamp; in a snapshot, the time of the behaviour before it. The same on all workers",
+        ),
+    ] = 24 * 3600.0
     snapshot_after_s: Annotated[
         float,
         Field(

@@ -1,1 +1,1 @@
-"""Cost of the prefix cache, and savings of its rules. See `__main__`."""
+"""Cost of the prefix cache. See `__main__`."""

@@ -1,9 +1,7 @@
 """Measures the prefix cache: `python -m benchmarks.cache`.
 
 * `operations`: operations a second of the metadata with very many users, for each operation and policy;
-* `reloads`: latency of a copy from DRAM, by size and by the number of reloads requested at once, with real bytes;
-* `bursts`: savings of single flight and of the break-even rule on one bursty trace (simulated);
-* `policies`: what each eviction policy saves, by kind of traffic and size of the tiers (simulated).
+* `reloads`: latency of a copy from DRAM, by size and by the number of reloads requested at once, with real bytes.
 
 Each part appends its figures to a CSV, with a description of the machine, and draws a picture of this run.
 """
@@ -15,27 +13,22 @@ from typing import Annotated
 
 import typer
 
-PARTS = ("operations", "reloads", "bursts", "policies")
+PARTS = ("operations", "reloads")
 
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PARTS)}. May be repeated.")] = None,
     users: Annotated[int, typer.Option(min=1_000, help="Users in the cache, for operations.")] = 100_000,
     calls: Annotated[int, typer.Option(min=10, help="Calls a round, for operations.")] = 2_000,
-    seconds: Annotated[float, typer.Option(min=1, help="Length of the trace, for bursts.")] = 20.0,
-    visits: Annotated[int, typer.Option(min=1_000, help="Visits of each kind of traffic, for policies.")] = 50_000,
-    interactions: Annotated[
-        list[Path] | None, typer.Option(help="A log of interactions, for policies. May be repeated.")
-    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the CSVs and pictures.")] = Path("benchmarks/results/cache"),
 ) -> None:
-    """Measure the cost of the prefix cache and the savings of its rules."""
+    """Measure the cost of the prefix cache."""
     for part in only or ():
         if part not in PARTS:
             raise typer.BadParameter(f"--only {part}: one of {', '.join(PARTS)}")
     from relaygr.bench.cache.run import measure
 
-    measure(only or PARTS, users, calls, seconds, visits, interactions or (), out)
+    measure(only or PARTS, users, calls, out)
 
 
 if __name__ == "__main__":

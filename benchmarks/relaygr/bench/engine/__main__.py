@@ -7,7 +7,7 @@ comparison. Passes are timed in the same way as in a calibration (`relaygr.worke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -42,11 +42,10 @@ def main(
     plots: Annotated[Path, typer.Option(help="Folder for plots.")] = HERE,
 ) -> None:
     """Measure pre-infer, append, ranking on a cached prefix and full inference on one device."""
-    from relaygr.bench.engine.profile import table
     from relaygr.bench.engine.report import plot, print_tables
-    from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
+    from relaygr.bench.engine.run import EngineVariant, Figure, SideBySide, Sizes
     from relaygr.bench.engine.shapes import SHAPES
-    from relaygr.bench.rows import append_rows
+    from relaygr.bench.rows import append_rows, refuse_other_columns
     from relaygr.worker.device import open_device, set_threads
     from relaygr.worker.kv import KvDtype
     from relaygr.worker.model.options import ComputeDtype
@@ -61,6 +60,7 @@ def main(
         "bfloat16-kv-float8": (ComputeDtype.BFLOAT16, KvDtype.FLOAT8),
     }
     console = Console(highlight=False)
+    refuse_other_columns(out, [field.name for field in fields(Figure)])
     set_threads(threads)
     opened = open_device(device)
     console.print(f"device: {opened.name} ({opened.description}), {threads} threads", soft_wrap=True)
@@ -79,7 +79,6 @@ def main(
             bench.run(rounds, lambda text, bar=bar: progress.update(bar, advance=1, description=text))  # type: ignore[misc]
         figures = bench.figures()
         print_tables(console, figures)
-        console.print(table(f"{shape}, {max(sizes.prefixes):,} tokens", bench.profiles()))
         for name, error in bench.errors().items():
             console.print(
                 f"{name}: scores change by at most {error.max_score_error:.2%} of the largest, on average by "

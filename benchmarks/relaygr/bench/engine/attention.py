@@ -8,15 +8,22 @@ candidates it is the bytes.
 
 `--variants` adds the variants of the Triton kernels that only a measurement can decide between. `--beside` computes a
 chunk of another user's prefix in the same forward as the candidates.
+
+Meta's kernels (github.com/meta-recsys/generative-recommenders) run beside ours if their package can be imported. They
+take contiguous K,V; the measured time excludes the gather that a paged cache would need. Their normaliser is their N,
+so ours is the same. They write A in the type of V; ours write float32.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -24,7 +31,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.bench.engine.peers import Jagged, Work, find_peers
 from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.measuring import matrix_peak_gflops
@@ -45,6 +51,32 @@ _PEAK_SIZE = 8192
 _CPU_PEAK_SIZE = 2048
 _COPY_BYTES = 512 << 20
 _TYPES = {"float32": (torch.float32, KvDtype.FLOAT32), "bfloat16": (torch.bfloat16, KvDtype.BFLOAT16)}
+META = "generative_recommenders.ops.triton.triton_hstu_attention"
+"""Not `ops.hstu_attention`, which chooses among kernels that are not all public."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jagged:
+    """Users with sequences of one length: q of the last `rows` tokens, k and v of all `length` tokens of each user.
+
+    q [users * rows, heads, dqk], k [users * length, heads, dqk], v [users * length, heads, dv], contiguous. The last
+    `targets` tokens of each user are candidates.
+    """
+
+    users: int
+    length: int
+    rows: int
+    targets: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    alpha: float
+    normalizer: int
+    """At least `length`."""
+
+
+Work = Callable[[], torch.Tensor]
+"""A function that returns A [users * rows, heads, dv]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +193,26 @@ def triton_variants(spec: AttentionSpec, device: Device, blocks: Blocks | None =
         for variant in made
         if variant != DEFAULT_VARIANT
     }
+
+
+def find_peers() -> dict[str, Callable[[Jagged], Work]]:
+    """The kernels that can be imported here, by name. Each function prepares a case."""
+    try:
+        kernels: Any = importlib.import_module(META)
+    except ImportError:
+        return {}
+    return {"Meta, Triton": lambda case: _meta(kernels, case)}
+
+
+def _meta(kernels: Any, case: Jagged) -> Work:
+    device = case.q.device
+    offsets = torch.arange(0, (case.users + 1) * case.length, case.length, dtype=torch.int64, device=device)
+    targets = torch.full((case.users,), case.targets, dtype=torch.int64, device=device) if case.targets else None
+    common = {"N": case.normalizer, "alpha": case.alpha, "k": case.k, "v": case.v}
+    common |= {"seq_offsets": offsets, "num_targets": targets}
+    if case.rows == case.length:
+        return partial(kernels.triton_hstu_mha, q=case.q, **common)
+    return partial(kernels.triton_cached_hstu_mha, delta_q=case.q, **common)
 
 
 @dataclass(frozen=True, slots=True)

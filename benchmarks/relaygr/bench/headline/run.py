@@ -1,546 +1,311 @@
-"""Runs the cells: one broker, one stack of processes for each system, one run for each point that a search asks for."""
+"""Measures the engine alone, and plays one run: the processes of a system on topics of their own, `relaygr traffic`
+beside them, and its records.
+
+Every run has new processes, so that no cache, no history and no learnt latency comes from an earlier one.
+"""
 
 from __future__ import annotations
 
-import itertools
-import math
+import json
 import secrets
+import shutil
+import statistics
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import NormalDist
+from typing import Any
 
-import numpy as np
-from pydantic import ByteSize
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from relaygr.bench.energy import read_energy_uj, used_j
-from relaygr.bench.generator.player import Player, Requests, Run
-from relaygr.bench.generator.samples import Sample, read_samples
-from relaygr.bench.generator.trace import MEASURED, WARM_UP, Trace, digest_of, read_trace, write_trace
-from relaygr.bench.generator.workload import make_trace, reuse_of, with_reuse
-from relaygr.bench.headline.figures import figures_of, longest_truncation
-from relaygr.bench.headline.grid import BY_NAME, ITEMS, LENGTH_FACTORS, REUSES, Cell
-from relaygr.bench.headline.plan import CellPlan, plan_in, write_model
-from relaygr.bench.headline.points import (
+from relaygr.admission.latency import Stage
+from relaygr.bench.headline.question import (
+    CANDIDATES,
+    HALF,
+    LOADS,
+    PAGE_TOKENS,
     PARTITIONS,
+    SUFFIX,
     Asked,
-    CellSearch,
-    FoundUses,
-    Mode,
-    Point,
-    estimated_runs,
-    key_of,
-    points_at,
-    row_of,
-    samples_path,
-    trace_name,
-    trace_path,
-    workload_of,
+    Effort,
+    Plan,
+    RunRow,
+    System,
+    figures_of,
+    model_of,
+    settings_of,
+    snapped,
+    traffic_of,
 )
-from relaygr.bench.headline.rows import AT_REUSE, OF_TRACE, RunFile, RunRow, Used
-from relaygr.bench.headline.search import snapped
-from relaygr.bench.headline.systems import FLAGS, LIMITED, TUNED, UNCUT, System, settings_of
-from relaygr.bench.pipeline.run import MeasuredWindow
-from relaygr.bench.speed import WINDOW_S, MachineSpeed
-from relaygr.demo.processes import Reading
+from relaygr.bench.rows import code, machine, now, refuse_other_machine
 from relaygr.demo.stack import DemoStack
+from relaygr.demo.summary import ScoreComparison, compare_scores
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
-from relaygr.traffic.population import Population, population_of
+from relaygr.simulate.case import case_of_load, is_cpu, shape_of_config
+from relaygr.simulate.demand import COLD_SHARE, Demand
+from relaygr.simulate.relay import RelaySimulation
+from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
+from relaygr.traffic.population import population_of
+from relaygr.traffic.records import read_records
+from relaygr.traffic.schedule import impressions
 from relaygr.traffic.settings import TrafficSettings
+from relaygr.worker.calibration import QUICK_BUDGET_S, Calibration, calibrate, load_calibration, save_calibration
+from relaygr.worker.measuring import EngineMeter, bind_own_arena
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.engine import load_engine
 
-SCORES_EVERY = 10
-POOL = 16
-"""Users of the oracle, all of them ready in HBM."""
-POOL_BUDGET_MS = 30_000
-RUN_OVERHEAD_S = 6.0
-"""Histories, their reading, encoding, the wait for the last results, and what some runs are longer."""
-START_S = 9.0
-PLAN_S = 25.0
-ENGINE_WAIT_S = 30.0
-"""The engine alone waits for so long, at least, for a quiet machine."""
-_WASTED = "relaygr_cache_preinfers_wasted_total"
-_JOBS = "relaygr_worker_preinfer_jobs_total"
-_DEVICE = "relaygr_worker_device_seconds_total"
+ROUNDS = 5
+VIRTUAL = "virtual time"
+"""Stands in place of the broker."""
+SETTLE_S = 3.0
+"""Between the publication of the histories and the first impression: the worker reads them."""
+START_S = 12.0
+"""About the time for which processes start and histories are published."""
+FREE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """What a run left. `reuse`: of the trace before the oracle changed its users."""
+class Machine:
+    """The plan for this machine, and its calibrations: as a worker measures them, and of the engine alone."""
 
-    trace: Trace
-    samples: list[Sample]
-    used: Used
-    reuse: float
+    plan: Plan
+    predicted: Calibration
+    alone: Calibration
+    folder: Path
+
+    def times_path(self, effort: Effort) -> Path:
+        """What the simulation has learnt from a live run of this effort."""
+        return self.folder / f"times-{effort.name}.json"
 
 
 @dataclass(frozen=True, slots=True)
-class OthersTrace:
-    """A trace of others that a cell takes. `figure`: the question that it asks."""
+class Point:
+    """A run that is asked for."""
 
-    trace: Trace
-    figure: str
-
-
-def read_others(path: Path, cell: Cell, seconds: float | None = None) -> OthersTrace:
-    """Reads a trace of others, or its first `seconds`. Raises RelayError for a file that the cell cannot play."""
-    trace = read_trace(path).from_zero()
-    if seconds is not None:
-        trace = trace.first(seconds)
-    takes = {"history_length": cell.longest_history, "suffix": cell.longest_suffix, "candidates": cell.candidates}
-    for name, most in takes.items():
-        found = int(getattr(trace, name).max())
-        if found > most:
-            raise RelayError(
-                f"{path}: {name} is up to {found:,}, and cell {cell.name} takes at most {most:,}: choose another "
-                "cell with --cells; `--cells list` prints their sizes"
-            )
-    if (trace.part == WARM_UP).all():
-        raise RelayError(f"{path}: every row is warm-up (part 0)")
-    # A file that was changed asks another question.
-    part = "" if seconds is None else f" first {seconds:g} s"
-    return OthersTrace(trace, f"{OF_TRACE}{path.name} {digest_of(path)}{part}")
+    asked: Asked
+    load: float
+    system: System
+    variant: str
+    rate_per_s: float
+    seed: int
+    history: int
 
 
-def estimated_s(asked: Asked, mode: Mode) -> float:
-    """About the time of these cells."""
-    plans = len({cell.shape for cell, _ in asked})
-    variants = len(mode.variants) if len(mode.variants) > 1 else 0
-    starts = len({(served_cell(cell, each), each) for cell, systems in asked for each in systems})
-    runs = sum(estimated_runs(systems, mode) for _, systems in asked)
-    return (
-        plans * PLAN_S
-        + (starts + variants * len(asked)) * START_S
-        + runs * (mode.seconds + mode.warm_up_s + RUN_OVERHEAD_S + (WINDOW_S if mode.wait_s else 0.0))
-    )
+def measured_machine(out: Path, history: int, deadline_factor: float) -> Machine:
+    """The plan in this folder. Without one the engine is measured now, which takes about half a minute.
 
-
-def served_cell(cell: Cell, system: System) -> str:
-    """Cells for which the processes of a system need not start again have one name. A trigger learns the risk and the
-    lead times from its requests, so each cell of a relay has one of its own.
+    Raises RelayError for the plan of another machine or question.
     """
-    return cell.name if FLAGS[system].events else cell.plan_name
+    path = out / "plan.json"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        plan = _measure(out, history, deadline_factor)
+        path.write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
+    try:
+        plan = Plan(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise RelayError(f"{path} is not a plan of this version ({error}): give another folder with --out") from error
+    refuse_other_machine(path, plan.machine)
+    if (plan.history, plan.deadline_factor) != (history, deadline_factor):
+        raise RelayError(
+            f"{path} is for histories of {plan.history:,} and a deadline of {plan.deadline_factor:g} times full "
+            "inference: give another folder with --out"
+        )
+    calibrations = [load_calibration(out / f"{name}.json") for name in ("calibration", "alone")]
+    return Machine(plan, calibrations[0], calibrations[1], out)
 
 
-def name_of(broker: LocalBroker) -> str:
-    """The broker without its address, which changes."""
-    return broker.what.split(" at ")[0]
+def _measure(out: Path, history: int, deadline_factor: float) -> Plan:
+    with tempfile.TemporaryDirectory(prefix="relaygr-engine-") as name:
+        engine = load_engine(_written_model(Path(name) / "model", history), None, page_tokens=PAGE_TOKENS, threads=1)
+    bind_own_arena(engine)
+    meter, tokens, pairs = EngineMeter(engine), engine.layout.tokens(history), list[tuple[float, float]]()
 
+    def measure() -> None:
+        for _ in range(ROUNDS):
+            prefix_us = sum(point.duration_us for point in meter.prefix(tokens, tokens))
+            pairs.append((prefix_us, meter.rank(tokens, CANDIDATES).duration_us))
 
-def progress_of(console: Console) -> Progress:
-    """A bar that counts runs."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(20),
-        TextColumn("{task.completed:.0f} of about {task.total:.0f} runs,"),
-        TimeElapsedColumn(),
-        TextColumn("passed,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
+    # The speed of a machine changes within seconds, so the rounds are spread over the time of the calibrations. Others
+    # can only slow the machine down, so the fastest quarter of the rounds is that of the engine alone.
+    measure()
+    save_calibration(calibrate(engine, QUICK_BUDGET_S), out / "calibration.json")
+    measure()
+    save_calibration(calibrate(engine, QUICK_BUDGET_S, rest=lambda: None), out / "alone.json")
+    measure()
+    pre_ms, hit_ms = (round(statistics.quantiles(each)[0] / 1000, 3) for each in zip(*pairs, strict=True))
+    return Plan(
+        machine=machine(),
+        engine=f"{engine.backend} on {engine.device.description}, one thread",
+        made_at=now(),
+        history=history,
+        deadline_factor=deadline_factor,
+        pre_ms=pre_ms,
+        hit_ms=hit_ms,
+        prefix_bytes=engine.geometry.pages_for(tokens) * engine.geometry.page_bytes,
     )
-    return Progress(*columns, console=console)
 
 
-class Bench:
-    """One folder of results, one broker, and the stack of the system that runs now."""
+def _written_model(folder: Path, history: int) -> Path:
+    config = model_of(history)
+    save_checkpoint(folder, config, random_checkpoint(config, seed=0).tensors)
+    return folder
 
-    def __init__(self, console: Console, out: Path, broker: LocalBroker, mode: Mode, interactions: Path | None) -> None:
-        self._console, self._out, self._broker, self._mode = console, out, broker, mode
-        self._interactions = interactions
-        self._logged: dict[int, Population] = {}
-        """The users of the log, by the longest history."""
-        self.file = RunFile(out)
-        self._known = {row.key for row in self.file.rows if row.valid}
-        """Questions that were answered before: no run is expected for them."""
-        self._open = ExitStack()
-        self._served: tuple[object, ...] = ()
-        self._warm_pools: set[int] = set()
-        self._known_users: set[str] = set()
-        """Users of the runs so far on the processes that run now."""
-        self._count = 0
-        self._speed: MachineSpeed | None = None
-        """Once a run asked for it."""
-        self._limit = 0
-        """The longest history of B1."""
-        self._settings = Settings()
-        """Those of the processes that run now."""
 
-    def __enter__(self) -> Bench:
-        self._work = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="relaygr-headline-")))
-        self._stack = self._open.enter_context(ExitStack())
-        self._progress = self._open.enter_context(progress_of(self._console))
-        self._bar = self._progress.add_task("", total=1)
+# -- live -------------------------------------------------------------------------------------------
+
+
+class LiveBench:
+    """Plays runs on a broker. The records of a run stay in the folder until its scores were compared."""
+
+    def __init__(self, on: Machine, broker: LocalBroker, effort: Effort) -> None:
+        self._on, self._broker, self._effort = on, broker, effort
+
+    def __enter__(self) -> LiveBench:
+        self._work = tempfile.TemporaryDirectory(prefix="relaygr-headline-", ignore_cleanup_errors=True)
+        self._model = _written_model(Path(self._work.name) / "model", self._on.plan.history)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._work.cleanup()
 
-    # -- cells
+    @property
+    def broker_name(self) -> str:
+        """The broker without its address, which changes."""
+        return self._broker.what.split(" at ")[0]
 
-    def run_cells(self, asked: Asked) -> None:
-        """Runs all figures of all cells."""
-        if self._interactions is not None:
-            self._check_log(asked)
-        self._progress.update(self._bar, total=sum(estimated_runs(systems, self._mode) for _, systems in asked))
-        for _, family in itertools.groupby(asked, lambda each: each[0].plan_name):
-            self._run_family(list(family))
+    def expected_s(self, point: Point) -> float:
+        """About how long this run takes."""
+        effort, rate = self._effort, point.rate_per_s
+        return START_S + SETTLE_S + effort.warm_up_at(point.load, rate) + effort.seconds_at(rate)
 
-    def _check_log(self, asked: Asked) -> None:
-        """Makes a trace of each cell at the highest rate of its search. Raises RelayError if the log has too few users
-        for it.
-        """
-        for cell, systems in asked:
-            plan = self._planned(cell)[0]
-            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan))
-            rate = snapped(max(map(search.highest_rate_per_s, systems)))
-            point = Point("B", cell.history, rate, self._mode.seeds[0])
-            try:
-                make_trace(workload_of(cell, plan, point, self._mode), logged=self._users(cell))
-            except RelayError as error:
-                raise RelayError(
-                    f"{cell.name}: its search may go up to {rate:g} requests/s, and {error}. --rates plays chosen "
-                    "rates without a search, --seconds sets the time"
-                ) from error
-
-    def _run_family(self, asked: Asked) -> None:
-        """Runs cells of one plan, system by system: most systems' processes serve all of them."""
-        plan = self.plan(asked[0][0])
-        self._describe(asked[0][0], plan)
-        searches, uses = [], FoundUses()
-        for cell, systems in asked:
-            compares = System.B0 in systems or not self._mode.lends_b0(cell)
-            search = CellSearch(cell, plan, self._mode, partial(self._row, cell, plan), uses, compares)
-            variant = search.tuned() if System.B0 in systems else UNCUT
-            short_rate = search.short_capacity(variant)
-            searches.append((cell, systems, partial(search.figures, variant=variant, short_rate=short_rate)))
-        for system in dict.fromkeys(system for _, systems in asked for system in systems):
-            for cell, systems, figures in searches:
-                if system in systems and (system is not System.B1 or self._has_limit(cell)):
-                    figures(system)
-
-    def run_rates(
-        self,
-        cells: Sequence[Cell],
-        systems: Sequence[System],
-        rates_per_s: Sequence[float],
-        histories: Sequence[int] = (),
-    ) -> None:
-        """Plays these rates on each system without a search, at these histories; without any, at the cell's. They are
-        no figure A or B.
-        """
-        points = {cell.name: points_at(cell, rates_per_s, histories, self._mode.seeds) for cell in cells}
-        self._progress.update(self._bar, total=len(systems) * sum(map(len, points.values())))
-        if self._interactions is not None:
-            # A log with too few users is refused before the first run.
-            for cell in cells:
-                for point in points[cell.name]:
-                    self._trace(cell, self._planned(cell)[0], point)
-        for cell in cells:
-            plan = self.plan(cell)
-            self._describe(cell, plan)
-            # System after system at each seed: within minutes the speed of a machine changes as much as they differ.
-            for seed, system in itertools.product(self._mode.seeds, systems):
-                for point in points[cell.name]:
-                    if point.seed == seed:
-                        self._row(cell, plan, system, UNCUT, point)
-
-    def run_trace(self, cell: Cell, systems: Sequence[System], others_trace: OthersTrace) -> None:
-        """Plays a trace of others on each system, without a search, once for each seed. Unless its users are those of a
-        log, B0 and R then play it with other shares of returning users.
-        """
-        read, figure = others_trace.trace, others_trace.figure
-        plan = self.plan(cell)
-        self._describe(cell, plan)
-        measured = read.retrieval_us[read.part != WARM_UP]
-        measured_s = max(1e-3, float(measured.max() - measured.min()) / 1e6)
-        history, rate = int(np.median(read.history_length)), snapped(len(measured) / measured_s)
-        pair = [system for system in systems if system in (System.B0, System.R)]
-        reuses = REUSES if self._interactions is None else ()
-        runs = len(systems) + len(pair) * len(reuses)
-        self._progress.update(self._bar, total=runs * len(self._mode.seeds))
-        own = self._out / "traces" / f"{figure.replace(' ', '-')}.parquet"
-        write_trace(read, own)
-        for seed, system in itertools.product(self._mode.seeds, systems):
-            self._row(cell, plan, system, UNCUT, Point(figure, history, rate, seed), own)
-        others = {}
-        for reuse in reuses:
-            others[reuse] = own.with_name(f"{own.stem}-r{reuse:g}.parquet")
-            write_trace(with_reuse(read, reuse), others[reuse])
-        for seed, system in itertools.product(self._mode.seeds, pair):
-            for reuse, path in others.items():
-                point = Point(f"{figure}{AT_REUSE}{reuse:g}", history, rate, seed)
-                self._row(cell, plan, system, UNCUT, point, path)
-
-    def plan(self, cell: Cell) -> CellPlan:
-        """The plan of the cell in this folder, as `plan_in`, and the files of its workers."""
-        plan, self._calibration = self._planned(cell)
-        self._model = self._work / cell.name / "model"
-        write_model(cell, self._model)
-        return plan
-
-    def _planned(self, cell: Cell) -> tuple[CellPlan, Path]:
-        def at_measuring() -> MachineSpeed:
-            # All deadlines of the cell are multiples of these times.
-            speed = self._quiet_speed(max(ENGINE_WAIT_S, self._mode.wait_s))
-            self._progress.update(self._bar, description=f"{cell.name}: measuring the engine alone")
-            return speed
-
-        return plan_in(self._out, cell, at_measuring)
-
-    def _describe(self, cell: Cell, plan: CellPlan) -> None:
-        self._console.print(
-            f"{cell.name}: full inference on {cell.history:,} behaviours takes {plan.full_ms:.1f} ms, a hit "
-            f"{plan.hit_ms:.1f} ms; deadline {plan.deadline_ms} ms, lead time {plan.lead_ms:.0f} ms",
-            soft_wrap=True,
+    def play(self, point: Point) -> RunRow:
+        """Plays the run once."""
+        plan, traffic = self._on.plan, self._traffic(point)
+        records = self.records_of(point)
+        with self._stack(point.system, point.variant, traffic) as stack:
+            stack.play_unobserved(records, lambda: None)
+            qualities = [each.slowdown for each in stack.predictions().device.values()]
+        first, offered = _measured_numbers(traffic, self._effort.warm_up_at(point.load, point.rate_per_s))
+        return RunRow(
+            **_about(point, plan, self._effort.name),
+            broker=self.broker_name,
+            slowdown=max(qualities, default=float("nan")),
+            **figures_of(
+                read_records(records), first, offered, lambda tokens: plan.engine_us(self._on.alone.model, tokens)
+            ),
         )
 
-    def _has_limit(self, cell: Cell) -> bool:
-        """Whether B1 has a longest history, by what B0 reached."""
-        self._limit = longest_truncation(figures_of(self.file.rows, self._mode.name), cell.name, self._mode.decides)
-        if not self._limit:
-            self._console.print(f"{cell.name}: B0 has no history in figure A, which B1 needs: there is no B1")
-        return self._limit > 0
+    def compare_scores(self, point: Point) -> ScoreComparison:
+        """Ranks a sample of the run's impressions again by full inference, and compares the scores."""
+        records = self.records_of(point)
+        reference = records.with_name(f"reference-{records.name}")
+        with self._stack(System.FULL, point.variant, self._traffic(point)) as stack:
+            stack.play_reference(reference, records)
+        return compare_scores(read_records(records), read_records(reference))
 
-    # -- runs
+    def records_of(self, point: Point) -> Path:
+        """The file of the run's records."""
+        own = (self._effort.name, point.system, point.variant)
+        about = (*own, f"{point.load:g}", f"{point.rate_per_s:g}", str(point.seed))
+        return self._on.folder / "records" / f"{'-'.join(about).replace(' ', '-')}.jsonl"
 
-    def _row(
-        self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, trace: Path | None = None
-    ) -> RunRow:
-        """The row of this point: from the file, or of a run that is made now."""
-        variant = self._variant(system, variant)
-        key = key_of(cell, self._mode, system, variant, point)
-        rows = self.file.attempts(key)
-        # Noise in an earlier call says nothing about this one.
-        left = self._mode.attempts - sum(not row.was_slow for row in rows)
-        if key in self._known:
-            self._known.remove(key)
-            bar = self._progress.tasks[self._bar]
-            self._progress.update(self._bar, total=max(bar.completed + 1, (bar.total or 0) - 1))
-        while left > 0 and not any(row.valid for row in rows):
-            left -= 1
-            asked = f"{point.figure}: {point.history:,} behaviours, {point.rate_per_s:g}/s"
-            self._progress.update(self._bar, description=f"{cell.name} {system} {asked}")
-            try:
-                rows.append(self._run(cell, plan, system, variant, point, len(rows) + 1, trace))
-            except RelayError:
-                self._close()
-                raise
-            self._progress.update(self._bar, advance=1)
-            self._tell(rows[-1])
-        return next((row for row in rows if row.valid), rows[-1])
+    def forget_records(self) -> None:
+        """Removes the records of all runs."""
+        shutil.rmtree(self._on.folder / "records", ignore_errors=True)
 
-    def _variant(self, system: System, variant: str) -> str:
-        if system is System.B0:
-            return variant
-        return f"{variant}{LIMITED}{self._limit:,} behaviours" if system is System.B1 else ""
-
-    def _tell(self, row: RunRow) -> None:
-        self._progress.console.print(
-            f"  {row.system:<6} {row.figure}  {row.history:>6,} behaviours  {row.rate_per_s:>6g}/s  seed {row.seed}  "
-            f"{row.late_share:6.1%} late of {row.offered:<5}  P99 {row.offered_p99_ms:6.0f} ms  {row.verdict}",
-            soft_wrap=True,
-        )
-
-    def _run(
-        self, cell: Cell, plan: CellPlan, system: System, variant: str, point: Point, attempt: int, trace: Path | None
-    ) -> RunRow:
-        played = self.play(cell, plan, system, variant, point, trace, attempt)
-        row = row_of(
-            cell, plan, self._mode, system, variant, point, played.trace, played.samples, played.used,
-            broker=name_of(self._broker), reuse=played.reuse, attempt=attempt,
-            reference=self._reference(cell, system, point),
-        )  # fmt: skip
-        self.file.add(row, played.samples)
-        return row
-
-    def _quiet_speed(self, wait_s: float | None = None) -> MachineSpeed:
-        """The speed of the machine, after waiting until it is quiet, or for this time; None: that of the mode."""
-        if self._speed is None:
-            self._speed = MachineSpeed(self._out)
-        asked = self._progress.tasks[self._bar].description
-
-        def tell(slowdown: float) -> None:
-            self._progress.update(self._bar, description=f"waiting: the machine takes {slowdown:.2f} times as long")
-
-        self._speed.wait_until_quiet(self._mode.wait_s if wait_s is None else wait_s, tell)
-        self._progress.update(self._bar, description=asked)
-        return self._speed
-
-    def play(
-        self,
-        cell: Cell,
-        plan: CellPlan,
-        system: System,
-        variant: str,
-        point: Point,
-        trace: Path | None = None,
-        attempt: int = 1,
-    ) -> Played:
-        """Plays one run, and keeps its samples. It adds no row."""
-        path = trace or self._trace(cell, plan, point)
-        played = read_trace(path)
-        reuse = reuse_of(played)
-        # The oracle's own users are meant to be cached.
-        users = frozenset() if system is System.O else frozenset(played.user_id)
-        if not self._known_users.isdisjoint(users):
-            self._close()  # A run again, or users of a log: their prefixes would still be cached.
-        self.serve(cell, plan, system, variant)
-        self._known_users |= users
-        self._count += 1
-        name = f"run-{self._count}-{secrets.token_hex(2)}"
-        if system is System.O:
-            path = self._work / f"{name}.parquet"
-            played = self._pooled(cell, point, played)
-            write_trace(played, path)
-        kept = samples_path(self._out, cell, self._mode.name, system, variant, point, attempt)
-        run = Run(name, path, kept, plan.deadline_ms, FLAGS[system].events, plan.lead_ms, SCORES_EVERY)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        energy: list[dict[Path, int]] = []
-        begun_s = math.inf
-
-        def at_begin() -> Reading:
-            nonlocal begun_s
-            begun_s = time.monotonic()
-            energy.append(read_energy_uj())
-            return self._reading()
-
-        speed = self._quiet_speed()
-        window = MeasuredWindow(self._player.begun(name), self._roles, at_begin)
-        with speed.watch() as watch:
-            self._player.play(run, window.sample)
-        measured_s = begun_s + float(played.retrieval_us[played.part != WARM_UP].min()) / 1e6
-        energy_j = used_j(energy[0], read_energy_uj()) if energy else math.nan
-        samples = read_samples(kept)
-        after = self._reading()
-        return Played(played, samples, _used(window, after, energy_j, watch.slowdown_since(measured_s)), reuse)
-
-    def _reference(self, cell: Cell, system: System, point: Point) -> list[Sample]:
-        """The samples of B0 on the same trace, if there are any; its scores are full inference's."""
-        if system in (System.B0, System.B1, System.O):
-            return []
-        for variant in TUNED:
-            key = key_of(cell, self._mode, System.B0, variant, point)
-            valid = next((row for row in self.file.attempts(key) if row.valid), None)
-            if valid is not None:
-                path = samples_path(self._out, cell, self._mode.name, System.B0, variant, point, valid.attempt)
-                return read_samples(path) if path.exists() else []
-        return []
-
-    def _trace(self, cell: Cell, plan: CellPlan, point: Point) -> Path:
-        """The file of the trace: the same for all systems. A cell that has no B0 of its own has the times and lengths
-        of the cell whose B0 stands for it.
-        """
-        name = trace_name(cell, point, self._mode.name)
-        path = trace_path(self._out, cell, self._mode.name, point)
-        if not path.exists():
-            base = BY_NAME[cell.plan_name] if self._mode.lends_b0(cell) else cell
-            made = make_trace(workload_of(base, plan, point, self._mode), f"{name}-", self._users(cell))
-            write_trace(made if base is cell else with_reuse(made, cell.reuse), path)
-        return path
-
-    def _users(self, cell: Cell) -> Population | None:
-        if self._interactions is None:
-            return None
-        if cell.longest_history not in self._logged:
-            self._logged[cell.longest_history] = population_of(
-                TrafficSettings(
-                    interactions=self._interactions, users=100_000, history_max=cell.longest_history, suffix=cell.suffix
-                )
-            )
-        return self._logged[cell.longest_history]
-
-    def _pooled(self, cell: Cell, point: Point, trace: Trace) -> Trace:
-        """The trace with the users of the oracle, whose prefixes are ready in HBM, at the same lengths and times."""
-        spread = NormalDist(0, cell.history_sigma) if cell.history_sigma else None
-        factors = [math.exp(spread.inv_cdf((k + 0.5) / POOL)) if spread else 1.0 for k in range(POOL)]
-        lengths = np.array([max(1, int(point.history * factor)) for factor in factors], np.int32)
-        users = [f"oracle-{point.history}-{k:02d}" for k in range(POOL)]
-        count = len(trace)
-        if point.history not in self._warm_pools:
-            at_us = np.zeros(POOL, np.int64)
-            pool = Trace(
-                at_us, at_us, users, lengths, np.full(POOL, cell.suffix, np.int32),
-                np.full(POOL, cell.candidates, np.int32), np.full(POOL, MEASURED, np.int32),
+    def learn_times(self, point: Point) -> None:
+        """Learns from the run what a calibration does not cover: hops, the worker's own time, and the noise."""
+        try:
+            times = learn(
+                read_records(self.records_of(point)), self._on.alone.model, SUFFIX + CANDIDATES,
+                f"full inference at half load, {now()}",
             )  # fmt: skip
-            files = [self._work / f"pool-{point.history}{end}.parquet" for end in ("", "-samples")]
-            write_trace(pool, files[0])
-            self._player.play(Run(f"pool-{point.history}", files[0], files[1], POOL_BUDGET_MS))
-            self._warm_pools.add(point.history)
-        ranks = np.argsort(np.argsort(trace.history_length, kind="stable"), kind="stable")
-        chosen = (ranks * POOL // count).astype(int)
-        return replace(trace, user_id=[users[k] for k in chosen], history_length=lengths[chosen])
+        except (RelayError, OSError):
+            times = MeasuredTimes()  # Too few requests were ranked in full, or an earlier call ended before this.
+        save_times(self._on.times_path(self._effort), times)
 
-    # -- processes
+    def _traffic(self, point: Point) -> TrafficSettings:
+        effort, rate = self._effort, point.rate_per_s
+        whole_s = effort.warm_up_at(point.load, rate) + effort.seconds_at(rate)
+        return TrafficSettings(**traffic_of(self._on.plan, point.load, rate, point.seed, whole_s), settle_s=SETTLE_S)
 
-    def serve(self, cell: Cell, plan: CellPlan, system: System, variant: str) -> Settings:
-        """Has the processes of this system running, and returns their settings."""
-        wanted = (served_cell(cell, system), system, variant)
-        if self._served == wanted:
-            return self._settings
-        self._close()
-        self._progress.update(self._bar, description=f"{cell.name} {system}: starting")
-        folder = self._work / f"stack-{self._count}-{secrets.token_hex(2)}"
-        folder.mkdir(parents=True)
-        settings = self._settings = self._settings_of(cell, plan, system, variant, folder)
-        flags = FLAGS[system]
-        quiet = Console(quiet=True)
-        self._workers = self._stack.enter_context(
-            DemoStack(quiet, folder, self._broker, settings, flags.events, 1, observed=False, reuse=flags.reuse)
-        )
-        self._player = self._stack.enter_context(Player(folder / "load", settings, Requests(ITEMS, self._interactions)))
-        self._served = wanted
-        return settings
-
-    def _close(self) -> None:
-        self._served, self._warm_pools, self._known_users = (), set(), set()
-        self._stack.close()
-
-    def _settings_of(self, cell: Cell, plan: CellPlan, system: System, variant: str, folder: Path) -> Settings:
-        model = self._model
-        values = settings_of(cell, plan, system, variant)
-        if system is System.O:
-            longest = max(1.0, LENGTH_FACTORS[1]) * math.exp(2 * cell.history_sigma)
-            hbm_bytes = max(plan.hbm_bytes, int(1.5 * POOL * plan.prefix_bytes * longest))
-            values["worker"]["hbm_bytes"] = ByteSize(hbm_bytes)
-        if system is System.B1:
-            model = folder / "model"
-            limited = cell.model().model_copy(update={"max_prefix_behaviours": self._limit})
-            save_checkpoint(model, limited, random_checkpoint(cell.model(), seed=0).tensors)
-        prefix = f"headline-{cell.name}-{system.value.lower()}-{secrets.token_hex(2)}"
+    @contextmanager
+    def _stack(self, system: System, variant: str, traffic: TrafficSettings) -> Iterator[DemoStack]:
+        values = settings_of(self._on.plan, system, variant)
+        values["worker"] |= {"model": self._model, "calibration": self._on.folder / "calibration.json"}
+        prefix = f"headline-{secrets.token_hex(3)}"
         kafka = self._broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
-        # B1's limit makes it another model, and other threads take other times: their workers calibrate at the start.
-        is_calibrated = system is not System.B1 and "threads" not in values["worker"]
-        values["worker"] |= {"model": model, "calibration": self._calibration if is_calibrated else None}
-        return Settings.model_validate(kafka.model_dump() | {"log": {"level": "warning"}} | values)
+        settings = Settings.model_validate(
+            kafka.model_dump() | values | {"traffic": traffic, "log": {"level": "warning"}}
+        )
+        with tempfile.TemporaryDirectory(dir=self._work.name, ignore_cleanup_errors=True) as folder:
+            try:
+                with DemoStack(
+                    Console(quiet=True), Path(folder), self._broker, settings, relay=system is System.RELAY, workers=1,
+                    observed=False, reuse=system is not System.FULL,
+                ) as stack:  # fmt: skip
+                    yield stack
+            finally:
+                if self._broker.ours:  # Of another broker the stack deletes them itself.
+                    self._broker.delete_topics(settings)
 
-    def _reading(self) -> Reading:
-        return self._workers.worker_readings()[0]
 
-    def _roles(self) -> Mapping[int, str]:
-        return {self._player.pid: "load"} | self._workers.roles()
+def _measured_numbers(traffic: TrafficSettings, warm_up_s: float) -> tuple[int, int]:
+    """The number of the first impression after the warm-up, and how many there are from it on."""
+    times_us = [each.retrieval_us for each in impressions(traffic, population_of(traffic))]
+    first = sum(each < warm_up_s * 1e6 for each in times_us)
+    if first == len(times_us):
+        raise RelayError(f"no impression in {traffic.duration_s} s at {traffic.rate_per_s:g} a second")
+    return first, len(times_us) - first
 
 
-def _used(window: MeasuredWindow, after: Reading, energy_j: float, slowdown: float) -> Used:
-    def total(name: str, **labels: str) -> float:
-        return after.total(name, **labels) - window.before.total(name, **labels)
+def _about(point: Point, plan: Plan, effort: str) -> dict[str, Any]:
+    return {
+        "measured_at": now(), "machine": plan.machine, "code": code(), "effort": effort, "asked": point.asked.value,
+        "load": point.load, "system": point.system.value, "variant": point.variant, "history": point.history,
+        "deadline_ms": plan.deadline_ms, "full_ms": plan.full_ms, "rate_per_s": point.rate_per_s, "seed": point.seed,
+    }  # fmt: skip
 
-    return Used(
-        device_s=total(_DEVICE),
-        preinfer_device_s=total(_DEVICE, work_class="preinfer"),
-        preinfer_jobs=int(total(_JOBS)),
-        preinfer_computed=int(total(_JOBS, outcome="computed")),
-        preinfer_wasted=int(total(_WASTED)),
-        energy_j=energy_j,
-        cores=window.cpu_per_second(),
-        foreign_cpu=window.foreign_cpu_per_second(),
-        slowdown=slowdown,
+
+# -- in virtual time --------------------------------------------------------------------------------
+
+
+def play_virtually(on: Machine, effort: Effort, point: Point) -> RunRow:
+    """The same run in virtual time: the product's decisions, and device times of the engine alone with the noise of a
+    live run. The only use of the simulation here.
+    """
+    plan, alone, predicted = on.plan, on.alone.model, on.predicted.model
+    if point.system is System.ORACLE:
+        alone, predicted = (each.scaled({Stage.PRE: FREE}) for each in (alone, predicted))
+    seconds = effort.virtual_requests / (1 - COLD_SHARE) / point.rate_per_s
+    settings = Settings.model_validate(
+        settings_of(plan, point.system, point.variant)
+        | {"traffic": traffic_of(plan, point.load, point.rate_per_s, point.seed, seconds, point.history)}
     )
+    case = case_of_load(
+        Demand(settings.traffic, PARTITIONS, point.seed),
+        settings,
+        shape_of_config(model_of(plan.history), settings, on.predicted),
+        predicted,
+        load_times(on.times_path(effort)),
+        on_cpu=is_cpu(on.predicted),
+        relay=point.system is System.RELAY,
+        device=alone,
+    )
+    requests = RelaySimulation(case, range(PARTITIONS), 1).run().requests
+    late = len(requests) - int(requests.in_time(plan.deadline_ms * 1000).sum())
+    return RunRow(**_about(point, plan, effort.name), broker=VIRTUAL, offered=len(requests), late=late)
+
+
+def tuning_points(plan: Plan, effort: Effort) -> Sequence[Point]:
+    """Full inference at half of the rate that fills the device, in each variant."""
+    rate = snapped(HALF * plan.full_rate_per_s)
+    return [
+        Point(Asked.TUNING, LOADS[0], System.FULL, variant, rate, effort.seeds[0], plan.history)
+        for variant in effort.variants
+    ]

@@ -1,75 +1,284 @@
-"""The search of both figures, as a pure function of the results of runs. It needs few runs, and can resume after an
-interruption.
+"""Which runs are played, in which order. Every run is a row of `runs.csv`; one that is there is not played again.
 
-All searches of a figure choose from one list of values, so that those of different seeds and systems ask for the same
-runs. A search that starts at the answer needs two.
+tuning     full inference at half load: the best variant, and whether it is as fast as the engine alone
+guess      the rates of each load and system in virtual time
+requests   the same on the broker, seed after seed, each search from the guess or the seed before
+scores     cached scores of a sample against full inference, once for each load and system
+history    the longest histories in virtual time
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
+import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+import typing
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-Passes = Callable[[float], bool]
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from relaygr.bench.headline.question import (
+    HALF,
+    LIVE,
+    LOADS,
+    TUNED,
+    Asked,
+    Effort,
+    RunRow,
+    System,
+    highest_passing,
+    lengths_around,
+    rates_around,
+    snapped,
+)
+from relaygr.bench.headline.run import VIRTUAL, LiveBench, Machine, Point, play_virtually, tuning_points
+from relaygr.bench.rows import append_rows
+from relaygr.runtime.errors import RelayError
+
+RUNS_A_SEARCH = 3
+"""About."""
+HISTORY_STEP = 1.1
+SHORT = 1 / 4
+"""The fixed rate of the histories is half of what the engine alone could do at this part of the median."""
+
+
+RowT = TypeVar("RowT")
+
+
+class TimeIsUpError(Exception):
+    """The next run would end after the time that the user gave."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The highest value that passed and the lowest that failed. None: none did."""
+class ScoreRow:
+    """The scores of a run compared with full inference's."""
 
-    passed: float | None
-    failed: float | None
-
-
-def values_around(
-    base: float, resolution: float, lowest: float, highest: float, snap: Callable[[float], float]
-) -> list[float]:
-    """`base` times each power of `resolution`, from `lowest` to `highest`, rising. `snap` rounds a value."""
-    if resolution <= 1 or not 0 < lowest <= base <= highest:
-        raise ValueError("resolution must be above 1, and the base within the bounds")
-    down, up = (math.floor(math.log(ratio) / math.log(resolution)) for ratio in (base / lowest, highest / base))
-    return sorted({snap(base * resolution**power) for power in range(-down, up + 1)})
+    effort: str
+    load: float
+    system: str
+    compared: int
+    different: int
+    worst_error: float
 
 
-def highest_passing(passes: Passes, values: Sequence[float], start: float) -> Found:
-    """The highest of the rising `values` that passes. The search begins with the last value that is not above `start`,
-    goes on by one, one, two, three, five and more places until one passed and a higher one failed, and bisects what
-    lies between. Most starts are a place or two away from the answer, where shorter strides than doubled ones need
-    fewer runs.
+class Rows:
+    """The rows of a folder, and those that are added."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RelayError for files of another version."""
+        self._folder = folder
+        self.runs = read_rows(folder / "runs.csv", RunRow)
+        self.scores = read_rows(folder / "scores.csv", ScoreRow)
+
+    def refuse_others(self, machine: str, broker: str) -> None:
+        """Raises RelayError if the folder has runs of another machine, or on another broker."""
+        for here, there in (
+            (machine, {row.machine for row in self.runs}),
+            (broker, {row.broker for row in self.runs} - {VIRTUAL}),
+        ):
+            if there - {here}:
+                raise RelayError(
+                    f"the runs in {self._folder} are of {', '.join(sorted(there))}, this is {here}: give another "
+                    "folder with --out"
+                )
+
+    def add_run(self, row: RunRow) -> None:
+        self.runs.append(row)
+        append_rows(self._folder / "runs.csv", [_plain(row)])
+
+    def add_scores(self, row: ScoreRow) -> None:
+        self.scores.append(row)
+        append_rows(self._folder / "scores.csv", [_plain(row)])
+
+
+class Search:
+    """All searches of one folder."""
+
+    def __init__(self, rows: Rows, on: Machine, effort: Effort, progress: Progress, ends_s: float = math.inf) -> None:
+        """`ends_s`: nothing begins that would end after this time (monotonic), but TimeIsUpError is raised."""
+        self._rows, self._on, self._effort, self._progress, self._ends_s = rows, on, effort, progress, ends_s
+        searches = len(LOADS) * len(LIVE) * len(effort.seeds)
+        self._bar = progress.add_task("", total=len(effort.variants) + RUNS_A_SEARCH * searches)
+        self._rates = rates_around(snapped(on.plan.full_rate_per_s / 2), effort.step)
+
+    def live(self, bench: LiveBench) -> None:
+        """Plays what is missing. Raises TimeIsUpError."""
+        variant = self._tuned(bench)
+        starts = {(load, system): self._guess(load, system, variant) for load in LOADS for system in LIVE}
+        for seed in self._effort.seeds:
+            for load in LOADS:
+                for system in LIVE:
+                    found = self._search(bench, load, system, variant, seed, starts[load, system])
+                    starts[load, system] = found or starts[load, system]
+
+    def histories(self) -> None:
+        """The longest history of each load and system at a fixed rate, in virtual time. Raises TimeIsUpError."""
+        variant = tuned_variant(self._rows.runs, self._effort.name) or ""
+        values = lengths_around(self._on.plan.history, HISTORY_STEP)
+        plan = self._on.plan
+        rate = snapped(HALF * 1e6 / plan.engine_us(self._on.alone.model, round(plan.history * SHORT)))
+        for load in LOADS:
+            for system in System:
+
+                def passes(history: float, load: float = load, system: System = system) -> bool:
+                    point = Point(Asked.HISTORY, load, system, _variant_of(system, variant), rate, 1, int(history))
+                    return self._virtual(point).passed
+
+                highest_passing(passes, values, plan.history * SHORT)
+
+    def _tuned(self, bench: LiveBench) -> str:
+        """The best variant of full inference. The first call also learns times for the simulation."""
+        points = tuning_points(self._on.plan, self._effort)
+        for point in points:
+            self._asked(bench, point)
+        variant = tuned_variant(self._rows.runs, self._effort.name)
+        if variant is None:
+            raise RelayError(
+                "full inference had no valid run at half load, since the gateway sent late: other programs use this "
+                "machine too much. Give the same command when they do not"
+            )
+        if not self._on.times_path(self._effort).exists():
+            bench.learn_times(next(point for point in points if point.variant == variant))
+        return variant
+
+    def _guess(self, load: float, system: System, variant: str) -> float:
+        """The highest rate in virtual time, where the live search starts."""
+        own = _variant_of(system, variant)
+
+        def passes(rate: float) -> bool:
+            return self._virtual(Point(Asked.GUESS, load, system, own, rate, 1, self._on.plan.history)).passed
+
+        return highest_passing(passes, self._rates, self._on.plan.full_rate_per_s / 2) or self._rates[0]
+
+    def _search(self, bench: LiveBench, load: float, system: System, variant: str, seed: int, start: float) -> float:
+        """The highest rate of a seed that passed. A run without a valid attempt ends the search."""
+        variant = _variant_of(system, variant)
+        passed: list[float] = []
+
+        def point(rate: float) -> Point:
+            return Point(Asked.REQUESTS, load, system, variant, rate, seed, self._on.plan.history)
+
+        def passes(rate: float) -> bool:
+            row = self._asked(bench, point(rate))
+            if not row.valid:
+                raise _InvalidRunError
+            if row.passed:
+                passed.append(rate)
+            return row.passed
+
+        with suppress(_InvalidRunError):
+            highest_passing(passes, self._rates, start)
+        if passed and system is not System.FULL:
+            self._compare_scores(bench, point(max(passed)))
+        bench.forget_records()
+        return max(passed, default=0.0)
+
+    def _compare_scores(self, bench: LiveBench, point: Point) -> None:
+        known = {(row.effort, row.load, row.system) for row in self._rows.scores}
+        key = (self._effort.name, point.load, point.system.value)
+        if key in known or not bench.records_of(point).exists():
+            return
+        self._require_time(bench.expected_s(point))
+        self._tell(f"{_named(point)}: comparing scores")
+        found = bench.compare_scores(point)
+        self._rows.add_scores(ScoreRow(*key, found.compared, found.different, found.worst_error))
+
+    def _asked(self, bench: LiveBench, point: Point) -> RunRow:
+        """The valid row of this run, or its last attempt. It is played if it is not there."""
+        rows = self._there(point)
+        while not any(row.valid for row in rows) and len(rows) < self._effort.attempts:
+            self._require_time(bench.expected_s(point))
+            self._tell(_named(point))
+            row = bench.play(point)
+            self._rows.add_run(row)
+            rows.append(row)
+            self._progress.console.print(f"  {_named(point)}: {said(row)}", soft_wrap=True)
+        bar = self._progress.tasks[self._bar]
+        self._progress.update(self._bar, advance=1, total=max(bar.total or 0, bar.completed + 1))
+        return next((row for row in rows if row.valid), rows[-1])
+
+    def _virtual(self, point: Point) -> RunRow:
+        rows = self._there(point)
+        if not rows:
+            self._require_time(0.0)
+            self._tell(f"{_named(point)}: simulating")
+            rows = [play_virtually(self._on, self._effort, point)]
+            self._rows.add_run(rows[0])
+        return rows[0]
+
+    def _require_time(self, needed_s: float) -> None:
+        if time.monotonic() + needed_s > self._ends_s:
+            raise TimeIsUpError
+
+    def _there(self, point: Point) -> list[RunRow]:
+        key = (
+            self._effort.name, point.asked.value, point.load, point.system.value, point.variant, point.history,
+            self._on.plan.deadline_ms, point.rate_per_s, point.seed,
+        )  # fmt: skip
+        return [row for row in self._rows.runs if row.key == key]
+
+    def _tell(self, text: str) -> None:
+        self._progress.update(self._bar, description=text)
+
+
+class _InvalidRunError(Exception):
+    """All attempts of a run were invalid."""
+
+
+def tuned_variant(rows: Iterable[RunRow], effort: str) -> str | None:
+    """The variant of full inference with the fewest late requests at half load, then the lowest P99. None without a
+    valid run.
     """
-    place, stride, next_stride = max(0, bisect.bisect_right(values, start) - 1), 1, 1
-    passed: int | None = None
-    failed: int | None = None
-    while passed is None or failed is None:
-        if passes(values[place]):
-            passed, following = place, min(place + stride, len(values) - 1)
-        else:
-            failed, following = place, max(place - stride, 0)
-        if following == place:
-            break
-        place, stride, next_stride = following, next_stride, stride + next_stride
-    while passed is not None and failed is not None and failed - passed > 1:
-        middle = (passed + failed) // 2
-        if passes(values[middle]):
-            passed = middle
-        else:
-            failed = middle
-    return Found(None if passed is None else values[passed], None if failed is None else values[failed])
+    own = [row for row in rows if (row.asked, row.effort) == (Asked.TUNING, effort) and row.valid]
+    own.sort(key=lambda row: (row.late_share, row.p99_ms, list(TUNED).index(row.variant)))
+    return own[0].variant if own else None
 
 
-def has_ended(passed: Mapping[float, bool], values: Sequence[float]) -> bool:
-    """Whether a search of these rising values with these results asks for no further one: a value passed and the next
-    one failed, or all failed down to the lowest, or all passed up to the highest. True for results at other values,
-    such as those of another version, about which nothing can be said.
-    """
-    if not passed.keys() <= set(values) or not passed.get(values[0], True) or passed.get(values[-1], False):
-        return True
-    return any(passed.get(low, False) and not passed.get(high, True) for low, high in itertools.pairwise(values))
+def said(row: RunRow) -> str:
+    """The outcome of a run in words."""
+    told = "passed" if row.passed else "late" if row.valid else "not valid: the gateway sent late"
+    p99 = f"P99 {row.p99_ms:.0f} ms" if math.isfinite(row.p99_ms) else "P99 beyond any answer"
+    return f"{row.late_share:.1%} late of {row.offered}, {p99}, {row.hits:.0%} hits: {told}"
 
 
-def snapped(rate: float) -> float:
-    """Three digits, so that a rate is the same in a file as in the search."""
-    return float(f"{rate:.3g}")
+def progress_bar(console: Console) -> Progress:
+    """A bar that counts live runs."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(20),
+        TextColumn("{task.completed:.0f} of about {task.total:.0f} runs,"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _variant_of(system: System, variant: str) -> str:
+    return variant if system is System.FULL else ""
+
+
+def _named(point: Point) -> str:
+    return (
+        f"{point.load:.0%} return, {point.system}, {point.rate_per_s:g}/s, {point.history:,} behaviours, "
+        f"seed {point.seed}"
+    )
+
+
+def read_rows(path: Path, kind: type[RowT]) -> list[RowT]:
+    """The rows of a file; none if it is absent. Raises RelayError for one of another version."""
+    if not path.exists():
+        return []
+    types = typing.get_type_hints(kind)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [kind(**{name: read(line[name]) for name, read in types.items()}) for line in csv.DictReader(file)]
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise RelayError(f"{path} does not have the rows of this version ({error!r}): move it away") from error
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(row).items()}

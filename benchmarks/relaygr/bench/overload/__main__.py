@@ -1,9 +1,9 @@
 """Offers a worker more than it can serve: `python -m benchmarks.overload --broker kafka`.
 
-One worker and the process that plays traces (`bench.generator`) run with one broker on the cores of this machine. There
-are no retrieval events. Returning users are ranked once before anything is measured, so they are hits; with `--model
-small` half of the requests are of users who come once, and need full inference. That model computes on one core and
-serves some tens of requests a second; `--model null` computes nothing, so its capacity is that of the Python process.
+One worker and `relaygr traffic` run with one broker on the cores of this machine. There are no retrieval events.
+Returning users are ranked before anything is measured, so they are hits; with `--model small` half of the requests are
+of users who come once, and need full inference. That model computes on one core and serves some tens of requests a
+second; `--model null` computes nothing, so its capacity is that of the Python processes, `relaygr traffic` included.
 
 Capacity is the highest load at which 99 % of the requests are answered in time, bisected in the same run. Then each
 load, a multiple of capacity, is offered for `--seconds`:
@@ -12,9 +12,12 @@ load, a multiple of capacity, is offered for `--seconds`:
 * told in time: of the other requests, the share that got `overloaded` or `expired` before the deadline;
 * wasted: device time of requests that were ranked too late, as a share of all device time;
 * to worker, in worker, to gateway: the parts of the time of ranked requests, each with its own P99;
-* calm in time: one second after the burst, 0.7 of capacity is offered, and this share is ranked in time.
+* calm in time: after the burst another gateway offers 0.7 of capacity, and this share is ranked in time.
 
-A row whose generator was late is not valid, and says so: its requests did not arrive at the offered rate.
+`--rules` runs nothing: it simulates a worker in virtual time with all rules of the scheduler and without each of them,
+and says what each is worth, over `--seeds` seeds.
+
+A row whose gateway was late is not valid, and says so: its requests did not arrive at the offered rate.
 """
 
 from __future__ import annotations
@@ -41,8 +44,16 @@ def main(
         "benchmarks/results/overload/results.csv"
     ),
     json: Annotated[Path | None, typer.Option(help="Writes the rows to this file, as a list.")] = None,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="Simulate the worker without each rule of its scheduler.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=5, help="Pairs of simulations for each rule and load.")] = 20,
 ) -> None:
     """Measure goodput, refusals and wasted device time of a worker above its capacity."""
+    if rules:
+        from relaygr.bench.overload.rules import measure_rules
+
+        return measure_rules(seeds, out.with_name("rules.csv"), json)
     from relaygr.bench.overload.run import PLANS, measure_overload
 
     measure_overload(PLANS[model], seconds, broker, out, json)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,17 @@ from pydantic import ByteSize
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.bench.generator.samples import Sample
 from relaygr.bench.overload.__main__ import OverloadModel
-from relaygr.bench.overload.load import BURST, Load, Phase, Requests, Run
 from relaygr.bench.pipeline.run import MeasuredWindow, null_settings
-from relaygr.bench.rows import append_rows, machine, now
+from relaygr.bench.rows import append_rows, machine, now, refuse_other_columns
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Outcome
 from relaygr.settings import Settings
+from relaygr.traffic.population import FIRST_SHARE
+from relaygr.traffic.records import ImpressionRecord, is_whole, read_records
 from relaygr.worker.calibration import QUICK_BUDGET_S, calibrate, save_calibration
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
@@ -36,16 +37,35 @@ from relaygr.worker.model.engine import load_engine
 IN_TIME_SHARE = 0.99
 LATEST_SEND = 0.1
 """A row is valid if the generator's P99 delay is at most this part of the budget."""
-PAUSE_S = 1.0
 CALM_S = 5.0
 CALM_LOAD = 0.7
-"""After each row's burst: a pause, then this load as a multiple of capacity."""
+"""After each row's burst: this load as a multiple of capacity."""
+SETTLE_S = 2.0
+SETTLE_BYTES_PER_S = 40e6
+"""Histories that a worker surely reads and stores in a second."""
+BYTES_PER_BEHAVIOUR = 18
 ITEMS = 10_000
 CACHED_NEW_USERS = 48
 """Prefixes of new users that HBM holds beside those of the returning ones, which therefore stay."""
 HISTORY_BYTES = 4 << 30
 """Enough for the users of all runs: a full store would refuse the histories of those who come later."""
 TABLE_WIDTH = 190
+DESCRIBED = ("measured_at", "machine", "broker", "model", "seconds")
+"""The first columns of the CSV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What all requests of a benchmark have in common."""
+
+    budget_ms: int
+    history: int
+    suffix: int
+    candidates: int
+    items: int
+    returning_users: int
+    new_share: float
+    """The share of the requests that is of users who come once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +128,7 @@ class OverloadRow:
     to_gateway_p99_ms: float
     """The three parts of the time of requests that were ranked."""
     calm_in_time_share: float
-    """Of the requests from one second after the burst on; 1 if there were none."""
+    """Of the requests at a calm load, which a gateway offers that is started after the burst; 1 if there were none."""
     generator_lag_p99_ms: float
     cpu_worker: float
     cpu_load: float
@@ -131,43 +151,59 @@ class Used:
     foreign_cpu: float = 0.0
 
 
-def row_of(requests: Sequence[Sample], load: float, budget_ms: float, seconds: float, used: Used) -> OverloadRow:
-    """The figures of one run: a burst of `seconds`, and what followed it."""
-    budget_us = int(budget_ms * 1000)
-    burst = [each for each in requests if each.part == BURST]
-    calm = [each for each in requests if each.part > BURST]
+def row_of(
+    burst: Sequence[ImpressionRecord],
+    calm: Sequence[ImpressionRecord],
+    load: float,
+    budget_ms: float,
+    seconds: float,
+    used: Used,
+) -> OverloadRow:
+    """The figures of a burst of `seconds`, and of the calm load after it."""
     ranked = [each for each in burst if each.status == Outcome.RANKED]
-    in_time = [each for each in ranked if each.answered_within(budget_us)]
+    punctual = [each for each in ranked if not each.late]
     others = [each for each in burst if each.status in (Outcome.FAILED, Outcome.EXPIRED)]
-    told = sum(each.answered_within(budget_us) for each in others)
-    not_ranked = len(burst) - len(in_time)
-    late = [each for each in requests if each.status == Outcome.RANKED and not each.answered_within(budget_us)]
-    calm_in_time = sum(each.status == Outcome.RANKED and each.answered_within(budget_us) for each in calm)
-    lag_ms = _percentile_ms([each.lag_us for each in requests], 99)
+    not_ranked = len(burst) - len(punctual)
+    late = [each for each in (*burst, *calm) if each.status == Outcome.RANKED and each.late]
+    calm_in_time = sum(each.status == Outcome.RANKED and not each.late for each in calm)
+    lag_ms = _percentile_ms([each.send_lag_us for each in (*burst, *calm)], 99)
+    parts = [_parts_us(each) for each in ranked]
     return OverloadRow(
         load=load,
         offered_per_s=len(burst) / seconds,
-        in_time_per_s=len(in_time) / seconds,
-        whole_in_time_per_s=sum(each.is_whole for each in in_time) / seconds,
-        told_in_time_share=told / not_ranked if not_ranked else 1.0,
-        wasted_device_share=sum(each.device_us for each in late) / 1e6 / used.device_s if used.device_s else 0.0,
+        in_time_per_s=len(punctual) / seconds,
+        whole_in_time_per_s=sum(is_whole(each) and not each.history_stale for each in punctual) / seconds,
+        told_in_time_share=sum(not each.late for each in others) / not_ranked if not_ranked else 1.0,
+        wasted_device_share=sum(_device_us(each) for each in late) / 1e6 / used.device_s if used.device_s else 0.0,
         refused=sum(each.status == Outcome.FAILED for each in others),
         expired=sum(each.status == Outcome.EXPIRED for each in others),
-        late=len(ranked) - len(in_time),
+        late=len(ranked) - len(punctual),
         unanswered=len(burst) - len(ranked) - len(others),
-        latency_p50_ms=_percentile_ms([each.latency_us or 0 for each in in_time], 50),
-        latency_p99_ms=_percentile_ms([each.latency_us or 0 for each in in_time], 99),
-        to_worker_p99_ms=_percentile_ms([each.to_worker_us for each in ranked], 99),
-        in_worker_p99_ms=_percentile_ms([each.in_worker_us for each in ranked], 99),
-        to_gateway_p99_ms=_percentile_ms([each.to_gateway_us for each in ranked], 99),
+        latency_p50_ms=_percentile_ms([each.latency_us or 0 for each in punctual], 50),
+        latency_p99_ms=_percentile_ms([each.latency_us or 0 for each in punctual], 99),
+        to_worker_p99_ms=_percentile_ms([to_worker for to_worker, _, _ in parts], 99),
+        in_worker_p99_ms=_percentile_ms([in_worker for _, in_worker, _ in parts], 99),
+        to_gateway_p99_ms=_percentile_ms([to_gateway for _, _, to_gateway in parts], 99),
         calm_in_time_share=calm_in_time / len(calm) if calm else 1.0,
         generator_lag_p99_ms=lag_ms,
         cpu_worker=used.cores.get("worker", 0.0),
-        cpu_load=used.cores.get("load", 0.0),
+        cpu_load=used.cores.get("gateway", 0.0),
         cpu_broker=used.cores.get("broker", 0.0),
         foreign_cpu=used.foreign_cpu,
         valid=bool(burst) and lag_ms <= LATEST_SEND * budget_ms,
     )
+
+
+def _parts_us(record: ImpressionRecord) -> tuple[int, int, int]:
+    """The way to the worker, the time in it, and the way back."""
+    to_worker_us = record.to_worker_us or 0
+    in_worker_us = record.timings.total_us if record.timings is not None else 0
+    return to_worker_us, in_worker_us, (record.latency_us or 0) - record.send_lag_us - to_worker_us - in_worker_us
+
+
+def _device_us(record: ImpressionRecord) -> int:
+    """Device time that the request itself took."""
+    return 0 if record.timings is None else record.timings.pre_infer_us + record.timings.rank_us
 
 
 def _percentile_ms(times_us: Sequence[int], share: float) -> float:
@@ -177,22 +213,18 @@ def _percentile_ms(times_us: Sequence[int], share: float) -> float:
 def measure_overload(plan: OverloadPlan, seconds: float, broker: str, out: Path, json_out: Path | None) -> None:
     """Finds the capacity, offers its multiples, prints and writes the figures."""
     console = Console(highlight=False, soft_wrap=False)
+    refuse_other_columns(out, [*DESCRIBED, *(field.name for field in fields(OverloadRow))])
     with tempfile.TemporaryDirectory(prefix="relaygr-bench-") as name, local_broker(broker) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         rows = measure(console, started, Path(name), plan, seconds)
-        described = {
-            "measured_at": now(),
-            "machine": machine(),
-            "broker": started.what.split(" at ")[0],
-            "model": plan.model.value,
-            "seconds": seconds,
-        }
+        values = (now(), machine(), started.what.split(" at ")[0], plan.model.value, seconds)
+        described = dict(zip(DESCRIBED, values, strict=True))
     Console(highlight=False, width=max(console.width, TABLE_WIDTH)).print(_table(plan, rows))
+    if json_out is not None:
+        json_out.write_text(json.dumps([described | asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     append_rows(out, [described | asdict(row) for row in rows])
     plot = out.with_name(f"{plan.model}.png")
     _plot(plot, plan, rows)
-    if json_out is not None:
-        json_out.write_text(json.dumps([described | asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     console.print(f"appended to {out}; plot: {plot}")
 
 
@@ -200,59 +232,61 @@ def measure(
     console: Console, broker: LocalBroker, folder: Path, plan: OverloadPlan, seconds: float
 ) -> list[OverloadRow]:
     """Finds the capacity, and offers each load for `seconds`, with one worker."""
-    settings, bounds = _settings(console, broker, folder, plan)
-    with (
-        DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack,
-        Load(folder, settings, plan.requests) as load,
-    ):
-        runs = _Runs(console, stack, load, plan)
-        lowest, highest = bounds
+    settings, (lowest, highest) = _settings(console, broker, folder, plan)
+    with DemoStack(console, folder, broker, settings, relay=False, workers=1, observed=False, reuse=True) as stack:
+        runs = _Runs(console, stack, folder, plan)
         runs.warm_up(lowest)
-        capacity = 0.0
+        capacity, bound, invalid = 0.0, highest, 0
         for probe in range(plan.probes):
             rate = (lowest * highest) ** 0.5
             row = runs.play(f"capacity, probe {probe + 1} of {plan.probes}: {rate:.1f}/s", 0.0, rate, plan.probe_s)
+            invalid += not row.valid
             # Of fewer than 100 requests, one may be late.
             if row.valid and row.not_in_time <= max(1, (1 - IN_TIME_SHARE) * row.offered_per_s * plan.probe_s):
                 lowest = capacity = rate
             else:
                 highest = rate
+        late = f"; the sender was late in {invalid} of {plan.probes} probes, which count as failed" if invalid else ""
         if not capacity:
-            raise RelayError(f"no probe had {IN_TIME_SHARE:.0%} in time: the capacity is below {lowest:.1f}/s")
-        bound = " or more: no probe was above it" if highest == bounds[1] else ""
-        console.print(f"capacity: {capacity:.1f} requests a second{bound}")
-        calm = (Phase(0.0, PAUSE_S), Phase(CALM_LOAD * capacity, CALM_S))
+            raise RelayError(f"no probe had {IN_TIME_SHARE:.0%} in time, down to {highest:.1f} a second{late}")
+        more = " or more: no probe was above it" if highest == bound else ""
+        console.print(f"capacity: {capacity:.1f} requests a second{more}{late}", soft_wrap=True)
+        calm = CALM_LOAD * capacity
         return [runs.play(f"{each:g} times capacity", each, each * capacity, seconds, calm) for each in plan.loads]
 
 
 class _Runs:
-    """Plays one run after the other against the same worker, each with another schedule."""
+    """Plays one run after the other against the same worker, each by a gateway of its own."""
 
-    def __init__(self, console: Console, stack: DemoStack, load: Load, plan: OverloadPlan) -> None:
-        self._console, self._stack, self._load, self._plan = console, stack, load, plan
+    def __init__(self, console: Console, stack: DemoStack, folder: Path, plan: OverloadPlan) -> None:
+        self._console, self._stack, self._folder, self._plan = console, stack, folder, plan
         self._count = 0
 
     def warm_up(self, rate_per_s: float) -> None:
-        """Ranks each returning user, so that all of them are cached, and then plays a low load."""
+        """Plays a low load, so that nearly all returning users are cached."""
         with self._console.status("warm-up"):
-            self._load.play(Run("warm-up", (), is_warm_up=True), lambda: None)
-            self._load.play(Run("slow", (Phase(rate_per_s, self._plan.probe_s / 4),)), lambda: None)
+            self._records(rate_per_s, self._plan.probe_s, lambda: None)
 
     def play(
-        self, title: str, load: float, rate_per_s: float, seconds: float, then: Sequence[Phase] = ()
+        self, title: str, load: float, rate_per_s: float, seconds: float, calm_per_s: float | None = None
     ) -> OverloadRow:
-        """One run at one rate."""
-        self._count += 1
-        run = Run(f"run-{self._count}", (Phase(rate_per_s, seconds), *then))
+        """One run at one rate, and then one at `calm_per_s`."""
         before_s = self._device_s()
-        window = MeasuredWindow(self._load.begun(run), self._roles, longest_s=seconds)
+        window = MeasuredWindow(self._folder / f"run-{self._count + 1}.jsonl", self._stack.roles, longest_s=seconds)
         with self._console.status(title):
-            requests = self._load.play(run, window.sample)
+            burst = self._records(rate_per_s, seconds, window.sample)
+            calm = self._records(calm_per_s, CALM_S, lambda: None) if calm_per_s is not None else []
         used = Used(self._device_s() - before_s, window.cpu_per_second(), window.foreign_cpu_per_second())
-        return row_of(requests, load, self._plan.requests.budget_ms, seconds, used)
+        return row_of(burst, calm, load, self._plan.requests.budget_ms, seconds, used)
 
-    def _roles(self) -> dict[int, str]:
-        return {self._load.pid: "load"} | self._stack.roles()
+    def _records(self, rate_per_s: float, seconds: float, watch: Callable[[], None]) -> list[ImpressionRecord]:
+        self._count += 1
+        requests, path = self._plan.requests, self._folder / f"run-{self._count}.jsonl"
+        users = requests.returning_users + requests.new_share * rate_per_s * seconds
+        settle_s = SETTLE_S + users * requests.history * BYTES_PER_BEHAVIOUR / SETTLE_BYTES_PER_S
+        own = {"rate_per_s": rate_per_s, "duration_s": seconds, "settle_s": round(settle_s, 1)}
+        self._stack.play_unobserved(path, watch, [f"traffic.{name}={value}" for name, value in own.items()])
+        return list(read_records(path))
 
     def _device_s(self) -> float:
         (worker,) = self._stack.worker_readings()
@@ -263,10 +297,26 @@ def _settings(
     console: Console, broker: LocalBroker, folder: Path, plan: OverloadPlan
 ) -> tuple[Settings, tuple[float, float]]:
     """The settings, and the bounds of the capacity in requests a second."""
+    requests = plan.requests
     settings = null_settings(broker, folder, 1.0, 1.0)
+    traffic = settings.traffic.model_copy(
+        update={
+            "users": requests.returning_users,
+            "zipf_exponent": 0.0,
+            "new_share": requests.new_share,
+            "items": requests.items,
+            "history_median": requests.history,
+            "history_max": math.ceil(requests.history / FIRST_SHARE),
+            "lead_median_ms": 0.0,
+            "candidates": requests.candidates,
+            "suffix": requests.suffix,
+            "budget_ms": requests.budget_ms,
+        }
+    )
+    settings = settings.model_copy(update={"traffic": traffic})
     if plan.model is OverloadModel.NULL:
         return settings, plan.bounds
-    requests, model = plan.requests, folder / "small"
+    model = folder / "small"
     config = ModelConfig(
         embedding_dim=256,
         num_heads=4,

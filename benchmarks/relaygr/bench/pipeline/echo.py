@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -64,30 +65,31 @@ class Echo:
         self._broker = broker
         self._settings = settings.model_copy(update={"topic_prefix": name, "group_prefix": name})
         self._config = self._folder / "settings.yaml"
-        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._children = Children()
 
     def __enter__(self) -> Echo:
         self._folder.mkdir(parents=True)
-        self._broker.create_topics(self._settings)
         write_config(self._settings, self._config)
-        try:
-            for role in ("worker", "trigger"):
-                self._start(role)
-            for role in ("worker", "trigger"):
-                self._await_ready(role)
-        except BaseException:
-            self._stop()
-            raise
+        with ExitStack() as started:
+            self._broker.create_topics(self._settings)
+            if not self._broker.ours:
+                started.callback(self._broker.delete_topics, self._settings)
+            started.enter_context(self._children)
+            for process in [self._start(role) for role in ("worker", "trigger")]:
+                assert process.stdout is not None
+                if process.stdout.readline().strip() != _READY:
+                    raise RelayError("the echo's worker or trigger did not start")
+            self._cleanup = started.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self._cleanup.close()
 
     def roles(self) -> Mapping[int, str]:
         """The role of each running process, by its process id."""
-        return {process.pid: role for role, process in self._running.items()}
+        return self._children.roles()
 
     def start_run(self, records: Path, traffic: TrafficSettings) -> subprocess.Popen[str]:
         """Starts a gateway that plays the schedule once. `read_run` reads the file when the gateway has ended."""
@@ -95,23 +97,36 @@ class Echo:
         return self._start("gateway", str(records), schedule)
 
     def _start(self, role: str, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "relaygr.bench.pipeline.echo", role, str(self._config), *arguments],
+        return self._children.start(role, __name__, role, str(self._config), *arguments)
+
+
+class Children:
+    """Modules that run as processes, by role. The context manager stops them."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Children:
+        return self
+
+    def roles(self) -> dict[int, str]:
+        """The role of each process, by its process id."""
+        return {process.pid: role for role, process in self._running.items()}
+
+    def start(self, role: str, module: str, *arguments: str) -> subprocess.Popen[str]:
+        """Starts a process, in place of an ended one of the same role."""
+        self._running[role] = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,  # A process ends when this one closes the pipe, or ends itself.
             stdout=subprocess.PIPE,
             text=True,
             process_group=0,
         )
-        self._running[role] = process
-        return process
+        return self._running[role]
 
-    def _await_ready(self, role: str) -> None:
-        output = self._running[role].stdout
-        assert output is not None
-        if output.readline().strip() != _READY:
-            raise RelayError(f"the echo's {role} did not start")
-
-    def _stop(self) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self._running.values():
             process.send_signal(signal.SIGTERM)
         for process in self._running.values():
@@ -124,8 +139,6 @@ class Echo:
                 if pipe is not None:
                     pipe.close()
         self._running.clear()
-        if not self._broker.ours:
-            self._broker.delete_topics(self._settings)
 
 
 def read_run(records: Path) -> tuple[np.ndarray, int]:
@@ -278,7 +291,7 @@ def _result(traffic: TrafficSettings) -> RankingResult:
     )
 
 
-def _end_with_the_parent() -> None:
+def end_with_the_parent() -> None:
     """Ends this process when the parent closes the pipe or ends."""
 
     def wait() -> None:
@@ -291,7 +304,7 @@ def _end_with_the_parent() -> None:
 
 def _main(role: str, config: str, *arguments: str) -> None:
     settings = load_settings(config, environment={})
-    _end_with_the_parent()
+    end_with_the_parent()
     if role == "gateway":
         records, schedule = arguments
         traffic = settings.traffic.model_copy(update=json.loads(schedule))

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from relaygr.bench.pipeline.echo import Echo, read_run
-from relaygr.bench.rows import append_rows, machine, now
+from relaygr.bench.pipeline.http import Http
+from relaygr.bench.rows import append_rows, machine, now, refuse_other_columns
 from relaygr.demo.machine import busy_s
-from relaygr.demo.processes import Reading
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker
@@ -40,204 +44,185 @@ CANDIDATES = 128
 HISTORY = 512
 PARTITIONS = 8
 """The least number of partitions for one worker."""
-CARRIED_SHARE = 0.999
 SAMPLE_S = 0.1
 TABLE_WIDTH = 150
-_STARTS = "relaygr_worker_preinfer_start_seconds"
-
-
-@dataclass(frozen=True, slots=True)
-class RateFigures:
-    """One run of the pipeline. Latencies are in ms, CPU in seconds in a second of wall time."""
-
-    measured_at: str
-    machine: str
-    broker: str
-    rate_per_s: float
-    seconds: float
-    offered: int
-    answered: int
-    p50_ms: float
-    p99_ms: float
-    p999_ms: float
-    growth_ms: float
-    """Median latency of the last tenth of the requests minus that of the middle fifth."""
-    preinfer_jobs: int
-    preinfer_start_p50_ms: float
-    preinfer_start_p99_ms: float
-    generator_lag_p99_ms: float
-    cpu_gateway: float
-    cpu_trigger: float
-    cpu_worker: float
-    cpu_broker: float
-
-    @property
-    def carried(self) -> bool:
-        return self.answered >= CARRIED_SHARE * self.offered and self.growth_ms < max(5.0, self.p50_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long each run takes, how many there are, and how long each warm-up is."""
+    """How long each run takes, how many there are, how long each warm-up is, and whether HTTP is measured, too."""
 
     seconds: float
     rounds: int
     warm_up_s: float
+    http: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class EchoFigures:
-    """One run of the echo. Latencies are in ms, CPU in seconds in a second of wall time."""
+class RunFigures:
+    """One run of one system. Latencies are in ms, CPU in seconds in a second of wall time."""
 
     offered: int
     answered: int
     p50_ms: float
     p99_ms: float
-    cpu_python: float
+    python_cpu: float
+    """Of gateway, trigger and worker."""
     foreign_cpu: float
+    """Of processes that this one did not start."""
+    generator_lag_p99_ms: float = float("nan")
+
+    @property
+    def answered_share(self) -> float:
+        return self.answered / self.offered if self.offered else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundFigures:
-    """The pipeline and the echo at one rate, one after the other. `foreign_cpu`: cores that others used meanwhile."""
+    """The systems at one rate, one after the other."""
 
-    pipeline: RateFigures
-    pipeline_foreign_cpu: float
-    echo: EchoFigures
+    pipeline: RunFigures
+    echo: RunFigures
+    http: RunFigures | None = None
 
-    def ratios(self) -> dict[str, float]:
-        """The row of this round, without its rate."""
+    def row(self) -> dict[str, float | None]:
+        """The row of this round, without its rate. Without HTTP its columns are empty."""
         pipeline, echo = self.pipeline, self.echo
-        cpu = pipeline.cpu_gateway + pipeline.cpu_trigger + pipeline.cpu_worker
-        return {
+        row: dict[str, float | None] = {
             "p50_ratio": pipeline.p50_ms / echo.p50_ms,
             "p99_ratio": pipeline.p99_ms / echo.p99_ms,
-            "python_cpu_ratio": cpu / echo.cpu_python if echo.cpu_python else float("nan"),
-            "foreign_cpu": (self.pipeline_foreign_cpu + echo.foreign_cpu) / 2,
+            "python_cpu_ratio": pipeline.python_cpu / echo.python_cpu if echo.python_cpu else float("nan"),
+            "foreign_cpu": (pipeline.foreign_cpu + echo.foreign_cpu) / 2,
             "pipeline_p50_ms": pipeline.p50_ms,
             "pipeline_p99_ms": pipeline.p99_ms,
-            "pipeline_cpu": cpu,
-            "pipeline_answered_share": pipeline.answered / pipeline.offered if pipeline.offered else 0.0,
+            "pipeline_cpu": pipeline.python_cpu,
+            "pipeline_answered_share": pipeline.answered_share,
             "echo_p50_ms": echo.p50_ms,
             "echo_p99_ms": echo.p99_ms,
-            "echo_cpu": echo.cpu_python,
-            "echo_answered_share": echo.answered / echo.offered if echo.offered else 0.0,
-            "pipeline_foreign_cpu": self.pipeline_foreign_cpu,
+            "echo_cpu": echo.python_cpu,
+            "echo_answered_share": echo.answered_share,
+            "pipeline_foreign_cpu": pipeline.foreign_cpu,
             "echo_foreign_cpu": echo.foreign_cpu,
+        }
+        http = self.http
+        return row | {
+            "http_p50_ms": http.p50_ms if http else None,
+            "http_p99_ms": http.p99_ms if http else None,
+            "http_cpu": http.python_cpu if http else None,
+            "http_answered_share": http.answered_share if http else None,
         }
 
 
 def measure_rates(rates: Sequence[float], plan: Plan, broker: str, out: Path, json_out: Path | None) -> None:
-    """Measures each rate on one broker, prints the figures and appends them to `out` and to `ratios.csv` beside it."""
+    """Measures each rate on one broker, prints the medians of the rounds and appends them to `out`."""
     console = Console(highlight=False)
     console.width = max(console.width, TABLE_WIDTH)
-    figures: list[RateFigures] = []
-    ratios: list[dict[str, Any]] = []
+    refuse_other_columns(out, COLUMNS)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="relaygr-bench-") as name, local_broker(broker) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         for number, rate in enumerate(rates):
             folder = Path(name) / f"rate-{number}"
             folder.mkdir()
             rounds = measure(console, started, folder, rate, plan)
-            figures += [each.pipeline for each in rounds]
-            ratios.append(medians(rate, rounds))
-    _print(console, figures)
-    _print_ratios(console, ratios)
-    append_rows(out, [asdict(each) for each in figures])
-    beside = out.with_name("ratios.csv")
-    append_rows(beside, [_described(figures[0]) | row for row in ratios])
+            rows.append(medians(rate, rounds))
+            lag_ms = float(np.median([each.pipeline.generator_lag_p99_ms for each in rounds]))
+            console.print(f"{rate:.0f}/s: the gateway sent at most {lag_ms:.1f} ms late (P99, median of the rounds)")
+        described = {"measured_at": now(), "machine": machine(), "broker": started.what.split(" at ")[0]}
+    _print(console, rows, plan.http)
     if json_out is not None:
-        json_out.write_text(json.dumps(ratios, indent=1) + "\n", encoding="utf-8")
-    console.print(f"appended to {out} and {beside}")
+        json_out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    append_rows(out, [described | {"seconds": plan.seconds} | row for row in rows])
+    console.print(f"appended to {out}")
 
 
 def medians(rate: float, rounds: Sequence[RoundFigures]) -> dict[str, Any]:
     """The medians of all rounds at one rate."""
-    rows = [each.ratios() for each in rounds]
+    rows = [each.row() for each in rounds]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     return {"rate": rate, "rounds": len(rows)} | {
-        name: round(float(np.median([row[name] for row in rows])), 4) for name in rows[0]
+        name: None if None in values else round(float(np.median(values)), 4)  # type: ignore[arg-type]
+        for name, values in columns.items()
     }
 
 
+_NO_RUN = RunFigures(0, 0, math.nan, math.nan, math.nan, math.nan)
+COLUMNS = ("measured_at", "machine", "broker", "seconds", *medians(math.nan, [RoundFigures(_NO_RUN, _NO_RUN)]))
+"""Of the CSV."""
+
+
 def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, plan: Plan) -> list[RoundFigures]:
-    """All rounds at one rate, with new processes and topics. The processes of both wait while the other one runs."""
+    """All rounds at one rate, with new processes and topics. The processes of the others wait while one runs."""
     settings = null_settings(broker, folder, rate_per_s, plan.seconds)
     warm = settings.traffic.model_copy(update={"rate_per_s": rate_per_s / 2, "duration_s": plan.warm_up_s})
     rounds = []
     with (
         DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack,
         Echo(folder, broker, settings) as echo,
+        Http(folder, folder / settings.topic_prefix / "settings.yaml") if plan.http else nullcontext() as http,
     ):
         with console.status(f"warm-up at {rate_per_s / 2:.0f}/s"):
             _run_pipeline(stack, folder / "warm-up.jsonl", warm)
             _run_echo(echo, folder / "warm-up-echo.json", warm)
+            if http is not None:
+                _run_http(http, stack, folder / "warm-up-http.jsonl", warm)
         for number in range(plan.rounds):
             with console.status(f"{rate_per_s:.0f}/s, round {number + 1} of {plan.rounds}"):
-                records = folder / f"round-{number}.jsonl"
-                window = _run_pipeline(stack, records, settings.traffic)
-                pipeline = _pipeline_figures(broker, records, settings.traffic, window, stack)
+                relay = _run_pipeline(stack, folder / f"round-{number}.jsonl", settings.traffic)
+                over_http = None
+                if http is not None:
+                    over_http = _run_http(http, stack, folder / f"http-{number}.jsonl", settings.traffic)
                 bare = _run_echo(echo, folder / f"echo-{number}.json", settings.traffic)
-            rounds.append(RoundFigures(pipeline, window.foreign_cpu_per_second(), bare))
+            rounds.append(RoundFigures(relay, bare, over_http))
     return rounds
 
 
-def _run_pipeline(stack: DemoStack, records: Path, traffic: TrafficSettings) -> MeasuredWindow:
-    window = MeasuredWindow(records, stack.roles, at_begin=lambda: stack.worker_readings()[0])
+def _run_pipeline(stack: DemoStack, records: Path, traffic: TrafficSettings) -> RunFigures:
+    window = MeasuredWindow(records, stack.roles)
     stack.play_unobserved(
         records, window.sample, [f"traffic.rate_per_s={traffic.rate_per_s}", f"traffic.duration_s={traffic.duration_s}"]
     )
-    return window
+    return _recorded(records, window)
 
 
-def _run_echo(echo: Echo, records: Path, traffic: TrafficSettings) -> EchoFigures:
+def _run_http(http: Http, stack: DemoStack, records: Path, traffic: TrafficSettings) -> RunFigures:
+    window = MeasuredWindow(records, lambda: stack.roles() | http.roles())
+    _watch(http.start_run(records, traffic), window, "player over HTTP")
+    return _recorded(records, window)
+
+
+def _run_echo(echo: Echo, records: Path, traffic: TrafficSettings) -> RunFigures:
     window = MeasuredWindow(records.with_suffix(".begun"), echo.roles)
-    gateway = echo.start_run(records, traffic)
-    while gateway.poll() is None:
+    _watch(echo.start_run(records, traffic), window, "echo's gateway")
+    latencies, offered = read_run(records)
+    return _figures(latencies, offered, window)
+
+
+def _watch(sender: subprocess.Popen[Any], window: MeasuredWindow, what: str) -> None:
+    while sender.poll() is None:
         window.sample()
         time.sleep(SAMPLE_S)
-    if gateway.returncode != 0:
-        raise RelayError(f"the echo's gateway ended with exit code {gateway.returncode}")
-    latencies, offered = read_run(records)
-    cpu = window.cpu_per_second()
-    return EchoFigures(
-        offered=offered,
-        answered=int(latencies.size),
-        p50_ms=percentile(latencies, 50),
-        p99_ms=percentile(latencies, 99),
-        cpu_python=cpu.get("gateway", 0.0) + cpu.get("trigger", 0.0) + cpu.get("worker", 0.0),
-        foreign_cpu=window.foreign_cpu_per_second(),
-    )
+    if sender.returncode != 0:
+        raise RelayError(f"the {what} ended with exit code {sender.returncode}")
 
 
-def _pipeline_figures(
-    broker: LocalBroker, records: Path, traffic: TrafficSettings, window: MeasuredWindow, stack: DemoStack
-) -> RateFigures:
-    cpu, before, after = window.cpu_per_second(), window.before, stack.worker_readings()[0]
-    ended = sorted(read_records(records), key=lambda record: record.number)
+def _recorded(records: Path, window: MeasuredWindow) -> RunFigures:
+    """The figures of a run of the player."""
+    ended = list(read_records(records))
     latencies = np.array([record.latency_us for record in ended if record.status == Outcome.RANKED]) / 1000
     lags = np.array([record.send_lag_us for record in ended]) / 1000
-    middle = latencies[int(0.4 * latencies.size) : int(0.6 * latencies.size)]
-    last = latencies[int(0.9 * latencies.size) :]
-    return RateFigures(
-        measured_at=now(),
-        machine=machine(),
-        broker=broker.what.split(" at ")[0],
-        rate_per_s=traffic.rate_per_s,
-        seconds=traffic.duration_s,
-        offered=len(ended),
-        answered=int(latencies.size),
-        p50_ms=percentile(latencies, 50),
-        p99_ms=percentile(latencies, 99),
-        p999_ms=percentile(latencies, 99.9),
-        growth_ms=float(np.median(last) - np.median(middle)) if latencies.size else float("nan"),
-        preinfer_jobs=int(after.total(f"{_STARTS}_count") - before.total(f"{_STARTS}_count")),
-        preinfer_start_p50_ms=_histogram_percentile(before, after, 0.50),
-        preinfer_start_p99_ms=_histogram_percentile(before, after, 0.99),
-        generator_lag_p99_ms=percentile(lags, 99),
-        cpu_gateway=cpu.get("gateway", 0.0),
-        cpu_trigger=cpu.get("trigger", 0.0),
-        cpu_worker=cpu.get("worker", 0.0),
-        cpu_broker=cpu.get("broker", 0.0),
+    return replace(_figures(latencies, len(ended), window), generator_lag_p99_ms=percentile(lags, 99))
+
+
+def _figures(latencies_ms: NDArray[np.float64], offered: int, window: MeasuredWindow) -> RunFigures:
+    cpu = window.cpu_per_second()
+    return RunFigures(
+        offered=offered,
+        answered=int(latencies_ms.size),
+        p50_ms=percentile(latencies_ms, 50),
+        p99_ms=percentile(latencies_ms, 99),
+        python_cpu=sum(cpu.get(role, 0.0) for role in ("gateway", "trigger", "worker")),
+        foreign_cpu=window.foreign_cpu_per_second(),
     )
 
 
@@ -248,7 +233,6 @@ class MeasuredWindow:
         self,
         begun: Path,
         roles: Callable[[], Mapping[int, str]],
-        at_begin: Callable[[], Reading] = Reading,
         longest_s: float = math.inf,
     ) -> None:
         """The window begins when the file `begun` has content, and ends after `longest_s` or with the last sample.
@@ -257,14 +241,11 @@ class MeasuredWindow:
         self._begun = begun
         self._longest_s, self._ends_s = longest_s, math.inf
         self._roles = roles
-        self._at_begin = at_begin
         self._processes: dict[psutil.Process, str] = {}
         self._first: dict[psutil.Process, tuple[float, float]] = {}
         self._last: dict[psutil.Process, tuple[float, float]] = {}
         self._machine: list[tuple[float, float]] = []
         self._next_s = 0.0
-        self.before = Reading()
-        """The metrics of the worker at the beginning."""
 
     def sample(self) -> None:
         """Reads the CPU time of every process, at most once a second, because reading takes CPU time too."""
@@ -287,7 +268,6 @@ class MeasuredWindow:
 
     def _open(self) -> None:
         self._ends_s = time.monotonic() + self._longest_s
-        self.before = self._at_begin()
         roles = self._roles()
         own = psutil.Process()
         self._processes = {process: roles.get(process.pid, _role_of_other(process)) for process in own.children(True)}
@@ -344,7 +324,8 @@ def null_settings(
     engine = load_engine(model, "cpu", threads=1)
     made = Calibration(describe(engine), now(), latency, (), (), (), ())
     save_calibration(made, folder / "calibration.json")
-    prefix = f"pipeline-{rate_per_s:.0f}"
+    # The topics are deleted at the end: another's run on the same cluster keeps its own.
+    prefix = f"bench-{secrets.token_hex(3)}"
     kafka = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
     return Settings.model_validate(
         {
@@ -373,63 +354,24 @@ def null_settings(
     )
 
 
-def _histogram_percentile(before: Reading, after: Reading, share: float) -> float:
-    """The percentile of the pre-infer starts between two readings, in ms, interpolated in its bucket."""
-    earlier = before.by_label(f"{_STARTS}_bucket", "le")
-    later = after.by_label(f"{_STARTS}_bucket", "le")
-    buckets = sorted((float(bound), count - earlier.get(bound, 0.0)) for bound, count in later.items())
-    if not buckets or not buckets[-1][1]:
-        return float("nan")
-    wanted, below, lower = share * buckets[-1][1], 0.0, 0.0
-    for bound, count in buckets:
-        if count >= wanted:
-            upper = bound if np.isfinite(bound) else lower
-            part = (wanted - below) / (count - below) if count > below else 1.0
-            return 1000 * (lower + part * (upper - lower))
-        below, lower = count, bound
-    return float("nan")
-
-
-def _print(console: Console, figures: Sequence[RateFigures]) -> None:
-    table = Table(title="Ranking latency through the pipeline, no model, each round; CPU seconds a second")
-    for name in (
-        "rate/s", "answered", "P50", "P99", "P99.9", "carried", "job start P50", "P99", "generator lag P99",
-        "gateway", "trigger", "worker", "broker",
-    ):  # fmt: skip
+def _print(console: Console, rows: Sequence[Mapping[str, Any]], http: bool) -> None:
+    table = Table(title="Medians of the rounds; CPU of the Python processes in cores")
+    for name in ("rate/s", "system", "P50", "P99", "CPU", "answered", "P50 / echo's", "P99 / echo's", "CPU / echo's"):
         table.add_column(name, justify="right")
-    for one in figures:
-        table.add_row(
-            f"{one.rate_per_s:.0f}",
-            f"{one.answered}/{one.offered}",
-            f"{one.p50_ms:.2f} ms",
-            f"{one.p99_ms:.2f} ms",
-            f"{one.p999_ms:.2f} ms",
-            "yes" if one.carried else "no",
-            f"{one.preinfer_start_p50_ms:.2f} ms",
-            f"{one.preinfer_start_p99_ms:.2f} ms",
-            f"{one.generator_lag_p99_ms:.2f} ms",
-            *(f"{cpu:.2f}" for cpu in (one.cpu_gateway, one.cpu_trigger, one.cpu_worker, one.cpu_broker)),
-        )
+    for row in rows:
+        for system in ("pipeline", *(("http",) if http else ()), "echo"):
+            p50_ms, p99_ms, cpu = (row[f"{system}_{name}"] for name in ("p50_ms", "p99_ms", "cpu"))
+            table.add_row(
+                f"{row['rate']:.0f}",
+                system,
+                f"{p50_ms:.1f} ms",
+                f"{p99_ms:.1f} ms",
+                f"{cpu:.2f}",
+                f"{row[f'{system}_answered_share']:.1%}",
+                f"{p50_ms / row['echo_p50_ms']:.2f}",
+                f"{p99_ms / row['echo_p99_ms']:.2f}",
+                f"{cpu / row['echo_cpu']:.2f}" if row["echo_cpu"] else "",
+            )
     console.print(table)
-
-
-def _print_ratios(console: Console, ratios: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(title="Pipeline / echo, medians of the rounds; foreign CPU: cores that others used meanwhile")
-    for name in ("rate/s", "P50", "P99", "Python CPU an impression", "echo P50", "P99", "Python CPU", "foreign CPU"):
-        table.add_column(name, justify="right")
-    for row in ratios:
-        table.add_row(
-            f"{row['rate']:.0f}",
-            f"{row['p50_ratio']:.2f}",
-            f"{row['p99_ratio']:.2f}",
-            f"{row['python_cpu_ratio']:.2f}",
-            f"{row['echo_p50_ms']:.2f} ms",
-            f"{row['echo_p99_ms']:.2f} ms",
-            f"{row['echo_cpu']:.2f}",
-            f"{row['foreign_cpu']:.2f}",
-        )
-    console.print(table)
-
-
-def _described(figures: RateFigures) -> dict[str, Any]:
-    return {name: getattr(figures, name) for name in ("measured_at", "machine", "broker", "seconds")}
+    foreign = ", ".join(f"{row['foreign_cpu']:.2f}" for row in rows)
+    console.print(f"other processes used meanwhile, in cores: {foreign}")

@@ -170,7 +170,7 @@ function showLag(live) {
   const rows = (live.lag ?? []).map((group) => node("tr", {},
     node("td", { title: group.group }, group.group.startsWith(`${live.prefix}.`) ? group.group.slice(live.prefix.length + 1) : group.group, group.owner_split ? node("div", { class: "over" }, `owners of ${group.owner_split} partitions are split`) : null),
     node("td", {}, node("span", { class: `pill ${LAG_TONE[group.status] ?? "bad"}` }, plain(group.status))),
-    node("td", { class: "num" }, whole(group.messages)), node("td", { class: "num" }, group.seconds === null ? "–" : group.seconds.toFixed(1)),
+    node("td", { class: "num" }, group.messages === null ? "–" : whole(group.messages)), node("td", { class: "num" }, group.seconds === null ? "–" : group.seconds.toFixed(1)),
     node("td", { class: "num" }, group.members === null ? "–" : String(group.members))));
   if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "5", class: "muted" }, live.lag === null ? "Not measured yet." : "No group of this prefix.")));
   $("lag").tBodies[0].replaceChildren(...rows);
@@ -260,7 +260,7 @@ function show(state) {
 
 function showLink() {
   const silent = performance.now() - heard > 5000;
-  const [words, tone] = ended ? ["ended; the last figures stay", ""] : !heard ? ["connecting", ""] : silent ? ["no answer; trying again", "bad"] : paused ? ["paused", "warn"] : last?.ended ? [last.gates.length ? "finished" : "between two runs", ""] : ["live", "good"];
+  const [words, tone] = ended ? ["ended; the last figures stay", ""] : !heard ? ["connecting", ""] : silent ? ["no answer; trying again", "bad"] : paused ? ["paused", "warn"] : last?.ended ? [last.gates.length ? "finished" : "between two runs", ""] : ["live", last?.live?.problems.length ? "warn" : "good"];
   say("link", words);
   $("link").className = `pill ${tone}`;
 }

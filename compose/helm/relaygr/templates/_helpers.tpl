@@ -40,7 +40,8 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version | replace "+" "_" }
 {{- $tmpfs := add $dram (div (add $dram 9) 10) 16 -}}
 tmpfs: {{ $tmpfs }}
 history: {{ $history }}
-limit: {{ add $tmpfs $history (mul $processes $each) }}
+{{/* A worker refuses a plan that leaves less than a tenth of the free memory. */}}
+limit: {{ add $tmpfs (div (add $dram 9) 10) $history (mul $processes $each) }}
 {{- end }}
 
 {{/* The roles that run with these values. */}}

@@ -114,6 +114,13 @@ MESSAGES: dict[str, Any] = {
             topic_id="aQ2XmZp3QyS3mF8cT7i2Pw",
         ),
     ),
+    "History, with a cut": replace(HISTORY, cut_ms=1_700_000_000_000),
+    "History, saved by a worker whose publisher's count began again": replace(
+        HISTORY,
+        covers=BehavioursOffset(5, 1_000_000),
+        continues=Continuation(12, 0, 0, 0, *(np.empty(0, "<i8"),) * 4, next_position=1),
+        cut_ms=1_700_000_000_000,
+    ),
     "BehaviourEvent": BehaviourEvent("user-é", BEHAVIOURS),
     "BehaviourEvent, with its position": BehaviourEvent("user-é", BEHAVIOURS[:1], 42),
     "RetrievalEvent, exact length": RetrievalEvent(
@@ -172,6 +179,9 @@ MESSAGES["RankingRequest, diverted"] = replace(
     diverted=Diverted("worker-01", 1, VERSION, history_stale=True),
 )
 MESSAGES["RankingResult, diverted"] = replace(MESSAGES["RankingResult, failed"], diverted_by="worker-01")
+MESSAGES["RankingResult, unknown inputs"] = replace(
+    MESSAGES["RankingResult, ranked"], unknown_actions=3, unknown_features=2, history_missing=True
+)
 
 HEADERS: dict[str, Any] = {
     "RankingHeaders": RankingHeaders("gateway.1.7", "gateway", "relaygr.results", 5, NOW_US + 130_000),

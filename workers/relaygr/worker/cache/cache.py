@@ -13,7 +13,6 @@ and the mover after it has left the lock. No call waits for free pages: if all p
 | `transfers.spill` | SpillOutcome | copies HBM to DRAM |
 | `revoke_overdue` | a number | takes back handles and fills that were held far too long |
 | `lease`, `end_lease`, `expire_leases` | | an unpinned entry stays while it is leased |
-| `expire_prefixes` | a number | evicts prefixes that exceed the time to live of a policy |
 | `limit`, `shrink` | a number | bounds the pages in use; evicts prefixes above that bound |
 
 Single flight: every request for a prefix that is being filled or loaded gets the same `PendingPrefix`. If the
@@ -39,7 +38,7 @@ from relaygr.worker.cache.events import CacheListener, EventKind, StoredEntry, T
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.ledger import AfterLock, PendingPrefix, TierLedger
 from relaygr.worker.cache.metadata import TierMetadata, TierShape
-from relaygr.worker.cache.policies import PolicyOptions, TierPolicies, make_policy
+from relaygr.worker.cache.policies import TierPolicies, make_policy
 from relaygr.worker.cache.results import (
     Miss,
     NoRoom,
@@ -186,7 +185,7 @@ class PrefixCache:
         def tier_of(tier: Tier, pages: int, journal: TierJournal | None) -> TierMetadata:
             shape = TierShape(tier, pages, geometry.kv.page_tokens, config.layout)
             name = policies.hbm if tier is Tier.HBM else policies.dram
-            policy = make_policy(name, PolicyOptions(pages, policies.ttl_us))
+            policy = make_policy(name, pages)
             return TierMetadata(shape, policy, counters, config.lease_limit, journal)
 
         hbm, dram = tier_of(Tier.HBM, config.hbm_pages, None), tier_of(Tier.DRAM, config.dram_pages, dram_journal)
@@ -207,12 +206,6 @@ class PrefixCache:
         self._deleted_early: list[Callable[[str], bool]] = []
         """`_deleted_users` and this: the users whose prefixes `restore` must not bring back."""
         self._longest_hold_us = config.longest_hold_us
-
-    def weigh_by(self, saved_us: Callable[[int], float]) -> None:
-        """Sets the weight of prefixes for the policies: the device time in µs that a hit saves, by tokens."""
-        with self.ledger.lock:
-            for tier in self.ledger.tiers:
-                tier.saved_us = saved_us
 
     # Looking up and pinning.
 
@@ -377,7 +370,7 @@ class PrefixCache:
                 ledger.report(after, EventKind.RESERVE, key, "joined")
                 return ledger.pending[coming.work]
             own_pins = int(own is not None and own.pin.open and found is not None and own.pin.entry is found.entry)
-            work = hbm.begin(key, PendingKind.FILL, purpose, now_us, found, own_pins)
+            work = hbm.begin(key, PendingKind.FILL, purpose, found, own_pins)
             if isinstance(work, NoRoomReason):
                 return self._no_room(after, key, work)
             ledger.counters.appends += work.base is not None
@@ -429,12 +422,6 @@ class PrefixCache:
 
     # Removing. Readers keep their pages, and work in flight is discarded when it ends.
 
-    def expire_prefixes(self, now_us: int) -> int:
-        """Evicts the evictable entries of both tiers that exceed the time to live of their policy."""
-        with self.ledger.section:
-            self.ledger.pass_time(now_us)
-            return sum(tier.expire(now_us) for tier in self.ledger.tiers)
-
     def limit(self, tier: Tier, pages: int) -> None:
         """From now on at most `pages` pages of the tier are in use. The memory stays taken.
 
@@ -448,7 +435,7 @@ class PrefixCache:
         """Evicts some of the evictable entries by which the tiers exceed their limits. Returns their number."""
         with self.ledger.section:
             self.ledger.pass_time(now_us)
-            return sum(tier.shrink(now_us) for tier in self.ledger.tiers)
+            return sum(tier.shrink() for tier in self.ledger.tiers)
 
     def invalidate_user(self, user_id: str) -> int:
         """Removes all entries of the user from both tiers, those included that `restore` brings later. Returns the

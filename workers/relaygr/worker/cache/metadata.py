@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,8 +56,6 @@ from relaygr.worker.cache.results import (
 from relaygr.worker.cache.stats import Counters, TierStats
 from relaygr.worker.kv import PrefixLayout
 
-EXPIRED_AT_ONCE = 256
-"""Most entries that `expire` examines in one call: a section under the lock is short."""
 _SHRUNK_AT_ONCE = 64
 """Most entries that `shrink` evicts in one call."""
 _NO_PAGES: PageArray = np.empty(0, np.int32)
@@ -244,8 +242,6 @@ class TierMetadata:
         self.pins: set[Pin] = set()
         self.held_until_us: dict[Pin | WorkInFlight, int] = {}
         """Pins of handles and work of fills, with the time at which each is overdue. The times may not decrease."""
-        self.saved_us: Callable[[int], float] = float
-        """Predicted device time that a hit saves, by tokens. Without a prediction, 1 µs a token."""
         self._layout = shape.layout
         self._counters = counters
         self._journal = journal
@@ -294,14 +290,6 @@ class TierMetadata:
         if entry.attached:
             self.policy.demote(entry.number)
 
-    def expire(self, now_us: int) -> int:
-        """Evicts entries that are evictable and expired by the policy. Returns their number."""
-        numbers = list(itertools.islice(self.policy.expired(now_us), EXPIRED_AT_ONCE))
-        entries = [entry for entry in map(self.index.__getitem__, numbers) if self._is_evictable(entry)]
-        for entry in entries:
-            self._evict(entry)
-        return len(entries)
-
     def count_waste(self, entry: CacheEntry, reason: WasteReason) -> None:
         """Counts the entry's pre-infer as wasted, once, if nothing used it."""
         if entry.unused_pre_infer:
@@ -318,10 +306,10 @@ class TierMetadata:
             raise ValueError(f"a tier of {self.pool.capacity} pages cannot be limited to {pages}")
         self.limit_pages = pages
 
-    def shrink(self, now_us: int) -> int:
+    def shrink(self) -> int:
         """Evicts at most 64 entries if more pages are in use than the limit allows. Returns their number."""
         excess = min(-self._room(), self.account.held[Holding.EVICTABLE])
-        return self._make_room(excess, now_us, _SHRUNK_AT_ONCE) if excess > 0 else 0
+        return self._make_room(excess, _SHRUNK_AT_ONCE) if excess > 0 else 0
 
     # Leases.
 
@@ -413,7 +401,6 @@ class TierMetadata:
         key: PrefixKey,
         kind: PendingKind,
         purpose: Purpose,
-        now_us: int,
         base: PrefixMatch | None,
         own_pins: int = 0,
     ) -> WorkInFlight | NoRoomReason:
@@ -432,8 +419,8 @@ class TierMetadata:
         if base is not None and not self._may_grow(base, own_pins):
             base = None
         if base is None:
-            return self._begin_new(key, kind, purpose, tokens, needed, now_us)
-        return self._begin_growth(key, kind, purpose, tokens, now_us, base, own_pins)
+            return self._begin_new(key, kind, purpose, tokens, needed)
+        return self._begin_growth(key, kind, purpose, tokens, base, own_pins)
 
     def pages_needed(self, tokens: int, base: PrefixMatch | None) -> int:
         """Number of new pages that a load of `tokens` tokens onto `base` takes."""
@@ -560,7 +547,7 @@ class TierMetadata:
         return not (truncates and (entry.leases or entry.pins > own_pins))
 
     def _begin_new(
-        self, key: PrefixKey, kind: PendingKind, purpose: Purpose, tokens: int, needed: int, now_us: int
+        self, key: PrefixKey, kind: PendingKind, purpose: Purpose, tokens: int, needed: int
     ) -> WorkInFlight | NoRoomReason:
         siblings = self.index.by_user.get(key.user_id, ())
         surplus = None
@@ -568,7 +555,7 @@ class TierMetadata:
             surplus = next((entry for entry in siblings if self._is_evictable(entry)), None)
             if surplus is None:
                 return NoRoomReason.FULL
-        pages = self._take(needed, now_us)
+        pages = self._take(needed)
         if pages is None:
             return NoRoomReason.FULL
         if surplus is not None and surplus.attached:
@@ -584,7 +571,6 @@ class TierMetadata:
         kind: PendingKind,
         purpose: Purpose,
         tokens: int,
-        now_us: int,
         base: PrefixMatch,
         own_pins: int,
     ) -> WorkInFlight | NoRoomReason:
@@ -596,7 +582,7 @@ class TierMetadata:
         in_place = start_tokens == entry.tokens and entry.pins == own_pins and kind is PendingKind.FILL
         kept = whole + 1 if partial and in_place else whole
         pin = self.pin(entry, entry.pages, start_tokens)
-        pages = self._take(self.shape.pages_for(tokens) - kept, now_us)
+        pages = self._take(self.shape.pages_for(tokens) - kept)
         if pages is None:
             self.unpin(pin)
             return NoRoomReason.FULL
@@ -642,19 +628,19 @@ class TierMetadata:
         pool = self.pool
         return min(pool.free, pool.free + self.cleaned.size - pool.capacity + self.limit_pages)
 
-    def _take(self, count: int, now_us: int) -> PageArray | None:
+    def _take(self, count: int) -> PageArray | None:
         # A growth within the last page takes none.
         missing = count - self._room() if count else 0
         if missing > self.account.held[Holding.EVICTABLE]:
             return None
         if missing > 0:
-            self._make_room(missing, now_us)
+            self._make_room(missing)
         return self.pool.take(count)
 
-    def _make_room(self, pages: int, now_us: int, most_entries: int | None = None) -> int:
+    def _make_room(self, pages: int, most_entries: int | None = None) -> int:
         """Evicts entries until `pages` pages are free, at most `most_entries`. Returns their number."""
         chosen = []
-        for number in self.policy.victims(now_us):
+        for number in self.policy.victims():
             entry = self.index[number]
             if self._is_evictable(entry):
                 chosen.append(entry)
@@ -681,7 +667,7 @@ class TierMetadata:
 
     def _show(self, entry: CacheEntry, now_us: int) -> None:
         identity = hash((entry.key.user_id, entry.key.namespace))
-        weight = EntryWeight(entry.pages.size, entry.tokens, self.saved_us(entry.tokens), identity)
+        weight = EntryWeight(entry.pages.size, identity)
         self.policy.add(entry.number, weight, now_us)
         self.account.reclassify(entry)
 

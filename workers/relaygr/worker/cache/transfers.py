@@ -178,7 +178,7 @@ class TierTransfers:
             groups = layer_groups(self._num_layers, pages) if overlaps else 1
             if not reload_pays(forecast, saved_us, groups, rank_us):
                 return Declined(DeclineReason.NOT_WORTH_IT)
-        work = hbm.begin(target, PendingKind.LOAD, Purpose.RANKING, now_us, found)
+        work = hbm.begin(target, PendingKind.LOAD, Purpose.RANKING, found)
         if isinstance(work, NoRoomReason):
             return NoRoom(work)
         dram.touch(stored.entry, now_us)
@@ -250,7 +250,7 @@ class TierTransfers:
         pages = dram.pages_needed(entry.tokens, stored) if stored is not None else entry.pages.size
         if not self._spill_gate.admits(self._mover.forecast(pages * self._page_bytes, CopyPriority.SPILL).wait_us):
             return SpillOutcome.SLOW
-        work = dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, now_us, stored)
+        work = dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, stored)
         if isinstance(work, NoRoomReason):
             return SpillOutcome.NO_ROOM
         pin = hbm.begin_spill(entry)

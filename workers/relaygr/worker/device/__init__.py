@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import importlib
 
+import structlog
 import torch
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.limits import cpu_quota
 from relaygr.worker.device.accelerator import AcceleratorDevice
 from relaygr.worker.device.cpu import CpuDevice
 from relaygr.worker.device.interface import CapturedWork, Device, Event, MemoryInfo, Recorder, Stream
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 _NPU = "npu"
+
+log = structlog.get_logger()
 
 
 def open_device(setting: str | None = None) -> Device:
@@ -68,6 +72,12 @@ def set_threads(threads: int) -> None:
     """CPU threads that one operator may use, process-wide. Raises ValueError below 1."""
     if threads < 1:
         raise ValueError(f"{threads} threads: at least 1 is needed")
+    quota = cpu_quota()
+    if quota is not None and threads > quota:
+        log.warning(
+            "more CPU threads than the CPU quota of the container has cores: the kernel pauses them", threads=threads,
+            quota_cores=quota,
+        )  # fmt: skip
     torch.set_num_threads(threads)
 
 

@@ -104,7 +104,7 @@ class AcceleratorDevice(Device):
         torch.accelerator.synchronize(self.torch_device)
 
     def memory(self) -> MemoryInfo:
-        free_bytes, total_bytes = torch.accelerator.get_memory_info(self.torch_device)
+        free_bytes, total_bytes = torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)
         return MemoryInfo(int(free_bytes), int(total_bytes))
 
     @property
@@ -142,6 +142,8 @@ class _GraphRecorder(Recorder):
         self._first: torch.accelerator.Graph | None = None
 
     def capture(self, work: Callable[[], None]) -> CapturedWork:
+        if not hasattr(torch.accelerator, "Graph"):
+            raise RuntimeError(f"torch {torch.__version__} has no graphs for accelerators: install a newer one")
         with self._device.capture_stream() as stream:
             caller = torch.accelerator.current_stream(self._device.torch_device)
             stream.wait_stream(caller)

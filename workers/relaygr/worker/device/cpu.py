@@ -9,13 +9,13 @@ import math
 import mmap
 from collections.abc import Iterator
 
-import psutil
 import torch
 
-from relaygr.runtime.processor import processor_name
+from relaygr.runtime.limits import available_memory
+from relaygr.runtime.processor import instruction_sets, processor_name
 from relaygr.worker.device.interface import Device, Event, MemoryInfo, Stream, too_large
 
-_INT8_INSTRUCTIONS = ("avx512_vnni", "avx_vnni", "amx_int8")
+_INT8_INSTRUCTIONS = frozenset(("avx512_vnni", "avx_vnni", "amx_int8"))
 """Any of them multiplies int8 and adds into int32. Older instructions add into int16, which overflows."""
 
 
@@ -77,12 +77,11 @@ class CpuDevice(Device):
 
     @property
     def has_int8_products(self) -> bool:
-        found = torch.cpu.get_capabilities()
-        return any(found.get(name, False) for name in _INT8_INSTRUCTIONS)
+        return not _INT8_INSTRUCTIONS.isdisjoint(instruction_sets())
 
     def memory(self) -> MemoryInfo:
-        memory = psutil.virtual_memory()
-        return MemoryInfo(int(memory.available), int(memory.total))
+        memory = available_memory()
+        return MemoryInfo(memory.available_bytes, memory.total_bytes)
 
 
 _HUGE_PAGE_BYTES = 2 << 20

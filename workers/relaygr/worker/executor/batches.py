@@ -14,11 +14,12 @@ import structlog
 
 from relaygr.admission.latency import Stage
 from relaygr.worker.executor.context import ExecutorContext
-from relaygr.worker.executor.order import PACE_SAMPLE_US, WorkClass
+from relaygr.worker.executor.events import SENT, DeviceFailed, NoTimeLeft, Ranked
+from relaygr.worker.executor.order import SLOWDOWN_SAMPLE_US, WorkClass
 from relaygr.worker.executor.plan import BatchPlan, BatchRequest
 from relaygr.worker.executor.prefixes import Chunk, Prefixes
 from relaygr.worker.executor.requests import Requests
-from relaygr.worker.executor.work import PrefixWork, RankingWork
+from relaygr.worker.executor.work import PrefixWork, RankingWork, RequestState
 from relaygr.worker.model.interface import RankOutputs
 
 log = structlog.get_logger()
@@ -78,8 +79,10 @@ class Batches:
         ranked: list[RankingWork] = []
         for work, output in zip(works, outputs, strict=True):
             work.rank_us, work.ranked_us = ended_us - now_us, ended_us
-            if isinstance(output, RankOutputs) and self._requests.ranked(work, output):
-                ranked.append(work)
+            if isinstance(output, RankOutputs):
+                self._requests.advance(work, Ranked(output))
+                if work.state is RequestState.ANSWERED:
+                    ranked.append(work)
         # Results leave before the rest of the work for their requests, which would delay them.
         self._parts.results.send()
         answered_us, backlog = self._parts.clock.monotonic_us(), self._context.scheduler.backlog
@@ -90,7 +93,7 @@ class Batches:
             self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
         for work in ranked:
             work.answered_us = answered_us
-            self._requests.sent(work)
+            self._requests.advance(work, SENT)
         if ranked:
             now_us = self._parts.clock.monotonic_us()
             answer_us = (now_us - ended_us) / len(ranked)
@@ -98,11 +101,11 @@ class Batches:
                 backlog.observe(work.path, work.remaining_us, answer_us, answered_us <= work.answer_by_us)
             # The first request of a batch had the fixed part of the pass.
             backlog.done_us += max(0.0, works[0].predicted_us - works[0].remaining_us)
-            if backlog.done_us >= PACE_SAMPLE_US:
-                backlog.observe_pace(now_us)
+            if backlog.done_us >= SLOWDOWN_SAMPLE_US:
+                backlog.observe_slowdown(now_us)
         for work, output in zip(works, outputs, strict=True):
             if not isinstance(output, RankOutputs):
-                self._requests.fail_on(work, output)
+                self._requests.advance(work, DeviceFailed(output))
         return chunk.work if chunk is not None and not is_mixed else None
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
@@ -125,22 +128,21 @@ class Batches:
                 passed_over.append(work)
                 must_end_us = min(must_end_us, work.latest_start_us)
                 continue
-            # The last request in the queue delays no other, so it needs no caution.
-            caution = backlog.caution if backlog.total_us else 1.0
-            if now_us + work.predicted_us * caution + answer_us > work.answer_by_us:
-                backlog.missed()
-                self._requests.reject(work)
+            # The last request in the queue delays no other, so it needs no margin.
+            margin = backlog.margin if backlog.total_us else 1.0
+            if now_us + work.predicted_us * margin + answer_us > work.answer_by_us:
+                self._requests.advance(work, NoTimeLeft())
                 continue
             # Results are written one after the other.
-            alone_us = work.predicted_us * caution + answer_us
+            alone_us = work.predicted_us * margin + answer_us
             if plan is None:
                 first_must_end_us = min(must_end_us, work.answer_by_us)
                 plan = BatchPlan(now_us + alone_us, first_must_end_us, work.scored_tokens, settings.max_batch_rows)
             else:
                 # Only here, because a request that is ranked alone needs no latency model of its length.
                 latency = self._parts.corrector.model_at(work.ranked_prefix_tokens)
-                must_pay = latency.shared_us is not None and backlog.patience >= 1.0
-                further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * caution + answer_us
+                must_pay = latency.shared_us is not None and backlog.wait_limit >= 1.0
+                further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * margin + answer_us
                 plan.end_before(must_end_us)
                 request = BatchRequest(alone_us, further_us, work.scored_tokens, work.answer_by_us)
                 if not plan.take(request, len(queue), must_pay=must_pay):

@@ -15,20 +15,10 @@ from relaygr.schemas.messages import FullPathReport, LeadTimeReport, LengthRatio
 from relaygr.worker.cache import Tier
 from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
+from relaygr.worker.executor.events import TAKEN, ModelChanged, PrefixComputed
 from relaygr.worker.executor.jobs import Jobs
 from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.executor.prefixes import (
-    ROOM_INTERVAL_US,
-    ChunkReadiness,
-    Computed,
-    Failed,
-    GaveWay,
-    OnScratch,
-    Prefixes,
-    TailIsSuffix,
-    TooLate,
-    Undone,
-)
+from relaygr.worker.executor.prefixes import ROOM_INTERVAL_US, ChunkReadiness, Prefixes
 from relaygr.worker.executor.requests import Requests
 from relaygr.worker.executor.warm_up import WarmUps
 from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
@@ -40,27 +30,27 @@ LOOK_UPS_MEASURED = 8
 """Look-ups are measured in groups of this many, since a single one takes as long as the measurement."""
 CLEANED_BYTES = 2 * 1024 * 1024
 """Bytes of free pages of each tier that are zeroed every CACHE_UPKEEP_US: a fraction of a millisecond."""
-MAIL_TO_WAKE: Final = 8
+POSTED_TO_WAKE: Final = 8
 """With more messages in the mailbox the device thread begins before the poll thread has read all of them."""
 LONG_US: Final = 1_000.0
 """On a CPU, requests that take less on average are left to the poll thread."""
-MAIL_PER_STEP: Final = 32
+POSTED_PER_STEP: Final = 32
 """Most look-ups between two pieces of device work. Without a bound, requests that arrive without a pause would keep
 ready requests from being ranked."""
-LEFT: Final = -1
+WORK_TOO_LONG: Final = -1
 """`step` did not begin a piece of device work, because it would take too long."""
 
 
 class Executor:
     """One worker's device work. Both poll threads call `take_ranking`, `is_hopeless` and `note_refused`; the poll
     thread of jobs calls `take_job`. A poll thread then runs or wakes the executor (`DeviceThread.run_short_work`,
-    `mail_arrived`). Any thread may call `post` and the properties. Only the thread that runs the executor calls the
+    `work_arrived`). Any thread may call `post` and the properties. Only the thread that runs the executor calls the
     other methods.
     """
 
     def __init__(self, engine: Engine, parts: ExecutorParts) -> None:
         self._mailbox: deque[Callable[[], None]] = deque()
-        self.mail_arrived = threading.Event()
+        self.work_arrived = threading.Event()
         self._parts = parts
         self._context = ExecutorContext(engine, parts, self.post)
         self.backlog = self._context.scheduler.backlog
@@ -87,7 +77,7 @@ class Executor:
             if not self._context.held_by_requests.post(work, request.candidates.size + request.suffix.items.size):
                 return False
             self.backlog.handed_over += 1
-            self._mailbox.append(partial(self._requests.submit, work))
+            self._mailbox.append(partial(self._requests.advance, work, TAKEN))
         self._wake_early()
         return True
 
@@ -107,19 +97,19 @@ class Executor:
         """Takes a pre-infer job; its outcome goes to the result writer. False as for `take_ranking`."""
         if not self._context.held_by_jobs.post(work):
             return False
-        self._mailbox.append(partial(self._jobs.submit, work))
+        self._mailbox.append(partial(self._jobs.advance, work, TAKEN))
         self._wake_early()
         return True
 
     def _wake_early(self) -> None:
         """Wakes the device thread while the poll thread still reads. On a CPU, short work stays on the poll thread."""
-        if len(self._mailbox) > MAIL_TO_WAKE and (not self._context.is_cpu or self.backlog.expected_us > LONG_US):
-            self.mail_arrived.set()
+        if len(self._mailbox) > POSTED_TO_WAKE and (not self._context.is_cpu or self.backlog.expected_us > LONG_US):
+            self.work_arrived.set()
 
     def post(self, call: Callable[[], None]) -> None:
         """Runs `call` on the device thread, before its next piece of work."""
         self._mailbox.append(call)
-        self.mail_arrived.set()
+        self.work_arrived.set()
 
     @property
     def last_progress_us(self) -> int:
@@ -180,53 +170,71 @@ class Executor:
     # -- the device thread ---------------------------------------------------------------------------
 
     def step(self, longest_us: float = math.inf) -> int | None:
-        """One round. Returns the µs until the next timer: 0 if there is work or new mail, None without a timer.
+        """One round. Returns the µs until the next timer: 0 if there is work or a posted call, None without a timer.
 
-        LEFT: the next piece of device work may take longer than `longest_us`, and was not begun.
+        WORK_TOO_LONG: the next piece of device work may take longer than `longest_us`, and was not begun.
         """
+        now_us = self._run_what_is_due()
+        work = self._context.scheduler.pick(now_us)
+        if work is None:
+            if self._mailbox:
+                return 0
+            self.backlog.rest(now_us)
+            return 0 if self._warm_ups.begin_next(now_us) else self._idle_us(now_us)
+        if longest_us < math.inf and self._device_us(work) > longest_us:
+            return WORK_TOO_LONG
+        self._run_piece(work, now_us)
+        return 0
+
+    def _run_what_is_due(self) -> int:
+        """Posted calls, timers, the changes of prefixes, and the results of all these. Returns the time."""
         context, prefixes, backlog = self._context, self._prefixes, self.backlog
         if backlog.idle_since_us is not None:
             backlog.wake(self._parts.clock.monotonic_us())
+        taken = self._run_posted_and_measure()
+        now_us = context.last_progress_us
+        if now_us >= context.timers.next_at_us:
+            context.timers.run_due(now_us)
+        if prefixes.without_room and prefixes.find_room():
+            self.run_posted()
+        if prefixes.changes:
+            self._hand_on_changes()
+        if prefixes.running is not None:
+            # Posted calls and timers ran while the device computed the last chunk. A request that came during the wait
+            # need not wait for the next chunk, too.
+            prefixes.settle()
+            self.run_posted(POSTED_PER_STEP - taken)
+            self._hand_on_changes()
+            now_us = self._parts.clock.monotonic_us()
+        if self._parts.results.unsent:
+            self._parts.results.send()
+        return now_us
+
+    def _run_posted_and_measure(self) -> int:
+        """Runs the posted calls, and measures the time of the look-ups among them. Returns how many calls ran."""
+        backlog = self.backlog
         backlog.looking_up_since_us, looked_up = 0, backlog.looked_up
-        taken = self.take_mail()
-        now_us = context.last_progress_us = self._parts.clock.monotonic_us()
+        taken = self.run_posted()
+        now_us = self._context.last_progress_us = self._parts.clock.monotonic_us()
         if backlog.looking_up_since_us:
             self._look_ups += backlog.looked_up - looked_up
             self._look_ups_us += now_us - backlog.looking_up_since_us
             if self._look_ups >= LOOK_UPS_MEASURED:
                 backlog.observe_look_ups(self._look_ups_us, self._look_ups)
                 self._look_ups = self._look_ups_us = 0
-        if now_us >= context.timers.next_at_us:
-            context.timers.run_due(now_us)
-        if prefixes.without_room and prefixes.find_room():
-            self.take_mail()
-        if prefixes.events:
-            self._handle_events()
-        if prefixes.running is not None:
-            # Mail and timers ran while the device computed the last chunk. A request that came during the wait need
-            # not wait for the next chunk, too.
-            prefixes.settle()
-            self.take_mail(MAIL_PER_STEP - taken)
-            self._handle_events()
-            now_us = self._parts.clock.monotonic_us()
-        if self._parts.results.unsent:
-            self._parts.results.send()
-        work = context.scheduler.pick(now_us)
-        if work is None:
-            if self._mailbox:
-                return 0
-            backlog.rest(now_us)
-            return 0 if self._warm_ups.begin_next(now_us) else self._idle_us(now_us)
-        if longest_us < math.inf:
-            device_us = work.remaining_us
-            if isinstance(work, RankingWork):
-                # The pass may include other requests of the queue.
-                batch = min(len(context.scheduler.ranking), self._parts.settings.max_batch_requests)
-                device_us = work.predicted_us * batch
-            if device_us > longest_us:
-                return LEFT
-        work_class = work.work_class
-        if work_class is WorkClass.WARM_UP:
+        return taken
+
+    def _device_us(self, work: PrefixWork | RankingWork) -> float:
+        """The longest time that the next piece may take, if it is this work."""
+        if not isinstance(work, RankingWork):
+            return work.remaining_us
+        # The pass may include other requests of the queue.
+        return work.predicted_us * min(len(self._context.scheduler.ranking), self._parts.settings.max_batch_requests)
+
+    def _run_piece(self, work: PrefixWork | RankingWork, now_us: int) -> None:
+        """Runs a batch with this request, or the next chunk of this prefix."""
+        backlog = self.backlog
+        if work.work_class is WorkClass.WARM_UP:
             # The device counts as idle, since warm-up delays nobody.
             backlog.rest(now_us)
         elif backlog.busy_since_us is None:
@@ -235,9 +243,8 @@ class Executor:
             self._rank(now_us, work)
             if self._parts.results.unsent:
                 self._parts.results.send()
-        elif work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):
+        elif work.work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):
             self._run_chunk(work, now_us)
-        return 0
 
     def _idle_us(self, now_us: int) -> int | None:
         """Time until the next timer, warm-up or search for room; None without any."""
@@ -256,7 +263,7 @@ class Executor:
         """The users to warm up, the most likely first. They replace those that were offered before."""
         self._warm_ups.offer(user_ids)
 
-    def take_mail(self, most: int = MAIL_PER_STEP) -> int:
+    def run_posted(self, most: int = POSTED_PER_STEP) -> int:
         """Runs the posted calls, at most this many. Returns how many they were."""
         taken = min(len(self._mailbox), most)
         for _ in range(taken):
@@ -301,26 +308,26 @@ class Executor:
         if (engine.geometry, engine.layout) != (now.geometry, now.layout):
             raise ValueError("the new model's K,V have another shape than the arena's pages")
         self._prefixes.settle()
-        self._handle_events()
+        self._hand_on_changes()
         context.use(engine)
         self._parts.cache.admit_only(engine.namespace)
         for work in [*context.scheduler.ranking, *context.scheduler.preinfer, *context.scheduler.warm_up]:
             if isinstance(work, RankingWork):
                 context.scheduler.remove(work)
-                self._requests.start_over(work)
+                self._requests.advance(work, ModelChanged())
                 continue
             self._prefixes.discard(work)
             for waiter in work.waiters:
-                self._requests.start_over(waiter)
+                self._requests.advance(waiter, ModelChanged())
             for job in work.jobs:
-                self._jobs.submit(job)
+                self._jobs.advance(job, TAKEN)
 
     # -- pieces of device work -----------------------------------------------------------------------
 
     def _rank(self, now_us: int, first: RankingWork | None = None) -> None:
         alone = self._batches.rank(now_us, first)
-        if self._prefixes.events:
-            self._handle_events()
+        if self._prefixes.changes:
+            self._hand_on_changes()
         if alone is not None:
             self._run_chunk(alone, self._parts.clock.monotonic_us())
 
@@ -329,7 +336,7 @@ class Executor:
         if not self._batches.can_rank_beside_chunk():
             return False
         has_ranked, alone = self._batches.rank_beside_chunk(now_us)
-        self._handle_events()
+        self._hand_on_changes()
         if alone is not None:
             self._run_chunk(alone, self._parts.clock.monotonic_us())
         return has_ranked
@@ -337,13 +344,13 @@ class Executor:
     def _run_chunk(self, work: PrefixWork, now_us: int) -> None:
         """Starts the next chunk of the prefix on the device, if the prefix is still needed and has its pages."""
         prepared = self._prefixes.prepare(work, now_us)
-        self._handle_events()
+        self._hand_on_changes()
         if prepared is ChunkReadiness.REQUESTS_LEFT:
             prepared = self._prefixes.prepare(work, now_us)
-            self._handle_events()
+            self._hand_on_changes()
         if prepared is ChunkReadiness.READY:
             self._prefixes.run(work, now_us)
-            self._handle_events()
+            self._hand_on_changes()
         elif prepared is ChunkReadiness.SCRATCH_BUSY:
             self._run_scratch_user(now_us)
 
@@ -355,44 +362,26 @@ class Executor:
         elif user is not None:
             self._rank(now_us, user)
 
-    def _handle_events(self) -> None:
+    def _hand_on_changes(self) -> None:
         """Continues the requests and jobs whose prefixes changed."""
-        while self._prefixes.events:
-            match self._prefixes.events.popleft():
-                case Computed(work, handle) as computed:
-                    # Requests use the prefix first. A job whose request is then answered may count it as wasted.
-                    for request in work.waiters:
-                        self._requests.prefix_computed(request, computed)
-                    for job in work.jobs:
-                        self._jobs.prefix_computed(job, work)
-                    if handle is not None:
-                        if work.is_warm_up and work.work_class is WorkClass.WARM_UP:
-                            self._warm_ups.computed(handle)
-                        self._parts.cache.release(handle)
-                case Undone(requests, jobs, prefix):
-                    for request in requests:
-                        self._requests.look_up(request)
-                    for job in jobs:
-                        self._jobs.pre_infer(job, prefix)
-                case OnScratch(work):
-                    for request in work.waiters[1:]:
-                        self._requests.look_up(request)
-                    del work.waiters[1:]
-                case Failed(requests, error):
-                    for request in requests:
-                        self._requests.fail_on(request, error)
-                case TooLate(request, at_us):
-                    self._requests.cut_short(request, at_us)
-                case GaveWay(request, at_us):
-                    self._requests.give_way(request, at_us)
-                case TailIsSuffix(request, handle):
-                    self._requests.rank_on_cached_part(request, handle)
+        changes = self._prefixes.changes
+        while changes:
+            change = changes.popleft()
+            # Requests use the prefix first. A job whose request is then answered may count it as wasted.
+            for request in change.requests:
+                self._requests.advance(request, change.event)
+            for job in change.jobs:
+                self._jobs.advance(job, change.event)
+            if isinstance(change.event, PrefixComputed) and change.event.handle is not None:
+                work, handle = change.event.computation, change.event.handle
+                if work.is_warm_up and work.work_class is WorkClass.WARM_UP:
+                    self._warm_ups.computed(handle)
+                self._parts.cache.release(handle)
 
     def _keep_cache(self) -> None:
         """Upkeep of the cache: ends what is overdue, keeps its limits, and zeroes free pages."""
         now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
         cache.expire_leases(now_us)
-        cache.expire_prefixes(now_us)
         cache.shrink(now_us)
         cache.revoke_overdue(now_us, self._completions.after_work())
         for tier in Tier:

@@ -16,6 +16,16 @@ import structlog
 from relaygr.admission.policy import LONGEST_LIFE_US
 from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
 from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.events import (
+    HISTORY_MISSING,
+    TAKEN,
+    HistoryMissing,
+    JobEvent,
+    PrefixComputed,
+    PrefixLeft,
+    PrefixReloaded,
+    Taken,
+)
 from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, ResolvedPrefix
@@ -33,48 +43,40 @@ class Jobs:
         self._prefixes = prefixes
         self._longest_wait_us = context.parts.settings.history_wait_ms * 1000
 
-    # -- entry points: one job that fails must not end the process, and with it all others ------------
+    def advance(self, work: JobWork, event: JobEvent) -> None:
+        """Takes the job to its next state. Its outcome goes to the result writer.
 
-    def submit(self, work: JobWork) -> None:
-        """Takes a job; its outcome goes to the result writer."""
+        One job that fails must not end the process, and with it all others.
+        """
         try:
-            self._submit(work)
+            match event:
+                case Taken():
+                    self._take(work)
+                case HistoryMissing():
+                    self._end(work, JobOutcome.NO_HISTORY)
+                case PrefixLeft(prefix):
+                    self._look_up(work, prefix)
+                case PrefixReloaded(prefix):
+                    self._after_reload(work, prefix)
+                case PrefixComputed(computation):
+                    self._computed(work, computation)
         except Exception as error:
-            self._failed(work, error)
-
-    def pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
-        """Finds, reloads or queues the prefix; or ends the job."""
-        try:
-            self._pre_infer(work, prefix)
-        except Exception as error:
-            self._failed(work, error)
-
-    def prefix_computed(self, work: JobWork, computation: PrefixWork) -> None:
-        """The prefix was published."""
-        if computation.ran_ahead:
-            self._context.computed.add((work.job.user_id, work.job.request_id), self._parts.clock.monotonic_us())
-        self._lease(work, computation.prefix)
-        self._end(work, JobOutcome.COMPUTED if computation.ran_ahead else JobOutcome.JOINED)
-
-    def _prefix_reloaded(self, work: JobWork, prefix: ResolvedPrefix) -> None:
-        try:
-            self._after_reload(work, prefix)
-        except Exception as error:
-            self._failed(work, error)
+            log.error("a pre-infer job failed", request_id=work.job.request_id, exc_info=error)
+            self._end(work, JobOutcome.FAILED)
 
     # -- looking up ----------------------------------------------------------------------------------
 
-    def _submit(self, work: JobWork) -> None:
+    def _take(self, work: JobWork) -> None:
         now_us = self._parts.clock.monotonic_us()
         job, resolver = work.job, self._context.resolver
         work.expires_us = min(work.expires_us, work.received.received_us + LONGEST_LIFE_US)
         if not self._parts.settings.reuse_prefixes:
             return self._end(work, JobOutcome.DISABLED)
-        if (job.user_id, job.request_id) in self._context.answered:
+        if work.impression in self._context.answered:
             return self._end(work, JobOutcome.OVERTAKEN)
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
-        impression = (job.user_id, job.request_id)
+        impression = work.impression
         self._context.with_job.add(impression, now_us)
         stated = job.retrieval_at_us, job.expected_ranking_at_us
         self._context.arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us, stated)
@@ -84,8 +86,8 @@ class Jobs:
             history = resolver.history(job.user_id, wanted_by(job), job.history, work.received.partition)
         except HistoryMismatchError:
             return self._end(work, JobOutcome.UNDECODABLE)
-        if history.is_behind:
-            again, in_vain = partial(self.submit, work), partial(self._end, work, JobOutcome.NO_HISTORY)
+        if history.may_arrive:
+            again, in_vain = partial(self.advance, work, TAKEN), partial(self.advance, work, HISTORY_MISSING)
             until_us = min(work.expires_us, work.received.received_us + self._longest_wait_us)
             if not self._context.wait_for_history(job.user_id, until_us, again, in_vain):
                 in_vain()
@@ -98,9 +100,10 @@ class Jobs:
             return self._end(work, JobOutcome.SHED)
         if job.history is None and resolver.serves_all_that_name(prefix, job.history_version):
             self._context.resolved.keep(impression, prefix)
-        return self._pre_infer(work, prefix)
+        return self._look_up(work, prefix)
 
-    def _pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+    def _look_up(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        """Finds, reloads or queues the prefix; or ends the job."""
         if self._is_outdated(work, prefix):
             return None
         now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
@@ -138,7 +141,7 @@ class Jobs:
             self._end(work, JobOutcome.NO_HISTORY)
             return True
         if prefix.revision != self._context.engine.revision:
-            self.submit(work)
+            self._take(work)
             return True
         return False
 
@@ -156,7 +159,8 @@ class Jobs:
 
     def _wait_for_reload(self, work: JobWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
         self._prefixes.begin_job(work)
-        pending.add_done_callback(lambda _: self._context.post(partial(self._prefix_reloaded, work, prefix)))
+        reloaded = partial(self.advance, work, PrefixReloaded(prefix))
+        pending.add_done_callback(lambda _: self._context.post(reloaded))
 
     def _after_reload(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         if self._is_outdated(work, prefix):
@@ -185,7 +189,7 @@ class Jobs:
             # Another version of this user's prefix is being computed. The job waits, and begins from that result.
             if base is not None:
                 self._parts.cache.release(base)
-            coming.then.append(partial(self.pre_infer, work, prefix))
+            coming.then.append(partial(self.advance, work, PrefixLeft(prefix)))
             return None
         done_tokens = base.tokens if base is not None else 0
         latency = self._parts.corrector.model_at(prefix.tokens)
@@ -202,7 +206,7 @@ class Jobs:
         self, work: JobWork, prefix: ResolvedPrefix, now_us: int, done_tokens: int, prepare_us: float
     ) -> JobOutcome | None:
         """Why the job is not admitted, or None. `prepare_us`: device time of the tokens after `done_tokens`."""
-        if (work.job.user_id, work.job.request_id) in self._context.answered:
+        if work.impression in self._context.answered:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
             return JobOutcome.EXPIRED
@@ -229,19 +233,20 @@ class Jobs:
 
     def _lease(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         """Leases the prefix until its request is answered or overdue."""
-        cache, user_id, request_id = self._parts.cache, work.job.user_id, work.job.request_id
+        cache, (user_id, request_id) = self._parts.cache, work.impression
         until_us = work.expires_us + self._parts.admission_settings.lease_margin_ms * 1000
         leased = cache.lease(prefix.key, request_id, until_us)
         if leased:
-            self._context.leased.add((user_id, request_id), self._parts.clock.monotonic_us())
-        if leased and (user_id, request_id) in self._context.answered:
+            self._context.leased.add(work.impression, self._parts.clock.monotonic_us())
+        if leased and work.impression in self._context.answered:
             # The request was ranked without the prefix. Unless another request uses it, the pre-infer was wasted.
             cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN)
 
-    def _failed(self, work: JobWork, error: Exception) -> None:
-        """Ends the job after an exception in an entry point."""
-        log.error("a pre-infer job failed", request_id=work.job.request_id, exc_info=error)
-        self._end(work, JobOutcome.FAILED)
+    def _computed(self, work: JobWork, computation: PrefixWork) -> None:
+        if computation.ran_ahead:
+            self._context.computed.add(work.impression, self._parts.clock.monotonic_us())
+        self._lease(work, computation.prefix)
+        self._end(work, JobOutcome.COMPUTED if computation.ran_ahead else JobOutcome.JOINED)
 
     def _end(self, work: JobWork, outcome: JobOutcome) -> None:
         self._context.end_job(work, outcome)

@@ -1,35 +1,14 @@
 """The order of work on the device, and whether more of it can end in time. Pure decisions.
 
-Work runs in the order of its deadlines, with a guaranteed share for pre-infer. For pieces that can be cut, no order
-keeps more deadlines. Least laxity (deadline - now - predicted time) first keeps as many, but work that runs gains
-laxity: the device would alternate between requests of about equal laxity, and all of them would end late in their time.
-
-Short work overtakes longer work that has time to spare: a request whose prefix is ready does not wait for the full
-inference of others. It takes at most `_OVERTAKING_PART` of that spare time, so what it overtakes is not late for it.
-
-The share is needed because a burst of ranking requests without prefixes would starve pre-infer if ranking always went
-first. The next ranking requests would then need full inference, too, and this state would never end. Time is
-counted only while pre-infer work waits, and decays with a half-life, so that an idle device earns no credit.
+Ranking goes first, in the order of its deadlines; short work overtakes longer work that has time to spare. Pre-infer
+takes what is left, and has a guaranteed share: a burst of ranking requests without prefixes would starve it, the next
+ranking requests would then need full inference, too, and this state would never end. Time is counted only while
+pre-infer work waits, and decays with a half-life, so that an idle device earns no credit. Warm-up runs only while no
+other work is queued.
 
 Ranking work is admitted only if it can end in time without making admitted work late. `Backlog` adds the demands in
-the order of the deadlines. Above capacity the queue therefore holds only work that will be answered, and goodput does
-not collapse.
-
-Above capacity alone that is not enough: every admitted request would wait until just before its deadline, where a small
-error makes it late, and only cheap requests would find room. So the more requests are refused, the shorter is the part
-of its time that a new request may wait for admitted work, down to `_LEAST_PATIENCE`. A request that must compute its
-prefix may then wait for a smaller part still, down to half of it. The rest of the queue is reserved for requests whose
-prefix is ready or has a job, so that many of them are answered instead of few long ones (trunk reservation, as
-telephone networks do).
-
-A burst of long requests is over before patience is lost. If a short request finds no room, the longest computation of a
-prefix that has hardly begun gives way to it: its request is answered on less, or refused. The next short requests find
-room then, too. To give up the longest work whenever something would be late keeps the most deadlines of a set (Moore's
-rule, 1968). While more than a fifth is refused, no new user would ever be answered so: there the reserved part of the
-queue does it.
-
-Warm-up has the least value: it runs only while no other work is queued and the device has been idle for some time, and
-gets at most a share of the time. Work that arrives runs after the warm-up chunk on the device.
+the order of the deadlines. So above capacity the queue holds only work that will be answered, and goodput does not
+collapse. docs/scheduling.md says what each rule is worth.
 """
 
 from __future__ import annotations
@@ -47,27 +26,27 @@ from relaygr.schemas.messages import Path
 OWN_WEIGHT = 0.05
 _OWN_MAX_STEP_US = 1_000.0
 """One request counts with at most twice the average own time plus this, so that one stall changes little."""
-_PACE_WEIGHT = 0.2
-PACE_SAMPLE_US = 10_000.0
-"""Demand over which the pace is measured."""
-_MAX_PACE = 8.0
+_SLOWDOWN_WEIGHT = 0.2
+SLOWDOWN_SAMPLE_US = 10_000.0
+"""Demand over which the slowdown is measured."""
+_MAX_SLOWDOWN = 8.0
 _MISS_STEP = 0.05
 _MISS_SHARE = 0.01
-_MAX_CAUTION = 1.5
-_LEAST_PATIENCE = 0.25
+_MAX_MARGIN = 1.5
+_LEAST_WAIT_LIMIT = 0.25
+_REFUSED_STEP = 0.02
+_ANSWERED_STEP = 0.005
+"""With these two steps, the limit falls while more than a fifth of the requests are refused."""
+_WAIT_LIMIT_PER_IDLE_S = 1.0
+"""A second without work restores the limit, however few requests a worker answers in it."""
+_DISPLACES_FROM = 0.75
+"""Limit of the wait from which shorter work displaces long work: while many are refused, none would ever end."""
 _MOST_RESERVED = 0.5
 """The largest part of the queue that is reserved for requests whose prefix is ready."""
-_RESERVED_PER_LOST_PATIENCE = 2.0
-"""All of it is reserved once a quarter of the patience is lost."""
-_GIVES_WAY_FROM = 0.75
-"""Patience from which long work gives way to short work."""
-_IMPATIENT_STEP = 0.02
-_PATIENT_STEP = 0.005
-"""With these two steps, patience falls while more than a fifth of the requests are refused."""
+_RESERVED_PER_LOST_LIMIT = 2.0
+"""All of it is reserved once a quarter of the limit is lost."""
 _OVERTAKING_PART = 0.5
 """The part of the spare time of longer work that one overtaking piece may take, so that several never take all."""
-_PATIENCE_PER_IDLE_S = 1.0
-"""A second without work restores patience, however few requests a worker answers in it."""
 
 
 class WorkClass(enum.StrEnum):
@@ -97,7 +76,7 @@ class SchedulableWork(Protocol):
         """Whether other work may run before it ends."""
 
     @property
-    def may_give_way(self) -> bool:
+    def may_be_displaced(self) -> bool:
         """Whether it may be given up for shorter work: most of it is still to be done."""
 
 
@@ -127,20 +106,21 @@ class Backlog:
 
     def __init__(self) -> None:
         self.total_us = 0.0
-        self.caution = 1.0
+        self.margin = 1.0
         """Predictions are multiplied by this. It rises with each admitted request that was not answered in time, and
         falls with each that was, so that about `_MISS_SHARE` of them are missed when there is no room to spare."""
-        self.patience = 1.0
+        self.wait_limit = 1.0
         """The largest part of its time, from when it was sent, that a new request may wait: on its way here and for
-        admitted work. It falls with each request that is refused or missed, and rises with each that is answered and
-        while the device thread rests."""
+        admitted work. It falls with each request that is refused or late, and rises with each that is answered and
+        while the device thread rests. With a limit of 1 every admitted request of an overloaded worker would wait until
+        just before its deadline, where a small error makes it late, and only cheap ones would find room."""
         self.own_us = dict.fromkeys(Path, 0.0)
         """The worker's *own time* of a request, by path: time of the device thread outside of forwards."""
         self.answer_us = 0.0
         """The part of the own time that follows the forward."""
         self.prepare_us = 0.0
         """The part of the own time that a look-up takes, on average over all paths."""
-        self.pace = 1.0
+        self.slowdown = 1.0
         """Time in which the device thread does 1 µs of demand. It is above 1 where refusals, other threads and the
         machine take time, too. Pre-infer does not count: beyond its share it takes only time that admitted work can
         spare."""
@@ -162,8 +142,8 @@ class Backlog:
         """When the first request of this step was looked up; 0 if none was."""
         self.idle_since_us: int | None = None
         """Since when the device thread has had nothing to do; None while it has."""
-        self.gives_way: SchedulableWork | None = None
-        """The queued work with the largest demand that may give way to shorter work."""
+        self.displaceable: tuple[float, int, float] | None = None
+        """The entry of the longest queued work that may be displaced by shorter work."""
         self.computes_until_us = 0
         """When the device ends the chunk that it computes, as predicted; when it ended the last one that was part of
         admitted work."""
@@ -193,6 +173,10 @@ class Backlog:
             # Sums of floats drift: an empty backlog begins anew.
             self.total_us = self.total_us - entry[2] if self._entries else 0.0
 
+    def entry(self, work: SchedulableWork) -> tuple[float, int, float] | None:
+        """When the work must have ended, its `id`, and the demand that counts; None if it is not there."""
+        return self._entries.get(id(work))
+
     def begin_chunk(self, work: SchedulableWork, chunk_us: float, now_us: int) -> None:
         """Notes that the device begins a chunk of this work, which may be admitted now, later or never. While it is,
         the chunk's demand is the time until it ends.
@@ -221,69 +205,99 @@ class Backlog:
         now_us: int,
         preinfer_share: float = 0.0,
         *,
-        sent_us: int | None = None,
         unread_us: float = 0.0,
-        ready_part: float = 1.0,
-        without: SchedulableWork | None = None,
+        displacing: bool = False,
     ) -> float:
-        """The largest demand of other work that then ends by `must_end_us` and makes no admitted work late.
+        """The largest demand of other work that then ends by `must_end_us` and makes no admitted work late. Admitted
+        work that is late already is not considered.
 
-        `preinfer_share`: the part of the device time that pre-infer gets meanwhile, which `pace` leaves out. `sent_us`:
-        when a new request was sent. It has no room (less than 0) if it would wait for longer than `patience` allows;
-        None for work on which time was spent before. `unread_us`: demand that is ahead of it and not admitted.
-        `ready_part`: the part of its demand that is no computation of a prefix. `without`: admitted work that would be
-        given up. Work that is late already is not considered.
+        `preinfer_share`: the part of the device time that pre-infer gets meanwhile, which the slowdown leaves out.
+        `unread_us`: demand that is ahead of it and not admitted. `displacing`: as if the longest work that may be
+        displaced were gone.
         """
-        left_us = must_end_us - now_us
-        if self._computes_admitted:
-            unread_us += max(0, self.computes_until_us - now_us)
-        longest_wait_us = math.inf
-        if sent_us is not None and self.patience < 1.0:
-            longest_wait_us = self.patience * (must_end_us - sent_us) - (now_us - sent_us)
-            if longest_wait_us < 0:
-                # If messages come faster than they are read, newer ones have more time left than this one.
-                return longest_wait_us
-            # Not the time on the way: a worker without a backlog serves a request whatever it needs.
-            reserved = min(_MOST_RESERVED, _RESERVED_PER_LOST_PATIENCE * (1.0 - self.patience))
-            longest_wait_us *= max(1.0 - reserved, ready_part)
-        if not self._entries and not unread_us:
-            # Caution is for queues: without one, the first request after a burst needs none.
-            return left_us
-        slowness = self.caution * self.pace / (1 - preinfer_share)
-        later = self._by_deadline[bisect.bisect_left(self._by_deadline, (must_end_us + 1,)) :]
-        ahead_us = self.total_us + unread_us
-        for entry in later:
-            ahead_us -= entry[2]
-        given_up = self._entries.get(id(without))
-        if given_up is not None:
-            if given_up in later:
-                later.remove(given_up)
-            else:
-                ahead_us -= given_up[2]
-        wait_us = slowness * max(0.0, ahead_us)
-        if wait_us > longest_wait_us:
-            return -wait_us
+        slowdown = self.margin * self.slowdown / (1 - preinfer_share)
+        later, gone = self._later(must_end_us), self.displaceable if displacing else None
+        ahead_us = self._ahead_us(later, gone, now_us, unread_us)
+        if not self._entries and not ahead_us:
+            # The margin is for queues: without one, the first request after a burst needs none.
+            return must_end_us - now_us
         # The share of pre-infer delays only the work ahead: when the new work's turn comes, it precedes pre-infer.
-        room_us = (left_us - wait_us) / self.caution
+        room_us = (must_end_us - now_us - slowdown * ahead_us) / self.margin
         for entry in later:
+            if entry == gone:
+                continue
             ahead_us += entry[2]
-            spare_us = (entry[0] - now_us - slowness * ahead_us) / self.caution
+            spare_us = (entry[0] - now_us - slowdown * ahead_us) / self.margin
             if 0 <= spare_us < room_us:
                 room_us = spare_us
         return room_us
 
-    def spare_us(self, now_us: int, until_us: float, preinfer_share: float = 0.0) -> float:
+    def may_wait(
+        self,
+        must_end_us: int,
+        now_us: int,
+        sent_us: int,
+        *,
+        unread_us: float = 0.0,
+        ready_part: float = 1.0,
+        displacing: bool = False,
+    ) -> bool:
+        """Whether a new request, sent at `sent_us`, would wait for no longer than `wait_limit` allows.
+
+        `ready_part`: the part of its demand that is no computation of a prefix. The smaller it is, the more of the
+        queue is kept for others: many requests whose prefix is ready are answered instead of few long ones (trunk
+        reservation, as telephone networks do).
+        """
+        if self.wait_limit >= 1.0:
+            return True
+        longest_us = self.wait_limit * (must_end_us - sent_us) - (now_us - sent_us)
+        if longest_us < 0:
+            # If messages come faster than they are read, newer ones have more time left than this one.
+            return False
+        # Not the time in transit: a worker without a backlog serves a request whatever it needs.
+        reserved = min(_MOST_RESERVED, _RESERVED_PER_LOST_LIMIT * (1.0 - self.wait_limit))
+        gone = self.displaceable if displacing else None
+        wait_us = self.margin * self.slowdown * self._ahead_us(self._later(must_end_us), gone, now_us, unread_us)
+        return wait_us <= longest_us * max(1.0 - reserved, ready_part)
+
+    def _later(self, must_end_us: int) -> list[tuple[float, int, float]]:
+        """The entries that work which must end by then precedes."""
+        return self._by_deadline[bisect.bisect_left(self._by_deadline, (must_end_us + 1,)) :]
+
+    def _ahead_us(
+        self,
+        later: list[tuple[float, int, float]],
+        gone: tuple[float, int, float] | None,
+        now_us: int,
+        unread_us: float,
+    ) -> float:
+        """The demand ahead of new work, which precedes the `later` entries, without the entry that is `gone`."""
+        if self._computes_admitted:
+            unread_us += max(0, self.computes_until_us - now_us)
+        ahead_us = self.total_us + unread_us
+        for entry in later:
+            ahead_us -= entry[2]
+        if gone is not None and gone not in later:
+            ahead_us -= gone[2]
+        return max(0.0, ahead_us)
+
+    def spare_us(self, now_us: int, until_us: float, preinfer_share: float) -> float:
         """The largest demand of other work that may run now without making admitted work with a deadline up to
         `until_us` late. 0 if some of it is late already.
         """
-        slowness = self.pace / (1 - preinfer_share)
+        slowdown = self.slowdown / (1 - preinfer_share)
         spare_us, ahead_us = math.inf, 0.0
         for due_us, _, demand_us in self._by_deadline:
             if due_us > until_us:
                 break
             ahead_us += demand_us
-            spare_us = min(spare_us, (due_us - now_us) / self.caution - slowness * ahead_us)
+            spare_us = min(spare_us, (due_us - now_us) / self.margin - slowdown * ahead_us)
         return max(0.0, spare_us)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a new request may have to wait, or would be refused. For any thread."""
+        return self.total_us > 0 or self.handed_over > self.looked_up or self.wait_limit < 1.0
 
     @property
     def predicted_us(self) -> int:
@@ -292,79 +306,84 @@ class Backlog:
         """
         chunk = self._chunk
         chunk_us = chunk[1] if chunk is not None and self._computes_admitted else 0.0
-        return int((self.total_us + chunk_us) * self.caution * self.pace / self.patience)
+        return self._needed_us(self.total_us + chunk_us)
+
+    @property
+    def queued_us(self) -> int:
+        """The same without the chunk that the device computes, as results tell it."""
+        return self._needed_us(self.total_us)
+
+    def _needed_us(self, demand_us: float) -> int:
+        return int(demand_us * self.margin * self.slowdown / self.wait_limit)
 
     def is_hopeless(self, must_end_us: int, now_us: int, sent_us: int | None = None) -> bool:
         """Whether a request that is still undecoded cannot be answered in time, however cheap it is. With `sent_us`: or
-        would have to wait for longer than `patience` allows.
+        would have to wait for longer than `wait_limit` allows.
 
         Requests in the mailbox are looked up first. For any thread.
         """
-        unread_us, own_us = (self.handed_over - self.looked_up) * self.expected_us, self.own_us[Path.HBM]
-        if self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us) >= own_us:
-            return False
-        longest = self.gives_way
-        if longest is None or not self.lets_give_way:
+        # The device thread decides whether this request displaces the longest work.
+        unread_us, displacing = (self.handed_over - self.looked_up) * self.expected_us, self.displaces
+        if sent_us is not None and not self.may_wait(
+            must_end_us, now_us, sent_us, unread_us=unread_us, displacing=displacing
+        ):
             return True
-        # If it is short, another request may give way to it.
-        return self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us, without=longest) < own_us
+        room_us = self.room_us(must_end_us, now_us, unread_us=unread_us, displacing=displacing)
+        return room_us < self.own_us[Path.HBM]
 
     @property
-    def lets_give_way(self) -> bool:
-        """Whether long work may give way: not while many requests are refused, since none would ever end."""
-        return self.patience >= _GIVES_WAY_FROM
+    def displaces(self) -> bool:
+        """Whether shorter work displaces long work: not while many requests are refused."""
+        return self.wait_limit >= _DISPLACES_FROM
+
+    def missed(self) -> None:
+        """Notes that an admitted request was answered late, or not at all because it would have been late."""
+        self.margin = min(_MAX_MARGIN, self.margin + _MISS_STEP)
+        self.refused()
 
     def refused(self) -> None:
         """Notes a request that was refused, or cut short, because other work leaves no time for it."""
-        self._lose_patience()
+        self.wait_limit = max(_LEAST_WAIT_LIMIT, self.wait_limit - _REFUSED_STEP)
 
     def observe(self, path: Path, demand_us: float, answer_us: float, in_time: bool) -> None:
         """Notes a request that was ranked: the time to write its result, and whether it ended in time."""
         self.done_us += demand_us
-        self.patience = min(1.0, self.patience + _PATIENT_STEP)
         # Written out: a call for each average would be most of the cost.
         own_us, moved_us = self.own_us[path], self.prepare_us + answer_us
         self.own_us[path] = own_us + OWN_WEIGHT * (min(moved_us, 2 * own_us + _OWN_MAX_STEP_US) - own_us)
         self.answer_us += OWN_WEIGHT * (min(answer_us, 2 * self.answer_us + _OWN_MAX_STEP_US) - self.answer_us)
+        self.wait_limit = min(1.0, self.wait_limit + _ANSWERED_STEP)
         if in_time:
-            self.caution = max(1.0, self.caution - _MISS_STEP * _MISS_SHARE)
+            self.margin = max(1.0, self.margin - _MISS_STEP * _MISS_SHARE)
         else:
             self.missed()
 
     def observe_look_ups(self, spent_us: int, requests: int) -> None:
         """Notes the time that the device thread took to look up requests from the mailbox."""
         spent_us_each = min(spent_us / requests, 2 * self.prepare_us + _OWN_MAX_STEP_US)
-        self.prepare_us += _PACE_WEIGHT * (spent_us_each - self.prepare_us)
+        self.prepare_us += _SLOWDOWN_WEIGHT * (spent_us_each - self.prepare_us)
 
-    def observe_pace(self, now_us: int) -> None:
+    def observe_slowdown(self, now_us: int) -> None:
         """Compares the demand that was done with the time that it took. The device thread was busy until now."""
         if self.busy_since_us is None:
             return
         took_us = now_us - self.busy_since_us - self.preinfer_us
-        sample = min(max(took_us / self.done_us, 1.0), _MAX_PACE)
-        self.pace += _PACE_WEIGHT * (sample - self.pace)
+        sample = min(max(took_us / self.done_us, 1.0), _MAX_SLOWDOWN)
+        self.slowdown += _SLOWDOWN_WEIGHT * (sample - self.slowdown)
         self.busy_since_us, self.done_us, self.preinfer_us = now_us, 0.0, 0.0
 
     def rest(self, now_us: int) -> None:
         """Notes that the device thread has nothing to do, so nothing slows it down."""
         self.busy_since_us, self.idle_since_us = None, now_us
         self.done_us = self.preinfer_us = 0.0
-        self.pace += _PACE_WEIGHT * (1.0 - self.pace)
+        self.slowdown += _SLOWDOWN_WEIGHT * (1.0 - self.slowdown)
 
     def wake(self, now_us: int) -> None:
         """Notes that the device thread, which rested, looks for work again."""
         if self.idle_since_us is not None:
             idle_s = (now_us - self.idle_since_us) / 1e6
-            self.patience = min(1.0, self.patience + _PATIENCE_PER_IDLE_S * idle_s)
+            self.wait_limit = min(1.0, self.wait_limit + _WAIT_LIMIT_PER_IDLE_S * idle_s)
             self.idle_since_us = None
-
-    def missed(self) -> None:
-        """Notes that an admitted request was answered late, or not at all because it would have been late."""
-        self.caution = min(_MAX_CAUTION, self.caution + _MISS_STEP)
-        self._lose_patience()
-
-    def _lose_patience(self) -> None:
-        self.patience = max(_LEAST_PATIENCE, self.patience - _IMPATIENT_STEP)
 
 
 QueueEntry = tuple[float, int, W]
@@ -416,13 +435,14 @@ class DeadlineQueue(Generic[W]):
                 self._note_longest()
 
     def longest(self) -> W | None:
-        """The work with the largest demand of all that may give way."""
-        giving = (work for work in self._in_chunks.values() if work.may_give_way)
-        return max(giving, key=lambda work: work.remaining_us, default=None)
+        """The longest work that may be displaced."""
+        displaceable = (work for work in self._in_chunks.values() if work.may_be_displaced)
+        return max(displaceable, key=lambda work: work.remaining_us, default=None)
 
     def _note_longest(self) -> None:
         assert self._backlog is not None
-        self._backlog.gives_way = self.longest()
+        longest = self.longest()
+        self._backlog.displaceable = self._backlog.entry(longest) if longest is not None else None
 
     def peek(self) -> W | None:
         """The work with the earliest deadline."""
@@ -508,22 +528,14 @@ class Scheduler(Generic[W]):
     def pick(self, now_us: int) -> W | None:
         """The work to run next, which stays in its queue; None if there is none.
 
-        Pre-infer goes first if it got less than its share. It also goes first if its deadline is earlier and a chunk
-        takes at most `_OVERTAKING_PART` of the time that all ranking work can spare; but short ranking work overtakes
-        it. On ties ranking goes first. Warm-up is picked only without other work.
+        Ranking goes first, unless pre-infer got less than its share. Warm-up is picked only without other work.
         """
         ranking, preinfer = self._next_ranking(now_us), self.preinfer.peek()
-        if ranking is None or preinfer is None:
-            other = ranking if preinfer is None else preinfer
-            if other is None and self.warm_up_in_us(now_us) == 0:
-                return self.warm_up.peek()
-            return other
-        if self._share.preinfer_is_owed():
-            return preinfer
-        if _due_us(preinfer) >= _due_us(ranking) or _overtakes(ranking, preinfer, preinfer.latest_start_us - now_us):
-            return ranking
-        can_wait = self._chunk_us <= _OVERTAKING_PART * self.backlog.spare_us(now_us, math.inf)
-        return preinfer if can_wait else ranking
+        if ranking is not None and preinfer is not None:
+            return preinfer if self._share.preinfer_is_owed() else ranking
+        if ranking is not None or preinfer is not None:
+            return ranking if preinfer is None else preinfer
+        return self.warm_up.peek() if self.warm_up_in_us(now_us) == 0 else None
 
     def _next_ranking(self, now_us: int) -> W | None:
         """The ranking work with the earliest deadline, or short work that may overtake it."""

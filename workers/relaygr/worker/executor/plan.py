@@ -1,29 +1,9 @@
 """How a ranking request is served in its time, how a prefix is cut into chunks, and which requests are ranked together.
-Pure decisions over predictions.
-
-The routes, in order of preference:
-
-1. rank on the whole prefix, after computing the tokens that are not cached; the cache keeps them;
-2. rank on the cached part, with the rest of the prefix in the suffix: exact, too, but the cache keeps nothing new. This
-   comes first where the rest is short (`LatencyModel.tail_stays_in_suffix`): a few behaviours lengthen a pass by far
-   less than a pass of their own takes;
-3. rank on the newest part of the history that fits into the time;
-4. reject: no request is served that cannot be answered in time.
-
-The cache decides whether a reload from DRAM is worth its time (`relaygr.worker.cache.transfers`).
+Pure decisions over predictions; docs/scheduling.md has the rules.
 
 A chunk is uninterrupted: between two chunks any more urgent work may run. It ends at a page boundary, or with the
 prefix. Each further chunk costs the fixed part of `relaygr.admission.latency` again and reads the K,V before it, so a
 prediction for a prefix counts its chunks.
-
-A cut helps only a request that the scheduler could choose at the cut. `chunk_bound_us` therefore lets a chunk run until
-the most urgent waiting request has to start, or until the next request may arrive (`ExpectedArrivals`).
-
-All requests of a batch end together. Take a batch of k requests, and a further request that takes T alone and T - s in
-the batch. If it joins, the k requests end T - s later, and the request and the q requests behind it end s earlier. It
-joins if s (1 + q) > k (T - s), because the mean time then falls. So a short queue suffices to batch short requests, and
-long requests need a long queue. While requests are refused for lack of time, or if s was not measured, a batch takes
-every request that ends in time.
 """
 
 from __future__ import annotations
@@ -129,9 +109,7 @@ _EARLY_STEP = 0.01
 _RATE_WINDOW_US = 2_000_000
 _MOST_ANNOUNCED = 4096
 Impression = tuple[str, str]
-"""User id and request id."""
-
-
+"""User id and request id: a job and its request have the same."""
 Announcement = tuple[int, int, int, tuple[int, int] | None]
 """When the request was announced, when it is expected, and until when; and by the gateway's clock, when its retrieval
 began and when the gateway expected to send it. None for a request that arrived and waits."""
@@ -208,12 +186,17 @@ class ExpectedArrivals:
 
 
 class Route(enum.StrEnum):
-    """How a ranking request is served."""
+    """How a ranking request is served, in order of preference."""
 
     WHOLE = "whole"
+    """On the whole prefix, after computing the tokens that are not cached; the cache keeps them."""
     TAIL_AS_SUFFIX = "tail_as_suffix"
+    """On the cached part, with the rest of the prefix in the suffix: exact, too, but the cache keeps nothing new. This
+    comes first where the rest is short: a few behaviours lengthen a pass by far less than a pass of their own takes."""
     TRUNCATE = "truncate"
+    """On the newest part of the history that fits into the time."""
     REJECT = "reject"
+    """No request is served that cannot be answered in time."""
 
 
 @record(frozen=True, slots=True)
@@ -335,5 +318,8 @@ class BatchPlan:
         return True
 
     def _pays(self, request: BatchRequest, behind: int) -> bool:
+        """Whether the mean time of all requests falls: those of the batch end `further_us` later, the request and those
+        behind it end earlier by what a pass of its own takes more.
+        """
         saved_us = request.alone_us - request.further_us
         return saved_us * (1 + behind) > self.requests * request.further_us

@@ -1,22 +1,15 @@
 """Prefixes under computation: their waiting requests and jobs, their pages, and their chunks on the device.
 
-A prefix is computed once for all requests and jobs that need it (single flight). It is computed in chunks into cache
-pages, and then published; between two chunks more urgent work may run. If the cache has no room, the prefix is
-computed into the scratch pages, which serve one request at a time.
-
-If a request's prefix is in DRAM, and other requests' prefixes fill HBM, the request waits for room (`wait_for_room`):
-the other requests will be ranked and give their pages back. Without this wait, most prefixes of a backlog would be
-computed although DRAM has them. `find_room` ends the waits in the order of the requests' latest start. A wait ends
-without room if no ranking request holds pages any more.
+A prefix is computed once for all requests and jobs that need it (single flight), in chunks into cache pages, and then
+published. If the cache has no room, it is computed into the scratch pages, which serve one request at a time.
 
     compute -> (prepare -> run -> settle) for each chunk -> published | lost | failed | abandoned
-
-This module never calls the requests and jobs that wait for a prefix. It appends an event for each change that concerns
-them, and the executor handles the events after each call.
 
 An accelerator works on a chunk by itself while the host goes on with look-ups. `settle` waits for the chunk before the
 next piece of device work; then the chunk's K,V are written and its duration is known. On the CPU a chunk is complete
 when its call returns.
+
+This module never calls the requests and jobs that wait for a prefix: it appends changes, which the executor hands on.
 """
 
 from __future__ import annotations
@@ -47,6 +40,15 @@ from relaygr.worker.cache import (
 )
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.events import (
+    Change,
+    ComputedTooLate,
+    DeviceFailed,
+    Displaced,
+    NoRoomToAppend,
+    PrefixComputed,
+    PrefixLeft,
+)
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.plan import Chunking
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
@@ -60,72 +62,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-@record(frozen=True, slots=True)
-class Computed:
-    """The prefix is complete at `at_us`. `handle` pins it in the cache until the event is handled; None: it lies on
-    the scratch pages.
-    """
-
-    work: PrefixWork
-    handle: Handle | None
-    at_us: int
-
-
-@record(frozen=True, slots=True)
-class Undone:
-    """The computation was discarded: these requests and jobs look up their prefix again."""
-
-    requests: list[RankingWork]
-    jobs: list[JobWork]
-    prefix: ResolvedPrefix
-
-
-@record(frozen=True, slots=True)
-class OnScratch:
-    """The computation got the scratch pages, which serve one request: all others have to look for their prefix again.
-
-    Until the event is handled they stay in `work.waiters`, so that their plans count the computation as more urgent:
-    they may need the scratch pages after it.
-    """
-
-    work: PrefixWork
-
-
-@record(frozen=True, slots=True)
-class Failed:
-    """The device failed while it computed the prefix that these requests waited for."""
-
-    requests: list[RankingWork]
-    error: Exception
-
-
-@record(frozen=True, slots=True)
-class TooLate:
-    """Prediction at `at_us`: the prefix will be complete too late for this request."""
-
-    request: RankingWork
-    at_us: int
-
-
-@record(frozen=True, slots=True)
-class TailIsSuffix:
-    """There is no room to append. The request can be ranked on the cached part that `handle` pins."""
-
-    request: RankingWork
-    handle: Handle
-
-
-@record(frozen=True, slots=True)
-class GaveWay:
-    """At `at_us` the prefix of this request was given up for a shorter request."""
-
-    request: RankingWork
-    at_us: int
-
-
-PrefixEvent = Computed | Undone | OnScratch | Failed | TooLate | TailIsSuffix | GaveWay
-
-
 class ChunkReadiness(enum.Enum):
     """Whether the next chunk of a prefix can run."""
 
@@ -133,7 +69,7 @@ class ChunkReadiness(enum.Enum):
     DROPPED = enum.auto()
     """The prefix was lost, failed, or is not needed any more."""
     REQUESTS_LEFT = enum.auto()
-    """It has no pages yet, and late requests left it. Handle the events, which may end leases, and prepare again."""
+    """It has no pages yet, and late requests left it. Hand on the changes, which may end leases, and prepare again."""
     SCRATCH_BUSY = enum.auto()
     """Another prefix or request uses the scratch pages, and has to end first."""
 
@@ -188,7 +124,7 @@ class Prefixes:
         self._context = context
         self._parts = context.parts
         self._chunk_us = context.parts.settings.chunk_ms * 1000
-        self.events: deque[PrefixEvent] = deque()
+        self.changes: deque[Change] = deque()
         self.by_user: dict[str, PrefixWork] = {}
         """Computations into cache pages, queued or under way."""
         self.scratch_user: PrefixWork | RankingWork | None = None
@@ -241,8 +177,9 @@ class Prefixes:
         return bool(self.without_room) and self.without_room[0].latest_start_us <= latest_start_us
 
     def wait_for_room(self, work: RankingWork, dram_behaviours: int) -> PendingPrefix | None:
-        """A wait of a request for room in HBM. None if no more urgent request waits, and no ranking request holds pages
-        that it will give back.
+        """A wait of a request for room in HBM, to reload its prefix: the requests whose prefixes fill HBM will be
+        ranked and give their pages back. Without this wait most prefixes of a backlog would be computed although DRAM
+        has them. None if no more urgent request waits, and no ranking request holds pages that it will give back.
         """
         engine = self._context.engine
         pages = engine.geometry.pages_for(engine.layout.tokens(dram_behaviours))
@@ -302,6 +239,7 @@ class Prefixes:
         except Exception:
             self._release(base)
             raise
+        self._parts.metrics.looked_up(inputs.unknown_items)
         work = PrefixWork(prefix, inputs, prefix.tokens, base.tokens if base is not None else 0, base=base)
         work.on_scratch, work.remaining_us = on_scratch, predicted_us
         work.is_warm_up = request is None and job is None
@@ -319,22 +257,22 @@ class Prefixes:
             self.by_user[user_id] = work
         self._context.scheduler.push(work)
 
-    def longest(self) -> PrefixWork | None:
-        """The longest computation that may give way to a shorter request, if no chunk of it runs."""
-        work = self._context.scheduler.ranking.longest()
-        is_running = self.running is not None and self.running.chunk.work is work
-        return work if isinstance(work, PrefixWork) and not is_running else None
-
-    def give_way(self, work: PrefixWork, now_us: int) -> None:
-        """Takes its request away from a computation. It goes on for its jobs, or ends."""
+    def displace(self, work: PrefixWork, now_us: int) -> None:
+        """Takes its request away from a computation, which goes on for its jobs, or ends."""
         (request,) = work.waiters
-        self.events.append(GaveWay(request, now_us))
+        self.changes.append(Change([request], [], Displaced(now_us)))
         self._context.scheduler.backlog.drop(request)
         work.waiters.clear()
         if work.jobs:
             self._context.scheduler.push(work)
         else:
             self.discard(work)
+
+    def longest(self) -> PrefixWork | None:
+        """The longest computation that may be displaced, if no chunk of it runs."""
+        work = self._context.scheduler.ranking.longest()
+        is_running = self.running is not None and self.running.chunk.work is work
+        return work if isinstance(work, PrefixWork) and not is_running else None
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -458,7 +396,7 @@ class Prefixes:
                 return prepared
         for job in work.jobs:
             self.begin_job(job)
-        for waiter in work.waiters[:1] if work.on_scratch else work.waiters:
+        for waiter in work.waiters:
             waiter.started_us = waiter.started_us or now_us
         return ChunkReadiness.READY
 
@@ -496,7 +434,7 @@ class Prefixes:
                 kept.append(waiter)
             else:
                 self.free_scratch(work)
-                self.events.append(TooLate(waiter, now_us))
+                self.changes.append(Change([waiter], [], ComputedTooLate(now_us)))
         work.waiters[:] = kept
 
     def _take_pages(self, work: PrefixWork, now_us: int) -> ChunkReadiness:
@@ -504,7 +442,7 @@ class Prefixes:
         if not work.on_scratch:
             if self._reloads_instead(work):
                 self.discard(work)
-                self.events.append(Undone(work.waiters, work.jobs, work.prefix))
+                self.changes.append(Change(work.waiters, work.jobs, PrefixLeft(work.prefix)))
                 return ChunkReadiness.DROPPED
             reserved = self._reserve(work, now_us)
             if isinstance(reserved, Fill):
@@ -515,7 +453,7 @@ class Prefixes:
             if isinstance(reserved, PendingPrefix):
                 # The prefix is cached meanwhile, or another fill or reload brings it.
                 self.discard(work)
-                self.events.append(Undone(work.waiters, work.jobs, work.prefix))
+                self.changes.append(Change(work.waiters, work.jobs, PrefixLeft(work.prefix)))
                 return ChunkReadiness.DROPPED
             self._rank_on_cached_part(work, now_us)
             if not work.waiters:
@@ -529,10 +467,12 @@ class Prefixes:
         work.waiters.sort(key=lambda waiter: _is_longer(waiter, work))
         if _is_longer(work.waiters[0], work):
             self.discard(work)
-            self.events.append(Undone(work.waiters, [], work.prefix))
+            self.changes.append(Change(work.waiters, [], PrefixLeft(work.prefix)))
             return ChunkReadiness.DROPPED
         if len(work.waiters) > 1:
-            self.events.append(OnScratch(work))
+            # The scratch pages serve one request.
+            self.changes.append(Change(work.waiters[1:], [], PrefixLeft(work.prefix)))
+            del work.waiters[1:]
         self.scratch_user = work
         work.pages = self._parts.scratch_pages[: self._context.engine.geometry.pages_for(work.total_tokens)]
         return ChunkReadiness.READY
@@ -570,7 +510,7 @@ class Prefixes:
                 self._parts.cache.release(found.handle)
                 kept.append(waiter)
             else:
-                self.events.append(TailIsSuffix(waiter, found.handle))
+                self.changes.append(Change([waiter], [], NoRoomToAppend(found.handle)))
         work.waiters[:] = kept
 
     def _leave_cache(self, work: PrefixWork) -> None:
@@ -602,7 +542,7 @@ class Prefixes:
         self._context.held_by_requests.end(work)
         if work.on_scratch:
             (self.scratch_user,) = work.waiters
-            self.events.append(Computed(work, None, now_us))
+            self.changes.append(Change(work.waiters, work.jobs, PrefixComputed(work, None, now_us)))
             return
         assert work.fill is not None
         handle = work.fill.publish(now_us)
@@ -612,20 +552,20 @@ class Prefixes:
         if work.base is not None:
             self._release(work.base)
             work.base = None
-        self.events.append(Computed(work, handle, now_us))
+        self.changes.append(Change(work.waiters, work.jobs, PrefixComputed(work, handle, now_us)))
 
     def _lose(self, work: PrefixWork) -> None:
         """The prefix was invalidated, or its fill was revoked. Its jobs fail, and its requests are looked up again."""
         self._end(work, JobOutcome.FAILED)
         for waiter in work.waiters:
             waiter.path = Path.FULL
-        self.events.append(Undone(work.waiters, [], work.prefix))
+        self.changes.append(Change(work.waiters, [], PrefixLeft(work.prefix)))
 
     def _fail(self, work: PrefixWork, error: Exception) -> None:
         log.warning("pre-infer failed", tokens=work.total_tokens, error=repr(error))
         self._context.scheduler.backlog.end_chunk(self._parts.clock.monotonic_us())
         self._end(work, JobOutcome.FAILED)
-        self.events.append(Failed(work.waiters, error))
+        self.changes.append(Change(work.waiters, [], DeviceFailed(error)))
 
     def abandon(self, work: PrefixWork, outcome: JobOutcome) -> None:
         """Ends a computation that only jobs wait for, with this outcome."""

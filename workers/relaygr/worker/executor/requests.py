@@ -1,10 +1,4 @@
-"""Ranking requests, from their receipt to their one result.
-
-    received -> looked up -> ready ------------------------------> ranked
-                   |-> waits for a version of its history ----^
-                   |-> waits for room in HBM, and for a reload from DRAM
-                   '-> waits for its prefix to be computed ---'
-    in any state  -> expired | failed | truncated, then ranked
+"""The state machine of ranking requests, from their receipt to their one result (docs/scheduling.md).
 
 A request waits only as long as full inference would still end before its deadline; for a reload that should end soon,
 longer (`WAITED_PART`). When that time is over, or when the wait has ended, the request is looked up or planned again.
@@ -12,15 +6,13 @@ longer (`WAITED_PART`). When that time is over, or when the wait has ended, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import assert_never
 
 import structlog
 
-from relaygr.admission.latency import Stage
 from relaygr.schemas.messages import (
-    DEFAULT_SCENARIO,
     Behaviours,
     Diverted,
     FailureReason,
@@ -42,47 +34,58 @@ from relaygr.worker.cache import (
     WasteReason,
 )
 from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.events import (
+    HISTORY_CHANGED,
+    ComputedTooLate,
+    CopyEnded,
+    DeviceFailed,
+    Displaced,
+    FirstLayerCopied,
+    HistoryChanged,
+    ModelChanged,
+    NoRoomToAppend,
+    NoTimeLeft,
+    PrefixComputed,
+    PrefixLeft,
+    Ranked,
+    RequestEvent,
+    Sent,
+    Taken,
+    WaitedTooLong,
+)
+from relaygr.worker.executor.observations import Observations
 from relaygr.worker.executor.order import OWN_WEIGHT
 from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_truncation
-from relaygr.worker.executor.prefixes import Computed, Prefixes
+from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
-from relaygr.worker.executor.work import NO_MEMORY, NO_PAGES, PrefixWork, RankingWork, ResolvedPrefix
+from relaygr.worker.executor.work import (
+    NO_MEMORY,
+    NO_PAGES,
+    CopyWait,
+    PrefixWork,
+    RankingWork,
+    RequestState,
+    ResolvedPrefix,
+)
 from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
 from relaygr.worker.memory import is_out_of_memory
-from relaygr.worker.metrics import DiscardedWork, DivertedEnd
 from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongError
 
 log = structlog.get_logger()
 
-_FULL_PATHS = (Path.FULL, Path.TRUNCATED)
-_PATHS_WITHOUT_WAIT = (Path.FULL, Path.HBM)
 _LACKS_ROOM = (NoRoom(NoRoomReason.FULL), Declined(DeclineReason.QUEUE_FULL))
 MAX_LOOKUPS = 3
 """A request that lost its prefix this often is ranked on the scratch pages."""
 WAITED_PART = 0.5
 """The part of the time from its receipt to its latest start for which a request waits for a reload that should end by
 then. Full inference without time to spare ends in time less often than such a copy."""
-GIVES_WAY_TO = 4
-"""A request gives way to one that demands at most a fourth of what it still does."""
+DISPLACES_LONGER = 4
+"""A request displaces the computation of a prefix that demands at least this many times as much."""
 KEPT_PART = 0.25
-"""The part of the time of full inference that a request which gave way may still take."""
+"""The part of the time of full inference that a displaced request may still take."""
 LEAST_KEPT_BEHIND_OTHERS = 0.2
 """The smallest part of its prefix on which a request is ranked while others wait: an answer on less is worth little,
 and in an overload it would take the device time of requests that can be ranked whole."""
-
-
-@dataclass(slots=True, eq=False)
-class _PrefixWait:
-    """A request that waits for a prefix under way. The wait ends once: the prefix or its first layer came, or the
-    time is over.
-    """
-
-    work: RankingWork
-    pending: PendingPrefix
-    started_us: int
-    has_lease: bool
-    """Whether the request leases the prefix, so that nothing evicts it between its reload's end and the look-up."""
-    ended: bool = False
 
 
 class Requests:
@@ -93,6 +96,7 @@ class Requests:
         self._parts = context.parts
         self._prefixes = prefixes
         self._backlog = context.scheduler.backlog
+        self._observations = Observations(context)
         settings = context.parts.settings
         self._skew_us = settings.max_clock_skew_ms * 1000
         self._chunk_us = settings.chunk_ms * 1000
@@ -100,74 +104,82 @@ class Requests:
         self.outstanding = 0
         """Requests that were taken and are not finished."""
 
-    # -- entry points: one request that fails must not end the process and all other requests --------
+    def advance(self, work: RankingWork, event: RequestEvent) -> None:
+        """Takes the request to its next state. Its result goes to the result writer. A request that has ended stays so.
 
-    def submit(self, work: RankingWork) -> None:
-        """Takes a request; its result goes to the result writer."""
+        One request that fails must not end the process and all other requests.
+        """
+        if work.has_ended:
+            return
+        try:
+            self._advance(work, event)
+        except Exception as error:
+            log.error("a ranking request failed", request_id=work.request.request_id, exc_info=error)
+            self._end_after(work, error)
+
+    def _end_after(self, work: RankingWork, error: Exception) -> None:
+        """Ends the request after an exception, or looks it up once more if a reload failed."""
+        if work.state is RequestState.ANSWERED:
+            # Its scores are on their way.
+            return self._end(work, ranked=True)
+        if work.has_ended:
+            return None
+        try:
+            self._device_failed(work, error)
+        except Exception as second:
+            if not work.has_ended:
+                self._fail(work, _reason_of(second), str(second)[:500] or repr(second))
+
+    def _advance(self, work: RankingWork, event: RequestEvent) -> None:
+        match event:
+            case Taken():
+                self._take(work)
+            case Ranked(outputs):
+                self._ranked(work, outputs)
+            case Sent():
+                self._sent(work)
+            case PrefixComputed():
+                self._continue_on(work, event)
+            case HistoryChanged() | PrefixLeft():
+                self._look_up(work)
+            case CopyEnded(wait) if wait is work.wait:
+                self._copy_ended(work, wait)
+            case FirstLayerCopied(wait) if wait is work.wait:
+                self._rank_beside_copy(work, wait)
+            case WaitedTooLong(wait) if wait is work.wait:
+                self._compute_instead(work, wait)
+            case NoRoomToAppend(handle):
+                self._rank_on_cached_part(work, handle)
+            case ComputedTooLate(at_us):
+                self._backlog.missed()
+                self._cut_short(work, self._time_left_us(work, at_us), at_us)
+            case Displaced(at_us):
+                whole_us = self._full_us(work.resolved.tokens, work.scored_tokens)
+                self._cut_short(work, min(self._time_left_us(work, at_us), int(KEPT_PART * whole_us)), at_us)
+            case ModelChanged():
+                # The first look-up stays counted.
+                work.lookups = min(1, work.lookups)
+                self._look_up_again(work)
+            case NoTimeLeft():
+                self._backlog.missed()
+                self._reject(work)
+            case DeviceFailed(error):
+                self._device_failed(work, error)
+            case CopyEnded() | FirstLayerCopied() | WaitedTooLong():
+                pass  # Of a wait that has ended.
+            case _:
+                assert_never(event)
+
+    def _take(self, work: RankingWork) -> None:
         request = work.request
         work.pages, work.suffix = NO_PAGES, request.suffix
         self._backlog.looked_up += 1
         self.outstanding += 1
-        arrivals = self._context.arrivals
-        announcement = arrivals.announced.pop((request.user_id, request.request_id), None)
-        work.was_announced = announcement is not None
-        if announcement is not None:
-            arrivals.seen.append((announcement, work.received.received_us))
-        if announcement is not None and announcement[3] is not None:
-            measured = work.received.received_us, request.sent_at_us, *announcement[3]
-            self._context.lead_times.arrived[request.scenario or DEFAULT_SCENARIO].append(measured)
+        self._observations.taken(work)
         too_long = _too_long(request, self._context.engine.limits)
         if too_long is not None:
             return self._fail(work, FailureReason.TOO_LONG, too_long)
-        return self.look_up(work)
-
-    def look_up(self, work: RankingWork) -> None:
-        """Finds the request's history and prefix, and plans its route."""
-        try:
-            self._look_up(work)
-        except Exception as error:
-            self._failed(work, error)
-
-    def start_over(self, work: RankingWork) -> None:
-        """Another model serves now: looks the request up again from the start. Its first look-up stays counted."""
-        work.lookups = min(1, work.lookups)
-        self._look_up_again(work)
-
-    def prefix_computed(self, work: RankingWork, computed: Computed) -> None:
-        """The prefix that the request waited for is complete: ranks the request, or computes its own tail."""
-        try:
-            self._continue_on(work, computed)
-        except Exception as error:
-            self._failed(work, error)
-
-    def cut_short(self, work: RankingWork, now_us: int) -> None:
-        """The whole prefix would come too late: ranks on the newest part of the history that fits, or rejects."""
-        assert work.prefix is not None
-        self._backlog.missed()
-        try:
-            self._cut_short(work, work.prefix, self._time_left_us(work, now_us), now_us)
-        except Exception as error:
-            self._failed(work, error)
-
-    def give_way(self, work: RankingWork, now_us: int) -> None:
-        """A shorter request has taken the time of this one: ranks on a small part of the history, or rejects."""
-        assert work.prefix is not None
-        try:
-            whole_us = self._full_us(work.prefix.tokens, work.scored_tokens)
-            left_us = min(self._time_left_us(work, now_us), int(KEPT_PART * whole_us))
-            self._cut_short(work, work.prefix, left_us, now_us)
-        except Exception as error:
-            self._failed(work, error)
-
-    def rank_on_cached_part(self, work: RankingWork, handle: Handle) -> None:
-        """Ranks on the cached part, with the rest of the prefix in the suffix. The request releases `handle`."""
-        assert work.prefix is not None
-        suffix = self._context.resolver.tail_as_suffix(work.prefix, handle.behaviours)
-        assert suffix is not None
-        try:
-            self._rank_with_tail(work, handle, suffix, self._parts.clock.monotonic_us())
-        except Exception as error:
-            self._failed(work, error)
+        return self._look_up(work)
 
     # -- looking up ----------------------------------------------------------------------------------
 
@@ -182,32 +194,61 @@ class Requests:
             prefix = self._resolve(work)
             if prefix is None:
                 return None
-        self._context.arrivals.announced.pop((work.request.user_id, work.request.request_id), None)
+        self._context.arrivals.announced.pop(work.impression, None)
         work.lookups += 1
-        is_new = (
-            work.looked_up_us is None and (work.request.user_id, work.request.request_id) not in self._context.leased
-        )
+        is_new = work.looked_up_us is None and work.impression not in self._context.leased
         work.looked_up_us = now_us
-        if not self._backlog.looking_up_since_us:
-            self._backlog.looking_up_since_us = now_us
+        backlog = self._backlog
+        if not backlog.looking_up_since_us:
+            backlog.looking_up_since_us = now_us
         self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
         # Checked before any work for the request: later steps take the device thread's time, a reload the link's.
-        if work.is_promised:
-            self._backlog.drop(work)
-        sent_us = work.sent_us if is_new else None
-        room_us = self._backlog.room_us(work.answer_by_us, now_us, sent_us=sent_us)
-        own_us = self._backlog.own_us[work.path]
-        if work.predicted_us + own_us > room_us and self._finds_way(work, prefix, now_us, sent_us):
-            room_us = self._backlog.room_us(work.answer_by_us, now_us, sent_us=sent_us)
-        if work.predicted_us + own_us > room_us:
+        backlog.drop(work)
+        needed_us, room_us = work.predicted_us + backlog.own_us[work.path], self._room_us(work, now_us, is_new)
+        if needed_us > room_us:
+            longest = self._displaceable(work, needed_us, now_us, is_new)
+            if longest is not None:
+                self._prefixes.displace(longest, now_us)
+                room_us = self._room_us(work, now_us, is_new)
+        if needed_us > room_us:
             # A refused request demands its look-up only.
-            self._backlog.expected_us += OWN_WEIGHT * (self._backlog.prepare_us - self._backlog.expected_us)
-            return self._cut_short(work, prefix, int(room_us - own_us), now_us)
-        self._backlog.expected_us += OWN_WEIGHT * (work.remaining_us - self._backlog.expected_us)
+            backlog.expected_us += OWN_WEIGHT * (backlog.prepare_us - backlog.expected_us)
+            return self._cut_short(work, int(room_us - backlog.own_us[work.path]), now_us)
+        backlog.expected_us += OWN_WEIGHT * (work.remaining_us - backlog.expected_us)
         if prefix.tokens == 0:
             return self._ready(work, now_us)
         if not self._uses_cache(work):
             return self._plan(work, prefix, None, now_us)
+        return self._find_prefix(work, prefix, now_us, is_new, room_us)
+
+    def _room_us(self, work: RankingWork, now_us: int, is_new: bool, displacing: bool = False) -> float:
+        """The time for the ranking pass and its own time; 0 for a request that would have to wait for too long."""
+        backlog = self._backlog
+        if is_new and not backlog.may_wait(work.answer_by_us, now_us, work.sent_us, displacing=displacing):
+            return 0.0
+        return backlog.room_us(work.answer_by_us, now_us, displacing=displacing)
+
+    def _is_ready(self, work: RankingWork) -> bool:
+        """Whether the request's prefix is cached but for a short tail."""
+        if not self._uses_cache(work):
+            return False
+        peeked = self._parts.cache.peek(work.resolved.key)
+        cached = max(peeked.hbm_behaviours, peeked.dram_behaviours)
+        return cached > 0 and len(work.resolved.behaviours) - cached <= self._parts.settings.longest_tail
+
+    def _displaceable(self, work: RankingWork, needed_us: float, now_us: int, is_new: bool) -> PrefixWork | None:
+        """The computation without which there is room for this request, whose prefix is ready and which demands far
+        less.
+        """
+        longest = self._prefixes.longest() if self._backlog.displaces else None
+        if longest is None or longest.remaining_us < DISPLACES_LONGER * needed_us or not self._is_ready(work):
+            return None
+        return longest if needed_us <= self._room_us(work, now_us, is_new, displacing=True) else None
+
+    def _find_prefix(
+        self, work: RankingWork, prefix: ResolvedPrefix, now_us: int, is_new: bool, room_us: float
+    ) -> None:
+        """Ranks on the cached prefix, waits for the one under way, or plans its computation. See `_plan`."""
         cache, purpose = self._parts.cache, Purpose.RANKING if work.lookups == 1 else Purpose.AGAIN
         if self._prefixes.by_user:
             coming = self._prefixes.under_way(prefix.key)
@@ -215,38 +256,19 @@ class Requests:
                 return self._join(work, coming)
         found = cache.acquire(prefix.key, now_us, purpose=purpose, arriving=prefix.key.length)
         if isinstance(found, PendingPrefix):
-            return self._wait_for_prefix(work, prefix, found)
+            return self._wait_for_copy(work, prefix, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None:
             if handle.complete:
-                self._note_ready(work)
+                self._observations.found_ready(work)
                 return self._rank_on_handle(work, handle, now_us)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
         pending = self._reload(work, prefix, found)
         if pending is not None:
             if handle is not None:
                 cache.release(handle)
-            return self._wait_for_prefix(work, prefix, pending)
+            return self._wait_for_copy(work, prefix, pending)
         return self._plan(work, prefix, handle, now_us, is_new, room_us)
-
-    def _finds_way(self, work: RankingWork, prefix: ResolvedPrefix, now_us: int, sent_us: int | None) -> bool:
-        """Whether another request, which demands far more, gave way to this one, whose prefix is cached but for a short
-        tail.
-        """
-        longest = self._prefixes.longest() if self._backlog.lets_give_way else None
-        if longest is None or not self._uses_cache(work):
-            return False
-        peeked = self._parts.cache.peek(prefix.key)
-        cached = max(peeked.hbm_behaviours, peeked.dram_behaviours)
-        if not cached or len(prefix.behaviours) - cached > self._parts.settings.longest_tail:
-            return False
-        needed_us = work.predicted_us + self._backlog.own_us[work.path]
-        if longest.remaining_us < GIVES_WAY_TO * needed_us:
-            return False
-        if self._backlog.room_us(work.answer_by_us, now_us, sent_us=sent_us, without=longest) < needed_us:
-            return False
-        self._prefixes.give_way(longest, now_us)
-        return True
 
     def _reload(self, work: RankingWork, prefix: ResolvedPrefix, found: Hit | Miss) -> PendingPrefix | None:
         """Starts a reload from DRAM, or waits for room to start it. None if the request has to go without."""
@@ -262,7 +284,7 @@ class Requests:
         """The request's prefix; None if the request waits for its history, or was answered."""
         request, resolver = work.request, self._context.resolver
         scored = Scored(int(request.suffix.items.size), int(request.candidates.size))
-        known = self._context.resolved.take((request.user_id, request.request_id))
+        known = self._context.resolved.take(work.impression)
         if known is not None:
             known = resolver.again(known, request, scored, work.received.partition)
         if known is not None:
@@ -274,7 +296,7 @@ class Requests:
         except HistoryMismatchError as error:
             self._fail(work, FailureReason.UNDECODABLE, str(error))
             return None
-        if history.is_behind and self._waits_for_history(work, scored):
+        if history.may_arrive and self._waits_for_history(work, scored):
             return None
         prefix = resolver.prefix(request.user_id, history, request.query_time_ms, scored, request.suffix)
         if request.diverted is not None:
@@ -303,11 +325,10 @@ class Requests:
 
     def _look_up_again(self, work: RankingWork) -> None:
         self._let_go(work)
-        if work.is_promised:
-            self._backlog.drop(work)
+        self._backlog.drop(work)
         work.pages, work.inputs, work.unknown_items = NO_PAGES, None, 0
         work.path, work.prefix_source, work.tokens_cached = Path.FULL, PrefixSource.COMPUTED, 0
-        self.look_up(work)
+        self._look_up(work)
 
     # -- routes ----------------------------------------------------------------------------
 
@@ -341,28 +362,23 @@ class Requests:
             pass_remaining_us=room_us - self._backlog.own_us[work.path],
         )
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
-            self._note_ready(work)
+            self._observations.found_ready(work)
             return self._rank_with_tail(work, handle, suffix, now_us)
-        if is_new and self._backlog.patience < 1.0 and plan.route is not Route.REJECT:
+        if is_new and plan.route is not Route.REJECT:
             own_us = self._backlog.own_us[work.path]
             ready_part = min(1.0, (work.predicted_us + own_us) / max(1.0, plan.predicted_us + own_us))
-            if self._backlog.room_us(work.answer_by_us, now_us, sent_us=work.sent_us, ready_part=ready_part) < 0:
+            if not self._backlog.may_wait(work.answer_by_us, now_us, work.sent_us, ready_part=ready_part):
                 plan = replace(plan, route=Route.REJECT)
         if handle is not None and plan.route is Route.WHOLE:
-            work.is_promised = True
-            self._backlog.put(work, work.latest_start_us)
+            self._wait(work, RequestState.WAITS_FOR_PREFIX)
             return self._prefixes.compute(prefix, handle, plan.compute_us, request=work)
         if handle is not None:
             self._parts.cache.release(handle)
         return self._serve_in_full(work, prefix, plan, now_us)
 
-    def _note_ready(self, work: RankingWork) -> None:
-        """The request needs nothing but its ranking pass: if nobody announced it, it counts for `ExpectedArrivals`."""
-        if not work.was_announced and work.lookups == 1:
-            self._context.arrivals.seen.append((None, work.received.received_us))
-
-    def _cut_short(self, work: RankingWork, prefix: ResolvedPrefix, left_us: int, now_us: int) -> None:
+    def _cut_short(self, work: RankingWork, left_us: int, now_us: int) -> None:
         """There is no time for the whole prefix: ranks on the newest part of the history that fits, or rejects."""
+        prefix = work.resolved
         latency = self._parts.corrector.model_at(prefix.tokens)
         plan = plan_truncation(prefix.tokens, work.scored_tokens, left_us, latency, self._context.chunking)
         self._serve_in_full(work, prefix, plan, now_us)
@@ -385,17 +401,17 @@ class Requests:
         if plan.route is not Route.WHOLE and self._backlog.total_us:
             self._backlog.refused()
         if plan.route is not Route.WHOLE and self._is_diverted(work, plan):
-            return self._finish(work, ranked=False)
+            return self._end(work, ranked=False)
         if plan.route is Route.REJECT:
-            return self.reject(work)
+            return self._reject(work)
         work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
         work.path, on_scratch, compute_us = Path.FULL, not self._uses_cache(work), plan.compute_us
         if plan.route is Route.TRUNCATE:
             shorter = self._context.resolver.shortened(prefix, plan.prefix_tokens)
             if shorter.tokens >= prefix.tokens:
-                return self.reject(work)
+                return self._reject(work)
             if len(self._context.scheduler.ranking) and shorter.tokens < LEAST_KEPT_BEHIND_OTHERS * prefix.tokens:
-                return self.reject(work)
+                return self._reject(work)
             prefix, work.path, on_scratch = shorter, Path.TRUNCATED, True
             latency = self._parts.corrector.model_at(prefix.tokens)
             compute_us = self._context.chunking.duration_us(0, prefix.tokens, latency)
@@ -407,8 +423,7 @@ class Requests:
         work.prefix = prefix
         if prefix.tokens == 0:
             return self._ready(work, now_us)
-        work.is_promised = True
-        self._backlog.put(work, work.latest_start_us)
+        self._wait(work, RequestState.WAITS_FOR_PREFIX)
         return self._prefixes.compute(prefix, None, compute_us, request=work, on_scratch=on_scratch)
 
     def _is_diverted(self, work: RankingWork, plan: RoutePlan) -> bool:
@@ -439,38 +454,43 @@ class Requests:
             found = self._parts.cache.acquire(work.prefix.key, self._parts.clock.monotonic_us())
             if isinstance(found, Hit):
                 self._parts.cache.release(found.handle)
-        work.is_promised = True
-        self._backlog.put(work, work.latest_start_us)
+        self._wait(work, RequestState.WAITS_FOR_PREFIX)
         coming.waiters.append(work)
         self._parts.metrics.joined(overtaken=not coming.started)
         self._context.scheduler.push(coming)
 
-    def _continue_on(self, work: RankingWork, computed: Computed) -> None:
-        assert work.prefix is not None
+    def _continue_on(self, work: RankingWork, computed: PrefixComputed) -> None:
+        """The prefix that the request waited for is complete: ranks the request, or computes its own tail."""
+        prefix, at_us = work.resolved, computed.at_us
         if computed.handle is None:
-            work.pages = computed.work.pages
+            work.pages = computed.computation.pages
         else:
-            found = self._parts.cache.acquire(work.prefix.key, computed.at_us, join=False, purpose=Purpose.AGAIN)
+            found = self._parts.cache.acquire(prefix.key, at_us, join=False, purpose=Purpose.AGAIN)
             if not isinstance(found, Hit):
-                return self.look_up(work)
+                return self._look_up(work)
             if not found.handle.complete:
-                return self._plan(work, work.prefix, found.handle, computed.at_us)
+                return self._plan(work, prefix, found.handle, at_us)
             work.handle, work.pages = found.handle, found.handle.pages
-        work.unknown_items += computed.work.inputs.unknown_items
-        return self._ready(work, computed.at_us)
+        work.unknown_items += computed.computation.inputs.unknown_items
+        return self._ready(work, at_us)
+
+    def _rank_on_cached_part(self, work: RankingWork, handle: Handle) -> None:
+        """Ranks on the cached part, with the rest of the prefix in the suffix. The request releases `handle`."""
+        suffix = self._context.resolver.tail_as_suffix(work.resolved, handle.behaviours)
+        assert suffix is not None
+        self._rank_with_tail(work, handle, suffix, self._parts.clock.monotonic_us())
 
     def _ready(self, work: RankingWork, now_us: int) -> None:
         """The request has its prefix: looks up suffix and candidates, and queues the ranking pass."""
-        assert work.prefix is not None
-        work.ready_us = now_us
+        prefix, work.ready_us = work.resolved, now_us
         try:
             inputs = self._context.engine.rank_inputs(
                 work.ranked_prefix_tokens,
                 work.pages,
                 work.suffix,
                 work.request.candidates,
-                query_time_ms=work.prefix.query_time_ms,
-                prefix_timestamps_ms=work.prefix.behaviours.timestamps_ms,
+                query_time_ms=prefix.query_time_ms,
+                prefix_timestamps_ms=prefix.behaviours.timestamps_ms,
             )
         except TooLongError as error:
             return self._fail(work, FailureReason.TOO_LONG, str(error))
@@ -478,10 +498,17 @@ class Requests:
             inputs = replace(inputs, layer_ready=work.handle.arrival.wait)
         work.inputs = inputs
         work.unknown_items += inputs.unknown_items
-        work.is_promised = False
+        self._parts.metrics.looked_up(inputs.unknown_items)
+        work.unknown_actions = prefix.unknown_actions + self._context.engine.unknown_actions(prefix.suffix)
+        work.state = RequestState.READY
         self._context.scheduler.ranking.push(work)
 
     # -- waiting -------------------------------------------------------------------------------------
+
+    def _wait(self, work: RankingWork, state: RequestState) -> None:
+        """The request waits for its prefix. The backlog counts its ranking pass, so that there is room for it then."""
+        work.state = state
+        self._backlog.put(work, work.latest_start_us)
 
     def _waits_for_history(self, work: RankingWork, scored: Scored) -> bool:
         """Waits for the requested version; False if there is no time, or the queue is full."""
@@ -490,14 +517,15 @@ class Requests:
         needed_us = self._full_us(resolver.expected_tokens(wanted_by(work.request)), work.scored_tokens)
         last_start_us = work.answer_by_us - int(needed_us + self._chunk_us)
         until_us = min(last_start_us, work.received.received_us + self._longest_wait_us)
-        again = partial(self.look_up, work)
-        self._context.arrivals.wait(
-            (work.request.user_id, work.request.request_id), work.received.received_us, until_us
-        )
-        return self._context.wait_for_history(work.request.user_id, until_us, again, again)
+        again = partial(self.advance, work, HISTORY_CHANGED)
+        self._context.arrivals.wait(work.impression, work.received.received_us, until_us)
+        if not self._context.wait_for_history(work.request.user_id, until_us, again, again):
+            return False
+        work.state = RequestState.WAITS_FOR_HISTORY
+        return True
 
-    def _wait_for_prefix(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
-        """Waits for a reload or a fill, as long as full inference would end in time even behind another chunk.
+    def _wait_for_copy(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
+        """Waits for a copy or a fill, as long as full inference would end in time even behind another chunk.
 
         For a reload that should end soon it waits longer, for `WAITED_PART`. If full inference does not fit after that,
         the request is ranked truncated or rejected.
@@ -512,100 +540,87 @@ class Requests:
         else:
             work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
         now_us = self._parts.clock.monotonic_us()
-        wait = _PrefixWait(work, pending, now_us, has_lease)
-        self._context.arrivals.wait((work.request.user_id, work.request.request_id), now_us, work.deadline_us)
+        wait = work.wait = CopyWait(pending, now_us, has_lease)
+        self._context.arrivals.wait(work.impression, now_us, work.deadline_us)
         pending.needed_by(work.deadline_us)
+        # The calls come from any thread.
         if pending.arrival is not None:
-            pending.arrival.add_begun_callback(self._posted(self._wait_first_layer, wait))
-        pending.add_done_callback(lambda _: self._context.post(partial(self._wait_done, wait)))
+            copied = partial(self.advance, work, FirstLayerCopied(wait))
+            pending.arrival.add_begun_callback(partial(self._context.post, copied))
+        ended = partial(self.advance, work, CopyEnded(wait))
+        pending.add_done_callback(lambda _: self._context.post(ended))
+        until_us = self._waits_until_us(work, prefix, pending, now_us)
+        self._wait(work, RequestState.WAITS_FOR_COPY)
+        self._context.timers.at(until_us, partial(self.advance, work, WaitedTooLong(wait)))
+
+    def _waits_until_us(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix, now_us: int) -> int:
         spare_us = self._time_left_us(work, now_us) - int(
             self._full_us(prefix.tokens, work.scored_tokens) + self._chunk_us
         )
         until_us, received_us = now_us + max(0, spare_us), work.received.received_us
         # Counted from the receipt: a request that has given up does not wait again.
-        patient_until_us = received_us + WAITED_PART * (work.latest_start_us - received_us)
+        longest_us = received_us + WAITED_PART * (work.latest_start_us - received_us)
         # A copy that is overdue may hang.
-        if pending.expected_us is not None and now_us <= pending.expected_us <= patient_until_us:
-            until_us = max(until_us, int(patient_until_us))
-        work.is_promised = True
-        self._backlog.put(work, work.latest_start_us)
-        self._context.timers.at(until_us, partial(self._wait_overdue, wait))
+        if pending.expected_us is not None and now_us <= pending.expected_us <= longest_us:
+            until_us = max(until_us, int(longest_us))
+        return until_us
 
-    def _posted(self, step: Callable[[_PrefixWait], None], wait: _PrefixWait) -> Callable[[], None]:
-        """A call, from any thread, that runs the step on the device thread."""
-        return partial(self._context.post, partial(step, wait))
+    def _end_wait(self, work: RankingWork, wait: CopyWait) -> None:
+        work.wait = None
+        self._prefixes.reloads_awaited -= wait.has_lease
+        self._context.arrivals.announced.pop(work.impression, None)
 
-    def _wait_done(self, wait: _PrefixWait) -> None:
-        """The wait ended with any outcome: looks the request up again."""
-        if wait.ended:
-            return
-        self._end_wait(wait)
-        work, waited_for = wait.work, wait.work.path
+    def _copy_ended(self, work: RankingWork, wait: CopyWait) -> None:
+        """Looks the request up again, whatever became of the copy."""
+        self._end_wait(work, wait)
+        waited_for = work.path
         if wait.pending.kind is PendingKind.LOAD:
             work.reloaded_us = self._parts.clock.monotonic_us()
             work.reload_us += work.reloaded_us - wait.started_us
-        self.look_up(work)
+        self._look_up(work)
         if work.path is Path.HBM:
             work.path = waited_for
 
-    def _end_wait(self, wait: _PrefixWait) -> None:
-        wait.ended = True
-        self._prefixes.reloads_awaited -= wait.has_lease
-        request = wait.work.request
-        self._context.arrivals.announced.pop((request.user_id, request.request_id), None)
-
-    def _wait_first_layer(self, wait: _PrefixWait) -> None:
-        """The first layer of a reload has arrived. If the reload covers the prefix, but for a tail that stays in the
-        suffix, ranks while the other layers are copied.
+    def _rank_beside_copy(self, work: RankingWork, wait: CopyWait) -> None:
+        """If the reload covers the prefix, but for a tail that stays in the suffix, ranks while the layers after the
+        first are copied.
         """
-        work = wait.work
-        if wait.ended or work.prefix is None or work.prefix.revision != self._context.engine.revision:
+        prefix, suffix = work.resolved, None
+        if prefix.revision != self._context.engine.revision:
             return
-        now_us = self._parts.clock.monotonic_us()
-        found = self._parts.cache.acquire(
-            work.prefix.key, now_us, purpose=Purpose.AGAIN, arriving=wait.pending.behaviours
-        )
+        now_us, arriving = self._parts.clock.monotonic_us(), wait.pending.behaviours
+        found = self._parts.cache.acquire(prefix.key, now_us, purpose=Purpose.AGAIN, arriving=arriving)
         if not isinstance(found, Hit):
             return
-        handle, prefix, suffix = found.handle, work.prefix, None
+        handle = found.handle
         if not handle.complete:
             if self._context.tail_stays_in_suffix(prefix, handle, len(prefix.suffix), prefix.scored_tokens):
                 suffix = self._context.resolver.tail_as_suffix(prefix, handle.behaviours)
             if suffix is None:
                 self._parts.cache.release(handle)
                 return
-        self._end_wait(wait)
+        self._end_wait(work, wait)
         work.reloaded_us = now_us
         work.reload_us += now_us - wait.started_us
-        try:
-            if suffix is not None:
-                self._rank_with_tail(work, handle, suffix, now_us)
-            else:
-                self._rank_on_handle(work, handle, now_us)
-        except Exception as error:
-            self._failed(work, error)
+        if suffix is not None:
+            self._rank_with_tail(work, handle, suffix, now_us)
+        else:
+            self._rank_on_handle(work, handle, now_us)
 
-    def _wait_overdue(self, wait: _PrefixWait) -> None:
-        """There is no time left to wait: computes instead."""
-        work = wait.work
-        if wait.ended:
-            return
-        self._end_wait(wait)
+    def _compute_instead(self, work: RankingWork, wait: CopyWait) -> None:
+        """There is no time left to wait."""
+        self._end_wait(work, wait)
         self._prefixes.end_wait_for_room(wait.pending)
-        if work.prefix is None or work.prefix.revision != self._context.engine.revision:
-            return self.look_up(work)
-        try:
-            self._plan(work, work.prefix, None, self._parts.clock.monotonic_us())
-        except Exception as error:
-            self._failed(work, error)
+        if work.resolved.revision != self._context.engine.revision:
+            return self._look_up(work)
+        return self._plan(work, work.resolved, None, self._parts.clock.monotonic_us())
 
     def _time_left_us(self, work: RankingWork, now_us: int) -> int:
         """The device time that the request may take, without being late or making admitted requests late.
 
         The request gives back the time that it was promised, until it is queued or waits again.
         """
-        if work.is_promised:
-            self._backlog.drop(work)
+        self._backlog.drop(work)
         # Jobs that wait get their share of the device time meanwhile.
         room_us = self._backlog.room_us(work.answer_by_us, now_us, self._backlog.preinfer_share)
         return int(room_us - self._backlog.own_us[work.path])
@@ -618,87 +633,68 @@ class Requests:
 
     # -- ends ----------------------------------------------------------------------------------------
 
-    def ranked(self, work: RankingWork, outputs: RankOutputs) -> bool:
-        """Writes the scores as the result, if they are finite and the request still had its prefix.
-
-        Returns whether it did. Then the caller sends the result, and calls `sent`.
+    def _ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
+        """Writes the scores as the result, if they are finite and the request still had its prefix. They are sent with
+        those of the whole batch.
         """
         if work.handle is not None and _lost_its_prefix(work.handle):
-            self._look_up_again(work)
-            return False
-        backlog = self._backlog
-        work.backlog_us = int(backlog.total_us * backlog.caution * backlog.pace / backlog.patience) or None
+            return self._look_up_again(work)
+        work.backlog_us = self._backlog.queued_us or None
         if self._parts.results.ranked(work, outputs):
-            return True
+            work.state = RequestState.ANSWERED
+            return None
         # The cause may be the cached prefix: the next request would fail, too.
         self._parts.cache.invalidate_user(work.request.user_id)
-        self._finish(work, ranked=False)
-        return False
+        return self._end(work, ranked=False)
 
-    def sent(self, work: RankingWork) -> None:
-        """Counts a request whose scores were sent at `answered_us`, and lets go of what it held."""
-        self._parts.results.count_ranked(work)
-        if work.path is Path.FULL and work.pre_infer_us:
-            self._observe_full(work)
-        if work.handle is not None and work.handle.approximate:
-            self._parts.metrics.ranked_approximately()
-        if work.request.diverted is None:
-            self._note_ranked(work)
-        if work.answered_us > work.deadline_us:
-            self._parts.metrics.discarded(DiscardedWork.LATE, int(work.pre_infer_us + work.predicted_us))
-        self._finish(work, ranked=True)
+    def _sent(self, work: RankingWork) -> None:
+        self._observations.sent(work)
+        self._end(work, ranked=True)
 
-    def _note_ranked(self, work: RankingWork) -> None:
-        """Notes how full inference ended, or would have ended, for the triggers' test of the risk."""
-        now_us, observer = work.answered_us, self._context.full_path
-        assert work.prefix is not None
-        tokens, request = work.prefix.tokens, work.request
-        impression = request.user_id, request.request_id
-        has_job = impression in self._context.with_job
-        if impression in self._context.computed and work.path not in _FULL_PATHS and work.started_us is not None:
-            observer.prepared.append((tokens, work.scored_tokens, work.answer_by_us - work.started_us))
-        way_us = work.way_us
-        # One wrong time of sending among a few samples would be their P99, and put every user at risk.
-        if work.path in _PATHS_WITHOUT_WAIT and way_us is not None:
-            inside_us = now_us - work.received.received_us - work.pre_infer_us - work.rank_us
-            outside = now_us, way_us + inside_us + work.deadline_us - work.answer_by_us
-            observer.outside.append(outside)
-            if work.path is Path.FULL and work.pre_infer_us:
-                observer.outside_full.append(outside)
-        if work.path in _FULL_PATHS and work.pre_infer_us:
-            observer.ran(tokens, work.scored_tokens, work.pre_infer_us + work.rank_us, now_us)
-        if has_job:
-            return
-        if work.path is Path.TRUNCATED or (work.path is Path.FULL and now_us > work.answer_by_us):
-            observer.missed(request.request_id, now_us)
-
-    def _note_unranked(self, work: RankingWork) -> None:
-        """Notes a request that was rejected or expired. That is the trigger's mistake only if it sent no job."""
-        request = work.request
-        if (request.user_id, request.request_id) not in self._context.with_job and request.diverted is None:
-            self._context.full_path.missed(request.request_id, self._parts.clock.monotonic_us())
-
-    def _observe_full(self, work: RankingWork) -> None:
-        """Corrects the predictions of full inference. The ranking pass counts with its predicted time, since its
-        forward may have served other requests too.
-        """
-        size = work.ranked_prefix_tokens, work.scored_tokens
-        corrector = self._parts.corrector
-        took_us = work.pre_infer_us + corrector.model_at(size[0]).hit_us(*size)
-        corrector.observe(Stage.FULL, corrector.calibrated.full_us(*size), took_us, size[0])
-
-    def reject(self, work: RankingWork) -> None:
+    def _reject(self, work: RankingWork) -> None:
         """Fails the request, since no route can serve it before its deadline."""
         if self._parts.clock.monotonic_us() > work.deadline_us:
             return self._expire(work)
         return self._fail(work, FailureReason.OVERLOADED, "no path could answer within the deadline")
 
-    def fail_on(self, work: RankingWork, error: Exception) -> None:
+    def _device_failed(self, work: RankingWork, error: Exception) -> None:
         """Fails the request with the device's error. If a reload failed, looks the request up again instead."""
         if work.handle is not None and _lost_its_prefix(work.handle):
             return self._look_up_again(work)
-        reason = FailureReason.OUT_OF_MEMORY if is_out_of_memory(error) else FailureReason.DEVICE_ERROR
-        return self._fail(work, reason, str(error)[:500] or repr(error))
+        return self._fail(work, _reason_of(error), str(error)[:500] or repr(error))
+
+    def _fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
+        if reason is FailureReason.OVERLOADED:
+            self._observations.unranked(work)
+            work.backlog_us = self._backlog.predicted_us + int(work.remaining_us)
+        self._parts.results.failed(work, reason, detail)
+        self._end(work, ranked=False)
+
+    def _expire(self, work: RankingWork) -> None:
+        self._observations.unranked(work)
+        self._parts.results.expired(work)
+        self._end(work, ranked=False)
+
+    def _end(self, work: RankingWork, ranked: bool) -> None:
+        work.state = RequestState.ENDED
+        self._backlog.drop(work)
+        if work.wait is not None:
+            self._end_wait(work, work.wait)
+        self.outstanding -= 1
+        self._observations.ended(work, ranked)
+        self._context.held_by_requests.end(work)
+        cache, (user_id, request_id) = self._parts.cache, work.impression
+        # The time of receipt is close enough, and saves a look at the clock.
+        self._context.answered.add(work.impression, work.received.received_us)
+        self._context.arrivals.announced.pop(work.impression, None)
+        # Counts a wasted pre-infer: the request was ranked before it, or was not ranked in time.
+        cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED)
+        if ranked and work.handle is not None and work.prefix is not None:
+            if work.prefix.for_one_impression:
+                cache.demote([user_id])
+            elif self._parts.settings.dram_bytes:
+                cache.transfers.spill(work.handle)
+        self._let_go(work)
 
     def refused(self, user_id: str, request_id: str) -> None:
         """Notes that the poll thread has refused this request: its prefix is not needed any more."""
@@ -706,51 +702,6 @@ class Requests:
         self._context.resolved.take((user_id, request_id))
         self._context.answered.add((user_id, request_id), self._parts.clock.monotonic_us())
         self._parts.cache.end_lease(user_id, request_id, WasteReason.REQUEST_EXPIRED)
-
-    def _failed(self, work: RankingWork, error: Exception) -> None:
-        """Fails the request after an exception in an entry point."""
-        log.error("a ranking request failed", request_id=work.request.request_id, exc_info=error)
-        if not work.done:
-            self.fail_on(work, error)
-
-    def _fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
-        if reason is FailureReason.OVERLOADED:
-            self._note_unranked(work)
-            work.backlog_us = self._backlog.predicted_us + int(work.remaining_us)
-        self._parts.results.failed(work, reason, detail)
-        self._finish(work, ranked=False)
-
-    def _expire(self, work: RankingWork) -> None:
-        self._note_unranked(work)
-        self._parts.results.expired(work)
-        self._finish(work, ranked=False)
-
-    def _finish(self, work: RankingWork, ranked: bool) -> None:
-        work.done = True
-        if work.is_promised:
-            self._backlog.drop(work)
-        self.outstanding -= 1
-        if work.request.diverted is not None:
-            self._note_diverted(work, ranked)
-        self._context.held_by_requests.end(work)
-        cache, user_id, request_id = self._parts.cache, work.request.user_id, work.request.request_id
-        # The time of receipt is close enough, and saves a look at the clock.
-        self._context.answered.add((user_id, request_id), work.received.received_us)
-        self._context.arrivals.announced.pop((user_id, request_id), None)
-        # Counts a wasted pre-infer: the request was ranked before it, or was not ranked in time.
-        cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED)
-        if ranked and work.handle is not None and work.prefix is not None:
-            if work.prefix.for_one_impression:
-                cache.demote([work.request.user_id])
-            elif self._parts.settings.dram_bytes:
-                cache.transfers.spill(work.handle)
-        self._let_go(work)
-
-    def _note_diverted(self, work: RankingWork, ranked: bool) -> None:
-        end = DivertedEnd.RANKED if ranked else DivertedEnd.UNRANKED
-        if ranked and work.answered_us > work.deadline_us:
-            end = DivertedEnd.LATE
-        self._parts.metrics.diverted_received[end].inc()
 
     def _let_go(self, work: RankingWork) -> None:
         if work.handle is not None:
@@ -768,6 +719,10 @@ def _describe_as(prefix: ResolvedPrefix, diverted: Diverted) -> None:
     prefix.version, prefix.stale = diverted.history_version, diverted.history_stale
     prefix.loading = diverted.history_loading
     prefix.for_one_impression = prefix.for_one_impression or diverted.left_out > 0
+
+
+def _reason_of(error: Exception) -> FailureReason:
+    return FailureReason.OUT_OF_MEMORY if is_out_of_memory(error) else FailureReason.DEVICE_ERROR
 
 
 def _lost_its_prefix(handle: Handle) -> bool:

@@ -91,6 +91,7 @@ class PrefixResolver:
             history = History(user_id, 0, np.empty(0, "<i8"), _NO_SUFFIX)
             chain = digest_chain(history.features, history.behaviours)
         engine, rules = self._engine, self._engine.rules
+        unknown_features = engine.unknown_features(history.features)
         shown = engine.shown_features(history.features, chain.length + scored.suffix_behaviours, scored.candidates)
         hides_features = shown is not history.features
         if hides_features:
@@ -125,6 +126,8 @@ class PrefixResolver:
             revision=engine.revision,
             deletions=self._deletions.count,
             for_one_impression=folded or rules.uses_query_time,
+            unknown_actions=engine.unknown_actions(behaviours),
+            unknown_features=unknown_features,
             hides_features=hides_features,
             held_bytes=held_bytes + len(chain.packed) + BYTES_PER_TOKEN * engine.layout.tokens(chain.length),
         )
@@ -171,6 +174,7 @@ class PrefixResolver:
             key=PrefixKey(prefix.key.user_id, b"", DigestChain(prefix.key.chain.seed, b"", 0)),
             features=features,
             behaviours=behaviours,
+            unknown_actions=self._engine.unknown_actions(behaviours),
             tokens=layout.tokens(kept),
             for_one_impression=True,
             held_bytes=held_bytes + BYTES_PER_TOKEN * layout.tokens(kept),

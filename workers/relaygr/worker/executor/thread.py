@@ -79,14 +79,14 @@ class DeviceThread:
     def run_short_work(self) -> bool:
         """Runs what was given to the executor, or wakes the device thread for it. For one thread, the poll thread.
 
-        Returns whether short work is left, for which the caller must soon call again, or set `mail_arrived`. Passes on
+        Returns whether short work is left, for which the caller must soon call again, or set `work_arrived`. Passes on
         an exception of the executor, which is a bug.
         """
         executor = self._executor
-        # With mail of other threads the device thread wakes up anyway, and that mail may take long.
-        is_here = self._shares and not self._stopping and not executor.mail_arrived.is_set()
+        # With calls that other threads posted the device thread wakes up anyway, and they may take long.
+        is_here = self._shares and not self._stopping and not executor.work_arrived.is_set()
         if not is_here or not self._running.acquire(blocking=False):
-            executor.mail_arrived.set()
+            executor.work_arrived.set()
             return False
         try:
             ends_us = self._clock.monotonic_us() + TURN_US
@@ -96,13 +96,13 @@ class DeviceThread:
         finally:
             self._running.release()
         if idle_us is not None and (idle_us < 0 or 0 < idle_us < self._wakes_us - now_us):
-            executor.mail_arrived.set()
+            executor.work_arrived.set()
         return idle_us == 0
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the piece of work that runs. Returns whether it ended in time."""
         self._stopping = True
-        self._executor.mail_arrived.set()
+        self._executor.work_arrived.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -111,14 +111,14 @@ class DeviceThread:
             self._bind_thread()
             while not self._stopping:
                 with self._running:
-                    self._executor.mail_arrived.clear()
+                    self._executor.work_arrived.clear()
                     # Read before the step, so that it is no later than the next timer.
                     self._wakes_us = self._clock.monotonic_us()
                     idle_us = self._executor.step()
                     sleep_us = self._longest_sleep_us if idle_us is None else min(idle_us, self._longest_sleep_us)
                     self._wakes_us += sleep_us
                 if sleep_us:
-                    self._executor.mail_arrived.wait(sleep_us / 1e6)
+                    self._executor.work_arrived.wait(sleep_us / 1e6)
         except Exception:
             log.exception("the device thread failed")
             self._on_death()

@@ -23,12 +23,13 @@ from relaygr.schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
-from relaygr.worker.cache import Fill, Handle, PrefixKey
+from relaygr.worker.cache import Fill, Handle, PendingPrefix, PrefixKey
 from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.plan import Impression
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
 
 NO_PAGES: NDArray[np.int32] = np.empty(0, np.int32)
-LONGEST_WAY_US: Final = MAX_BUDGET_MS * 1000
+LONGEST_TRANSIT_US: Final = MAX_BUDGET_MS * 1000
 """The largest `max_deadline_ms`: a request that took longer to arrive would have expired on its way."""
 
 
@@ -60,7 +61,7 @@ class JobOutcome(enum.StrEnum):
 
 NO_MEMORY: Final = "unanswered requests and their histories hold as much memory as worker.ranking_queue_bytes allows"
 SPENT_PART: Final = 1 / 3
-"""A computation may be given up while its spent device time is at most this part of what is left."""
+"""A computation may be displaced while its spent device time is at most this part of what is left."""
 WORK_BYTES: Final = 2048
 """Memory of the objects of one piece of work."""
 BYTES_PER_TOKEN: Final = 48
@@ -224,6 +225,10 @@ class JobWork:
     held_prefix: ResolvedPrefix | None = None
 
     @property
+    def impression(self) -> Impression:
+        return self.job.user_id, self.job.request_id
+
+    @property
     def due_us(self) -> int:
         """By this time jobs are ordered: see `LATE_PART`."""
         return self.expected_ranking_us + int(LATE_PART * (self.expires_us - self.expected_ranking_us))
@@ -251,6 +256,9 @@ class ResolvedPrefix:
     """How many deletions of users were handled when it was resolved."""
     for_one_impression: bool
     """The K,V are of no use to later requests of the user."""
+    unknown_actions: int = 0
+    unknown_features: int = 0
+    """Of the history, those included that the model hides from a sequence of this length."""
     hides_features: bool = False
     """The model hides some of the user's features from a sequence of this length."""
     held_bytes: int = 0
@@ -260,13 +268,40 @@ class ResolvedPrefix:
     """The account that counts `held_bytes` while the prefix has holders."""
 
 
-def way_us(sent_wall_us: int, received_wall_us: int) -> int | None:
-    """Time of a request on its way, by the clocks of both machines. None if it cannot be: the time of sending is wrong,
-    such as 0 or a time in another unit.
+def transit_us(sent_wall_us: int, received_wall_us: int) -> int | None:
+    """Time from the gateway to the worker, by the clocks of both machines. None if it cannot be: the time of sending is
+    wrong, such as 0 or a time in another unit.
     """
-    # The sender's clock may be ahead by more than the way takes. Without these requests nothing would be measured.
+    # The sender's clock may be ahead by more than the transit takes. Without these requests nothing would be measured.
     took_us = max(0, received_wall_us - sent_wall_us)
-    return took_us if took_us <= LONGEST_WAY_US else None
+    return took_us if took_us <= LONGEST_TRANSIT_US else None
+
+
+class RequestState(enum.Enum):
+    """Where a ranking request is on its way to its one result."""
+
+    TAKEN = enum.auto()
+    """It was not looked up yet."""
+    WAITS_FOR_HISTORY = enum.auto()
+    WAITS_FOR_COPY = enum.auto()
+    """A copy or a fill under way brings its prefix, or it waits for room to begin a copy."""
+    WAITS_FOR_PREFIX = enum.auto()
+    """It is one of the `waiters` of a computation."""
+    READY = enum.auto()
+    """It has its prefix, and is queued for a ranking pass or in one."""
+    ANSWERED = enum.auto()
+    """Its scores are written, and not sent yet."""
+    ENDED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class CopyWait:
+    """The wait of one request for a copy or a fill under way, or for room to begin a copy."""
+
+    pending: PendingPrefix
+    started_us: int
+    has_lease: bool
+    """Whether the request leases the prefix, so that nothing evicts it between its reload's end and the look-up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -283,6 +318,9 @@ class RankingWork:
     """The time of grace (`worker.grace_ms`) included."""
     answer_by_us: int
     """When the result should be sent: the deadline less the time to reach the gateway."""
+    state: RequestState = RequestState.TAKEN
+    wait: CopyWait | None = None
+    """The present wait, in the state WAITS_FOR_COPY."""
     held_bytes: int = 0
     held_prefix: ResolvedPrefix | None = None
     scored_tokens: int = 0
@@ -305,6 +343,7 @@ class RankingWork:
     pages: NDArray[np.int32] = field(init=False)
     inputs: RankInputs | None = None
     unknown_items: int = 0
+    unknown_actions: int = 0
     started_us: int | None = None
     looked_up_us: int | None = None
     ready_us: int | None = None
@@ -325,27 +364,38 @@ class RankingWork:
     lookups: int = 0
     was_announced: bool = False
     """Whether a job announced it."""
-    is_promised: bool = False
-    """Whether the backlog counts its demand although it is not in the queue but waits."""
-    done: bool = False
 
     @property
     def runs_in_chunks(self) -> bool:
         return False
 
     @property
-    def may_give_way(self) -> bool:
+    def may_be_displaced(self) -> bool:
         return False
 
     @property
-    def way_us(self) -> int | None:
+    def impression(self) -> Impression:
+        return self.request.user_id, self.request.request_id
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is RequestState.ENDED
+
+    @property
+    def resolved(self) -> ResolvedPrefix:
+        """`prefix`, of a request that was looked up."""
+        assert self.prefix is not None
+        return self.prefix
+
+    @property
+    def transit_us(self) -> int | None:
         """Time from the gateway to this worker; None if the request has a wrong time of sending."""
-        return way_us(self.request.sent_at_us, self.received_wall_us)
+        return transit_us(self.request.sent_at_us, self.received_wall_us)
 
     @property
     def sent_us(self) -> int:
         """When the gateway sent it; when it was received, if the request has a wrong time of sending."""
-        return self.received.received_us - (self.way_us or 0)
+        return self.received.received_us - (self.transit_us or 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -390,7 +440,7 @@ class PrefixWork:
         return True
 
     @property
-    def may_give_way(self) -> bool:
+    def may_be_displaced(self) -> bool:
         is_whole = self.base is None and not self.on_scratch
         return is_whole and len(self.waiters) == 1 and self.spent_us <= SPENT_PART * self.remaining_us
 

@@ -1,24 +1,14 @@
-"""The files of the history store, and the compaction that erases deleted records from them.
-
-LMDB never overwrites a page in use. The bytes of a deleted or replaced record stay in free pages, and in unused parts
-of other pages, until LMDB needs the space. So a compaction copies the live records into new files, and the old files
-are deleted. The first files lie in the store's folder. Later ones have a subfolder with their number:
+"""The files of the history store, and the compaction that erases deleted records from them (docs/histories.md).
 
     worker                      held (flock) by the processes of one worker; its content is the worker's id
     data.mdb, lock.mdb          number 0, deleted by the first compaction
     1/data.mdb, 1/lock.mdb      number 1, deleted by the second compaction
     2.new/                      number 2, incomplete
 
-Several processes may map the files meanwhile:
-
-* One process compacts: it holds a lock (flock) on the folder. It copies in slices, between its other transactions, and
-  notes the records that it changes meanwhile.
-* The last step is one write transaction on the old files. It copies the noted records and the offsets, syncs the new
-  files, and stores their number in the old ones. Its commit is the switch: before it a process that dies leaves the old
-  files in use, after it the new ones. A write by another process in between makes the compaction start again.
-* Each transaction first looks for the number of newer files. A process that finds one renames `2.new` to `2`, opens
-  `2` and deletes the files before it. While another process maps deleted files and makes no transaction, their bytes
-  stay on the disk.
+Several processes may map the files. One compacts: it holds a lock (flock) on the folder, copies in slices and notes the
+records that it changes meanwhile. The last step is one write transaction on the old files, which stores the number of
+the new ones; a write by another process in between makes the compaction start again. Each transaction first looks for
+that number. A process that finds one renames `2.new` to `2`, opens `2` and deletes the files before it.
 """
 
 from __future__ import annotations
@@ -60,6 +50,8 @@ class Files:
     folder: Path
     """The folder of the store; the files may lie in a subfolder."""
     number: int
+    place: Path
+    """The folder of the files."""
     max_bytes: int
     env: Any
     meta: Any
@@ -119,7 +111,7 @@ class Files:
             # Frees the pages of readers that were killed.
             env.reader_check()
             databases = [env.open_db(name) for name in (b"meta", b"partitions", b"users", b"records", b"deleted")]
-            return cls(folder, number, max_bytes, env, *databases)
+            return cls(folder, number, place, max_bytes, env, *databases)
         except (lmdb.Error, OSError) as error:
             env.close()
             raise RelayError(f"the history store in {folder} cannot be opened: {error}. {REMEDY}") from error
@@ -135,6 +127,19 @@ class Files:
     def count(self, txn: Any) -> None:
         """Makes a write transaction change something, because LMDB reuses the number of one that changes nothing."""
         txn.put(_COUNTED, b"", db=self.meta)
+
+    def lengthen(self) -> None:
+        """Call it after each write transaction. LMDB does not write pages at the end that the transaction allocated and
+        freed again. The file gets their length, since a file that is too short counts as truncated.
+        """
+        # Another process may have replaced and deleted the files. The transaction is committed in any case.
+        with contextlib.suppress(OSError):
+            if _missing_bytes(self.env, self.place) > 0:
+                # No other process writes meanwhile.
+                with self.env.begin(write=True):
+                    data = self.place / "data.mdb"
+                    if (missing_bytes := _missing_bytes(self.env, self.place)) > 0:
+                        os.truncate(data, data.stat().st_size + missing_bytes)
 
     def open_newer(self) -> Files:
         """Opens the files that have replaced these, which stay open."""
@@ -249,6 +254,7 @@ class Compaction:
                     out.put(key, txn.get(key, b"", db=source.meta), db=target.meta)
                 if self._removed_at_ms is not None:
                     out.put(REMOVED_AT, b"%d" % self._removed_at_ms, db=target.meta)
+            target.lengthen()
             target.env.sync(True)
             target.close()
             _sync_folder(self._place)
@@ -335,7 +341,12 @@ def _check_size(env: Any, folder: Path, place: Path, max_bytes: int) -> None:
             f"the history store in {folder} holds {info['map_size']} bytes, but worker.history_max_bytes is "
             f"{max_bytes}: raise it. Or {REMEDY[0].lower()}{REMEDY[1:]}"
         )
-    needed_bytes = (info["last_pgno"] + 1) * env.stat()["psize"]
-    if (place / "data.mdb").stat().st_size < needed_bytes:
+    if _missing_bytes(env, place) > 0:
         # A read past the end of a truncated file would kill the process.
         raise RelayError(f"the history store in {folder} is truncated. {REMEDY}")
+
+
+def _missing_bytes(env: Any, place: Path) -> int:
+    """How much the file lacks of the pages that were allocated; not positive if it has all."""
+    needed_bytes: int = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    return needed_bytes - (place / "data.mdb").stat().st_size

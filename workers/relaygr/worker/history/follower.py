@@ -1,36 +1,24 @@
 """The history follower: copies histories and behaviours into the store, for the partitions that this worker owns.
 
-The follower has a thread and a consumer of its own (`assign`, no group). Contract:
+docs/histories.md describes how it reads. It has a thread and a consumer of its own.
 
-* `follow` sets the partitions, from any thread; the follower's thread applies them at its next turn. It reads a
-  partition from the stored offsets. It reads from the beginning if no offset is stored, if a stored offset is out of
-  its log's range, if the store is so old that deletions may have been compacted away, or if the store refused records
-  of the partition and has space now. Then it deletes the partition's users first.
-* In each partition it reads the snapshots to their end, and then the behaviours too. The order does not change the
-  result, but it costs less to append behaviours to a snapshot than to put a snapshot below behaviours.
-* A batch and its next offsets are stored in one transaction. After any failure the follower waits and reads again
-  from the stored offsets.
-* `caught_up(p)`: since it began to follow `p`, the follower has reached an end of both logs and stored all before it.
-  Compacted logs have gaps, so the broker's end-of-partition event decides, not a count of records.
-* An invalid record goes to dead letters. The stored offset does not pass that record until the dead letter is
-  delivered. The follower retries a failed delivery, and stops reading while too many are undelivered.
-* If the broker is unreachable, reading continues when it is back.
-* The follower's thread calls `on_changed` and `on_deleted` after the commit. They must not block. It calls
-  `on_deleting` before the commit: if the process dies between the two, its successor reads the tombstone again.
-* `forget` deletes the histories of partitions that another worker owns for good.
-* Half of `erase_within_s` after a deletion the follower begins to compact the store, a slice each turn. A standby's
-  follower does not compact, because nobody has called its `follow` yet.
-* Histories of partitions that have caught up are saved on the history topic (`relaygr.worker.history.snapshots`).
-* `on_missed` gets partitions whose deletions the follower may not have seen: they are read from the beginning, or
-  another process has moved their stored offsets meanwhile.
+* `follow` sets the partitions, `forget` deletes those that another worker owns for good, and `read_anew` says that
+  topics have other ids. Any thread may call them; the follower's thread acts at its next turn.
+* `caught_up(p)`: since it began to follow `p`, it has reached an end of both logs and stored all before it.
+* `fault` names why the store cannot be written. Then no partition counts as caught up.
+* `on_changed` and `on_deleted` are called after the commit and must not block. `on_deleting` is called before it: if
+  the process dies between the two, its successor reads the tombstone again. `on_missed` gets partitions whose
+  deletions the follower may not have seen: they are read from the beginning, or another process has moved their
+  stored offsets meanwhile.
+* A standby's follower does not compact the store, because nobody has called its `follow` yet.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Final
 
 import lmdb
@@ -46,29 +34,22 @@ from confluent_kafka import (
 )
 from prometheus_client import Counter, Gauge, Histogram
 
-from relaygr.kafka.clients import asking_fetch_wait_ms, make_assigned_consumer
+from relaygr.kafka.client_errors import NoteError, no_note
+from relaygr.kafka.clients import READ_COMMITTED, asking_fetch_wait_ms, make_assigned_consumer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.codec import DecodeError, DecodeReason, decode
-from relaygr.schemas.fields import FieldError, Text
-from relaygr.schemas.headers import RawHeaders, RepeatedTombstone
-from relaygr.schemas.messages import BehaviourEvent, History
-from relaygr.schemas.partitioner import partition_for
+from relaygr.runtime.private_files import check_room
 from relaygr.schemas.topics import CATALOGUE, Topic
+from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryRecord, StoreFullError
+from relaygr.worker.history.decode import Rejected, read_event, read_record
+from relaygr.worker.history.partitions import FollowedLog, FollowedPartition, LogEnds, Stage
 from relaygr.worker.history.snapshots import SnapshotLimits, SnapshotWriter
-from relaygr.worker.history.store import (
-    ApplyOutcome,
-    EventRecord,
-    HistoryBatch,
-    HistoryRecord,
-    HistoryStore,
-    StoreFullError,
-    StoreOrigin,
-)
+from relaygr.worker.history.store import HistoryStore, StoreOrigin
+from relaygr.worker.history.tombstones import TombstoneReader
 
 log = structlog.get_logger()
 
@@ -98,12 +79,11 @@ _CONSUMER_OPTIONS: Final = {
     "enable.partition.eof": True,
     # An offset out of range means another log: the consumer must report it, not skip records.
     "auto.offset.reset": "error",
+    # A transaction that is aborted must not delete a user.
+    **READ_COMMITTED,
 }
-
-KEY_MISMATCH = "key_mismatch"
-WRONG_PARTITIONER = "wrong_partitioner"
-REASONS = (*DecodeReason, KEY_MISMATCH, WRONG_PARTITIONER)
-_USER_ID = Text(256)
+# A reader of tombstones alone may read those of a new log from the beginning.
+_TOMBSTONE_OPTIONS: Final = {**_CONSUMER_OPTIONS, "auto.offset.reset": "earliest"}
 
 _RECORDS = Counter(
     "relaygr_history_records_total",
@@ -113,9 +93,15 @@ _RECORDS = Counter(
 )
 _EVENTS = Counter(
     "relaygr_behaviour_records_total",
-    "Records read from the behaviours topic: appended, after_gap (appended, though earlier ones are missing), covered "
-    "(by a snapshot or a deletion), duplicate, too_long (the history is full), rejected (to dead letters)",
+    "Records read from the behaviours topic: appended, after_gap (appended, though earlier ones are missing), late "
+    "(left out, since later ones are stored), covered (by a snapshot or a deletion), duplicate, too_long (the history "
+    "is full), rejected (to dead letters)",
     ["outcome"],
+)
+_AHEAD = Counter(
+    "relaygr_history_ahead_total",
+    "Stored records of both topics with the time of a behaviour that lies further ahead of the record's timestamp than "
+    "worker.history_max_ahead_s: that time is not used",
 )
 _REJECTED = Counter(
     "relaygr_history_rejected_total", "Records of both topics sent to dead letters, by reason", ["reason"]
@@ -147,143 +133,25 @@ _COMPACTIONS = Counter(
 _UNDELIVERED = Gauge(
     "relaygr_history_undelivered_dead_letters", "Dead letters of the history topic that wait for their delivery report"
 )
+_BEHIND = Gauge(
+    "relaygr_history_behind_offsets",
+    "Offsets between the last record that was read and the end of the followed logs, by topic (history or behaviours). "
+    "It grows while a transaction is open: what is behind its first record is read when it ends",
+    ["topic"],
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
-    """Why a record goes to dead letters: one of `REASONS`, and a sentence."""
+class _Invalid:
+    """A record whose dead letter is not delivered yet."""
 
-    reason: str
-    detail: str
-
-
-def read_record(
-    key: bytes | None,
-    value: bytes | None,
-    partition: int,
-    partition_count: int,
-    offset: int,
-    written_at_ms: int = 0,
-    headers: RawHeaders = None,
-) -> HistoryRecord | Rejected:
-    """The decoded snapshot, or why it is rejected. A value of None is a tombstone; an empty value is not."""
-    user_id = _user_of(key, partition, partition_count)
-    if isinstance(user_id, Rejected):
-        return user_id
-    try:
-        if value is None:
-            return HistoryRecord(user_id, offset, None, written_at_ms, RepeatedTombstone.decode(headers))
-        history = decode(History, value)
-    except DecodeError as error:
-        return Rejected(error.reason, str(error))
-    if history.user_id != user_id:
-        return Rejected(KEY_MISMATCH, "the key is not the user id of the body")
-    return HistoryRecord(user_id, offset, history, written_at_ms)
-
-
-def read_event(
-    key: bytes | None,
-    value: bytes | None,
-    partition: int,
-    partition_count: int,
-    offset: int,
-    written_at_ms: int = 0,
-) -> EventRecord | Rejected:
-    """The decoded behaviours, or why they are rejected."""
-    user_id = _user_of(key, partition, partition_count)
-    if isinstance(user_id, Rejected):
-        return user_id
-    try:
-        event = decode(BehaviourEvent, value or b"")
-    except DecodeError as error:
-        return Rejected(error.reason, str(error))
-    if event.user_id != user_id:
-        return Rejected(KEY_MISMATCH, "the key is not the user id of the body")
-    return EventRecord(event, offset, written_at_ms)
-
-
-def _user_of(key: bytes | None, partition: int, partition_count: int) -> str | Rejected:
-    if not key:
-        return Rejected(DecodeReason.EMPTY, "the record needs the user id as its key")
-    try:
-        user_id = _USER_ID.unpack(key.decode())
-    except UnicodeDecodeError:
-        return Rejected(DecodeReason.MALFORMED, "the key is not UTF-8")
-    except FieldError as error:
-        return Rejected(DecodeReason.INVALID_FIELD, f"the key is not a user id: {error}")
-    right = partition_for(key, partition_count)
-    if right != partition:
-        return Rejected(
-            WRONG_PARTITIONER,
-            f"murmur2 puts this user in partition {right} of {partition_count}, the record is in {partition}: "
-            "set the producer's partitioner to murmur2_random",
-        )
-    return user_id
-
-
-@dataclass(frozen=True, slots=True)
-class _DeadRecord:
+    log: FollowedLog
     message: Message
     rejected: Rejected
 
     @property
-    def place(self) -> tuple[str, int, int]:
-        return _place(self.message)
-
-
-@dataclass(slots=True)
-class _Log:
-    """How far one topic of a followed partition is read."""
-
-    read_to: int
-    """The offset after the last received record."""
-    stored_to: int
-    end: int | None = None
-    """The end of the log when the first record arrived."""
-    at_end: bool = False
-    undelivered: set[int] = field(default_factory=set)
-
-    @property
-    def may_store_to(self) -> int:
-        """The offset from which a restart may read."""
-        return min(self.undelivered, default=self.read_to)
-
-    @property
-    def reached_end(self) -> bool:
-        return self.at_end or (self.end is not None and self.read_to >= self.end)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """The ends of both logs of a partition. All records from before `asked_ms` (wall time) are below them."""
-
-    asked_ms: int
-    history: int
-    behaviours: int
-
-
-@dataclass(slots=True)
-class _Followed:
-    """The state of one followed partition."""
-
-    history: _Log
-    behaviours: _Log
-    ends: _Ends | None = None
-    """The ends that were asked for last, until the partition is stored up to them."""
-    records: list[HistoryRecord] = field(default_factory=list)
-    events: list[EventRecord] = field(default_factory=list)
-    reads_behaviours: bool = False
-    caught_up: bool = False
-
-    @property
-    def stored_to(self) -> tuple[int, int]:
-        """The stored offsets of both topics."""
-        return self.history.stored_to, self.behaviours.stored_to
-
-    @property
-    def may_store_to(self) -> tuple[int, int]:
-        """The offsets from which a restart may read."""
-        return self.history.may_store_to, self.behaviours.may_store_to
+    def offset(self) -> int:
+        return _place(self.message)[2]
 
 
 class HistoryFollower:
@@ -303,11 +171,13 @@ class HistoryFollower:
         erase_within_s: float = 900.0,
         snapshots: SnapshotLimits | None = None,
         is_idle: Callable[[], bool] = lambda: True,
+        note_error: NoteError = no_note,
     ) -> None:
         """`snapshots`: when histories are saved; None: never. `is_idle`: see `SnapshotWriter`."""
         self._kafka = kafka
         self._store = store
         self._dead_letters = dead_letters
+        self._note_error = note_error
         self._client_id = client_id
         self._on_changed = on_changed
         self._on_deleted = on_deleted
@@ -316,7 +186,9 @@ class HistoryFollower:
         self._erase_after_ms = int(erase_within_s * 1000 / 2)
         self._clock = clock or SystemClock()
         self._snapshots = (
-            SnapshotWriter(kafka, store, client_id, snapshots, self._clock, is_idle) if snapshots is not None else None
+            SnapshotWriter(kafka, store, client_id, snapshots, self._clock, is_idle, note_error)
+            if snapshots is not None
+            else None
         )
         self._topic = kafka.topic(Topic.HISTORY)
         self._behaviours = kafka.topic(Topic.BEHAVIOURS)
@@ -325,14 +197,19 @@ class HistoryFollower:
         # Both sets are replaced as a whole, so readers need no lock.
         self._wanted: frozenset[int] = frozenset()
         self._caught_up: frozenset[int] = frozenset()
+        self._fault = ""
         self._is_standby = True
+        self._is_identified = False
         self._to_forget: deque[frozenset[int]] = deque()
         # Only the thread uses the attributes below.
-        self._followed: dict[int, _Followed] = {}
-        self._reports: deque[tuple[_DeadRecord, bool]] = deque()
-        self._failed: list[_DeadRecord] = []
+        self._followed: dict[int, FollowedPartition] = {}
+        self._reports: deque[tuple[_Invalid, bool]] = deque()
+        self._failed: list[_Invalid] = []
+        self._has_read = False
+        """Whether it has followed a partition since it identified the logs."""
         self._left_at: dict[int, tuple[int, int]] = {}
         """The stored offsets of each partition that is not followed any more."""
+        self._tombstones = TombstoneReader(kafka, store, self._take_tombstone)
         self._missed: set[int] = set()
         """Partitions that `on_missed` has to get."""
         self._retry_at_us = 0
@@ -362,6 +239,11 @@ class HistoryFollower:
         """Deletes the stored histories of these partitions, unless they are followed again."""
         self._to_forget.append(partitions)
 
+    def read_anew(self, topics: Collection[str]) -> None:
+        """Reads both topics from the beginning if one of these, which were deleted and created again, is among them."""
+        if {self._topic, self._behaviours} & set(topics):
+            self._is_identified = False
+
     def caught_up(self, partition: int) -> bool:
         """Whether the partition is followed and the follower has reached an end of its log."""
         return partition in self._caught_up and partition in self._wanted
@@ -371,37 +253,125 @@ class HistoryFollower:
         """Followed partitions that have not caught up."""
         return self._wanted - self._caught_up
 
+    @property
+    def fault(self) -> str:
+        """Why the store cannot be written, and the remedy; empty: it can."""
+        return self._fault
+
     def _run(self) -> None:
         while not self._stopping.is_set():
-            try:
-                self._store.trust(self._origin())
-            except Exception as error:
-                # The cause may be a missing broker or topic, or a full disk. The follower retries until it is gone.
-                log.warning(
-                    "history topics cannot be read yet", topics=[self._topic, self._behaviours], cause=str(error)
-                )
+            if not self._is_identified and not self._identify():
                 self._stopping.wait(RETRY_S)
                 continue
-            break
-        while not self._stopping.is_set():
             options = {**_CONSUMER_OPTIONS, "fetch.wait.max.ms": asking_fetch_wait_ms(self._kafka)}
-            consumer = make_assigned_consumer(self._kafka, self._client_id, options=options)
             try:
-                while not self._stopping.is_set():
+                consumer = make_assigned_consumer(self._kafka, self._client_id, self._on_client_error, options)
+            except RelayError as error:
+                log.error("history topics cannot be read yet", cause=str(error))
+                self._stopping.wait(RETRY_S)
+                continue
+            try:
+                while self._is_identified and not self._stopping.is_set():
                     self._turn(consumer)
+                if not self._is_identified:
+                    continue  # What was received is of the old logs.
                 self._dead_letters.flush(RETRY_S)
                 self._collect_reports()
                 self._flush(consumer)
                 if self._snapshots is not None:
                     self._snapshots.close(RETRY_S)
+            except (lmdb.Error, StoreFullError) as error:
+                _FAILURES.inc()
+                self._note_fault(error)
             except Exception:
                 log.exception("history follower failed: it reads again from the stored offsets")
                 _FAILURES.inc()
                 self._stopping.wait(RETRY_S)
             finally:
+                for followed in self._followed.values():
+                    followed.leave()
                 self._followed.clear()
                 self._caught_up = frozenset()
                 consumer.close()
+            if self._fault:
+                self._forget_deleted()
+
+    def _note_fault(self, error: Exception) -> None:
+        is_full = isinstance(error, StoreFullError | lmdb.MapFullError)
+        remedy = "raise worker.history_max_bytes" if is_full else "free space on its file system, or repair it"
+        fault = f"the history store in {self._store.path} cannot be written ({error}): {remedy}"
+        if fault != self._fault:
+            self._fault = fault
+            log.error(fault)
+
+    def _end_fault(self) -> None:
+        if self._fault:
+            self._fault = ""
+            log.info("the history store can be written again", path=str(self._store.path))
+
+    def _forget_deleted(self) -> None:
+        """Reads tombstones, stores nothing, until the disk has room for a batch. Then the caller tries again."""
+        try:
+            consumer = make_assigned_consumer(self._kafka, self._client_id, self._on_client_error, _TOMBSTONE_OPTIONS)
+            try:
+                self._read_tombstones(consumer)
+            finally:
+                consumer.close()
+        except RelayError as error:
+            log.error("tombstones cannot be read while the history store cannot be written", cause=str(error))
+            self._stopping.wait(RETRY_S)
+        except Exception:
+            log.exception("tombstones cannot be read while the history store cannot be written")
+            self._stopping.wait(RETRY_S)
+
+    def _read_tombstones(self, consumer: Consumer) -> None:
+        until_us = self._clock.monotonic_us() + int(RETRY_S * 1e6)
+        self._tombstones.begin()
+        while self._is_identified and not self._stopping.is_set():
+            self._tombstones.assign(consumer, self._wanted)
+            for message in _drain(consumer, POLL_S):
+                self._tombstones.receive(message)
+            self._update_gauges(consumer)
+            if self._tombstones.is_at_end and self._clock.monotonic_us() >= until_us and self._has_disk_space():
+                return
+
+    def _take_tombstone(self, partition: int, tombstone: HistoryRecord) -> None:
+        """The tombstone was read while the store cannot be written."""
+        self._hide(partition, tombstone)
+        self._on_deleted(tombstone.user_id)
+
+    def _hide(self, partition: int, tombstone: HistoryRecord) -> None:
+        """Look-ups and caches forget the user, before or without the transaction that deletes the history."""
+        self._store.conceal(tombstone.user_id, partition, tombstone.offset)
+        self._on_deleting(tombstone.user_id)
+
+    def _has_disk_space(self) -> bool:
+        try:
+            check_room(self._store.path, BATCH_BYTES)
+        except OSError:
+            return False
+        return True
+
+    def _identify(self) -> bool:
+        """Empties the store if it is of other logs. The cause of a failure may be a missing broker or topic, or a full
+        disk: the follower retries until it is gone.
+        """
+        self._is_identified = True
+        try:
+            # Records of old logs may have been stored since another process emptied the store.
+            self._store.trust(self._origin(), anew=self._has_read)
+            self._has_read = False
+            self._tombstones.reset()
+        except Exception as error:
+            self._is_identified = False
+            if isinstance(error, lmdb.Error):
+                self._note_fault(error)
+            log.warning("history topics cannot be read yet", topics=[self._topic, self._behaviours], cause=str(error))
+        return self._is_identified
+
+    def _on_client_error(self, error: KafkaError) -> None:
+        """A consumer whose metadata lack the right to describe a topic says so here, and not in `poll`."""
+        self._note_error(self._topic, error)
 
     def _turn(self, consumer: Consumer) -> None:
         self._apply_wanted(consumer)
@@ -432,11 +402,12 @@ class HistoryFollower:
         if lost:
             self._flush(consumer)
             for partition in sorted(lost):
-                self._unassign(consumer, partition, self._followed[partition])
-            for partition in lost:
-                self._left_at[partition] = self._followed.pop(partition).stored_to
+                followed = self._followed.pop(partition)
+                self._unassign(consumer, followed)
+                self._left_at[partition] = followed.stored_to
             self._publish_caught_up()
         if gained:
+            self._has_read = True
             consumer.incremental_assign([self._begin(partition) for partition in sorted(gained)])
             log.info("history partitions taken over", partitions=sorted(gained))
         if self._missed:
@@ -461,21 +432,23 @@ class HistoryFollower:
         stored_to = (offset or 0, event or 0)
         if self._left_at.pop(partition, stored_to) != stored_to:
             self._missed.add(partition)
-        self._followed[partition] = _Followed(_Log(stored_to[0], stored_to[0]), _Log(stored_to[1], stored_to[1]))
+        self._followed[partition] = FollowedPartition.at(partition, *stored_to)
         return TopicPartition(self._topic, partition, OFFSET_BEGINNING if offset is None else offset)
 
-    def _read_behaviours(self, consumer: Consumer, partition: int, followed: _Followed) -> None:
+    def _read_behaviours(self, consumer: Consumer, followed: FollowedPartition) -> None:
         """Begins to read the behaviours of a partition whose snapshots are read."""
-        followed.reads_behaviours = True
+        followed.stage = Stage.BOTH
         start = followed.behaviours.stored_to or OFFSET_BEGINNING
-        consumer.incremental_assign([TopicPartition(self._behaviours, partition, start)])
+        consumer.incremental_assign([TopicPartition(self._behaviours, followed.number, start)])
 
-    def _unassign(self, consumer: Consumer, partition: int, followed: _Followed) -> None:
+    def _unassign(self, consumer: Consumer, followed: FollowedPartition) -> None:
         topics = [self._topic, self._behaviours] if followed.reads_behaviours else [self._topic]
-        consumer.incremental_unassign([TopicPartition(topic, partition) for topic in topics])
+        consumer.incremental_unassign([TopicPartition(topic, followed.number) for topic in topics])
+        followed.leave()
 
     def _restart(self, partition: int, reason: str) -> None:
         self._missed.add(partition)
+        self._tombstones.reset(partition)
         users = self._store.forget(partition)
         _RESTARTED_PARTITIONS.labels(reason).inc()
         log.warning("history partition is read from the beginning", partition=partition, reason=reason, forgotten=users)
@@ -512,10 +485,10 @@ class HistoryFollower:
             read.undelivered.add(offset)
             (_EVENTS if is_event else _RECORDS).labels("rejected").inc()
             _REJECTED.labels(entry.reason).inc()
-            self._write_dead_letter(_DeadRecord(message, entry))
+            self._write_dead_letter(_Invalid(read, message, entry))
 
     def _receive_error(
-        self, consumer: Consumer, message: Message, error: KafkaError, followed: _Followed | None
+        self, consumer: Consumer, message: Message, error: KafkaError, followed: FollowedPartition | None
     ) -> None:
         partition = message.partition()
         if error.code() == KafkaError._PARTITION_EOF:
@@ -528,10 +501,11 @@ class HistoryFollower:
             del self._followed[partition]
             self._publish_caught_up()
             self._restart(partition, "offset_out_of_range")
-            self._unassign(consumer, partition, followed)
+            self._unassign(consumer, followed)
         elif error.fatal():
             raise KafkaException(error)
         else:
+            self._note_error(message.topic() or self._topic, error)
             log.warning(
                 "history topic not readable",
                 topic=message.topic(),
@@ -542,15 +516,11 @@ class HistoryFollower:
 
     def _flush(self, consumer: Consumer) -> None:
         """Stores the received records. After an exception they are read again from the stored offsets."""
-        batches = []
-        for partition, followed in self._followed.items():
-            offset, event = followed.may_store_to
-            if followed.records or followed.events or (offset, event) != followed.stored_to:
-                batches.append(HistoryBatch(partition, tuple(followed.records), offset, tuple(followed.events), event))
+        batches = [batch for followed in self._followed.values() if (batch := followed.batch()) is not None]
         for batch in batches:
             for record in batch.records:
                 if record.history is None:
-                    self._on_deleting(record.user_id)
+                    self._hide(batch.partition, record)
         if batches:
             try:
                 with _APPLY_SECONDS.time():
@@ -559,11 +529,9 @@ class HistoryFollower:
                 self._report(error.done)
                 raise
             for batch in batches:
-                followed = self._followed[batch.partition]
-                followed.records.clear()
-                followed.events.clear()
-                followed.history.stored_to, followed.behaviours.stored_to = batch.next_offset, batch.next_event
+                self._followed[batch.partition].note_stored(batch)
             self._report(outcome)
+            self._end_fault()
         self._note_ends(consumer)
 
     def _report(self, outcome: ApplyOutcome) -> None:
@@ -576,6 +544,7 @@ class HistoryFollower:
             ("repeated", outcome.repeated),
         ):
             _RECORDS.labels(name).inc(count)
+        _AHEAD.inc(outcome.ahead)
         for added, count in outcome.added.items():
             _EVENTS.labels(added.value).inc(count)
         self._refused += len(outcome.refused)
@@ -587,35 +556,43 @@ class HistoryFollower:
     def _note_ends(self, consumer: Consumer) -> None:
         reached = []
         for partition, followed in self._followed.items():
-            if followed.caught_up or not followed.history.reached_end:
-                continue
-            if not followed.reads_behaviours:
-                self._read_behaviours(consumer, partition, followed)
-            elif followed.behaviours.reached_end:
-                followed.caught_up = True
+            if followed.stage is Stage.HISTORIES and followed.history.reached_end:
+                self._read_behaviours(consumer, followed)
+            elif followed.stage is Stage.BOTH and followed.history.reached_end and followed.behaviours.reached_end:
+                followed.stage = Stage.CAUGHT_UP
                 reached.append(partition)
         if reached:
+            self._end_fault()
             self._publish_caught_up()
             log.info("history partitions caught up", partitions=sorted(reached), loading=len(self.loading))
 
     def _publish_caught_up(self) -> None:
-        self._caught_up = frozenset(partition for partition, followed in self._followed.items() if followed.caught_up)
+        self._caught_up = frozenset(
+            partition for partition, followed in self._followed.items() if followed.stage is Stage.CAUGHT_UP
+        )
+
+    def _update_gauges(self, consumer: Consumer) -> None:
+        now_us = self._clock.monotonic_us()
+        if now_us - self._gauges_at_us < GAUGE_INTERVAL_US:
+            return
+        self._gauges_at_us = now_us
+        loading = len(self.loading)
+        _PARTITIONS.labels("loading").set(loading)
+        _PARTITIONS.labels("caught_up").set(len(self._wanted) - loading)
+        _USERS.set(self._store.user_count)
+        _BYTES.set(self._store.bytes_used)
+        _CAPACITY_BYTES.set(self._store.max_bytes)
+        removed_at_ms = self._store.removed_at_ms
+        unerased_ms = 0 if removed_at_ms is None else self._clock.wall_us() // 1000 - removed_at_ms
+        _UNERASED_SECONDS.set(max(0, unerased_ms) / 1000)
+        _UNDELIVERED.set(self._undelivered)
+        _BEHIND.labels("history").set(self._behind(consumer, self._topic))
+        _BEHIND.labels("behaviours").set(self._behind(consumer, self._behaviours))
 
     def _do_periodic_work(self, consumer: Consumer) -> None:
         """Work at intervals: gauges, the warning of refused records, the ends of the logs. Marks current partitions."""
+        self._update_gauges(consumer)
         now_us = self._clock.monotonic_us()
-        if now_us - self._gauges_at_us >= GAUGE_INTERVAL_US:
-            self._gauges_at_us = now_us
-            loading = len(self.loading)
-            _PARTITIONS.labels("loading").set(loading)
-            _PARTITIONS.labels("caught_up").set(len(self._wanted) - loading)
-            _USERS.set(self._store.user_count)
-            _BYTES.set(self._store.bytes_used)
-            _CAPACITY_BYTES.set(self._store.max_bytes)
-            removed_at_ms = self._store.removed_at_ms
-            unerased_ms = 0 if removed_at_ms is None else self._clock.wall_us() // 1000 - removed_at_ms
-            _UNERASED_SECONDS.set(max(0, unerased_ms) / 1000)
-            _UNDELIVERED.set(self._undelivered)
         if self._refused and now_us - self._refused_at_us >= REFUSED_INTERVAL_US:
             log.error(
                 "history store is full: raise worker.history_max_bytes",
@@ -628,18 +605,29 @@ class HistoryFollower:
             self._ask_ends(consumer)
         self._mark_current()
 
+    def _behind(self, consumer: Consumer, topic: str) -> int:
+        """The offsets of followed logs that are not read yet, by the last fetches."""
+        is_history, behind = topic == self._topic, 0
+        for partition, followed in self._followed.items():
+            if is_history or followed.reads_behaviours:
+                known = consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
+                read_to = (followed.history if is_history else followed.behaviours).read_to
+                behind += max(0, known[1] - read_to) if known is not None else 0
+        return behind
+
     def _forget_moved(self) -> None:
         while self._to_forget:
             partitions = self._to_forget[0] - self._wanted
             if partitions & self._followed.keys():
                 return  # The next turn ends their reading first.
-            self._to_forget.popleft()
             known = [partition for partition in sorted(partitions) if self._store.state(partition) is not None]
             if known:
                 for partition in known:
                     self._left_at.pop(partition, None)
                 users = self._store.forget(*known)
                 log.info("histories of moved partitions deleted", partitions=known, users=users)
+            # Not before: on a full disk it is tried again.
+            self._to_forget.popleft()
 
     def _erase_deleted(self) -> None:
         """Compacts the store a slice at a time, so that requests and new histories need not wait."""
@@ -683,7 +671,7 @@ class HistoryFollower:
         for partition in asked:
             history, behaviours = (ends.get((topic, partition)) for topic in topics)
             if history is not None and behaviours is not None:
-                self._followed[partition].ends = _Ends(asked_ms, history, behaviours)
+                self._followed[partition].ends = LogEnds(asked_ms, history, behaviours)
         self._store.expire(asked_ms - DELETED_KEPT_MS, CURRENT_INTERVAL_US / EXPIRY_US)
 
     def _mark_current(self) -> None:
@@ -693,56 +681,40 @@ class HistoryFollower:
         """
         current: dict[int, list[int]] = {}
         for partition, followed in self._followed.items():
-            (history, behaviours), ends = followed.stored_to, followed.ends
-            if ends is not None and history >= ends.history and behaviours >= ends.behaviours:
-                current.setdefault(ends.asked_ms, []).append(partition)
+            if followed.ends is not None and followed.reached_ends:
+                current.setdefault(followed.ends.asked_ms, []).append(partition)
                 followed.ends = None
         for asked_ms, partitions in current.items():
             self._store.mark_current(partitions, asked_ms)
 
-    def _write_dead_letter(self, dead: _DeadRecord) -> None:
+    def _write_dead_letter(self, invalid: _Invalid) -> None:
         def report(delivered: bool) -> None:
-            self._reports.append((dead, delivered))
+            self._reports.append((invalid, delivered))
 
-        self._dead_letters.write(dead.message, dead.rejected.reason, dead.rejected.detail, report)
+        self._dead_letters.write(invalid.message, invalid.rejected.reason, invalid.rejected.detail, report)
 
     def _collect_reports(self) -> None:
         self._dead_letters.poll()
         while self._reports:
-            dead, delivered = self._reports.popleft()
+            invalid, delivered = self._reports.popleft()
             if delivered:
-                undelivered, offset = self._undelivered_of(dead)
-                undelivered.discard(offset)
+                invalid.log.undelivered.discard(invalid.offset)
             else:
                 if not self._failed:
                     self._retry_at_us = self._clock.monotonic_us() + int(RETRY_S * 1e6)
-                self._failed.append(dead)
+                self._failed.append(invalid)
 
     def _retry_dead_letters(self) -> None:
         if not self._failed or self._clock.monotonic_us() < self._retry_at_us:
             return
         failed, self._failed = self._failed, []
-        for dead in failed:
-            undelivered, offset = self._undelivered_of(dead)
-            # A partition that was lost or begun again reads the record again.
-            if offset in undelivered:
-                self._write_dead_letter(dead)
-
-    def _undelivered_of(self, dead: _DeadRecord) -> tuple[set[int], int]:
-        """The undelivered offsets in the log of a dead letter, and the offset of that record."""
-        topic, partition, offset = dead.place
-        followed = self._followed.get(partition)
-        if followed is None:
-            return set(), offset
-        return (followed.behaviours if topic == self._behaviours else followed.history).undelivered, offset
+        for invalid in failed:
+            if invalid.offset in invalid.log.undelivered:
+                self._write_dead_letter(invalid)
 
     @property
     def _undelivered(self) -> int:
-        return sum(
-            len(each.undelivered)
-            for followed in self._followed.values()
-            for each in (followed.history, followed.behaviours)
-        )
+        return sum(len(each.undelivered) for followed in self._followed.values() for each in followed.logs)
 
 
 def _drain(consumer: Consumer, timeout_s: float) -> list[Message]:

@@ -13,7 +13,7 @@
 | no | yes | at least so many behaviours, and they are stored; fewer are | NEWEST; STALE |
 
 A version is compared by content (length and digest of behaviours and features), never by the version number alone. A
-length alone says nothing about the content. If the requested history is newer than the stored one (`is_behind`), the
+length alone says nothing about the content. If the requested history is newer than the stored one and `may_arrive`, the
 caller decides whether to wait for it.
 """
 
@@ -84,7 +84,7 @@ class ResolvedHistory:
     history: History | None
     chain: DigestChain | None
     version: HistoryVersion | None
-    is_behind: bool
+    may_arrive: bool
     """The requested version is newer than the stored one and may still arrive."""
     loading: bool
     """The follower had not caught up with the user's partition, or had read no history of a user who has one."""
@@ -113,8 +113,8 @@ def resolve(stored: StoredHistory | None, wanted: Wanted, inline: History | None
         return _inline(inline, wanted, loading)
     if stored is None:
         # The requester has a version that is not here, so the store is incomplete even at the end of the log.
-        is_behind = wanted is not None
-        return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, is_behind, loading or is_behind)
+        may_arrive = wanted is not None
+        return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, may_arrive, loading or may_arrive)
     if wanted is None:
         return _whole(HistoryStatus.NEWEST, stored, loading)
     if isinstance(wanted, WantedLength):
@@ -126,7 +126,7 @@ def resolve(stored: StoredHistory | None, wanted: Wanted, inline: History | None
     if not _begins_with(stored, wanted):
         # Of an equal number, the behaviours that are missing may be on their way.
         behind = known.number < wanted.number or (known.number == wanted.number and wanted.length > stored.chain.length)
-        return _whole(HistoryStatus.STALE, stored, loading, is_behind=behind)
+        return _whole(HistoryStatus.STALE, stored, loading, may_arrive=behind)
     history = History(known.user_id, wanted.number, known.features, known.behaviours[: wanted.length])
     chain = stored.chain.cut(wanted.length, wanted.digest)
     return ResolvedHistory(HistoryStatus.PREFIX_OF_NEWER, history, chain, wanted, False, loading)
@@ -160,7 +160,7 @@ def window_start(length: int, max_prefix_behaviours: int, anchor_behaviours: int
 def _of_length(stored: StoredHistory, wanted: WantedLength, loading: bool) -> ResolvedHistory:
     known, length = stored.history, stored.chain.length
     if length < wanted.length:
-        return _whole(HistoryStatus.STALE, stored, loading, is_behind=True)
+        return _whole(HistoryStatus.STALE, stored, loading, may_arrive=True)
     if not wanted.is_exact:
         return _whole(HistoryStatus.NEWEST, stored, loading)
     if length == wanted.length:
@@ -187,9 +187,9 @@ def _inline(inline: History, wanted: Wanted, loading: bool) -> ResolvedHistory:
     return ResolvedHistory(HistoryStatus.INLINE, inline, chain, wanted or version, False, loading)
 
 
-def _whole(status: HistoryStatus, stored: StoredHistory, loading: bool, is_behind: bool = False) -> ResolvedHistory:
+def _whole(status: HistoryStatus, stored: StoredHistory, loading: bool, may_arrive: bool = False) -> ResolvedHistory:
     return ResolvedHistory(
-        status, stored.history, stored.chain, stored.version, is_behind, loading, has_gap=stored.has_gap
+        status, stored.history, stored.chain, stored.version, may_arrive, loading, has_gap=stored.has_gap
     )
 
 

@@ -1,23 +1,8 @@
 """Snapshots that the owner of a partition writes, so that a new worker starts from snapshot and tail.
 
-Kafka drops old behaviours, so the owner saves a history on the history topic before that. It also saves a history with
-many behaviours after the last snapshot, because a new worker would have to append them one by one.
-
-| reason | the history | when |
-|---|---|---|
-| `SUPERSEDED` | the last record in the log is an older one that changed nothing here | at once |
-| `OLD` | behaviours are about to leave the behaviours topic | at once |
-| `GROWN` | has many behaviours that no snapshot has | while the worker is idle |
-
-Histories are written within a bound of bytes a second, tombstones at once, and all only for partitions that have caught
-up. A history with a gap is not written: only the pipeline knows what is missing.
-
-Kafka has no compare-and-set, so an owner that is slow or has lost its partition may write after the pipeline or after
-its successor. Each record of an owner therefore names the records that the owner had read (`Continuation`,
-`RepeatedTombstone`). Every worker skips a record that another one has overtaken, and the owner then writes the newer
-state, or the tombstone, again. Meanwhile Kafka keeps both records (`min.compaction.lag.ms`).
-
-The follower's thread owns the writer.
+docs/histories.md says which histories are saved and when. Each record names the records that the owner had read
+(`Continuation`, `RepeatedTombstone`), since a slow owner may write after the pipeline or after its successor. Kafka
+keeps both records meanwhile (`min.compaction.lag.ms`). The follower's thread owns the writer.
 """
 
 from __future__ import annotations
@@ -28,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import structlog
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message
 from prometheus_client import Counter, Gauge
 
-from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.client_errors import LimitedLog, NoteError, no_note, why_undelivered
+from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, encode
@@ -42,14 +27,11 @@ from relaygr.schemas.topics import CATALOGUE, Topic
 from relaygr.worker.history.records import Head
 from relaygr.worker.history.store import HistoryStore
 
-log = structlog.get_logger()
-
 # No record of the behaviours topic lives longer than its retention and a segment.
 LONGEST_EVENT_MS: Final = CATALOGUE[Topic.BEHAVIOURS].retention_ms + CATALOGUE[Topic.BEHAVIOURS].segment_ms
 _BURST_S: Final = 4.0
 _MOST_WAITING: Final = 8192
 _MOST_UNDELIVERED: Final = 32
-_FAILURE_INTERVAL_US: Final = 10_000_000
 
 
 class SnapshotReason(enum.StrEnum):
@@ -142,16 +124,15 @@ class SnapshotWriter:
         limits: SnapshotLimits,
         clock: Clock,
         is_idle: Callable[[], bool] = lambda: True,
+        note_error: NoteError = no_note,
     ) -> None:
         """`is_idle`: whether the worker has nothing urgent to do."""
-        self._kafka = kafka
         self._store = store
-        self._client_id = f"{client_id}-snapshots"
         self._topic = kafka.topic(Topic.HISTORY)
         self._limits = limits
         self._clock = clock
         self._is_idle = is_idle
-        self._producer: Producer | None = None
+        self._producer = DurableProducer(kafka, f"{client_id}-snapshots", note_error=note_error)
         self._budget = ByteBudget(limits.bytes_per_s, clock.monotonic_us())
         self._urgent: deque[tuple[int, str]] = deque()
         self._grown: deque[tuple[int, str]] = deque(maxlen=_MOST_WAITING)
@@ -162,20 +143,19 @@ class SnapshotWriter:
         self._scan_at_us = 0
         self._due = 0
         self._oldest_ms: int | None = None
-        self._failed_at_us = -_FAILURE_INTERVAL_US
+        self._limited_log = LimitedLog(clock)
 
     def turn(self, partitions: frozenset[int]) -> None:
         """Looks at some histories of these partitions, and saves some of those that are due. Takes milliseconds."""
         if not partitions:
             return
-        if self._producer is not None:
-            self._producer.poll(0)
+        self._producer.poll()
         now_us = self._clock.monotonic_us()
         if self._after is None and now_us >= self._scan_at_us:
             self._after, self._due, self._oldest_ms = b"", 0, None
         if self._after is not None and max(len(self._urgent), len(self._deleted)) < _MOST_WAITING:
             self._scan(partitions, now_us)
-        while self._producer is None or len(self._producer) < _MOST_UNDELIVERED:
+        while len(self._producer) < _MOST_UNDELIVERED:
             has_room = self._budget.has_room(now_us)
             if self._deleted:
                 partition, user_id = self._deleted.popleft()
@@ -192,8 +172,7 @@ class SnapshotWriter:
 
     def close(self, timeout_s: float) -> None:
         """Waits for the delivery of written snapshots. One that is lost is due again at the next owner."""
-        if self._producer is not None:
-            self._producer.flush(timeout_s)
+        self._producer.flush(timeout_s)
 
     def _scan(self, partitions: frozenset[int], now_us: int) -> None:
         assert self._after is not None
@@ -227,15 +206,8 @@ class SnapshotWriter:
             written = self._written(user_id, head, now_ms)
             if written is None:
                 return
-            if self._producer is None:
-                self._producer = make_producer(self._kafka, ProducerKind.DURABLE, self._client_id)
             self._producer.produce(
-                self._topic,
-                value=written.value,
-                key=user_id.encode(),
-                partition=partition,
-                headers=written.headers,
-                on_delivery=self._delivered,
+                self._topic, written.value, user_id.encode(), self._delivered, written.headers, partition
             )
         except (BufferError, KafkaException, EncodeError) as error:
             self._fail(str(error))
@@ -252,13 +224,10 @@ class SnapshotWriter:
         history = self._store.saved(user_id, now_ms - LONGEST_EVENT_MS)
         return None if history is None else _Written(encode(history), [])
 
-    def _delivered(self, error: KafkaError | None, _message: Message) -> None:
+    def _delivered(self, error: KafkaError | None, _message: Message | None) -> None:
         if error is not None:
-            self._fail(error.str())
+            self._fail(why_undelivered(error))
 
     def _fail(self, cause: str) -> None:
         _FAILURES.inc()
-        now_us = self._clock.monotonic_us()
-        if now_us - self._failed_at_us >= _FAILURE_INTERVAL_US:
-            self._failed_at_us = now_us
-            log.warning("histories cannot be saved; tries again", topic=self._topic, cause=cause)
+        self._limited_log.warning("histories cannot be saved; tries again", 0, topic=self._topic, cause=cause)

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
+
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype, KvGeometry
@@ -37,10 +39,14 @@ class BaseEngine(ABC):
         self.num_tasks = len(config.tasks)
         self.compute_dtype = compute_dtype
         self.weights_bytes = checkpoint.weights_bytes
+        self._vocabulary = checkpoint.vocabulary()
 
     @abstractmethod
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
         """See `Engine.forward`."""
+
+    def known_items(self, count: int, random: np.random.Generator) -> Int64Array:
+        return self._vocabulary.sample(count, random)
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
         self.forward([chunk], [])

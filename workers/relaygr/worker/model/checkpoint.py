@@ -9,6 +9,9 @@ saved; a model with one different weight has another revision, so K,V of old wei
 (`_Stamp`). Loading trusts the digests of a file that has this time, so a large table is mapped and not read. A file
 with another time was copied or changed: its digests are computed again, and a file that differs from them is refused.
 A file without digests, of another tool, is read whole.
+
+A deploy may point a link at another folder, or save into the same folder, while it is read. So a link is resolved once,
+the weights file is opened once, and what was read is refused if either file is another one afterwards.
 """
 
 from __future__ import annotations
@@ -28,19 +31,18 @@ import structlog
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, read_config
+from relaygr.worker.model.config import CONFIG_FILE, WEIGHTS_FILE, ModelConfig, read_config
 from relaygr.worker.model.inputs.embedding import input_shapes
-from relaygr.worker.model.inputs.lookup import IDS_TENSOR, Vocabulary
+from relaygr.worker.model.inputs.known import IDS_TENSOR, Vocabulary
 from relaygr.worker.model.inputs.tables import is_table
 from relaygr.worker.model.layer_parts import copy_bytes
 from relaygr.worker.model.layers import layer_shapes
 from relaygr.worker.model.options import Family
 from relaygr.worker.model.readout import readout_shapes
 
-WEIGHTS_FILE = "model.safetensors"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE_SUFFIX = ".rows"
 _REVISION_BYTES = 16
@@ -114,7 +116,9 @@ class Verification:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Raises RelayError if a file is missing or broken, disagrees with the configuration, or was changed."""
+    folder = folder.resolve()
     finish_save(folder)
+    files = _files(folder)
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
     tensors: dict[str, torch.Tensor] = {}
@@ -122,6 +126,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     if expected_tensors(config) or path.exists():
         tensors, stamp = _read(path)
     is_trusted = stamp is not None and stamp.is_of(path)
+    # A save names the weights first: the configuration that belongs to them may wait for its name.
+    finish_save(folder)
+    if _files(folder) != files:
+        raise RelayError(f"{folder} was replaced while it was read: load it again.")
     _check(config, tensors, str(path), are_values_known=is_trusted)
     if stamp is None or not is_trusted:
         digests = compute_digests(tensors)
@@ -137,11 +145,25 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(config, kept, _revision(config, tensors, digests))
 
 
+def _files(folder: Path) -> list[tuple[int, int, int] | None]:
+    return [file_identity(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+
+
+def file_identity(path: Path) -> tuple[int, int, int] | None:
+    """Inode, size and modification time of a file; None without a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def verify_checkpoint(folder: Path, *, trust: bool) -> Verification:
     """Reads all weights and compares them with their digests. `trust`: if they agree, gives the file its recorded time.
 
     Raises RelayError if a file is missing or broken, or cannot be given the time.
     """
+    folder = folder.resolve()
     finish_save(folder)
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
@@ -207,7 +229,9 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], _Stamp | None]:
     try:
         # safetensors says of each file that it cannot open that there is none.
         path.open("rb").close()
-        tensors, stamp = load_file(path), _read_stamp(path)
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            stamp = _stamp_of(file.metadata(), path)
     except (OSError, SafetensorError) as error:
         raise RelayError(f"{path} cannot be read: {error}.") from error
     if stamp is not None and set(stamp.digests) != set(tensors):
@@ -218,7 +242,11 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], _Stamp | None]:
 def _read_stamp(path: Path) -> _Stamp | None:
     """The record in the header; None if another tool wrote the file."""
     with safe_open(path, framework="pt") as file:
-        record = (file.metadata() or {}).get(_STAMP_KEY)
+        return _stamp_of(file.metadata(), path)
+
+
+def _stamp_of(header: Mapping[str, str] | None, path: Path) -> _Stamp | None:
+    record = (header or {}).get(_STAMP_KEY)
     if record is None:
         return None
     try:

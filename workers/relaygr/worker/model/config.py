@@ -39,6 +39,7 @@ from relaygr.worker.model.options import (
 )
 
 CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
 
 
 class ModelConfig(Part):

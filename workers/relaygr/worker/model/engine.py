@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.limits import usable_cores
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.spec import torch_dtype
 from relaygr.worker.model.base_engine import BaseEngine
-from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
+from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, resident_bytes
 from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
 from relaygr.worker.model.inputs.tokens import Column, no_tokens
 from relaygr.worker.model.interface import (
@@ -33,6 +35,10 @@ from relaygr.worker.model.paged_engine import PagedEngine
 log = structlog.get_logger(__name__)
 
 
+class NoMemoryForWeightsError(RelayError):
+    """The weights are larger than the free memory."""
+
+
 def load_engine(
     path: Path,
     device: str | None = None,
@@ -46,12 +52,11 @@ def load_engine(
     """An engine for the checkpoint folder `path`, on the device that the setting names (`open_device`).
 
     `kv_dtype`, `compute_dtype`: None is the device's default (`default_dtypes`). `threads`: CPU threads of one
-    operator, process-wide; None keeps torch's default. `device_table_bytes`: larger tables stay in host memory. Raises
-    RelayError if the checkpoint is missing or broken, if the device is missing, or if it has no instructions for
-    products in int8.
+    operator, process-wide; None is torch's default, within the CPU quota of the container. `device_table_bytes`: larger
+    tables stay in host memory. Raises RelayError if the checkpoint is missing, broken, or larger than the free memory,
+    if the device is missing, or if it has no instructions for products in int8.
     """
-    if threads is not None:
-        set_threads(threads)
+    set_threads(threads if threads is not None else min(torch.get_num_threads(), usable_cores()))
     opened = open_device(device)
     default_kv, default_compute = default_dtypes(opened)
     kv, compute = kv_dtype or default_kv, compute_dtype or default_compute
@@ -66,6 +71,8 @@ def load_engine(
     # `build_engine` would refuse it, too, but only after the weights are read.
     if compute is ComputeDtype.INT8:
         _require_int8(opened)
+    if opened.is_cpu:
+        _require_memory(path, opened, compute, device_table_bytes)
     return build_engine(load_checkpoint(path), opened, kv, page_tokens, compute, graphs, device_table_bytes)
 
 
@@ -85,6 +92,17 @@ def _require_int8(device: Device) -> None:
         f"compute_dtype int8 needs a CPU with VNNI (avx512_vnni, avx_vnni or amx_int8), and {device.name} "
         f"({device.description}) is none: set worker.compute_dtype to {instead}."
     )
+
+
+def _require_memory(path: Path, device: Device, compute: ComputeDtype, device_table_bytes: int) -> None:
+    """Raises NoMemoryForWeightsError: the kernel would kill the process while it loads."""
+    wanted = resident_bytes(path, device_table_bytes, torch_dtype(compute), device.torch_device.type)
+    free = device.memory().free_bytes
+    if wanted > free:
+        raise NoMemoryForWeightsError(
+            f"The weights in {path} need {wanted / 2**30:.2f} GiB of memory, but the machine and its container have "
+            f"{free / 2**30:.2f} GiB free: free memory, or raise the container's limit."
+        )
 
 
 def build_engine(
@@ -140,6 +158,12 @@ class NullEngine(BaseEngine):
 
     def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:  # noqa: ARG002
         return features
+
+    def unknown_actions(self, behaviours: Behaviours) -> int:  # noqa: ARG002
+        return 0
+
+    def unknown_features(self, features: Int64Array) -> int:  # noqa: ARG002
+        return 0
 
     def prefix_inputs(
         self,

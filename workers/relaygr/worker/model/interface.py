@@ -164,6 +164,15 @@ class Engine(Protocol):
         Returns the same array if nothing is hidden. The key of a prefix is computed from the shown features.
         """
 
+    def known_items(self, count: int, random: np.random.Generator) -> Int64Array:
+        """Random item ids of the model's vocabulary; some may be equal."""
+
+    def unknown_actions(self, behaviours: Behaviours) -> int:
+        """The number of behaviours with an action code that the model does not know; 0 if it uses no actions."""
+
+    def unknown_features(self, features: Int64Array) -> int:
+        """The number of feature values that are missing, outside the model's tables, or more than the model has."""
+
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
         """Looks up the rows of a prefix. Missing and unknown features take their unknown row. Raises TooLongError.
 

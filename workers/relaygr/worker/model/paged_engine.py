@@ -25,7 +25,8 @@ from relaygr.worker.model.config import ModelConfig, RuleError, rules_of
 from relaygr.worker.model.graphs import layer_runner
 from relaygr.worker.model.inputs.embedding import TokenEmbedding, input_row_elements
 from relaygr.worker.model.inputs.encodings import query_seconds, seconds
-from relaygr.worker.model.inputs.lookup import IDS_TENSOR, FeatureGates, TokenLookup
+from relaygr.worker.model.inputs.known import IDS_TENSOR, KnownInputs
+from relaygr.worker.model.inputs.lookup import FeatureGates, TokenLookup
 from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES, Placement
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs, RankOutputs
@@ -135,7 +136,8 @@ class PagedEngine(BaseEngine):
         config = checkpoint.config
         self._config = config
         self._gates = FeatureGates(config.contextual_features)
-        self._lookup = TokenLookup(config, checkpoint.vocabulary())
+        self._known = KnownInputs(config)
+        self._lookup = TokenLookup(config, self._vocabulary)
         self._segmenting = Segmenting(config)
         on_host = checkpoint.large_tables(device_table_bytes)
         self.weights_bytes -= sum(checkpoint.tensors[name].nbytes for name in on_host)
@@ -191,6 +193,12 @@ class PagedEngine(BaseEngine):
 
     def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
         return self._gates.shown(features, behaviours, candidates)
+
+    def unknown_actions(self, behaviours: Behaviours) -> int:
+        return int(np.count_nonzero(self._known.unknown_actions(behaviours.actions)))
+
+    def unknown_features(self, features: Int64Array) -> int:
+        return self._known.unknown_features(features)
 
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
         self._check_prefix(behaviours)

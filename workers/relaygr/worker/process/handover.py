@@ -20,8 +20,9 @@ import structlog
 from confluent_kafka import KafkaException
 
 from relaygr.consumer import FinishedOffsets
-from relaygr.kafka.topic_identity import identify_topics
+from relaygr.kafka.topic_identity import TopicIdentity, identify_topics
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.build import DramMemory
 from relaygr.worker.model.interface import Engine
@@ -40,6 +41,8 @@ _PATIENCE_S = 5.0
 class Handover:
     """`arena` None: the DRAM tier is private memory."""
 
+    identity: TopicIdentity
+    """The ids of every topic that the worker reads as a log of its own."""
     finished: FinishedOffsets
     arena: SharedArena | None
 
@@ -71,16 +74,19 @@ def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, 
     """Opens or creates the files. Raises RelayError without memory for them, or without a broker."""
     kafka, settings = config.kafka, config.worker
     topics = [kafka.topic(topic) for topic in kafka.worker_topics]
+    others = [Topic.HISTORY, Topic.BEHAVIOURS, *([Topic.OVERFLOW] if settings.divert else [])]
+    names = [*topics, *map(kafka.topic, others)]
     try:
-        identity = identify_topics(kafka, topics, config.client_id, kafka.connect_timeout_s)
+        identity = identify_topics(kafka, names, config.client_id, kafka.connect_timeout_s)
     except KafkaException as error:
         raise RelayError(f"Kafka at {kafka.bootstrap} does not return its topic ids: {error.args[0]}.") from error
-    finished = FinishedOffsets(folder / "finished", identity, kafka.partitions, lock)
+    owned = TopicIdentity(identity.cluster_id, {name: identity.topic_ids[name] for name in topics})
+    finished = FinishedOffsets(folder / "finished", owned, kafka.partitions, lock)
     arena = None
     if keeps_prefixes and (shape := arena_shape(engine, settings)) is not None:
         arena = SharedArena.attach(folder, shape, engine.device, lock)
         arena.read_ahead()
-    return Handover(finished, arena)
+    return Handover(identity, finished, arena)
 
 
 def claim(lock: ArenaLock, config: WorkerConfig) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.admission.latency import LatencyModel
 from relaygr.kafka.clients import LARGEST_QUEUE_BYTES
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.cache import CacheConfig
@@ -15,7 +14,6 @@ from relaygr.worker.cache.arena import coding_bytes
 from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
 from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.cache.policies import TierPolicies
-from relaygr.worker.cache.trace import TraceHeader, TraceRecorder
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.memory import MemoryPlan, forward_bytes
 from relaygr.worker.model.interface import Engine
@@ -32,8 +30,6 @@ class AllocatedMemory:
 
     built: BuiltCache
     scratch_pages: NDArray[np.int32]
-    recorder: TraceRecorder | None
-    """Records the cache's operations once it is started; None without `worker.cache_trace`."""
 
 
 def queues_bytes(settings: WorkerSettings) -> int:
@@ -43,7 +39,7 @@ def queues_bytes(settings: WorkerSettings) -> int:
 
 def policies_of(settings: WorkerSettings) -> TierPolicies:
     """The cache policy of each tier."""
-    return TierPolicies(settings.hbm_policy, settings.dram_policy, round(settings.prefix_ttl_s * 1e6))
+    return TierPolicies(settings.hbm_policy, settings.dram_policy)
 
 
 def dram_geometry(engine: Engine, settings: WorkerSettings) -> DramGeometry:
@@ -96,36 +92,11 @@ def allocate_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory |
             f"worker.hbm_bytes holds {hbm_pages} pages of {geometry.page_bytes} bytes, but the prefix of the model's "
             f"longest history needs {longest} pages: set worker.hbm_bytes to at least {longest * geometry.page_bytes}."
         )
-    recorder = _recorder(settings)
     built = build_cache(
         engine.device,
         CacheConfig(dram_geometry(engine, settings), engine.layout, hbm_pages, dram_pages, policies_of(settings)),
         extra_hbm_pages=longest,
         dram=dram,
-        listener=recorder.on_event if recorder is not None else None,
     )
     engine.bind(built.hbm_arena)
-    return AllocatedMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32), recorder)
-
-
-def _recorder(settings: WorkerSettings) -> TraceRecorder | None:
-    """Raises RelayError if the trace file cannot be written."""
-    if settings.cache_trace is None:
-        return None
-    return TraceRecorder(settings.cache_trace, int(settings.cache_trace_bytes))
-
-
-def trace_header(
-    engine: Engine, geometry: DramGeometry, settings: WorkerSettings, latency: LatencyModel
-) -> TraceHeader:
-    """The facts about this worker that a replay of the trace needs."""
-    return TraceHeader(
-        geometry=geometry,
-        layout=engine.layout,
-        hbm_pages=int(settings.hbm_bytes) // geometry.kv.page_bytes,
-        dram_pages=int(settings.dram_bytes) // geometry.page_bytes,
-        hbm_policy=settings.hbm_policy,
-        dram_policy=settings.dram_policy,
-        ttl_us=round(settings.prefix_ttl_s * 1e6),
-        latency=latency.coefficients,
-    )
+    return AllocatedMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32))

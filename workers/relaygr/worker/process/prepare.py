@@ -3,15 +3,15 @@
 A prepared worker has loaded its model, warmed up its device, opened its history store and connected its producers. It
 has read no topic, and has changed no file that an active worker with the same id uses.
 
-A primary worker calibrates while it has the device to itself. A standby shares the device with an active worker, which
-would make its measurements wrong. So it uses the calibration that the active worker left in the shared folder, and
-computes its products with the same library.
+A standby shares the device with an active worker, which would make its measurements wrong. So it uses the calibration
+that the active worker left in the shared folder, and computes its products with the same library.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,22 +21,23 @@ from confluent_kafka import KafkaException, Producer
 from relaygr.admission.latency import Corrector, LatencyModel
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.refusals import Refusals
+from relaygr.kafka.rights import Role
 from relaygr.kafka.statistics import kafka_statistics
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
-from relaygr.worker.cache.trace.recorder import require_writable
 from relaygr.worker.calibration import calibrate, latency_for, load_calibration, save_calibration
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.measuring import EngineMeter, bind_own_arena
 from relaygr.worker.memory import MemoryPlan, process_bytes, require_host_memory
-from relaygr.worker.model.engine import load_engine
+from relaygr.worker.model.engine import NoMemoryForWeightsError, load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.layer_parts import use_onednn
 from relaygr.worker.process.handover import Handover, attach
 from relaygr.worker.process.memory import AllocatedMemory, allocate_memory, arena_shape, plan_memory
-from relaygr.worker.score_error import ScoreError, require_compute_precision, require_kv_precision, require_precision
+from relaygr.worker.process.trial import require_finite_scores, require_precisions
 from relaygr.worker.settings import StandbyMemory, WorkerConfig, WorkerSettings
-from relaygr.worker.shared.arena import make_room
+from relaygr.worker.shared.arena import ArenaShape, delete_abandoned, lacks_space, make_room
 from relaygr.worker.shared.lock import ArenaLock
 
 log = structlog.get_logger()
@@ -49,13 +50,15 @@ _ROUNDS: Final = 2
 
 @dataclass(slots=True)
 class Prepared:
-    """The parts that exist before activation. `memory` None: allocated at the take-over.
+    """What exists before activation. `memory` None: allocated at the take-over.
 
     `corrector` belongs to the device thread once that thread runs. A reload replaces `engine` (see `reloading`), so
     that the old model's memory is freed.
     """
 
     engine: Engine
+    model: Path
+    """The folder of `engine` at the start, without links."""
     plan: MemoryPlan
     handover: Handover
     memory: AllocatedMemory | None
@@ -63,6 +66,7 @@ class Prepared:
     producer: Producer
     dead_letters: DeadLetterWriter
     follower_letters: DeadLetterWriter
+    refusals: Refusals
     store: HistoryStore
 
 
@@ -71,13 +75,51 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
 
     `keeps_prefixes`: the DRAM tier outlives the process. Raises RelayError for a mistake that the user can correct.
     """
-    kafka, settings = config.kafka, config.worker
+    kafka = config.kafka
+    # `worker.model` may be a link that a deploy points at another revision meanwhile.
+    settings = config.worker.model_copy(update={"model": config.worker.model.resolve()})
     store = _open_files(settings)
     own_bytes = process_bytes()
     calibrated = settings.calibration or (folder / _CALIBRATION_FILE if is_standby else None)
     if calibrated is not None:
         _compute_as_calibrated(calibrated)
-    engine = load_engine(
+    engine = _load(settings, folder, lock)
+    require_finite_scores(engine, settings.model, store)
+    require_precisions(engine, settings)
+    plan = plan_memory(engine, settings, own_bytes, keeps_prefixes=keeps_prefixes)
+    shape = arena_shape(engine, settings) if keeps_prefixes else None
+    _require_memory(plan, engine.device.is_cpu, folder, shape, make_room(folder, shape, lock))
+    handover = attach(config, engine, folder, lock, keeps_prefixes=keeps_prefixes)
+    memory = None
+    if is_standby and settings.standby_memory is StandbyMemory.AT_TAKEOVER:
+        bind_own_arena(engine)
+    else:
+        memory = allocate_memory(engine, settings, handover.dram)
+    latency = _measured_latency(engine, settings, folder, is_alone=not is_standby)
+    reporting = kafka_statistics().options(kafka.statistics_interval_ms)
+    producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results", options=reporting)
+    refusals = Refusals(kafka, Role.WORKER_DIVERT if settings.divert else Role.WORKER)
+    dead_letters = DeadLetterWriter(kafka, config.client_id, note_error=refusals.note)
+    follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history", note_error=refusals.note)
+    _connect(producer, config)
+    return Prepared(
+        engine,
+        settings.model,
+        plan,
+        handover,
+        memory,
+        Corrector(latency),
+        producer,
+        dead_letters,
+        follower_letters,
+        refusals,
+        store,
+    )
+
+
+def _load(settings: WorkerSettings, folder: Path, lock: ArenaLock) -> Engine:
+    load = partial(
+        load_engine,
         settings.model,
         settings.device,
         settings.kv_dtype,
@@ -87,90 +129,39 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
         settings.cuda_graphs,
         int(settings.device_table_bytes),
     )
-    _check_kv(engine, settings)
-    _check_compute(engine, settings)
-    _check_dram(engine, settings)
-    plan = plan_memory(engine, settings, own_bytes, keeps_prefixes=keeps_prefixes)
-    shape = arena_shape(engine, settings) if keeps_prefixes else None
-    require_host_memory(plan, engine.device.is_cpu, make_room(folder, shape, lock) if shape is not None else 0)
-    handover = attach(config, engine, folder, lock, keeps_prefixes=keeps_prefixes)
-    memory = None
-    if is_standby and settings.standby_memory is StandbyMemory.AT_TAKEOVER:
-        bind_own_arena(engine)
-    else:
-        memory = allocate_memory(engine, settings, handover.dram)
-    latency = _measured_latency(engine, settings, folder, undisturbed=not is_standby)
-    reporting = kafka_statistics().options(kafka.statistics_interval_ms)
-    producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results", options=reporting)
-    dead_letters = DeadLetterWriter(kafka, config.client_id)
-    follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history")
-    _connect(producer, config)
-    return Prepared(engine, plan, handover, memory, Corrector(latency), producer, dead_letters, follower_letters, store)
+    try:
+        return load()
+    except NoMemoryForWeightsError:
+        # A killed worker may have left its arena.
+        make_room(folder, None, lock)
+        delete_abandoned(folder)
+        return load()
 
 
 def _open_files(settings: WorkerSettings) -> HistoryStore:
     """Opens the history store, before the slow part of the start.
 
-    Raises RelayError if the files of `worker.history_path` and `worker.cache_trace` cannot be written, or if another
-    worker uses the history store.
+    Raises RelayError if the files of `worker.history_path` cannot be written, or if another worker uses them.
     """
-    store = HistoryStore.open(settings.history_path, settings.history_max_bytes)
+    store = HistoryStore.open(
+        settings.history_path, settings.history_max_bytes, max_ahead_ms=int(settings.history_max_ahead_s * 1000)
+    )
     store.claim(settings.worker_id)
-    if settings.cache_trace is not None:
-        require_writable(settings.cache_trace)
     return store
 
 
-def _check_dram(engine: Engine, settings: WorkerSettings) -> None:
-    """Raises RelayError if the DRAM tier's element type changes scores by more than the settings allow."""
-    if not settings.dram_bytes:
-        return
-    error = require_precision(
-        engine,
-        settings.model,
-        settings.dram_kv_dtype,
-        settings.dram_max_score_error,
-        settings.dram_min_topk_overlap,
-    )
-    if error is not None:
-        what = "scores on reloaded prefixes are approximate"
-        _log_error(what, error, dram_kv_dtype=settings.dram_kv_dtype.value)
-
-
-def _check_kv(engine: Engine, settings: WorkerSettings) -> None:
-    """Raises RelayError if K,V in 8 bits change scores by more than the settings allow."""
-    error = require_kv_precision(
-        engine,
-        settings.model,
-        settings.kv_max_score_error,
-        settings.kv_min_topk_overlap,
-        int(settings.device_table_bytes),
-    )
-    if error is not None:
-        _log_error("scores on K,V in 8 bits are approximate", error, kv_dtype=engine.geometry.dtype.value)
-
-
-def _check_compute(engine: Engine, settings: WorkerSettings) -> None:
-    """Raises RelayError if products in int8 change scores by more than the settings allow."""
-    error = require_compute_precision(
-        engine,
-        settings.model,
-        settings.compute_max_score_error,
-        settings.compute_min_topk_overlap,
-        int(settings.device_table_bytes),
-    )
-    if error is not None:
-        _log_error("scores by products in int8 are approximate", error)
-
-
-def _log_error(event: str, error: ScoreError, **setting: str) -> None:
-    log.info(
-        event,
-        **setting,
-        max_score_error=round(error.max_score_error, 6),
-        mean_score_error=round(error.mean_score_error, 6),
-        top10_overlap=round(error.topk_overlap, 4),
-    )
+def _require_memory(
+    plan: MemoryPlan, device_is_host: bool, folder: Path, shape: ArenaShape | None, taken_bytes: int
+) -> None:
+    """Deletes the arenas of workers that do not run any more, if memory is short. Raises RelayError if it stays so."""
+    try:
+        require_host_memory(plan, device_is_host, taken_bytes)
+        is_short = shape is not None and lacks_space(folder, shape.dram_bytes + shape.index_bytes - taken_bytes)
+    except RelayError:
+        is_short = True
+    if is_short:
+        delete_abandoned(folder)
+        require_host_memory(plan, device_is_host, taken_bytes)
 
 
 def _connect(producer: Producer, config: WorkerConfig) -> None:
@@ -182,15 +173,15 @@ def _connect(producer: Producer, config: WorkerConfig) -> None:
         raise RelayError(f"Kafka at {config.kafka.bootstrap} no longer answers: {error.args[0]}.") from error
 
 
-def _measured_latency(engine: Engine, settings: WorkerSettings, folder: Path, *, undisturbed: bool) -> LatencyModel:
+def _measured_latency(engine: Engine, settings: WorkerSettings, folder: Path, *, is_alone: bool) -> LatencyModel:
     """Calibrates or reads a calibration, then warms up. The engine's arena must be empty.
 
-    `undisturbed`: no other process uses the device. Raises RelayError if the file in `worker.calibration` is not a
+    `is_alone`: no other process uses the device. Raises RelayError if the file in `worker.calibration` is not a
     calibration of this worker.
     """
     if settings.calibration is not None:
         latency = latency_for(engine, settings.calibration)
-    elif undisturbed:
+    elif is_alone:
         calibration = calibrate(engine)
         log.info("device calibrated", device=engine.device.name, **asdict(calibration.coefficients))
         save_calibration(calibration, folder / _CALIBRATION_FILE)

@@ -1,22 +1,8 @@
 """Model reload: SIGHUP makes a worker load the checkpoint in `worker.model` again and swap the models.
 
-    main thread      starts the reload, and passes the loaded model on (`ModelReloading.tick`)
-    reload thread    loads and tests the new model while the old one serves (`load_beside`), then frees old prefixes
-    device thread    swaps between two steps: binds the new engine to the same arena, restarts the work in progress
-
-With `worker.model_poll_s` the main thread also looks at that folder, and reloads when its weights are another file.
-
-A new revision makes every prefix of a worker cold at once. With `worker.reload_spread_s` the workers of a fleet that
-get SIGHUP together load it one after the other: each waits for its own part of that time (`reload_delay_s`).
-
-If the checkpoint cannot serve, the worker keeps its model, logs the reason and counts the outcome. A standby swaps at
-once, so that it takes over with the model that the active worker was told to load.
-
-`load_beside` refuses a checkpoint that is broken, whose K,V do not fit the existing pages, that needs more memory than
-is free beside the present model, or whose scores are not finite numbers. Nothing changes before the swap.
-
-The latency model: with `worker.calibration` the worker uses that file. It must be a calibration of the new checkpoint,
-since a restart would refuse another one. Without the setting the present latency model stays and is corrected on-line.
+docs/worker-process.md describes the steps. If the checkpoint cannot serve, the worker keeps its model, logs the reason
+and counts the outcome. A standby swaps at once, so that it takes over with the model that the active worker was told to
+load. An active worker keeps the previous model until the new one has proved itself (`results.FiniteScores`).
 """
 
 from __future__ import annotations
@@ -31,33 +17,27 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import psutil
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Behaviours
+from relaygr.runtime.limits import available_memory
 from relaygr.worker.calibration import latency_for
-from relaygr.worker.measuring import bind_own_arena
+from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.memory import HEADROOM, forward_bytes, is_out_of_memory
 from relaygr.worker.model.attention.spec import torch_dtype
-from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint, resident_bytes
-from relaygr.worker.model.config import read_config
+from relaygr.worker.model.checkpoint import file_identity, load_checkpoint, resident_bytes
+from relaygr.worker.model.config import WEIGHTS_FILE, read_config
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.interface import Engine, PrefixChunk
-from relaygr.worker.process.parts import Parts
+from relaygr.worker.model.interface import Engine
+from relaygr.worker.process.components import Components
 from relaygr.worker.process.prepare import Prepared
-from relaygr.worker.score_error import require_compute_precision, require_kv_precision, require_precision
+from relaygr.worker.process.trial import require_finite_scores, require_precisions
 from relaygr.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
-
-
-_TRIAL_BEHAVIOURS = 8
-_TRIAL_CANDIDATES = 4
 
 
 def reload_delay_s(worker_id: str, spread_s: float) -> float:
@@ -81,6 +61,19 @@ class ReloadOutcome(enum.StrEnum):
     BROKEN = "broken"
     UNFIT = "unfit"
     NO_MEMORY = "no_memory"
+    RESTORED = "restored"
+    """The previous model serves again, since the scores of its successor were not finite numbers."""
+
+
+class ReloadState(enum.Enum):
+    """The state of a reload: each follows the one before, and IDLE follows also a load that found nothing to swap."""
+
+    IDLE = enum.auto()
+    LOADING = enum.auto()
+    """On the reload thread."""
+    LOADED = enum.auto()
+    SWAPPING = enum.auto()
+    """On the device thread, or on the main thread before that one has work."""
 
 
 class ReloadRefusedError(RelayError):
@@ -97,6 +90,8 @@ class NewModel:
 
     engine: Engine
     latency: LatencyModel | None
+    outcome: ReloadOutcome = ReloadOutcome.SWAPPED
+    """The outcome that its swap is counted as."""
 
 
 class ModelReloading:
@@ -120,12 +115,15 @@ class ModelReloading:
         for outcome in ReloadOutcome:
             self._reloads.labels(outcome.value)
         self._requested = False
-        self._loading = self._swapping = False
+        self._state = ReloadState.IDLE
         self._loaded: NewModel | None = None
+        self._previous: NewModel | None = None
+        """Serves again if the present model diverges. None once that one has proved itself."""
+        self._is_diverged = False
         # One thread for all reloads: each new thread would get its own arena of malloc, which keeps a model's memory.
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
-        self._file = self._loading_file = self._seen_file = _identity(settings.model)
+        self._file = self._loading_file = self._seen_file = file_identity(prepared.model / WEIGHTS_FILE)
         self._poll_us = int(settings.model_poll_s * 1e6)
         self._poll_at_us = self._clock.monotonic_us() + self._poll_us
 
@@ -136,17 +134,18 @@ class ModelReloading:
     @property
     def is_loading(self) -> bool:
         """Whether the reload thread loads a model."""
-        return self._loading and self._loaded is None
+        return self._state is ReloadState.LOADING
 
-    def tick(self, parts: Parts | None, *, is_active: bool) -> None:
+    def tick(self, components: Components | None, *, is_active: bool) -> None:
         """Starts a requested reload, and starts the swap of a loaded model. Does not wait for either.
 
-        `parts` is None while a standby has no memory. `is_active`: the device thread may have work.
+        `components` is None while a standby has no memory. `is_active`: the device thread may have work.
         """
-        loaded = self._loaded
-        if loaded is not None:
-            self._loaded = None
-            self._hand_over(loaded, parts, is_active)
+        if self._state is ReloadState.LOADED and self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
+            self._hand_over(loaded, components, is_active)
+        if components is not None and is_active:
+            self._watch_scores(components)
         self._poll()
         # `load_beside` compares the checkpoint with the serving model, which a swap in progress may replace.
         if self._requested and self._due_us is None:
@@ -154,12 +153,14 @@ class ModelReloading:
             if self._delay_us:
                 log.info("the reload waits for its turn", delay_s=self._delay_us / 1e6)
         is_due = self._due_us is not None and self._clock.monotonic_us() >= self._due_us
-        if is_due and not self._loading and not self._swapping:
+        if is_due and self._state is ReloadState.IDLE:
             self._requested = False
             self._due_us = None
-            self._loading_file = _identity(self._settings.model)
+            # There was memory for two models.
+            self._previous = None
+            self._loading_file = file_identity(self._settings.model / WEIGHTS_FILE)
             self._warn_if_overwritten()
-            self._loading = True
+            self._state = ReloadState.LOADING
             self._calls.put(self._load)
             if self._thread.ident is None:
                 self._thread.start()
@@ -170,7 +171,7 @@ class ModelReloading:
         if not self._poll_us or now_us < self._poll_at_us:
             return
         self._poll_at_us = now_us + self._poll_us
-        found = _identity(self._settings.model)
+        found = file_identity(self._settings.model / WEIGHTS_FILE)
         if found is not None and found != self._seen_file:
             self._seen_file = found
             self._requested = True
@@ -189,64 +190,85 @@ class ModelReloading:
                 log.exception("the reload thread failed")
 
     def _load(self) -> None:
-        """Leaves a model that may take over in `_loaded`: the main thread hands it over, which ends `_loading`."""
-        loaded = None
+        """Leaves a model that may take over in `_loaded`: the main thread hands it over."""
         try:
-            loaded = load_beside(self._prepared.engine, self._settings)
+            self._loaded = load_beside(self._prepared.engine, self._settings, self._prepared.store)
         except ReloadRefusedError as refused:
             log.error("the model is not replaced", outcome=refused.outcome.value, cause=str(refused))
             self._count(refused.outcome)
         else:
-            if loaded is None:
+            if self._loaded is None:
                 log.info("the checkpoint is the serving model", model_revision=self._prepared.engine.revision)
                 self._count(ReloadOutcome.UNCHANGED)
         finally:
-            self._loading = loaded is not None
-        self._loaded = loaded
+            self._state = ReloadState.IDLE if self._loaded is None else ReloadState.LOADED
 
     # -- taking over -------------------------------------------------------------------------------
 
-    def _hand_over(self, model: NewModel, parts: Parts | None, is_active: bool) -> None:
+    def _hand_over(self, model: NewModel, components: Components | None, is_active: bool) -> None:
         def swap() -> None:
             try:
-                self._swap(model, parts)
+                self._swap(model, components, is_active=is_active)
             finally:
-                self._swapping = False
+                self._state = ReloadState.IDLE
 
-        self._swapping, self._loading = True, False
-        if parts is not None and is_active:
-            parts.executor.post(swap)
+        self._state = ReloadState.SWAPPING
+        if components is not None and is_active:
+            components.executor.post(swap)
         else:
             swap()
 
-    def _swap(self, model: NewModel, parts: Parts | None) -> None:
+    def _watch_scores(self, components: Components) -> None:
+        """Restores the previous model if the present one diverges, and drops it if that one has proved itself."""
+        scores, previous = components.results.finite_scores, self._previous
+        if scores.is_diverged and not self._is_diverged:
+            log.critical(
+                "the model's scores are not finite numbers: not ready. Deploy another checkpoint",
+                model_revision=self._prepared.engine.revision,
+                restores=previous.engine.revision if previous is not None else None,
+            )
+        self._is_diverged = scores.is_diverged
+        if previous is None or self._state is not ReloadState.IDLE:
+            return
+        if scores.is_diverged or scores.is_proven:
+            self._previous = None
+        if scores.is_diverged:
+            self._hand_over(previous, components, is_active=True)
+
+    def _swap(self, model: NewModel, components: Components | None, *, is_active: bool) -> None:
         """Runs on the device thread once that thread has work, before that on the main thread. Must not raise."""
-        old = self._prepared.engine.revision
+        present, calibrated = self._prepared.engine, self._prepared.corrector.calibrated
+        old = present.revision
         try:
-            if parts is not None:
-                model.engine.bind(parts.arena)
-                parts.executor.serve_with(model.engine)
+            if components is not None:
+                model.engine.bind(components.arena)
+                components.executor.serve_with(model.engine)
         except Exception as error:
             log.exception("the new model cannot take over", cause=repr(error))
             return self._count(ReloadOutcome.BROKEN)
         self._prepared.engine = model.engine
         if model.latency is not None:
             self._prepared.corrector.recalibrate(model.latency)
-            if parts is not None:
-                parts.cache.weigh_by(model.latency.pre_us)
-        self._file = self._loading_file
-        if parts is not None:
-            parts.metrics.bytes_at_most.labels("weights").set(model.engine.weights_bytes)
-            parts.housekeeping.warm_up.begin()
+        is_restored = model.outcome is ReloadOutcome.RESTORED
+        self._previous = None
+        if is_active and not is_restored:
+            latency = calibrated if model.latency is not None else None
+            self._previous = NewModel(present, latency, ReloadOutcome.RESTORED)
+        # The files of a restored model are no longer those in the folder.
+        self._file = None if is_restored else self._loading_file
+        if components is not None:
+            components.results.finite_scores.begin()
+            components.metrics.bytes_at_most.labels("weights").set(model.engine.weights_bytes)
+            components.periodic.warm_up.begin()
             # There may be very many prefixes.
-            self._calls.put(partial(self._free_old, parts, model.engine.namespace))
+            self._calls.put(partial(self._free_old, components, model.engine.namespace))
         log.info("another model serves", model_revision=model.engine.revision, instead_of=old)
-        return self._count(ReloadOutcome.SWAPPED)
+        return self._count(model.outcome)
 
     @staticmethod
-    def _free_old(parts: Parts, namespace: bytes) -> None:
+    def _free_old(components: Components, namespace: bytes) -> None:
         """Runs on the reload thread."""
-        freed = parts.cache.keep_only(namespace)
+        freed = components.cache.keep_only(namespace)
         log.info("prefixes of other models freed", prefixes=freed)
 
     def _count(self, outcome: ReloadOutcome) -> None:
@@ -263,21 +285,14 @@ class ModelReloading:
             )
 
 
-def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """Inode, size and modification time of the weights file; None without a file."""
-    try:
-        found = (folder / WEIGHTS_FILE).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
+def load_beside(present: Engine, settings: WorkerSettings, store: HistoryStore | None = None) -> NewModel | None:
     """Loads the checkpoint in `worker.model` onto the device of `present`; None if it is the same model.
 
-    The new engine is not bound to an arena yet. Raises ReloadRefusedError.
+    The new engine is not bound to an arena yet. `store`: users for its trial. Raises ReloadRefusedError.
     """
-    folder = settings.model
+    # `worker.model` may be a link that a deploy points at another revision meanwhile.
+    folder = settings.model.resolve()
+    settings = settings.model_copy(update={"model": folder})
     try:
         _require_fit(folder, present, settings)
         _require_memory_for_weights(folder, present, settings)
@@ -295,9 +310,8 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
             int(settings.device_table_bytes),
         )
         _require_memory_for_forwards(folder, engine, present, settings)
-        _try(engine)
-        _require_precision(engine, settings)
-        return NewModel(engine, _latency(engine, settings))
+        require_finite_scores(engine, folder, store)
+        return NewModel(engine, _fitting_latency(engine, settings))
     except ReloadRefusedError:
         raise
     except Exception as error:
@@ -335,7 +349,7 @@ def _require_memory_for_weights(folder: Path, present: Engine, settings: WorkerS
         resident_bytes(folder, int(settings.device_table_bytes), torch_dtype(dtype), present.device.torch_device.type)
         for dtype in types
     )
-    available = int(psutil.virtual_memory().available * HEADROOM)
+    available = int(available_memory().available_bytes * HEADROOM)
     if not present.device.is_cpu:
         available = min(available, present.device.memory().free_bytes)
     _require_memory(folder, wanted, available)
@@ -356,57 +370,10 @@ def _require_memory(folder: Path, wanted: int, available: int) -> None:
         )
 
 
-def _try(engine: Engine) -> None:
-    """Computes a small prefix and ranks on it, in an arena of its own. Raises ValueError if a score is not finite."""
-    count = min(_TRIAL_BEHAVIOURS, engine.limits.max_prefix_behaviours)
-    numbers = np.arange(count)
-    behaviours = Behaviours(numbers.astype("<i8"), np.zeros(count, "<u2"), (numbers * 60_000).astype("<i8"))
-    candidates = np.arange(min(_TRIAL_CANDIDATES, engine.limits.max_candidates), dtype=np.int64)
-    tokens = engine.layout.tokens(count)
-    pages = np.arange(engine.geometry.pages_for(tokens), dtype=np.int32)
-    bind_own_arena(engine, longest_tokens=tokens)
-    query_time_ms = count * 60_000
-    prefix = engine.prefix_inputs(np.empty(0, np.int64), behaviours, query_time_ms=query_time_ms)
-    engine.pre_infer(PrefixChunk(prefix, 0, tokens, pages))
-    request = engine.rank_inputs(tokens, pages, Behaviours.empty(), candidates, query_time_ms, behaviours.timestamps_ms)
-    (outputs,) = engine.rank([request])
-    if not np.isfinite(outputs.scores).all():
-        raise ValueError("its scores for a small request are not finite numbers")
-
-
-def _require_precision(engine: Engine, settings: WorkerSettings) -> None:
-    """Raises ReloadRefusedError if K,V in 8 bits, products in int8 or the DRAM tier's type are too inexact for it."""
+def _fitting_latency(engine: Engine, settings: WorkerSettings) -> LatencyModel | None:
+    """The calibration that the settings name. Raises ReloadRefusedError if it, or the precision, does not fit."""
     try:
-        require_kv_precision(
-            engine,
-            settings.model,
-            settings.kv_max_score_error,
-            settings.kv_min_topk_overlap,
-            int(settings.device_table_bytes),
-        )
-        require_compute_precision(
-            engine,
-            settings.model,
-            settings.compute_max_score_error,
-            settings.compute_min_topk_overlap,
-            int(settings.device_table_bytes),
-        )
-        if settings.dram_bytes:
-            require_precision(
-                engine,
-                settings.model,
-                settings.dram_kv_dtype,
-                settings.dram_max_score_error,
-                settings.dram_min_topk_overlap,
-            )
-    except RelayError as error:
-        raise ReloadRefusedError(ReloadOutcome.UNFIT, str(error)) from error
-
-
-def _latency(engine: Engine, settings: WorkerSettings) -> LatencyModel | None:
-    if settings.calibration is None:
-        return None
-    try:
-        return latency_for(engine, settings.calibration)
+        require_precisions(engine, settings)
+        return None if settings.calibration is None else latency_for(engine, settings.calibration)
     except RelayError as error:
         raise ReloadRefusedError(ReloadOutcome.UNFIT, str(error)) from error

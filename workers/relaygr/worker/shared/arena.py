@@ -24,11 +24,13 @@ disturb other users of the file: a file of full size is not changed, a shorter f
 the process.
 
 File names contain the shape, so a process with other settings does not disturb the owner. The files of earlier settings
-are deleted when no process holds the lock.
+are deleted when no process holds the lock (`make_room`). A start that lacks memory also deletes the arenas of other
+workers that do not run any more (`delete_abandoned`): nobody else frees the memory of a killed worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import hashlib
@@ -330,12 +332,34 @@ class SharedArena:
         )
 
 
-def make_room(folder: Path, shape: ArenaShape, lock: ArenaLock) -> int:
-    """Deletes files of other shapes unless a process may use them. Returns the allocated bytes of `shape`'s files."""
+def make_room(folder: Path, shape: ArenaShape | None, lock: ArenaLock) -> int:
+    """Deletes files of other shapes unless a process may use them. Returns the allocated bytes of `shape`'s files.
+
+    `shape` None: this start uses no arena.
+    """
     with lock.unclaimed() as nobody_holds_it:
         if nobody_holds_it or lock.is_held():
-            _delete_other_shapes(folder, shape)
+            _delete_arenas(folder, shape)
+    if shape is None:
+        return 0
     return sum(allocated_bytes(folder / f"{prefix}{shape.name}") for prefix in (_DRAM, _INDEX))
+
+
+def lacks_space(folder: Path, wanted_bytes: int) -> bool:
+    """Whether the file system of the arena has less than this left."""
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize < wanted_bytes
+
+
+def delete_abandoned(folder: Path) -> None:
+    """Deletes the arenas of the workers beside this folder's that no process runs. Their folders are
+    `<group>/<worker_id>`, as this one.
+    """
+    for other in {path.parent for path in folder.parent.parent.glob(f"*/*/{_DRAM}*")} - {folder}:
+        # Another user may own the folder, or it may be deleted meanwhile.
+        with contextlib.suppress(OSError, RelayError), ArenaLock(other).unclaimed() as nobody_holds_it:
+            if nobody_holds_it:
+                _delete_arenas(other)
 
 
 def _are_disjoint(records: list[IndexRecord]) -> bool:
@@ -344,10 +368,10 @@ def _are_disjoint(records: list[IndexRecord]) -> bool:
     return int(np.bincount(np.concatenate([record.entry.pages for record in records])).max()) == 1
 
 
-def _delete_other_shapes(folder: Path, shape: ArenaShape) -> None:
+def _delete_arenas(folder: Path, but: ArenaShape | None = None) -> None:
     for path in folder.iterdir():
-        if path.name.startswith((_DRAM, _INDEX)) and not path.name.endswith(f"-{shape.name}"):
-            log.info("an arena of other settings is deleted", path=str(path))
+        if path.name.startswith((_DRAM, _INDEX)) and not (but is not None and path.name.endswith(f"-{but.name}")):
+            log.info("an arena that no worker uses is deleted", path=str(path))
             path.unlink(missing_ok=True)
 
 

@@ -196,9 +196,18 @@ def predecessor_was_fenced(folder: Path, lock: ArenaLock) -> bool:
 
 
 def memory_folder() -> Path:
-    """A writable folder on tmpfs if the system has one; otherwise the temporary folder, which may lie on a disk."""
-    in_memory = _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK)
-    return _TMPFS if in_memory else Path(tempfile.gettempdir())
+    """A writable folder on tmpfs if the system has one; otherwise the temporary folder, which may lie on a disk.
+
+    Raises RelayError without either.
+    """
+    if _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK):
+        return _TMPFS
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise RelayError(
+            f"Neither {_TMPFS} nor a temporary folder can be written: set `worker.shared_path` to a folder in memory."
+        ) from error
 
 
 def worker_folder(shared_path: Path | None, group: str, worker_id: str) -> tuple[Path, tuple[str, ...]]:

@@ -65,7 +65,7 @@ class SupervisorLink:
         self._record.note_exit(code)
 
     @property
-    def is_over(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Whether the process has been without a supervisor for too long."""
         if self._has_supervisor():
             return False

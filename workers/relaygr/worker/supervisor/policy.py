@@ -1,29 +1,14 @@
 """The restart policy: settings, and pure decisions about children. Times are monotonic µs.
 
-| a child                          | while                                     | result                            |
-|----------------------------------|-------------------------------------------|-----------------------------------|
-| ended, fenced                    | always                                    | all end, with Exit.FENCED         |
-| ended by itself                  | none was ever a standby or active         | all end, with its code            |
-| ended otherwise                  | at most `restarts_max` in the window      | replaced after a back-off         |
-| ended otherwise                  | more, and another child is left           | no standby until deaths expire    |
-| ended otherwise                  | more, and no child is left                | all end, with Exit.FAILED         |
-| no heartbeat for `silence_s`     | standby or active                         | killed                            |
-| also no processor time for `standstill_s` | standby or active                | killed                            |
-| poll thread silent for `poll_silence_s` | active                             | killed                            |
-| no heartbeat for `STOP_S`        | stopping                                  | killed                            |
-| no heartbeat for `start_timeout_s` | preparing, or taking over               | killed                            |
-| active                           | alone                                     | a standby is started              |
-| adopted in any phase             | its supervisor died                       | as one that was started here      |
-
-Silence counts only while the supervisor itself is on time: of the time between two decisions, at most `LATE_US`. If the
-machine was stopped or is so busy that the supervisor runs late, its children may have sent heartbeats late, too. A
-child that is silent for less than `silence_s` is killed only if it also *stands still*: the kernel reports it as
-stopped or asleep, and no thread of it used processor time. A child that computes, or waits for the processor or the
-disk, does not stand still.
+docs/worker-process.md has the table of what ends, kills or replaces a child. Silence counts only while the supervisor
+itself is on time: of the time between two decisions, at most `LATE_US`. A child that is silent for less than
+`silence_s` is killed only if it also *stands still*: the kernel reports it as stopped or asleep, and no thread of it
+used processor time.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -88,14 +73,24 @@ class ChildState:
 
     number: int
     heard_us: int
-    """Time of its last heartbeat; before the first one, its start. On the policy's clock of attention."""
+    """Time of its last heartbeat; before the first one, its start. In the time that counts."""
     phase: ChildPhase = ChildPhase.PREPARING
     heartbeat: Heartbeat | None = None
     killed: bool = False
     """Whether a kill was decided and the process has not ended yet."""
     stat: ProcessStat | None = None
     still_us: int = 0
-    """Since when its process stands still, on the same clock."""
+    """Since when its process stands still, in the same time."""
+
+
+class PolicyState(enum.Enum):
+    """The state of the supervision."""
+
+    STARTING = enum.auto()
+    """No child was a standby or active yet, so the settings may be wrong."""
+    RUNNING = enum.auto()
+    ENDING = enum.auto()
+    """All children end, and no other one is started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,39 +104,38 @@ class Action:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """The `note_*` methods record events, `decide` returns the next action. See the module's table."""
+    """The `note_*` methods record events, `decide` returns the next action."""
 
     settings: SupervisorSettings
     children: dict[int, ChildState] = field(default_factory=dict)
     deaths: int = 0
     """Children that ended before the supervisor was stopped."""
-    was_well: bool = False
-    """Whether a child ever became a standby or active, so the settings are valid."""
+    state: PolicyState = PolicyState.STARTING
     _deaths_us: deque[int] = field(default_factory=deque)
-    _end: Exit | None = None
-    _attended_us: int = 0
-    """The time in which this supervisor was on time."""
-    _attended_at_us: int | None = None
+    _end: Exit = Exit.FAILED
+    """The code of the end."""
+    _counted_us: int = 0
+    """The time in which this supervisor was on time. Only that counts for silence."""
+    _counted_at_us: int | None = None
 
     def note_started(self, number: int, now_us: int) -> None:
-        self.children[number] = ChildState(number, self._attend(now_us))
+        self.children[number] = ChildState(number, self._count(now_us))
 
     def note_adopted(self, number: int, phase: ChildPhase, now_us: int) -> None:
         """A child of an earlier supervisor, which was in this phase."""
-        self.children[number] = ChildState(number, self._attend(now_us), phase)
-        self.was_well = self.was_well or phase is not ChildPhase.PREPARING
+        self.children[number] = ChildState(number, self._count(now_us), phase)
+        self._note_phase(phase)
 
     def note_heartbeat(self, number: int, heartbeat: Heartbeat, now_us: int) -> None:
         child = self.children[number]
-        child.phase, child.heartbeat, child.heard_us = heartbeat.phase, heartbeat, self._attend(now_us)
-        if heartbeat.phase is not ChildPhase.PREPARING:
-            self.was_well = True
+        child.phase, child.heartbeat, child.heard_us = heartbeat.phase, heartbeat, self._count(now_us)
+        self._note_phase(heartbeat.phase)
 
     def note_stat(self, number: int, stat: ProcessStat | None, now_us: int) -> None:
         """The kernel's view of the child. None if it is unknown."""
-        child, attended_us = self.children[number], self._attend(now_us)
+        child, counted_us = self.children[number], self._count(now_us)
         if stat is None or stat != child.stat or stat.state not in _STILL:
-            child.still_us = attended_us
+            child.still_us = counted_us
         child.stat = stat
 
     def note_ended(self, number: int, code: int, now_us: int) -> None:
@@ -150,22 +144,22 @@ class RestartPolicy:
         self.deaths += 1
         self._deaths_us.append(now_us)
         if code == Exit.FENCED:
-            self._end = Exit.FENCED
-        elif code >= 0 and not self.was_well and not child.killed:
+            self._end_with(Exit.FENCED)
+        elif code >= 0 and self.state is PolicyState.STARTING and not child.killed:
             # The settings are wrong, so the next child would end in the same way.
-            self._end = Exit(code) if code in set(Exit) else Exit.FAILED
+            self._end_with(Exit(code) if code in set(Exit) else Exit.FAILED)
 
     def decide(self, now_us: int) -> Action:
         """The action for `now_us`."""
-        attended_us = self._attend(now_us)
+        counted_us = self._count(now_us)
         while self._deaths_us and now_us - self._deaths_us[0] > self.settings.restart_window_s * 1e6:
             self._deaths_us.popleft()
         too_many = len(self._deaths_us) > self.settings.restarts_max
-        if self._end is None and too_many and not self.children:
-            self._end = Exit.FAILED
-        if self._end is not None:
+        if too_many and not self.children and self.state is not PolicyState.ENDING:
+            self._end_with(Exit.FAILED)
+        if self.state is PolicyState.ENDING:
             return Action(end=self._end)
-        silent = tuple(number for number, child in self.children.items() if self._hangs(child, attended_us))
+        silent = tuple(number for number, child in self.children.items() if self._hangs(child, counted_us))
         for number in silent:
             self.children[number].killed = True
         return Action(kill=silent, start=not too_many and self._needs_child(now_us))
@@ -179,16 +173,16 @@ class RestartPolicy:
                     return child
         return None
 
-    def _hangs(self, child: ChildState, attended_us: int) -> bool:
+    def _hangs(self, child: ChildState, counted_us: int) -> bool:
         settings, heartbeat = self.settings, child.heartbeat
-        silent_s = (attended_us - child.heard_us) / 1e6
+        silent_s = (counted_us - child.heard_us) / 1e6
         if child.killed:
             return False
         if child.phase is ChildPhase.PREPARING:
             return silent_s > settings.start_timeout_s
         if child.phase is ChildPhase.STOPPING:
             return silent_s > STOP_S
-        still_s = (attended_us - child.still_us) / 1e6 if child.stat is not None else 0.0
+        still_s = (counted_us - child.still_us) / 1e6 if child.stat is not None else 0.0
         stands_still = min(silent_s, still_s) > settings.standstill_s
         polls = heartbeat is None or heartbeat.poll_silent_ms <= settings.poll_silence_s * 1000
         return silent_s > settings.silence_s or stands_still or not polls
@@ -204,8 +198,15 @@ class RestartPolicy:
         pause_s = min(self.settings.restart_pause_s * 2**doublings, LONGEST_PAUSE_S)
         return bool(now_us - self._deaths_us[-1] >= pause_s * 1e6)
 
-    def _attend(self, now_us: int) -> int:
-        """The clock of attention, which stands while the supervisor is late."""
-        last_us, self._attended_at_us = self._attended_at_us, now_us
-        self._attended_us += min(now_us - last_us, LATE_US) if last_us is not None else 0
-        return self._attended_us
+    def _note_phase(self, phase: ChildPhase) -> None:
+        if self.state is PolicyState.STARTING and phase is not ChildPhase.PREPARING:
+            self.state = PolicyState.RUNNING
+
+    def _end_with(self, code: Exit) -> None:
+        self.state, self._end = PolicyState.ENDING, code
+
+    def _count(self, now_us: int) -> int:
+        """The time that counts, which stands still while the supervisor is late."""
+        last_us, self._counted_at_us = self._counted_at_us, now_us
+        self._counted_us += min(now_us - last_us, LATE_US) if last_us is not None else 0
+        return self._counted_us

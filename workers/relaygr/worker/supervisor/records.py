@@ -123,7 +123,7 @@ def read_records(folder: Path) -> list[ChildRecord]:
     return sorted((record for record in records if record is not None), key=lambda record: record.started_ticks)
 
 
-class SupervisorPost:
+class SupervisorEndpoint:
     """The one supervisor of a worker id: its lock, and the socket to which children connect."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:

@@ -1,20 +1,16 @@
 """The loop that receives heartbeats, carries out the policy's actions, adopts children, and stops them in order.
 
 The loop sleeps until a child sends something or ends, a signal arrives, or `TICK_S` has passed. Everything but the
-HTTP pages runs on the main thread. A `Child` is the supervisor's end of a child that it started or adopted.
+HTTP pages runs on the main thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import selectors
 import signal
 import socket
-import subprocess
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
@@ -23,13 +19,14 @@ from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.worker.exits import Exit
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.lock import ArenaLock
-from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader
+from relaygr.worker.supervisor.children import AdoptedChild, Child, MakeCommand, StartedChild
+from relaygr.worker.supervisor.heartbeat import ChildPhase
 from relaygr.worker.supervisor.pages import ChildPage, Pages, View
-from relaygr.worker.supervisor.policy import RestartPolicy, SupervisorSettings
+from relaygr.worker.supervisor.policy import PolicyState, RestartPolicy, SupervisorSettings
 from relaygr.worker.supervisor.records import (
     ChildRecord,
     ProcessStat,
-    SupervisorPost,
+    SupervisorEndpoint,
     delete_record,
     read_record,
     read_records,
@@ -42,140 +39,6 @@ STANDBY_STOP_S = 3.0
 _DEATH_S = 5.0
 """How long the supervisor waits for the system to remove a killed process."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_RECEIVE_BYTES = 65536
-
-MakeCommand = Callable[[int, bool], Sequence[str]]
-"""Makes the command of a child from its socket's descriptor, and from whether it is the first to get ready."""
-
-
-class Child(ABC):
-    """One child process and the connection to it. Only `wait` blocks."""
-
-    def __init__(self, number: int, pid: int, connection: socket.socket | None) -> None:
-        self.number = number
-        self.pid = pid
-        self.socket = connection
-        """None: an adopted child that has not connected yet."""
-        self.socket_is_closed = False
-        """The process is about to end: a live process keeps its socket open."""
-        self._reader = HeartbeatReader()
-
-    def receive(self) -> Heartbeat | None:
-        """The newest heartbeat that has arrived since the last call."""
-        newest = None
-        while self.socket is not None:
-            try:
-                data = self.socket.recv(_RECEIVE_BYTES)
-            except OSError:
-                break
-            if not data:
-                self.socket_is_closed = True
-                break
-            newest = self._reader.feed(data) or newest
-        return newest
-
-    def exit_code(self) -> int | None:
-        """None while the process lives; negative for a signal."""
-        return self.wait(0)
-
-    def kill(self) -> None:
-        """Sends SIGKILL, which ends a stopped process too."""
-        self.send(signal.SIGKILL)
-
-    @abstractmethod
-    def send(self, number: signal.Signals) -> None:
-        """Does nothing if the process is gone."""
-
-    @abstractmethod
-    def wait(self, timeout_s: float) -> int | None:
-        """The exit code, or None if the process still lives after `timeout_s`."""
-
-    def close(self) -> None:
-        """Closes the connection. The process has ended."""
-        if self.socket is not None:
-            self.socket.close()
-
-
-class StartedChild(Child):
-    """A child of this process."""
-
-    def __init__(self, number: int, make_command: MakeCommand, *, is_first: bool) -> None:
-        """Starts the process. Raises OSError if the system cannot start one."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                # Each child has a process group of its own, for two reasons. The terminal's Ctrl-C goes to the
-                # supervisor alone, which stops the children in order. And when the supervisor dies, the kernel wakes
-                # stopped processes in a group that is left without a parent: the child finds its socket closed.
-                self._process = subprocess.Popen(
-                    make_command(theirs.fileno(), is_first),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    process_group=0,
-                )
-            except OSError:
-                ours.close()
-                raise
-        ours.setblocking(False)
-        super().__init__(number, self._process.pid, ours)
-
-    def send(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def wait(self, timeout_s: float) -> int | None:
-        if not timeout_s:
-            return self._process.poll()
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
-
-class AdoptedChild(Child):
-    """A child of an earlier supervisor of this worker id. A pidfd names the process: its id may be used again."""
-
-    def __init__(self, number: int, folder: Path, record: ChildRecord) -> None:
-        """Raises ProcessLookupError if the process of the record is gone."""
-        self._pidfd = os.pidfd_open(record.pid)
-        # Asked after the pidfd was opened: from now on no other process can be meant.
-        if not record.is_alive:
-            os.close(self._pidfd)
-            raise ProcessLookupError(record.pid)
-        super().__init__(number, record.pid, None)
-        self._folder = folder
-        self._record = record
-        self._code: int | None = None
-
-    def connect(self, connection: socket.socket) -> None:
-        """The child has connected, perhaps again."""
-        if self.socket is not None:
-            self.socket.close()
-        self.socket, self.socket_is_closed, self._reader = connection, False, HeartbeatReader()
-
-    def fileno(self) -> int:
-        """The pidfd, which is ready to read when the process has ended."""
-        return self._pidfd
-
-    def send(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
-
-    def wait(self, timeout_s: float) -> int | None:
-        if self._code is None:
-            waits = select.poll()
-            waits.register(self._pidfd, select.POLLIN)
-            if not waits.poll(timeout_s * 1000):
-                return None
-            left = read_record(self._folder, self.pid)
-            is_own = left is not None and left.started_ticks == self._record.started_ticks
-            code = left.exit_code if left is not None and is_own else None
-            self._code = code if code is not None else -signal.SIGKILL
-            delete_record(self._folder, self.pid)
-        return self._code
-
-    def close(self) -> None:
-        super().close()
-        os.close(self._pidfd)
 
 
 class Supervisor:
@@ -201,6 +64,7 @@ class Supervisor:
         self._children: dict[int, Child] = {}
         self._started = 0
         self._hangups: set[int] = set()
+        """Children that get SIGHUP once they have loaded."""
         self._signals: list[signal.Signals] = []
         self._view = View(worker.worker_id)
         self._pages = Pages(worker.http_host, worker.http_port, lambda: self._view)
@@ -211,18 +75,18 @@ class Supervisor:
 
         Raises RelayError if the port is taken, or if the worker id has a supervisor already.
         """
-        with contextlib.closing(SupervisorPost(self._folder, self._worker_id)) as post:
+        with contextlib.closing(SupervisorEndpoint(self._folder, self._worker_id)) as endpoint:
             self._pages.start()
             log.info("supervisor started", worker_id=self._worker_id, port=self._pages.port)
             try:
                 with self._woken_by_signals():
-                    return self._supervise(post)
+                    return self._supervise(endpoint)
             finally:
                 # After an error here the children go on, as after a kill.
                 self._pages.stop()
 
-    def _supervise(self, post: SupervisorPost) -> Exit:
-        self._selector.register(post.socket, selectors.EVENT_READ, lambda: self._accept(post))
+    def _supervise(self, endpoint: SupervisorEndpoint) -> Exit:
+        self._selector.register(endpoint.socket, selectors.EVENT_READ, lambda: self._accept(endpoint))
         if self._adopt_all() is Exit.FENCED:
             self._end_all(Exit.FENCED)
             return Exit.FENCED
@@ -276,7 +140,7 @@ class Supervisor:
                 )
         code = child.wait(0.001) if child.socket_is_closed else child.exit_code()
         if code is not None:
-            self._forget(child)
+            self._remove(child)
             self._hangups.discard(child.number)
             self._policy.note_ended(child.number, code, now_us)
             log.warning("child ended", number=child.number, pid=child.pid, exit_code=code)
@@ -285,7 +149,7 @@ class Supervisor:
         self._started += 1
         now_us = self._clock.monotonic_us()
         try:
-            child = StartedChild(self._started, self._make_command, is_first=not self._policy.was_well)
+            child = StartedChild(self._started, self._make_command, is_first=self._policy.state is PolicyState.STARTING)
         except OSError as error:
             log.error("child cannot be started", error=str(error))
             self._policy.note_started(self._started, now_us)
@@ -327,9 +191,9 @@ class Supervisor:
             child.kill()
         return child
 
-    def _accept(self, post: SupervisorPost) -> None:
+    def _accept(self, endpoint: SupervisorEndpoint) -> None:
         """A child of an earlier supervisor connects. It may have written its record only after this one looked."""
-        while (accepted := post.accept()) is not None:
+        while (accepted := endpoint.accept()) is not None:
             connection, pid = accepted
             known = next((child for child in self._children.values() if child.pid == pid), None)
             if known is None:
@@ -344,7 +208,7 @@ class Supervisor:
             known.connect(connection)
             self._selector.register(connection, selectors.EVENT_READ, known)
 
-    def _forget(self, child: Child) -> None:
+    def _remove(self, child: Child) -> None:
         """The process has ended."""
         if child.socket is not None:
             self._selector.unregister(child.socket)
@@ -391,7 +255,7 @@ class Supervisor:
                 ended = child.wait(_DEATH_S) or Exit.FAILED
             if is_active:
                 code = ended
-        self._forget_all()
+        self._remove_all()
         return Exit(code) if code in set(Exit) else Exit.FAILED
 
     def _end_all(self, code: Exit) -> None:
@@ -399,12 +263,12 @@ class Supervisor:
             child.kill()
         for child in self._children.values():
             child.wait(_DEATH_S)
-        self._forget_all()
+        self._remove_all()
         log.error("supervisor ends", worker_id=self._worker_id, exit_code=int(code))
 
-    def _forget_all(self) -> None:
+    def _remove_all(self) -> None:
         for child in list(self._children.values()):
-            self._forget(child)
+            self._remove(child)
 
     def _show(self) -> None:
         children = tuple(

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight
-from relaygr.worker.cache.policies.ghosts import Ghosts
 
 
 @dataclass(slots=True)
@@ -31,6 +30,35 @@ class _Node:
     """Start of the entry's latest visit."""
 
 
+class _Ghosts:
+    """Identities of evicted entries, each with its pages, the oldest first. `forget_oldest` bounds them."""
+
+    __slots__ = ("_pages_of", "pages")
+
+    def __init__(self) -> None:
+        self._pages_of: OrderedDict[int, int] = OrderedDict()
+        self.pages = 0
+
+    def __len__(self) -> int:
+        return len(self._pages_of)
+
+    def remember(self, identity: int, pages: int) -> None:
+        """Makes it the youngest."""
+        self.forget(identity)
+        self._pages_of[identity] = pages
+        self.pages += pages
+
+    def forget(self, identity: int) -> bool:
+        """Whether the identity was remembered."""
+        pages = self._pages_of.pop(identity, None)
+        self.pages -= pages or 0
+        return pages is not None
+
+    def forget_oldest(self) -> None:
+        """Raises KeyError if none is remembered."""
+        self.pages -= self._pages_of.popitem(last=False)[1]
+
+
 class _Queue:
     """Entries by last use, and the memory of those that were evicted."""
 
@@ -39,7 +67,7 @@ class _Queue:
     def __init__(self) -> None:
         self.entries: OrderedDict[int, _Node] = OrderedDict()
         self.pages = 0
-        self.ghosts = Ghosts()
+        self.ghosts = _Ghosts()
 
     def put(self, entry_id: int, node: _Node) -> None:
         self.entries[entry_id] = node
@@ -96,7 +124,7 @@ class Arc:
         self._recent.pop(entry_id)
         self._frequent.pop(entry_id)
 
-    def victims(self, now_us: int) -> Iterator[int]:  # noqa: ARG002
+    def victims(self) -> Iterator[int]:
         recent, frequent = iter(self._recent.entries.items()), iter(self._frequent.entries)
         recent_pages = self._recent.pages
         for entry_id, node in recent:
@@ -108,9 +136,6 @@ class Arc:
             recent_pages -= node.pages
             yield entry_id
         yield from frequent
-
-    def expired(self, now_us: int) -> Iterator[int]:  # noqa: ARG002
-        return iter(())
 
     def __contains__(self, entry_id: int) -> bool:
         return entry_id in self._recent.entries or entry_id in self._frequent.entries

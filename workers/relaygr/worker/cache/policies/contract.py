@@ -2,16 +2,15 @@
 
 | call | when | costs |
 |---|---|---|
-| `add` | an entry became ready, or grew: counts as a touch | O(1), `cost` O(log n) |
+| `add` | an entry became ready, or grew: counts as a touch | O(1) |
 | `touch` | an entry was used | likewise |
 | `evict` | an entry was evicted to make room; a policy may remember it | likewise |
 | `remove` | an entry was removed for another reason; an unknown number changes nothing | likewise |
-| `victims` | room is needed: yields all entries, the next to evict first | O(1) a step, amortised; `cost` O(log n) |
-| `expired` | at intervals: yields entries whose time to live is over | O(1) a step |
-| `demote` | the entry's partition left, or a newer prefix of the user replaced it | O(1), `cost` O(log n) |
+| `victims` | room is needed: yields all entries, the next to evict first | O(1) a step, amortised |
+| `demote` | the entry's partition left, or a newer prefix of the user replaced it | O(1) |
 
-A walk over `victims` may move entries inside the policy (second chances). So the caller walks only when it is about
-to evict. It may stop at any step, and makes no other call during the walk.
+The caller walks `victims` only when it is about to evict. It may stop at any step, and makes no other call during the
+walk.
 
 **Visits.** One impression uses its prefix several times within its lead time: the pre-infer job publishes or finds it,
 then the ranking request finds it. If each use counted, a user who comes once would look like one who returns, and no
@@ -35,9 +34,6 @@ class EntryWeight:
     """Figures by which a policy may rank an entry."""
 
     pages: int
-    tokens: int
-    saved_us: float = 0.0
-    """Predicted device time that a hit saves, µs."""
     identity: int = 0
     """A hash of user and model: equal for the same prefix after it was evicted and computed again."""
 
@@ -57,11 +53,8 @@ class EvictionOrder(Protocol):
     def remove(self, entry_id: int) -> None:
         """The entry was removed. Does nothing if it was not ordered."""
 
-    def victims(self, now_us: int) -> Iterator[int]:
+    def victims(self) -> Iterator[int]:
         """All entries, each once, the next to evict first."""
-
-    def expired(self, now_us: int) -> Iterator[int]:
-        """Entries whose time is over, the longest overdue first."""
 
     def __contains__(self, entry_id: int) -> bool:
         """Whether the entry is ordered."""

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from relaygr.runtime.processor import instruction_sets
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.model.attention import pairs
 from relaygr.worker.model.attention.silu import SHORT_DECLARATION, short_silu, silu, silu_declarations
@@ -216,10 +217,10 @@ class CompiledAttention:
 @functools.cache
 def blocks_of_processor() -> tuple[Block, ...] | None:
     """None: the processor does not have the instructions."""
-    able = torch.cpu.get_capabilities()
-    if able.get("avx512_f"):
+    able = instruction_sets()
+    if "avx512f" in able:
         return WIDE_BLOCKS
-    return NARROW_BLOCKS if able.get("avx2") and able.get("fma3") else None
+    return NARROW_BLOCKS if {"avx2", "fma"} <= able else None
 
 
 def _bits(number: float) -> int:

@@ -8,8 +8,7 @@ its numbers need a scale for each row, and its sums another pass.
 
 from __future__ import annotations
 
-import torch
-
+from relaygr.runtime.processor import instruction_sets
 from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.machine_code import LANES, joined, part, registers
 
@@ -20,7 +19,7 @@ _IN_TURN = [number + half for number in range(LANES) for half in (0, LANES)]
 
 def has_bfloat16_products() -> bool:
     """Whether the processor has them: AMD's since Zen 4, Intel's Cooper Lake and those since Sapphire Rapids."""
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+    return "avx512_bf16" in instruction_sets()
 
 
 def dot(lanes: int, result: str, a: str, b: str, c: str) -> str:

@@ -12,6 +12,7 @@ same order. The width of a row is not stored; it follows from the sizes of both 
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -20,7 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.convert.pickles import Inert, InertUnpickler, check_claims
 
 INDEX_FILE = ".metadata"
 KEYS_SUFFIX = ".keys"
@@ -78,40 +81,21 @@ class TableMemory:
         return torch.from_numpy(mapped).view(dtype).view(tuple(shape))
 
 
-class Inert:
-    """Stands for an object of a class that is not loaded. It holds nothing, and does nothing."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> Inert:  # noqa: ARG004 - any object's arguments
-        return super().__new__(cls)
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-_GIVE_STATE: Callable[[Any], None] = pickle._Unpickler.dispatch[pickle.BUILD[0]]
-
-
-class _IndexUnpickler(pickle._Unpickler):
-    """The unpickler in Python: the one in C has no hook for the object that gets a state."""
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
-
-    def _give_state(self) -> None:
-        target = self.stack[-2]
-        if type(target) not in (Inert, *_WITH_STATE):
-            raise pickle.UnpicklingError(f"it gives a state to an object of {type(target).__name__}")
-        _GIVE_STATE(self)
-
-    dispatch[pickle.BUILD[0]] = _give_state
+class _IndexUnpickler(InertUnpickler):
+    with_state = _WITH_STATE
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         return _ALLOWED.get((module, name), Inert)
+
+
+class _Shard(_ReaderView):
+    """A part of a file, as torch has it, but with the offset from the end that `io` defines."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        super().seek(self.len + offset if whence == os.SEEK_END else offset, 0 if whence == os.SEEK_END else whence)
+        return self.tell()
 
 
 class _Reader(filesystem.FileSystemReader):
@@ -123,6 +107,11 @@ class _Reader(filesystem.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:  # noqa: ARG002 - torch passes the rank
         return self._index
+
+    def _slice_file(self, file: Any, sinfo: filesystem._StorageInfo) -> Any:
+        shard = _Shard(file, sinfo.offset, sinfo.length)
+        check_claims(cast(BinaryIO, shard))
+        return shard
 
 
 def read_distributed(folder: Path, memory: TableMemory) -> dict[str, Any]:
@@ -150,7 +139,7 @@ def read_distributed(folder: Path, memory: TableMemory) -> dict[str, Any]:
             # torch warns that there is no process group.
             warnings.simplefilter("ignore")
             load(tensors, storage_reader=_Reader(folder, index), no_dist=True)
-    except (OSError, RuntimeError, CheckpointException, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, RuntimeError, CheckpointException, pickle.UnpicklingError) as error:
         raise RelayError(f"{folder} cannot be read as a distributed checkpoint: {_first_line(error)}.") from error
     return tensors | {name: Inert() for name in index.state_dict_metadata if name not in tensors}
 
@@ -208,8 +197,7 @@ def _tensor(array: NDArray[Any]) -> torch.Tensor:
 def _read_index(folder: Path) -> metadata.Metadata:
     path = folder / INDEX_FILE
     try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
+        index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
     # A pickle that torch did not write raises whichever error occurs first.
     except Exception as error:
         raise RelayError(f"{path} cannot be read as the index of a distributed checkpoint: {error}.") from error
@@ -246,4 +234,6 @@ def _check(folder: Path, index: metadata.Metadata, stored: dict[str, metadata.Te
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     return str(error).strip().partition("\n")[0]

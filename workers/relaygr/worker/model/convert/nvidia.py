@@ -143,8 +143,7 @@ def _inputs(takings: Takings, names: NvidiaSource, options: ConvertOptions, d: i
     through = _mlp(takings, names.contextual_mlp)
     for index, feature in enumerate(features):
         table = tables.require(feature.name)
-        if table.rows.shape[1] != contextual_width:
-            raise RelayError(f"The table for {feature.name!r} has width {table.rows.shape[1]}, not {contextual_width}.")
+        table.require_width(feature.name, contextual_width)
         give_table(takings, table, f"features.{index}.weight", through)
         described.append(feature.model_dump() | {"cardinality": table.rows.shape[0]})
     config: dict[str, Any] = {

@@ -15,7 +15,8 @@ from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.convert.distributed import KEYS_SUFFIX
 from relaygr.worker.model.convert.mapping import AS_IS, TRANSPOSED, Takings, Transform, both
 from relaygr.worker.model.convert.options import ConvertOptions, ProjectionLayout
-from relaygr.worker.model.inputs.lookup import IDS_TENSOR
+from relaygr.worker.model.inputs.known import IDS_TENSOR
+from relaygr.worker.model.npy import read_npy
 
 
 def number_of_layers(takings: Takings, prefix: str) -> int:
@@ -83,6 +84,7 @@ ACTION = "action"
 
 
 _BLOCK_ELEMENTS = 2**22
+_LARGEST_ID = np.iinfo(np.int64).max
 _MOST_SPARSE = 16
 _ALWAYS_DENSE_ROWS = 2**20
 
@@ -103,6 +105,12 @@ class Table:
     def sources(self) -> list[str]:
         return [name for name in (self.source, self.keys_source) if name]
 
+    def require_width(self, name: str, width: int) -> None:
+        """Raises RelayError for another width. That of a dynamic table follows from the size of its file."""
+        if self.rows.shape[1] != width:
+            hint = " A dump in bfloat16 or float16 seems half as wide: write it in float32." if self.keys_source else ""
+            raise RelayError(f"The table for {name!r} has width {self.rows.shape[1]}, not {width}.{hint}")
+
     def dense(self, name: str) -> Table:
         """The same table with a row for each number up to the largest key; rows without a key are zeros.
 
@@ -110,7 +118,9 @@ class Table:
         """
         if self.keys is None:
             return self
-        least, most = int(self.keys.min()), int(self.keys.max())
+        # numpy has these operations for unsigned integers, too.
+        keys = self.keys.numpy()
+        least, most = int(keys.min()), int(keys.max())
         if least < 0 or most >= max(_MOST_SPARSE * self.rows.shape[0], _ALWAYS_DENSE_ROWS):
             raise RelayError(
                 f"The dynamic table for {name!r} has {self.rows.shape[0]:,} keys from {least} to {most}, but values of "
@@ -118,7 +128,7 @@ class Table:
                 "them."
             )
         rows = self.rows.new_zeros(most + 1, self.rows.shape[1])
-        rows[self.keys] = self.rows
+        rows[torch.from_numpy(keys.astype(np.int64))] = self.rows
         return Table(self.source, rows, None, self.keys_source)
 
 
@@ -149,6 +159,8 @@ class Tables:
             return self._found.get(otherwise) if table is None and otherwise is not None else table
         if told.endswith(".npy"):
             rows = _load(Path(told))
+            if rows.dtype.kind == "V":
+                raise RelayError(f"{told} contains {rows.dtype}, as numpy writes bfloat16: save it as float32.")
             # Tables of these types stay mapped, and keep their type.
             return Table("", torch.from_numpy(rows if rows.dtype in _TABLE_TYPES else rows.astype(np.float32)))
         if told in self._found:
@@ -169,6 +181,8 @@ class Tables:
             )
         if table.rows.ndim != 2:
             raise RelayError(f"The table for {name!r} is {list(table.rows.shape)}, not [rows, width].")
+        if name == ITEM:
+            table.require_width(name, self._width)
         return table
 
     def only(self, besides: set[str]) -> str | None:
@@ -240,15 +254,22 @@ class Items:
             return None
         if ids.shape != (self.count,) or np.unique(ids).size != self.count or ids.dtype.kind not in "iu":
             raise RelayError(f"{origin} does not contain {self.count} distinct integers, one for each row of items.")
+        if ids.size and int(ids.max()) > _LARGEST_ID:
+            raise RelayError(
+                f"{origin} contains the id {ids.max()}, but the largest item id of a message is {_LARGEST_ID}: number "
+                "the items anew, in the pipeline and in messages too."
+            )
         return ids
 
     def take_feature(self, values: Path, target: str, unknown: int) -> None:
         """Reads the row of a feature's table for each item. Items outside the vocabulary have the unknown row."""
         ordered = torch.from_numpy(item_values(values, self.count, unknown))
+        without = int((ordered == unknown).sum())
+        said = f"; {without:,} of {self.count:,} items have a value without a row" if without else ""
         if self._order is not None:
             ordered = ordered[self._order]
         last = torch.full((1,), unknown, dtype=torch.int64)
-        self._takings.give([], target, torch.cat((ordered, last)), f"read from {values}")
+        self._takings.give([], target, torch.cat((ordered, last)), f"read from {values}{said}")
 
 
 def item_values(path: Path, count: int, unknown: int) -> NDArray[np.int64]:
@@ -295,10 +316,6 @@ def give_table(
 
 def _load(path: Path) -> NDArray[Any]:
     try:
-        # Mapped: memory is taken only for what the file holds, whatever shape its header claims.
-        loaded = np.load(path, mmap_mode="c", allow_pickle=False)
-        if not isinstance(loaded, np.ndarray):
-            raise ValueError("it is an archive")
-        return loaded
-    except (OSError, ValueError, TypeError, EOFError) as error:
+        return read_npy(path)
+    except (OSError, ValueError) as error:
         raise RelayError(f"{path} cannot be read as an .npy file: {error}.") from error

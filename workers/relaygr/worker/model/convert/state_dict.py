@@ -6,8 +6,9 @@ its folder `sparse` or `model`. NVIDIA saves a folder with `torch_module`, which
 `dynamicemb_module`, which has its dynamic tables. The state dict may be nested one level down, as training loops save
 it (`_NESTED`). Objects of other classes than tensors are not loaded: they are read as `Inert`, and listed by name.
 
-A small file can claim large tensors: compressed, or with one stored value for all elements. Such a file is refused
-before memory is taken for the tensors. Tensors that share memory may be `_MOST_SHARED` times as large as the file.
+A small file can claim large tensors: compressed, or with one stored value for all elements; and its pickle can make
+other large objects (`pickles.py`). Such a file is refused before memory is taken for them. Tensors that share memory
+may be `_MOST_SHARED` times as large as the file.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from safetensors.torch import load_file
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.convert.distributed import (
     INDEX_FILE,
-    Inert,
     TableMemory,
     read_distributed,
     read_dynamic_tables,
 )
+from relaygr.worker.model.convert.pickles import Inert, check_claims
 
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 _SAFETENSORS = ".safetensors"
@@ -134,7 +135,8 @@ def _read(path: Path, memory: TableMemory) -> dict[str, Any]:
     try:
         if path.suffix == _SAFETENSORS:
             return dict(load_file(path))
-        _check_archive(path)
+        with path.open("rb") as file:
+            check_claims(file)
         loaded = _load_tensors(path)
     except pickle.UnpicklingError as error:
         first_line = str(error).strip().rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
@@ -164,21 +166,6 @@ def _load_tensors(path: Path) -> Any:
             raise
         with torch.serialization.safe_globals([(Inert, name) for name in unknown]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-
-
-def _check_archive(path: Path) -> None:
-    """Raises RelayError for an archive whose content is larger than the file. torch does not compress."""
-    if not zipfile.is_zipfile(path):
-        # The format before torch 1.6: its tensors are read from the file as they are.
-        return
-    with zipfile.ZipFile(path) as archive:
-        content_bytes = sum(member.file_size for member in archive.infolist())
-    file_bytes = path.stat().st_size
-    if content_bytes > file_bytes:
-        raise RelayError(
-            f"{path} is refused: it has {file_bytes:,} bytes, but claims to hold {content_bytes:,}. "
-            "Save it with torch.save, which does not compress."
-        )
 
 
 def _check_sizes(path: Path, found: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
-from relaygr.schemas.record import record
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.inputs.encodings import (
     Ages,
@@ -25,6 +24,7 @@ from relaygr.worker.model.inputs.encodings import (
     query_seconds,
     seconds,
 )
+from relaygr.worker.model.inputs.known import Vocabulary
 from relaygr.worker.model.inputs.tokens import (
     Added,
     Bits,
@@ -38,40 +38,7 @@ from relaygr.worker.model.inputs.tokens import (
 )
 from relaygr.worker.model.options import ContextualFeature, InputForm, PositionOrigin, TimeEncoding
 
-IDS_TENSOR = "items.ids"
-
 Int64Array = NDArray[np.int64]
-
-
-@record(frozen=True, slots=True)
-class FoundRows:
-    """Rows of the item table, and the number of ids that are not in the vocabulary."""
-
-    rows: Int64Array
-    unknown: int
-
-
-class Vocabulary:
-    """Maps item ids to rows of the item table. All unknown ids share the last row."""
-
-    def __init__(self, size: int, ids: Int64Array | None = None) -> None:
-        """Without ids, row = id for ids 0 to size - 1. Raises ValueError unless ids are `size` ascending numbers."""
-        if ids is not None and (ids.shape != (size,) or bool((np.diff(ids) <= 0).any())):
-            raise ValueError(f"item ids must be {size} strictly rising numbers")
-        self._size = size
-        self._ids = ids
-
-    def rows(self, items: Int64Array) -> FoundRows:
-        """The row of each id."""
-        if self._ids is None:
-            known = (items >= 0) & (items < self._size)
-            places = items
-        else:
-            places = np.searchsorted(self._ids, items)
-            np.minimum(places, self._size - 1, out=places)
-            known = self._ids[places] == items
-        rows = np.where(known, places, self._size).astype(np.int64, copy=False)
-        return FoundRows(rows, int(items.size - np.count_nonzero(known)))
 
 
 class FeatureRows:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import json
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.npy import read_npz
 
 META = "meta.json"
 TOLERANCE = 2e-5
@@ -220,14 +220,11 @@ def compare_exactly(name: str, ours: torch.Tensor, expected: torch.Tensor) -> Ch
 def read_vectors(path: Path) -> list[VectorCase]:
     """The cases of a file, in its order. Raises RelayError if it is not of the form described above."""
     try:
-        if path.exists() and not zipfile.is_zipfile(path):
-            raise RelayError(f"{path} is not an .npz file, or is truncated.")
-        with np.load(path, allow_pickle=False) as file:
-            if META not in file.files:
-                raise RelayError(f"{path} has no {META}: it is not a file of test vectors.")
-            meta = json.loads(str(file[META]))
-            arrays = {name: file[name] for name in file.files if name != META}
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, NotImplementedError) as error:
+        arrays = read_npz(path)
+        if META not in arrays:
+            raise RelayError(f"{path} has no {META}: it is not a file of test vectors.")
+        meta = json.loads(str(arrays.pop(META)))
+    except (OSError, ValueError) as error:
         raise RelayError(f"{path} cannot be read as test vectors: {error}.") from error
     if not isinstance(meta, dict) or not all(isinstance(options, dict) for options in meta.values()):
         raise RelayError(f"{path}: {META} is not an object of objects, case name to options.")

@@ -21,7 +21,8 @@ from relaygr.worker.model.convert.options import ConvertOptions, SourceFeature, 
 from relaygr.worker.model.convert.state_dict import StateDict
 from relaygr.worker.model.inputs.embedding import ITEM_FEATURE_ROWS, TokenEmbedding
 from relaygr.worker.model.inputs.encodings import age_rows
-from relaygr.worker.model.inputs.lookup import FeatureGates, TokenLookup, Vocabulary
+from relaygr.worker.model.inputs.known import Vocabulary
+from relaygr.worker.model.inputs.lookup import FeatureGates, TokenLookup
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.layers import build_layers
 from relaygr.worker.model.options import ComputeDtype, Task, TaskKind

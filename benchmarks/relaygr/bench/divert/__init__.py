@@ -1,1 +1,0 @@
-"""The late requests of an unevenly loaded fleet, with and without `worker.divert`."""

@@ -1,0 +1,123 @@
+"""The figures of an event: pure functions of the records of the traffic."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord, in_time, is_whole
+
+BACK_WINDOW_S = 3.0
+"""The level of before is back once no window of this length is worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The requests that were scheduled within a time."""
+
+    requests: int
+    late: int
+    """Answered in whole, after their deadline."""
+    not_whole: int
+    """Truncated, expired, failed, or not sent."""
+    lost: int
+    """Without an answer."""
+
+    @property
+    def bad(self) -> int:
+        return self.late + self.not_whole + self.lost
+
+    def __str__(self) -> str:
+        return f"{self.late} / {self.not_whole} / {self.lost} of {self.requests}"
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """What one event cost. Times are in seconds of the run, or from the event on."""
+
+    event: str
+    at_s: float
+    ready_s: float
+    """Until every process was ready again."""
+    before: Phase
+    during: Phase
+    """From the event until the processes were ready."""
+    after: Phase
+    longest_ms: float
+    """The longest wait for an answer, of the requests during and after the event."""
+    back_s: float
+    """Until the share of bad requests was that of before; 0 if it never was higher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """An event, by the monotonic clock."""
+
+    event: str
+    at_s: float
+    ready_s: float
+
+
+def is_lost(record: ImpressionRecord) -> bool:
+    """Whether nobody answered the request."""
+    return record.status in (LOST, OPEN)
+
+
+def row_of(happened: Happened, records: Sequence[ImpressionRecord], window_s: float, begun_s: float) -> EventRow:
+    """The figures of an event, with a window of `window_s` before and after it."""
+    at_s, ready_s = happened.at_s, happened.ready_s
+    before = _between(records, at_s - window_s, at_s)
+    during = _between(records, at_s, ready_s)
+    after = _between(records, ready_s, ready_s + window_s)
+    waits_us = [record.latency_us for record in (*during, *after) if record.latency_us is not None]
+    return EventRow(
+        event=happened.event,
+        at_s=round(at_s - begun_s, 1),
+        ready_s=round(ready_s - at_s, 2),
+        before=_phase(before),
+        during=_phase(during),
+        after=_phase(after),
+        longest_ms=max(waits_us, default=0) / 1000,
+        back_s=round(_back_s(at_s, _phase(before), [*during, *after]), 2),
+    )
+
+
+def _between(records: Sequence[ImpressionRecord], from_s: float, to_s: float) -> list[ImpressionRecord]:
+    return [record for record in records if from_s <= record.scheduled_us / 1e6 < to_s]
+
+
+def _phase(records: Sequence[ImpressionRecord]) -> Phase:
+    lost = sum(is_lost(record) for record in records)
+    whole = [record for record in records if is_whole(record)]
+    late = sum(not in_time(record) for record in whole)
+    return Phase(len(records), late, len(records) - len(whole) - lost, lost)
+
+
+def _back_s(at_s: float, before: Phase, records: Sequence[ImpressionRecord]) -> float:
+    """When the last bad request of the last bad window was due. One request more than before is no bad window."""
+    share = before.bad / before.requests if before.requests else 0.0
+    due = sorted((record.scheduled_us / 1e6, not in_time(record)) for record in records)
+    due_s = [second for second, _ in due]
+    bad_s = [second for second, is_bad in due if is_bad]
+    last_s = at_s
+    for place, begin_s in enumerate(bad_s):
+        ends_s = begin_s + BACK_WINDOW_S
+        bad_end, requests = bisect_left(bad_s, ends_s), bisect_left(due_s, ends_s) - bisect_left(due_s, begin_s)
+        if bad_end - place > share * requests + 1:
+            last_s = bad_s[bad_end - 1]
+    return last_s - at_s
+
+
+def lost_outside(records: Sequence[ImpressionRecord], outages: Sequence[tuple[float, float]], margin_s: float) -> int:
+    """Lost requests that were not under way while the broker was away. An answer can be away for `margin_s` more."""
+    return sum(
+        is_lost(record)
+        and not any(begin_s - margin_s <= record.scheduled_us / 1e6 <= end_s + margin_s for begin_s, end_s in outages)
+        for record in records
+    )
+
+
+def not_sent(records: Sequence[ImpressionRecord]) -> int:
+    """Requests that the client's full queue refused."""
+    return sum(record.status == NOT_SENT for record in records)

@@ -1,1 +1,0 @@
-"""B0 under MLPerf's own load generator, server scenario."""

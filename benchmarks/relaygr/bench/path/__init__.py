@@ -1,1 +1,0 @@
-"""The path of one ranking request through a worker: `python -m benchmarks.path`."""

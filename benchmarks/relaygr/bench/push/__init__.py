@@ -1,1 +1,0 @@
-"""The cost of a new model revision, which makes every prefix cold at once: lateness before, during and after a push."""

@@ -1,1 +1,0 @@
-"""Compares the simulation with measured runs; `__main__` describes it."""

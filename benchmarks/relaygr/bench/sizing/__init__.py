@@ -1,1 +1,0 @@
-"""Compares `relaygr size` with a run of the relay: `python -m benchmarks.sizing`."""

@@ -1,1 +1,0 @@
-"""Measures a model on this machine, and tells for which lengths and return gaps the relay saves work."""

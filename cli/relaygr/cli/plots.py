@@ -1,0 +1,108 @@
+"""The pictures of `--plot FILE`. Importing matplotlib takes a second: a command imports this module only with the
+option.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import check_room
+from relaygr.simulate.figures import Ending, Estimate, Figures
+from relaygr.simulate.visit import BreakEven
+
+_POINTS = 400
+
+
+def require_plot(path: Path) -> None:
+    """Raises RelayError if no picture can be written to this file: before work that may take minutes."""
+    known = FigureCanvasAgg(Figure()).get_supported_filetypes()
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in known:
+        raise RelayError(f"--plot {path} cannot be written: its suffix must be one of {', '.join(sorted(known))}.")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        check_room(path.parent)
+    except OSError as error:
+        raise RelayError(f"--plot {path} cannot be written: {error.strerror}.") from error
+
+
+def plot_figures(path: Path, columns: Mapping[str, Figures], title: str) -> None:
+    """Draws latencies, late requests and the ends of requests, of each named column. Raises RelayError."""
+    figure = _figure(10, 4)
+    figure.suptitle(f"Simulated: {title}")
+    left, middle, right = figure.subplots(1, 3)
+    _bars(left, list(columns), [each.p50_ms for each in columns.values()], -0.2, label="P50")
+    _bars(left, list(columns), [each.p99_ms for each in columns.values()], 0.2, label="P99")
+    left.set_ylabel("latency, ms")
+    left.legend()
+    _bars(middle, list(columns), [each.late_share for each in columns.values()], factor=100)
+    middle.set_ylabel("late, truncated or refused, %")
+    bottoms = [0.0] * len(columns)
+    for ending in Ending:
+        shares = [100 * each.mix[ending].value for each in columns.values()]
+        if any(shares):
+            right.bar(list(columns), shares, bottom=bottoms, label=ending.value)
+            bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
+    right.set_ylabel("requests by their end, %")
+    right.legend(fontsize="small", loc="lower left")
+    _save(figure, path)
+
+
+def plot_break_even(path: Path, found: Sequence[BreakEven], gaps_s: Sequence[float]) -> None:
+    """Draws the work of a visit against the gap since the visit before, a line for each length. Raises RelayError."""
+    figure = _figure(8, 4.5)
+    axes = figure.add_subplot()
+    first, last = min(gaps_s) / 10, max(gaps_s)
+    gaps = [first * (last / first) ** (step / (_POINTS - 1)) for step in range(_POINTS)]
+    for each in found:
+        work = [each.work[each.tier(gap)] for gap in gaps]
+        axes.plot(gaps, work, label=f"{each.figures.behaviours:,} behaviours")
+    axes.axhline(1.0, color="0.55", linestyle="--", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0.0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("gap between two visits of a user, seconds")
+    axes.set_ylabel("device work of a visit, full inference = 100 %")
+    axes.legend(loc="lower right")
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _bars(
+    axes: Axes,
+    names: Sequence[str],
+    estimates: Sequence[Estimate],
+    offset: float = 0.0,
+    *,
+    factor: float = 1.0,
+    label: str = "",
+) -> None:
+    """A bar for each name with its error; without a bar of the error if that is not known."""
+    places = [place + offset for place in range(len(names))]
+    errors = [math.nan if each.error is None else factor * each.error for each in estimates]
+    heights = [factor * each.value for each in estimates]
+    axes.bar(places, heights, 0.4 if offset else 0.8, yerr=errors, capsize=4, label=label)
+    axes.set_xticks(range(len(names)), list(names))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise RelayError(f"--plot {path} cannot be written: {error}.") from error

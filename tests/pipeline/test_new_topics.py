@@ -1,0 +1,49 @@
+"""Topics that are deleted and created again under running processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relaygr.client import RankOutcome, RankStatus
+from relaygr.devbroker import LocalBroker
+from relaygr.schemas.topics import Topic
+from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
+
+pytestmark = [pytest.mark.kafka, pytest.mark.timeout(240)]
+
+
+def test_new_topics_are_served_like_the_old_ones_and_hold_no_history_of_them(
+    real_broker: LocalBroker, model: Path, tmp_path: Path
+) -> None:
+    """No request was answered any more, the group committed beyond the end, and every probe said that all is well."""
+    with own_topics(real_broker) as kafka, Relay(kafka, tmp_path / "relay", model) as relay:
+        worker, trigger = relay.start_worker(), relay.start_trigger()
+        relay.await_ready(worker, trigger)
+        with relay.client() as client:
+
+            def rank(budget_ms: float = 5_000) -> RankOutcome:
+                user = new_user()
+                return client.rank(user, candidates_of(), budget_ms=budget_ms, history=history_of(user, 50))
+
+            for number in range(3):
+                client.publish_history(history_of(f"user-{number}", 50))
+            assert {rank().status for _ in range(100)} == {RankStatus.RANKED}
+            wait_until("stored", lambda: reading(worker).total("relaygr_history_users") == 3)
+            relay.await_all_committed(Topic.RANKING)
+
+            real_broker.delete_topics(kafka)
+            wait_until("taken", lambda: reading(worker).total("relaygr_consumer_owned_partitions") == 0)
+            real_broker.create_topics(kafka)
+            wait_until("requests are ranked again", lambda: rank(2_000).status is RankStatus.RANKED)
+            assert {rank().status for _ in range(50)} == {RankStatus.RANKED}
+            wait_until("no history of before", lambda: reading(worker).total("relaygr_history_users") == 0)
+            user = new_user()
+            history = history_of(user, 40)
+            client.publish_history(history)
+            wait_until("stored", lambda: reading(worker).total("relaygr_history_users") == 1)
+            found = client.rank(user, candidates_of(), budget_ms=5_000, history_version=history.version())
+            assert found.status is RankStatus.RANKED and found.result is not None and not found.result.history_stale
+            wait_until("committed up to the end", lambda: relay.committed(Topic.RANKING) == relay.ends(Topic.RANKING))
+            relay.await_ready(worker, trigger)
