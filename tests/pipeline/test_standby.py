@@ -42,8 +42,16 @@ def kafka(real_broker: LocalBroker) -> Iterator[KafkaSettings]:
 
 
 @pytest.fixture
-def relay(kafka: KafkaSettings, model: Path, tmp_path: Path, hang_file: Path) -> Iterator[Relay]:
-    own = kafka.model_copy(update={"group_prefix": f"{kafka.group_prefix}.{uuid.uuid4().hex[:6]}"})
+def session_timeout_ms(kafka: KafkaSettings) -> int:
+    return kafka.session_timeout_ms
+
+
+@pytest.fixture
+def relay(
+    kafka: KafkaSettings, session_timeout_ms: int, model: Path, tmp_path: Path, hang_file: Path
+) -> Iterator[Relay]:
+    group = f"{kafka.group_prefix}.{uuid.uuid4().hex[:6]}"
+    own = kafka.model_copy(update={"group_prefix": group, "session_timeout_ms": session_timeout_ms})
     # HBM holds a few users' prefixes, DRAM all of them.
     with Relay(own, tmp_path, model, dram_bytes=16 << 20, watchdog_s=WATCHDOG_S) as relay:
         yield relay
@@ -151,8 +159,12 @@ def test_the_standby_of_a_worker_killed_under_traffic_takes_over(relay: Relay, w
     assert relay.stop(worker) == 0
 
 
+@pytest.mark.parametrize("session_timeout_ms", [3 * BUDGET_MS])
 def test_a_rolling_restart_of_both_processes_costs_no_request(relay: Relay, worker: CommandProcess):
-    """The recipe of docs/operations.md: SIGTERM to the active process, as soon as the standby is ready."""
+    """The recipe of docs/operations.md: SIGTERM to the active process, as soon as the standby is ready.
+
+    Nothing waits for the end of a session: all requests would be late.
+    """
     with begun(relay) as traffic:
         first = pair_of(worker)
         time.sleep(1)
@@ -164,10 +176,9 @@ def test_a_rolling_restart_of_both_processes_costs_no_request(relay: Relay, work
         os.kill(second.active, signal.SIGTERM)
         await_take_over(worker, second)
         time.sleep(1)
-        asked = require_all_ranked(traffic, *ended_s)
+        require_all_ranked(traffic, *ended_s)
     assert second.active == first.standby
     assert second.standby not in (first.active, first.standby)
-    assert max(each.outcome.latency_us for each in asked) < relay.kafka.session_timeout_ms * 1000
     assert relay.stop(worker) == 0
 
 

@@ -84,7 +84,7 @@ def test_messages_behind_a_fatal_error_keep_their_order(fresh: FaultyCluster) ->
         producer.poll(0.002)
     assert producer.flush(PATIENCE_S) == 0
     # All have one key, so they are on one partition.
-    assert fresh.values(HISTORY, len(sent)) == sent
+    assert [*dict.fromkeys(fresh.values(HISTORY, len(sent)))] == sent
 
 
 @pytest.mark.parametrize("code", [3, 100], ids=["unknown topic", "unknown topic id"])

@@ -39,13 +39,19 @@ class FaultyCluster:
         """The error of the topic in all metadata from now on; 0 is none."""
         self._of_topic(self._cluster._cluster, self.kafka.topic(topic).encode(), code)
 
-    def values(self, topic: Topic, count: int) -> list[bytes | None]:
-        """The values on a topic, once there are `count`; those of each partition in order."""
+    def values(self, topic: Topic, least: int) -> list[bytes | None]:
+        """All values on a topic, once there are `least`; those of each partition in order.
+
+        A batch that was answered with an error may have been stored, so a value can be there twice.
+        """
         consumer = make_assigned_consumer(self.kafka, "test")
-        partitions = range(self.kafka.catalogue[topic].partition_count(PARTITIONS))
-        consumer.assign([TopicPartition(self.kafka.topic(topic), partition, 0) for partition in partitions])
+        count = self.kafka.catalogue[topic].partition_count(PARTITIONS)
+        places = [TopicPartition(self.kafka.topic(topic), partition, 0) for partition in range(count)]
+        consumer.assign(places)
         found: list[bytes | None] = []
-        while len(found) < count and (message := consumer.poll(20)) is not None:
+        while len(found) < least or len(found) < sum(consumer.get_watermark_offsets(place)[1] for place in places):
+            message = consumer.poll(20)
+            assert message is not None, f"{least} messages were awaited, and these came: {found}"
             assert message.error() is None
             found.append(message.value())
         consumer.close()
