@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from relaygr.worker.executor.context import Timers, WaitQueue
 
 
@@ -61,3 +63,17 @@ def test_the_time_until_the_next_call_is_known() -> None:
     timers.at(50, lambda: None)
     assert timers.next_in_us(20) == 30
     assert timers.next_in_us(80) == 0
+
+
+def test_a_cancelled_call_is_not_made_and_keeps_nothing_in_memory() -> None:
+    class Work:
+        def late(self) -> None:
+            raise AssertionError
+
+    timers, work = Timers(), Work()
+    kept = weakref.ref(work)
+    timers.at(10, work.late).cancel()
+    del work
+    assert kept() is None
+    timers.run_due(10)
+    assert timers.next_in_us(10) is None

@@ -100,24 +100,41 @@ class WaitQueue(Generic[W]):
         return True
 
 
+class Timer:
+    """A call that is due at some time."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        """The call is not made, and what it refers to is let go at once."""
+        self.call = None
+
+
 class Timers:
     """Calls in order of their time; calls of the same time in order of entry."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._heap: list[tuple[int, int, Timer]] = []
         self._sequence = itertools.count()
         self.next_at_us: float = math.inf
         """The time at which the next call is due; infinity without one."""
 
-    def at(self, when_us: int, call: Callable[[], None]) -> None:
+    def at(self, when_us: int, call: Callable[[], None]) -> Timer:
         """Calls `call` at the first `run_due` from `when_us` on."""
-        heapq.heappush(self._heap, (when_us, next(self._sequence), call))
+        timer = Timer(call)
+        heapq.heappush(self._heap, (when_us, next(self._sequence), timer))
         self.next_at_us = self._heap[0][0]
+        return timer
 
     def run_due(self, now_us: int) -> None:
         """Makes all calls that are due."""
         while self._heap and self._heap[0][0] <= now_us:
-            heapq.heappop(self._heap)[2]()
+            call = heapq.heappop(self._heap)[2].call
+            if call is not None:
+                call()
         self.next_at_us = self._heap[0][0] if self._heap else math.inf
 
     def next_in_us(self, now_us: int) -> int | None:
@@ -169,9 +186,12 @@ class DeviceCompletions:
 
 @record(frozen=True, slots=True, eq=False)
 class _HistoryWait:
-    """One piece of work in the wait queue. `on_change` is called when its user's history has changed."""
+    """One piece of work in the wait queue. `on_change` is called when its user's history has changed, or else `timer`
+    makes its call.
+    """
 
     on_change: Callable[[], None]
+    timer: Timer
 
 
 @record(frozen=True, slots=True, kw_only=True)
@@ -323,19 +343,22 @@ class ExecutorContext:
         """Calls `on_change` when the user's history changes, or else `on_timeout` at `until_us`. Returns False, and
         calls neither, if the time has passed or the queue is full.
         """
-        wait = _HistoryWait(on_change)
-        if until_us <= self.parts.clock.monotonic_us() or not self.waiting.put(user_id, wait):
+        if until_us <= self.parts.clock.monotonic_us():
             return False
 
         def timed_out() -> None:
-            if self.waiting.take(user_id, wait):
-                on_timeout()
+            self.waiting.take(user_id, wait)
+            on_timeout()
 
-        self.timers.at(until_us, timed_out)
+        wait = _HistoryWait(on_change, self.timers.at(until_us, timed_out))
+        if not self.waiting.put(user_id, wait):
+            wait.timer.cancel()
+            return False
         return True
 
     def histories_changed(self, user_ids: Iterable[str]) -> None:
         """Wakes the work that waits for these users' histories."""
         for user_id in user_ids:
             for wait in self.waiting.take_all(user_id):
+                wait.timer.cancel()
                 wait.on_change()

@@ -551,7 +551,7 @@ class Requests:
         pending.add_done_callback(lambda _: self._context.post(ended))
         until_us = self._waits_until_us(work, prefix, pending, now_us)
         self._wait(work, RequestState.WAITS_FOR_COPY)
-        self._context.timers.at(until_us, partial(self.advance, work, WaitedTooLong(wait)))
+        wait.timer = self._context.timers.at(until_us, partial(self.advance, work, WaitedTooLong(wait)))
 
     def _waits_until_us(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix, now_us: int) -> int:
         spare_us = self._time_left_us(work, now_us) - int(
@@ -567,6 +567,8 @@ class Requests:
 
     def _end_wait(self, work: RankingWork, wait: CopyWait) -> None:
         work.wait = None
+        if wait.timer is not None:
+            wait.timer.cancel()
         self._prefixes.reloads_awaited -= wait.has_lease
         self._context.arrivals.announced.pop(work.impression, None)
 

@@ -6,7 +6,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from relaygr.worker.cache import Fill, Handle, PendingPrefix, PrefixKey
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.plan import Impression
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
+
+if TYPE_CHECKING:
+    from relaygr.worker.executor.context import Timer
 
 NO_PAGES: NDArray[np.int32] = np.empty(0, np.int32)
 LONGEST_TRANSIT_US: Final = MAX_BUDGET_MS * 1000
@@ -302,6 +305,8 @@ class CopyWait:
     started_us: int
     has_lease: bool
     """Whether the request leases the prefix, so that nothing evicts it between its reload's end and the look-up."""
+    timer: Timer | None = None
+    """Ends the wait. It would keep the request's inputs in memory until its deadline."""
 
 
 @dataclass(slots=True, eq=False)
