@@ -404,3 +404,24 @@ def test_only_so_many_workers_backlogs_are_kept() -> None:
     for number in range(3):
         backlogs.note(number, f"w-{number}", 100 + number)
     assert [backlogs.done_us(number) for number in range(4)] == [0, 101, 102, 0]
+
+
+def test_a_request_is_settled_once_its_callback_was_called() -> None:
+    """`drain` returned before the last late answer had reached the caller."""
+    gateway, settled = Gateway(), list[bool]()
+    ledger = Ledger(
+        ClientSettings(result_grace_ms=1000),
+        gateway.clock,
+        GatewayMetrics(CollectorRegistry()),
+        on_late=lambda _: settled.append(ledger.is_settled),
+        on_lost=lambda _: settled.append(ledger.is_settled),
+    )
+    for request_id in ("gw.1.1", "gw.1.2"):
+        ledger.open(gateway.request(request_id))
+    gateway.clock.advance_us(100 * MS)
+    ledger.fire()
+    ledger.answered(gateway.result(request_id="gw.1.1"))
+    gateway.clock.advance_us(60_000 * MS)
+    ledger.fire()
+    assert settled == [False, False]
+    assert ledger.is_settled

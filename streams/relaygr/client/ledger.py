@@ -85,6 +85,8 @@ class Ledger:
         self._offsets = ClockOffsets(settings.max_workers_tracked)
         self._backlogs = WorkerBacklogs(settings.max_workers_tracked)
         self._counts = ClientCounts()
+        # Answered and lost requests that are not told yet: they have left the table.
+        self._untold = 0
 
     def open(self, request: RankingRequest, called_us: int | None = None, partition: int = -1) -> PendingRequest:
         """Opens a request, with its deadline converted to the monotonic clock. Raises QueueFull, MessageRefused.
@@ -158,7 +160,7 @@ class Ledger:
         now_us = self._clock.monotonic_us()
         problem = None
         with self._lock:
-            answer = self._table.answer(result.request_id, now_us)
+            answer = self._take(result.request_id, now_us)
             if answer.entry is not None:
                 problem = self._misfit(answer.entry, result)
                 if problem is None:
@@ -184,7 +186,7 @@ class Ledger:
         now_us = self._clock.monotonic_us()
         with self._lock:
             self._counts.undecodable += 1
-            answer = self._table.answer(request_id, now_us) if request_id is not None else Answer(AnswerMatch.UNKNOWN)
+            answer = self._take(request_id, now_us) if request_id is not None else Answer(AnswerMatch.UNKNOWN)
         self._metrics.ignored.labels("undecodable").inc()
         if answer.entry is not None:
             self._end(answer, RankStatus.FAILED, None, FailureReason.UNDECODABLE, now_us)
@@ -193,7 +195,7 @@ class Ledger:
         """Ends a request that Kafka refused, and would refuse again."""
         now_us = self._clock.monotonic_us()
         with self._lock:
-            answer = self._table.answer(entry.request_id, now_us)
+            answer = self._take(entry.request_id, now_us)
         if answer.entry is not None:
             self._end(answer, RankStatus.FAILED, None, FailureReason.REFUSED_BY_KAFKA, now_us)
 
@@ -208,6 +210,7 @@ class Ledger:
         now_us = self._clock.monotonic_us()
         with self._lock:
             fired = self._table.due(now_us)
+            self._untold += sum(due.timer is Timer.LOSE for due in fired)
         retries = []
         for due in fired:
             if due.timer is Timer.TIME_OUT:
@@ -258,6 +261,12 @@ class Ledger:
         """Open requests: those whose caller waits, and those past their deadline that are not answered or lost yet."""
         return len(self._table)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every request is answered or lost, and counted, and its callback has returned."""
+        with self._lock:
+            return not len(self._table) and not self._untold
+
     def statistics(self) -> ClientStatistics:
         with self._lock:
             return self._counts.snapshot(self._table.waiting, len(self._table) - self._table.waiting)
@@ -266,6 +275,12 @@ class Ledger:
         """The estimated clock offsets, by worker id."""
         with self._lock:
             return self._offsets.all()
+
+    def _take(self, request_id: str, now_us: int) -> Answer:
+        """Takes an answered request out of the table. The lock is held, and `_end` follows."""
+        answer = self._table.answer(request_id, now_us)
+        self._untold += answer.entry is not None
+        return answer
 
     def _end(
         self,
@@ -300,6 +315,11 @@ class Ledger:
                 notify(self._on_late, outcome)
         else:
             self._tell(entry, outcome)
+        self._told()
+
+    def _told(self) -> None:
+        with self._lock:
+            self._untold -= 1
 
     def _tell_timed_out(self, entry: PendingRequest, now_us: int, reason: TimeOutReason | None = None) -> None:
         if reason is None:
@@ -322,6 +342,7 @@ class Ledger:
             self._counts.lost += 1
         if self._on_lost is not None:
             notify(self._on_lost, LostRequest(entry.request_id, entry.acknowledged))
+        self._told()
 
     def _misfit(self, entry: PendingRequest, result: RankingResult) -> str | None:
         """Why the result cannot be the answer to the request; None if it can.

@@ -151,14 +151,13 @@ class RelayClient:
         self.close()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until every request is answered or lost. Returns False if that takes longer than `timeout_s`.
-
-        Raises ClientError if called in a callback.
+        """Waits until every request is answered or lost, and its callback was called. Returns False if that takes
+        longer than `timeout_s`. Raises ClientError if called in a callback.
         """
         self._process.require()
         self._refuse_in_callback("drain")
         ends_s = time.monotonic() + timeout_s
-        while self._ledger.in_flight:
+        while not self._ledger.is_settled:
             if time.monotonic() >= ends_s:
                 return False
             time.sleep(_STEP_S)
