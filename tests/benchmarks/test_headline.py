@@ -576,7 +576,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_live_run_of_the_relay_hits_and_its_scores_are_full_inferences(small: Machine):
     point = Point(Asked.REQUESTS, 0.9, System.RELAY, "", 30.0, 1, HISTORY)
     with local_broker("embedded") as broker, LiveBench(small, broker, SHORT) as bench:

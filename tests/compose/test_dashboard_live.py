@@ -19,7 +19,7 @@ from tests.worlds.pair import await_pair
 from tests.worlds.prometheus import LivePrometheus, live_prometheus
 from tests.worlds.relay import START_TIMEOUT_S, RawGateway, Relay, make_model, own_topics, wait_until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.kafka, pytest.mark.outage]
 
 VARIABLES = {"$__rate_interval": "30s", "$worker": ".*", "$deadline_ms": "2000"}
 """What Grafana puts into a query."""

@@ -26,7 +26,7 @@ from tests.worlds.relay import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.kafka, pytest.mark.outage]
 
 USERS = 8
 BUDGET_MS = 20_000

@@ -27,7 +27,7 @@ from tests.worlds.relay import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kafka, pytest.mark.outage]
 
 
 @pytest.fixture(scope="module")

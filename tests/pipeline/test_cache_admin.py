@@ -22,7 +22,7 @@ from relaygr.worker.admin_socket import SOCKET_NAME
 from tests.worlds.pair import await_pair, children
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LENGTH = 300
 BUDGET_MS = 20_000

@@ -30,7 +30,7 @@ from tests.worlds.relay import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 LENGTH = 300
 MOVED_S, ERASE_WITHIN_S = 1.0, 2.0

@@ -29,7 +29,7 @@ from relaygr.traffic.records import read_records
 from tests.worlds.otlp import collector
 from tests.worlds.relay import environment, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SMALL = ("traffic.users=10", "traffic.history_median=128", "traffic.history_max=256", "traffic.items=500")
 

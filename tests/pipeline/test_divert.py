@@ -33,7 +33,7 @@ from tests.worlds.relay import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.outage, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.outage
 
 SLOW = 6.0
 LENGTH = 500

@@ -12,7 +12,7 @@ from relaygr.kafka.admin import is_embedded
 from relaygr.kafka.clients import require_broker
 from tests.worlds.relay import Relay, environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 def doctor(relay: Relay) -> tuple[int, dict[str, list[tuple[str, str]]]]:

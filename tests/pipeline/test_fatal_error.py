@@ -13,7 +13,7 @@ from relaygr.schemas.topics import Topic
 from tests.worlds.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.worlds.relay import RawGateway, Relay, new_user, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 ATTEMPTS = 20
 OUT_OF_ORDER = 45

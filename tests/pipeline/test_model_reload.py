@@ -46,7 +46,7 @@ from tests.worlds.relay import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 BUDGET_MS = 20_000
 TOLERANCE = 2e-5

@@ -11,7 +11,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.schemas.topics import Topic
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.kafka
 
 
 def test_new_topics_are_served_like_the_old_ones_and_hold_no_history_of_them(

@@ -16,7 +16,7 @@ from relaygr.kafka.settings import KafkaSettings
 from tests.worlds.relay import Relay, candidates_of, history_of, own_topics, reading, wait_until
 from tests.worlds.steady_traffic import Traffic
 
-pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kafka, pytest.mark.outage]
 
 USERS = [f"user-{number:02d}" for number in range(30)]
 SESSION_S = 30.0

@@ -48,7 +48,7 @@ from tests.worlds.relay import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 EXAMPLES = FilePath(__file__).parents[2] / "docs" / "examples"
 ATTEMPTS = 10

@@ -48,7 +48,7 @@ from relaygr.schemas.topics import Topic
 from tests.worlds.own_broker import own_broker
 from tests.worlds.relay import Relay, candidates_of, environment, history_of, jobs_done, new_user, wait_until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 PASSWORD = "open sesame"
 OPERATIONS = {

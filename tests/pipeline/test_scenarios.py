@@ -31,7 +31,7 @@ from tests.worlds.relay import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 BUDGET_MS = 10_000
 VARIANTS = {"b": VariantSettings(users=0.5, model=Path("unused"))}

@@ -24,7 +24,7 @@ from tests.worlds.pair import Pair, await_pair, children
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
 from tests.worlds.steady_traffic import Asked, Traffic, hit_ratio
 
-pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kafka, pytest.mark.outage]
 
 USERS = [f"user-{number:02d}" for number in range(30)]
 INTERVAL_S = 0.04

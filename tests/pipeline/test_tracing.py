@@ -22,7 +22,7 @@ from tests.leftovers import owned_by_a_fixture
 from tests.worlds.otlp import Collector, SeenSpan, collector, traceparent
 from tests.worlds.relay import RawGateway, Relay, candidates_of, history_of, jobs_done, new_user, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 ON = "tracing.enabled=true"
 BUDGET_MS = 5_000

@@ -13,7 +13,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.schemas.topics import Topic
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, reading, wait_until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.kafka, pytest.mark.outage]
 
 EXIT_FENCED = 3
 

@@ -14,7 +14,7 @@ from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from tests.worlds.relay import Relay, candidates_of, new_user, own_topics, reading, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from tests.worlds.relay import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.outage, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.outage
 
 LENGTH = 300
 BUDGET_MS = 20_000

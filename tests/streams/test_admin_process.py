@@ -86,7 +86,6 @@ def test_closing_ends_a_call_of_another_thread() -> None:
 
 @pytest.mark.kafka
 @pytest.mark.outage
-@pytest.mark.timeout(300)
 def test_a_request_in_flight_across_each_of_twenty_outages_aborts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """librdkafka aborted 9 of 18 processes that asked for a group across an outage, and a worker in 1 of 14."""
     with broker_behind_proxy("outage") as behind:

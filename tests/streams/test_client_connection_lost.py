@@ -17,7 +17,7 @@ from tests.worlds.broker_proxy import Behind, BrokerProxy, broker_behind_proxy
 from tests.worlds.closing_port import ClosingPort
 from tests.worlds.relay import wait_until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 LOST_S = 0.15
 BUDGET_MS = 300

@@ -17,7 +17,7 @@ from relaygr.kafka.clients import ProducerKind, make_admin, make_assigned_consum
 from relaygr.kafka.settings import KafkaSettings
 from tests.streams.test_consumer_loop import Member, Stage, staged, until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.kafka
 
 QUICK_STALL = ConsumerSettings(stall_s=0.3)
 

@@ -33,7 +33,7 @@ from tests.worlds.certificates import Authority
 from tests.worlds.own_broker import own_broker
 from tests.worlds.relay import Relay, make_model, wait_until
 
-with_a_broker = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+with_a_broker = [pytest.mark.kafka, pytest.mark.slow]
 LIFETIME_S = 30
 
 

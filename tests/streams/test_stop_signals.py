@@ -48,7 +48,6 @@ def wait_traced(stopping: StopSignals, trace: RaiseAt) -> None:
         sys.settrace(before)
 
 
-@pytest.mark.timeout(30)
 def test_a_signal_at_any_instruction_of_the_wait_ends_it() -> None:
     number = 0
     while True:

@@ -22,7 +22,7 @@ from relaygr.trigger.app import TriggerApp
 from relaygr.trigger.settings import TriggerSettings
 from tests.worlds.own_broker import own_broker
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 
 WITHIN_S = 60.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_TIMEOUT_S = 110
+_TIMEOUT_S = 200
 
 
 @dataclass(frozen=True)

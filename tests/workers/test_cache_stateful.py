@@ -616,7 +616,6 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 # Hypothesis shortens a failing sequence before it reports it.
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", PolicyName)
 def test_random_operations_keep_every_invariant(policy: PolicyName) -> None:
     machine = type("CacheMachineOfPolicy", (CacheMachine,), {"policy": policy})

@@ -20,7 +20,7 @@ from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.store import HistoryStore
 from tests.workers.test_history_follower import MIB, Publisher, Reported, following, history, until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.kafka
 
 TOPICS = (Topic.HISTORY, Topic.BEHAVIOURS)
 

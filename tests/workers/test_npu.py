@@ -22,7 +22,6 @@ def test_every_kind_of_model_scores_on_an_npu_as_on_the_cpu() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr

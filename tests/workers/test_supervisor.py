@@ -21,7 +21,7 @@ from relaygr.devbroker.local import free_ports
 from relaygr.worker.exits import Exit
 from relaygr.worker.supervisor.records import connect, read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 120.0
 
