@@ -411,12 +411,18 @@ def _unknown(key: str, origin: str) -> str:
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
-    """A suggestion: the same field in another section first, else the name with the closest spelling."""
+    """A suggestion: the same field in another section first, then a longer name in the same section, else the name with
+    the closest spelling.
+    """
     names = list(known)
     separator = "__" if name.startswith(ENV_PREFIX) else "."
-    last = name.removeprefix(ENV_PREFIX).split(separator)[-1]
+    section, _, last = name.rpartition(separator)
+    last = last.removeprefix(ENV_PREFIX)
     same_field = [candidate for candidate in names if candidate.removeprefix(ENV_PREFIX).split(separator)[-1] == last]
-    close = same_field or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    longer = [
+        candidate for candidate in names if section and candidate.startswith(section) and candidate.endswith(f"_{last}")
+    ]
+    close = same_field or longer or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     if close:
         return f"Did you mean {close[0]}?"
     return "`relaygr settings` lists all of them."

@@ -139,6 +139,7 @@ UNKNOWN: dict[str, tuple[dict[str, str], list[str], str]] = {
         r"worker\.hbm_byte \(--set\) is not a setting\. Did you mean worker\.hbm_bytes\?",
     ),
     "another unit": ({}, ["worker.chunk_s=1"], r"Did you mean worker\.chunk_ms\?"),
+    "a part of its name": ({}, ["ui.port=1"], r"Did you mean ui\.http_port\?"),
     "without its section": ({}, ["page_tokens=1"], r"Did you mean worker\.page_tokens\?"),
     "like nothing": ({}, ["zzzzz=1"], r"zzzzz \(--set\) is not a setting\. `relaygr settings` lists all"),
     "a section": ({}, ["worker=1"], r"worker \(--set\) is not a setting"),

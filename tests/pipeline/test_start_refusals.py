@@ -107,11 +107,19 @@ def test_a_path_that_cannot_be_written_is_refused_with_its_setting(kafka_with_to
     assert "delete the folder" not in said
 
 
-def test_the_history_store_of_another_worker_is_refused_before_the_model_is_loaded(kafka_with_topics, tmp_path):
+def test_a_wrong_model_is_refused_though_no_broker_answers(tmp_path):
+    said = refusal(run_worker(None, tmp_path / "no model", tmp_path, "bootstrap=127.0.0.1:1"))
+    assert "a model is a folder with config.json" in said
+
+
+def test_the_history_store_of_another_worker_is_refused_before_the_model_is_loaded(kafka_with_topics, model, tmp_path):
     private_folder(tmp_path / "history", "worker.history_path")
     held = claim(tmp_path / "history", "worker-07")
+    without_weights = tmp_path / "without weights"
+    without_weights.mkdir()
+    shutil.copy(model / "config.json", without_weights)
     try:
-        said = refusal(run_worker(kafka_with_topics, tmp_path / "no model", tmp_path))
+        said = refusal(run_worker(kafka_with_topics, without_weights, tmp_path))
     finally:
         os.close(held)
     assert "worker-07" in said and "worker.history_path" in said

@@ -537,3 +537,8 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
     assert patient.result(0).reason is TimeOutReason.CLOSED
     assert [report.delivered for report in reports] == [False], "the caller gets an error when the client closes"
     assert [thread for thread in threading.enumerate() if "gw-0" in thread.name] == []
+
+
+def test_an_address_instead_of_settings_is_refused_with_what_to_give() -> None:
+    with pytest.raises(TypeError, match=r"'kafka-1:9092': give settings, such as load_settings\(bootstrap="):
+        RelayClient("kafka-1:9092", "gw-0")  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag import LagMonitor, LagSettings
 from relaygr.lag.collector import LagCollector
 from relaygr.lag.model import Snapshot
+from relaygr.runtime.errors import RelayError
 
 FAST = LagSettings(interval_s=0.1, request_timeout_s=0.1)
 
@@ -58,3 +59,8 @@ def test_a_poll_that_hangs_is_left_alone_when_the_monitor_stops(monkeypatch: pyt
     release.set()
     monitor.stop()
     assert closed == [None]
+
+
+def test_an_empty_group_is_refused() -> None:
+    with pytest.raises(RelayError, match="--group names no group"):
+        LagMonitor(KafkaSettings(), FAST, [""])

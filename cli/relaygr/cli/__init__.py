@@ -29,7 +29,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "ui": CommandSpec("relaygr.cli.ui:ui", "Serve a live page over the cluster, for a browser.", "lag"),
     "doctor": CommandSpec("relaygr.cli.doctor:doctor", "Check everything, and say what to mend."),
     "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds.", "lag"),
-    "model": CommandSpec("relaygr.cli.model:app", "Make, convert or inspect a checkpoint.", "worker"),
+    "model": CommandSpec("relaygr.cli.model:app", "Make, convert, show and compare checkpoints.", "worker"),
     "cache": CommandSpec("relaygr.cli.cache:app", "Look at a running worker's cache, and change it.", "worker"),
     "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
     "simulate": CommandSpec("relaygr.cli.simulate:app", "Simulate a fleet; plan its capacity.", "bench"),

@@ -34,7 +34,7 @@ from relaygr.worker.model.options import Activated, ContextualFeature, Family, O
 if TYPE_CHECKING:
     from relaygr.worker.model.checkpoint import Checkpoint
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert, show and compare checkpoints.")
 app.command("convert")(convert_command)
 app.command("compare")(compare_command)
 app.command("bench")(bench_command)

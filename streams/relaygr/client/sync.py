@@ -86,10 +86,16 @@ class RelayClient:
         registry: CollectorRegistry = REGISTRY,
         tracer: Tracer | None = None,
     ) -> None:
-        """Does no I/O. Raises ValueError for a gateway id with characters other than `A-Za-z0-9._-`.
+        """Does no I/O. Raises ValueError for a gateway id with characters other than `A-Za-z0-9._-`, TypeError if
+        `kafka` is not settings.
 
         `tracer`: of `relaygr.tracing.start_tracing`; the caller closes it after the client.
         """
+        if not isinstance(kafka, KafkaSettings):
+            raise TypeError(
+                f"kafka is {kafka!r}: give settings, such as load_settings(bootstrap='host:9092') of relaygr.settings, "
+                "or KafkaSettings(bootstrap='host:9092')"
+            )
         self._settings = settings or ClientSettings()
         self._clock = clock or SystemClock()
         self._partitions = kafka.partitions

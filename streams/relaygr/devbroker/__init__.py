@@ -72,6 +72,10 @@ def check_broker(
 ) -> None:
     """Raises the RelayError that `local_broker` would raise for this choice, as far as it can without starting one."""
     chosen = choose(choice, available_brokers(known_bootstrap, environ))
+    if chosen.kind is BrokerChoice.DOCKER:
+        from relaygr.devbroker.docker import require_docker
+
+        require_docker()
     if chosen.kind is BrokerChoice.EXTERNAL and chosen.bootstrap is not None:
         require_broker((kafka or KafkaSettings()).model_copy(update={"bootstrap": chosen.bootstrap}))
 

@@ -22,25 +22,36 @@ START_TIMEOUT_S: Final = 120.0
 LIMITS: Final = ("one Kafka broker in a container on this machine: no replication, and it shares the machine's cores",)
 
 
-@contextmanager
-def docker_broker(why: str, start_timeout_s: float = START_TIMEOUT_S) -> Iterator[LocalBroker]:
-    """A broker while the block runs. Raises RelayError without Docker, and if it is not ready in time."""
+def require_docker() -> None:
+    """Raises RelayError if no Docker daemon answers."""
     try:
-        from testcontainers.core.container import DockerContainer
+        from testcontainers.core.docker_client import DockerClient
     except ImportError:
         raise RelayError(
             "--broker docker needs testcontainers: pip install 'relaygr[bench]', or choose another"
         ) from None
-    [port] = free_ports(1)
-    bootstrap = f"127.0.0.1:{port}"
     try:
-        container = _container(DockerContainer, port)
-        container.start()
+        DockerClient().client.ping()
     except Exception as error:
         # The Docker client raises many kinds of errors if Docker is missing or this user may not use it.
         raise RelayError(
             f"Docker cannot start {IMAGE}: {error}. Is the Docker daemon running, and may this user access it?"
         ) from error
+
+
+@contextmanager
+def docker_broker(why: str, start_timeout_s: float = START_TIMEOUT_S) -> Iterator[LocalBroker]:
+    """A broker while the block runs. Raises RelayError without Docker, and if it is not ready in time."""
+    require_docker()
+    from testcontainers.core.container import DockerContainer
+
+    [port] = free_ports(1)
+    bootstrap = f"127.0.0.1:{port}"
+    container = _container(DockerContainer, port)
+    try:
+        container.start()
+    except Exception as error:
+        raise RelayError(f"Docker cannot start {IMAGE}: {error}") from error
     try:
         _await_ready(container, bootstrap, start_timeout_s)
         defaults = KafkaSettings()

@@ -40,6 +40,8 @@ class LagMonitor:
         patterns: Sequence[str] = (),
         clock: Clock | None = None,
     ) -> None:
+        if not all(patterns):
+            raise RelayError("--group names no group: give a name, or a pattern such as 'relaygr.*'")
         self._settings = settings
         self._clock = clock or SystemClock()
         self._collector = LagCollector(kafka, settings, patterns, self._clock)

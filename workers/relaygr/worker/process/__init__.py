@@ -17,6 +17,7 @@ from __future__ import annotations
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.worker.exits import Exit
+from relaygr.worker.model.config import read_config
 from relaygr.worker.process.lifecycle import WorkerProcess
 from relaygr.worker.process.memory import queues_bytes
 from relaygr.worker.settings import WorkerConfig
@@ -30,5 +31,7 @@ def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: Supervis
 
     Raises RelayError for a mistake that the user can correct.
     """
+    # A wrong path is told at once, whatever else the start would wait for.
+    read_config(config.worker.model)
     require_topics(config.kafka, Role.WORKER_DIVERT if config.worker.divert else Role.WORKER)
     return WorkerProcess(config, is_standby=is_standby, link=link).run()
