@@ -29,7 +29,7 @@ from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode
 from relaygr.schemas.messages import DEFAULT_SCENARIO, PreInferJob, RetrievalEvent
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.record import record
-from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.fleet import MAX_WORKERS, Fleet
 from relaygr.trigger.policies import PolicyCase, make_policy
 from relaygr.trigger.settings import TriggerSettings
 from relaygr.trigger.users import LastJob, Users
@@ -52,9 +52,8 @@ class TriggerDecision:
     """A known scenario; None if undecodable, misrouted, or of an unknown one."""
 
 
-MAX_USERS_PER_OWNER = 100_000
-MAX_OWNERS = 64
-"""The largest number of owners that are kept. With more owners, some jobs are charged in full."""
+MAX_USERS = 1_000_000
+"""The largest number of prefixes that are kept, of all owners together."""
 
 
 class RecentPrefixes:
@@ -68,10 +67,15 @@ class RecentPrefixes:
     So the trigger keeps the prefixes of each owner, up to the owner's DRAM capacity. The least recently used prefix is
     evicted first, as in the default cache policy. A new process of the owner takes over its DRAM, but all is forgotten
     when the model changes. A wrong estimate costs little, because the worker decides again with its real cache.
+
+    At most `MAX_USERS` prefixes of `MAX_WORKERS` owners are kept. The oldest are forgotten first, and so are those of
+    owners that have left the fleet.
     """
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
+        """The owner that was noted least recently comes first."""
+        self._users = 0
 
     def guess(self, owner: OwnerView, user_id: str) -> CachedPrefix:
         """The part of the user's prefix that the owner's DRAM probably holds."""
@@ -91,11 +95,22 @@ class RecentPrefixes:
             return
         known = self._known(owner)
         if known is None:
+            self._forget(owner.worker_id)
             known = self._owners[owner.worker_id] = _Owner(owner.model_revision)
-            if len(self._owners) > MAX_OWNERS:
-                self._owners.popitem(last=False)
+            if len(self._owners) > MAX_WORKERS:
+                self._forget(next(iter(self._owners)))
         self._owners.move_to_end(owner.worker_id)
+        before = len(known.tokens)
         known.note(user_id, tokens, now_us, owner.dram_capacity_bytes // max(1, owner.kv_bytes_per_token))
+        self._users += len(known.tokens) - before
+        if self._users > MAX_USERS:
+            min(self._owners.values(), key=_Owner.oldest_us).evict()
+            self._users -= 1
+
+    def _forget(self, worker_id: str) -> None:
+        gone = self._owners.pop(worker_id, None)
+        if gone is not None:
+            self._users -= len(gone.tokens)
 
     def _known(self, owner: OwnerView) -> _Owner | None:
         known = self._owners.get(owner.worker_id)
@@ -117,14 +132,22 @@ class _Owner:
     def residence_us(self, now_us: int) -> float:
         if not self._is_full:
             return math.inf
-        return now_us - next(iter(self.tokens.values()))[1] if self.tokens else 0.0
+        return now_us - self.oldest_us() if self.tokens else 0.0
+
+    def oldest_us(self) -> float:
+        """When the oldest prefix was noted; infinite without prefixes."""
+        return next(iter(self.tokens.values()))[1] if self.tokens else math.inf
 
     def note(self, user_id: str, tokens: int, now_us: int, capacity_tokens: int) -> None:
         self._total += tokens - self.tokens.pop(user_id, (0, 0))[0]
         self.tokens[user_id] = tokens, now_us
-        while self.tokens and (self._total > capacity_tokens or len(self.tokens) > MAX_USERS_PER_OWNER):
-            self._total -= self.tokens.popitem(last=False)[1][0]
-            self._is_full = True
+        while self.tokens and self._total > capacity_tokens:
+            self.evict()
+
+    def evict(self) -> None:
+        """Removes the oldest prefix. Only with prefixes."""
+        self._total -= self.tokens.popitem(last=False)[1][0]
+        self._is_full = True
 
 
 class EventHandler:
