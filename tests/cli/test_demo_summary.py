@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.demo import board
 from relaygr.demo.summary import (
     LEAST_COMPARED,
     Gate,
@@ -17,7 +21,7 @@ from relaygr.demo.summary import (
     slow_machine,
     summarise,
 )
-from relaygr.traffic.records import LOST, ImpressionRecord, pack_scores
+from relaygr.traffic.records import LOST, ImpressionRecord, RecordWriter, pack_scores
 
 SCORES = np.array([0.5, -1.0, 0.25], np.float32)
 
@@ -139,3 +143,32 @@ def test_a_failed_gate_is_explained_by_a_machine_that_was_slower_than_when_it_wa
 def test_without_measured_prefixes_nothing_is_known_of_the_machine() -> None:
     failed = Gate("at least 90% ranked", False, "77%", depends_on_speed=True)
     assert not slow_machine([summarise([record()], 1.0)], [failed])
+
+
+def shown_live(file: Path, is_terminal: bool) -> str:
+    """What the board shows of a run whose records are in the file."""
+    output, ends = io.StringIO(), iter((False, True))
+    console = Console(file=output, force_terminal=is_terminal, color_system=None, width=200)
+    run = board.Board(console, "relay on", 300, board.RecordTail(file), (), None, dict, tuple)
+    run.run(lambda: next(ends))
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("only", "latency"),
+    [(record(status=LOST, latency_us=None, late=True, path=None, prefix_source=None), "-"), (record(), "10.0 ms")],
+)
+def test_the_live_output_shows_a_latency_once_a_request_was_answered(
+    only: ImpressionRecord, latency: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table once began with "nan ms" in red."""
+    monkeypatch.setattr(board, "PLAIN_INTERVAL_S", 0.0)
+    file = tmp_path / "records"
+    assert "nan" not in shown_live(file, is_terminal=True)
+    assert "no request has ended yet" in shown_live(file, is_terminal=False)
+    writer = RecordWriter(file)
+    writer.write(only)
+    writer.close()
+    table = shown_live(file, is_terminal=True)
+    assert f" {latency} " in table and "nan" not in table
+    assert f"P50 {latency}, P99 {latency} of 300 ms" in shown_live(file, is_terminal=False)

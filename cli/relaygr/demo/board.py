@@ -147,7 +147,7 @@ class Board:
         mix = ", ".join(f"{path} {count}" for path, count in _path_mix(records).most_common())
         return (
             f"{elapsed}, {len(records)} answered, {late} late, "
-            f"P50 {recent.p50_ms:.1f} ms, P99 {recent.p99_ms:.1f} ms of {self._budget_ms}; {mix}"
+            f"P50 {_latency(recent.p50_ms)}, P99 {_latency(recent.p99_ms)} of {self._budget_ms} ms; {mix}"
         )
 
     def _draw(self) -> RenderableType:
@@ -173,8 +173,8 @@ class Board:
             str(len(records)),
             f"{len(records) / elapsed_s:.1f}" if elapsed_s else "",
             f"{late / len(records):.1%}" if records else "",
-            f"{recent.p50_ms:.1f} ms",
-            Text(f"{recent.p99_ms:.1f} ms", style="green" if recent.p99_ms <= self._budget_ms else "red"),
+            _latency(recent.p50_ms),
+            Text(_latency(recent.p99_ms), style="red" if recent.p99_ms > self._budget_ms else "green"),
             f"{self._budget_ms} ms",
             *(_share(mix.get(path, 0), len(records)) for path in Path),
             str(sum(record.status != Outcome.RANKED for record in records)),
@@ -222,6 +222,11 @@ def _decisions(reading: Reading) -> Text:
     counts = reading.by_label("relaygr_trigger_decisions_total", "reason")
     shown = "   ".join(f"{reason} {count:.0f}" for reason, count in sorted(counts.items()) if count)
     return Text(f"trigger    {shown or 'no events yet'}")
+
+
+def _latency(latency_ms: float) -> str:
+    """The latency; a dash for NaN, the percentile of no answers."""
+    return "-" if math.isnan(latency_ms) else f"{latency_ms:.1f} ms"
 
 
 def _share(count: int, total: int) -> str:
@@ -333,8 +338,8 @@ def print_gates(console: Console, shown: Sequence[Gate], runs: Iterable[RunSumma
 
 def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:
     table.add_row("late, truncated, failed or expired", *(f"{run.late} ({run.late_share:.1%})" for run in runs))
-    table.add_row("P50", *(f"{run.p50_ms:.1f} ms" for run in runs))
-    table.add_row("P99", *(f"{run.p99_ms:.1f} ms" for run in runs))
+    table.add_row("P50", *(_latency(run.p50_ms) for run in runs))
+    table.add_row("P99", *(_latency(run.p99_ms) for run in runs))
     table.add_row("P99 of all offered", *(_or_none(run.offered_p99_ms) for run in runs))
 
 
