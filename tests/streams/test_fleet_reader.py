@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import cast
 
 import pytest
-from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
 
+import relaygr.trigger.fleet
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
@@ -150,6 +151,40 @@ def test_a_second_group_on_the_same_topics_does_not_own_partitions(kafka_setting
         owner = fleet.owner_of(0, SystemClock().wall_us())
     assert owner is not None and owner.worker_id == "worker-00"
     assert len(bad) == 2
+
+
+@pytest.mark.slow
+def test_a_client_that_fails_is_replaced_and_the_fleet_is_not_caught_up_meanwhile(
+    kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KafkaException once ended the thread, and `caught_up` stayed true."""
+    fails, made = threading.Event(), []
+
+    class Failing(Consumer):
+        def poll(self, timeout: float = -1) -> Message | None:
+            if fails.is_set():
+                fails.clear()
+                raise KafkaException(KafkaError(KafkaError._FATAL))
+            return super().poll(timeout)
+
+    def make(*_: object) -> Consumer:
+        made.append(
+            Failing(
+                {"bootstrap.servers": kafka_settings.bootstrap, "group.id": "none", "enable.partition.eof": True},
+            )
+        )
+        return made[-1]
+
+    monkeypatch.setattr(relaygr.trigger.fleet, "make_assigned_consumer", make)
+    monkeypatch.setattr(relaygr.trigger.fleet, "_RETRY_S", 0.5)
+    with reading(kafka_settings) as (reader, view):
+        assert until(lambda: reader.caught_up)
+        fails.set()
+        assert until(lambda: not reader.caught_up)
+        write(kafka_settings, (b"worker-00", encode(status("worker-00"))))
+        assert until(lambda: view.owner_of(0, SystemClock().wall_us()) is not None)
+        assert until(lambda: reader.caught_up)
+    assert len(made) == 2
 
 
 class _Delivered:

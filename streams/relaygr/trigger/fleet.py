@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import structlog
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from relaygr.admission.policy import OwnerView
-from relaygr.kafka.client_errors import ClientErrors, NoteError, no_note
+from relaygr.kafka.client_errors import ClientErrors, NoteError, cause_of, no_note
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
@@ -197,7 +197,7 @@ class FleetReader:
 
     @property
     def caught_up(self) -> bool:
-        """Whether the topic was read to its end once, and may be read now."""
+        """Whether the topic was read to its end, and may be read now."""
         return self._caught_up.is_set() and self._refusal is None
 
     def start(self) -> None:
@@ -214,8 +214,16 @@ class FleetReader:
             try:
                 self._follow()
             except RelayError as error:
-                log.error("the statuses of workers cannot be read yet", cause=str(error))
+                self._failed(str(error))
+            except KafkaException as error:
+                self._failed(cause_of(error.args[0]))
             self._stopping.wait(_RETRY_S)
+
+    def _failed(self, cause: str) -> None:
+        """The next client reads the topic again."""
+        self._caught_up.clear()
+        self._end = None
+        log.error("the statuses of workers cannot be read yet", cause=cause)
 
     def _follow(self) -> None:
         """Returns when Kafka refuses the client."""
