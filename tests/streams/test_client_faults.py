@@ -6,9 +6,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from confluent_kafka import Consumer
 from prometheus_client import CollectorRegistry
 
 from relaygr.client import DeliveryReport, MessageRefused, RankStatus, RelayClient
@@ -155,3 +157,41 @@ def test_start_makes_its_clients_side_by_side(cluster: FaultyCluster, monkeypatc
     monkeypatch.setattr(durable, "make_producer", meeting(durable.make_producer))
     with client(cluster) as gateway:
         assert gateway.results_partition >= 0
+
+
+def test_new_clients_that_connect_only_after_the_end_are_closed(
+    cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` waits a second for them, and connecting may take longer."""
+    consumers: list[Consumer] = []
+    renewed, connecting, may_connect = threading.Event(), threading.Event(), threading.Event()
+    files = SimpleNamespace(paths=("ca.pem",), changed=renewed.is_set)
+    make = link_module.make_assigned_consumer
+
+    def made(*args: Any) -> Consumer:
+        consumers.append(make(*args))
+        return consumers[-1]
+
+    def connect_slowly(*_: object) -> None:
+        connecting.set()
+        assert may_connect.wait(PATIENCE_S)
+
+    monkeypatch.setattr(link_module, "SecurityFiles", lambda _: files)
+    monkeypatch.setattr(link_module, "make_assigned_consumer", made)
+    monkeypatch.setattr(link_module, "FILES_INTERVAL_S", 0.05)
+    with client(cluster):
+        monkeypatch.setattr(link_module, "warm_up", connect_slowly)
+        renewed.set()
+        assert connecting.wait(PATIENCE_S)
+    before, fresh = consumers
+    assert is_closed(before) and not is_closed(fresh)
+    may_connect.set()
+    assert until(lambda: is_closed(fresh))
+
+
+def is_closed(consumer: Consumer) -> bool:
+    try:
+        consumer.assignment()
+    except RuntimeError:
+        return True
+    return False

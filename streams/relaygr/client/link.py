@@ -148,14 +148,15 @@ class GatewayLink:
         The I/O thread itself must not call it.
         """
         self._stop.set()
-        if self._renewing is not None:
-            self._renewing.join(timeout=_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 # Closing a consumer while a thread polls it would crash the process.
                 _log.error("a callback does not return, so the gateway's clients stay open", client_id=self._client_id)
                 return
+        if self._renewing is not None:
+            # It closes the clients that it is making, which may take longer than this.
+            self._renewing.join(timeout=_JOIN_TIMEOUT_S)
         self._close_clients(timeout_s)
 
     @property
@@ -277,8 +278,6 @@ class GatewayLink:
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
-        if self._fresh is not None:
-            self._fresh.consumer.close()
         for old in self._retired:
             old.producer.purge()
             old.producer.flush(0.1)
@@ -313,10 +312,18 @@ class GatewayLink:
             raise
 
     def _hand_over(self, fresh: _Clients) -> None:
-        """Lets the I/O thread take the clients, and drops those before when the last reports of theirs have come."""
+        """Lets the I/O thread take the clients, and drops those before when the last reports of theirs have come.
+
+        If the I/O thread ends without taking them, this thread closes them.
+        """
         self._fresh = fresh
         while self._fresh is not None and not self._stop.wait(_PAUSE_AFTER_ERROR_S):
             pass
+        if self._stop.is_set():
+            self._thread.join()
+            if self._fresh is not None:
+                self._fresh.consumer.close()
+                return
         for old in self._retired:
             old.consumer.close()
         ends_s = time.monotonic() + _LAST_REPORTS_S
