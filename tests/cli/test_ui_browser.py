@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from relaygr.schemas.messages import Path as RankingPath
 from relaygr.ui.page import GateView, Page, RunView
 from relaygr.ui.scrape import parse_reading
 from relaygr.ui.server import UiServer
@@ -37,7 +38,9 @@ def world() -> UiWorld:
     world = UiWorld(partitions=6)
     for number in range(40):
         world.impression(
-            f"g.1.{number}.t", latency_ms=60 if number % 10 == 0 else 12, path="dram" if number % 3 else "hbm"
+            f"g.1.{number}.t",
+            latency_ms=60 if number % 10 == 0 else 12,
+            path=RankingPath.DRAM if number % 3 else RankingPath.HBM,
         )
     world.status("worker-00", 0, 1, 2)
     world.status("worker-01", 3, 4)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.schemas.messages import WorkerState
+from relaygr.schemas.messages import FailureReason, Outcome, WorkerState
 from relaygr.schemas.topics import Topic
 from relaygr.ui import model
 from relaygr.ui.model import Kind, LiveSnapshot, ranges
@@ -55,9 +55,10 @@ def test_a_result_that_comes_before_its_request_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "reason", "kind"), [("expired", None, "expired"), ("failed", "overloaded", "failed")]
+    ("outcome", "reason", "kind"),
+    [(Outcome.EXPIRED, None, "expired"), (Outcome.FAILED, FailureReason.OVERLOADED, "failed")],
 )
-def test_a_request_that_was_not_ranked_is_late(outcome: str, reason: str | None, kind: str) -> None:
+def test_a_request_that_was_not_ranked_is_late(outcome: Outcome, reason: FailureReason | None, kind: str) -> None:
     world = UiWorld()
     world.retrieve("g.1.1.t")
     world.ask("g.1.1.t")

@@ -1,4 +1,4 @@
-"""The fields that the live page reads of a message, and the metrics pages that it reads."""
+"""The messages and the metrics pages that the live page reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgpack
-import numpy as np
 import pytest
 from confluent_kafka import KafkaError
 from hypothesis import given
@@ -20,101 +18,14 @@ from hypothesis import strategies as st
 
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas import encode
 from relaygr.schemas.codec import SCHEMA_VERSION
+from relaygr.schemas.fields import Other
 from relaygr.schemas.headers import RankingHeaders
-from relaygr.schemas.messages import (
-    Behaviours,
-    History,
-    Outcome,
-    Path,
-    PrefixSource,
-    PreInferJob,
-    RankingResult,
-    RetrievalEvent,
-    StageTimings,
-)
+from relaygr.schemas.messages import Outcome
 from relaygr.ui import scrape
 from relaygr.ui.reader import TopicReader
-from relaygr.ui.reading import (
-    HEAD_BYTES,
-    JobSeen,
-    RankingSeen,
-    RetrievalSeen,
-    read_job,
-    read_ranking,
-    read_result,
-    read_retrieval,
-)
 from relaygr.ui.scrape import Scraper, check_url, parse_reading, read_page, wanted_lines
 from tests.worlds.ui import UiWorld
-
-LONG = 100_000
-HISTORY = History("ann", 3, np.zeros(2, "<i8"), Behaviours(np.arange(LONG), np.zeros(LONG, "<u2"), np.arange(LONG)))
-
-
-def test_an_event_and_a_job_are_read_without_their_history() -> None:
-    event = RetrievalEvent("g.1.2.t", "ann", 1000, 2000, 50, 10, 0, HISTORY.version(), HISTORY)
-    job = PreInferJob("g.1.2.t", "ann", 1000, 2000, 50, 10, 0, 1500, HISTORY.version(), HISTORY)
-    assert len(encode(event)) > 100 * HEAD_BYTES
-    assert read_retrieval(encode(event)) == RetrievalSeen("g.1.2.t", 1000)
-    assert read_job(encode(job)) == JobSeen("g.1.2.t", 1000, 1500)
-
-
-def test_a_ranking_request_is_read_by_its_headers_alone() -> None:
-    headers = RankingHeaders("g.1.2.t", "g", "relaygr.results", 0, 5000).encode()
-    assert read_ranking(b"ann", headers, 4000) == RankingSeen("g.1.2.t", b"ann", 4000, 5000)
-
-
-@pytest.mark.parametrize(
-    "headers", [None, [], [("request_id", b"\xff")], [("request_id", b"a"), ("deadline_us", b"-1")]]
-)
-def test_a_ranking_request_without_its_headers_is_not_read(headers: list[tuple[str, bytes]] | None) -> None:
-    assert read_ranking(b"ann", headers, 4000) is None
-
-
-def test_a_result_is_read_without_its_scores() -> None:
-    result = RankingResult(
-        "g.1.2.t", "worker-00", Outcome.RANKED, 1000, 2000, 9000, StageTimings(1, 2, 3, 4, 5, 6), path=Path.DRAM,
-        prefix_source=PrefixSource.DRAM, num_tasks=16, scores=np.zeros(16_000, "<f4"), model_revision="m",
-    )  # fmt: skip
-    seen = read_result(encode(result))
-    assert seen is not None
-    assert (seen.worker_id, seen.outcome, seen.path, seen.source) == ("worker-00", "ranked", "dram", "dram")
-    assert (seen.queue_us, seen.wait_us, seen.pre_infer_us, seen.reload_us, seen.rank_us, seen.total_us) == (
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    )
-
-
-def test_a_name_that_a_newer_version_wrote_is_other() -> None:
-    body = {"request_id": "g.1", "outcome": "ranked", "path": "teleported", "timings": 7, "sent_at_us": -1}
-    seen = read_result(bytes([SCHEMA_VERSION]) + msgpack.packb(body))
-    assert seen is not None
-    assert (seen.path, seen.total_us, seen.sent_at_us) == ("other", 0, 0)
-
-
-@given(st.binary(max_size=200), st.booleans())
-def test_no_bytes_raise_an_exception(data: bytes, is_message: bool) -> None:
-    value = bytes([SCHEMA_VERSION]) + data if is_message else data
-    for read in (read_retrieval, read_job, read_result):
-        read(value)
-
-
-@pytest.mark.parametrize("outcome", [[], {}, ["ranked"], 7, None])
-def test_an_outcome_that_is_no_text_is_no_result(outcome: object) -> None:
-    """A list cannot be looked up in a set: one such message would have ended the reader's thread."""
-    packed = msgpack.packb({"request_id": "g.1.2.t", "outcome": outcome})
-    assert read_result(bytes([SCHEMA_VERSION]) + packed) is None
-
-
-def test_deeply_nested_bytes_are_no_message() -> None:
-    assert read_result(bytes([SCHEMA_VERSION, 0x81]) + b"\x91" * 5000) is None
-
 
 # Metrics pages
 
@@ -241,19 +152,24 @@ def test_the_scraper_delivers_what_each_target_says(target: str) -> None:
     assert heard["worker-00"] is not None and heard["worker-01"] is None
 
 
+# Messages
+
+
 @dataclasses.dataclass
 class Received:
-    """A ranking request as the reader gets it."""
+    """A message as the reader gets it: a ranking request, unless said."""
 
     at_ms: int
     headers_: object
     refusal: KafkaError | None = None
+    topic_: str = "relaygr.ranking"
+    body: bytes | None = b"not read"
 
     def error(self) -> KafkaError | None:
         return self.refusal
 
     def topic(self) -> str:
-        return "relaygr.ranking"
+        return self.topic_
 
     def partition(self) -> int:
         return 0
@@ -264,6 +180,9 @@ class Received:
     def key(self) -> bytes:
         return b"ann"
 
+    def value(self) -> bytes | None:
+        return self.body
+
     def headers(self) -> object:
         return self.headers_
 
@@ -271,12 +190,50 @@ class Received:
         return 1, self.at_ms
 
 
+def reader_of(world: UiWorld) -> TopicReader:
+    return TopicReader(KafkaSettings(), world.model, threading.Lock(), world.clock.monotonic_us, world.clock.wall_us)
+
+
+TOPICS = [f"relaygr.{name}" for name in ("retrieval", "preinfer", "ranking", "results", "workers")]
+
+
+@given(st.binary(max_size=200), st.booleans(), st.sampled_from(TOPICS))
+def test_a_message_that_cannot_be_decoded_is_counted(data: bytes, is_message: bool, topic: str) -> None:
+    """An exception would end the reader's thread."""
+    world = UiWorld()
+    body = bytes([SCHEMA_VERSION]) + data if is_message else data
+    if topic == "relaygr.workers" and not body:
+        return  # A tombstone.
+    message: Any = Received(world.clock.wall_us() // 1000, [("request_id", data)], topic_=topic, body=body)
+    reader_of(world)._fold([message])
+    assert world.snapshot().unreadable == 1
+
+
+@pytest.mark.parametrize(
+    "headers", [None, [], [("request_id", b"\xff")], [("request_id", b"a"), ("deadline_us", b"-1")]]
+)
+def test_a_ranking_request_without_its_headers_cannot_be_read(headers: list[tuple[str, bytes]] | None) -> None:
+    world = UiWorld()
+    message: Any = Received(world.clock.wall_us() // 1000, headers)
+    reader_of(world)._fold([message])
+    assert world.snapshot().unreadable == 1
+
+
+def test_a_path_and_a_reason_of_a_newer_version_are_other() -> None:
+    world = UiWorld()
+    world.ask("g.1.1.t")
+    world.answer("g.1.1.t", 70, Other("teleported"))
+    world.ask("g.1.2.t")
+    world.answer("g.1.2.t", 70, None, Outcome.FAILED, Other("bored"))
+    assert {(late.kind, late.reason) for late in world.snapshot().late} == {("other", None), ("failed", "other")}
+
+
 @pytest.mark.parametrize("per_second", [0, 1, 1000, 10**6, 10**9])
 def test_only_a_time_stamp_that_can_be_true_dates_a_message(per_second: int) -> None:
     """With time stamps in seconds, requests had a budget of 56 years, and the reader skipped all that it could."""
     world = UiWorld()
     now_us = world.clock.wall_us()
-    reader = TopicReader(KafkaSettings(), world.model, threading.Lock(), world.clock.monotonic_us, world.clock.wall_us)
+    reader = reader_of(world)
     headers = RankingHeaders("g.1.1.t", "g", "results", 0, now_us + 50_000).encode()
     message: Any = Received(now_us * per_second // 10**6, headers)
     is_true = per_second == 1000
@@ -290,7 +247,7 @@ def test_only_a_time_stamp_that_can_be_true_dates_a_message(per_second: int) -> 
 def test_a_topic_that_may_be_read_again_is_no_problem_any_more() -> None:
     """The page named the right until it was started again."""
     world = UiWorld()
-    reader = TopicReader(KafkaSettings(), world.model, threading.Lock(), world.clock.monotonic_us, world.clock.wall_us)
+    reader = reader_of(world)
     headers = RankingHeaders("g.1.1.t", "g", "results", 0, world.clock.wall_us() + 50_000).encode()
     message: Any = Received(world.clock.wall_us() // 1000, headers)
     refused: Any = Received(0, [], KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))

@@ -6,11 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from relaygr.runtime.clock import ManualClock
-from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.schemas.fields import Other
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import (
+    FailureReason,
+    LatencyCoefficients,
+    Outcome,
+    Path,
+    PreInferJob,
+    RankingResult,
+    RetrievalEvent,
+    StageTimings,
+    WorkerState,
+    WorkerStatus,
+)
 from relaygr.schemas.topics import Topic
 from relaygr.ui.model import LiveModel, LiveSnapshot
 from relaygr.ui.page import Page
-from relaygr.ui.reading import JobSeen, RankingSeen, ResultSeen, RetrievalSeen
 from relaygr.ui.server import UiServer
 
 MS = 1000
@@ -44,30 +56,34 @@ class UiWorld:
         """An impression begins, and its job follows after 2 ms."""
         now_us, wall_us = self.clock.monotonic_us(), self.clock.wall_us()
         self.count(Topic.RETRIEVAL)
-        self.model.note_retrieval(RetrievalSeen(name, wall_us), now_us)
+        ranking_us = wall_us + LEAD_MS * MS
+        self.model.note_retrieval(RetrievalEvent(name, "ann", wall_us, ranking_us, BUDGET_MS, 10, 0), now_us)
         self.count(Topic.PREINFER)
-        self.model.note_job(JobSeen(name, wall_us, wall_us + 2 * MS), now_us)
+        job = PreInferJob(name, "ann", wall_us, ranking_us, BUDGET_MS, 10, 0, wall_us + 2 * MS)
+        self.model.note_job(job, now_us)
 
     def ask(self, name: str, user: bytes = b"ann") -> None:
         """The ranking request, sent now."""
         self.count(Topic.RANKING)
         now_us = self.clock.wall_us()
-        self.model.note_ranking(RankingSeen(name, user, now_us, now_us + BUDGET_MS * MS), self.clock.monotonic_us())
+        headers = RankingHeaders(name, "g", "results", 0, now_us + BUDGET_MS * MS)
+        self.model.note_ranking(headers, user, now_us, self.clock.monotonic_us())
 
     def answer(
-        self, name: str, latency_ms: int = 10, path: str | None = "hbm", outcome: str = "ranked",
-        reason: str | None = None,
+        self, name: str, latency_ms: int = 10, path: Path | Other | None = Path.HBM, outcome: Outcome = Outcome.RANKED,
+        reason: FailureReason | Other | None = None,
     ) -> None:  # fmt: skip
         """The result of a request that was sent now, after `latency_ms`."""
         self.count(Topic.RESULTS)
         sent_us = self.clock.wall_us()
-        result = ResultSeen(
-            name, "worker-00", outcome, sent_us, sent_us + MS, sent_us + latency_ms * MS, reason, path, "computed", 900,
-            queue_us=2 * MS, wait_us=0, pre_infer_us=0, reload_us=0, rank_us=5 * MS, total_us=(latency_ms - 1) * MS,
+        timings = StageTimings(queue_us=2 * MS, rank_us=5 * MS, total_us=(latency_ms - 1) * MS)
+        result = RankingResult(
+            name, "worker-00", outcome, sent_us, sent_us + MS, sent_us + latency_ms * MS, timings, reason, path=path,
+            prefix_tokens=900,
         )  # fmt: skip
         self.model.note_result(result, self.clock.monotonic_us())
 
-    def impression(self, name: str, latency_ms: int = 10, path: str = "hbm") -> None:
+    def impression(self, name: str, latency_ms: int = 10, path: Path = Path.HBM) -> None:
         """A whole impression."""
         self.retrieve(name)
         self.clock.advance_us(LEAD_MS * MS)

@@ -21,16 +21,25 @@ import secrets
 import statistics
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from relaygr.lag import GroupReport, LagReport
 from relaygr.runtime.quantiles import quantile_of_counts
-from relaygr.schemas.fields import Other
-from relaygr.schemas.messages import Outcome, Path, WorkerState, WorkerStatus
+from relaygr.schemas.fields import Other, choice_label
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import (
+    Outcome,
+    Path,
+    PreInferJob,
+    RankingResult,
+    RetrievalEvent,
+    StageTimings,
+    WorkerState,
+    WorkerStatus,
+)
 from relaygr.schemas.topics import Topic
 from relaygr.trigger.fleet import Fleet
-from relaygr.ui.reading import JobSeen, RankingSeen, ResultSeen, RetrievalSeen
 from relaygr.ui.scrape import Reading, can_reach
 
 SERIES_S: Final = 120
@@ -228,7 +237,7 @@ class _Request:
     decided_at_us: int = 0
     sent_at_us: int = 0
     deadline_us: int = 0
-    result: ResultSeen | None = None
+    result: RankingResult | None = None
 
 
 @dataclass(slots=True)
@@ -318,31 +327,32 @@ class LiveModel:
         """Counts a message that could not be read."""
         self._unreadable += 1
 
-    def note_retrieval(self, seen: RetrievalSeen, now_us: int) -> None:
-        self._begun(seen.request_id, now_us).retrieval_at_us = seen.retrieval_at_us
+    def note_retrieval(self, event: RetrievalEvent, now_us: int) -> None:
+        self._begun(event.request_id, now_us).retrieval_at_us = event.retrieval_at_us
 
-    def note_job(self, seen: JobSeen, now_us: int) -> None:
-        entry = self._begun(seen.request_id, now_us)
-        entry.retrieval_at_us, entry.decided_at_us = seen.retrieval_at_us, seen.decided_at_us
+    def note_job(self, job: PreInferJob, now_us: int) -> None:
+        entry = self._begun(job.request_id, now_us)
+        entry.retrieval_at_us, entry.decided_at_us = job.retrieval_at_us, job.decided_at_us
 
-    def note_ranking(self, seen: RankingSeen, now_us: int) -> None:
-        if seen.request_id in self._ended:
+    def note_ranking(self, headers: RankingHeaders, user: bytes, sent_at_us: int, now_us: int) -> None:
+        """A ranking request, by its headers and its key. `sent_at_us`: the record's time stamp; 0: unknown."""
+        if headers.request_id in self._ended:
             return
-        entry = self._entry(seen.request_id, now_us)
-        entry.sent_at_us, entry.deadline_us = seen.sent_at_us, seen.deadline_us
-        entry.user = self._hashed(seen.user)
+        entry = self._entry(headers.request_id, now_us)
+        entry.sent_at_us, entry.deadline_us = sent_at_us, headers.deadline_us
+        entry.user = self._hashed(user)
         if entry.result is not None:
-            self._end(seen.request_id, entry, entry.result, now_us)
+            self._end(headers.request_id, entry, entry.result, now_us)
 
-    def note_result(self, seen: ResultSeen, now_us: int) -> None:
-        if seen.request_id in self._ended:
+    def note_result(self, result: RankingResult, now_us: int) -> None:
+        if result.request_id in self._ended:
             return
-        entry = self._entry(seen.request_id, now_us)
+        entry = self._entry(result.request_id, now_us)
         if entry.deadline_us:
-            self._end(seen.request_id, entry, seen, now_us)
+            self._end(result.request_id, entry, result, now_us)
         elif entry.result is None:
-            entry.result = seen
-            self._held[seen.request_id] = now_us
+            entry.result = replace(result, scores=None)
+            self._held[result.request_id] = now_us
 
     def sweep(self, now_us: int, wall_us: int) -> None:
         """Ends requests without a result, and results without a ranking request. Call it about once a second."""
@@ -552,7 +562,7 @@ class LiveModel:
             entry = self._open[request_id] = _Request(now_us)
         return entry
 
-    def _end(self, request_id: str, entry: _Request, result: ResultSeen, now_us: int) -> None:
+    def _end(self, request_id: str, entry: _Request, result: RankingResult, now_us: int) -> None:
         self._open.pop(request_id, None)
         self._held.pop(request_id, None)
         entry.result = result
@@ -564,7 +574,7 @@ class LiveModel:
             kind = Kind.EXPIRED if result.outcome == Outcome.EXPIRED else Kind.FAILED
         self._count_end(request_id, entry, kind, result, now_us)
 
-    def _count_end(self, name: str, entry: _Request, kind: Kind, result: ResultSeen | None, now_us: int) -> None:
+    def _count_end(self, name: str, entry: _Request, kind: Kind, result: RankingResult | None, now_us: int) -> None:
         self._ended[name] = None
         if len(self._ended) > MAX_OPEN:
             self._ended.popitem(last=False)
@@ -695,6 +705,7 @@ def _lag_view(group: GroupReport) -> LagView:
 
 def _late(each: _Ended, now_us: int) -> LateRequest:
     entry, result = each.entry, each.entry.result
+    timings = StageTimings() if result is None else result.timings
     sent_us = entry.sent_at_us
     start_us = entry.retrieval_at_us or sent_us or entry.deadline_us
 
@@ -710,7 +721,7 @@ def _late(each: _Ended, now_us: int) -> LateRequest:
         user=entry.user,
         worker_id=result.worker_id if result is not None else "",
         kind=each.kind.value,
-        reason=result.reason if result is not None else None,
+        reason=None if result is None or result.reason is None else choice_label(result.reason),
         latency_ms=ms(result.sent_at_us - sent_us) if result is not None and sent_us else None,
         budget_ms=ms(entry.deadline_us - sent_us) if sent_us and entry.deadline_us else None,
         decided_ms=since(entry.decided_at_us),
@@ -718,11 +729,11 @@ def _late(each: _Ended, now_us: int) -> LateRequest:
         received_ms=since(result.received_at_us) if result is not None else None,
         deadline_ms=since(entry.deadline_us),
         answered_ms=since(result.sent_at_us) if result is not None else None,
-        queue_ms=ms(result.queue_us) if result is not None else 0.0,
-        wait_ms=ms(result.wait_us) if result is not None else 0.0,
-        pre_infer_ms=ms(result.pre_infer_us) if result is not None else 0.0,
-        reload_ms=ms(result.reload_us) if result is not None else 0.0,
-        rank_ms=ms(result.rank_us) if result is not None else 0.0,
-        total_ms=ms(result.total_us) if result is not None else 0.0,
+        queue_ms=ms(timings.queue_us),
+        wait_ms=ms(timings.wait_us),
+        pre_infer_ms=ms(timings.pre_infer_us),
+        reload_ms=ms(timings.reload_us),
+        rank_ms=ms(timings.rank_us),
+        total_ms=ms(timings.total_us),
         prefix_tokens=result.prefix_tokens if result is not None else 0,
     )

@@ -29,11 +29,10 @@ from relaygr.kafka.record_time import is_record_time
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
-from relaygr.schemas.headers import is_job, workers_group_of
-from relaygr.schemas.messages import MAX_PARTITIONS, WorkerStatus
+from relaygr.schemas.headers import RankingHeaders, is_job, workers_group_of
+from relaygr.schemas.messages import MAX_PARTITIONS, PreInferJob, RankingResult, RetrievalEvent, WorkerStatus
 from relaygr.schemas.topics import Topic
 from relaygr.ui.model import STAGES, LiveModel
-from relaygr.ui.reading import read_job, read_ranking, read_result, read_retrieval
 
 log = structlog.get_logger()
 
@@ -182,23 +181,21 @@ class TopicReader:
         if self._has_one_topic and topic is Topic.RANKING and is_job(headers_of(message)):
             stage = Topic.PREINFER
         model.count(stage, partition, offset, now_us, topic)
-        if stage is Topic.RANKING:
-            ranking = read_ranking(_bytes(message.key()), headers_of(message), self._time_ms(message) * 1000)
-            if ranking is not None:
-                return model.note_ranking(ranking, now_us)
-        elif stage is Topic.RESULTS:
-            result = read_result(_bytes(message.value()))
-            if result is not None:
-                return model.note_result(result, now_us)
-        elif stage is Topic.RETRIEVAL:
-            event = read_retrieval(_bytes(message.value()))
-            if event is not None:
-                return model.note_retrieval(event, now_us)
-        else:
-            job = read_job(_bytes(message.value()))
-            if job is not None:
-                return model.note_job(job, now_us)
-        model.unreadable()
+        value = _bytes(message.value())
+        try:
+            if stage is Topic.RANKING:
+                # Its body, with the candidates, is not needed.
+                headers = RankingHeaders.decode(headers_of(message))
+                user, sent_at_us = _bytes(message.key()) or b"", self._time_ms(message) * 1000
+                model.note_ranking(headers, user, sent_at_us, now_us)
+            elif stage is Topic.RESULTS:
+                model.note_result(decode(RankingResult, value), now_us)
+            elif stage is Topic.RETRIEVAL:
+                model.note_retrieval(decode(RetrievalEvent, value), now_us)
+            else:
+                model.note_job(decode(PreInferJob, value), now_us)
+        except DecodeError:
+            model.unreadable()
 
     def _time_ms(self, message: Message) -> int:
         """The message's time stamp, ms since the epoch; 0 if it cannot be true."""
