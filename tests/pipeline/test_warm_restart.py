@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from relaygr.client import RankStatus, RelayClient
-from relaygr.consumer import FinishedOffsets
+from relaygr.consumer.finished import FinishedOffsets
 from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.topic_identity import identify_topics

@@ -19,7 +19,8 @@ from relaygr.kafka.admin_process import AdminProcess, ask
 from relaygr.kafka.clients import make_group_consumer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
-from relaygr.lag import LagMonitor, LagSettings
+from relaygr.lag.monitor import LagMonitor
+from relaygr.lag.settings import LagSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from tests.worlds.broker_proxy import BrokerProxy, broker_behind_proxy

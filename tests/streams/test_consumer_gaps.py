@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from confluent_kafka import OFFSET_END, Producer, TopicPartition
 
-from relaygr.consumer import ConsumerSettings
+from relaygr.consumer.settings import ConsumerSettings
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_admin, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings

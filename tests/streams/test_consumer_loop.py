@@ -14,7 +14,9 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from prometheus_client import REGISTRY
 
-from relaygr.consumer import ConsumerLoop, ConsumerSettings, LoopState, Received, Token
+from relaygr.consumer.interface import LoopState, Received, Token
+from relaygr.consumer.loop import ConsumerLoop
+from relaygr.consumer.settings import ConsumerSettings
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
 from relaygr.kafka.settings import Affinity, KafkaSettings

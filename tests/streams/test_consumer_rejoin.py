@@ -15,7 +15,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from relaygr.consumer import ConsumerLoop, LoopState, Membership
+from relaygr.consumer.interface import LoopState, Membership
+from relaygr.consumer.loop import ConsumerLoop
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 

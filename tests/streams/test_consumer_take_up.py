@@ -16,7 +16,10 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from relaygr.consumer import ConsumerLoop, FinishedOffsets, Progress, Received, TopicPartition
+from relaygr.consumer.finished import FinishedOffsets
+from relaygr.consumer.interface import Received
+from relaygr.consumer.loop import ConsumerLoop
+from relaygr.consumer.watermark import Progress, TopicPartition
 from relaygr.kafka.topic_identity import TopicIdentity
 
 TOPIC = "t.ranking"

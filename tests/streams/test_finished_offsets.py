@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.consumer import Begin, FinishedOffsets, Progress, TopicPartition, WatermarkTracker
-from relaygr.consumer.finished import is_plausible
+from relaygr.consumer.finished import FinishedOffsets, is_plausible
+from relaygr.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker
 from relaygr.kafka.topic_identity import TopicIdentity
 from relaygr.runtime.errors import RelayError
 

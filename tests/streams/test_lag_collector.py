@@ -17,8 +17,10 @@ from relaygr.devbroker import LocalBroker
 from relaygr.kafka.admin import is_embedded
 from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
 from relaygr.kafka.settings import Affinity, KafkaSettings
-from relaygr.lag import LagMonitor, LagReport, LagSettings, LagStatus, PartitionReport
-from relaygr.lag.report import TimeLagSource
+from relaygr.lag.monitor import LagMonitor
+from relaygr.lag.report import LagReport, PartitionReport, TimeLagSource
+from relaygr.lag.settings import LagSettings
+from relaygr.lag.status import LagStatus
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 

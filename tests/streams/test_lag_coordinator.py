@@ -18,7 +18,10 @@ from relaygr.kafka.admin import create_topics
 from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
 from relaygr.kafka.rights import Role, missing_rights
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.lag import GroupReport, LagMonitor, LagReport, LagSettings, LagStatus
+from relaygr.lag.monitor import LagMonitor
+from relaygr.lag.report import GroupReport, LagReport
+from relaygr.lag.settings import LagSettings
+from relaygr.lag.status import LagStatus
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from tests.worlds.own_broker import own_cluster

@@ -9,9 +9,10 @@ from confluent_kafka import KafkaError, KafkaException
 
 from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.lag import LagMonitor, LagSettings
 from relaygr.lag.collector import LagCollector
 from relaygr.lag.model import Snapshot
+from relaygr.lag.monitor import LagMonitor
+from relaygr.lag.settings import LagSettings
 from relaygr.runtime.errors import RelayError
 
 FAST = LagSettings(interval_s=0.1, request_timeout_s=0.1)

@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.lag import GroupMember, GroupSnapshot, LagSettings, LagTracker, PartitionOffsets, Snapshot
 from relaygr.lag.exporter import LagExporter
-from relaygr.lag.model import owner_split
+from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot, owner_split
 from relaygr.lag.monitor import LagMonitor, MonitorState
-from relaygr.lag.report import TimeLag, TimeLagSource
+from relaygr.lag.report import LagTracker, TimeLag, TimeLagSource
+from relaygr.lag.settings import LagSettings
 from relaygr.lag.status import LagStatus
 from relaygr.runtime.clock import ManualClock
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_NOT_AVAILABLE, KafkaError, KafkaException
 
-from relaygr.consumer import Received, Token
+from relaygr.consumer.interface import Received, Token
 from relaygr.schemas.headers import Headers
 
 

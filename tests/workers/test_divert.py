@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.divert import CALM_US, SHORT_REQUESTS, DivertPolicy, Peers
-from relaygr.consumer import Received, Token
+from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
 from relaygr.schemas.headers import RankingHeaders

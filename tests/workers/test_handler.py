@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from relaygr.consumer import Received, Token
+from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
 from relaygr.schemas.headers import JOB_HEADER, RankingHeaders

@@ -18,7 +18,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.consumer import ConsumerSettings, LoopState
+from relaygr.consumer.interface import LoopState
+from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Readiness

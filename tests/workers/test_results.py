@@ -7,7 +7,7 @@ import pytest
 from confluent_kafka import KafkaError
 from prometheus_client import CollectorRegistry
 
-from relaygr.consumer import Token
+from relaygr.consumer.interface import Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
 from relaygr.schemas.headers import RankingHeaders

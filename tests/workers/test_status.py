@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import KafkaError
 
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.consumer import ConsumerSettings
+from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec

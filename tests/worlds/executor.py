@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.admission.latency import Corrector, LatencyModel
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.consumer import Received, Token
+from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (

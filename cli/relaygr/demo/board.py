@@ -29,7 +29,9 @@ from relaygr.demo.summary import (
     slow_machine,
 )
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.lag import GroupReport, LagMonitor, LagSettings
+from relaygr.lag.monitor import LagMonitor
+from relaygr.lag.report import GroupReport
+from relaygr.lag.settings import LagSettings
 from relaygr.schemas.messages import Outcome, Path
 from relaygr.traffic.records import ImpressionRecord, in_time, parse_record
 from relaygr.ui.model import ranges

@@ -17,7 +17,7 @@ import simpy
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.latency import Corrector
-from relaygr.consumer import Received, Token
+from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import FailureReason, PreInferJob, RankingRequest, WorkerState, WorkerStatus

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Mapping
 
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.lag import LagMonitor, LagSettings
+from relaygr.lag.monitor import LagMonitor
+from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.ui.model import LiveModel, LiveSnapshot
 from relaygr.ui.reader import TopicReader

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from relaygr.lag import GroupReport, LagReport
+from relaygr.lag.report import GroupReport, LagReport
 from relaygr.runtime.quantiles import quantile_of_counts
 from relaygr.schemas.fields import Other, choice_label
 from relaygr.schemas.headers import RankingHeaders

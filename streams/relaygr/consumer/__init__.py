@@ -1,45 +1,11 @@
-"""The consumer loop of a worker: poll thread, commit watermark, finished offsets for a successor."""
+"""The consumer of a worker's messages: poll thread, commit watermark, finished offsets for a successor.
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from relaygr.schemas.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from relaygr.consumer.finished import FinishedLog, FinishedOffsets
-    from relaygr.consumer.interface import Handler, LoopState, LoopStatus, Membership, Received, Token
-    from relaygr.consumer.loop import ConsumerFactory, ConsumerLoop
-    from relaygr.consumer.settings import ConsumerSettings
-    from relaygr.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker
-
-__all__ = [
-    "Begin",
-    "ConsumerFactory",
-    "ConsumerLoop",
-    "ConsumerSettings",
-    "FinishedLog",
-    "FinishedOffsets",
-    "Handler",
-    "LoopState",
-    "LoopStatus",
-    "Membership",
-    "Progress",
-    "Received",
-    "Token",
-    "TopicPartition",
-    "WatermarkTracker",
-]
-
-if not TYPE_CHECKING:
-    __getattr__ = lazy_names(
-        __name__,
-        __all__,
-        (
-            "relaygr.consumer.settings",
-            "relaygr.consumer.watermark",
-            "relaygr.consumer.interface",
-            "relaygr.consumer.finished",
-            "relaygr.consumer.loop",
-        ),
-    )
+loop        the poll thread, which owns the client
+interface   the types between the loop and its handler
+membership  this process as a member of its group
+offsets     where partitions are read from, and what is committed
+watermark   the offset up to which every message is finished
+finished    that offset in a mapped file, for the next process
+health      whether brokers answer, messages arrive and topics exist
+leave       how a static member leaves its group at once
+"""

@@ -26,7 +26,7 @@ import structlog
 from confluent_kafka import KafkaException, Producer
 
 from relaygr.admission.divert import DivertPolicy, Need, NotDiverted, Placed, Target
-from relaygr.consumer import Received
+from relaygr.consumer.interface import Received
 from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, encode

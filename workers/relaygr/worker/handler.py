@@ -21,7 +21,7 @@ from functools import partial
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE
 
-from relaygr.consumer import Received
+from relaygr.consumer.interface import Received
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, DecodeReason, decode

@@ -22,7 +22,7 @@ from typing import Any, Final
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from relaygr.consumer import Received, Token
+from relaygr.consumer.interface import Received, Token
 from relaygr.kafka.client_errors import NoteError, is_final, no_note
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.quantiles import quantile

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.admission.policy import LATE_PART
-from relaygr.consumer import Received
+from relaygr.consumer.interface import Received
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
     MAX_BUDGET_MS,

@@ -21,9 +21,9 @@ import structlog
 from confluent_kafka import Consumer, KafkaError
 
 from relaygr.admission.divert import DivertPolicy, Peers
-from relaygr.consumer import ConsumerLoop, LoopState, Membership, Token
 from relaygr.consumer.finished import FinishedLog
-from relaygr.consumer.interface import Handler
+from relaygr.consumer.interface import Handler, LoopState, Membership, Token
+from relaygr.consumer.loop import ConsumerLoop
 from relaygr.consumer.membership import holder_of
 from relaygr.kafka.client_errors import ErrorCallback
 from relaygr.kafka.clients import make_group_consumer

@@ -16,7 +16,8 @@ from typing import NoReturn
 
 import structlog
 
-from relaygr.consumer import ConsumerLoop, LoopState
+from relaygr.consumer.interface import LoopState
+from relaygr.consumer.loop import ConsumerLoop
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.interpreter import tune_interpreter, without_collection
 from relaygr.runtime.logs import close_logs

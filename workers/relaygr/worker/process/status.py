@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 from confluent_kafka import KafkaException, Producer
 
-from relaygr.consumer import ConsumerLoop
+from relaygr.consumer.loop import ConsumerLoop
 from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import encode
