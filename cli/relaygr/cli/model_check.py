@@ -5,7 +5,7 @@ The commands import torch only when they run, so that `--help` answers without i
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +19,7 @@ from relaygr.cli.texts import plain_console, print_json, stdout_console
 from relaygr.interactions.reading import read_interactions
 from relaygr.publishing.known import KnownModel
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
 from relaygr.worker.settings import WorkerSettings
 
@@ -37,17 +37,6 @@ Interactions = Annotated[
     Path | None, typer.Option(help="Interaction log with the histories to rank.", show_default="random histories")
 ]
 Users = Annotated[int | None, typer.Option(min=1, help="Number of users.", show_default="16 random, 100 from a log")]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The allowed score error."""
-
-    max_score_error: float
-    min_topk_overlap: float
-
-    def hold(self, error: ScoreError) -> bool:
-        return error.is_within(self.max_score_error, self.min_topk_overlap)
 
 
 def check_kv_command(
@@ -73,15 +62,8 @@ def check_kv_command(
     wide = exact_kv(engine.compute_dtype)
     exact = load_engine(model, device, wide, DEFAULT_PAGE_TOKENS, compute_dtype=engine.compute_dtype)
     error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users))
-    limits = Limits(max_score_error, min_topk_overlap)
-    if as_json:
-        _print_json("kv_dtype", kv_dtype, error, limits)
-    else:
-        times = exact.geometry.page_bytes / engine.geometry.page_bytes
-        what = f"K,V {kv_dtype}, compared with {wide}"
-        _print(f"{what}: {times:.2f} times as many prefixes in the same memory", error, limits)
-    if not limits.hold(error):
-        raise typer.Exit(EXIT_ABOVE)
+    what = f"K,V {kv_dtype}, compared with {wide}: {_room(exact.geometry, engine.geometry)}"
+    _report(what, {"kv_dtype": kv_dtype}, error, max_score_error, min_topk_overlap, as_json)
 
 
 def check_dram_command(
@@ -105,15 +87,9 @@ def check_dram_command(
 
     engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS)
     error = measure_dram_error(engine, dram_kv_dtype, *_sample(model, engine, interactions, users))
-    limits = Limits(max_score_error, min_topk_overlap)
-    if as_json:
-        _print_json("dram_kv_dtype", dram_kv_dtype, error, limits)
-    else:
-        times = engine.geometry.page_bytes / DramGeometry(engine.geometry, dram_kv_dtype).page_bytes
-        what = f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM"
-        _print(f"{what}: {times:.2f} times as many prefixes in the same memory", error, limits)
-    if not limits.hold(error):
-        raise typer.Exit(EXIT_ABOVE)
+    room = _room(engine.geometry, DramGeometry(engine.geometry, dram_kv_dtype))
+    what = f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM: {room}"
+    _report(what, {"dram_kv_dtype": dram_kv_dtype}, error, max_score_error, min_topk_overlap, as_json)
 
 
 def check_compute_command(
@@ -141,13 +117,8 @@ def check_compute_command(
         for dtype in (compute_dtype, ComputeDtype.FLOAT32)
     )
     error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users))
-    limits = Limits(max_score_error, min_topk_overlap)
-    if as_json:
-        _print_json("compute_dtype", compute_dtype, error, limits)
-    else:
-        _print(f"products in {compute_dtype}, compared with float32", error, limits)
-    if not limits.hold(error):
-        raise typer.Exit(EXIT_ABOVE)
+    what = f"products in {compute_dtype}, compared with float32"
+    _report(what, {"compute_dtype": compute_dtype}, error, max_score_error, min_topk_overlap, as_json)
 
 
 def _sample(
@@ -178,19 +149,34 @@ def _read_sample(model: Path, path: Path, engine: Engine, users: int) -> tuple[l
     return [SampleUser(features, read.of(int(index))[-longest:]) for index in chosen], candidates
 
 
-def _print_json(setting: str, value: str, error: ScoreError, limits: Limits) -> None:
-    print_json({**asdict(error), setting: value, "within_limits": limits.hold(error)})
+def _room(exact: KvGeometry, smaller: KvGeometry | DramGeometry) -> str:
+    return f"{exact.page_bytes / smaller.page_bytes:.2f} times as many prefixes in the same memory"
 
 
-def _print(what: str, error: ScoreError, limits: Limits) -> None:
+def _report(
+    what: str,
+    setting: dict[str, str],
+    error: ScoreError,
+    max_score_error: float,
+    min_topk_overlap: float,
+    as_json: bool,
+) -> None:
+    """Prints the error beside its limits. Raises typer.Exit if one of them is exceeded."""
     from relaygr.worker.score_error import TOP_K
 
-    console = stdout_console()
-    console.print(f"{what}; {error.users} users, {error.candidates} candidates each")
-    table = Table("", "measured", "limit")
-    most, least = limits.max_score_error, limits.min_topk_overlap
-    table.add_row("largest change of a score", f"{error.max_score_error:.4%}", f"{most:.4%} at most")
-    table.add_row("mean change of a score", f"{error.mean_score_error:.4%}", "")
-    table.add_row(f"share of the top {TOP_K} that stays", f"{error.topk_overlap:.2%}", f"{least:.2%} at least")
-    console.print(table)
-    console.print("Changes are relative to the spread of the scores of the same user and task.")
+    is_within = error.is_within(max_score_error, min_topk_overlap)
+    if as_json:
+        print_json({**asdict(error), **setting, "within_limits": is_within})
+    else:
+        console = stdout_console()
+        console.print(f"{what}; {error.users} users, {error.candidates} candidates each")
+        table = Table("", "measured", "limit")
+        table.add_row("largest change of a score", f"{error.max_score_error:.4%}", f"{max_score_error:.4%} at most")
+        table.add_row("mean change of a score", f"{error.mean_score_error:.4%}", "")
+        table.add_row(
+            f"share of the top {TOP_K} that stays", f"{error.topk_overlap:.2%}", f"{min_topk_overlap:.2%} at least"
+        )
+        console.print(table)
+        console.print("Changes are relative to the spread of the scores of the same user and task.")
+    if not is_within:
+        raise typer.Exit(EXIT_ABOVE)
