@@ -30,8 +30,9 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.headers import RankingHeaders, is_job, workers_group_of
-from relaygr.schemas.messages import MAX_PARTITIONS, PreInferJob, RankingResult, RetrievalEvent, WorkerStatus
+from relaygr.schemas.messages import PreInferJob, RankingResult, RetrievalEvent
 from relaygr.schemas.topics import Topic
+from relaygr.trigger.fleet import status_of
 from relaygr.ui.model import STAGES, LiveModel
 
 log = structlog.get_logger()
@@ -181,12 +182,12 @@ class TopicReader:
         if self._has_one_topic and topic is Topic.RANKING and is_job(headers_of(message)):
             stage = Topic.PREINFER
         model.count(stage, partition, offset, now_us, topic)
-        value = _bytes(message.value())
+        value = message.value()
         try:
             if stage is Topic.RANKING:
                 # Its body, with the candidates, is not needed.
                 headers = RankingHeaders.decode(headers_of(message))
-                user, sent_at_us = _bytes(message.key()) or b"", self._time_ms(message) * 1000
+                user, sent_at_us = message.key() or b"", self._time_ms(message) * 1000
                 model.note_ranking(headers, user, sent_at_us, now_us)
             elif stage is Topic.RESULTS:
                 model.note_result(decode(RankingResult, value), now_us)
@@ -206,15 +207,8 @@ class TopicReader:
         group = workers_group_of(headers_of(message))
         if group is not None and group != self._kafka.workers_group:
             return
-        value = _bytes(message.value())
         try:
-            worker_id = (_bytes(message.key()) or b"").decode()
-            status = decode(WorkerStatus, value) if value else None
-            if status is not None and (
-                status.worker_id != worker_id or max(status.partitions, default=0) >= MAX_PARTITIONS
-            ):
-                raise ValueError("the key and the status differ")
-            self._model.note_status(worker_id, status, self._wall_us())
+            self._model.note_status(*status_of(message), self._wall_us())
         except (DecodeError, ValueError):
             self._model.unreadable()
 
@@ -245,7 +239,3 @@ class TopicReader:
 
 def _may_not_read(names: Sequence[str]) -> str:
     return f"This user may not read {', '.join(names)}: grant the rights that `relaygr topics acls --role ui` prints"
-
-
-def _bytes(value: object) -> bytes | None:
-    return value if isinstance(value, bytes) else None

@@ -139,6 +139,21 @@ class Fleet:
                 self._claimants.pop(partition, None)
 
 
+def status_of(message: Message) -> tuple[str, WorkerStatus | None]:
+    """The worker id and the status of a message on the workers topic; None is a tombstone.
+
+    Raises DecodeError and ValueError for a message that cannot be used.
+    """
+    worker_id = bytes(message.key() or b"").decode()
+    value = message.value()
+    status = decode(WorkerStatus, value) if value else None
+    if status is not None and status.worker_id != worker_id:
+        raise ValueError(f"the key is {worker_id[:128]!r}, but the status is of {status.worker_id!r}")
+    if status is not None and any(partition >= MAX_PARTITIONS for partition in status.partitions):
+        raise ValueError("a partition is out of bounds")
+    return worker_id, status
+
+
 class StatusView(Protocol):
     """A view that a `FleetReader` updates."""
 
@@ -267,19 +282,12 @@ class FleetReader:
         self._heard_us = self._clock.monotonic_us()
         # In a large fleet the next status is there before the end is told.
         self._refusal = None
-        key, value = message.key(), message.value()
         group = workers_group_of(headers_of(message))
         if group is not None and group != self._kafka.workers_group:
             self._refuse_group(group)
             return
         try:
-            worker_id = bytes(key or b"").decode()
-            status = decode(WorkerStatus, value) if value else None
-            if status is not None and status.worker_id != worker_id:
-                raise ValueError(f"the key is {worker_id[:128]!r}, but the status is of {status.worker_id!r}")
-            if status is not None and any(partition >= MAX_PARTITIONS for partition in status.partitions):
-                raise ValueError("a partition is out of bounds")
-            self._fleet.apply(worker_id, status, self._clock.wall_us())
+            self._fleet.apply(*status_of(message), self._clock.wall_us())
         except (DecodeError, ValueError) as bad:
             log.warning("worker status cannot be used", offset=message.offset(), error=str(bad)[:300])
             if self._on_bad is not None:
