@@ -442,7 +442,7 @@ class ConsumerLoop:
     def _note_ownership(self) -> None:
         owned = self._tracker.owned()
         self._partitions = frozenset(tp.partition for tp in owned)
-        self._owner_split = split_partitions(owned, self._topics) if owned else frozenset()
+        self._owner_split = split_partitions(((tp, self._name) for tp in owned), self._topics)
         _EPOCH.labels(self._name).set(self._epoch)
         _OWNED.labels(self._name).set(len(self._partitions))
         _OWNER_SPLIT.labels(self._name).set(len(self._owner_split))

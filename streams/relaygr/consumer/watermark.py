@@ -18,7 +18,7 @@ docs/consumer.md has the rules. Pure: no Kafka, no clock, no threads.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from relaygr.runtime.errors import RelayError
@@ -274,16 +274,17 @@ class WatermarkTracker:
         return state
 
 
-def split_partitions(owned: Iterable[TopicPartition], topics: Sequence[str]) -> frozenset[int]:
-    """Partitions owned on some of `topics`, but not on all of them (an owner split).
+def split_partitions(owners: Iterable[tuple[TopicPartition, str]], topics: Collection[str]) -> frozenset[int]:
+    """The partitions that have no one owner on all of `topics` (an owner split). `owners`: owned partitions, and whose.
 
     Pre-infer jobs and ranking requests of their users go to different workers.
     """
-    by_topic: dict[str, set[int]] = {topic: set() for topic in topics}
-    for tp in owned:
-        by_topic.setdefault(tp.topic, set()).add(tp.partition)
+    found: dict[int, dict[str, str]] = {}
+    for tp, owner in owners:
+        if tp.topic in topics:
+            found.setdefault(tp.partition, {})[tp.topic] = owner
     return frozenset(
         partition
-        for partition in set[int]().union(*by_topic.values())
-        if any(partition not in partitions for partitions in by_topic.values())
+        for partition, by_topic in found.items()
+        if len(by_topic) < len(topics) or len(set(by_topic.values())) > 1
     )

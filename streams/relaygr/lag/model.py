@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from relaygr.consumer.watermark import TopicPartition
+from relaygr.consumer.watermark import TopicPartition, split_partitions
 
 UNKNOWN = "unknown"
 
@@ -113,22 +113,12 @@ class Snapshot:
     groups: tuple[GroupSnapshot, ...]
 
 
-def owner_split(group: GroupSnapshot, topics: Sequence[str]) -> frozenset[int]:
-    """The partitions that different members own on the co-partitioned `topics`.
+def owner_split(group: GroupSnapshot, topics: Collection[str]) -> frozenset[int]:
+    """The partitions that no member owns on all of the co-partitioned `topics`.
 
-    Pre-infer jobs and ranking requests of one user then go to different workers. Causes are unequal partition counts,
-    an assignor other than `range`, or a member that subscribes to one of the topics only. The result is empty during a
-    rebalance and while the members are unknown.
+    Causes are unequal partition counts, an assignor other than `range`, or a member that subscribes to one of the
+    topics only. The result is empty during a rebalance and while the members are unknown.
     """
-    if group.members is None or not group.stable or len(topics) < 2:
+    if group.members is None or not group.stable:
         return frozenset()
-    owners: dict[int, dict[str, str]] = {}
-    for member in group.members:
-        for tp in member.partitions:
-            if tp.topic in topics:
-                owners.setdefault(tp.partition, {})[tp.topic] = member.member_id
-    return frozenset(
-        partition
-        for partition, by_topic in owners.items()
-        if len(by_topic) < len(topics) or len(set(by_topic.values())) > 1
-    )
+    return split_partitions(((tp, member.member_id) for member in group.members for tp in member.partitions), topics)
