@@ -7,7 +7,6 @@ from enum import StrEnum
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.cli.texts import page, plain_console, stdout_console
@@ -45,7 +44,6 @@ def lag(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line for each poll.")] = False,
     sort: Annotated[Sort, typer.Option(help="The order of partitions within a group.")] = Sort.LAG,
-    lagging: Annotated[bool, typer.Option("--lagging", hidden=True)] = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
@@ -61,8 +59,6 @@ def lag(
     if context.invoked_subcommand is not None:
         return
     console = stdout_console()
-    if lagging:
-        Console(stderr=True).print("--lagging is deprecated: it is the default, and --all shows every partition.")
     try:
         settings = command_settings(config, bootstrap, overrides)
         from relaygr.lag.monitor import LagMonitor
