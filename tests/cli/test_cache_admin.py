@@ -81,7 +81,7 @@ def test_the_widest_entries_fit_into_80_columns(worker: Worker, monkeypatch: pyt
         9_999, 9_999, PrefixSource.COMPUTED, 86_000.0, 86_000.0,
     )  # fmt: skip
     report = UserReport("w-00", "ann", (entry,))
-    monkeypatch.setattr("relaygr.cli.cache_admin._Worker.ask", lambda *_: report)
+    monkeypatch.setattr("relaygr.cli.cache._Worker.ask", lambda *_: report)
     lines = worker.run("show", "--user", "ann").stdout.splitlines()
     assert len(lines) == 2
     assert max(len(line.rstrip()) for line in lines) <= 80
