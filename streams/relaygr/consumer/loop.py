@@ -314,8 +314,8 @@ class ConsumerLoop:
                 topic=topic,
                 partition=partition,
                 offset=offset,
-                key=_as_bytes(message.key()),
-                value=_as_bytes(message.value()),
+                key=message.key(),
+                value=message.value(),
                 headers=headers_of(message),
                 received_us=self._clock.monotonic_us(),
                 assignment_epoch=self._epoch,
@@ -522,10 +522,6 @@ class ConsumerLoop:
         self._limited_log.warning(
             "consumer error", error.code(), loop=self._name, error=error.name(), cause=cause_of(error)
         )
-
-
-def _as_bytes(value: str | bytes | None) -> bytes | None:
-    return value.encode() if isinstance(value, str) else value
 
 
 def _from_kafka(partitions: Iterable[KafkaPartition]) -> list[TopicPartition]:

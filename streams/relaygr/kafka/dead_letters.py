@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Final
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -69,17 +69,6 @@ _COUNTED: Final = Counter(
 _log = structlog.get_logger()
 
 
-class RawMessage(Protocol):
-    """A received message: confluent-kafka's `Message`, or another client's message with an adapter."""
-
-    def topic(self) -> str | None: ...
-    def partition(self) -> int | None: ...
-    def offset(self) -> int | None: ...
-    def key(self) -> bytes | None: ...
-    def value(self) -> bytes | None: ...
-    def headers(self) -> Any: ...
-
-
 class DeadLetterWriter:
     """Writes dead letters with a durable producer of its own. Only one thread may use it.
 
@@ -95,7 +84,7 @@ class DeadLetterWriter:
         self._with_bodies = kafka.dead_letter_bodies
         self._producer = DurableProducer(kafka, f"{client_id}-dead-letters", note_error=note_error)
 
-    def write(self, message: RawMessage, reason: str, detail: str, on_done: OnDone | None = None) -> None:
+    def write(self, message: Message, reason: str, detail: str, on_done: OnDone | None = None) -> None:
         """Writes `message` to the dead letters, whatever it contains.
 
         `reason` is one of a small set, because it is a metric label; `detail` is a sentence. `on_done` gets True when
@@ -139,7 +128,7 @@ class DeadLetterWriter:
         return self._producer.flush(timeout_s)
 
 
-def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: int) -> Headers:
+def dead_letter_headers(message: Message, reason: str, detail: str, now_us: int) -> Headers:
     """The original headers up to the bounds, and then ours."""
     kept: Headers = []
     kept_bytes = 0
@@ -161,7 +150,7 @@ def _digest_of(value: bytes | None) -> Headers:
     return [(ORIGIN_VALUE_DIGEST, digest.encode()), (ORIGIN_VALUE_BYTES, str(len(value)).encode())]
 
 
-def _origin_of(message: RawMessage, reason: str, detail: str, now_us: int) -> Headers:
+def _origin_of(message: Message, reason: str, detail: str, now_us: int) -> Headers:
     return [
         (DEAD_LETTER_REASON, _bounded(reason)),
         (DEAD_LETTER_DETAIL, _bounded(detail)),

@@ -8,10 +8,10 @@ this module removes the headers of such a message.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Final
 
 import structlog
+from confluent_kafka import Message
 
 from relaygr.schemas.headers import RawHeaders
 
@@ -22,18 +22,12 @@ _READ: Final = operator.methodcaller("headers")
 _log = structlog.get_logger()
 
 
-class WithHeaders(Protocol):
-    """confluent-kafka's `Message`, or a test's stand-in."""
-
-    def headers(self) -> Any: ...
-
-
-def headers_of(message: WithHeaders) -> RawHeaders:
+def headers_of(message: Message) -> RawHeaders:
     """The message's headers as pairs; None if a header's name is not UTF-8. Raises no exception."""
     try:
-        headers = _READ(message)
+        headers: RawHeaders = _READ(message)
     except (SystemError, UnicodeDecodeError):
-        message.set_headers([])  # type: ignore[attr-defined]
+        message.set_headers([])
         _log.warning("the headers of a message are dropped: a name is not UTF-8")
         return None
-    return headers.items() if isinstance(headers, Mapping) else headers
+    return headers

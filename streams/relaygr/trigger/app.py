@@ -306,16 +306,16 @@ class TriggerApp:
         """Handles one event, from its message to its effect. An error does not end the stream."""
         began_us, trace = 0 if self._traces is None else self._clock.wall_us(), None
         try:
-            key, partition = _as_bytes(message.key()), message.partition()
+            key, partition = message.key(), message.partition()
             assert partition is not None
-            decision = self._handler.decide(key, _as_bytes(message.value()), partition)
+            decision = self._handler.decide(key, message.value(), partition)
             if self._traces is not None and decision.request_id is not None:
                 trace = self._traces.event(message, decision.request_id, began_us)
             reason = self._apply(decision, message, key, trace)
         except Exception as error:
             log.exception("the decision on an event failed", partition=message.partition(), offset=message.offset())
             reason = DecisionReason.ERROR
-            self._forget_job(_as_bytes(message.key()))
+            self._forget_job(message.key())
             # Its text may name a user; the log has the traceback.
             self._dead_letter(message, reason, type(error).__name__)
         else:
@@ -356,7 +356,7 @@ class TriggerApp:
             self._away_since_us = None
         else:
             self.metrics.undelivered.inc()
-            self._forget_job(_as_bytes(job.key()))
+            self._forget_job(job.key())
 
     def _forget_job(self, key: bytes | None) -> None:
         """A job was not sent, so the user's next event must not count as under way because of it."""
@@ -418,7 +418,3 @@ async def _on_daemon_thread(function: Callable[..., object], *arguments: object)
 
     threading.Thread(target=run, name="trigger-call", daemon=True).start()
     await done
-
-
-def _as_bytes(value: str | bytes | None) -> bytes | None:
-    return value.encode() if isinstance(value, str) else value
