@@ -6,8 +6,6 @@ is still there, and the worker keeps its prefixes.
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ from relaygr.schemas import messages
 from relaygr.schemas.topics import Topic
 from tests.worlds.own_broker import own_cluster
 from tests.worlds.relay import PARTITIONS, Relay, candidates_of, history_of, new_user, reading, wait_until
+from tests.worlds.steady_traffic import Steady
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(480)]
 
@@ -43,13 +42,11 @@ WAIT_S = 120
 ON_CACHED_PREFIX = (messages.Path.HBM, messages.Path.DRAM, messages.Path.PENDING)
 
 
-class Load:
-    """One impression after another: an event, and its request 50 ms later. At times a new user's history, and garbage.
-
-    A context manager: the load runs inside the context.
-    """
+class Load(Steady):
+    """Impressions: an event each, and its request two turns later. At times a new user's history, and garbage."""
 
     def __init__(self, kafka: KafkaSettings, client: RelayClient) -> None:
+        super().__init__(1 / RATE)
         self._kafka, self._client = kafka, client
         self._requests: list[tuple[float, str, Future[RankOutcome]]] = []
         self.published: list[str] = []
@@ -60,16 +57,7 @@ class Load:
         self.refused: list[str] = []
         """Why messages were not acknowledged."""
         self._raw: Producer = make_producer(kafka, ProducerKind.DURABLE, "test-garbage")
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join()
+        self._announced: list[tuple[str, str]] = []
 
     def outcomes(self) -> list[RankOutcome]:
         """The one end of each request."""
@@ -95,27 +83,23 @@ class Load:
         )
         assert all("run `relaygr topics check`" in sentence for sentence in self.refused)
 
-    def _run(self) -> None:
-        announced: list[tuple[str, str]] = []
-        for number in itertools.count():
-            if self._stopping.wait(1 / RATE):
-                return
-            user = USERS[number % len(USERS)]
-            event = self._client.publish_retrieval(
-                user, ranking_budget_ms=BUDGET_MS, expected_ranking_in_ms=50, expected_candidates=20, expected_suffix=0
+    def send(self, number: int) -> None:
+        user = USERS[number % len(USERS)]
+        event = self._client.publish_retrieval(
+            user, ranking_budget_ms=BUDGET_MS, expected_ranking_in_ms=50, expected_candidates=20, expected_suffix=0
+        )
+        self._announced.append((user, event.request_id))
+        if len(self._announced) > 2:
+            user, request_id = self._announced.pop(0)
+            future = self._client.submit_rank(user, candidates_of(), budget_ms=BUDGET_MS, request_id=request_id)
+            self._requests.append((time.monotonic(), user, future))
+        if number % 8 == 0:
+            self._publish_history(new_user("new"))
+        if number % 16 == 0:
+            self._raw.produce(
+                self._kafka.topic(Topic.RANKING), b"garbage", b"nobody", on_delivery=self._garbage_written
             )
-            announced.append((user, event.request_id))
-            if len(announced) > 2:
-                user, request_id = announced.pop(0)
-                future = self._client.submit_rank(user, candidates_of(), budget_ms=BUDGET_MS, request_id=request_id)
-                self._requests.append((time.monotonic(), user, future))
-            if number % 8 == 0:
-                self._publish_history(new_user("new"))
-            if number % 16 == 0:
-                self._raw.produce(
-                    self._kafka.topic(Topic.RANKING), b"garbage", b"nobody", on_delivery=self._garbage_written
-                )
-            self._raw.poll(0)
+        self._raw.poll(0)
 
     def _publish_history(self, user: str) -> None:
         self.published.append(user)

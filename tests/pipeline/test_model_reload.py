@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path as FilePath
 
@@ -45,6 +44,7 @@ from tests.worlds.relay import (
     save_model,
     wait_until,
 )
+from tests.worlds.steady_traffic import Steady
 
 pytestmark = pytest.mark.slow
 
@@ -52,40 +52,26 @@ BUDGET_MS = 20_000
 TOLERANCE = 2e-5
 
 
-@dataclass
-class Traffic:
-    """A thread that sends pre-infer jobs and ranking requests of a few users until it is closed."""
+class Traffic(Steady):
+    """Pre-infer jobs and ranking requests of a few users."""
 
-    client: RelayClient
-    raw: RawGateway
-    histories: list[History]
-    sent: list[tuple[History, Future[RankOutcome]]] = field(default_factory=list)
+    def __init__(self, client: RelayClient, raw: RawGateway, histories: list[History]) -> None:
+        super().__init__(0.01)
+        self.client = client
+        self.raw = raw
+        self.histories = histories
+        self.sent: list[tuple[History, Future[RankOutcome]]] = []
 
-    def __post_init__(self) -> None:
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="traffic")
-
-    def __enter__(self) -> Traffic:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        turn = 0
-        while not self._end.wait(0.01):
-            history = self.histories[turn % len(self.histories)]
-            turn += 1
-            if turn % 3 == 0:
-                self._job(history)
-            suffix = history_of(history.user_id, 4, seed=77).behaviours if turn % 2 else None
-            fields = {} if suffix is None else {"suffix": suffix}
-            future = self.client.submit_rank(
-                history.user_id, candidates_of(), budget_ms=BUDGET_MS, history_version=history.version(), **fields
-            )
-            self.sent.append((history, future))
+    def send(self, number: int) -> None:
+        history = self.histories[number % len(self.histories)]
+        if number % 3 == 0:
+            self._job(history)
+        suffix = None if number % 2 else history_of(history.user_id, 4, seed=77).behaviours
+        fields = {} if suffix is None else {"suffix": suffix}
+        future = self.client.submit_rank(
+            history.user_id, candidates_of(), budget_ms=BUDGET_MS, history_version=history.version(), **fields
+        )
+        self.sent.append((history, future))
 
     def _job(self, history: History) -> None:
         now_us = SystemClock().wall_us()

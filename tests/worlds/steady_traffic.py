@@ -1,17 +1,15 @@
-"""Users who send requests in turn on a fixed schedule, whether or not results arrive.
-
-Histories are sent inline, so that a request depends on the worker alone.
-"""
+"""Messages on a fixed schedule, whether or not results arrive."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,8 +28,37 @@ class Asked:
     outcome: RankOutcome
 
 
-class Traffic:
-    """Sends one request every `interval_s`, for the users in turn. A context manager: it runs inside the context."""
+class Steady:
+    """Calls `send` every `interval_s` on a thread. A context manager: it runs inside the context."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
+
+    def send(self, number: int) -> None:
+        """Sends the messages of the turn `number`, from 0."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        started_s = time.monotonic()
+        for number in itertools.count():
+            due_s = started_s + number * self._interval_s
+            if self._stopping.wait(max(0.0, due_s - time.monotonic())):
+                return
+            self.send(number)
+
+
+class Traffic(Steady):
+    """Ranking requests of the users in turn. Histories are sent inline, so a request depends on the worker alone."""
 
     def __init__(
         self,
@@ -43,31 +70,26 @@ class Traffic:
         budget_ms: float,
     ) -> None:
         """`make_client` makes a client from the callback `on_lost`."""
+        super().__init__(interval_s)
         self.lost: list[LostRequest] = []
         self._client = make_client(on_lost=self.lost.append)
         self._users = users
         self._history_of = history_of
         self._candidates = candidates
-        self._interval_s = interval_s
         self._budget_ms = budget_ms
         self._asked: list[tuple[float, list[float], Future[RankOutcome]]] = []
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
 
-    def __enter__(self) -> Traffic:
+    def __enter__(self) -> Self:
         self._client.__enter__()
-        self._thread.start()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join()
+        super().__exit__()
         self._client.__exit__(None, None, None)
 
     def stop(self) -> list[Asked]:
         """Stops sending and waits for every outcome. Raises TimeoutError for a request without one."""
-        self._stopping.set()
-        self._thread.join()
+        super().__exit__()
         timeout_s = self._budget_ms / 1e3 + 30
         outcomes = [future.result(timeout_s) for _, _, future in self._asked]
         return [
@@ -79,16 +101,8 @@ class Traffic:
         """Number of results of requests that had a result already. The client dropped them."""
         return self._client.statistics().duplicates
 
-    def _run(self) -> None:
-        number = 0
-        next_s = time.monotonic()
-        while not self._stopping.wait(max(0.0, next_s - time.monotonic())):
-            next_s += self._interval_s
-            user = self._users[number % len(self._users)]
-            number += 1
-            self._ask(user)
-
-    def _ask(self, user: str) -> None:
+    def send(self, number: int) -> None:
+        user = self._users[number % len(self._users)]
         ends: list[float] = []
         history = self._history_of(user)
         sent_s = time.monotonic()
