@@ -16,10 +16,10 @@ from relaygr.bench.events.figures import Happened, Phase, lost_outside, row_of
 from relaygr.bench.events.judge import Account, Ends, Growth, Judged, Life, Resource, Sample, accounts, growths
 from relaygr.bench.events.run import Plan, play_events
 from relaygr.bench.events.stack import Stack
-from relaygr.demo.processes import Reading
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.traffic.records import LOST, ImpressionRecord
+from relaygr.ui.scrape import Reading
 
 RECORD = ImpressionRecord(0, "g.0.0", "u", "ranked", 10_000, 0, False, path="hbm")
 BAD = {

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.admission.scenarios import ScenarioSettings
-from relaygr.demo.processes import write_config
 from relaygr.demo.scenarios import ScenarioDemo, ScenarioRun, gates, print_scenarios
 from relaygr.demo.summary import PredictionFigures, summarise
+from relaygr.processes import write_config
 from relaygr.settings import Settings, load
 from relaygr.traffic.records import LOST
 from tests.cli.test_demo_summary import record

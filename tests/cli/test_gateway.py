@@ -32,7 +32,6 @@ from relaygr.client import (
     QueueFull,
     RequestIdInUse,
 )
-from relaygr.demo.processes import CommandProcess, Processes, write_config
 from relaygr.devbroker import LocalBroker
 from relaygr.devbroker.local import free_ports
 from relaygr.gateway import server as gateway_server
@@ -42,6 +41,7 @@ from relaygr.gateway.openapi import document
 from relaygr.gateway.server import run_gateway
 from relaygr.gateway.settings import GatewaySettings
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess, Processes, write_config
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import codec
 from relaygr.schemas.messages import FailureReason, Outcome, RankingRequest, RankingResult, RetrievalEvent

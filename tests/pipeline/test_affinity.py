@@ -9,10 +9,10 @@ from pathlib import Path as FilePath
 import pytest
 
 from relaygr.client import LostRequest, RankOutcome, RankStatus, RelayClient
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.admin import check_topics
 from relaygr.kafka.settings import Affinity
+from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import Path
 from relaygr.schemas.topics import Topic
 from tests.worlds.relay import (

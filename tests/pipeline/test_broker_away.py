@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from relaygr.client import RankStatus
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker.cluster import KafkaCluster
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess
 from tests.worlds.own_broker import own_cluster
 from tests.worlds.relay import (
     PARTITIONS,

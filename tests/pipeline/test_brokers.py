@@ -19,12 +19,12 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, Producer, Top
 from pydantic import ByteSize
 
 from relaygr.client import ClientSettings, LostRequest, RankOutcome, RankStatus, RelayClient, TimeOutReason
-from relaygr.demo.processes import CommandProcess, is_ready
 from relaygr.devbroker.cluster import KafkaCluster
 from relaygr.kafka.admin import check_topics, create_topics
 from relaygr.kafka.clients import ProducerKind, make_admin, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Severity
+from relaygr.processes import CommandProcess, is_ready
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import messages
 from relaygr.schemas.topics import Topic

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from relaygr.client import RankStatus, RelayClient
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
+from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import Behaviours, History, RankingResult
 from relaygr.schemas.messages import Path as RankPath
 from relaygr.schemas.partitioner import partition_for

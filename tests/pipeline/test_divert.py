@@ -12,9 +12,9 @@ from confluent_kafka import TopicPartition
 from pydantic import ByteSize
 
 from relaygr.client import RankOutcome, RankStatus
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.processes import CommandProcess
 from relaygr.schemas import codec
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import RankingRequest, RankingResult

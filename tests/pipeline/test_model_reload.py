@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from relaygr.client import RankOutcome, RankStatus, RelayClient
-from relaygr.demo.processes import CommandProcess, Reading, read_children, read_metrics
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess, read_children, read_metrics
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.messages import FailureReason, History, Path, PreInferJob, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
+from relaygr.ui.scrape import Reading
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.results import DIVERGED_ANSWERS

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from relaygr.client import RankStatus
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess
 from tests.worlds.relay import Relay, candidates_of, history_of, own_topics, reading, wait_until
 from tests.worlds.steady_traffic import Traffic
 

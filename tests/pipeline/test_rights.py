@@ -34,7 +34,6 @@ from pydantic import SecretStr
 from relaygr.client import RelayClient
 from relaygr.client.outcome import DeliveryReport
 from relaygr.client.publisher import EventPublisher
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import create_topics
@@ -42,6 +41,7 @@ from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.clients import ProducerKind, make_admin, make_producer
 from relaygr.kafka.rights import Resource, Right, Role, missing_rights, require_rights, rights_of
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.processes import CommandProcess
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.topics import Topic

@@ -14,9 +14,9 @@ from relaygr.admission.scenarios import ScenarioSettings, VariantSettings, lane_
 from relaygr.cli.model_deploy import CURRENT, deploy, rollback
 from relaygr.client import RankStatus, RelayClient, ScenarioClients
 from relaygr.client.scenarios import kafka_of
-from relaygr.demo.processes import CommandProcess, Processes, write_config
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess, Processes, write_config
 from relaygr.schemas.messages import FailureReason, RankingResult
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.leftovers import owned_by_a_fixture

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from relaygr.client import RankStatus
-from relaygr.demo.processes import CommandProcess, Reading
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess
 from relaygr.schemas.topics import Topic
+from relaygr.ui.scrape import Reading
 from relaygr.worker.cache import MissReason
 from relaygr.worker.exits import Exit
 from tests.worlds.pair import Pair, await_pair, children

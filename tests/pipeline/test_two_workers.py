@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from relaygr.client import LostRequest, RankStatus
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
+from relaygr.processes import CommandProcess
 from relaygr.schemas.topics import Topic
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, reading, wait_until
 

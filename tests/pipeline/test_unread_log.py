@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relaygr.client import RankStatus
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
+from relaygr.processes import CommandProcess
 from tests.worlds.relay import Relay, candidates_of, new_user, own_topics, reading, wait_until
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 
 from relaygr.client import RankStatus, RelayClient
 from relaygr.consumer.finished import FinishedOffsets
-from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.topic_identity import identify_topics
+from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import Path as ServedBy
 from relaygr.schemas.messages import PrefixSource, RankingResult
 from relaygr.schemas.topics import Topic

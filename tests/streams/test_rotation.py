@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 import relaygr.client.link
 import relaygr.kafka.rotation
 from relaygr.client import DeliveryReport, RankStatus, RelayClient
-from relaygr.demo.processes import is_ready
 from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.client_errors import PROCESS_REFUSAL, is_refusal
@@ -26,6 +25,7 @@ from relaygr.kafka.clients import make_admin
 from relaygr.kafka.rotation import ends_for_new_files
 from relaygr.kafka.security import SecurityFiles
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.processes import is_ready
 from relaygr.runtime.errors import RelayError
 from tests.echo_worker import echo_worker
 from tests.worlds.broker_proxy import RawProxy

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from relaygr.demo.processes import read_children
+from relaygr.processes import read_children
 
 POLL_S = 0.05
 

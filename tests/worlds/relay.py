@@ -19,11 +19,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import ByteSize
 
 from relaygr.client import RelayClient
-from relaygr.demo.processes import CommandProcess, Processes, Reading, read_metrics, write_config
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess, Processes, read_metrics, write_config
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
@@ -31,6 +31,7 @@ from relaygr.schemas.messages import Behaviours, History, LatencyCoefficients, R
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
+from relaygr.ui.scrape import Reading
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.demo.plan import DemoPlan
-from relaygr.demo.processes import CommandProcess, Reading, read_metrics
 from relaygr.demo.summary import (
     COLD_SHARE,
     Gate,
@@ -32,9 +31,11 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.report import GroupReport
 from relaygr.lag.settings import LagSettings
+from relaygr.processes import CommandProcess, read_metrics
 from relaygr.schemas.messages import Outcome, Path
 from relaygr.traffic.records import ImpressionRecord, in_time, parse_record
 from relaygr.ui.model import ranges
+from relaygr.ui.scrape import Reading
 
 REFRESH_S = 0.5
 PLAIN_INTERVAL_S = 5.0

@@ -15,14 +15,15 @@ from rich.console import Console
 from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.admission.policy import DecisionReason
 from relaygr.demo.board import Board, LagWatch, RecordTail
-from relaygr.demo.processes import CommandProcess, Processes, Reading, metrics_url, read_metrics, write_config
 from relaygr.demo.summary import PredictionFigures, RunSummary, run_view, summarise
 from relaygr.devbroker import LocalBroker
+from relaygr.processes import CommandProcess, Processes, metrics_url, read_metrics, write_config
 from relaygr.runtime.clock import SystemClock
 from relaygr.settings import Settings
 from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.ui.live import LiveCluster
 from relaygr.ui.page import Page
+from relaygr.ui.scrape import Reading
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.shared.lock import memory_folder

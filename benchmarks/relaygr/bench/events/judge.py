@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.demo.processes import Reading
+from relaygr.ui.scrape import Reading
 
 JUDGED_FROM: Final = 0.3
 """The part of the run that is warm-up for every series."""

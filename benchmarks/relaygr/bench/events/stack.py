@@ -17,16 +17,9 @@ import psutil
 
 from relaygr.bench.events.judge import Life, Resource, Sample
 from relaygr.bench.rows import now
-from relaygr.demo.processes import (
-    CommandProcess,
-    Processes,
-    is_ready,
-    read_children,
-    read_metrics,
-    write_config,
-)
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess, Processes, is_ready, read_children, read_metrics, write_config
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import Settings

@@ -24,10 +24,10 @@ from types import TracebackType
 import numpy as np
 from confluent_kafka import Consumer, Message, TopicPartition
 
-from relaygr.demo.processes import write_config
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
 from relaygr.kafka.message_headers import headers_of
+from relaygr.processes import write_config
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.schemas.codec import encode

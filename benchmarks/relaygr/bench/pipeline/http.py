@@ -25,9 +25,9 @@ from relaygr.bench.pipeline.echo import Children, end_with_the_parent
 from relaygr.client import RankOutcome, RankStatus, RelayClient
 from relaygr.client.publisher import OnDelivery
 from relaygr.client.requests import RankFields, RetrievalFields, ranking_request, retrieval_event
-from relaygr.demo.processes import Processes
 from relaygr.devbroker.local import free_ports
 from relaygr.gateway.bodies import RankBody, RetrievalBody
+from relaygr.processes import Processes
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.schemas.json_messages import to_json
 from relaygr.schemas.messages import RetrievalEvent

@@ -1,6 +1,7 @@
-"""Child processes of the demo: each has a log, all are stopped together, and they end when the parent ends.
+"""Runs `relaygr` commands as child processes, for the demo, benchmarks and tests.
 
-The module also writes their settings to a file and reads their metrics over HTTP.
+Each has a log, all are stopped together, and they end when the parent ends. The module also writes their settings to a
+file, and reads their metrics over HTTP.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from pydantic import BaseModel, SecretStr
 from relaygr.devbroker.local import free_ports
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import ENV_PREFIX, TEST_ENV_PREFIX, Settings
-from relaygr.ui.scrape import Reading as Reading  # Also for the demo's other modules, benchmarks and tests.
-from relaygr.ui.scrape import parse_reading
+from relaygr.ui.scrape import Reading, parse_reading
 
 STOP_TIMEOUT_S = 20.0
 """Longer than a supervisor waits for its two processes. They would outlive a supervisor that is killed."""
