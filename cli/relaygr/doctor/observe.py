@@ -29,7 +29,7 @@ from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import available_memory
 from relaygr.schemas.messages import WorkerState, WorkerStatus
-from relaygr.trigger.fleet import Fleet, FleetReader
+from relaygr.trigger.fleet import FleetReader
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.lock import worker_folder
 
@@ -97,11 +97,10 @@ class _Heard:
     offset_us: int | None = None
 
 
-class Statuses(Fleet):
+class Statuses:
     """Keeps the last status of each worker, and how much later than its time stamp it came."""
 
     def __init__(self) -> None:
-        super().__init__(0)
         self.heard: dict[str, _Heard] = {}
         self.is_live = threading.Event()
         """Set once the topic was read to its end: later statuses were written while we read."""
