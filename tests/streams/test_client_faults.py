@@ -21,7 +21,7 @@ from relaygr.schemas.topics import Topic
 from tests.echo_worker import echo_worker
 from tests.worlds.faulty_cluster import FaultyCluster, faulty_cluster
 
-PATIENCE_S = 25.0
+WITHIN_S = 25.0
 OUT_OF_ORDER = 45
 UNKNOWN_TOPIC = 3
 NO_RIGHT = 29
@@ -38,7 +38,7 @@ def client(cluster: FaultyCluster) -> RelayClient:
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    ends_s = time.monotonic() + PATIENCE_S
+    ends_s = time.monotonic() + WITHIN_S
     while not condition() and time.monotonic() < ends_s:
         time.sleep(0.005)
     return condition()
@@ -78,7 +78,7 @@ def test_events_and_requests_wait_while_the_metadata_are_stale(cluster: FaultyCl
         for topic in (Topic.RETRIEVAL, Topic.RANKING):
             cluster.set_topic_error(topic, UNKNOWN_TOPIC)
         sent, futures = 1, []
-        ends_s = time.monotonic() + PATIENCE_S
+        ends_s = time.monotonic() + WITHIN_S
         # Until both producers have read the metadata.
         while (gateway._link.events._producer._waiting < 3 or not gateway.statistics().retries) and (
             time.monotonic() < ends_s
@@ -89,7 +89,7 @@ def test_events_and_requests_wait_while_the_metadata_are_stale(cluster: FaultyCl
             time.sleep(0.02)
         for topic in (Topic.RETRIEVAL, Topic.RANKING):
             cluster.set_topic_error(topic, 0)
-        outcomes = [future.result(PATIENCE_S) for future in futures]
+        outcomes = [future.result(WITHIN_S) for future in futures]
         assert gateway.statistics().retries > 0
         assert until(lambda: len(reports) == sent)
     assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
@@ -102,7 +102,7 @@ def test_a_right_that_is_taken_away_ends_a_request_that_waits_for_its_topic(clus
         assert gateway.submit_rank("ann", [1, 2, 3], budget_ms=100)
         cluster.set_topic_error(Topic.RANKING, UNKNOWN_TOPIC)
         waits = []
-        ends_s = time.monotonic() + PATIENCE_S
+        ends_s = time.monotonic() + WITHIN_S
         while not gateway.statistics().retries and time.monotonic() < ends_s:
             waits.append(gateway.submit_rank("ann", [1, 2, 3], budget_ms=20_000))
             time.sleep(0.02)
@@ -147,7 +147,7 @@ def test_start_makes_its_clients_side_by_side(cluster: FaultyCluster, monkeypatc
 
     def meeting(make: Callable[..., Any]) -> Callable[..., Any]:
         def make_together(*arguments: Any, **options: Any) -> Any:
-            together.wait(PATIENCE_S)
+            together.wait(WITHIN_S)
             return make(*arguments, **options)
 
         return make_together
@@ -174,7 +174,7 @@ def test_new_clients_that_connect_only_after_the_end_are_closed(
 
     def connect_slowly(*_: object) -> None:
         connecting.set()
-        assert may_connect.wait(PATIENCE_S)
+        assert may_connect.wait(WITHIN_S)
 
     monkeypatch.setattr(link_module, "SecurityFiles", lambda _: files)
     monkeypatch.setattr(link_module, "make_assigned_consumer", made)
@@ -182,7 +182,7 @@ def test_new_clients_that_connect_only_after_the_end_are_closed(
     with client(cluster):
         monkeypatch.setattr(link_module, "warm_up", connect_slowly)
         renewed.set()
-        assert connecting.wait(PATIENCE_S)
+        assert connecting.wait(WITHIN_S)
     before, fresh = consumers
     assert is_closed(before) and not is_closed(fresh)
     may_connect.set()

@@ -27,11 +27,11 @@ from tests.bad_header import write_bad_header
 pytestmark = pytest.mark.slow
 
 # Joins on the embedded cluster take 3 s each.
-PATIENCE_S = 30.0
+WITHIN_S = 30.0
 Work = tuple[str, int, int]
 
 
-def until(condition: Callable[[], bool], what: str, within_s: float = PATIENCE_S) -> None:
+def until(condition: Callable[[], bool], what: str, within_s: float = WITHIN_S) -> None:
     end_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end_s, f"not within {within_s} s: {what}"
@@ -107,12 +107,12 @@ class Member:
 
     def stop(self, drain_s: float = 5.0) -> None:
         self.loop.stop(drain_s)
-        assert self.loop.join(PATIENCE_S)
+        assert self.loop.join(WITHIN_S)
 
     def die(self) -> None:
         """The nearest to kill -9 for a thread: no drain, no commit."""
         self.loop._commands.append(lambda: self.loop._fail(LoopState.FENCED, RuntimeError("killed")))
-        assert self.loop.join(PATIENCE_S)
+        assert self.loop.join(WITHIN_S)
 
 
 class Stage:
@@ -161,7 +161,7 @@ def staged(kafka: KafkaSettings) -> Iterator[Stage]:
         for member in stage.members:
             member.loop.stop(0)
         for member in stage.members:
-            member.loop.join(PATIENCE_S)
+            member.loop.join(WITHIN_S)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_handler_with_work_left_gets_turns_without_messages(stage: Stage) -> N
     stage.producer.produce(topic, b"x", partition=0)
     assert stage.producer.flush(10) == 0
     # With a wait in each poll, so many turns would take 10 s.
-    until(lambda: a.turns >= 1_000, "a thousand turns", PATIENCE_S / 4)
+    until(lambda: a.turns >= 1_000, "a thousand turns", WITHIN_S / 4)
     assert len(a.work) == 1
     a.wanted_turns = 0
     a.stop()
@@ -291,7 +291,7 @@ def test_stop_waits_for_what_is_in_flight_and_reads_no_more(stage: Stage) -> Non
     until(lambda: a.loop.status().state is LoopState.DRAINING, "draining")
     stage.send(1)
     a.finish_all()
-    assert a.loop.join(PATIENCE_S)
+    assert a.loop.join(WITHIN_S)
     assert len(a.work) == sent
     assert stage.committed() == sent
 
@@ -365,7 +365,7 @@ def test_a_handler_that_raises_ends_the_loop_with_its_error_and_without_committi
     until(lambda: len(a.work) == sent, "delivered")
     stage.producer.produce(stage.topics[0], value, partition=0)
     stage.producer.flush(10)
-    assert a.loop.join(PATIENCE_S)
+    assert a.loop.join(WITHIN_S)
     assert a.ended == [LoopState.FAILED]
     assert isinstance(a.loop.error, error)
     assert stage.committed() == sent
@@ -386,7 +386,7 @@ def test_a_topic_that_stays_unknown_ends_the_loop_with_the_command_that_makes_it
     settings = ConsumerSettings(missing_topic_grace_s=0.5)
     member = Member(kafka_settings, "a", settings=settings, topics=["no-such-topic"])
     member.loop.start()
-    assert member.loop.join(PATIENCE_S)
+    assert member.loop.join(WITHIN_S)
     assert member.ended == [LoopState.FAILED]
     assert isinstance(member.loop.error, RelayError)
     assert "no-such-topic" in str(member.loop.error)
@@ -409,7 +409,7 @@ def test_a_fenced_member_ends_at_once_and_its_successor_gets_what_it_had_in_flig
     sent = stage.send(2)
     until(lambda: len(a.work) == sent, "all in flight at a")
     b = stage.join("b", instance_id="worker-00")
-    assert a.loop.join(PATIENCE_S)
+    assert a.loop.join(WITHIN_S)
     assert a.ended == [LoopState.FENCED]
     assert isinstance(a.loop.error, RelayError)
     until(lambda: len(b.work) == sent, "delivered to the successor")
@@ -483,7 +483,7 @@ class Steered:
 
     def stop(self) -> None:
         self.loop.stop(0)
-        assert self.loop.join(PATIENCE_S)
+        assert self.loop.join(WITHIN_S)
 
     # The consumer, as the loop uses it.
 

@@ -17,7 +17,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from tests.worlds.faulty_cluster import FaultyCluster, faulty_cluster
 
-PATIENCE_S = 25.0
+WITHIN_S = 25.0
 HISTORY = Topic.HISTORY
 
 
@@ -61,12 +61,12 @@ def test_messages_survive_the_errors_of_an_idempotent_producer(fresh: FaultyClus
     sent = [b"%d" % number for number in range(30)]
     # A client that has sent nothing yet is given another producer id instead.
     reports.send(producer, topic, sent[0])
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     fresh.answer_produce(*codes)
     for value in sent[1:]:
         reports.send(producer, topic, value)
         producer.poll(0.005)
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     assert sorted(reports) == sorted((value, None) for value in sent)
     assert set(fresh.values(HISTORY, len(sent))) == set(sent)
 
@@ -77,12 +77,12 @@ def test_messages_behind_a_fatal_error_keep_their_order(fresh: FaultyCluster) ->
     producer.connect(topic, 10)
     sent = [b"%02d" % number for number in range(40)]
     reports.send(producer, topic, sent[0])
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     fresh.answer_produce(45)
     for value in sent[1:]:
         reports.send(producer, topic, value)
         producer.poll(0.002)
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     # All have one key, so they are on one partition.
     assert [*dict.fromkeys(fresh.values(HISTORY, len(sent)))] == sent
 
@@ -93,17 +93,17 @@ def test_messages_wait_while_the_metadata_are_stale(fresh: FaultyCluster, code: 
     producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
     producer.connect(topic, 10)
     reports.send(producer, topic, b"first")
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     fresh.set_topic_error(HISTORY, code)
     # Until the client has read them: then messages wait here.
-    ends_s = time.monotonic() + PATIENCE_S
+    ends_s = time.monotonic() + WITHIN_S
     while not producer._waiting and time.monotonic() < ends_s:
         reports.send(producer, topic, b"next")
         producer.poll(0.02)
     assert producer._waiting
     reports.send(producer, topic, b"last")
     fresh.set_topic_error(HISTORY, 0)
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     assert [error for _, error in reports if error is not None] == []
     assert fresh.values(HISTORY, len(reports))[-1] == b"last"
 
@@ -115,7 +115,7 @@ def test_messages_do_not_wait_for_those_of_another_topic(fresh: FaultyCluster) -
     producer.connect(retrieval, 10)
     fresh.set_topic_error(HISTORY, 3)
     reports.send(producer, history, b"history")
-    ends_s = time.monotonic() + PATIENCE_S
+    ends_s = time.monotonic() + WITHIN_S
     while not producer._waiting and time.monotonic() < ends_s:
         producer.poll(0.02)
     assert producer._waiting == 1
@@ -124,7 +124,7 @@ def test_messages_do_not_wait_for_those_of_another_topic(fresh: FaultyCluster) -
         producer.poll(0.02)
     assert reports == [(b"event", None)]
     fresh.set_topic_error(HISTORY, 0)
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     assert reports == [(b"event", None), (b"history", None)]
 
 
@@ -133,7 +133,7 @@ def test_a_message_whose_time_is_over_gets_the_cause(fresh: FaultyCluster, monke
     fresh.set_topic_error(HISTORY, 3)
     producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
     reports.send(producer, fresh.kafka.topic(HISTORY), b"value")
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     [(_, error)] = reports
     assert error is not None
     assert "nknown" in error.str()
@@ -145,10 +145,10 @@ def test_a_message_that_no_repetition_helps_fails_at_once(fresh: FaultyCluster, 
     producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
     producer.connect(topic, 10)
     reports.send(producer, topic, b"first")
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     fresh.answer_produce(code)
     reports.send(producer, topic, b"second")
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     assert [(value, error and error.code()) for value, error in reports] == [(b"first", None), (b"second", code)]
 
 
@@ -173,7 +173,7 @@ class Maker:
 
     def __call__(self, *arguments: object) -> object:
         self.threads.append(threading.current_thread().name)
-        assert self.may_make.wait(PATIENCE_S)
+        assert self.may_make.wait(WITHIN_S)
         if self.failures:
             self.failures -= 1
             raise RelayError("the token file must hold one line")
@@ -190,7 +190,7 @@ def test_no_call_waits_for_a_client_that_is_made(cluster: FaultyCluster, monkeyp
         producer.poll()
     assert (len(producer), maker.threads, reports) == (5, ["test-connect"], [])
     maker.may_make.set()
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     assert [value for value, error in reports if error is None] == [b"%d" % number for number in range(5)]
     assert maker.threads == ["test-connect"]
 
@@ -200,7 +200,7 @@ def test_a_client_that_cannot_be_made_is_tried_again(cluster: FaultyCluster, mon
     maker.may_make.set()
     producer, reports = DurableProducer(cluster.kafka, "test"), Reports()
     reports.send(producer, cluster.kafka.topic(Topic.DEAD_LETTERS), b"value")
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     assert (reports, len(maker.threads)) == ([(b"value", None)], 4)
 
 
@@ -212,7 +212,7 @@ def test_messages_without_a_client_are_failed_with_its_cause(
     monkeypatch.setattr(durable, "DURABLE_S", 0.2)
     producer, reports = DurableProducer(cluster.kafka, "test"), Reports()
     reports.send(producer, cluster.kafka.topic(Topic.DEAD_LETTERS), b"value")
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     [(_, error)] = reports
     assert error is not None
     assert "the token file must hold one line" in error.str()
@@ -236,7 +236,7 @@ def test_a_renewed_client_takes_the_messages_of_one_that_no_broker_accepts(
     for value in sent[10:]:
         reports.send(producer, topic, value)
         producer.poll(0.002)
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     assert [error for _, error in reports if error is not None] == []
     assert cluster.values(Topic.BEHAVIOURS, len(sent)) == sent
 
@@ -250,7 +250,7 @@ def test_a_renewed_client_neither_loses_nor_doubles_a_message(
     producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
     producer.connect(topic, 10)
     sent: list[bytes] = []
-    ends_s = time.monotonic() + PATIENCE_S
+    ends_s = time.monotonic() + WITHIN_S
     while len(maker.threads) < 6 and time.monotonic() < ends_s:
         sent.append(b"%04d" % len(sent))
         reports.send(producer, topic, sent[-1])
@@ -265,7 +265,7 @@ def test_a_renewed_client_neither_loses_nor_doubles_a_message(
         reports.send(producer, topic, sent[-1])
         producer.poll(0.002)
     assert len(maker.threads) >= made + 3
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WITHIN_S) == 0
     assert reports == [(value, None) for value in sent]
     assert fresh.values(HISTORY, len(sent)) == sent
 

@@ -17,7 +17,7 @@ from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 
-PATIENCE_S = 20.0
+WITHIN_S = 20.0
 REFUSED = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
 SENTENCE = "worker may not Write topic relaygr.results, as a worker must"
 
@@ -56,7 +56,7 @@ def refusals(brokers: Brokers) -> Iterator[Refusals]:
 
 
 def until(is_so: Callable[[], bool]) -> bool:
-    ends_s = time.monotonic() + PATIENCE_S
+    ends_s = time.monotonic() + WITHIN_S
     while not is_so() and time.monotonic() < ends_s:
         time.sleep(0.005)
     return is_so()
@@ -64,7 +64,7 @@ def until(is_so: Callable[[], bool]) -> bool:
 
 def ask_twice(brokers: Brokers) -> None:
     for _ in range(2):
-        assert brokers.asked.acquire(timeout=PATIENCE_S)
+        assert brokers.asked.acquire(timeout=WITHIN_S)
 
 
 def test_a_refusal_names_the_topic_and_the_remedy_until_the_brokers_grant_all(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.admission.policy import LONGEST_LIFE_US, DecisionReason
+from relaygr.admission.policy import MAX_JOB_LIFETIME_US, DecisionReason
 from relaygr.admission.scenarios import ScenarioSettings
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import ManualClock
@@ -257,7 +257,7 @@ def test_a_gateway_whose_clock_is_far_ahead_holds_back_its_user_for_a_minute_at_
     later = Later()
     far = {"expected_ranking_at_us": NOW_US + 10**15}
     assert [later.event(0, **far), later.event(10, **far)] == [DecisionReason.ADMITTED] * 2
-    later.clock.advance_us(LONGEST_LIFE_US)
+    later.clock.advance_us(MAX_JOB_LIFETIME_US)
     assert later.event(300) is DecisionReason.ADMITTED
 
 

@@ -4,7 +4,7 @@ A worker calls `DivertPolicy.choose` for each ranking request that its own admis
 request that it can answer in time on the whole prefix: the cached prefix saves more time than another worker has to
 spare. The request is diverted if another worker is predicted to rank it on its whole history, with time to spare:
 
-    way + backlog + what was sent there since + work <= 3/4 of the time left
+    transit + backlog + what was sent there since + work <= 3/4 of the time left
 
 * `backlog` and the latency model are from the peer's last status. What this worker has sent since that status counts
   until the peer has had the time to do it.

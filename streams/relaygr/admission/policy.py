@@ -78,7 +78,7 @@ OFF_CAUTION: Final = 1.25
 LATE_PART: Final = 0.5
 """A worker orders jobs as due when this part of the ranking budget has passed after the request is expected. With an
 earlier time the job would go before requests that have less time than its own request will have."""
-LONGEST_LIFE_US: Final = 60_000_000
+MAX_JOB_LIFETIME_US: Final = 60_000_000
 """The longest time that a worker holds a job, which bounds the effect of a gateway's wrong clock or time unit."""
 
 
@@ -374,7 +374,7 @@ def estimate(
         prepare_us=prepare_us,
         new_bytes=new_tokens * owner.kv_bytes_per_token,
         lead_us=lead_us,
-        alive_us=min(max(0, lead_us), LONGEST_LIFE_US) + limits.lease_margin_us,
+        alive_us=min(max(0, lead_us), MAX_JOB_LIFETIME_US) + limits.lease_margin_us,
         cached_tokens=cached_tokens,
         return_us=return_us,
     )

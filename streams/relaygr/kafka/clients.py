@@ -156,7 +156,7 @@ since no answer came. No member polls less often: the watchdogs end a process wh
 _ASSIGNED: Final[dict[str, Any]] = {"enable.auto.offset.store": False, "enable.auto.commit": False}
 
 # If the cause is known, wait for this share of the time-out only: a broker that starts up needs no longer.
-_PATIENCE_WITH_A_CAUSE: Final = 0.5
+_SHARE_WITH_A_CAUSE: Final = 0.5
 _METADATA_TRY_S: Final = 0.5
 # A wrong protocol is reported as a lost connection; only the text names the cause.
 _ABOUT_SECURITY: Final = re.compile(r"SSL|SASL|security\.protocol")
@@ -243,9 +243,9 @@ def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None
             admin.poll(0)
             last = errors.last or error.args[0]
         elapsed_s = time.monotonic() - started_s
-        patience_s = kafka.connect_timeout_s * (_PATIENCE_WITH_A_CAUSE if errors.last is not None else 1.0)
+        limit_s = kafka.connect_timeout_s * (_SHARE_WITH_A_CAUSE if errors.last is not None else 1.0)
         stopped = stopping is not None and stopping.is_set()
-        if last.code() in PERMANENT or elapsed_s >= patience_s or stopped:
+        if last.code() in PERMANENT or elapsed_s >= limit_s or stopped:
             raise RelayError(_unreachable(kafka, errors.cause, last, elapsed_s))
 
 

@@ -340,9 +340,9 @@ class DurableProducer:
     def _make_client(self) -> Producer:
         return make_producer(self._kafka, ProducerKind.DURABLE, self._client_id, self._on_error)
 
-    def _collect(self, client: Producer, patience_s: float) -> None:
+    def _collect(self, client: Producer, timeout_s: float) -> None:
         """Takes the reports of all messages of a client, of those that wait for an acknowledgement last."""
-        for limit_s, in_flight in ((patience_s, False), (_PURGE_S, True)):
+        for limit_s, in_flight in ((timeout_s, False), (_PURGE_S, True)):
             with contextlib.suppress(KafkaException):
                 client.purge(in_flight=in_flight)
             ends_s = time.monotonic() + limit_s

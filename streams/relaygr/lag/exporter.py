@@ -22,7 +22,7 @@ from relaygr.runtime.clock import Clock, SystemClock
 _GROUP: Final = ["cluster_name", "group"]
 _PARTITION: Final = ["cluster_name", "group", "topic", "partition", "member_host", "consumer_id", "client_id"]
 _POLLS_KEPT: Final = 3
-_PATIENCE_S: Final = 3.0
+_MARGIN_S: Final = 3.0
 """A poll that takes longer is overdue: Kafka is frozen or dead."""
 
 
@@ -33,7 +33,7 @@ class LagExporter(Collector):
         self._monitor = monitor
         self._clock = clock or SystemClock()
         self._cluster_name = settings.cluster_name
-        self.overdue_s = settings.interval_s + settings.record_timeout_s + _PATIENCE_S
+        self.overdue_s = settings.interval_s + settings.record_timeout_s + _MARGIN_S
         self.max_age_s = _POLLS_KEPT * settings.interval_s + settings.request_timeout_s + settings.record_timeout_s
 
     @property

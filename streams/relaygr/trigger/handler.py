@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from relaygr.admission.buckets import FleetBuckets
 from relaygr.admission.policy import (
-    LONGEST_LIFE_US,
+    MAX_JOB_LIFETIME_US,
     NOTHING_CACHED,
     CachedPrefix,
     Decision,
@@ -297,7 +297,7 @@ class EventHandler:
     def _lease_ends_us(self, impression: ImpressionFacts, decided_us: int) -> int:
         """The latest end of the lease of a job that was decided at `decided_us`."""
         expires_us = impression.expected_ranking_at_us + impression.ranking_budget_us
-        return min(expires_us, decided_us + LONGEST_LIFE_US) + self._lease_margin_us
+        return min(expires_us, decided_us + MAX_JOB_LIFETIME_US) + self._lease_margin_us
 
     def _case(
         self, impression: ImpressionFacts, user_id: str, owner: OwnerView | None, live: LastJob | None, now_us: int

@@ -13,7 +13,7 @@ from functools import partial
 
 import structlog
 
-from relaygr.admission.policy import LONGEST_LIFE_US
+from relaygr.admission.policy import MAX_JOB_LIFETIME_US
 from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.events import (
@@ -69,7 +69,7 @@ class Jobs:
     def _take(self, work: JobWork) -> None:
         now_us = self._parts.clock.monotonic_us()
         job, resolver = work.job, self._context.resolver
-        work.expires_us = min(work.expires_us, work.received.received_us + LONGEST_LIFE_US)
+        work.expires_us = min(work.expires_us, work.received.received_us + MAX_JOB_LIFETIME_US)
         if not self._parts.settings.reuse_prefixes:
             return self._end(work, JobOutcome.DISABLED)
         if work.impression in self._context.answered:
