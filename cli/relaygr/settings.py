@@ -32,11 +32,11 @@ from pydantic.fields import FieldInfo
 
 from relaygr.admission.scenarios import (
     NAME,
-    Lane,
+    Deployment,
     ScenarioName,
     Scenarios,
     ScenarioSettings,
-    lane_of,
+    deployment_of,
     require_few,
     served_by,
 )
@@ -107,33 +107,33 @@ class Settings(KafkaSettings):
             # Else the prefix of these settings is that of the scenario.
             owners[self.topic_prefix] = None, "topic_prefix"
         for name, scenario in self.scenarios.items():
-            for lane_name in (name, *(f"{name}/{variant}" for variant in scenario.variants)):
-                lane = lane_of(self.scenarios, lane_name)
-                if lane.topic_prefix is None:
+            for full_name in (name, *(f"{name}/{variant}" for variant in scenario.variants)):
+                found = deployment_of(self.scenarios, full_name)
+                if found.topic_prefix is None:
                     continue
-                model, owner = owners.setdefault(lane.topic_prefix, (lane.model, lane_name))
-                shares_it = model == lane.model and owner != "topic_prefix" and "/" not in owner + lane_name
-                if owner != lane_name and not shares_it:
+                model, owner = owners.setdefault(found.topic_prefix, (found.model, full_name))
+                shares_it = model == found.model and owner != "topic_prefix" and "/" not in owner + full_name
+                if owner != full_name and not shares_it:
                     raise ValueError(
-                        f"scenario {lane_name} has the prefix {lane.topic_prefix!r} of {owner}, but another model or "
+                        f"scenario {full_name} has the prefix {found.topic_prefix!r} of {owner}, but another model or "
                         "other users: give it a topic_prefix of its own"
                     )
         return self
 
     @property
-    def lane(self) -> Lane | None:
+    def deployment(self) -> Deployment | None:
         """The topics, groups and model of `scenario`; None without one. Raises RelayError for an unknown scenario."""
         if self.scenario is None:
             return None
         try:
-            return lane_of(self.scenarios, self.scenario)
+            return deployment_of(self.scenarios, self.scenario)
         except ValueError as error:
             raise RelayError(f"scenario = {self.scenario}: {error}.") from error
 
     @property
     def served(self) -> Scenarios:
         """The scenarios whose messages come on the topics of this process."""
-        return served_by(self.scenarios, self.lane)
+        return served_by(self.scenarios, self.deployment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,24 +231,28 @@ def _validated(given: Mapping[str, _Given]) -> Settings:
 
 def _of_scenario(settings: Settings) -> dict[str, _Given]:
     """The values that the process's scenario sets in other sections."""
-    lane = settings.lane
-    if lane is None:
+    deployment = settings.deployment
+    if deployment is None:
         return {}
-    scenario = settings.scenarios[lane.scenario]
+    scenario = settings.scenarios[deployment.scenario]
+    prefix = deployment.topic_prefix
     own: dict[str, Any] = {
-        "topic_prefix": lane.topic_prefix,
-        "group_prefix": lane.topic_prefix,
+        "topic_prefix": prefix,
+        "group_prefix": prefix,
         # Histories belong to users, so all scenarios read the same ones.
-        "history_prefix": None if lane.topic_prefix is None else settings.history_prefix or settings.topic_prefix,
+        "history_prefix": None if prefix is None else settings.history_prefix or settings.topic_prefix,
         "traffic.budget_ms": scenario.budget_ms,
         "traffic.candidates": scenario.candidates,
         "traffic.suffix": scenario.suffix,
     }
     given = {key: value for key, value in own.items() if value is not None}
-    if lane.model is not None:
+    if deployment.model is not None:
         # A calibration of another model would be refused.
-        calibration = lane.model / CALIBRATION_FILE
-        given |= {"worker.model": lane.model, "worker.calibration": calibration if calibration.exists() else None}
+        calibration = deployment.model / CALIBRATION_FILE
+        given |= {
+            "worker.model": deployment.model,
+            "worker.calibration": calibration if calibration.exists() else None,
+        }
     origin = f"scenario {settings.scenario}"
     return {key: _Given(value, origin) for key, value in given.items()}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr.admission.scenarios import ScenarioSettings, VariantSettings, lane_of, variant_of
+from relaygr.admission.scenarios import ScenarioSettings, VariantSettings, deployment_of, variant_of
 from relaygr.cli.model_deploy import CURRENT, deploy, rollback
 from relaygr.client import RankStatus, RelayClient, ScenarioClients
 from relaygr.client.scenarios import kafka_of
@@ -63,11 +63,11 @@ class Shop:
         self.processes = cleanup.enter_context(Processes(folder, config))
         started: dict[str, CommandProcess] = {}
         for name in ("home", "ads", "ads/b"):
-            lane = lane_of(self.scenarios, name)
-            if lane.topic_prefix is not None:
-                of_lane = kafka_of(kafka, lane)
-                broker.create_topics(of_lane)
-                cleanup.callback(broker.delete_topics, of_lane)
+            deployment = deployment_of(self.scenarios, name)
+            if deployment.topic_prefix is not None:
+                of_deployment = kafka_of(kafka, deployment)
+                broker.create_topics(of_deployment)
+                cleanup.callback(broker.delete_topics, of_deployment)
             own = name.replace("/", "-")
             started[name] = self.processes.start(
                 f"worker-{own}",

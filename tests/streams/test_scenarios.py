@@ -1,4 +1,4 @@
-"""Scenarios: their lanes, their shares, and the variants of users."""
+"""Scenarios: their deployments, their shares, and the variants of users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from relaygr.admission.scenarios import (
     ScenarioSettings,
     VariantSettings,
-    lane_of,
+    deployment_of,
     served_by,
     shares_of,
     variant_of,
@@ -38,25 +38,25 @@ USERS = [f"user-{number}" for number in range(20_000)]
 def test_scenarios_without_topics_of_their_own_are_served_together_with_the_default_one() -> None:
     served = served_by(SCENARIOS, None)
     assert shares_of(served) == {"default": 1 / 6, "home": 3 / 6, "search": 2 / 6}
-    assert served_by(SCENARIOS, lane_of(SCENARIOS, "home")) == served
+    assert served_by(SCENARIOS, deployment_of(SCENARIOS, "home")) == served
 
 
 def test_a_scenario_with_a_prefix_is_served_alone() -> None:
-    lane = lane_of(SCENARIOS, "ads")
-    assert (lane.topic_prefix, str(lane.model)) == ("relaygr-ads", "models/ads")
-    assert shares_of(served_by(SCENARIOS, lane)) == {"ads": 1.0}
+    deployment = deployment_of(SCENARIOS, "ads")
+    assert (deployment.topic_prefix, str(deployment.model)) == ("relaygr-ads", "models/ads")
+    assert shares_of(served_by(SCENARIOS, deployment)) == {"ads": 1.0}
 
 
 def test_a_variant_has_topics_and_a_model_of_its_own_and_serves_its_scenario() -> None:
-    lane = lane_of(SCENARIOS, "ads/b")
-    assert (lane.topic_prefix, str(lane.model)) == ("relaygr-ads-b", "models/b")
-    assert list(served_by(SCENARIOS, lane)) == ["ads"]
+    deployment = deployment_of(SCENARIOS, "ads/b")
+    assert (deployment.topic_prefix, str(deployment.model)) == ("relaygr-ads-b", "models/b")
+    assert list(served_by(SCENARIOS, deployment)) == ["ads"]
 
 
 @pytest.mark.parametrize("name", ["news", "ads/d", "home/b"])
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"the settings have|it has"):
-        lane_of(SCENARIOS, name)
+        deployment_of(SCENARIOS, name)
 
 
 def test_each_variant_gets_its_share_of_the_users() -> None:
@@ -105,7 +105,7 @@ def test_a_gateway_has_one_client_for_each_set_of_topics() -> None:
         return kafka.topic(Topic.RANKING)
 
     clients = ScenarioClients(KafkaSettings(), SCENARIOS, client_of)
-    assert sorted(clients.all) == [f"relaygr{lane}.ranking" for lane in ("-ads-b", "-ads-c", "-ads", "")]
+    assert sorted(clients.all) == [f"relaygr{part}.ranking" for part in ("-ads-b", "-ads-c", "-ads", "")]
     assert {kafka.topic(Topic.HISTORY) for kafka in made} == {"relaygr.history"}, "users have one history"
     assert clients.of(None, "u") == clients.of("home", "u") == clients.of("default", "u") == "relaygr.ranking"
     for user in USERS[:200]:

@@ -75,7 +75,7 @@ def traffic(
         population,
         keep,
         settings.client.lost_after_ms / 1000,
-        settings.lane.scenario if settings.lane is not None else None,
+        settings.deployment.scenario if settings.deployment is not None else None,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: player.stop())

@@ -22,7 +22,7 @@ from rich.prompt import Confirm
 from relaygr.demo.board import print_plan, print_summary
 from relaygr.demo.plan import DemoPlan, PlanOverrides
 from relaygr.demo.prepare import make_model, plan_for_this_machine, planned_settings, settle_s
-from relaygr.demo.scenarios import ScenarioDemo, plan_lanes, run_scenarios
+from relaygr.demo.scenarios import ScenarioDemo, plan_deployments, run_scenarios
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gate_views, gates
 from relaygr.devbroker import LocalBroker, check_broker, local_broker
@@ -93,10 +93,10 @@ def _run_scenarios(console: Console, settings: Settings, options: DemoOptions) -
         raise RelayError("--scenarios makes its models: leave out --model.")
     with _folder(options.keep) as folder:
         population = population_of(settings.traffic)
-        lanes = plan_lanes(console, folder, settings, population, options.overrides)
+        deployments = plan_deployments(console, folder, settings, population, options.overrides)
         with _broker(console, settings, options) as broker:
             prefix = _own_prefix(console, broker, options.assume_yes)
-            return run_scenarios(console, settings, broker, prefix, folder, population, lanes)
+            return run_scenarios(console, settings, broker, prefix, folder, population, deployments)
 
 
 def _run(console: Console, settings: Settings, options: DemoOptions, page: Page | None) -> DemoResult:

@@ -39,7 +39,7 @@ TIGHTER = 0.9
 """The time limit of the search, relative to that of the home feed."""
 _SMALL_LAYERS = 2
 _UNKNOWN = "unheard-of"
-_PATIENCE_MS = 10_000
+_UNKNOWN_BUDGET_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ScenarioDemo:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedLane:
+class PlannedDeployment:
     """The model of one set of workers, and the plan for it."""
 
     model: Path
@@ -79,32 +79,34 @@ class PlannedLane:
     plan: DemoPlan
 
 
-def plan_lanes(
+def plan_deployments(
     console: Console, folder: Path, settings: Settings, population: Population, overrides: PlanOverrides
-) -> Mapping[str, PlannedLane]:
+) -> Mapping[str, PlannedDeployment]:
     """Makes and calibrates both models: `home`, which the search uses too, and `ads`."""
-    lanes = {}
+    deployments = {}
     for name, layers in (("home", None), ("ads", _SMALL_LAYERS)):
         own = folder / name
         own.mkdir()
         traffic = settings.traffic
         if name == "ads":
             traffic = traffic.model_copy(update={"candidates": MORE_CANDIDATES * traffic.candidates})
-        of_lane = settings.model_copy(update={"traffic": traffic})
-        model = make_model(own / "model", of_lane, population, layers)
+        of_deployment = settings.model_copy(update={"traffic": traffic})
+        model = make_model(own / "model", of_deployment, population, layers)
         console.print(f"model      of {name}")
-        plan = plan_for_this_machine(console, own, model, of_lane, population, overrides)
+        plan = plan_for_this_machine(console, own, model, of_deployment, population, overrides)
         shutil.copy(own / CALIBRATION_FILE, model)
         # One worker for each model, and half of the rate.
         plan = replace(plan, workers=1, rate_per_s=round(plan.rate_per_s / 2, 1))
         print_plan(console, plan, population.size)
-        lanes[name] = PlannedLane(model, own, plan)
-    return lanes
+        deployments[name] = PlannedDeployment(model, own, plan)
+    return deployments
 
 
-def scenarios_of(settings: Settings, lanes: Mapping[str, PlannedLane], prefix: str) -> dict[str, ScenarioSettings]:
+def scenarios_of(
+    settings: Settings, deployments: Mapping[str, PlannedDeployment], prefix: str
+) -> dict[str, ScenarioSettings]:
     """The entries of `scenarios`, as a user would write them."""
-    home, ads, candidates = lanes["home"].plan, lanes["ads"], settings.traffic.candidates
+    home, ads, candidates = deployments["home"].plan, deployments["ads"], settings.traffic.candidates
     return {
         "home": ScenarioSettings(share=SHARES["home"], budget_ms=home.budget_ms, candidates=candidates),
         "search": ScenarioSettings(
@@ -129,12 +131,13 @@ def run_scenarios(
     prefix: str,
     folder: Path,
     population: Population,
-    lanes: Mapping[str, PlannedLane],
+    deployments: Mapping[str, PlannedDeployment],
 ) -> ScenarioDemo:
-    """Starts the processes of both lanes, plays all scenarios at the same time, and prints the figures."""
-    scenarios = scenarios_of(settings, lanes, prefix)
+    """Starts the processes of both deployments, plays all scenarios at the same time, and prints the figures."""
+    scenarios = scenarios_of(settings, deployments, prefix)
     planned = {
-        name: _settings_of(name, settings, scenarios, lane, broker, population, prefix) for name, lane in lanes.items()
+        name: _settings_of(name, settings, scenarios, deployment, broker, population, prefix)
+        for name, deployment in deployments.items()
     }
     records = {name: folder / f"{name}.jsonl" for name in scenarios}
     with ExitStack() as cleanup:
@@ -145,7 +148,8 @@ def run_scenarios(
         of = {name: stacks.get(name, stacks["home"]) for name in scenarios}
         console.print(f"playing    {', '.join(scenarios)} at the same time")
         gateways = {
-            name: of[name].begin(records[name], _traffic_of(name, lanes, population, planned)) for name in scenarios
+            name: of[name].begin(records[name], _traffic_of(name, deployments, population, planned))
+            for name in scenarios
         }
         while not all(of[name].has_ended(gateway) for name, gateway in gateways.items()):
             time.sleep(0.2)
@@ -154,7 +158,7 @@ def run_scenarios(
             _run_of(name, scenario, scenario.topic_prefix or prefix, records[name], of[name])
             for name, scenario in scenarios.items()
         )
-    is_busy = any(lane.plan.cores.is_busy for lane in lanes.values())
+    is_busy = any(deployment.plan.cores.is_busy for deployment in deployments.values())
     result = ScenarioDemo(runs, gates(runs, refusal, is_busy))
     print_scenarios(console, result)
     return result
@@ -164,12 +168,12 @@ def _settings_of(
     name: str,
     settings: Settings,
     scenarios: dict[str, ScenarioSettings],
-    lane: PlannedLane,
+    deployment: PlannedDeployment,
     broker: LocalBroker,
     population: Population,
     prefix: str,
 ) -> Settings:
-    planned = planned_settings(settings, lane.plan, lane.model, lane.folder, broker, population.size)
+    planned = planned_settings(settings, deployment.plan, deployment.model, deployment.folder, broker, population.size)
     topics = scenarios[name].topic_prefix or prefix
     # The histories of all scenarios are the same ones, and no gateway may be ahead of another.
     traffic = planned.traffic.model_copy(update={"growth": 0})
@@ -186,17 +190,17 @@ def _settings_of(
 
 
 def _traffic_of(
-    name: str, lanes: Mapping[str, PlannedLane], population: Population, planned: Mapping[str, Settings]
+    name: str, deployments: Mapping[str, PlannedDeployment], population: Population, planned: Mapping[str, Settings]
 ) -> list[str]:
-    lane = lanes.get(name, lanes["home"])
-    together = [other for other in SHARES if lanes.get(other, lanes["home"]) is lane]
+    deployment = deployments.get(name, deployments["home"])
+    together = [other for other in SHARES if deployments.get(other, deployments["home"]) is deployment]
     part = SHARES[name] / sum(SHARES[other] for other in together)
-    pause_s = settle_s(planned.get(name, planned["home"]), lane.plan, population.size)
+    pause_s = settle_s(planned.get(name, planned["home"]), deployment.plan, population.size)
     return [
         f"scenario={name}",
         f"traffic.gateway_id=gateway-{name}",
-        f"traffic.rate_per_s={max(0.5, part * lane.plan.rate_per_s):.2f}",
-        f"traffic.duration_s={lanes['home'].plan.duration_s}",
+        f"traffic.rate_per_s={max(0.5, part * deployment.plan.rate_per_s):.2f}",
+        f"traffic.duration_s={deployments['home'].plan.duration_s}",
         f"traffic.settle_s={pause_s}",
     ]
 
@@ -205,7 +209,7 @@ def _ask_for_an_unknown_scenario(settings: Settings, population: Population) -> 
     """How a request ends that names a scenario which no settings have."""
     with RelayClient(settings, "gateway-unknown", settings.client) as client:
         user = population.user_id(0)
-        outcome = client.rank(user, population.items[:1], budget_ms=_PATIENCE_MS, scenario=_UNKNOWN)
+        outcome = client.rank(user, population.items[:1], budget_ms=_UNKNOWN_BUDGET_MS, scenario=_UNKNOWN)
     return f"{outcome.status.value}: {outcome.reason.value if outcome.reason is not None else 'no reason'}"
 
 

@@ -109,8 +109,8 @@ class Examination:
             what = "no worker is ready" if not ready else "this user may not act as a gateway"
             return [Diagnosis("impression", Verdict.SKIP, f"not sent: {what}")]
         owned = frozenset[int]().union(*(each.partitions for each in ready))
-        lane = self.settings.lane
-        seen = impression.send(self.settings, owned, lane.scenario if lane is not None else None)
+        deployment = self.settings.deployment
+        seen = impression.send(self.settings, owned, deployment.scenario if deployment is not None else None)
         # Exact to half a round trip, unlike an offset from a status.
         self._offsets_us |= seen.offsets_us
         return judge.impression(seen.undelivered, seen.outcome)

@@ -96,8 +96,8 @@ ONLY_DEFAULT: Final[Scenarios] = {DEFAULT_SCENARIO: ScenarioSettings()}
 
 
 @record(frozen=True, slots=True)
-class Lane:
-    """The processes that a scenario, or a variant of it, has: those with one prefix of topics and groups."""
+class Deployment:
+    """The processes that serve a scenario, or a variant of it: those with one prefix of topics and groups."""
 
     scenario: str
     variant: str | None
@@ -106,29 +106,30 @@ class Lane:
     model: Path | None
 
 
-def lane_of(scenarios: Scenarios, name: str) -> Lane:
-    """The lane of `SCENARIO` or `SCENARIO/VARIANT`. Raises ValueError if there is none of this name."""
+def deployment_of(scenarios: Scenarios, name: str) -> Deployment:
+    """The deployment of `SCENARIO` or `SCENARIO/VARIANT`. Raises ValueError if there is none of this name."""
     scenario, _, variant = name.partition("/")
     found = scenarios.get(scenario)
     if found is None:
         known = ", ".join(sorted(scenarios)) or "none"
         raise ValueError(f"there is no scenario {scenario!r}; the settings have {known}: add it to `scenarios`")
     if not variant:
-        return Lane(scenario, None, found.topic_prefix, found.model)
+        return Deployment(scenario, None, found.topic_prefix, found.model)
     if variant not in found.variants:
         known = ", ".join(sorted(found.variants)) or "none"
         raise ValueError(f"scenario {scenario} has no variant {variant!r}; it has {known}")
-    return Lane(scenario, variant, f"{found.topic_prefix}-{variant}", found.variants[variant].model)
+    return Deployment(scenario, variant, f"{found.topic_prefix}-{variant}", found.variants[variant].model)
 
 
-def served_by(scenarios: Scenarios, lane: Lane | None) -> Scenarios:
-    """The scenarios whose messages come on the topics of a lane; None: on those of the scenarios without a prefix.
+def served_by(scenarios: Scenarios, deployment: Deployment | None) -> Scenarios:
+    """The scenarios whose messages come on the topics of a deployment.
 
-    The default scenario is one of the latter, unless the settings have it elsewhere.
+    None is the deployment of the scenarios without a prefix. The default scenario is one of them, unless the settings
+    have it elsewhere.
     """
-    if lane is not None and lane.variant is not None:
-        return {lane.scenario: scenarios[lane.scenario]}
-    prefix = None if lane is None else lane.topic_prefix
+    if deployment is not None and deployment.variant is not None:
+        return {deployment.scenario: scenarios[deployment.scenario]}
+    prefix = None if deployment is None else deployment.topic_prefix
     known = {**ONLY_DEFAULT, **scenarios}
     return {name: scenario for name, scenario in known.items() if scenario.topic_prefix == prefix}
 

@@ -14,19 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from relaygr.admission.scenarios import Lane, Scenarios, lane_of, variant_of
+from relaygr.admission.scenarios import Deployment, Scenarios, deployment_of, variant_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.messages import DEFAULT_SCENARIO
 
 C = TypeVar("C")
 
 
-def kafka_of(kafka: KafkaSettings, lane: Lane) -> KafkaSettings:
-    """The settings of the processes of a lane; `kafka` has those of the scenarios without a prefix."""
-    if lane.topic_prefix is None:
+def kafka_of(kafka: KafkaSettings, deployment: Deployment) -> KafkaSettings:
+    """The settings of the processes of a deployment; `kafka` has those of the scenarios without a prefix."""
+    if deployment.topic_prefix is None:
         return kafka
     shared = kafka.history_prefix or kafka.topic_prefix
-    own = {"topic_prefix": lane.topic_prefix, "group_prefix": lane.topic_prefix, "history_prefix": shared}
+    own = {"topic_prefix": deployment.topic_prefix, "group_prefix": deployment.topic_prefix, "history_prefix": shared}
     return kafka.model_copy(update=own)
 
 
@@ -36,14 +36,14 @@ class ScenarioClients(Generic[C]):
     def __init__(self, kafka: KafkaSettings, scenarios: Scenarios, client_of: Callable[[KafkaSettings], C]) -> None:
         """`client_of` makes the client of one prefix; it is called once for each."""
         self._scenarios = scenarios
-        self._lanes: dict[tuple[str, str | None], str | None] = {}
+        self._deployments: dict[tuple[str, str | None], str | None] = {}
         self._clients: dict[str | None, C] = {None: client_of(kafka)}
         for name, scenario in scenarios.items():
             for variant in (None, *scenario.variants):
-                lane = lane_of(scenarios, name if variant is None else f"{name}/{variant}")
-                self._lanes[name, variant] = lane.topic_prefix
-                if lane.topic_prefix not in self._clients:
-                    self._clients[lane.topic_prefix] = client_of(kafka_of(kafka, lane))
+                deployment = deployment_of(scenarios, name if variant is None else f"{name}/{variant}")
+                self._deployments[name, variant] = deployment.topic_prefix
+                if deployment.topic_prefix not in self._clients:
+                    self._clients[deployment.topic_prefix] = client_of(kafka_of(kafka, deployment))
 
     @property
     def all(self) -> Collection[C]:
@@ -56,4 +56,4 @@ class ScenarioClients(Generic[C]):
         if name == DEFAULT_SCENARIO and name not in self._scenarios:
             return self._clients[None]
         variant = variant_of(name, self._scenarios[name].variants, user_id)
-        return self._clients[self._lanes[name, variant]]
+        return self._clients[self._deployments[name, variant]]
