@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
-from typing import Any, Final, TypedDict, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -23,6 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from relaygr.client import AsyncRelayClient, ClientError
+from relaygr.client.requests import HISTORY_AND_SCENARIO
 from relaygr.gateway.answers import (
     Answer,
     Refusal,
@@ -37,7 +38,7 @@ from relaygr.gateway.settings import GatewaySettings
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.runtime.http_server import host_name
 from relaygr.schemas.codec import EncodeError
-from relaygr.schemas.messages import MAX_BUDGET_MS, History, HistoryVersion
+from relaygr.schemas.messages import MAX_BUDGET_MS
 from relaygr.schemas.trace_context import TRACEPARENT
 
 BUDGET_HEADER: Final = "x-relaygr-budget-ms"
@@ -224,28 +225,10 @@ class GatewayApp:
         return b"".join(parts)
 
 
-class _Impression(TypedDict):
+def _impression(body: RetrievalBody | RankBody, request: Request) -> dict[str, Any]:
     """The arguments that both calls of the client have."""
-
-    history_version: HistoryVersion | None
-    history: History | None
-    history_exactly: int | None
-    history_at_least: int | None
-    request_id: str | None
-    scenario: str | None
-    traceparent: str | None
-
-
-def _impression(body: RetrievalBody | RankBody, request: Request) -> _Impression:
-    return {
-        "history_version": body.history_version,
-        "history": body.history,
-        "history_exactly": body.history_exactly,
-        "history_at_least": body.history_at_least,
-        "request_id": body.request_id,
-        "scenario": body.scenario,
-        "traceparent": request.headers.get(TRACEPARENT),
-    }
+    of_body = {name: getattr(body, name) for name in (*HISTORY_AND_SCENARIO, "request_id")}
+    return {**of_body, "traceparent": request.headers.get(TRACEPARENT)}
 
 
 @contextmanager

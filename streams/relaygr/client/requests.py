@@ -18,6 +18,10 @@ from relaygr.schemas.record import record
 _GATEWAY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+HISTORY_AND_SCENARIO: Final = ("history_version", "history", "history_exactly", "history_at_least", "scenario")
+"""The optional fields that retrieval events and ranking requests have in common."""
+
+
 class RetrievalFields(TypedDict, total=False):
     """Keyword arguments of `publish_retrieval`."""
 
@@ -102,11 +106,7 @@ def retrieval_event(request_id: str, user_id: str, now_us: int, fields: Retrieva
         ranking_budget_ms=fields["ranking_budget_ms"],
         expected_candidates=fields["expected_candidates"],
         expected_suffix=fields["expected_suffix"],
-        history_version=fields.get("history_version"),
-        history=fields.get("history"),
-        history_exactly=fields.get("history_exactly"),
-        history_at_least=fields.get("history_at_least"),
-        scenario=fields.get("scenario"),
+        **_optional(fields),
     )
 
 
@@ -129,12 +129,12 @@ def ranking_request(
         query_time_ms=now_us // 1000 if query_time_ms is None else query_time_ms,
         candidates=np.asarray(candidates),
         suffix=_behaviours(fields.get("suffix")),
-        history_version=fields.get("history_version"),
-        history=fields.get("history"),
-        history_exactly=fields.get("history_exactly"),
-        history_at_least=fields.get("history_at_least"),
-        scenario=fields.get("scenario"),
+        **_optional(fields),
     )
+
+
+def _optional(fields: RetrievalFields | RankFields) -> dict[str, Any]:
+    return {name: fields.get(name) for name in HISTORY_AND_SCENARIO}
 
 
 def _behaviours(given: Behaviours | Sequence[tuple[int, int, int]] | None) -> Behaviours:

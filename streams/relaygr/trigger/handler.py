@@ -9,6 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Final
 
 from relaygr.admission.buckets import FleetBuckets
 from relaygr.admission.policy import (
@@ -25,7 +26,7 @@ from relaygr.admission.risk import RiskFeedback
 from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios, ScenarioSettings, shares_of
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
-from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode
+from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode, field_specs
 from relaygr.schemas.messages import DEFAULT_SCENARIO, PreInferJob, RetrievalEvent
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.record import record
@@ -351,19 +352,9 @@ def _prepares(live: LastJob, event: RetrievalEvent, owner: OwnerView | None, now
 
 
 def job_of(event: RetrievalEvent, now_us: int) -> PreInferJob:
-    """The job of an event that was admitted at this wall time."""
-    return PreInferJob(
-        request_id=event.request_id,
-        user_id=event.user_id,
-        retrieval_at_us=event.retrieval_at_us,
-        expected_ranking_at_us=event.expected_ranking_at_us,
-        ranking_budget_ms=event.ranking_budget_ms,
-        expected_candidates=event.expected_candidates,
-        expected_suffix=event.expected_suffix,
-        decided_at_us=now_us,
-        history_version=event.history_version,
-        history=event.history,
-        history_exactly=event.history_exactly,
-        history_at_least=event.history_at_least,
-        scenario=event.scenario,
-    )
+    """The job of an event that was admitted at this wall time. It has every field of the event."""
+    copied: dict[str, Any] = {name: getattr(event, name) for name in _EVENT_FIELDS}
+    return PreInferJob(**copied, decided_at_us=now_us)
+
+
+_EVENT_FIELDS: Final = tuple(spec.name for spec in field_specs(RetrievalEvent))
