@@ -150,11 +150,13 @@ class Components:
             shares=prepared.engine.device.is_cpu,
         )
         self.loop = self._make_loop()
-        self._overflow_letters = DeadLetterWriter(kafka, f"{config.client_id}-overflow", note_error=self._note_error)
+        self._overflow_letters: DeadLetterWriter | None = None
         self.overflow: ConsumerLoop | None = None
         self._peer_reader: FleetReader | None = None
         if self.diverter is not None:
-            self.overflow = self._make_overflow_loop(self.diverter)
+            letters = DeadLetterWriter(kafka, f"{config.client_id}-overflow", note_error=self._note_error)
+            self._overflow_letters = letters
+            self.overflow = self._make_overflow_loop(self.diverter, letters)
             client_id = f"{config.client_id}-peers"
             self._peer_reader = FleetReader(kafka, peers, clock, client_id, note_error=self._note_error)
         sources = StatusSources(
@@ -276,12 +278,12 @@ class Components:
         kafka, finished = self._config.kafka, self._prepared.handover.finished
         return self._loop_of(kafka.workers_group, kafka.worker_topics, handler, finished_log=finished)
 
-    def _make_overflow_loop(self, diverter: Diverter) -> ConsumerLoop:
+    def _make_overflow_loop(self, diverter: Diverter, letters: DeadLetterWriter) -> ConsumerLoop:
         handler = OverflowHandler(
             self._handling,
             self.executor,
             self.results,
-            self._overflow_letters,
+            letters,
             self._clock,
             self.metrics,
             on_refused=diverter.note_short,
@@ -399,7 +401,8 @@ class Components:
         self.status.publish()
         self.results.close(1)
         self._prepared.dead_letters.flush(1)
-        self._overflow_letters.flush(1)
+        if self._overflow_letters is not None:
+            self._overflow_letters.flush(1)
         self.follower.stop()
         self._prepared.follower_letters.flush(1)
 

@@ -20,8 +20,10 @@ from relaygr.worker.model.interface import Engine
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.arena import ArenaShape
 
-CLIENTS = 5
-"""Two consumers and three producers. The queue of each holds at most LARGEST_QUEUE_BYTES."""
+CLIENTS = 6
+"""The consumers of messages and of histories; the producers of results, of snapshots, and of dead letters of either."""
+DIVERT_CLIENTS = 3
+"""With `worker.divert`: the consumers of diverted requests and of statuses, and a producer of dead letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class AllocatedMemory:
 
 def queues_bytes(settings: WorkerSettings) -> int:
     """Most bytes in a worker's queues: those of its Kafka clients, ranking requests without a result, and jobs."""
-    return CLIENTS * LARGEST_QUEUE_BYTES + int(settings.ranking_queue_bytes) + int(settings.preinfer_queue_bytes)
+    clients = CLIENTS + (DIVERT_CLIENTS if settings.divert else 0)
+    return clients * LARGEST_QUEUE_BYTES + int(settings.ranking_queue_bytes) + int(settings.preinfer_queue_bytes)
 
 
 def policies_of(settings: WorkerSettings) -> TierPolicies:
