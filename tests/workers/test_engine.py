@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from relaygr.worker.device import CpuDevice, MemoryInfo
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model import engine as engine_module
+from relaygr.worker.model.attention.blocked import ONEDNN_WORK, BlockedAttention
 from relaygr.worker.model.attention.choose import attention_for
 from relaygr.worker.model.attention.spec import spec_of
 from relaygr.worker.model.checkpoint import random_checkpoint, resident_bytes, save_checkpoint
@@ -28,8 +30,9 @@ from relaygr.worker.model.engine import NoMemoryForWeightsError, build_engine, l
 from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
 from relaygr.worker.model.interface import PrefixChunk, TooLongError
 from relaygr.worker.model.options import ComputeDtype, Family
-from tests.workers.engine_kinds import KINDS
+from tests.workers.engine_kinds import HAS_ONEDNN, KINDS
 from tests.workers.reference import full_inference
+from tests.worlds.attention import LAYER, RaggedForward, SegmentRows
 from tests.worlds.model import (
     ARENA_PAGES,
     MAX_PREFIX,
@@ -348,6 +351,27 @@ def test_scratch_memory_stays_within_the_engines_bound(kind: str, compute_dtype:
     assert 0 < chunk_bytes <= engine.scratch_bytes(tokens, 0)
     assert 0 < rank_bytes <= engine.scratch_bytes(0, 1024)
     assert 0 < both_bytes <= engine.scratch_bytes(tokens, 1024)
+
+
+@pytest.mark.parametrize("work", [math.inf, 1], ids=["torch's products", "oneDNN's"])
+@pytest.mark.parametrize(("heads", "stored"), [(1, KvDtype.FLOAT32), (4, KvDtype.BFLOAT16), (4, KvDtype.INT8)])
+def test_blocked_attention_stays_within_its_bound(work: float, heads: int, stored: KvDtype, tmp_path: Path) -> None:
+    if work == 1 and not HAS_ONEDNN:
+        pytest.skip("this build of torch has no oneDNN")
+    runs = [SegmentRows(3000, 200, 300)]
+    forward = RaggedForward(runs, heads=heads, dqk=32, dv=32, page_tokens=64, stored=stored, device=CpuDevice())
+    attention = BlockedAttention(forward.spec, work)
+    begun = attention.begin(forward.kv, forward.segments)
+    q, k, v = forward.q, forward.rounded(forward.k), forward.rounded(forward.v)
+    held_bytes = peak_bytes(lambda: begun.attend(LAYER, q, k, v), tmp_path / "attention.json")
+    assert 0 < held_bytes <= attention.scratch_bytes(500, 3200)
+
+
+def test_no_memory_is_planned_for_products_of_onednn_that_are_not_used() -> None:
+    """Every worker planned for a tile of oneDNN, of some MiB."""
+    spec = spec_of(KINDS["meta"], ComputeDtype.FLOAT32)
+    by_torch, by_onednn = BlockedAttention(spec), BlockedAttention(spec, ONEDNN_WORK)
+    assert by_torch.scratch_bytes(64, 1024) < by_onednn.scratch_bytes(64, 1024)
 
 
 def peak_bytes(work: object, trace: Path) -> int:

@@ -64,8 +64,10 @@ class BlockedAttention:
         own = rows * (2 * s.key_width + s.row_width) * element + 2 * rows * s.row_width * 4
         block = KEY_BLOCK * (s.key_width + s.row_width)
         tile = s.num_heads * ROW_BLOCK * KEY_BLOCK
-        # oneDNN: scores of one head, its K,V, and a copy of them in the layout of its products.
-        head = ONEDNN_KEY_BLOCK * (ROW_BLOCK + 2 * (s.attention_dim + s.hidden_dim)) * 4
+        head = 0
+        if self._onednn_work != math.inf:
+            # Scores of one head, its K,V, and a copy of them in the layout of oneDNN's products.
+            head = ONEDNN_KEY_BLOCK * (ROW_BLOCK + 2 * (s.attention_dim + s.hidden_dim)) * 4
         return own + 2 * block * 4 + head + tile * element + s.num_heads * ROW_BLOCK * s.hidden_dim * element
 
 
