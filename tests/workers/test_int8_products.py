@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
@@ -20,7 +21,7 @@ from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.layer_parts import added_product, product, quantised
 from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
-from relaygr.worker.score_error import require_compute_precision
+from relaygr.worker.process.trial import require_precisions
 from relaygr.worker.settings import WorkerSettings
 from tests.workers.engine_kinds import HAS_ONEDNN
 from tests.workers.reference.small import int8_product
@@ -117,20 +118,30 @@ def test_a_cpu_without_the_instructions_is_refused(model: Path, monkeypatch: pyt
         assert engine_of(model).compute_dtype is ComputeDtype.INT8
 
 
+def limits(model: Path, max_error: float, min_overlap: float) -> WorkerSettings:
+    # No worker may have an overlap above 1: only such a limit refuses by the overlap alone.
+    limits = {"compute_max_score_error": max_error, "compute_min_topk_overlap": min_overlap}
+    return WorkerSettings(model=model, page_tokens=16, device="cpu").model_copy(update=limits)
+
+
 class TestGate:
     def test_a_model_within_the_limits_starts_and_its_error_is_told(self, model: Path) -> None:
-        error = require_compute_precision(engine_of(model), model, 0.2, 0.5, 2**32)
-        assert error is not None and 0 < error.max_score_error <= 0.2 and error.users == 16
+        with capture_logs() as logs:
+            require_precisions(engine_of(model), limits(model, 0.2, 0.5))
+        [told] = [entry for entry in logs if "scores by products" in entry["event"]]
+        assert told["compute_dtype"] == "int8" and 0 < told["max_score_error"] <= 0.2
 
     @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.2, 1.1)])
     def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
         self, model: Path, max_error: float, min_overlap: float
     ) -> None:
         with pytest.raises(RelayError, match=r"compute_dtype int8 is too inexact.*to float32.*check-compute"):
-            require_compute_precision(engine_of(model), model, max_error, min_overlap, 2**32)
+            require_precisions(engine_of(model), limits(model, max_error, min_overlap))
 
     def test_products_in_float32_are_not_measured(self, model: Path) -> None:
-        assert require_compute_precision(engine_of(model, ComputeDtype.FLOAT32), model, 1e-9, 1.0, 2**32) is None
+        with capture_logs() as logs:
+            require_precisions(engine_of(model, ComputeDtype.FLOAT32), limits(model, 1e-9, 1.0))
+        assert not [entry for entry in logs if "scores" in entry["event"]]
 
     def test_a_reloaded_model_is_checked_too(self, model: Path) -> None:
         present = engine_of(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
@@ -21,7 +22,7 @@ from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
-from relaygr.worker.score_error import require_kv_precision
+from relaygr.worker.process.trial import require_precisions
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.model import small_config
 
@@ -118,21 +119,31 @@ def engine_of(model: Path, dtype: KvDtype) -> Engine:
     return load_engine(model, "cpu", dtype, 16)
 
 
+def limits(model: Path, max_error: float, min_overlap: float) -> WorkerSettings:
+    # No worker may have an overlap above 1: only such a limit refuses by the overlap alone.
+    limits = {"kv_max_score_error": max_error, "kv_min_topk_overlap": min_overlap}
+    return WorkerSettings(model=model, page_tokens=16, device="cpu").model_copy(update=limits)
+
+
 class TestGate:
     @each_type
     def test_a_model_within_the_limits_starts_and_its_error_is_told(self, model: Path, dtype: KvDtype) -> None:
-        error = require_kv_precision(engine_of(model, dtype), model, 0.2, 0.5, 2**32)
-        assert error is not None and 0 < error.max_score_error <= 0.2 and error.users == 16
+        with capture_logs() as logs:
+            require_precisions(engine_of(model, dtype), limits(model, 0.2, 0.5))
+        [told] = [entry for entry in logs if "scores on K,V" in entry["event"]]
+        assert told["kv_dtype"] == dtype.value and 0 < told["max_score_error"] <= 0.2
 
     @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.2, 1.1)])
     def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
         self, model: Path, max_error: float, min_overlap: float
     ) -> None:
         with pytest.raises(RelayError, match=r"kv_dtype float8 is too inexact.*kv_dtype to float32.*check-kv"):
-            require_kv_precision(engine_of(model, KvDtype.FLOAT8), model, max_error, min_overlap, 2**32)
+            require_precisions(engine_of(model, KvDtype.FLOAT8), limits(model, max_error, min_overlap))
 
     def test_wide_types_are_not_measured(self, model: Path) -> None:
-        assert require_kv_precision(engine_of(model, KvDtype.BFLOAT16), model, 1e-9, 1.0, 2**32) is None
+        with capture_logs() as logs:
+            require_precisions(engine_of(model, KvDtype.BFLOAT16), limits(model, 1e-9, 1.0))
+        assert not [entry for entry in logs if "scores" in entry["event"]]
 
     def test_a_reloaded_model_is_checked_too(self, model: Path) -> None:
         present = engine_of(model, KvDtype.INT8)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 import relaygr.worker.score_error
@@ -22,13 +23,13 @@ from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ContextualFeature, Preset, Task, TaskKind, preset_fields
 from relaygr.worker.process.memory import allocate_memory, plan_memory
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
+from relaygr.worker.process.trial import require_precisions
 from relaygr.worker.score_error import (
     SampleUser,
     _error_of,
     made_sample,
     made_users,
     measure_dram_error,
-    require_precision,
 )
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.model import small_config
@@ -154,16 +155,24 @@ class TestMeasurement:
 
 
 class TestLimits:
-    def test_a_model_within_the_limits_starts(self, model: Path) -> None:
-        error = require_precision(engine_of(model), model, DramKvDtype.INT8, 0.02, 0.8)
-        assert error is not None and error.max_score_error <= 0.02
+    def settings(self, model: Path, dtype: str, max_error: float, min_overlap: float) -> WorkerSettings:
+        # No worker may have an overlap above 1: only such a limit refuses by the overlap alone.
+        limits = {"dram_max_score_error": max_error, "dram_min_topk_overlap": min_overlap}
+        settings = WorkerSettings(model=model, page_tokens=PAGE_TOKENS, device="cpu", dram_kv_dtype=dtype)  # type: ignore[arg-type]
+        return settings.model_copy(update=limits)
+
+    def test_a_model_within_the_limits_starts_and_its_error_is_told(self, model: Path) -> None:
+        with capture_logs() as logs:
+            require_precisions(engine_of(model), self.settings(model, "int8", 0.02, 0.8))
+        [told] = [entry for entry in logs if "scores on reloaded prefixes" in entry["event"]]
+        assert told["dram_kv_dtype"] == "int8" and 0 < told["max_score_error"] <= 0.02
 
     @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.02, 1.1)])
     def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
         self, model: Path, max_error: float, min_overlap: float
     ) -> None:
         with pytest.raises(RelayError, match=r"int8 is too inexact for this model.*bfloat16 or same.*check-dram"):
-            require_precision(engine_of(model), model, DramKvDtype.INT8, max_error, min_overlap)
+            require_precisions(engine_of(model), self.settings(model, "int8", max_error, min_overlap))
 
     def test_scores_that_are_not_numbers_are_beyond_the_limits(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,11 +186,15 @@ class TestLimits:
 
         monkeypatch.setattr(relaygr.worker.score_error, "_rank", once_not_a_number)
         with pytest.raises(RelayError, match="too inexact for this model"):
-            require_precision(engine_of(model), model, DramKvDtype.INT8, 1e9, 0.01)
+            require_precisions(engine_of(model), self.settings(model, "int8", 1e9, 0.01))
 
-    def test_an_exact_tier_is_not_measured(self, model: Path) -> None:
-        engine = engine_of(model, KvDtype.BFLOAT16)
-        assert require_precision(engine, model, DramKvDtype.BFLOAT16, 1e-9, 1.0) is None
+    def test_a_tier_that_is_exact_or_absent_is_not_measured(self, model: Path) -> None:
+        exact = self.settings(model, "bfloat16", 1e-9, 1.0)
+        absent = self.settings(model, "int8", 1e-9, 1.0).model_copy(update={"dram_bytes": 0})
+        with capture_logs() as logs:
+            for settings in (exact, absent):
+                require_precisions(engine_of(model, KvDtype.BFLOAT16), settings)
+        assert not [entry for entry in logs if "scores" in entry["event"]]
 
     def test_a_reloaded_model_is_checked_too(self, tmp_path: Path) -> None:
         present = engine_of(save(tmp_path, small_config(), seed=0))

@@ -4,9 +4,8 @@
     products in int8                      compared with    products in float32, of another engine
     K,V in 8 bits                         compared with    K,V in the type of the products, of another engine
 
-A worker with such a setting measures the error before it starts. It refuses to start if the error or the overlap is
-beyond the setting's limits (`worker.dram_max_score_error`, `worker.compute_max_score_error`, ...). `relaygr model
-check-kv`, `check-dram` and `check-compute` measure the same on your own histories. Generated histories have random
+A worker with such a setting measures the error before it starts (`process.trial`). `relaygr model check-kv`,
+`check-dram` and `check-compute` measure the same on your own histories. Generated histories have random
 items of the model's vocabulary, each action and value of a small feature, and steps of time of all sizes: they exercise
 the model's inputs, but do not resemble real users.
 
@@ -150,68 +149,6 @@ def _scales(exact: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(of_user > LEAST_SPREAD * largest, of_user, common)
 
 
-def require_precision(
-    engine: Engine, model: Path, dtype: DramKvDtype, max_score_error: float, min_topk_overlap: float
-) -> ScoreError | None:
-    """Measures the error on generated histories; None if the tier is exact. Raises RelayError beyond the limits.
-
-    Binds the engine to a new arena, so the caller must bind it again.
-    """
-    if DramGeometry(engine.geometry, dtype).is_exact:
-        return None
-    users, candidates = made_sample(model)
-    error = measure_dram_error(engine, dtype, users, candidates)
-    if error.is_within(max_score_error, min_topk_overlap):
-        return error
-    raise RelayError(
-        f"worker.dram_kv_dtype {dtype} {_beyond(error, max_score_error, min_topk_overlap)} Set "
-        f"worker.dram_kv_dtype to {'bfloat16 or same' if dtype is DramKvDtype.INT8 else 'same'}. Or measure the error "
-        "on your own histories with `relaygr model check-dram`, and set worker.dram_max_score_error and "
-        "worker.dram_min_topk_overlap."
-    )
-
-
-def require_compute_precision(
-    engine: Engine, model: Path, max_score_error: float, min_topk_overlap: float, device_table_bytes: int
-) -> ScoreError | None:
-    """Measures the error of products in int8 on generated histories; None for other products.
-
-    The model is loaded once more meanwhile, for products in float32. Raises RelayError beyond the limits. Binds the
-    engine to a new arena.
-    """
-    if engine.compute_dtype is not ComputeDtype.INT8:
-        return None
-    exact = other_engine(engine, model, engine.geometry.dtype, ComputeDtype.FLOAT32, device_table_bytes)
-    error = measure_engine_error(engine, exact, *made_sample(model))
-    if error.is_within(max_score_error, min_topk_overlap):
-        return error
-    raise RelayError(
-        f"worker.compute_dtype {engine.compute_dtype} {_beyond(error, max_score_error, min_topk_overlap)} Set "
-        "worker.compute_dtype to float32. Or measure the error on your own histories with `relaygr model "
-        "check-compute`, and set worker.compute_max_score_error and worker.compute_min_topk_overlap."
-    )
-
-
-def require_kv_precision(
-    engine: Engine, model: Path, max_score_error: float, min_topk_overlap: float, device_table_bytes: int
-) -> ScoreError | None:
-    """Measures the error of K,V in 8 bits on generated histories; None for other types.
-
-    The model is loaded once more meanwhile. Raises RelayError beyond the limits. Binds the engine to a new arena.
-    """
-    if not engine.geometry.dtype.is_scaled:
-        return None
-    exact = other_engine(engine, model, exact_kv(engine.compute_dtype), engine.compute_dtype, device_table_bytes)
-    error = measure_engine_error(engine, exact, *made_sample(model))
-    if error.is_within(max_score_error, min_topk_overlap):
-        return error
-    raise RelayError(
-        f"worker.kv_dtype {engine.geometry.dtype} {_beyond(error, max_score_error, min_topk_overlap)} Set "
-        f"worker.kv_dtype to {exact.geometry.dtype}. Or measure the error on your own histories with `relaygr model "
-        "check-kv`, and set worker.kv_max_score_error and worker.kv_min_topk_overlap."
-    )
-
-
 def exact_kv(compute_dtype: ComputeDtype) -> KvDtype:
     """The type of K,V that loses nothing beside these products."""
     return KvDtype(compute_dtype.of_rows.value)
@@ -234,14 +171,6 @@ def other_engine(
         engine.geometry.page_tokens,
         compute_dtype,
         device_table_bytes=device_table_bytes,
-    )
-
-
-def _beyond(error: ScoreError, max_score_error: float, min_topk_overlap: float) -> str:
-    return (
-        "is too inexact for this model: scores change by up to "
-        f"{error.max_score_error:.2%} of their spread ({max_score_error:.2%} allowed), and {error.topk_overlap:.1%} of "
-        f"the top {TOP_K} stay ({min_topk_overlap:.1%} required), for {error.users} generated users."
     )
 
 

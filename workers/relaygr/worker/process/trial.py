@@ -7,6 +7,8 @@ whom it knows nothing. Other requests may still have scores that are not finite:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,16 +19,21 @@ from numpy.typing import NDArray
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.history.store import HistoryStore
+from relaygr.worker.kv import DramGeometry, DramKvDtype
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.config import read_config
 from relaygr.worker.model.interface import Engine, PrefixChunk
+from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.score_error import (
+    TOP_K,
     SampleUser,
     ScoreError,
+    exact_kv,
+    made_sample,
     made_users,
-    require_compute_precision,
-    require_kv_precision,
-    require_precision,
+    measure_dram_error,
+    measure_engine_error,
+    other_engine,
 )
 from relaygr.worker.settings import WorkerSettings
 
@@ -69,39 +76,95 @@ def require_finite_scores(engine: Engine, model: Path, store: HistoryStore | Non
 
 
 def require_precisions(engine: Engine, settings: WorkerSettings) -> None:
-    """Logs by how much inexact element types change scores: of K,V, of products, and of K,V in the DRAM tier.
+    """Logs by how much inexact element types change scores of generated histories: see `GATES`.
 
-    Raises RelayError if one of them changes scores by more than the settings allow.
+    The model is loaded once more meanwhile for each of K,V and products that are inexact. Binds the engine to a new
+    arena, so the caller must bind it again. Raises RelayError if a type changes scores by more than the settings allow.
     """
-    table_bytes = int(settings.device_table_bytes)
-    error = require_kv_precision(
-        engine, settings.model, settings.kv_max_score_error, settings.kv_min_topk_overlap, table_bytes
-    )
-    if error is not None:
-        _log_error("scores on K,V in 8 bits are approximate", error, kv_dtype=engine.geometry.dtype.value)
-    error = require_compute_precision(
-        engine, settings.model, settings.compute_max_score_error, settings.compute_min_topk_overlap, table_bytes
-    )
-    if error is not None:
-        _log_error("scores by products in int8 are approximate", error)
-    if not settings.dram_bytes:
-        return
-    error = require_precision(
-        engine, settings.model, settings.dram_kv_dtype, settings.dram_max_score_error, settings.dram_min_topk_overlap
-    )
-    if error is not None:
-        what = "scores on reloaded prefixes are approximate"
-        _log_error(what, error, dram_kv_dtype=settings.dram_kv_dtype.value)
+    for gate in GATES:
+        measured = gate.measure(engine, settings)
+        if measured is not None:
+            gate.require(measured, settings)
 
 
-def _log_error(event: str, error: ScoreError, **setting: str) -> None:
-    log.info(
-        event,
-        **setting,
-        max_score_error=round(error.max_score_error, 6),
-        mean_score_error=round(error.mean_score_error, 6),
-        top10_overlap=round(error.topk_overlap, 4),
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The error of the present value of a setting, and the values to use if it is too large."""
+
+    value: str
+    remedy: str
+    error: ScoreError
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The limits of a setting that makes scores inexact.
+
+    `name`: of its limits, `worker.NAME_max_score_error` and `worker.NAME_min_topk_overlap`, and of its command,
+    `relaygr model check-NAME`. `measure` returns None if the setting is exact.
+    """
+
+    name: str
+    setting: str
+    event: str
+    measure: Callable[[Engine, WorkerSettings], Measured | None]
+
+    def require(self, measured: Measured, settings: WorkerSettings) -> None:
+        """Logs the error. Raises RelayError if it is beyond the limits."""
+        max_error = float(getattr(settings, f"{self.name}_max_score_error"))
+        min_overlap = float(getattr(settings, f"{self.name}_min_topk_overlap"))
+        error = measured.error
+        if not error.is_within(max_error, min_overlap):
+            raise RelayError(
+                f"worker.{self.setting} {measured.value} is too inexact for this model: scores change by up to "
+                f"{error.max_score_error:.2%} of their spread ({max_error:.2%} allowed), and {error.topk_overlap:.1%} "
+                f"of the top {TOP_K} stay ({min_overlap:.1%} required), for {error.users} generated users. Set "
+                f"worker.{self.setting} to {measured.remedy}. Or measure the error on your own histories with `relaygr "
+                f"model check-{self.name}`, and set worker.{self.name}_max_score_error and "
+                f"worker.{self.name}_min_topk_overlap."
+            )
+        log.info(
+            self.event,
+            **{self.setting: measured.value},
+            max_score_error=round(error.max_score_error, 6),
+            mean_score_error=round(error.mean_score_error, 6),
+            top10_overlap=round(error.topk_overlap, 4),
+        )
+
+
+def _kv(engine: Engine, settings: WorkerSettings) -> Measured | None:
+    if not engine.geometry.dtype.is_scaled:
+        return None
+    dtype = exact_kv(engine.compute_dtype)
+    exact = other_engine(engine, settings.model, dtype, engine.compute_dtype, int(settings.device_table_bytes))
+    return Measured(
+        engine.geometry.dtype.value, dtype.value, measure_engine_error(engine, exact, *made_sample(settings.model))
     )
+
+
+def _products(engine: Engine, settings: WorkerSettings) -> Measured | None:
+    if engine.compute_dtype is not ComputeDtype.INT8:
+        return None
+    dtype = ComputeDtype.FLOAT32
+    exact = other_engine(engine, settings.model, engine.geometry.dtype, dtype, int(settings.device_table_bytes))
+    return Measured(
+        engine.compute_dtype.value, dtype.value, measure_engine_error(engine, exact, *made_sample(settings.model))
+    )
+
+
+def _dram_tier(engine: Engine, settings: WorkerSettings) -> Measured | None:
+    dtype = settings.dram_kv_dtype
+    if not settings.dram_bytes or DramGeometry(engine.geometry, dtype).is_exact:
+        return None
+    remedy = "bfloat16 or same" if dtype is DramKvDtype.INT8 else "same"
+    return Measured(dtype.value, remedy, measure_dram_error(engine, dtype, *made_sample(settings.model)))
+
+
+GATES: Final = (
+    Gate("kv", "kv_dtype", "scores on K,V in 8 bits are approximate", _kv),
+    Gate("compute", "compute_dtype", "scores by products in int8 are approximate", _products),
+    Gate("dram", "dram_kv_dtype", "scores on reloaded prefixes are approximate", _dram_tier),
+)
 
 
 def _unknown_user() -> SampleUser:
