@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-import relaygr.worker.score_error
 from relaygr.cli.model import app
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
@@ -19,7 +18,7 @@ from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
-from relaygr.worker.model.interface import Engine
+from relaygr.worker.model.interface import Engine, RankInputs, RankOutputs
 from relaygr.worker.model.options import ContextualFeature, Preset, Task, TaskKind, preset_fields
 from relaygr.worker.process.memory import allocate_memory, plan_memory
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
@@ -177,16 +176,17 @@ class TestLimits:
     def test_scores_that_are_not_numbers_are_beyond_the_limits(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rank, calls = relaygr.worker.score_error._rank, []
+        engine, calls = engine_of(model), []
+        rank = engine.rank
 
-        def once_not_a_number(*arguments: Any) -> Any:
-            scores = rank(*arguments)
-            calls.append(scores)
-            return scores * np.nan if len(calls) == 4 else scores
+        def once_not_a_number(batch: Sequence[RankInputs]) -> list[RankOutputs]:
+            outputs = rank(batch)
+            calls.append(outputs)
+            return [RankOutputs(each.scores * np.nan) for each in outputs] if len(calls) == 4 else outputs
 
-        monkeypatch.setattr(relaygr.worker.score_error, "_rank", once_not_a_number)
+        monkeypatch.setattr(engine, "rank", once_not_a_number)
         with pytest.raises(RelayError, match="too inexact for this model"):
-            require_precisions(engine_of(model), self.settings(model, "int8", 1e9, 0.01))
+            require_precisions(engine, self.settings(model, "int8", 1e9, 0.01))
 
     def test_a_tier_that_is_exact_or_absent_is_not_measured(self, model: Path) -> None:
         exact = self.settings(model, "bfloat16", 1e-9, 1.0)

@@ -17,9 +17,11 @@ from relaygr.compare.requests import Request, Scores
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.checkpoint import Checkpoint
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.interface import PrefixChunk, TooLongError
+from relaygr.worker.model.inference import FullRequest, full_inference
+from relaygr.worker.model.interface import TooLongError
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 
 _FULL_CHUNK_TOKENS = 2048
@@ -54,8 +56,8 @@ class Scorer:
         engine = build_engine(checkpoint, device, KvDtype.FLOAT32, DEFAULT_PAGE_TOKENS)
         longest = max((len(request.behaviours) for request in requests), default=0)
         tokens = engine.layout.tokens(min(longest, engine.limits.max_prefix_behaviours))
-        self._pages = np.arange(max(1, engine.geometry.pages_for(tokens)), dtype=np.int32)
-        engine.bind(device.empty_bytes(self._pages.size, engine.geometry.page_bytes).zero_())
+        arena = bind_own_arena(engine, longest_tokens=max(1, tokens))
+        self._pages = np.arange(arena.shape[0], dtype=np.int32)
         self._engine = engine
 
     def full(self, requests: Sequence[Request]) -> Ours:
@@ -90,19 +92,10 @@ class Scorer:
 
     def _score(self, request: Request, way: _Way, scores: list[Scores]) -> int:
         """Adds the scores of a request. Returns its number of unknown ids."""
-        engine, history = self._engine, len(request.behaviours)
+        history = len(request.behaviours)
         split = history - min(way.suffix_behaviours, history // 4)
         prefix, newest = request.behaviours[:split], request.behaviours[split:]
-        features = engine.shown_features(request.features, history, int(request.candidates.size))
-        inputs = engine.prefix_inputs(features, prefix, request.query_time_ms)
-        step = max(1, inputs.tokens)
-        if engine.rules.chunks:
-            step = min(way.chunk_tokens, -(-step // way.chunks))
-        for start in range(0, inputs.tokens, step):
-            engine.pre_infer(PrefixChunk(inputs, start, min(start + step, inputs.tokens), way.pages))
-        asked = engine.rank_inputs(
-            inputs.tokens, way.pages, newest, request.candidates, request.query_time_ms, prefix.timestamps_ms
-        )
-        (outputs,) = engine.rank([asked])
-        scores.append(outputs.scores.astype(np.float64))
-        return inputs.unknown_items + asked.unknown_items
+        asked = FullRequest(request.features, prefix, request.candidates, request.query_time_ms, newest)
+        inference = full_inference(self._engine, asked, way.pages, way.chunk_tokens, way.chunks)
+        scores.append(inference.outputs.scores.astype(np.float64))
+        return inference.unknown_items

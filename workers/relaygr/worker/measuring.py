@@ -34,10 +34,10 @@ _DISPLACED_BYTES = 128 << 20
 """Read between two requests: several times a core's own caches, and a part of the shared one."""
 
 
-def bind_own_arena(engine: Engine, prefixes: int = 1, longest_tokens: int | None = None) -> None:
+def bind_own_arena(engine: Engine, prefixes: int = 1, longest_tokens: int | None = None) -> torch.Tensor:
     """Binds the engine to a new arena for `prefixes` prefixes of `longest_tokens`, by default the longest possible.
 
-    Raises RelayError without memory for it.
+    Returns the arena, uint8 [pages, page_bytes]. Raises RelayError without memory for it.
     """
     tokens = longest_tokens or engine.layout.tokens(engine.limits.max_prefix_behaviours)
     pages = engine.geometry.pages_for(tokens) * prefixes
@@ -47,7 +47,9 @@ def bind_own_arena(engine: Engine, prefixes: int = 1, longest_tokens: int | None
             f"{prefixes} prefixes of {tokens} tokens need {wanted / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are "
             "free: free memory, or raise the limit of the container."
         )
-    engine.bind(engine.device.empty_bytes(pages, engine.geometry.page_bytes).zero_())
+    arena = engine.device.empty_bytes(pages, engine.geometry.page_bytes).zero_()
+    engine.bind(arena)
+    return arena
 
 
 def rest_between_requests(device: Device) -> Callable[[], None]:

@@ -27,11 +27,13 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.codec import make_codec
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
+from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.checkpoint import load_checkpoint
 from relaygr.worker.model.config import ModelConfig, read_config
 from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.inference import FullRequest, full_inference
 from relaygr.worker.model.inputs.known import known_items
-from relaygr.worker.model.interface import Engine, PrefixChunk
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
 
 TOP_K = 10
@@ -54,6 +56,12 @@ class SampleUser:
 
     features: NDArray[np.int64]
     behaviours: Behaviours
+
+    def request(self, candidates: NDArray[np.int64]) -> FullRequest:
+        """Ranks the candidates right after the last behaviour."""
+        times = self.behaviours.timestamps_ms
+        query_time_ms = int(times[-1]) + 1 if times.size else _BEGIN_MS
+        return FullRequest(self.features, self.behaviours, candidates, query_time_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +87,15 @@ def measure_dram_error(
     """Ranks `candidates` for each user on exact K,V, then on encoded and decoded K,V.
 
     Binds the engine to a new arena, so the caller must bind it again. Raises ValueError without users or candidates,
-    TooLongError beyond the model's limits.
+    TooLongError beyond the model's limits, RelayError without memory for the arena.
     """
     arena, pages = _own_arena(engine, users, candidates)
 
     def scores(user: SampleUser) -> tuple[Scores, Scores]:
-        exact = _compute_and_rank(engine, user, pages, candidates)
+        exact = full_inference(engine, user.request(candidates), pages)
         _through_dram(arena, DramGeometry(engine.geometry, dtype))
-        return exact, _rank(engine, user, pages, candidates)
+        (inexact,) = engine.rank([exact.ranked])
+        return exact.outputs.scores, inexact.scores
 
     return _error_of((scores(user) for user in users), candidates)
 
@@ -100,8 +109,13 @@ def measure_engine_error(
     """
     _, pages = _own_arena(engine, users, candidates)
     _own_arena(exact, users, candidates)
-    pairs = ([_compute_and_rank(each, user, pages, candidates) for each in (exact, engine)] for user in users)
-    return _error_of(((expected, found) for expected, found in pairs), candidates)
+
+    def scores(user: SampleUser) -> tuple[Scores, Scores]:
+        request = user.request(candidates)
+        expected, found = (full_inference(each, request, pages).outputs.scores for each in (exact, engine))
+        return expected, found
+
+    return _error_of((scores(user) for user in users), candidates)
 
 
 def _own_arena(
@@ -110,12 +124,9 @@ def _own_arena(
     """Binds the engine to a new arena with the pages of the longest prefix."""
     if not users or candidates.size == 0:
         raise ValueError("nothing to measure: no users, or no candidates")
-    geometry = engine.geometry
     most_tokens = max(engine.layout.tokens(len(user.behaviours)) for user in users)
-    pages = np.arange(max(1, geometry.pages_for(most_tokens)), dtype=np.int32)
-    arena = engine.device.empty_bytes(pages.size, geometry.page_bytes).zero_()
-    engine.bind(arena)
-    return arena, pages
+    arena = bind_own_arena(engine, longest_tokens=max(1, most_tokens))
+    return arena, np.arange(arena.shape[0], dtype=np.int32)
 
 
 def _error_of(pairs: Iterable[tuple[Scores, Scores]], candidates: NDArray[np.int64]) -> ScoreError:
@@ -217,33 +228,6 @@ def _actions(config: ModelConfig) -> list[int]:
         weights = config.dlrm_inputs.action_weights
         return [0, *weights, sum(weights)]
     return list(range(config.num_actions + 1))
-
-
-def _compute_and_rank(
-    engine: Engine, user: SampleUser, pages: NDArray[np.int32], candidates: NDArray[np.int64]
-) -> Scores:
-    inputs = engine.prefix_inputs(user.features, user.behaviours, query_time_ms=_query_time_ms(user))
-    if inputs.tokens:
-        engine.pre_infer(PrefixChunk(inputs, 0, inputs.tokens, pages))
-    return _rank(engine, user, pages, candidates)
-
-
-def _rank(engine: Engine, user: SampleUser, pages: NDArray[np.int32], candidates: NDArray[np.int64]) -> Scores:
-    request = engine.rank_inputs(
-        engine.layout.tokens(len(user.behaviours)),
-        pages,
-        Behaviours.empty(),
-        candidates,
-        query_time_ms=_query_time_ms(user),
-        prefix_timestamps_ms=user.behaviours.timestamps_ms,
-    )
-    (outputs,) = engine.rank([request])
-    return outputs.scores
-
-
-def _query_time_ms(user: SampleUser) -> int:
-    times = user.behaviours.timestamps_ms
-    return int(times[-1]) + 1 if times.size else _BEGIN_MS
 
 
 def _through_dram(arena: torch.Tensor, geometry: DramGeometry) -> None:

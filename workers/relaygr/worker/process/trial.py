@@ -14,7 +14,6 @@ from typing import Final
 
 import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
@@ -22,7 +21,8 @@ from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.kv import DramGeometry, DramKvDtype
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.config import read_config
-from relaygr.worker.model.interface import Engine, PrefixChunk
+from relaygr.worker.model.inference import full_inference
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.score_error import (
     TOP_K,
@@ -64,10 +64,13 @@ def require_finite_scores(engine: Engine, model: Path, store: HistoryStore | Non
     made, candidates = made_users(read_config(model), items, _MADE_USERS)
     users = [*made, _unknown_user(), *(_stored_users(store) if store is not None else ())]
     longest = min(_LONGEST, engine.limits.max_prefix_behaviours)
-    bind_own_arena(engine, longest_tokens=engine.layout.tokens(longest))
+    arena = bind_own_arena(engine, longest_tokens=engine.layout.tokens(longest))
+    pages = np.arange(arena.shape[0], dtype=np.int32)
     for user in users:
         newest = user.behaviours[max(0, len(user.behaviours) - longest) :]
-        if not np.isfinite(_scores(engine, SampleUser(user.features, newest), candidates)).all():
+        request = SampleUser(user.features, newest).request(candidates)
+        # Chunks are so short that another model's requests do not wait long for the device.
+        if not np.isfinite(full_inference(engine, request, pages, _CHUNK_TOKENS).outputs.scores).all():
             raise DivergedModelError(
                 f"The scores of {model} are not finite numbers: its training diverged, or it needs element types with "
                 "a larger range (worker.compute_dtype, worker.kv_dtype). Serve another checkpoint; `relaygr model "
@@ -177,20 +180,3 @@ def _unknown_user() -> SampleUser:
 def _stored_users(store: HistoryStore) -> list[SampleUser]:
     histories = store.some_histories(_STORED_USERS)
     return [SampleUser(history.features, history.behaviours) for history in histories]
-
-
-def _scores(engine: Engine, user: SampleUser, candidates: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Full inference, in chunks so short that another model's requests do not wait long for the device."""
-    behaviours = user.behaviours
-    query_time_ms = int(behaviours.timestamps_ms[-1]) + 1 if len(behaviours) else 0
-    features = engine.shown_features(user.features, len(behaviours), candidates.size)
-    inputs = engine.prefix_inputs(features, behaviours, query_time_ms=query_time_ms)
-    pages = np.arange(engine.geometry.pages_for(inputs.tokens), dtype=np.int32)
-    step = _CHUNK_TOKENS if engine.rules.chunks else max(1, inputs.tokens)
-    for start in range(0, inputs.tokens, step):
-        engine.pre_infer(PrefixChunk(inputs, start, min(start + step, inputs.tokens), pages))
-    request = engine.rank_inputs(
-        inputs.tokens, pages, Behaviours.empty(), candidates, query_time_ms, behaviours.timestamps_ms
-    )
-    (outputs,) = engine.rank([request])
-    return outputs.scores
