@@ -138,7 +138,7 @@ def test_the_poll_thread_sees_the_request_that_the_device_computes(is_admitted: 
     worker = SimulatedWorker(
         env, "w", one, histories, np.random.default_rng(1),
         lambda number, at_us, ending: ended.setdefault(number, (at_us, ending)),
-        lambda *_: None, lambda _: None,
+        lambda *_: None, lambda *_: None,
     )  # fmt: skip
 
     def request(user_id: str, budget_us: int) -> RankingRequest:

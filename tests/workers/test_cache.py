@@ -33,7 +33,6 @@ from relaygr.worker.cache import (
 )
 from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority
 from relaygr.worker.cache.entries import EntryState
-from relaygr.worker.cache.events import CacheEvent, EventKind
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.metadata import MAX_ENTRIES_PER_USER
@@ -936,27 +935,6 @@ def test_release_takes_effect_when_the_device_has_passed_the_event(world: CacheW
 def test_a_prefix_without_behaviours_is_not_cached(world: CacheWorld) -> None:
     assert world.cache.reserve(make_key(length=0), 0) == NoRoom(NoRoomReason.NOTHING_TO_CACHE)
     assert world.cache.acquire(make_key(length=0), 0) == Miss(MissReason.ABSENT)
-
-
-def test_events_report_each_operation_in_order() -> None:
-    told: list[CacheEvent] = []
-
-    class Recorder:
-        def on_event(self, event: CacheEvent) -> None:
-            told.append(event)
-
-    world = CacheWorld(listener=Recorder().on_event)
-    world.store(make_key())
-    world.hit(make_key())
-    world.cache.invalidate_user("ann")
-    assert [(event.kind, event.outcome) for event in told] == [
-        (EventKind.RESERVE, "fill"),
-        (EventKind.PUBLISH, "published"),
-        (EventKind.ACQUIRE, "hit"),
-        (EventKind.INVALIDATE, "hbm"),
-    ]
-    assert [event.sequence for event in told] == [0, 1, 2, 3]
-    assert {event.chain.length for event in told} == {100}
 
 
 def _lines_run(call) -> int:  # type: ignore[no-untyped-def]

@@ -24,8 +24,8 @@ from relaygr.schemas.messages import PrefixSource
 from relaygr.worker import memory
 from relaygr.worker.cache import Miss, MissReason, PendingOutcome, PendingPrefix, PrefixKey, SpillOutcome, Tier
 from relaygr.worker.cache.entries import CacheEntry
-from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.invariants import check_invariants
+from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
 from relaygr.worker.memory import MemoryPlan

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.digest import BLOCK, DigestChain
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey
+from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.shared.arena import allocated_bytes, map_file
 from relaygr.worker.shared.index import ArenaIndex, IndexFault, IndexMismatch, index_bytes, slot_bytes
 from relaygr.worker.shared.record import IndexRecord, TornRecordError, most_bytes_per_page, pack, unpack

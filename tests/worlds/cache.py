@@ -18,7 +18,6 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache import CacheConfig, Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
 from relaygr.worker.cache.cache import LONGEST_HOLD_US
 from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest
-from relaygr.worker.cache.events import CacheListener
 from relaygr.worker.cache.policies import PolicyName, TierPolicies
 from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
@@ -140,7 +139,6 @@ class CacheWorld:
         policies: TierPolicies | None = None,
         limits: CopyLimits | None = None,
         spill_gate: SpillGate | None = None,
-        listener: CacheListener | None = None,
         layer_wise: bool = False,
         longest_hold_us: int = LONGEST_HOLD_US,
         num_layers: int = 1,
@@ -159,7 +157,7 @@ class CacheWorld:
             layer_wise=layer_wise,
             longest_hold_us=longest_hold_us,
         )
-        self.cache = PrefixCache(config, self.mover, spill_gate=spill_gate, listener=listener)
+        self.cache = PrefixCache(config, self.mover, spill_gate=spill_gate)
 
     def write(self, fill: Fill, key: PrefixKey, tokens: int) -> None:
         """Computes rows up to `tokens`."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from relaygr.worker.cache import CacheConfig, PrefixCache, PrefixKey, Tier
 from relaygr.worker.cache.copies import CopyLimits, CopyRequest, PageGuard
-from relaygr.worker.cache.events import StoredEntry
+from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.shared.arena import ArenaShape, NotTheWriterError, SharedArena, TornPageError

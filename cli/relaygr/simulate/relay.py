@@ -32,7 +32,8 @@ from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.schedule import Impression
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, job_of
-from relaygr.worker.cache.events import CacheEvent, EventKind, StoredEntry
+from relaygr.worker.cache import Hit, Miss, MissReason, PendingPrefix, Purpose
+from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.executor.work import JobOutcome
 
 TAKEOVER_S: Final = 0.3
@@ -40,7 +41,6 @@ TAKEOVER_S: Final = 0.3
 REBALANCE_S: Final = 0.1
 _DRAIN_S: Final = 3.0
 _OPEN: Final = 255
-_FOUND: Final = {"hit": "hbm", "partial_hit": "hbm", "in_dram": "dram"}
 
 
 @dataclass(slots=True, eq=False)
@@ -271,16 +271,17 @@ class RelaySimulation:
         member.jobs.pop(number, None)
         self._jobs[outcome.value] += 1
 
-    def _on_cache_event(self, event: CacheEvent) -> None:
+    def _on_look_up(self, purpose: Purpose, user_id: str, found: Hit | PendingPrefix | Miss) -> None:
         """Counts where the first look-up of an impression found its prefix."""
-        if event.kind is EventKind.PREPARE:
-            self._prepared[event.user_id] += 1
-        elif event.kind is not EventKind.ACQUIRE:
+        if purpose is Purpose.PRE_INFER:
+            self._prepared[user_id] += 1
+        elif purpose is Purpose.AGAIN:
             return
-        elif self._prepared[event.user_id] > 0:
-            self._prepared[event.user_id] -= 1
+        elif self._prepared[user_id] > 0:
+            self._prepared[user_id] -= 1
             return
-        self._found[_FOUND.get(event.outcome, "nowhere")] += 1
+        in_dram = isinstance(found, Miss) and found.reason is MissReason.IN_DRAM
+        self._found["hbm" if isinstance(found, Hit) else "dram" if in_dram else "nowhere"] += 1
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -298,7 +299,7 @@ class RelaySimulation:
             self._random,
             lambda *ended: self._on_ranked(holder[0], *ended),
             lambda *ended: self._on_job(holder[0], *ended),
-            self._on_cache_event,
+            self._on_look_up,
             dram,
         )
         member = _Member(number, worker)

@@ -31,8 +31,8 @@ from relaygr.simulate.device import (
 )
 from relaygr.simulate.figures import Ending
 from relaygr.simulate.times import Draws, MeasuredTimes
-from relaygr.worker.cache import CacheConfig, PrefixCache
-from relaygr.worker.cache.events import CacheListener, StoredEntry
+from relaygr.worker.cache import CacheConfig, Hit, Miss, PendingPrefix, PrefixCache, PrefixKey, Purpose
+from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
@@ -51,6 +51,8 @@ _JOBS, _RANKINGS = "preinfer", "ranking"
 OnRanked = Callable[[int, int, Ending], None]
 """The number of the impression, the time of its result in µs, and its end."""
 OnJob = Callable[[int, JobOutcome], None]
+OnLookUp = Callable[[Purpose, str, Hit | PendingPrefix | Miss], None]
+"""The purpose of a look-up in the cache, its user, and what it found."""
 
 
 @dataclass(slots=True)
@@ -107,6 +109,26 @@ class _Results:
         self._on_job(received.offset, outcome)
 
 
+class _WatchedCache(PrefixCache):
+    """Passes on what each look-up found."""
+
+    def __init__(self, config: CacheConfig, mover: SimulatedLink | None, on_look_up: OnLookUp) -> None:
+        super().__init__(config, mover)
+        self._on_look_up = on_look_up
+
+    def acquire(
+        self,
+        key: PrefixKey,
+        now_us: int,
+        join: bool = True,
+        purpose: Purpose = Purpose.RANKING,
+        arriving: int | None = None,
+    ) -> Hit | PendingPrefix | Miss:
+        found = super().acquire(key, now_us, join, purpose, arriving)
+        self._on_look_up(purpose, key.user_id, found)
+        return found
+
+
 class SimulatedWorker:
     """See the module. `on_ranked` and `on_job` may name times that the simulation has not reached yet."""
 
@@ -119,7 +141,7 @@ class SimulatedWorker:
         random: np.random.Generator,
         on_ranked: OnRanked,
         on_job: OnJob,
-        on_cache_event: CacheListener,
+        on_look_up: OnLookUp,
         dram: list[StoredEntry] | None = None,
     ) -> None:
         """`dram`: the entries that an earlier process of this id left in DRAM."""
@@ -142,11 +164,8 @@ class SimulatedWorker:
         dram_pages = int(settings.dram_bytes) // model.geometry.page_bytes
         policies = TierPolicies(settings.hbm_policy, settings.dram_policy)
         self._link = SimulatedLink(model.geometry.page_bytes, model.latency, clock)
-        self.cache = PrefixCache(
-            CacheConfig(model.geometry, model.layout, hbm_pages, dram_pages, policies),
-            self._link if dram_pages else None,
-            listener=on_cache_event,
-        )
+        config = CacheConfig(model.geometry, model.layout, hbm_pages, dram_pages, policies)
+        self.cache = _WatchedCache(config, self._link if dram_pages else None, on_look_up)
         self._active_since_us = EPOCH_US + int(env.now)
         corrector = Corrector(model.latency)
         if dram:

@@ -2,13 +2,13 @@
 
     cache         `PrefixCache` and `Fill`: look-up, release, reserve, publish, leases, removal
     transfers     reloads and spills, the break-even rule, the spill gate
-    ledger        both tiers under one lock, with counters, events and pending prefixes
+    ledger        both tiers under one lock, with counters and pending prefixes
     metadata      entries and pages of one tier, pins, work in flight, evictions
     entries       entries and their states, pins, handles, leases
     identity      which cached prefix may serve which request
     policies      eviction policies
     results       answers of the cache, and the reasons by which it counts them
-    events        events for a listener; the journal of a DRAM tier that outlives the process
+    journal       contract with the journal of a DRAM tier that outlives the process
     stats         counters and their metrics
     admin         requests of operators: reports, drops, limits
     invariants    recounts a cache, for tests and debugging

@@ -13,7 +13,7 @@ from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.worker.cache.arena import ArenaCopier, allocate_arena
 from relaygr.worker.cache.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest, PageGuard
-from relaygr.worker.cache.events import CacheListener, TierJournal
+from relaygr.worker.cache.journal import TierJournal
 from relaygr.worker.cache.results import Tier
 from relaygr.worker.device import Device
 
@@ -52,7 +52,6 @@ def build_cache(
     clock: Clock | None = None,
     limits: CopyLimits | None = None,
     dram: DramMemory | None = None,
-    listener: CacheListener | None = None,
 ) -> BuiltCache:
     """Allocates the memory of both tiers, or uses `dram`, and starts the copy threads if there are two tiers.
 
@@ -62,7 +61,7 @@ def build_cache(
     geometry = config.geometry
     hbm_arena = allocate_arena(device, Tier.HBM, config.hbm_pages + extra_hbm_pages, geometry.kv.page_bytes)
     if not config.dram_pages:
-        return BuiltCache(PrefixCache(config, listener=listener), hbm_arena, None)
+        return BuiltCache(PrefixCache(config), hbm_arena, None)
     if dram is None:
         dram_arena = allocate_arena(device, Tier.DRAM, config.dram_pages, geometry.page_bytes)
         journal, guard = None, None
@@ -71,7 +70,7 @@ def build_cache(
     copier = ArenaCopier(device, hbm_arena, dram_arena, geometry, guard)
     mover = ThreadMover(copier.copy, geometry.page_bytes, clock if clock is not None else SystemClock(), limits)
     config = replace(config, layer_wise=device.has_streams)
-    return BuiltCache(PrefixCache(config, mover, listener=listener, dram_journal=journal), hbm_arena, dram_arena)
+    return BuiltCache(PrefixCache(config, mover, dram_journal=journal), hbm_arena, dram_arena)
 
 
 class ThreadMover:

@@ -34,8 +34,8 @@ import structlog
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.copies import Mover, NoMover
 from relaygr.worker.cache.entries import CacheEntry, Handle, Hit, Pin, Presence, WorkInFlight
-from relaygr.worker.cache.events import CacheListener, EventKind, StoredEntry, TierJournal
 from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.journal import StoredEntry, TierJournal
 from relaygr.worker.cache.ledger import AfterLock, PendingPrefix, TierLedger
 from relaygr.worker.cache.metadata import TierMetadata, TierShape
 from relaygr.worker.cache.policies import TierPolicies, make_policy
@@ -64,8 +64,6 @@ LONGEST_HOLD_US = 180_000_000
 job may wait 60 s with a handle or a fill, and a device that takes 10 s for a forward is stuck."""
 _BATCH = 256
 """Most entries that one section under the lock removes, restores or demotes."""
-_LOOK_UPS = {Purpose.RANKING: EventKind.ACQUIRE, Purpose.PRE_INFER: EventKind.PREPARE}
-"""The event that a look-up reports, by its purpose. A repeated look-up reports none."""
 
 
 class Completion(Protocol):
@@ -142,7 +140,6 @@ class Fill:
             outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
             ledger.counters.fills[outcome] += 1
             ledger.finish(after, work, outcome)
-            ledger.report(after, EventKind.PUBLISH, work.key, outcome)
             return self._handle_of(entry, work.key.length, work.key) if entry is not None else None
 
     def abort(self) -> None:
@@ -172,7 +169,6 @@ class PrefixCache:
         mover: Mover | None = None,
         *,
         spill_gate: SpillGate | None = None,
-        listener: CacheListener | None = None,
         dram_journal: TierJournal | None = None,
     ) -> None:
         """`mover` makes the copies between the tiers. Without one nothing is spilled or reloaded.
@@ -191,7 +187,7 @@ class PrefixCache:
         hbm, dram = tier_of(Tier.HBM, config.hbm_pages, None), tier_of(Tier.DRAM, config.dram_pages, dram_journal)
         self.geometry = geometry
         """The shape of a page in both tiers."""
-        self.ledger = TierLedger(hbm, dram, counters, listener)
+        self.ledger = TierLedger(hbm, dram, counters)
         """For modules of the cache and their tests."""
         gate = spill_gate if spill_gate is not None else SpillGate(20_000.0, 50_000.0)
         num_layers = geometry.kv.num_layers if config.layer_wise else 0
@@ -243,23 +239,18 @@ class PrefixCache:
         AGAIN mark a pre-infer as used.
         """
         ledger = self.ledger
-        with ledger.section as after:
+        with ledger.lock:
             ledger.pass_time(now_us)
-            answer: Hit | PendingPrefix | Miss
             refusal = ledger.refusal(key)
             if refusal is not None:
                 ledger.counters.misses[refusal] += purpose is Purpose.RANKING
-                answer, outcome = Miss(refusal), refusal.value
-            else:
-                answer, outcome = self._look_up(key, now_us, join, purpose, arriving)
-            if purpose is not Purpose.AGAIN:
-                ledger.report(after, _LOOK_UPS[purpose], key, outcome)
-            return answer
+                return Miss(refusal)
+            return self._look_up(key, now_us, join, purpose, arriving)
 
     def _look_up(
         self, key: PrefixKey, now_us: int, join: bool, purpose: Purpose, arriving: int | None
-    ) -> tuple[Hit | PendingPrefix | Miss, str]:
-        """The result of `acquire` for a key that may match, and the outcome for the listener. Counts the look-up."""
+    ) -> Hit | PendingPrefix | Miss:
+        """The result of `acquire` for a key that may match. Counts the look-up."""
         ledger, hbm, counters = self.ledger, self._hbm, self.ledger.counters
         counted = purpose is Purpose.RANKING
         found = hbm.index.find(key)
@@ -283,9 +274,9 @@ class PrefixCache:
                     not self._is_exact,
                     arrival,
                 )
-                return Hit(handle), "hit" if is_complete else "partial_hit"
+                return Hit(handle)
             counters.joins[work.kind] += counted
-            return ledger.pending[work], work.kind
+            return ledger.pending[work]
         if found is not None:
             hbm.touch(found.entry, now_us)
             if purpose is not Purpose.PRE_INFER:
@@ -293,10 +284,10 @@ class PrefixCache:
             handle = self._handle_of(found.entry, covered, key)
             counters.hits += counted
             counters.partial_hits += counted and not handle.complete
-            return Hit(handle), "hit" if handle.complete else "partial_hit"
+            return Hit(handle)
         miss = ledger.miss(key)
         counters.misses[miss.reason] += counted
-        return miss, miss.reason
+        return miss
 
     def release(self, handle: Handle, after: Completion | None = None) -> None:
         """Unpins, at once or when the device has passed `after`.
@@ -357,25 +348,23 @@ class PrefixCache:
         self, key: PrefixKey, now_us: int, purpose: Purpose, own: Handle | None
     ) -> Fill | NoRoom | PendingPrefix:
         ledger, hbm = self.ledger, self._hbm
-        with ledger.section as after:
+        with ledger.lock:
             ledger.pass_time(now_us)
             refusal = ledger.refusal(key)
             if refusal is not None:
-                return self._no_room(after, key, NoRoomReason(refusal.value))
+                return self._no_room(NoRoomReason(refusal.value))
             found, coming = hbm.index.find(key), hbm.index.find_work(key)
             covered = found.behaviours if found else 0
             if covered == key.length and found is not None:
                 return PendingPrefix(PendingKind.FILL, covered, PendingOutcome.PUBLISHED)
             if coming is not None and coming.behaviours > covered:
-                ledger.report(after, EventKind.RESERVE, key, "joined")
                 return ledger.pending[coming.work]
             own_pins = int(own is not None and own.pin.open and found is not None and own.pin.entry is found.entry)
             work = hbm.begin(key, PendingKind.FILL, purpose, found, own_pins)
             if isinstance(work, NoRoomReason):
-                return self._no_room(after, key, work)
+                return self._no_room(work)
             ledger.counters.appends += work.base is not None
             ledger.pending[work] = PendingPrefix(PendingKind.FILL, key.length)
-            ledger.report(after, EventKind.RESERVE, key, "append" if work.base is not None else "fill")
             hbm.held_until_us[work] = ledger.latest_us + self._longest_hold_us
             return Fill(ledger, work, self._handle_of)
 
@@ -400,7 +389,6 @@ class PrefixCache:
                 if stale is not None:
                     ledger.finish(after, stale, PendingOutcome.INVALIDATED)
             ledger.counters.leases_granted += 1
-            ledger.report(after, EventKind.LEASE, key, "granted")
             return True
 
     def end_lease(self, user_id: str, request_id: str, wasted: WasteReason | None = None) -> bool:
@@ -601,9 +589,8 @@ class PrefixCache:
         approximate = entry.source is PrefixSource.DRAM and not self._is_exact
         return Handle(behaviours, tokens, pin.pages, behaviours == key.length, entry.source, pin, approximate)
 
-    def _no_room(self, after: AfterLock, key: PrefixKey, reason: NoRoomReason) -> NoRoom:
+    def _no_room(self, reason: NoRoomReason) -> NoRoom:
         self.ledger.counters.no_room[reason] += 1
-        self.ledger.report(after, EventKind.RESERVE, key, reason)
         return NoRoom(reason)
 
     def _drop_all_but(self, namespace: bytes | None) -> int:
@@ -631,4 +618,3 @@ def _count_abort(ledger: TierLedger, after: AfterLock, work: WorkInFlight) -> No
     """Counts a fill that failed, and notifies the requests that wait for it."""
     ledger.counters.fills[PendingOutcome.FAILED] += 1
     ledger.finish(after, work, PendingOutcome.FAILED)
-    ledger.report(after, EventKind.ABORT, work.key, PendingOutcome.FAILED)

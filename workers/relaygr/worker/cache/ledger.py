@@ -6,7 +6,6 @@ Every method is called inside a section.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +14,6 @@ import structlog
 
 from relaygr.worker.cache.copies import Deadline, LayerArrival
 from relaygr.worker.cache.entries import CacheEntry, WorkInFlight
-from relaygr.worker.cache.events import CacheEvent, CacheListener, EventKind
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.metadata import TierMetadata
 from relaygr.worker.cache.results import Miss, MissReason, PendingKind, PendingOutcome, WasteReason
@@ -121,9 +119,7 @@ class Section:
 class TierLedger:
     """Shared by `PrefixCache` and `TierTransfers`. `only_namespace` limits the cache to one model."""
 
-    def __init__(
-        self, hbm: TierMetadata, dram: TierMetadata, counters: Counters, listener: CacheListener | None
-    ) -> None:
+    def __init__(self, hbm: TierMetadata, dram: TierMetadata, counters: Counters) -> None:
         self.hbm = hbm
         self.dram = dram
         self.tiers = (hbm, dram)
@@ -136,20 +132,11 @@ class TierLedger:
         """For all other sections."""
         self.latest_us = 0
         """The latest time that a caller passed in: the time of operations that have none, such as the end of a copy."""
-        self._listener = listener
-        self._sequence = itertools.count()
 
     def pass_time(self, now_us: int) -> None:
         """Notes the time of a section."""
         if now_us > self.latest_us:
             self.latest_us = now_us
-
-    def report(self, after: AfterLock, kind: EventKind, key: PrefixKey, outcome: str) -> None:
-        """Reports an event to the listener, once the lock is left."""
-        if self._listener is not None:
-            sequence = next(self._sequence)
-            event = CacheEvent(sequence, self.latest_us, kind, key.user_id, key.namespace, key.chain, str(outcome))
-            after.append(partial(self._listener, event))
 
     def finish(self, after: AfterLock, work: WorkInFlight, outcome: PendingOutcome) -> None:
         """Ends the wait for the work, once the lock is left."""
@@ -184,4 +171,3 @@ class TierLedger:
             stale = tier.remove(entry, WasteReason.INVALIDATED)
             if stale is not None:
                 self.finish(after, stale, PendingOutcome.INVALIDATED)
-            self.report(after, EventKind.INVALIDATE, entry.key, tier.tier)

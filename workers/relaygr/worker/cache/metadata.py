@@ -40,8 +40,8 @@ from relaygr.worker.cache.entries import (
     PrefixMatch,
     WorkInFlight,
 )
-from relaygr.worker.cache.events import StoredEntry, TierJournal
 from relaygr.worker.cache.identity import Mark, PrefixKey
+from relaygr.worker.cache.journal import StoredEntry, TierJournal
 from relaygr.worker.cache.policies import EntryWeight, EvictionPolicy
 from relaygr.worker.cache.results import (
     NoRoomReason,

@@ -24,7 +24,6 @@ from relaygr.worker.cache.copies import (
     layer_groups,
 )
 from relaygr.worker.cache.entries import CacheEntry, Handle, Pin, WorkInFlight
-from relaygr.worker.cache.events import EventKind
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.ledger import PendingPrefix, TierLedger
 from relaygr.worker.cache.results import (
@@ -105,23 +104,19 @@ class TierTransfers:
         twice, the waiters get FAILED. A caller that joins an earlier reload calls `PendingPrefix.needed_by`.
         """
         ledger = self._ledger
-        with ledger.section as after:
+        with ledger.lock:
             ledger.pass_time(now_us)
             begun = self._begin_reload(key, deadline_us, now_us, saved_us, rank_us)
             if isinstance(begun, Declined):
                 ledger.counters.declined[begun.reason] += 1
-                ledger.report(after, EventKind.RELOAD, key, begun.reason)
                 return begun
             if isinstance(begun, NoRoom):
                 ledger.counters.no_room[begun.reason] += 1
-                ledger.report(after, EventKind.RELOAD, key, begun.reason)
                 return begun
             if isinstance(begun, PendingPrefix):
-                ledger.report(after, EventKind.RELOAD, key, "joined")
                 return begun
             work, pin, request = begun
             pending = ledger.pending[work]
-            ledger.report(after, EventKind.RELOAD, key, "started")
         if not self._mover.submit(request):
             with ledger.section as after:
                 ledger.dram.unpin(pin)
@@ -134,13 +129,12 @@ class TierTransfers:
     def spill(self, source: Handle | PrefixKey) -> SpillOutcome:
         """Starts to copy an entry to DRAM, or only its tail if DRAM has the beginning. Never waits."""
         ledger = self._ledger
-        with ledger.section as after:
+        with ledger.lock:
             begun = self._begin_spill(source)
             if isinstance(begun, SpillOutcome):
                 ledger.counters.spills[begun] += 1
                 return begun
             work, pin, request = begun
-            ledger.report(after, EventKind.SPILL, work.key, SpillOutcome.STARTED)
         started = self._mover.submit(request)
         outcome = SpillOutcome.STARTED if started else SpillOutcome.QUEUE_FULL
         with ledger.lock:
@@ -222,7 +216,6 @@ class TierTransfers:
                     ledger.remove(after, [(ledger.dram, pin.entry)])
             ledger.counters.reloads[outcome] += 1
             ledger.finish(after, work, outcome)
-            ledger.report(after, EventKind.RELOADED, work.key, outcome)
 
     def _retries(self, work: WorkInFlight, pin: Pin, again: CopyRequest) -> bool:
         """Tries a failed copy once more if its work is current. False if it is not, or if the queue is full."""
@@ -267,7 +260,7 @@ class TierTransfers:
 
     def _spilled(self, work: WorkInFlight, pin: Pin, copied: bool) -> None:
         ledger = self._ledger
-        with ledger.section as after:
+        with ledger.lock:
             outcome = PendingOutcome.FAILED
             if copied:
                 entry = ledger.dram.publish(work, ledger.latest_us, pin.entry.source)
@@ -276,7 +269,6 @@ class TierTransfers:
                 ledger.dram.abort(work)
             ledger.hbm.end_spill(pin)
             ledger.counters.spills_ended[outcome] += 1
-            ledger.report(after, EventKind.SPILLED, work.key, outcome)
 
     def _entry_of(self, source: Handle | PrefixKey) -> CacheEntry | None:
         if isinstance(source, Handle):

@@ -52,7 +52,7 @@ from prometheus_client import Counter, Gauge
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import open_private
 from relaygr.worker.cache.entries import CacheEntry
-from relaygr.worker.cache.events import StoredEntry
+from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.cache.results import PageArray
 from relaygr.worker.device import Device
 from relaygr.worker.kv import DramGeometry, PrefixLayout

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey
+from relaygr.worker.cache.journal import StoredEntry
 
 _HEAD: Final = struct.Struct("<QQQIIHHHBB")
 _MARK: Final = struct.Struct(f"<Q{DIGEST_BYTES}s")
