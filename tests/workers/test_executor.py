@@ -74,15 +74,6 @@ def test_a_grown_history_computes_only_its_tail_and_stays_on_the_hbm_path():
     assert world.engine.chunks[-1][1] == 130
 
 
-def test_without_extended_prefixes_a_grown_history_is_computed_in_full():
-    world = ExecutorWorld(extend_prefixes=False)
-    for number, length in ((1, 100), (1, 100), (2, 130)):
-        world.rank(version=world.store.put("u", length, number=number), request_id=f"{number}-{length}")
-        world.run()
-    assert world.outbox.paths == [Path.FULL, Path.HBM, Path.FULL]
-    assert sum(end - start for start, end in world.engine.chunks) == 100 + 130
-
-
 def test_a_request_that_overtakes_its_queued_job_takes_the_work_over():
     world = ExecutorWorld()
     version = world.store.put("u", 100)

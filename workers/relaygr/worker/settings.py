@@ -133,9 +133,6 @@ class WorkerSettings(Section):
     reuse_prefixes: bool = Field(
         True, description="false: every ranking request is full inference without chunks, as a baseline"
     )
-    extend_prefixes: bool = Field(
-        True, description="false: a cached prefix of a shorter history is a miss, as a baseline"
-    )
 
     history_path: Path = Field(Path("history"), description="folder of the user-history store; each worker has its own")
     history_max_bytes: ByteSize = Field(

@@ -272,7 +272,6 @@ class ExecutorContext:
             engine,
             settings.anchor_behaviours,
             self.deletions,
-            extend_prefixes=settings.extend_prefixes,
         )
         self.chunking = Chunking(
             # Without reuse there is no pre-infer, so a cut would only cost time.

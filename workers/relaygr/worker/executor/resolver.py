@@ -55,14 +55,10 @@ class PrefixResolver:
         engine: Engine,
         anchor_behaviours: int,
         deletions: Deletions,
-        *,
-        extend_prefixes: bool = True,
     ) -> None:
-        """`extend_prefixes` false: a cached prefix of a shorter history is a miss."""
         self._histories = histories
         self._deletions = deletions
         self._engine = engine
-        self._growable = engine.rules.grows and extend_prefixes
         self._anchor_behaviours = longest_anchor(anchor_behaviours, engine.limits)
 
     def history(self, user_id: str, wanted: Wanted, inline: History | None, partition: int) -> ResolvedHistory:
@@ -112,7 +108,7 @@ class PrefixResolver:
         if rules.uses_query_time:
             chain = _chain_at(query_time_ms, chain, behaviours)
         return ResolvedPrefix(
-            key=PrefixKey(user_id, engine.namespace, chain, behaviours, growable=self._growable),
+            key=PrefixKey(user_id, engine.namespace, chain, behaviours, growable=rules.grows),
             features=features,
             behaviours=behaviours,
             suffix=_NO_SUFFIX if folded else suffix,
