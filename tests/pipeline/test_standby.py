@@ -21,6 +21,7 @@ from relaygr.schemas.topics import Topic
 from relaygr.ui.scrape import Reading
 from relaygr.worker.cache import MissReason
 from relaygr.worker.exits import Exit
+from relaygr.worker.settings import StandbyMemory
 from tests.worlds.pair import Pair, await_pair, children
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
 from tests.worlds.steady_traffic import Asked, Traffic, hit_ratio
@@ -48,13 +49,24 @@ def session_timeout_ms(kafka: KafkaSettings) -> int:
 
 
 @pytest.fixture
+def standby_memory() -> StandbyMemory:
+    return StandbyMemory.RESERVED
+
+
+@pytest.fixture
 def relay(
-    kafka: KafkaSettings, session_timeout_ms: int, model: Path, tmp_path: Path, hang_file: Path
+    kafka: KafkaSettings,
+    session_timeout_ms: int,
+    standby_memory: StandbyMemory,
+    model: Path,
+    tmp_path: Path,
+    hang_file: Path,
 ) -> Iterator[Relay]:
     group = f"{kafka.group_prefix}.{uuid.uuid4().hex[:6]}"
     own = kafka.model_copy(update={"group_prefix": group, "session_timeout_ms": session_timeout_ms})
     # HBM holds a few users' prefixes, DRAM all of them.
-    with Relay(own, tmp_path, model, dram_bytes=16 << 20, watchdog_s=WATCHDOG_S) as relay:
+    memory = {"dram_bytes": 16 << 20, "standby_memory": standby_memory}
+    with Relay(own, tmp_path, model, watchdog_s=WATCHDOG_S, **memory) as relay:
         yield relay
 
 
@@ -135,6 +147,7 @@ class LookUps:
         return found / (found + self.absent - earlier.absent)
 
 
+@pytest.mark.parametrize("standby_memory", StandbyMemory)
 def test_the_standby_of_a_worker_killed_under_traffic_takes_over(relay: Relay, worker: CommandProcess):
     """No request is lost or answered twice, every prefix in DRAM is found again, and a new standby starts."""
     pair = pair_of(worker)
