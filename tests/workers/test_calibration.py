@@ -148,16 +148,6 @@ def test_a_standby_leaves_the_products_to_the_library_that_was_calibrated(
     assert onednn_is_faster() is choice and describe(TimedEngine()).uses_onednn is choice
 
 
-def test_a_calibration_of_an_earlier_release_says_nothing_of_batches(timed: Calibration, tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    save_calibration(timed, path)
-    file = json.loads(path.read_text())
-    machine = file["calibration"]["machine"]
-    del file["calibration"]["batch"], machine["uses_onednn"], machine["compiles_products"]
-    path.write_text(json.dumps(file))
-    assert latency_for(TimedEngine(), path) == LatencyModel(timed.coefficients)
-
-
 def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> None:
     hits = {(point.prefix_tokens, point.scored_tokens): point.duration_us for point in timed.hit}
     longest = max(timed.full, key=lambda point: (point.prefix_tokens, point.scored_tokens))

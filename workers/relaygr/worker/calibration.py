@@ -62,8 +62,6 @@ _MUST_AGREE = (
     "compiles_products",
 )
 """Fields in which a calibration and the engine that uses it must agree."""
-_MAY_BE_MISSING = ("uses_onednn", "compiles_products")
-"""Fields that files of earlier releases do not have."""
 
 QUICK_BUDGET_S = 3.0
 """Time that a worker without a calibration file spends on calibration at its start."""
@@ -100,10 +98,9 @@ class MachineDescription:
     """The attention implementation, and whether it runs from captured graphs. Plain torch, which is used where the
     device's kernels are missing, takes several times as long."""
     uses_onednn: bool | None = None
-    """Whether oneDNN computes the float32 products of a CPU that are not compiled. None: not a CPU, or a file of an
-    earlier release."""
+    """Whether oneDNN computes the float32 products of a CPU that are not compiled. None: not a CPU."""
     compiles_products: bool | None = None
-    """Whether machine code computes the float32 products of a CPU whose widths fit. None: as above."""
+    """Whether machine code computes the float32 products of a CPU whose widths fit. None: not a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ class Calibration:
     hit: tuple[RankPoint, ...]
     reload: tuple[ReloadPoint, ...]
     batch: tuple[BatchPoint, ...] = ()
-    """None in files of earlier releases."""
+    """Empty if the arena had room for one prefix only."""
 
     @property
     def model(self) -> LatencyModel:
@@ -326,7 +323,7 @@ def latency_for(engine: Engine, path: Path) -> LatencyModel:
     here = describe(engine)
     for name in _MUST_AGREE:
         measured, present = getattr(calibration.machine, name), getattr(here, name)
-        if measured != present and not (name in _MAY_BE_MISSING and measured is None):
+        if measured != present:
             raise RelayError(
                 f"{path} was measured with {name} {measured}, but this worker has {present}: run `relaygr calibrate` "
                 "again, or remove the setting, so that the worker calibrates at its start."

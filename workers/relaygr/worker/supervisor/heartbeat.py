@@ -55,9 +55,8 @@ class Heartbeat:
                 int(fields["port"]),
                 bool(fields["ready"]),
                 str(fields["detail"]),
-                # A child that runs an earlier version does not send them.
-                int(fields.get("poll_silent_ms", 0)),
-                int(fields.get("device_silent_ms", 0)),
+                int(fields["poll_silent_ms"]),
+                int(fields["device_silent_ms"]),
             )
         except (ValueError, KeyError, TypeError):
             return None
