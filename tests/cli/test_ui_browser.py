@@ -13,7 +13,7 @@ from relaygr.schemas.messages import Path as RankingPath
 from relaygr.ui.page import GateView, Page, RunView
 from relaygr.ui.scrape import parse_reading
 from relaygr.ui.server import UiServer
-from tests.worlds.browser import Browser, browser
+from tests.worlds.browser import Browser, browser, press
 from tests.worlds.ui import UiWorld, served
 
 pytestmark = pytest.mark.browser
@@ -132,7 +132,7 @@ def test_the_page_is_used_with_the_keyboard(tab: Browser, server: UiServer, page
     tab.show(server.address, 1280)
     tab.until(SHOWN)
     tab.ask("document.querySelector('#late summary').focus()")
-    tab.press("Enter", 13)
+    press(tab, "Enter", 13)
     tab.until("document.querySelector('#late details').open")
     assert "ranking request sent after" in text_of(tab, "#late details")
     world.ask("g.9.1.t")
@@ -140,9 +140,9 @@ def test_the_page_is_used_with_the_keyboard(tab: Browser, server: UiServer, page
     page.set_phase("later")
     tab.until("document.querySelectorAll('#late details').length == 5")
     assert tab.ask("document.activeElement.parentElement.open"), "a newer request takes neither the focus nor the row"
-    tab.press("p", 80)
+    press(tab, "p", 80)
     assert text_of(tab, "#link") == "paused" and tab.ask("document.getElementById('pause').ariaPressed") == "true"
-    tab.press("p", 80)
+    press(tab, "p", 80)
     assert text_of(tab, "#link") == "live"
 
 
@@ -167,5 +167,5 @@ def test_a_browser_logs_in_with_the_token(tab: Browser, page: Page) -> None:
         tab.until("document.activeElement?.id == 'token'")
         assert tab.ask("document.documentElement.scrollWidth") <= 390
         tab.call("Input.insertText", text=TOKEN)
-        tab.press("Enter", 13)
+        press(tab, "Enter", 13)
         tab.until(SHOWN)

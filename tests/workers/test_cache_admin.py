@@ -28,10 +28,10 @@ from relaygr.worker.cache.admin import (
     digest_of,
     encode_request,
 )
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.stats import TierStats
 from relaygr.worker.executor.work import JobOutcome
 from tests.worlds.cache import GEOMETRY, CacheWorld, make_key
+from tests.worlds.invariants import check_invariants
 from tests.worlds.real_executor import RealExecutorWorld
 
 PAGES = 7
@@ -173,6 +173,17 @@ class TestShow:
             ("ann", 1, 0, PAGES * GEOMETRY.page_bytes),
         ]
         assert (report.top[0].age_s, report.top[0].idle_s) == (6.0, 3.0)
+
+    def test_hit_ratios_are_not_integer_divisions(self) -> None:
+        """9. Hits over look-ups came out as 0 until they were 1."""
+        world = CacheWorld(hbm_pages=40)
+        assert [tier.found for tier in Admin(world).ask(CacheReport, Show()).tiers] == [None, None]
+        world.cache.acquire(ANN, 0)
+        world.store(ANN)
+        for _ in range(2):
+            world.cache.release(world.hit(ANN))
+        hbm, dram = Admin(world).ask(CacheReport, Show()).tiers
+        assert (hbm.found, dram.found) == (pytest.approx(2 / 3), 0)
 
     def test_it_lists_as_many_users_as_were_asked_for_and_counts_them_all(self) -> None:
         world = CacheWorld(hbm_pages=700)

@@ -13,11 +13,11 @@ import pytest
 from relaygr.schemas.messages import HistoryVersion, Path, PrefixSource
 from relaygr.worker.cache import CacheConfig, Fill, NoRoom, PendingOutcome, SpillOutcome
 from relaygr.worker.cache.build import build_cache
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.executor.context import DeviceCompletion
 from relaygr.worker.kv import DramGeometry, DramKvDtype
 from tests.workers.simulated_device import SimulatedDevice, SimulatedStream
 from tests.worlds.cache import GEOMETRY, LAYOUT, make_key
+from tests.worlds.invariants import check_invariants
 from tests.worlds.overlap import LAYER_US, LAYERS, PAGES, OverlapWorld, worst
 
 TOLERANCE = 2e-5

@@ -8,11 +8,11 @@ from prometheus_client import CollectorRegistry
 from relaygr.schemas.messages import Path
 from relaygr.worker.cache import CacheConfig, Fill, NoRoom, PendingOutcome, PendingPrefix, PrefixCache
 from relaygr.worker.cache.cache import LONGEST_HOLD_US
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.executor.work import PrefixWork
 from relaygr.worker.kv import DramGeometry
 from tests.worlds.cache import GEOMETRY, LAYOUT, CacheWorld, Later, make_key
+from tests.worlds.invariants import check_invariants
 from tests.worlds.overlap import OverlapWorld, worst
 
 KEY = make_key(length=100)

@@ -30,10 +30,10 @@ from relaygr.worker.cache import (
     WasteReason,
 )
 from relaygr.worker.cache.copies import CopyLimits
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from relaygr.worker.kv import DramGeometry
 from tests.worlds.cache import GEOMETRY, LAYOUT, SteppedMover
+from tests.worlds.invariants import check_invariants
 
 OPERATIONS = int(os.environ.get("RELAYGR_TEST_SOAK_OPERATIONS", "250000"))
 HBM_PAGES, DRAM_PAGES = 400, 1_200

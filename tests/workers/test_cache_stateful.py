@@ -61,11 +61,11 @@ from relaygr.worker.cache.admin import (
 )
 from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.cache.entries import EntryState
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from relaygr.worker.cache.stats import HOLDINGS, TierStats
 from relaygr.worker.cache.transfers import SpillGate
 from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key, stamps
+from tests.worlds.invariants import check_invariants
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from relaygr.worker.cache import Tier
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.shared.index import HEADER_BYTES, ArenaIndex, index_bytes
 from tests.worlds.cache import make_key
+from tests.worlds.invariants import check_invariants
 from tests.worlds.real_executor import RealExecutorWorld
 from tests.worlds.shared import SharedWorld
 

@@ -18,7 +18,6 @@ from relaygr.schemas.messages import (
     PrefixSource,
 )
 from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixKey, WasteReason
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.executor.context import REMEMBERED_US
 from relaygr.worker.executor.executor import WORK_TOO_LONG
 from relaygr.worker.executor.requests import WAITED_PART
@@ -36,6 +35,7 @@ from tests.worlds.executor import (
     history_of,
     world_with_a_in_dram,
 )
+from tests.worlds.invariants import check_invariants
 
 
 def test_a_prefix_computed_ahead_is_hit_in_hbm():

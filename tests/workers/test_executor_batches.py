@@ -13,11 +13,11 @@ from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.messages import FailureReason, HistoryVersion, Path
 from relaygr.simulate.device import SimulatedDevice
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import Event
 from relaygr.worker.executor.executor import LONG_US, POSTED_TO_WAKE, WORK_TOO_LONG
 from relaygr.worker.executor.work import JobOutcome
 from tests.worlds.executor import COEFFICIENTS, HIT_US, TOKEN_US, ExecutorWorld
+from tests.worlds.invariants import check_invariants
 from tests.worlds.real_executor import RealExecutorWorld, behaviours_of
 
 

@@ -26,7 +26,6 @@ from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import Memory
 from relaygr.schemas.messages import Behaviours, History, LatencyCoefficients, Path
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.device import CpuDevice, MemoryInfo
 from relaygr.worker.executor.work import JobOutcome
@@ -56,6 +55,7 @@ from relaygr.worker.process.reloading import (
 from relaygr.worker.results import DIVERGED_ANSWERS, JUDGED_ANSWERS, FiniteScores
 from relaygr.worker.score_error import other_engine
 from relaygr.worker.settings import WorkerSettings
+from tests.worlds.invariants import check_invariants
 from tests.worlds.model import small_config
 from tests.worlds.real_executor import KINDS, PAGE_TOKENS, RealExecutorWorld, behaviours_of
 

@@ -24,7 +24,6 @@ from relaygr.schemas.messages import PrefixSource
 from relaygr.worker import memory
 from relaygr.worker.cache import Miss, MissReason, PendingOutcome, PendingPrefix, PrefixKey, SpillOutcome, Tier
 from relaygr.worker.cache.entries import CacheEntry
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
@@ -40,6 +39,7 @@ from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.record import IndexRecord, pack
 from tests.workers.test_shared_index import records
 from tests.worlds.cache import GEOMETRY, PAGE_TOKENS, CacheWorld, make_key
+from tests.worlds.invariants import check_invariants
 from tests.worlds.shared import DRAM_PAGES, MODEL, SHAPE, SharedWorld, holds
 
 ANN, BOB = make_key("ann", 100), make_key("bob", 60)

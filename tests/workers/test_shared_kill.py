@@ -25,12 +25,12 @@ import relaygr.worker.cache
 import relaygr.worker.shared
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.cache.copies import CopyRequest
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.shared.arena import ArenaJournal, MappedFile, SharedArena, TornPageError, map_file
 from relaygr.worker.shared.index import ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
 from tests.worlds import shared as shared_world
 from tests.worlds.cache import PAGE_TOKENS, make_key
+from tests.worlds.invariants import check_invariants
 from tests.worlds.shared import MODEL, SHAPE, GuardedMover, SharedWorld, holds
 
 WATCHED = (*relaygr.worker.shared.__path__, *relaygr.worker.cache.__path__, shared_world.__file__)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaygr.worker.cache.invariants import check_invariants
 from tests.worlds.cache import make_key
+from tests.worlds.invariants import check_invariants
 from tests.worlds.shared import SharedWorld, holds
 
 pytestmark = pytest.mark.slow

@@ -19,3 +19,10 @@ def browser(folder: Path) -> Iterator[Browser]:
         unavailable("browser", f"none of {', '.join(headless.NAMES)} is installed")
     with headless.browser(program, folder) as tab:
         yield tab
+
+
+def press(tab: Browser, key: str, code: int) -> None:
+    """A key that is pressed and released. `code`: its Windows virtual-key code."""
+    for kind in ("keyDown", "keyUp"):
+        text = {"text": "\r" if key == "Enter" else key} if kind == "keyDown" and key != "Tab" else {}
+        tab.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text)

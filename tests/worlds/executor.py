@@ -24,7 +24,6 @@ from relaygr.simulate.device import SimulatedDevice, SimulatedEngine, SimulatedM
 from relaygr.simulate.times import Draws
 from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
-from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
@@ -35,6 +34,7 @@ from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
 from relaygr.worker.settings import WorkerSettings
+from tests.worlds.invariants import check_invariants
 from tests.worlds.outbox import Outbox
 
 PAGE_TOKENS = 16

@@ -64,11 +64,6 @@ class Browser:
                 raise TimeoutError(f"{expression}: {self.complaints}")
             time.sleep(0.05)
 
-    def press(self, key: str, code: int) -> None:
-        for kind in ("keyDown", "keyUp"):
-            text = {"text": "\r" if key == "Enter" else key} if kind == "keyDown" and key != "Tab" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text)
-
     def picture(self, path: Path, element: str = "body") -> None:
         """A picture of the whole element, given by a selector, also of the parts outside the window."""
         box = self.ask(

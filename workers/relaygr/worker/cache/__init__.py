@@ -11,7 +11,6 @@
     journal       contract with the journal of a DRAM tier that outlives the process
     stats         counters and their metrics
     admin         requests of operators: reports, drops, limits
-    invariants    recounts a cache, for tests and debugging
     copies        copies between the tiers: request, queue, forecast; contract of the mover
     arena, codec  bytes of the pages; K,V in fewer bits for DRAM
     build         builds a cache for a device, with the threads that copy

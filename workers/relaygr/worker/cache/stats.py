@@ -136,11 +136,6 @@ class CacheStats(Counters):
     def lookups(self) -> int:
         return self.hits + sum(self.joins.values()) + sum(self.misses.values())
 
-    @property
-    def hit_ratio(self) -> float:
-        """Share of look-ups that found K,V ready in HBM; 0.0 before the first look-up."""
-        return self.hits / self.lookups if self.lookups else 0.0
-
 
 def snapshot_of(counters: Counters) -> dict[str, Any]:
     """A copy of all counters by name; later counting does not change it."""

@@ -1,4 +1,4 @@
-"""Recounts a cache from its entries, work and pins, for tests and debugging.
+"""Recounts a cache from its entries, work and pins.
 
 In each tier: free + withheld + evictable + leased + pinned + in flight = capacity, with each page in exactly one of
 these; pages are withheld as the limit says; every reference has a holder; indexes, policy and leases agree.
