@@ -202,12 +202,6 @@ class WorkerMetrics:
         )
         self._full_path_ratios: dict[int, Gauge] = {}
         """Those of `_full_path_ratio` that are known, by bucket."""
-        self._joined = Counter(
-            "relaygr_worker_prefix_joined_total",
-            "Ranking requests that joined the computation of their prefix: begun (pending) or still queued (overtaken)",
-            ["kind"],
-            registry=registry,
-        )
         device_seconds = Counter(
             "relaygr_worker_device_seconds_total",
             "Device time by the class of work: ranking, preinfer or warm_up",
@@ -335,9 +329,6 @@ class WorkerMetrics:
     def discarded(self, kind: DiscardedWork, duration_us: int) -> None:
         """Device time was spent on work whose result nobody used."""
         self._discarded_seconds[kind].inc(duration_us / 1e6)
-
-    def joined(self, overtaken: bool) -> None:
-        self._joined.labels("overtaken" if overtaken else "pending").inc()
 
     def mixed_pass(self) -> None:
         self._mixed.inc()

@@ -456,7 +456,6 @@ class Requests:
                 self._parts.cache.release(found.handle)
         self._wait(work, RequestState.WAITS_FOR_PREFIX)
         coming.waiters.append(work)
-        self._parts.metrics.joined(overtaken=not coming.started)
         self._context.scheduler.push(coming)
 
     def _continue_on(self, work: RankingWork, computed: PrefixComputed) -> None:

@@ -32,7 +32,7 @@ from confluent_kafka import (
     Message,
     TopicPartition,
 )
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.kafka.clients import READ_COMMITTED, asking_fetch_wait_ms, make_assigned_consumer
@@ -103,21 +103,8 @@ _AHEAD = Counter(
     "Stored records of both topics with the time of a behaviour that lies further ahead of the record's timestamp than "
     "worker.history_max_ahead_s: that time is not used",
 )
-_REJECTED = Counter(
-    "relaygr_history_rejected_total", "Records of both topics sent to dead letters, by reason", ["reason"]
-)
 _FAILURES = Counter(
     "relaygr_history_failures_total", "Failures after which the follower read again from the stored offsets"
-)
-_RESTARTED_PARTITIONS = Counter(
-    "relaygr_history_restarted_partitions_total",
-    "Partitions that were read again from the beginning, by reason",
-    ["reason"],
-)
-_APPLY_SECONDS = Histogram(
-    "relaygr_history_apply_seconds",
-    "Duration of one transaction of the history store",
-    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
 )
 _PARTITIONS = Gauge("relaygr_history_partitions", "Followed history partitions by state", ["state"])
 _USERS = Gauge("relaygr_history_users", "Users in the history store")
@@ -126,12 +113,6 @@ _CAPACITY_BYTES = Gauge("relaygr_history_capacity_bytes", "Size limit of the his
 _UNERASED_SECONDS = Gauge(
     "relaygr_history_unerased_seconds",
     "Time since the first deletion of a user whose bytes may still be in the files of the history store",
-)
-_COMPACTIONS = Counter(
-    "relaygr_history_compactions_total", "Compactions of the history store: done or failed", ["outcome"]
-)
-_UNDELIVERED = Gauge(
-    "relaygr_history_undelivered_dead_letters", "Dead letters of the history topic that wait for their delivery report"
 )
 _BEHIND = Gauge(
     "relaygr_history_behind_offsets",
@@ -450,7 +431,6 @@ class HistoryFollower:
         self._missed.add(partition)
         self._tombstones.reset(partition)
         users = self._store.forget(partition)
-        _RESTARTED_PARTITIONS.labels(reason).inc()
         log.warning("history partition is read from the beginning", partition=partition, reason=reason, forgotten=users)
 
     def _receive(self, consumer: Consumer, message: Message) -> None:
@@ -484,7 +464,6 @@ class HistoryFollower:
         else:
             read.undelivered.add(offset)
             (_EVENTS if is_event else _RECORDS).labels("rejected").inc()
-            _REJECTED.labels(entry.reason).inc()
             self._write_dead_letter(_Invalid(read, message, entry))
 
     def _receive_error(
@@ -523,8 +502,7 @@ class HistoryFollower:
                     self._hide(batch.partition, record)
         if batches:
             try:
-                with _APPLY_SECONDS.time():
-                    outcome = self._store.apply_all(batches)
+                outcome = self._store.apply_all(batches)
             except StoreFullError as error:
                 self._report(error.done)
                 raise
@@ -585,7 +563,6 @@ class HistoryFollower:
         removed_at_ms = self._store.removed_at_ms
         unerased_ms = 0 if removed_at_ms is None else self._clock.wall_us() // 1000 - removed_at_ms
         _UNERASED_SECONDS.set(max(0, unerased_ms) / 1000)
-        _UNDELIVERED.set(self._undelivered)
         _BEHIND.labels("history").set(self._behind(consumer, self._topic))
         _BEHIND.labels("behaviours").set(self._behind(consumer, self._behaviours))
 
@@ -641,11 +618,9 @@ class HistoryFollower:
                 return
         try:
             if self._store.compact():
-                _COMPACTIONS.labels("done").inc()
                 log.info("history store compacted: no byte of deleted users is left in it", path=str(self._store.path))
         except (OSError, RelayError, lmdb.Error) as error:
             self._erase_at_us = now_us + ERASE_RETRY_US
-            _COMPACTIONS.labels("failed").inc()
             log.warning(
                 "bytes of deleted users are still in the history store: it needs free disk space for its live records",
                 path=str(self._store.path),

@@ -93,13 +93,6 @@ class _Written:
     headers: Headers
 
 
-_SNAPSHOTS = Counter(
-    "relaygr_history_snapshots_total",
-    "Histories that this worker saved on the history topic, by reason: superseded (an older record came last), old "
-    "(behaviours are about to leave their topic) or grown (many behaviours since the last snapshot)",
-    ["reason"],
-)
-_SNAPSHOT_BYTES = Counter("relaygr_history_snapshot_bytes_total", "Bytes of the histories that this worker saved")
 _FAILURES = Counter(
     "relaygr_history_snapshot_failures_total", "Histories that could not be saved; the worker tries again"
 )
@@ -107,9 +100,6 @@ _OLDEST_SECONDS = Gauge(
     "relaygr_history_unsaved_seconds",
     "Age of the oldest behaviour that no snapshot has, when the worker last looked at all its histories; the "
     "behaviours topic keeps 7 days",
-)
-_UNSAVED = Gauge(
-    "relaygr_history_unsaved_users", "Users whose history was due to be saved, when the worker last looked at all"
 )
 
 
@@ -141,7 +131,6 @@ class SnapshotWriter:
         self._after: bytes | None = None
         """Where the present look at all histories goes on; None: it has ended."""
         self._scan_at_us = 0
-        self._due = 0
         self._oldest_ms: int | None = None
         self._limited_log = LimitedLog(clock)
 
@@ -152,7 +141,7 @@ class SnapshotWriter:
         self._producer.poll()
         now_us = self._clock.monotonic_us()
         if self._after is None and now_us >= self._scan_at_us:
-            self._after, self._due, self._oldest_ms = b"", 0, None
+            self._after, self._oldest_ms = b"", None
         if self._after is not None and max(len(self._urgent), len(self._deleted)) < _MOST_WAITING:
             self._scan(partitions, now_us)
         while len(self._producer) < _MOST_UNDELIVERED:
@@ -188,11 +177,9 @@ class SnapshotWriter:
                 since_ms = each.head.unsaved_since_ms
                 self._oldest_ms = since_ms if self._oldest_ms is None else min(self._oldest_ms, since_ms)
             if reason is not None:
-                self._due += 1
                 (self._grown if reason is SnapshotReason.GROWN else self._urgent).append((each.partition, each.user_id))
         if self._after is None:
             self._scan_at_us = now_us + int(self._limits.scan_interval_s * 1e6)
-            _UNSAVED.set(self._due)
             _OLDEST_SECONDS.set(0 if self._oldest_ms is None else max(0, now_ms - self._oldest_ms) / 1000)
 
     def _save(self, partition: int, user_id: str) -> None:
@@ -212,10 +199,7 @@ class SnapshotWriter:
         except (BufferError, KafkaException, EncodeError) as error:
             self._fail(str(error))
             return
-        size_bytes = len(written.value or b"")
-        self._budget.spend(size_bytes)
-        _SNAPSHOTS.labels(reason.value).inc()
-        _SNAPSHOT_BYTES.inc(size_bytes)
+        self._budget.spend(len(written.value or b""))
 
     def _written(self, user_id: str, head: Head, now_ms: int) -> _Written | None:
         if head.is_deleted:

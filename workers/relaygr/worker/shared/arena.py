@@ -47,7 +47,7 @@ import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import open_private
@@ -65,7 +65,6 @@ log = structlog.get_logger()
 _DRAM: Final = "dram-"
 _INDEX: Final = "index-"
 
-_EPOCH = Gauge("relaygr_arena_epoch", "Number of this holder of the arena, counted from 1; 0: the arena is not adopted")
 _PREFIXES = Counter(
     "relaygr_arena_prefixes_total",
     "Prefixes found in the arena at start: restored, or the reason why they were dropped",
@@ -78,10 +77,6 @@ _PAGES = Counter(
     "relaygr_arena_pages_verified_total",
     "Restored pages that were compared with their checksums before their first use",
     ["outcome"],
-)
-_UNRECORDED = Counter(
-    "relaygr_arena_unrecorded_total",
-    "Prefixes in DRAM that did not fit into the index, so that a successor will not find them",
 )
 
 
@@ -185,8 +180,8 @@ class ArenaJournal:
         self._records += 1
         # Unique within an index: epochs count the writers.
         stamp = (self._lock.arena_epoch << 40) + self._records
-        if not self._index.put(record, entry.pages, now_us, stamp):
-            _UNRECORDED.inc()
+        # A successor does not find a prefix that the index has no room for.
+        self._index.put(record, entry.pages, now_us, stamp)
 
     def touched(self, entry: CacheEntry, now_us: int) -> None:
         if not self._ended:
@@ -261,7 +256,6 @@ class SharedArena:
         if not self._lock.is_held():
             raise ValueError("only the holder of the lock may adopt an arena")
         arena_epoch = self._lock.arena_epoch
-        _EPOCH.set(arena_epoch)
         mismatch = self._index.mismatch(self._identity)
         if mismatch is not None:
             self._drop_index(mismatch)
