@@ -8,12 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
-from relaygr.admission.latency import Corrector, LatencyModel
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.consumer.interface import Received, Token
-from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
     Behaviours,
     History,
@@ -21,25 +17,21 @@ from relaygr.schemas.messages import (
     LatencyCoefficients,
     RankingRequest,
 )
-from relaygr.worker.cache import CacheConfig, PrefixCache
-from relaygr.worker.cache.arena import copy_page
-from relaygr.worker.cache.build import BuiltCache, build_cache
+from relaygr.worker.cache import CacheConfig
+from relaygr.worker.cache.build import build_cache
 from relaygr.worker.device import CpuDevice
-from relaygr.worker.executor.admission import JobAdmission
-from relaygr.worker.executor.context import ExecutorParts
-from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import RankingWork
-from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
 from relaygr.worker.measuring import bind_own_arena
-from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.interface import Engine, PrefixChunk, RankInputs, RankOutputs
+from relaygr.worker.model.inference import FullRequest, full_inference
+from relaygr.worker.model.interface import Engine, RankInputs, RankOutputs
 from relaygr.worker.settings import WorkerSettings
 from tests.workers.simulated_device import SimulatedDevice
 from tests.worlds.model import VOCABULARY, small_config
 from tests.worlds.outbox import Outbox
+from tests.worlds.real_executor import OverRealEngine
 
 PAGE_TOKENS = 8
 LAYERS = 4
@@ -77,7 +69,7 @@ class TimedEngine:
         return ready
 
 
-class OverlapWorld:
+class OverlapWorld(OverRealEngine):
     """Copies take `copy_us_per_layer` of a whole prefix of BEHAVIOURS behaviours."""
 
     def __init__(
@@ -87,60 +79,30 @@ class OverlapWorld:
         checkpoint = random_checkpoint(config, seed=3)
         geometry = config.geometry(PAGE_TOKENS, KvDtype.FLOAT32)
         self.device = SimulatedDevice(bytes_per_us=PAGES * geometry.layer_bytes / copy_us_per_layer)
-        self.engine = TimedEngine(build_engine(checkpoint, self.device, KvDtype.FLOAT32, PAGE_TOKENS), self.device)
+        engine = TimedEngine(build_engine(checkpoint, self.device, KvDtype.FLOAT32, PAGE_TOKENS), self.device)
         self.oracle = build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
         bind_own_arena(self.oracle)
-        longest = geometry.pages_for(config.layout().tokens(config.max_prefix_behaviours))
-        self.built: BuiltCache = build_cache(
+        built = build_cache(
             self.device,
             CacheConfig(DramGeometry(geometry, dram), config.layout(), hbm_pages, 4 * PAGES),
-            extra_hbm_pages=longest,
+            extra_hbm_pages=geometry.pages_for(config.layout().tokens(config.max_prefix_behaviours)),
             clock=self.device,
         )
-        self.cache: PrefixCache = self.built.cache
-        self.engine.bind(self.built.hbm_arena)
-        self.outbox = Outbox(may_expire=False, takes_jobs=False)
-        self.registry = CollectorRegistry()
-        self.histories: dict[str, StoredHistory] = {}
-        admission = AdmissionSettings()
-        self.executor = Executor(
-            self.engine,
-            ExecutorParts(
-                cache=self.cache,
-                scratch_pages=np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
-                histories=self,
-                copy_page=lambda copy: copy_page(self.built.hbm_arena, copy),
-                corrector=Corrector(LatencyModel(COEFFICIENTS)),
-                settings=WorkerSettings(page_tokens=PAGE_TOKENS, chunk_ms=5.0, longest_chunk_ms=5.0),
-                admission_settings=admission,
-                results=self.outbox,
-                metrics=WorkerMetrics(self.registry),
-                clock=self.device,
-                admission=JobAdmission(admission, 1 << 30, geometry, self.device),
-            ),
-        )
-        self._offset = 0
+        settings = WorkerSettings(page_tokens=PAGE_TOKENS, chunk_ms=5.0, longest_chunk_ms=5.0)
+        outbox = Outbox(may_expire=False, takes_jobs=False)
+        self._assemble(engine, built, self.device, COEFFICIENTS, settings, AdmissionSettings(), outbox)
 
     def close(self) -> None:
         """Ends the copies under way first: the mover waits for them."""
         self.device.timeline.finish()
         self.cache.close()
 
-    # The history store, as the executor sees it.
-
-    def get(self, user_id: str) -> StoredHistory | None:
-        return self.histories.get(user_id)
-
-    def is_loading(self, partition: int) -> bool:
-        return False
-
     def put(self, user_id: str, seed: int, count: int = BEHAVIOURS) -> HistoryVersion:
         random = np.random.default_rng(seed)
         items, actions = random.integers(0, VOCABULARY, 1000), random.integers(0, 4, 1000).astype("<u2")
         behaviours = Behaviours(items[:count], actions[:count], np.arange(count, dtype="<i8"))
         history = History(user_id, count, np.empty(0, "<i8"), behaviours)
-        self.histories[user_id] = StoredHistory(history, history.chain())
-        return history.version()
+        return self.keep(history)
 
     # What tests do.
 
@@ -150,20 +112,7 @@ class OverlapWorld:
         request = RankingRequest(
             request_id, user_id, wall_us, wall_us + budget_us, 0, items, Behaviours.empty(), version, None
         )
-        self._offset += 1
-        token = Token("ranking", 0, self._offset, 0)
-        received = Received("ranking", 0, self._offset, b"", b"", [], 0, 1, token, None)  # type: ignore[arg-type]
-        reply = RankingHeaders(request_id, "g", "relaygr.results", 0, request.deadline_us)
-        deadline_us = self.device.monotonic_us() + budget_us
-        work = RankingWork(request, reply, received, wall_us, deadline_us, deadline_us)
-        self.executor.take_ranking(work)
-        self.executor.run_posted()
-
-    def run(self) -> None:
-        """Steps the executor until it has nothing left to do."""
-        for _ in range(1000):
-            if self.executor.step() != 0:
-                break
+        self.take_ranking(request, budget_us)
 
     def spill_and_evict(self, user_id: str, version: HistoryVersion) -> None:
         """Leaves the user's prefix in DRAM only."""
@@ -212,12 +161,10 @@ class OverlapWorld:
     def exact(self, user_id: str) -> np.ndarray:  # type: ignore[type-arg]
         """Scores of full inference on another engine."""
         history = self.histories[user_id].history
-        inputs = self.oracle.prefix_inputs(history.features, history.behaviours)
-        pages = np.arange(self.oracle.geometry.pages_for(inputs.tokens), dtype=np.int32)
-        self.oracle.pre_infer(PrefixChunk(inputs, 0, inputs.tokens, pages))
         items = np.random.default_rng(5).integers(0, VOCABULARY, 9)
-        ranked = self.oracle.rank([self.oracle.rank_inputs(inputs.tokens, pages, Behaviours.empty(), items)])
-        return ranked[0].scores
+        pages = np.arange(self.oracle.geometry.pages_for(self.oracle.layout.tokens(len(history.behaviours))))
+        request = FullRequest(history.features, history.behaviours, items, 0)
+        return full_inference(self.oracle, request, pages.astype(np.int32)).outputs.scores
 
 
 def worst(scores: np.ndarray, exact: np.ndarray) -> float:  # type: ignore[type-arg]

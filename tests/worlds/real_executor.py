@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -22,7 +23,7 @@ from relaygr.schemas.messages import (
 )
 from relaygr.worker.cache import CacheConfig, Tier
 from relaygr.worker.cache.arena import copy_page, zero_pages
-from relaygr.worker.cache.build import DramMemory, build_cache
+from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
@@ -73,7 +74,60 @@ def behaviours_of(count: int, seed: int = 0, start: int = 0) -> Behaviours:
     return Behaviours(items[part].astype("<i8"), actions[part].astype("<u2"), times[part])
 
 
-class RealExecutorWorld(DrivenExecutor):
+class OverRealEngine(DrivenExecutor):
+    """An executor over a real engine. The world is its history store. A subclass makes the engine and its memory."""
+
+    def _assemble(
+        self,
+        engine: Any,
+        built: BuiltCache,
+        clock: Any,
+        latency: LatencyCoefficients,
+        settings: WorkerSettings,
+        admission: AdmissionSettings,
+        outbox: Outbox,
+    ) -> None:
+        """The pages of `built` after the HBM tier are scratch pages."""
+        hbm_pages = built.cache.stats().hbm.capacity
+        self.engine, self.cache, self.arena, self.clock = engine, built.cache, built.hbm_arena, clock
+        self.engine.bind(self.arena)
+        self.outbox, self.settings = outbox, settings
+        self.histories: dict[str, StoredHistory] = {}
+        self.corrector = Corrector(LatencyModel(latency))
+        self.registry = CollectorRegistry()
+        capacity = hbm_pages * engine.geometry.page_bytes
+        self.executor = Executor(
+            engine,
+            ExecutorParts(
+                cache=self.cache,
+                scratch_pages=np.arange(hbm_pages, self.arena.shape[0], dtype=np.int32),
+                histories=self,
+                copy_page=lambda copy: copy_page(self.arena, copy),
+                zero_pages=lambda tier, pages: zero_pages(self.arena, pages) if tier is Tier.HBM else None,
+                corrector=self.corrector,
+                settings=settings,
+                admission_settings=admission,
+                results=outbox,
+                metrics=WorkerMetrics(self.registry),
+                clock=clock,
+                admission=JobAdmission(admission, capacity, engine.geometry, clock),
+            ),
+        )
+
+    # -- the history store, as the executor sees it
+
+    def get(self, user_id: str) -> StoredHistory | None:
+        return self.histories.get(user_id)
+
+    def is_loading(self, partition: int) -> bool:
+        return False
+
+    def keep(self, history: History) -> HistoryVersion:
+        self.histories[history.user_id] = StoredHistory(history, history.chain())
+        return history.version()
+
+
+class RealExecutorWorld(OverRealEngine):
     """An executor over a real engine on the CPU."""
 
     def __init__(
@@ -82,9 +136,9 @@ class RealExecutorWorld(DrivenExecutor):
         """`shared`: the folder of an arena for the DRAM tier, with the prefixes that an earlier world left there."""
         self.checkpoint: Checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=3)
         device = CpuDevice()
-        self.engine = build_engine(self.checkpoint, device, KvDtype.FLOAT32, PAGE_TOKENS)
-        longest = self.engine.geometry.pages_for(self.engine.layout.tokens(self.engine.limits.max_prefix_behaviours))
-        config = CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages, dram_pages)
+        engine = build_engine(self.checkpoint, device, KvDtype.FLOAT32, PAGE_TOKENS)
+        longest = engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
+        config = CacheConfig(DramGeometry(engine.geometry), engine.layout, hbm_pages, dram_pages)
         memory = None
         if shared is not None:
             self.lock = ArenaLock(shared)
@@ -93,36 +147,14 @@ class RealExecutorWorld(DrivenExecutor):
             arena = SharedArena.attach(shared, shape, device, self.lock)
             memory = DramMemory(arena.tensor, arena.journal, arena.journal)
         built = build_cache(device, config, extra_hbm_pages=longest, dram=memory)
-        self.arena, self.cache = built.hbm_arena, built.cache
-        self.engine.bind(self.arena)
-        self.clock = ManualClock(monotonic_us=1_000_000, wall_us=1_700_000_000_000_000)
+        clock = ManualClock(monotonic_us=1_000_000, wall_us=1_700_000_000_000_000)
         if shared is not None:
-            self.cache.restore(arena.adopt(self.engine.namespace), self.clock.monotonic_us())
-        self.outbox = Outbox(may_expire=False)
-        self.histories: dict[str, StoredHistory] = {}
-        tiers = {"dram_bytes": dram_pages * self.engine.geometry.page_bytes}
+            built.cache.restore(arena.adopt(engine.namespace), clock.monotonic_us())
+        tiers = {"dram_bytes": dram_pages * engine.geometry.page_bytes}
         values = {"page_tokens": PAGE_TOKENS, "chunk_ms": 0.04, "longest_chunk_ms": 0.04} | tiers | settings
-        self.settings = WorkerSettings(**values)
         admission = AdmissionSettings(load_limit=1.0, footprint_reserve=0.0, burst_ms=60_000)
-        capacity = hbm_pages * self.engine.geometry.page_bytes
-        self.corrector = Corrector(LatencyModel(COEFFICIENTS))
-        self.executor = Executor(
-            self.engine,
-            ExecutorParts(
-                cache=self.cache,
-                scratch_pages=np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
-                histories=self,
-                copy_page=lambda copy: copy_page(self.arena, copy),
-                zero_pages=lambda tier, pages: zero_pages(self.arena, pages) if tier is Tier.HBM else None,
-                corrector=self.corrector,
-                settings=self.settings,
-                admission_settings=admission,
-                results=self.outbox,
-                metrics=WorkerMetrics(CollectorRegistry()),
-                clock=self.clock,
-                admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),
-            ),
-        )
+        outbox = Outbox(may_expire=False)
+        self._assemble(engine, built, clock, COEFFICIENTS, WorkerSettings(**values), admission, outbox)
 
     @contextmanager
     def erases(self, user_id: str) -> Iterator[None]:
@@ -144,18 +176,9 @@ class RealExecutorWorld(DrivenExecutor):
         self.cache.close()
         self.lock.release()
 
-    # -- the history store, as the executor sees it
-
-    def get(self, user_id: str) -> StoredHistory | None:
-        return self.histories.get(user_id)
-
-    def is_loading(self, partition: int) -> bool:
-        return False
-
     def put(self, user_id: str, count: int, seed: int = 0) -> HistoryVersion:
         history = History(user_id, count, np.array([seed % 8, 1], "<i8"), behaviours_of(count, seed))
-        self.histories[user_id] = StoredHistory(history, history.chain())
-        return history.version()
+        return self.keep(history)
 
     # -- what tests do
 
