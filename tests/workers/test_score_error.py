@@ -20,7 +20,7 @@ from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine, RankInputs, RankOutputs
 from relaygr.worker.model.options import ContextualFeature, Preset, Task, TaskKind, preset_fields
-from relaygr.worker.process.memory import allocate_memory, plan_memory
+from relaygr.worker.process.allocation import allocate_memory, plan_memory
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
 from relaygr.worker.process.trial import require_precisions
 from relaygr.worker.score_error import (

@@ -17,7 +17,7 @@ from relaygr.schemas.digest import BLOCK, DigestChain
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey
 from relaygr.worker.cache.journal import StoredEntry
-from relaygr.worker.shared.arena import allocated_bytes, map_file
+from relaygr.worker.shared.dram_tier import allocated_bytes, map_file
 from relaygr.worker.shared.index import ArenaIndex, IndexFault, IndexMismatch, index_bytes, slot_bytes
 from relaygr.worker.shared.record import IndexRecord, TornRecordError, most_bytes_per_page, pack, unpack
 

@@ -25,7 +25,7 @@ import relaygr.worker.cache
 import relaygr.worker.shared
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.cache.copies import CopyRequest
-from relaygr.worker.shared.arena import ArenaJournal, MappedFile, SharedArena, TornPageError, map_file
+from relaygr.worker.shared.dram_tier import ArenaJournal, MappedFile, SharedArena, TornPageError, map_file
 from relaygr.worker.shared.index import ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
 from tests.worlds import shared as shared_world

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from relaygr.worker.device import AcceleratorDevice, CpuDevice, open_device
-from relaygr.worker.shared.arena import map_file
+from relaygr.worker.shared.dram_tier import map_file
 
 SIZE = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from relaygr.worker.process.warm_up import WarmUpOffers
+from relaygr.worker.process.warm_up_offers import WarmUpOffers
 from relaygr.worker.settings import WorkerSettings
 
 SECOND_US = 1_000_000

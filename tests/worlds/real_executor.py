@@ -36,7 +36,7 @@ from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.shared.arena import ArenaShape, SharedArena
+from relaygr.worker.shared.dram_tier import ArenaShape, SharedArena
 from relaygr.worker.shared.lock import ArenaLock
 from tests.workers.reference import full_inference
 from tests.worlds.executor import DrivenExecutor

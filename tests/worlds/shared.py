@@ -16,7 +16,7 @@ from relaygr.worker.cache.copies import CopyLimits, CopyRequest, PageGuard
 from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry
-from relaygr.worker.shared.arena import ArenaShape, NotTheWriterError, SharedArena, TornPageError
+from relaygr.worker.shared.dram_tier import ArenaShape, NotTheWriterError, SharedArena, TornPageError
 from relaygr.worker.shared.lock import ArenaLock
 from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, SteppedMover, stamps
 

@@ -1,7 +1,7 @@
 """Warm-up: prefixes of users who will probably return are computed while the device is idle.
 
 After a start, an assignment or a new model every prefix is cold at once. The process then offers the users with the
-newest behaviours (`relaygr.worker.process.warm_up`). For each, one after the other:
+newest behaviours (`relaygr.worker.process.warm_up_offers`). For each, one after the other:
 
     offered -> skipped: cached already, under computation, or without a history
             -> no_room: HBM has too few free pages; ends the warm-up

@@ -2,12 +2,12 @@
 
 docs/worker-process.md describes start, end and reload.
 
-    memory         the memory of a worker: planned, checked, allocated
+    allocation     the memory of a worker: planned, checked, allocated
     handover       prefixes and finished offsets, from a predecessor to its successor
     trial          what a model must do before it serves
     prepare        the slow part of the start
     components     all components, connected to each other
-    periodic       the poll thread's work between messages; `status` and `warm_up` belong to it
+    periodic       the poll thread's work between messages; `status` and `warm_up_offers` belong to it
     reloading      SIGHUP: loads another checkpoint and swaps the models
     lifecycle      prepare, wait, activate, serve, stop
 """
@@ -18,8 +18,8 @@ from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.worker.exits import Exit
 from relaygr.worker.model.config import read_config
+from relaygr.worker.process.allocation import queues_bytes
 from relaygr.worker.process.lifecycle import WorkerProcess
-from relaygr.worker.process.memory import queues_bytes
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.supervisor.link import SupervisorLink
 

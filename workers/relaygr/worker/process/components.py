@@ -57,7 +57,7 @@ from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.snapshots import SnapshotLimits
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
-from relaygr.worker.process.memory import AllocatedMemory
+from relaygr.worker.process.allocation import AllocatedMemory
 from relaygr.worker.process.periodic import PeriodicWork
 from relaygr.worker.process.prepare import Prepared
 from relaygr.worker.process.status import StatusReport, StatusSources

@@ -26,9 +26,9 @@ from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.build import DramMemory
 from relaygr.worker.model.interface import Engine
-from relaygr.worker.process.memory import arena_shape
+from relaygr.worker.process.allocation import arena_shape
 from relaygr.worker.settings import WorkerConfig
-from relaygr.worker.shared.arena import SharedArena
+from relaygr.worker.shared.dram_tier import SharedArena
 from relaygr.worker.shared.lock import ArenaLock
 
 log = structlog.get_logger()

@@ -25,9 +25,9 @@ from relaygr.runtime.probes import Check, ProbeServer, Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.tracing import start_tracing
 from relaygr.worker.exits import Exit
+from relaygr.worker.process.allocation import allocate_memory
 from relaygr.worker.process.components import Components, OnEnd
 from relaygr.worker.process.handover import claim
-from relaygr.worker.process.memory import allocate_memory
 from relaygr.worker.process.prepare import prepare
 from relaygr.worker.process.reloading import ModelReloading
 from relaygr.worker.settings import WorkerConfig

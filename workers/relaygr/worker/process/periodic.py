@@ -15,7 +15,7 @@ from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.process.status import StatusReport, StatusSources
-from relaygr.worker.process.warm_up import WarmUpOffers
+from relaygr.worker.process.warm_up_offers import WarmUpOffers
 from relaygr.worker.settings import WorkerConfig
 
 log = structlog.get_logger()

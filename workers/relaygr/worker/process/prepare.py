@@ -33,11 +33,11 @@ from relaygr.worker.memory import MemoryPlan, process_bytes, require_host_memory
 from relaygr.worker.model.engine import NoMemoryForWeightsError, load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.layer_parts import use_onednn
+from relaygr.worker.process.allocation import AllocatedMemory, allocate_memory, arena_shape, plan_memory
 from relaygr.worker.process.handover import Handover, attach
-from relaygr.worker.process.memory import AllocatedMemory, allocate_memory, arena_shape, plan_memory
 from relaygr.worker.process.trial import require_finite_scores, require_precisions
 from relaygr.worker.settings import StandbyMemory, WorkerConfig, WorkerSettings
-from relaygr.worker.shared.arena import ArenaShape, delete_abandoned, lacks_space, make_room
+from relaygr.worker.shared.dram_tier import ArenaShape, delete_abandoned, lacks_space, make_room
 from relaygr.worker.shared.lock import ArenaLock
 
 log = structlog.get_logger()

@@ -18,7 +18,7 @@ from relaygr.worker.kv import DramGeometry
 from relaygr.worker.memory import MemoryPlan, forward_bytes
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.shared.arena import ArenaShape
+from relaygr.worker.shared.dram_tier import ArenaShape
 
 CLIENTS = 6
 """The consumers of messages and of histories; the producers of results, of snapshots, and of dead letters of either."""

@@ -32,8 +32,15 @@ from relaygr.worker.model.engine import NoMemoryForWeightsError
 from relaygr.worker.process import prepare
 from relaygr.worker.process.prepare import _require_memory
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.shared import arena
-from relaygr.worker.shared.arena import ArenaShape, SharedArena, TornPageError, delete_abandoned, make_room, map_file
+from relaygr.worker.shared import dram_tier
+from relaygr.worker.shared.dram_tier import (
+    ArenaShape,
+    SharedArena,
+    TornPageError,
+    delete_abandoned,
+    make_room,
+    map_file,
+)
 from relaygr.worker.shared.index import HEADER_BYTES, ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.record import IndexRecord, pack
@@ -512,7 +519,7 @@ def test_a_start_that_lacks_memory_frees_that_of_workers_that_do_not_run(
         return Memory(free_bytes if arenas(tmp_path) else 10**12, 10**12)
 
     monkeypatch.setattr(memory, "available_memory", free)
-    monkeypatch.setattr(arena.os, "statvfs", lambda _: SimpleNamespace(f_bavail=space_bytes, f_frsize=1))
+    monkeypatch.setattr(dram_tier.os, "statvfs", lambda _: SimpleNamespace(f_bavail=space_bytes, f_frsize=1))
     (tmp_path / "group/own").mkdir()
     _require_memory(plan, device_is_host=False, folder=tmp_path / "group/own", shape=SHAPE, taken_bytes=0)
     assert arenas(tmp_path) == left
