@@ -18,11 +18,12 @@ from relaygr.schemas.messages import (
     PrefixSource,
 )
 from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixKey, WasteReason
+from relaygr.worker.executor.accounts import Deletions, RecentIds
 from relaygr.worker.executor.context import REMEMBERED_US
 from relaygr.worker.executor.executor import WORK_TOO_LONG
 from relaygr.worker.executor.requests import WAITED_PART
 from relaygr.worker.executor.resolver import Scored
-from relaygr.worker.executor.work import Deletions, JobOutcome, RecentIds
+from relaygr.worker.executor.work import JobOutcome
 from tests.worlds.executor import (
     COEFFICIENTS,
     GEOMETRY,

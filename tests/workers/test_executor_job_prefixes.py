@@ -7,7 +7,8 @@ from typing import cast
 import pytest
 
 from relaygr.schemas.messages import Path
-from relaygr.worker.executor.work import WORK_BYTES, JobPrefixes, ResolvedPrefix
+from relaygr.worker.executor.accounts import WORK_BYTES, JobPrefixes
+from relaygr.worker.executor.work import ResolvedPrefix
 from tests.worlds.executor import ExecutorWorld
 
 LENGTH = 400

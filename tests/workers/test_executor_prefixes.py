@@ -26,6 +26,7 @@ ORDER = (
     "order",
     "plan",
     "work",
+    "accounts",
     "resolver",
     "admission",
     "context",

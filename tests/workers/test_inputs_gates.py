@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from relaygr.schemas.messages import Behaviours, History
+from relaygr.worker.executor.accounts import Deletions
 from relaygr.worker.executor.resolver import PrefixResolver, Scored
-from relaygr.worker.executor.work import Deletions, ResolvedPrefix
+from relaygr.worker.executor.work import ResolvedPrefix
 from relaygr.worker.history.resolve import StoredHistory, resolve
 from relaygr.worker.model.inputs.lookup import FeatureGates
 from relaygr.worker.model.options import ContextualFeature

@@ -24,21 +24,12 @@ from relaygr.runtime.clock import Clock
 from relaygr.schemas.record import record
 from relaygr.worker.cache import Handle, PageCopy, PrefixCache, Tier
 from relaygr.worker.cache.results import PageArray
+from relaygr.worker.executor.accounts import Deletions, HeldMemory, JobPrefixes, RecentIds
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler, WorkClass
 from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
-from relaygr.worker.executor.work import (
-    Deletions,
-    HeldMemory,
-    JobOutcome,
-    JobPrefixes,
-    JobWork,
-    PrefixWork,
-    RankingWork,
-    RecentIds,
-    ResolvedPrefix,
-)
+from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix, Timer
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.results import ResultWriter
@@ -98,19 +89,6 @@ class WaitQueue(Generic[W]):
         if not waiting:
             del self._by_user[user_id]
         return True
-
-
-class Timer:
-    """A call that is due at some time."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call: Callable[[], None] | None = call
-
-    def cancel(self) -> None:
-        """The call is not made, and what it refers to is let go at once."""
-        self.call = None
 
 
 class Timers:

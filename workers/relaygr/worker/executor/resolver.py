@@ -20,7 +20,8 @@ from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, exte
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion, RankingRequest
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
-from relaygr.worker.executor.work import BYTES_PER_TOKEN, Deletions, ResolvedPrefix
+from relaygr.worker.executor.accounts import BYTES_PER_TOKEN, Deletions
+from relaygr.worker.executor.work import ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, Wanted, resolve, window
 from relaygr.worker.model.interface import Engine, EngineLimits
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +26,6 @@ from relaygr.worker.cache import Fill, Handle, PendingPrefix, PrefixKey
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.plan import Impression
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
-
-if TYPE_CHECKING:
-    from relaygr.worker.executor.context import Timer
 
 NO_PAGES: NDArray[np.int32] = np.empty(0, np.int32)
 LONGEST_TRANSIT_US: Final = MAX_BUDGET_MS * 1000
@@ -65,151 +61,6 @@ class JobOutcome(enum.StrEnum):
 NO_MEMORY: Final = "unanswered requests and their histories hold as much memory as worker.ranking_queue_bytes allows"
 SPENT_PART: Final = 1 / 3
 """A computation may be displaced while its spent device time is at most this part of what is left."""
-WORK_BYTES: Final = 2048
-"""Memory of the objects of one piece of work."""
-BYTES_PER_TOKEN: Final = 48
-"""Memory of a looked-up token (5 numbers of 8 bytes) and of its time."""
-
-
-class HeldMemory:
-    """The memory that pieces of work keep alive, at most `max_bytes`: messages, histories and looked-up rows. A history
-    counts once, even if several pieces of work share it. Work that is alone may exceed the bound.
-
-    One poll thread at a time calls `post`, the device thread all else. Any thread may read `outstanding_bytes`.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.prefix_bytes = 0
-        # Two counters, since each is written by one thread only.
-        self._posted_bytes = 0
-        self._ended_bytes = 0
-
-    @property
-    def outstanding_bytes(self) -> int:
-        """The messages of all work that has not ended, those in the mailbox included, and the prefixes."""
-        return self.prefix_bytes + self._posted_bytes - self._ended_bytes
-
-    def post(self, work: JobWork | RankingWork, rows: int = 0) -> bool:
-        """Counts the work's message, and the rows of its candidates. False, without counting, if there is no room."""
-        size_bytes = 2 * len(work.received.value or b"") + WORK_BYTES + BYTES_PER_TOKEN * rows
-        outstanding_bytes = self.outstanding_bytes
-        if outstanding_bytes > 0 and outstanding_bytes + size_bytes > self.max_bytes:
-            return False
-        work.held_bytes = size_bytes
-        self._posted_bytes += size_bytes
-        return True
-
-    def keep(self, work: HoldsMemory, prefix: ResolvedPrefix | None) -> bool:
-        """The work holds this prefix from now on, in place of its previous one. False if there is no room for it."""
-        before, work.held_prefix = work.held_prefix, None
-        if before is not None:
-            before.holders -= 1
-            if before.holders == 0 and before.held_in is not None:
-                before.held_in.prefix_bytes -= before.held_bytes
-        if prefix is None:
-            return True
-        if prefix.holders == 0:
-            outstanding_bytes = self.outstanding_bytes
-            if outstanding_bytes + prefix.held_bytes > self.max_bytes and outstanding_bytes > work.held_bytes:
-                return False
-            prefix.held_in = self
-            self.prefix_bytes += prefix.held_bytes
-        prefix.holders += 1
-        work.held_prefix = prefix
-        return True
-
-    def end(self, work: HoldsMemory) -> None:
-        """The work holds nothing any more."""
-        self.keep(work, None)
-        self._ended_bytes += work.held_bytes
-        work.held_bytes = 0
-
-
-class RecentIds(OrderedDict[tuple[str, str], int]):
-    """The requests of the last `kept_us`, at most `capacity`, each by its user and its id, with the time of `add`.
-
-    It is an ordered dict, so that `in` costs no call in Python. A plain dict would search past the places of all
-    deleted entries to find its oldest one.
-    """
-
-    def __init__(self, capacity: int, kept_us: int) -> None:
-        if capacity < 1:
-            raise ValueError("capacity must be at least 1")
-        super().__init__()
-        self._capacity = capacity
-        self._kept_us = kept_us
-
-    def add(self, identity: tuple[str, str], now_us: int) -> None:
-        """Adds the id as the newest, and drops those that are too old or beyond the capacity."""
-        self[identity] = now_us
-        self.move_to_end(identity)
-        while len(self) > self._capacity or self[next(iter(self))] < now_us - self._kept_us:
-            self.popitem(last=False)
-
-
-class Deletions:
-    """The users that were deleted lately, so that work which resolved a prefix before does not cache it.
-
-    It remembers the newest `capacity` of them. Whatever was resolved before an older deletion counts as deleted, too:
-    it is computed for its own request alone, which is always right.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.count = 0
-        """All deletions so far."""
-        self._capacity = capacity
-        self._last: OrderedDict[str, int] = OrderedDict()
-        """Which deletion was the last of each user."""
-        self._dropped = 0
-        """The newest deletion that is no longer in `_last`."""
-
-    def add(self, user_id: str) -> None:
-        """The user was deleted."""
-        self.count += 1
-        self._last[user_id] = self.count
-        self._last.move_to_end(user_id)
-        if len(self._last) > self._capacity:
-            self._dropped = self._last.popitem(last=False)[1]
-
-    def cover(self, prefix: ResolvedPrefix) -> bool:
-        """Whether the user of this prefix was deleted after it was resolved."""
-        return self._last.get(prefix.key.user_id, self._dropped) > prefix.deletions
-
-
-class JobPrefixes:
-    """The prefix that each user's last job resolved, for the request of its impression, which names the same history:
-    the newest, at most `max_bytes`.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._total_bytes = 0
-        self._kept: OrderedDict[str, tuple[str, ResolvedPrefix]] = OrderedDict()
-
-    def keep(self, impression: tuple[str, str], prefix: ResolvedPrefix) -> None:
-        """Keeps the prefix of a job, in the place of an earlier one of its user."""
-        user_id, request_id = impression
-        self.forget(user_id)
-        self._kept[user_id] = request_id, prefix
-        self._total_bytes += prefix.held_bytes + WORK_BYTES
-        while self._total_bytes > self._max_bytes:
-            self.forget(next(iter(self._kept)))
-
-    def take(self, impression: tuple[str, str]) -> ResolvedPrefix | None:
-        """The prefix that the job of this impression resolved, which is then no longer kept."""
-        user_id, request_id = impression
-        kept = self._kept.get(user_id)
-        if kept is None or kept[0] != request_id:
-            return None
-        self.forget(user_id)
-        return kept[1]
-
-    def forget(self, user_id: str) -> None:
-        """Drops the user's prefix, if there is one."""
-        kept = self._kept.pop(user_id, None)
-        if kept is not None:
-            self._total_bytes -= kept[1].held_bytes + WORK_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +86,12 @@ class JobWork:
     def due_us(self) -> int:
         """By this time jobs are ordered: see `LATE_PART`."""
         return self.expected_ranking_us + int(LATE_PART * (self.expires_us - self.expected_ranking_us))
+
+
+class PrefixAccount(Protocol):
+    """Counts the memory of prefixes (`accounts.HeldMemory`)."""
+
+    prefix_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -267,7 +124,7 @@ class ResolvedPrefix:
     held_bytes: int = 0
     """Memory of the history, its digests and its rows in the model's tables. A message's own arrays do not count."""
     holders: int = field(default=0, init=False)
-    held_in: HeldMemory | None = field(default=None, init=False)
+    held_in: PrefixAccount | None = field(default=None, init=False)
     """The account that counts `held_bytes` while the prefix has holders."""
 
 
@@ -295,6 +152,19 @@ class RequestState(enum.Enum):
     ANSWERED = enum.auto()
     """Its scores are written, and not sent yet."""
     ENDED = enum.auto()
+
+
+class Timer:
+    """A call that is due at some time."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        """The call is not made, and what it refers to is let go at once."""
+        self.call = None
 
 
 @dataclass(slots=True, eq=False)
