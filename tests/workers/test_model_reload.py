@@ -32,6 +32,7 @@ from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
 from relaygr.worker.history.store import HistoryStore, StoreOrigin
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.latest_answers import DIVERGED_ANSWERS, JUDGED_ANSWERS, FiniteScores
 from relaygr.worker.memory import HEADROOM
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import (
@@ -52,7 +53,6 @@ from relaygr.worker.process.reloading import (
     load_beside,
     reload_delay_s,
 )
-from relaygr.worker.results import DIVERGED_ANSWERS, JUDGED_ANSWERS, FiniteScores
 from relaygr.worker.score_error import other_engine
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.invariants import check_invariants

@@ -25,12 +25,12 @@ from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.worker.exits import Exit
+from relaygr.worker.latest_answers import FiniteScores
 from relaygr.worker.memory import MemoryPlan
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.process import lifecycle
 from relaygr.worker.process.components import Components, OnEnd
 from relaygr.worker.process.reloading import ModelReloading
-from relaygr.worker.results import FiniteScores
 from relaygr.worker.settings import WorkerConfig, WorkerSettings
 from relaygr.worker.shared.lock import shared_folder
 from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader

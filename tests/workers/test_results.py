@@ -23,15 +23,10 @@ from relaygr.schemas.messages import (
     RankingResult,
 )
 from relaygr.worker.executor.work import JobOutcome, RankingWork, ResolvedPrefix
+from relaygr.worker.latest_answers import DeliveryTimes
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
-from relaygr.worker.results import (
-    LATE_PATIENCE_US,
-    NOWHERE_PATIENCE_US,
-    RESEND_INTERVAL_US,
-    DeliveryTimes,
-    ResultWriter,
-)
+from relaygr.worker.results import LATE_PATIENCE_US, NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, ResultWriter
 from tests.workers.kafka_fakes import FakeProducer, received, refused
 
 SKEW_US = 5_000

@@ -23,9 +23,9 @@ from relaygr.schemas.messages import (
     WorkerStatus,
 )
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.latest_answers import QueueWaits
 from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.process.status import StatusReport, StatusSources
-from relaygr.worker.results import QueueWaits
 from relaygr.worker.settings import WorkerConfig, WorkerSettings
 from tests.workers.kafka_fakes import FakeProducer, refused
 

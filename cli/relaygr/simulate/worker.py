@@ -41,8 +41,8 @@ from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.status import status_of
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
+from relaygr.worker.latest_answers import QueueWaits
 from relaygr.worker.metrics import WorkerMetrics
-from relaygr.worker.results import QueueWaits
 
 _ENDING_OF_PATH: Final = {ending.value: ending for ending in Ending}
 _JOBS, _RANKINGS = "preinfer", "ranking"

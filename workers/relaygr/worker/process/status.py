@@ -19,7 +19,7 @@ from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.status import status_of
-from relaygr.worker.results import QueueWaits
+from relaygr.worker.latest_answers import QueueWaits
 from relaygr.worker.settings import WorkerConfig
 
 log = structlog.get_logger()

@@ -2,7 +2,8 @@
 
 Finite weights do not suffice: those of a training that diverged overflow in the forward. So the model ranks items of
 its vocabulary, for some users of the history store, for made-up users, because a new store is empty, and for a user of
-whom it knows nothing. Other requests may still have scores that are not finite: `results.FiniteScores` watches those.
+whom it knows nothing. Other requests may still have scores that are not finite: `latest_answers.FiniteScores` watches
+those.
 """
 
 from __future__ import annotations
