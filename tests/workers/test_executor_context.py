@@ -10,7 +10,7 @@ from relaygr.worker.executor.context import Timers, WaitQueue
 def test_waiting_work_is_found_by_user_in_order_of_arrival() -> None:
     queue: WaitQueue[str] = WaitQueue(10)
     for user, work in (("u", "a"), ("v", "b"), ("u", "c")):
-        assert queue.put(user, work)
+        queue.put(user, work)
     assert queue.take_all("u") == ["a", "c"]
     assert queue.take_all("u") == []
     assert len(queue) == 1
@@ -18,15 +18,16 @@ def test_waiting_work_is_found_by_user_in_order_of_arrival() -> None:
 
 def test_a_full_queue_takes_no_more_until_something_leaves() -> None:
     queue: WaitQueue[str] = WaitQueue(2)
-    assert queue.put("u", "a") and queue.put("v", "b")
-    assert not queue.put("w", "c")
+    queue.put("u", "a")
+    assert not queue.is_full
+    queue.put("v", "b")
+    assert queue.is_full
     assert queue.take("u", "a")
-    assert queue.put("w", "c")
-    assert len(queue) == 2
+    assert not queue.is_full
 
 
 def test_a_queue_without_room_takes_nothing() -> None:
-    assert not WaitQueue[str](0).put("u", "a")
+    assert WaitQueue[str](0).is_full
 
 
 def test_a_piece_of_work_is_taken_once() -> None:
@@ -77,3 +78,17 @@ def test_a_cancelled_call_is_not_made_and_keeps_nothing_in_memory() -> None:
     assert kept() is None
     timers.run_due(10)
     assert timers.next_in_us(10) is None
+
+
+def test_a_call_that_was_made_keeps_nothing_in_memory() -> None:
+    class Work:
+        def late(self) -> None:
+            pass
+
+    timers, work = Timers(), Work()
+    kept = weakref.ref(work)
+    timer = timers.at(10, work.late)
+    del work
+    timers.run_due(10)
+    assert kept() is None
+    timer.cancel()

@@ -26,7 +26,7 @@ from relaygr.worker.executor.work import JobOutcome, RankingWork, ResolvedPrefix
 from relaygr.worker.latest_answers import DeliveryTimes
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
-from relaygr.worker.results import LATE_PATIENCE_US, NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, ResultWriter
+from relaygr.worker.results import RESEND_INTERVAL_US, RESEND_LATE_US, RESEND_NOWHERE_US, ResultWriter
 from tests.workers.kafka_fakes import FakeProducer, received, refused
 
 SKEW_US = 5_000
@@ -243,7 +243,7 @@ def test_a_result_whose_partition_had_no_leader_at_the_deadline_is_delivered_lat
 
 def test_a_result_that_no_client_waits_for_is_given_up_and_counted_and_the_offset_is_free(world: ResultsWorld):
     work = world.rank()
-    world.clock.advance_us(BUDGET_US + SKEW_US + LATE_PATIENCE_US)
+    world.clock.advance_us(BUDGET_US + SKEW_US + RESEND_LATE_US)
     world.producer.report(KafkaError._MSG_TIMED_OUT)
     world.tick()
     assert not world.finished, "the last moment is still in time"
@@ -257,7 +257,7 @@ def test_a_result_that_no_client_waits_for_is_given_up_and_counted_and_the_offse
 def test_a_deadline_years_away_does_not_hold_the_offset_for_years(world: ResultsWorld):
     work = world.rank(budget_us=2**50)
     world.producer.report(KafkaError._MSG_TIMED_OUT)
-    world.tick(MAX_BUDGET_MS * 1000 + SKEW_US + LATE_PATIENCE_US + 1)
+    world.tick(MAX_BUDGET_MS * 1000 + SKEW_US + RESEND_LATE_US + 1)
     assert world.finished == [work.received.token]
     assert world.count("relaygr_worker_results_undelivered_total") == 1
 
@@ -280,7 +280,7 @@ def test_a_reply_topic_that_stays_unknown_is_given_up_soon_but_not_at_once(
     world.tick(RESEND_INTERVAL_US)
     world.producer.report(code)
     assert not world.finished
-    world.tick(NOWHERE_PATIENCE_US)
+    world.tick(RESEND_NOWHERE_US)
     assert world.finished == [work.received.token]
     assert world.count("relaygr_worker_results_undelivered_total") == 1
 

@@ -347,11 +347,13 @@ class LiveModel:
     def note_result(self, result: RankingResult, now_us: int) -> None:
         if result.request_id in self._ended:
             return
+        # The scores are a view of the whole message.
+        result = replace(result, scores=None)
         entry = self._entry(result.request_id, now_us)
         if entry.deadline_us:
             self._end(result.request_id, entry, result, now_us)
         elif entry.result is None:
-            entry.result = replace(result, scores=None)
+            entry.result = result
             self._held[result.request_id] = now_us
 
     def sweep(self, now_us: int, wall_us: int) -> None:

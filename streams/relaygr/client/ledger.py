@@ -300,22 +300,24 @@ class Ledger:
             else:
                 self.foreign(answer.match.value)
             return
-        self._metrics.in_flight.dec()
-        latency_us = now_us - entry.sent_us
-        self._metrics.observe_answer(latency_us, entry.trace.exemplar if entry.trace is not None else None)
-        late = answer.match is AnswerMatch.LATE
-        outcome = RankOutcome(entry.request_id, status, latency_us, result, reason, late)
-        if answer.untold:
-            self._tell_timed_out(entry, now_us)
-        if late:
-            self._metrics.count_late(status)
-            with self._lock:
-                self._counts.late += 1
-            if self._on_late is not None:
-                notify(self._on_late, outcome)
-        else:
-            self._tell(entry, outcome)
-        self._told()
+        try:
+            self._metrics.in_flight.dec()
+            latency_us = now_us - entry.sent_us
+            self._metrics.observe_answer(latency_us, entry.trace.exemplar if entry.trace is not None else None)
+            late = answer.match is AnswerMatch.LATE
+            outcome = RankOutcome(entry.request_id, status, latency_us, result, reason, late)
+            if answer.untold:
+                self._tell_timed_out(entry, now_us)
+            if late:
+                self._metrics.count_late(status)
+                with self._lock:
+                    self._counts.late += 1
+                if self._on_late is not None:
+                    notify(self._on_late, outcome)
+            else:
+                self._tell(entry, outcome)
+        finally:
+            self._told()
 
     def _told(self) -> None:
         with self._lock:
@@ -336,13 +338,15 @@ class Ledger:
         entry.future.set_result(outcome)
 
     def _tell_lost(self, entry: PendingRequest) -> None:
-        self._metrics.in_flight.dec()
-        self._metrics.count_lost(entry.acknowledged)
-        with self._lock:
-            self._counts.lost += 1
-        if self._on_lost is not None:
-            notify(self._on_lost, LostRequest(entry.request_id, entry.acknowledged))
-        self._told()
+        try:
+            self._metrics.in_flight.dec()
+            self._metrics.count_lost(entry.acknowledged)
+            with self._lock:
+                self._counts.lost += 1
+            if self._on_lost is not None:
+                notify(self._on_lost, LostRequest(entry.request_id, entry.acknowledged))
+        finally:
+            self._told()
 
     def _misfit(self, entry: PendingRequest, result: RankingResult) -> str | None:
         """Why the result cannot be the answer to the request; None if it can.

@@ -53,8 +53,9 @@ class TriggerDecision:
     """A known scenario; None if undecodable, misrouted, or of an unknown one."""
 
 
-MAX_USERS = 1_000_000
-"""The largest number of prefixes that are kept, of all owners together."""
+MAX_USERS = 4_000_000
+"""The largest number of prefixes that are kept, of all owners together: about 1.2 GiB. Beyond it, some jobs are charged
+in full."""
 
 
 class RecentPrefixes:
@@ -69,8 +70,8 @@ class RecentPrefixes:
     evicted first, as in the default cache policy. A new process of the owner takes over its DRAM, but all is forgotten
     when the model changes. A wrong estimate costs little, because the worker decides again with its real cache.
 
-    At most `MAX_USERS` prefixes of `MAX_WORKERS` owners are kept. The oldest are forgotten first, and so are those of
-    owners that have left the fleet.
+    At most `MAX_USERS` prefixes of `MAX_WORKERS` owners are kept. Beyond that old ones are forgotten, and so, after a
+    while, are those of owners that have left the fleet.
     """
 
     def __init__(self) -> None:
@@ -105,8 +106,17 @@ class RecentPrefixes:
         known.note(user_id, tokens, now_us, owner.dram_capacity_bytes // max(1, owner.kv_bytes_per_token))
         self._users += len(known.tokens) - before
         if self._users > MAX_USERS:
-            min(self._owners.values(), key=_Owner.oldest_us).evict()
-            self._users -= 1
+            self._forget_one(owner.worker_id)
+
+    def _forget_one(self, noted: str) -> None:
+        """Evicts the older prefix of two: of the owner that was just noted, and of the one that was noted least
+        recently.
+        """
+        worker_id = min((next(iter(self._owners)), noted), key=lambda each: self._owners[each].oldest_us())
+        self._owners[worker_id].evict()
+        self._users -= 1
+        if not self._owners[worker_id].tokens:
+            del self._owners[worker_id]
 
     def _forget(self, worker_id: str) -> None:
         gone = self._owners.pop(worker_id, None)
@@ -144,11 +154,11 @@ class _Owner:
         self.tokens[user_id] = tokens, now_us
         while self.tokens and self._total > capacity_tokens:
             self.evict()
+            self._is_full = True
 
     def evict(self) -> None:
         """Removes the oldest prefix. Only with prefixes."""
         self._total -= self.tokens.popitem(last=False)[1][0]
-        self._is_full = True
 
 
 class EventHandler:

@@ -1,7 +1,7 @@
 """Builds the one result of each ranking request, and produces it until it is delivered.
 
 The offset of a ranking request is finished when the delivery report of its result is a success. After a failed report
-the result is produced again, until `LATE_PATIENCE_US` after deadline + skew, or until Kafka refuses the result for a
+the result is produced again, until `RESEND_LATE_US` after deadline + skew, or until Kafka refuses the result for a
 reason that a resend cannot cure. Then the offset is finished too, and the result is counted as undelivered: the client
 counts the request as lost.
 
@@ -48,11 +48,11 @@ log = structlog.get_logger()
 RESEND_INTERVAL_US = 20_000
 LONGEST_RESENDING_US = MAX_BUDGET_MS * 1000
 """An offset waits for its result as if the deadline were at most this far ahead."""
-LATE_PATIENCE_US = 12_000_000
+RESEND_LATE_US = 12_000_000
 """How long past its deadline a result is produced again, so that no client counts its request as lost. A partition
 whose leader died has a new one after broker.session.timeout.ms, by default 9 s. A client waits `client.lost_after_ms`.
 """
-NOWHERE_PATIENCE_US = 5_000_000
+RESEND_NOWHERE_US = 5_000_000
 """How long a reply topic or partition may be unknown. A broker that has just started does not know its topics yet, nor
 the rights on them.
 """
@@ -340,7 +340,7 @@ class ResultWriter:
         trace: RankingTrace | None,
     ) -> None:
         due_us = min(deadline_us, now_us + LONGEST_RESENDING_US) + self._skew_us
-        self.unsent.append(_Outgoing(reply, value, token, due_us, due_us + LATE_PATIENCE_US, now_us, trace=trace))
+        self.unsent.append(_Outgoing(reply, value, token, due_us, due_us + RESEND_LATE_US, now_us, trace=trace))
 
     def send(self) -> None:
         """Produces the results that were written since the last call. Any thread may call it.
@@ -387,7 +387,7 @@ class ResultWriter:
         if error is not None:
             self._note_error(outgoing.reply.reply_topic, error)
         if error is not None and error.code() in _NOWHERE:
-            outgoing.give_up_us = min(outgoing.due_us, outgoing.first_try_us + NOWHERE_PATIENCE_US)
+            outgoing.give_up_us = min(outgoing.due_us, outgoing.first_try_us + RESEND_NOWHERE_US)
         elif error is not None and is_final(error):
             return self._give_up(outgoing)
         outgoing.next_try_us = self._clock.monotonic_us() + RESEND_INTERVAL_US

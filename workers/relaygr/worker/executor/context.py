@@ -65,13 +65,14 @@ class WaitQueue(Generic[W]):
     def __len__(self) -> int:
         return self._count
 
-    def put(self, user_id: str, work: W) -> bool:
-        """Adds the work; False if the queue is full."""
-        if self._count >= self._capacity:
-            return False
+    @property
+    def is_full(self) -> bool:
+        return self._count >= self._capacity
+
+    def put(self, user_id: str, work: W) -> None:
+        """Adds the work. Only while the queue is not full."""
         self._by_user.setdefault(user_id, []).append(work)
         self._count += 1
-        return True
 
     def take_all(self, user_id: str) -> list[W]:
         """Takes all work of the user, in order of arrival."""
@@ -110,7 +111,10 @@ class Timers:
     def run_due(self, now_us: int) -> None:
         """Makes all calls that are due."""
         while self._heap and self._heap[0][0] <= now_us:
-            call = heapq.heappop(self._heap)[2].call
+            timer = heapq.heappop(self._heap)[2]
+            call = timer.call
+            # The owner of the timer may still refer to it.
+            timer.cancel()
             if call is not None:
                 call()
         self.next_at_us = self._heap[0][0] if self._heap else math.inf
@@ -320,7 +324,7 @@ class ExecutorContext:
         """Calls `on_change` when the user's history changes, or else `on_timeout` at `until_us`. Returns False, and
         calls neither, if the time has passed or the queue is full.
         """
-        if until_us <= self.parts.clock.monotonic_us():
+        if until_us <= self.parts.clock.monotonic_us() or self.waiting.is_full:
             return False
 
         def timed_out() -> None:
@@ -328,9 +332,7 @@ class ExecutorContext:
             on_timeout()
 
         wait = _HistoryWait(on_change, self.timers.at(until_us, timed_out))
-        if not self.waiting.put(user_id, wait):
-            wait.timer.cancel()
-            return False
+        self.waiting.put(user_id, wait)
         return True
 
     def histories_changed(self, user_ids: Iterable[str]) -> None:

@@ -35,7 +35,7 @@ _MOST_UNDELIVERED: Final = 32
 
 
 class SnapshotReason(enum.StrEnum):
-    """Why a history is saved, a metric label."""
+    """Why a history is saved."""
 
     SUPERSEDED = "superseded"
     OLD = "old"
