@@ -40,7 +40,8 @@ FENCE = re.compile(r"^```(?P<language>\w*)(?: (?P<name>\w+))?\n(?P<text>.*?)^```
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
-FOLDERS = ("schemas", "streams", "workers", "cli", "benchmarks", "tests", "docs", "compose", ".github", ".ci")
+ROOTS = ("schemas", "streams", "workers", "training", "cli", "benchmarks")
+FOLDERS = (*ROOTS, "tests", "docs", "compose", ".github", ".ci")
 MADE_BY_USERS = ("compose/settings.env",)
 TESTS = "docs/testing.md"
 """Its paths may count from `tests/`."""

@@ -21,7 +21,7 @@ from relaygr.cli import COMMANDS
 from relaygr.cli.app import OPTIONAL
 
 ROOT = Path(__file__).parents[1]
-ROOTS = ("schemas", "streams", "workers", "cli", "benchmarks")
+ROOTS = ("schemas", "streams", "workers", "training", "cli", "benchmarks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SHIPPED_WITH = {"annotated_types": "pydantic", "pydantic_core": "pydantic"}
 """Imported libraries that belong to another one, which is listed."""
@@ -107,6 +107,9 @@ USES: dict[str, Use] = {
             "relaygr.worker.process",
             "relaygr.worker.process.lifecycle",
         )
+    ),
+    "training": Use(
+        ("relaygr.cli.data", "relaygr.cli.train", "relaygr.training.lengths", "relaygr.training.pipeline"),
     ),
     "bench": Use(
         (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ("schemas", "streams", "workers", "cli", "benchmarks")
+LAYERS = ("schemas", "streams", "workers", "training", "cli", "benchmarks")
 """The roots of the namespace `relaygr`. Each may import itself and those before it."""
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 NPU_FILE = ROOT / "workers" / "relaygr" / "worker" / "device" / "__init__.py"
@@ -159,6 +159,8 @@ def test_relaygr_lag_runs_without_numpy_and_torch() -> None:
         ("relaygr.simulate.visit", ("torch", "faust", "lmdb", "matplotlib", "simpy", "scipy")),
         ("relaygr.simulate.plan", ("torch", "faust", "lmdb", "matplotlib")),
         ("relaygr.cli.simulate", ("torch", "faust", "lmdb", "matplotlib", "simpy")),
+        ("relaygr.cli.train", ("torch", "faust", "lmdb", "matplotlib", "implicit", "torchmetrics")),
+        ("relaygr.training.movielens", ("torch", "faust", "lmdb", "matplotlib", "numpy")),
         ("relaygr.ui.model", ("torch", "faust", "starlette", "uvicorn", "lmdb", "matplotlib")),
         ("relaygr.ui.server", ("torch", "faust", "aiokafka", "lmdb", "matplotlib")),
         ("relaygr.settings", ("torch", "numpy", "faust", "starlette", "uvicorn", "typer", "lmdb", "matplotlib")),

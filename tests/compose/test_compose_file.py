@@ -176,5 +176,5 @@ def test_the_build_sees_what_the_dockerfile_copies() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     allowed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
     assert {"pyproject.toml", "README.md", "LICENSE", "compose/entrypoint.sh"} <= allowed
-    assert {"schemas", "streams", "workers", "cli", "benchmarks"} <= allowed
+    assert {"schemas", "streams", "workers", "training", "cli", "benchmarks"} <= allowed
     assert all((ROOT / path).exists() for path in allowed)

@@ -52,7 +52,7 @@ def broken_torch_npu(tmp_path: Path) -> Path:
 def test_no_module_but_the_device_layer_names_a_kind_of_accelerator() -> None:
     forbidden = re.compile(r"\.cuda\(|torch\.cuda|torch\.npu|torch_npu|torch\.accelerator|torch\.Stream|torch\.Event\b")
     found = []
-    for package in ("schemas", "streams", "workers", "cli", "benchmarks"):
+    for package in ("schemas", "streams", "workers", "training", "cli", "benchmarks"):
         for file in (ROOT / package).rglob("*.py"):
             if file.is_relative_to(ROOT / "workers" / "relaygr" / "worker" / "device"):
                 continue

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
+from relaygr.training.dense import full_inference
 from relaygr.worker import device as device_module
 from relaygr.worker.device import CpuDevice, MemoryInfo
 from relaygr.worker.kv import KvDtype
@@ -31,7 +32,6 @@ from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
 from relaygr.worker.model.interface import PrefixChunk, TooLongError
 from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.engine_kinds import HAS_ONEDNN, KINDS
-from tests.workers.reference import full_inference
 from tests.worlds.attention import LAYER, RaggedForward, SegmentRows
 from tests.worlds.model import (
     ARENA_PAGES,

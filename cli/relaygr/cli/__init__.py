@@ -30,6 +30,8 @@ COMMANDS: dict[str, CommandSpec] = {
     "doctor": CommandSpec("relaygr.cli.doctor:doctor", "Check everything, and say what to mend."),
     "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds.", "lag"),
     "model": CommandSpec("relaygr.cli.model:app", "Make, convert, show and compare checkpoints.", "worker"),
+    "data": CommandSpec("relaygr.cli.data:app", "Get a public log of interactions.", "training"),
+    "train": CommandSpec("relaygr.cli.train:app", "Train a ranker; say what longer histories are worth.", "training"),
     "cache": CommandSpec("relaygr.cli.cache:app", "Look at a running worker's cache, and change it.", "worker"),
     "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
     "simulate": CommandSpec("relaygr.cli.simulate:app", "Simulate a fleet; plan its capacity.", "bench"),

@@ -1,14 +1,14 @@
-"""The read-out of the reference model."""
+"""The read-out of the dense model."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from relaygr.training.dense.inputs import Sequence, Tensors, item_vectors, swish_mlp
+from relaygr.training.dense.small import layer_norm
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import ReadoutActivation, ReadoutForm, ReadoutNorm, TaskKind
-from tests.workers.reference.sequence import Sequence, Tensors, item_vector, swish_mlp
-from tests.workers.reference.small import layer_norm, silu
 
 _PI = 3.14
 """The value in Meta's DLRM-v3."""
@@ -18,23 +18,26 @@ def read_out(config: ModelConfig, tensors: Tensors, x: torch.Tensor, sequence: S
     """The candidates' last rows [candidates, D] -> scores [candidates, tasks]."""
     if config.readout_periods:
         x = _with_circles(config, tensors, x, sequence)
+    logits = task_logits(config, tensors, x, sequence.items)
+    binary = torch.tensor([task.kind is TaskKind.BINARY for task in config.tasks])
+    return torch.where(binary, torch.sigmoid(logits), logits)
+
+
+def task_logits(config: ModelConfig, tensors: Tensors, x: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """Rows [..., candidates, D], rows of the item table [..., candidates] -> logits [..., candidates, tasks]."""
     if config.readout_norm is ReadoutNorm.LAYER:
         eps = config.readout_norm_eps or config.norm_eps
         x = layer_norm(x, tensors["readout.norm.weight"], tensors["readout.norm.bias"], eps)
     else:
         x = F.normalize(x, dim=-1)
     if config.readout is ReadoutForm.ITEM_PRODUCT:
-        items = torch.stack([item_vector(config, tensors, item) for item in sequence.items])
-        x = x * swish_mlp(config, tensors, "readout.item", items, config.readout_mlp_eps)
+        vectors = item_vectors(config, tensors, items)
+        x = x * swish_mlp(config, tensors, "readout.item", vectors, config.readout_mlp_eps)
     last = len(config.readout_hidden)
     for index in range(last + 1):
         x = x @ tensors[f"readout.mlp.{index}.weight"] + tensors[f"readout.mlp.{index}.bias"]
         x = _activated(config, tensors, index, x) if index < last else x
-    columns = [
-        torch.sigmoid(x[:, index]) if task.kind is TaskKind.BINARY else x[:, index]
-        for index, task in enumerate(config.tasks)
-    ]
-    return torch.stack(columns, dim=1)
+    return x
 
 
 def _activated(config: ModelConfig, tensors: Tensors, index: int, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +46,7 @@ def _activated(config: ModelConfig, tensors: Tensors, index: int, x: torch.Tenso
         x = layer_norm(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"], config.readout_mlp_eps)
     match config.readout_activation:
         case ReadoutActivation.SILU:
-            return silu(x)
+            return F.silu(x)
         case ReadoutActivation.RELU:
             return x.clamp(min=0)
         case ReadoutActivation.GELU:

@@ -1,13 +1,13 @@
-"""The mask and the relative bias of the reference model, for a whole sequence, each [tokens, tokens]."""
+"""The mask and the relative bias of the dense model, for a whole sequence, each [tokens, tokens]."""
 
 from __future__ import annotations
 
 import torch
 
+from relaygr.training.dense.encodings import relative_time_bias
+from relaygr.training.dense.inputs import Sequence
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
-from tests.workers.reference.encodings import relative_time_bias
-from tests.workers.reference.sequence import Sequence
 
 
 def mask_of(config: ModelConfig, sequence: Sequence) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""The reference model: a slow and simple implementation of the whole model, which tests compare the engine with.
+"""The dense model: the whole model on a checkpoint's tensors in plain torch, differentiable, on batches.
 
-It shares with the engine only the configuration and the names of tensors. It has no pages, chunks or tiles, one dense
-mask, and any float type. A prefix, a suffix and candidates go through all layers together. Its masks are those of
-`relaygr.worker.model.vectors.masks`, which `relaygr vectors` checks and the engine does not use.
+It shares with the engine only the configuration and the names of tensors. It has no pages, chunks or tiles. A prefix,
+a suffix and candidates go through all layers together. The trainer runs it in float32 on batches; tests compare the
+engine with `full_inference` in float64. Its masks are those of `relaygr.worker.model.vectors.masks`, which
+`relaygr vectors` checks and the engine does not use.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
+from relaygr.training.dense.inputs import embed, sequence_of
+from relaygr.training.dense.layers import DenseAttention, Product, decoder_layer, hstu_layer, layer_tensors
+from relaygr.training.dense.mask import bias_of, mask_of
+from relaygr.training.dense.readout import read_out
 from relaygr.worker.model.checkpoint import Checkpoint
 from relaygr.worker.model.options import Family
-from tests.workers.reference.layers import Product, ReferenceAttention, decoder_layer, hstu_layer
-from tests.workers.reference.mask import bias_of, mask_of
-from tests.workers.reference.scores import read_out
-from tests.workers.reference.sequence import embed, sequence_of
 
-__all__ = ["ReferenceOutputs", "full_inference"]
+__all__ = ["DenseOutputs", "full_inference"]
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceOutputs:
+class DenseOutputs:
     """scores [candidates, tasks]; keys, values: one tensor [tokens, H * dim] for each layer, prefix first."""
 
     scores: torch.Tensor
@@ -43,7 +44,7 @@ def full_inference(
     dtype: torch.dtype = torch.float64,
     round_kv: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     product: Product = torch.matmul,
-) -> ReferenceOutputs:
+) -> DenseOutputs:
     """Scores of the candidates after the history (prefix and suffix together), computed in `dtype`.
 
     `round_kv` is the rounding of K and V by storing, `product` that of rows and the layers' weights.
@@ -56,13 +57,9 @@ def full_inference(
     layer = decoder_layer if config.family is Family.SOFTMAX else hstu_layer
     keys, values = [], []
     for index in range(config.num_layers):
-        own = {
-            name.removeprefix(f"layers.{index}."): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(f"layers.{index}.")
-        }
-        attention = ReferenceAttention(config, mask, bias_of(config, own, sequence), round_kv)
+        own = layer_tensors(tensors, index)
+        attention = DenseAttention(config, mask, bias_of(config, own, sequence), round_kv)
         x = layer(config, own, x, attention, product)
         keys.append(attention.keys)
         values.append(attention.values)
-    return ReferenceOutputs(read_out(config, tensors, x[x.shape[0] - candidates.size :], sequence), keys, values)
+    return DenseOutputs(read_out(config, tensors, x[x.shape[0] - candidates.size :], sequence), keys, values)

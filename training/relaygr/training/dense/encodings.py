@@ -1,4 +1,4 @@
-"""The reference's positions back from the end, times relative to a query, and relative bias by time.
+"""The dense model's positions back from the end, times relative to a query, and relative bias by time.
 
 Sources: Meta's generative-recommenders, the DLRM-v3 positional encoder and the ICML'24 research layer.
 """

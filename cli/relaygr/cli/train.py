@@ -1,0 +1,289 @@
+"""`relaygr train`: `ranker` trains on a log of interactions, `evaluate` says what longer histories are worth.
+
+Commands import torch only when they run, so that `--help` answers without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from relaygr.cli.options import JsonOption
+from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
+from relaygr.interactions import Limits, joined, read_interactions
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.stop_signals import exit_on_sigterm
+
+if TYPE_CHECKING:
+    from relaygr.interactions import Interactions
+    from relaygr.training.lengths import Worth
+    from relaygr.training.logs import Log
+    from relaygr.training.pipeline import Finished
+    from relaygr.training.ranking import Estimate
+    from relaygr.training.trainer import EpochRecord
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Train a ranker; measure what longer histories are worth."
+)
+
+LogArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="LOG...", help="A log of interactions, plain or .gz. Several are one log, in the order of time."
+    ),
+]
+ThreadsOption = Annotated[int, typer.Option(min=1, help="CPU threads. Another number gives other roundings.")]
+BadLinesOption = Annotated[int, typer.Option(min=0, help="Bad lines are skipped; stop if there are more than this.")]
+
+
+@app.command()
+def ranker(
+    logs: LogArgument,
+    out: Annotated[Path, typer.Option(help="Folder of the run. A run that was interrupted there goes on.")],
+    protocol: Annotated[
+        str,
+        typer.Option(metavar="time|leave-one-out", help="The test part: each user's last tenth, or last behaviour."),
+    ] = "time",
+    dim: Annotated[int, typer.Option(min=2, max=4096, help="Width of a row.")] = 64,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 2,
+    max_history: Annotated[
+        int, typer.Option(min=8, max=65_536, help="Behaviours of the longest history that is trained and served.")
+    ] = 1024,
+    epochs: Annotated[int, typer.Option(min=1, help="The most epochs.")] = 30,
+    patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better validation.")] = 5,
+    places: Annotated[int, typer.Option(min=1, help="Places of a user's history that are trained in an epoch.")] = 16,
+    negatives: Annotated[int, typer.Option(min=1, help="Random items beside the next one at each place.")] = 31,
+    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 2e-3,
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of each product's inputs left out.")] = 0.2,
+    validation_users: Annotated[int, typer.Option(min=0, help="The most users of a validation; 0: all.")] = 500,
+    test_users: Annotated[int, typer.Option(min=0, help="The most users of the test; 0: all.")] = 0,
+    max_minutes: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Stop training after the epoch in which this time is over; 0: never.", show_default="0"
+        ),
+    ] = 0.0,
+    baselines: Annotated[
+        bool, typer.Option("--baselines/--no-baselines", help="Fit iALS and item neighbours, too.")
+    ] = True,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same checkpoint on this machine.")] = 0,
+    threads: ThreadsOption = 2,
+    max_bad_lines: BadLinesOption = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a ranker on a log of interactions, and compare it with baselines.
+
+    Writes the run's folder: checkpoint and card, metrics, predictions, a plot.
+    """
+    from relaygr.training.pipeline import Progress as RunProgress
+    from relaygr.training.pipeline import train_ranker
+    from relaygr.training.runs import Run, TrainingOptions
+    from relaygr.training.splits import Protocol
+
+    exit_on_sigterm()
+    try:
+        chosen = Protocol(protocol)
+    except ValueError as error:
+        raise RelayError(f"--protocol is {protocol!r}: give one of {', '.join(Protocol)}.") from error
+    if dim % heads:
+        raise RelayError(f"--dim {dim} is no multiple of --heads {heads}.")
+    options = TrainingOptions(
+        chosen, dim, heads, layers, max_history, epochs, patience, places, negatives, learning_rate, dropout,
+        validation_users, test_users, seed, threads, max_minutes,
+    )  # fmt: skip
+    run = Run(out)
+    console = plain_console(stderr=as_json, soft_wrap=True)
+    if run.is_finished:
+        raise RelayError(f"{out} has a finished run: see its {'checkpoint/README.md'}, or give another folder.")
+    log = _read(logs, max_bad_lines, console)
+    with _bars() as bars:
+        progress = RunProgress(_Watcher(bars, console, epochs), bars.began, bars.stepped)
+        finished = train_ranker(log, logs, options, run, progress, with_baselines=baselines)
+    if as_json:
+        print_json(asdict(finished))
+    else:
+        _print_finished(finished, out)
+
+
+@app.command()
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option("--log", help="The run's log, if it was moved; may be repeated.", show_default=False),
+    ] = None,
+    min_behaviours: Annotated[
+        int, typer.Option(min=16, help="Judge the users with at least so many behaviours in the log.")
+    ] = 512,
+    candidates: Annotated[int, typer.Option(min=1, help="Candidates of a request whose time is measured.")] = 512,
+    deadline_ms: Annotated[
+        list[float] | None,
+        typer.Option(min=0.01, help="Ranking deadline for which the loss by truncation is said; may be repeated."),
+    ] = None,
+    threads: ThreadsOption = 1,
+    max_bad_lines: BadLinesOption = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a longer history is worth: the same users, served their newest 16, 32, ... behaviours.
+
+    Writes lengths.json and lengths.png into the run's folder.
+    """
+    from relaygr.training.lengths import Asked, evaluate_lengths
+    from relaygr.training.logs import usable
+    from relaygr.training.plots import plot_lengths
+    from relaygr.training.runs import Run
+    from relaygr.training.splits import split_log
+
+    exit_on_sigterm()
+    run = Run(folder)
+    described, options = run.described(), run.options()
+    console = plain_console(stderr=as_json, soft_wrap=True)
+    log = usable(_read(logs or [Path(path) for path in described["paths"]], max_bad_lines, console))
+    run.require_log(log)
+    asked = Asked(min_behaviours, candidates, tuple(sorted(deadline_ms or ())), threads)
+    with _bars() as bars:
+        worth = evaluate_lengths(split_log(log, options.protocol), run, asked, bars.began, bars.stepped)
+    run.write_json("lengths.json", worth.as_json())
+    plot_lengths(
+        folder / "lengths.png", worth.points, f"{worth.users} users with {min_behaviours:,} behaviours or more"
+    )
+    if as_json:
+        print_json(worth.as_json())
+    else:
+        _print_worth(worth)
+
+
+def _read(paths: list[Path], max_bad_lines: int, console: Console) -> Log:
+    from relaygr.training.logs import Log
+
+    parts: list[Interactions] = []
+    for path in paths:
+        with _bars() as bars:
+            size_bytes = path.stat().st_size if path.is_file() else 0
+            bars.began(f"reading {path.name}", size_bytes)
+            parts.append(read_interactions(path, Limits(max_bad_lines=max_bad_lines), bars.reached))
+        report = parts[-1].report
+        console.print(
+            f"{path.name}: {report.layout.kind}, {report.interactions:,} behaviours, {report.users:,} users, "
+            f"{report.items:,} items, {len(report.bad_lines):,} bad lines"
+        )
+        for bad in report.bad_lines[:5]:
+            console.print(f"  line {bad.number}: {bad.reason}")
+    layouts = [part.report.layout for part in parts]
+    whole = joined(parts)
+    return Log(
+        whole.users,
+        whole.starts,
+        whole.behaviours.items,
+        whole.behaviours.actions,
+        whole.behaviours.timestamps_ms,
+        has_times=all(layout.time is not None for layout in layouts),
+        has_ratings=all(layout.rating is not None for layout in layouts),
+    )
+
+
+class _Bars:
+    """One bar at a time, on standard error."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None, visible=False)
+
+    def began(self, name: str, steps: int) -> None:
+        self._progress.reset(self._task, description=name, total=steps or None, visible=True)
+
+    def stepped(self) -> None:
+        self._progress.advance(self._task)
+
+    def reached(self, done: int) -> None:
+        self._progress.update(self._task, completed=done)
+
+    def share(self, share: float, text: str) -> None:
+        self._progress.update(self._task, completed=share, description=text)
+
+
+class _Watcher:
+    """The epoch's bar with its loss, and a line for each epoch."""
+
+    def __init__(self, bars: _Bars, console: Console, epochs: int) -> None:
+        self._bars, self._console, self._epochs = bars, console, epochs
+        self._epoch = -1
+        self._best = 0.0
+
+    def step(self, epoch: int, share: float, loss: float) -> None:
+        if epoch != self._epoch:
+            self._bars.began("", 1)
+            self._epoch = epoch
+        best = f", best validation NDCG@10 {self._best:.4f}" if self._best else ""
+        self._bars.share(share, f"epoch {epoch + 1} of {self._epochs}, loss {loss:.3f}{best}")
+
+    def epoch_ended(self, record: EpochRecord) -> None:
+        self._best = max(self._best, record.ndcg)
+        self._console.print(
+            f"epoch {record.epoch + 1:3}  loss {record.loss:.4f}  next {record.next_loss:.4f}  "
+            f"validation NDCG@10 {record.ndcg:.4f}  {record.seconds:.0f} s"
+        )
+
+
+@contextmanager
+def _bars() -> Iterator[_Bars]:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Bars(progress)
+
+
+def _print_finished(finished: Finished, out: Path) -> None:
+    console = stdout_console()
+    names = list(next(iter(finished.test.values())))
+    table = figures_table("Test part, means over users with 95 % intervals", *names, "users")
+    for model, metrics in finished.test.items():
+        cells = [_shown(metrics[name]) if name in metrics else "" for name in names]
+        table.add_row(model, *cells, f"{max(each.users for each in metrics.values()):,}")
+    console.print(table)
+    for name, gain in finished.gains.items():
+        console.print(f"NDCG@10 of the ranker less that of {name}: {_signed(gain)}")
+    console.print(f"Checkpoint and card: {out / 'checkpoint'}; metrics and plot: {out}")
+
+
+def _print_worth(worth: Worth) -> None:
+    console = stdout_console()
+    names = list(worth.points[0].metrics)
+    table = figures_table(
+        f"{worth.users:,} users with {worth.shortest_log:,} behaviours or more, served their newest",
+        "so long", *names, "ndcg@10 - whole", "T_full ms", "T_hit ms",
+    )  # fmt: skip
+    for point in worth.points:
+        table.add_row(
+            f"{point.length:,}",
+            f"{point.whole:,}",
+            *(_shown(point.metrics[name]) for name in names),
+            _signed(point.against_whole),
+            f"{point.full_ms:.2f}",
+            f"{point.hit_ms:.2f}",
+        )
+    console.print(table)
+    console.print(f"Times: medians with {worth.candidates} candidates on {worth.threads} threads of this machine.")
+    for each in worth.deadlines:
+        if each.loss is None:
+            console.print(f"Deadline {each.deadline_ms:g} ms: no length fits.")
+            continue
+        console.print(
+            f"Deadline {each.deadline_ms:g} ms: truncation serves {each.truncated:,} behaviours, the relay "
+            f"{each.relayed:,}; NDCG@10 of the relay less that of truncation: {_signed(each.loss)}"
+        )
+
+
+def _shown(estimate: Estimate) -> str:
+    return f"{estimate.mean:.4f} ± {(estimate.high - estimate.low) / 2:.4f}"
+
+
+def _signed(estimate: Estimate) -> str:
+    return f"{estimate.mean:+.4f} ({estimate.low:+.4f} to {estimate.high:+.4f})"

@@ -1,0 +1,99 @@
+"""Logs that cannot be trained on are refused with a sentence, and splits keep to the order of time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr.interactions import read_interactions
+from relaygr.runtime.errors import RelayError
+from relaygr.training.logs import MIN_BEHAVIOURS, Log, usable
+from relaygr.training.splits import Part, Protocol, split_log
+from tests.training.made_logs import cyclic_log
+
+
+def log_of(lengths: list[int], items: list[int] | None = None) -> Log:
+    total = sum(lengths)
+    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+    ids = np.arange(total) if items is None else np.array(items)
+    times = np.concatenate([np.arange(count) for count in lengths]) * 1000
+    actions = np.full(total, 8, np.uint16)
+    return Log([f"u{i}" for i in range(len(lengths))], starts, ids.astype(np.int64), actions, times, True, True)
+
+
+def test_a_log_without_times_is_refused() -> None:
+    with pytest.raises(RelayError, match="no time of the behaviours"):
+        usable(replace(log_of([9, 9]), has_times=False))
+
+
+def test_a_log_with_one_row_for_each_user_is_refused() -> None:
+    with pytest.raises(RelayError, match="4 behaviours of 4 users, and no user has 5"):
+        usable(log_of([1, 1, 1, 1]))
+
+
+def test_a_log_whose_times_say_nothing_is_refused() -> None:
+    log = log_of([9, 9])
+    with pytest.raises(RelayError, match="same time"):
+        usable(replace(log, times_ms=np.zeros_like(log.times_ms)))
+
+
+def test_users_with_few_behaviours_are_left_out_and_the_others_kept_whole() -> None:
+    log = usable(log_of([4, 7, 1, 6]))
+    assert log.users == ["u1", "u3"] and log.lengths.tolist() == [7, 6]
+    assert log.items.tolist() == [*range(4, 11), *range(12, 18)]
+
+
+def test_an_unsorted_log_is_sorted_and_ties_keep_the_order_of_the_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "unsorted.inter"
+    header = "user_id:token\titem_id:token\ttimestamp:float\n"
+    path.write_text(header + "".join(f"a\t{item}\t{time}\n" for item, time in [(1, 9e8 + 5), (2, 9e8), (3, 9e8 + 5)]))
+    assert read_interactions(path).behaviours.items.tolist() == [2, 1, 3]
+
+
+@given(st.lists(st.integers(MIN_BEHAVIOURS, 60), min_size=1, max_size=8), st.sampled_from(Protocol))
+def test_the_parts_of_a_user_follow_each_other_and_none_is_empty(lengths: list[int], protocol: Protocol) -> None:
+    split = split_log(log_of(lengths), protocol)
+    for user, length in enumerate(lengths):
+        start, end = int(split.starts[user]), int(split.starts[user + 1])
+        train, validation = int(split.train_ends[user]), int(split.validation_ends[user])
+        assert start < train < validation < end
+        held = max(1, length // 10) if protocol is Protocol.TIME else 1
+        assert (validation - train, end - validation) == (held, held)
+        assert split.targets(user, Part.VALIDATION) == slice(train, validation)
+        assert split.targets(user, Part.TEST) == slice(validation, end)
+        assert split.history_end(user, Part.TEST) == validation
+
+
+def test_items_outside_the_training_part_have_the_row_of_unknown_items() -> None:
+    split = split_log(log_of([10], [5, 6, 5, 6, 5, 6, 5, 6, 7, 8]), Protocol.TIME)
+    assert split.item_ids.tolist() == [5, 6]
+    assert split.rows.tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 2, 2]
+
+
+def test_whether_users_repeat_items_is_counted_in_the_training_part() -> None:
+    repeating = split_log(cyclic_log(), Protocol.TIME)
+    assert repeating.repeats_share > 0.1 and not repeating.leaves_out_seen
+    once = split_log(log_of([20, 20]), Protocol.TIME)
+    assert once.repeats_share == 0.0 and once.leaves_out_seen
+
+
+def test_the_digest_of_a_log_depends_on_every_column() -> None:
+    log = log_of([6, 6])
+    others = [
+        replace(log, items=log.items + 1),
+        replace(log, actions=log.actions + np.uint16(1)),
+        replace(log, times_ms=log.times_ms + 1),
+        replace(log, users=["a", "b"]),
+    ]
+    assert len({log.digest(), *(other.digest() for other in others)}) == 5
+    assert log_of([6, 6]).digest() == log.digest()
+
+
+def test_the_share_of_ties_counts_neighbours_of_the_same_user_only() -> None:
+    log = log_of([3, 3])
+    assert log.ties_share() == 0.0
+    assert replace(log, times_ms=np.array([0, 0, 1, 1, 2, 3])).ties_share() == pytest.approx(2 / 6)

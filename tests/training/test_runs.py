@@ -1,0 +1,224 @@
+"""Runs: the same seed gives the same checkpoint, interrupted or not; nothing of the test part leaks into it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from relaygr.compare.requests import Request
+from relaygr.compare.running import Scorer
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.training.logs import Log
+from relaygr.training.pipeline import Finished, Progress, train_ranker
+from relaygr.training.ranker import Batch, candidate_logits, score_items
+from relaygr.training.ranking import NDCG
+from relaygr.training.runs import STATE_FILE, Run, TrainingOptions
+from relaygr.training.sampling import training_batches
+from relaygr.training.splits import Part, Protocol, split_log
+from relaygr.training.trainer import RankerModel, train
+from relaygr.worker.device import open_device
+from relaygr.worker.model.checkpoint import load_checkpoint
+from tests.training.made_logs import QUICK, Recorder, cyclic_log, revision_of, with_test_behaviours
+
+LOG = cyclic_log()
+TOLERANCE = 2e-5
+
+
+def trained(
+    folder: Path, log: Log = LOG, options: TrainingOptions = QUICK, recorder: Recorder | None = None
+) -> Finished:
+    return train_ranker(
+        log, [], options, Run(folder), Progress(recorder or Recorder(), lambda name, steps: None, lambda: None)
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    trained(folder, options=replace(QUICK, epochs=6))
+    return Run(folder)
+
+
+def test_the_ranker_beats_popularity_where_histories_say_more(run: Run) -> None:
+    found = run.read_json("metrics.json")
+    assert found["test"]["ranker"][NDCG]["mean"] > 2 * found["test"]["popularity"][NDCG]["mean"]
+    assert found["gains"]["popularity"]["low"] > 0
+    assert found["test"]["ranker"]["auc"]["mean"] > 0.9, "even items are liked"
+
+
+def test_a_run_has_its_files_and_no_state_is_left(run: Run) -> None:
+    found = {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file()}
+    assert found == {
+        "run.json", "metrics.json", "training.png", "checkpoint/config.json", "checkpoint/model.safetensors",
+        "checkpoint/README.md", "predictions/ranker.jsonl", "predictions/popularity.jsonl", "predictions/ials.jsonl",
+        "predictions/item-neighbours.jsonl",
+    }  # fmt: skip
+    card = (run.checkpoint / "README.md").read_text()
+    assert revision_of(run) in card and "weak evidence" in card and "popularity" in card
+
+
+def requests_of(log: Log) -> list[Request]:
+    """Histories of several lengths, one with unknown items and actions, and candidates of which one is unknown."""
+    random = np.random.default_rng(0)
+    requests = []
+    for length in (0, 1, 7, 30, 64):
+        items = random.choice(np.unique(log.items), length)
+        actions = random.choice(np.array([4, 10, 200], np.uint16), length)
+        if length == 30:
+            items[::3] = 10**9
+        behaviours = Behaviours(items.astype(np.int64), actions, np.arange(length, dtype=np.int64) * 1000)
+        candidates = np.append(random.choice(np.unique(log.items), 12, replace=False), 10**9).astype(np.int64)
+        requests.append(Request(behaviours, np.zeros(0, np.int64), candidates, 0, None, np.zeros((13, 2))))
+    return requests
+
+
+def test_the_trainers_scores_are_the_workers(run: Run) -> None:
+    """Full and cached inference of the worker's engine, for what the trainer wrote."""
+    checkpoint = load_checkpoint(run.checkpoint)
+    requests = requests_of(LOG)
+    scorer = Scorer(checkpoint, open_device("cpu"), requests)
+    ids, config = checkpoint.tensors["items.ids"].numpy(), checkpoint.config
+    for request, full, cached in zip(
+        requests, scorer.full(requests).scores, scorer.cached(requests).scores, strict=True
+    ):
+        rows = [np.where(np.isin(each, ids), np.searchsorted(ids, each), len(ids)) for each in
+                (request.behaviours.items, request.candidates)]  # fmt: skip
+        logits = score_items(
+            config, dict(checkpoint.tensors), rows[0].astype(np.int32), request.behaviours.actions,
+            torch.from_numpy(rows[1]),
+        )  # fmt: skip
+        ours = np.stack((logits[:, 0].numpy(), torch.sigmoid(logits[:, 1]).numpy()), axis=1)
+        for scores in (full, cached):
+            assert np.abs(scores - ours).max() <= TOLERANCE * np.abs(ours).max(), len(request.behaviours)
+
+
+def test_a_candidate_of_a_batch_has_the_score_that_it_has_alone(run: Run) -> None:
+    """Neither padding, nor the candidates beside it, nor the behaviours after its place change it."""
+    checkpoint = load_checkpoint(run.checkpoint)
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    split = split_log(LOG, Protocol.TIME)
+    _, batch = next(training_batches(split, 0, 0, places=4, negatives=3, max_history=64))
+    together = candidate_logits(config, tensors, batch.inputs)
+    inputs = batch.inputs
+    for user in range(inputs.items.shape[0]):
+        place = int(inputs.places[user, 0])
+        alone = Batch(
+            inputs.items[user : user + 1, :place],
+            inputs.actions[user : user + 1, :place],
+            inputs.candidates[user : user + 1, :1, 1:2],
+            inputs.places[user : user + 1, :1],
+        )
+        assert torch.allclose(candidate_logits(config, tensors, alone)[0, 0, 0], together[user, 0, 1], atol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_checkpoint_and_another_seed_another(tmp_path: Path) -> None:
+    for name, seed in (("one", 3), ("two", 3), ("three", 4)):
+        trained(tmp_path / name, options=replace(QUICK, epochs=1, seed=seed))
+    one, two, three = (revision_of(Run(tmp_path / name)) for name in ("one", "two", "three"))
+    assert one == two != three
+
+
+def test_an_interrupted_run_goes_on_to_the_checkpoint_of_one_that_was_not(tmp_path: Path) -> None:
+    trained(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "cut", recorder=Recorder(stop_after=1))
+    assert (tmp_path / "cut" / STATE_FILE).exists()
+    later = Recorder()
+    trained(tmp_path / "cut", recorder=later)
+    assert later.epochs == [1, 2]
+    assert revision_of(Run(tmp_path / "cut")) == revision_of(Run(tmp_path / "whole"))
+
+
+def test_a_folder_with_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.begin(QUICK, LOG, [])
+    with pytest.raises(RelayError, match="dim is 16 there and 32 here"):
+        run.begin(replace(QUICK, dim=32), LOG, [])
+    with pytest.raises(RelayError, match="digest is"):
+        run.begin(QUICK, cyclic_log(seed=1), [])
+    with pytest.raises(RelayError, match="files that are no run"):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "thesis.txt").write_text("mine")
+        Run(tmp_path / "other").begin(QUICK, LOG, [])
+
+
+def test_a_broken_state_is_refused_and_named(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.begin(QUICK, LOG, [])
+    (run.folder / STATE_FILE).write_bytes(b"half")
+    with pytest.raises(RelayError, match="broken: remove it"):
+        train(split_log(LOG, Protocol.TIME), QUICK, run, Recorder())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="--learning-rate"):
+        trained(tmp_path / "run", options=replace(QUICK, learning_rate=1e30))
+
+
+@pytest.mark.parametrize("protocol", Protocol)
+def test_other_test_behaviours_change_nothing_but_the_metrics_of_the_test(tmp_path: Path, protocol: Protocol) -> None:
+    """Leaks: the vocabulary, counts, negatives, histories or the choice of an epoch from the test part."""
+    options = replace(QUICK, epochs=2, protocol=protocol)
+    split = split_log(LOG, protocol)
+    items = np.where(np.arange(len(LOG.items)) % 2, 10**6, LOG.items.min())
+    changed = with_test_behaviours(LOG, split, items)
+    trained(tmp_path / "as-it-is", options=options)
+    trained(tmp_path / "changed", log=changed, options=options)
+    found = [Run(tmp_path / name) for name in ("as-it-is", "changed")]
+    assert revision_of(found[0]) == revision_of(found[1])
+    one, other = (run.read_json("metrics.json") for run in found)
+    for part in ("baselines", "best_epoch"):
+        assert one[part] == other[part]
+    assert [epoch["ndcg"] for epoch in one["epochs"]] == [epoch["ndcg"] for epoch in other["epochs"]]
+    for name in ("ranker", "popularity", "ials", "item-neighbours"):
+        tops = [
+            [json.loads(line)["top"] for line in (run.folder / "predictions" / f"{name}.jsonl").open()] for run in found
+        ]
+        assert tops[0] == tops[1], f"histories of {name} have test behaviours"
+    assert one["test"]["ranker"] != other["test"]["ranker"]
+
+
+def test_negatives_are_never_the_next_behaviour() -> None:
+    split = split_log(LOG, Protocol.TIME)
+    for _, batch in training_batches(split, 0, 0, places=8, negatives=31, max_history=64):
+        wanted, others = batch.inputs.candidates[..., :1], batch.inputs.candidates[..., 1:]
+        assert bool((batch.is_excluded[..., 1:] | (others != wanted) | ~batch.is_target[..., None]).all())
+        assert not bool(batch.is_excluded[..., 0].any())
+
+
+def test_windows_hold_training_behaviours_only_and_targets_come_after_their_history() -> None:
+    """Each target is the behaviour right after its place in the window."""
+    log = cyclic_log(users=30)
+    log = replace(log, items=np.arange(len(log.items), dtype=np.int64))  # Each behaviour has an item of its own.
+    split = split_log(log, Protocol.TIME)
+    for _, batch in training_batches(split, 0, 0, places=8, negatives=3, max_history=16):
+        items, places, targets = batch.inputs.items, batch.inputs.places, batch.inputs.candidates[..., 0]
+        assert items.shape[1] <= 16
+        for user, place in batch.is_target.nonzero().tolist():
+            target = int(targets[user, place])
+            before = items[user, : int(places[user, place])]
+            known = before[before < split.num_items]
+            assert bool((known < target).all()) and (not known.numel() or target - int(known.max()) <= 3)
+            assert target < split.num_items
+
+
+def test_a_log_without_ratings_has_one_task(tmp_path: Path) -> None:
+    finished = trained(tmp_path / "run", log=cyclic_log(rated=False), options=replace(QUICK, epochs=1))
+    config = load_checkpoint(tmp_path / "run" / "checkpoint").config
+    assert [task.name for task in config.tasks] == ["next"] and config.num_actions == 0
+    assert set(finished.test["ranker"]) == {"ndcg@10", "hr@10"}
+
+
+def test_a_ranker_that_is_served_all_of_a_history_scores_as_without_a_limit(run: Run) -> None:
+    checkpoint, split = load_checkpoint(run.checkpoint), split_log(LOG, Protocol.TIME)
+    every = torch.arange(split.num_items)
+    whole, limited = (RankerModel(split, checkpoint.config, dict(checkpoint.tensors), most) for most in (0, 64))
+    assert torch.equal(whole.next_scores(0, Part.TEST, every), limited.next_scores(0, Part.TEST, every))
+    short = RankerModel(split, checkpoint.config, dict(checkpoint.tensors), 4)
+    assert not torch.equal(whole.next_scores(0, Part.TEST, every), short.next_scores(0, Part.TEST, every))

@@ -1,0 +1,130 @@
+"""From a log to a finished run: split, training, checkpoint with its card, baselines, test metrics and plot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relaygr.training.baselines import fitted_baselines, folds_count, popularity
+from relaygr.training.card import checkpoint_card
+from relaygr.training.logs import Log, usable
+from relaygr.training.plots import plot_training
+from relaygr.training.ranking import NDCG, Estimate, Judged, Model, chosen_users, estimate, judge, write_predictions
+from relaygr.training.runs import CARD_FILE, METRICS_FILE, Run, TrainingOptions, describe_split
+from relaygr.training.splits import Part, Split, split_log
+from relaygr.training.trainer import RankerModel, Trained, Watcher, train
+from relaygr.worker.model.checkpoint import load_checkpoint, save_checkpoint
+
+RANKER = "ranker"
+OnWork = Callable[[str, int], None]
+"""(name of the work, its steps): a new piece of work begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How a run is followed. Each may do nothing."""
+
+    watcher: Watcher
+    began: OnWork
+    stepped: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The result of a run."""
+
+    split: dict[str, object]
+    test: dict[str, dict[str, Estimate]]
+    """Model -> metric -> mean over users."""
+    gains: dict[str, Estimate]
+    """Baseline -> the ranker's NDCG@10 less the baseline's, in pairs of the same user."""
+    best_epoch: int
+
+
+def train_ranker(
+    log: Log, paths: list[Path], options: TrainingOptions, run: Run, progress: Progress, *, with_baselines: bool = True
+) -> Finished:
+    """Trains and judges, or goes on with the run. Raises RelayError for a log or folder that cannot be used.
+
+    Without baselines the ranker is compared with popularity alone.
+    """
+    log = usable(log)
+    run.begin(options, log, paths)
+    split = split_log(log, options.protocol)
+    trained = _trained(split, options, run, progress)
+    models: dict[str, Model] = {RANKER: RankerModel(split, trained.config, trained.tensors)}
+    users = chosen_users(split, options.test_users, options.seed)
+    folds = _add_baselines(split, options, models, progress, with_baselines)
+    judged, seconds = _judge_all(split, models, users, run, progress)
+    finished = Finished(
+        describe_split(split),
+        {name: each.summary() for name, each in judged.items()},
+        {
+            name: estimate(judged[RANKER].values[NDCG] - each.values[NDCG])
+            for name, each in judged.items()
+            if name != RANKER
+        },
+        trained.best_epoch,
+    )
+    metrics: dict[str, Any] = {
+        **asdict(finished),
+        "epochs": [asdict(record) for record in trained.epochs],
+        "baselines": folds,
+        "seconds": seconds,
+    }
+    plot_training(run.folder / "training.png", trained.epochs)
+    card = checkpoint_card(run.described(), metrics, load_checkpoint(run.checkpoint).revision)
+    (run.checkpoint / CARD_FILE).write_text(card, encoding="utf-8")
+    # The last file: a run without it goes on.
+    run.write_json(METRICS_FILE, metrics)
+    run.remove_state()
+    return finished
+
+
+def _trained(split: Split, options: TrainingOptions, run: Run, progress: Progress) -> Trained:
+    trained = train(split, options, run, progress.watcher)
+    save_checkpoint(
+        run.checkpoint, trained.config, {**trained.tensors, "items.ids": torch.from_numpy(split.item_ids.copy())}
+    )
+    return trained
+
+
+def _add_baselines(
+    split: Split, options: TrainingOptions, models: dict[str, Model], progress: Progress, with_all: bool
+) -> dict[str, Any]:
+    """Adds the fitted baselines to the models. Returns their parameters and the folds of their grids."""
+    users = chosen_users(split, options.validation_users, options.seed)
+    progress.began("fitting baselines", folds_count() if with_all else 0)
+    found = (
+        fitted_baselines(split, users, options.seed, options.threads, progress.stepped)
+        if with_all
+        else [popularity(split)]
+    )
+    folds = {}
+    for baseline in found:
+        models[baseline.name] = baseline.model
+        folds[baseline.name] = {"parameters": baseline.parameters, "folds": baseline.folds}
+    return folds
+
+
+def _judge_all(
+    split: Split, models: dict[str, Model], users: NDArray[np.int64], run: Run, progress: Progress
+) -> tuple[dict[str, Judged], dict[str, float]]:
+    """Judges the models on the test part, and writes their predictions. Returns the seconds that each took, too."""
+    judged, seconds = {}, {}
+    (run.folder / "predictions").mkdir(exist_ok=True)
+    for name, model in models.items():
+        progress.began(f"ranking by {name}", len(users))
+        started_s = time.monotonic()
+        judged[name] = judge(split, model, Part.TEST, users, keeps_predictions=True, on_user=progress.stepped)
+        seconds[name] = round(time.monotonic() - started_s, 1)
+        write_predictions(run.folder / "predictions" / f"{name.replace(' ', '-')}.jsonl", judged[name].predictions)
+        judged[name].predictions.clear()
+    return judged, seconds

@@ -1,0 +1,67 @@
+"""The plots of runs, as PNG or SVG by the name of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from relaygr.runtime.errors import RelayError
+
+if TYPE_CHECKING:
+    from relaygr.training.lengths import LengthPoint
+    from relaygr.training.trainer import EpochRecord
+
+
+def plot_training(path: Path, epochs: Sequence[EpochRecord]) -> None:
+    """The losses and the validation NDCG@10 of each epoch. Raises RelayError."""
+    figure = _figure(9, 3.6)
+    left, right = figure.subplots(1, 2)
+    numbers = [record.epoch + 1 for record in epochs]
+    for name in ("next_loss", "retrieval_loss", "liked_loss"):
+        left.plot(numbers, [getattr(record, name) for record in epochs], label=name.replace("_", " "))
+    left.set_xlabel("epoch")
+    left.legend()
+    right.plot(numbers, [record.ndcg for record in epochs], marker="o", markersize=3)
+    right.set_xlabel("epoch")
+    right.set_ylabel("validation NDCG@10")
+    right.set_ylim(bottom=0)
+    _save(figure, path)
+
+
+def plot_lengths(path: Path, points: Sequence[LengthPoint], title: str) -> None:
+    """NDCG@10 with its interval, and T_full and T_hit, by the number of behaviours served. Raises RelayError."""
+    figure = _figure(9, 3.8)
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2)
+    lengths = [point.length for point in points]
+    ndcg = [point.metrics["ndcg@10"] for point in points]
+    errors = [[each.mean - each.low for each in ndcg], [each.high - each.mean for each in ndcg]]
+    left.errorbar(lengths, [each.mean for each in ndcg], yerr=errors, marker="o", markersize=4, capsize=3)
+    left.set_ylabel("NDCG@10, 95 % interval")
+    right.plot(lengths, [point.full_ms for point in points], marker="o", markersize=4, label="T_full")
+    right.plot(lengths, [point.hit_ms for point in points], marker="o", markersize=4, label="T_hit")
+    right.set_ylabel("median, ms")
+    right.set_ylim(bottom=0)
+    right.legend()
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)
+        axes.set_xlabel("newest behaviours served")
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise RelayError(f"{path} cannot be written: {error}.") from error

@@ -1,0 +1,120 @@
+"""Splits each user's behaviours in training, validation and test, in the order of time.
+
+| protocol | training | validation | test | history of a validation | history of a test |
+|---|---|---|---|---|---|
+| `time` | first 80 % | the 10 % after | last 10 % | training part | training and validation part |
+| `leave-one-out` | all but two | last but one | last | training part | training and validation part |
+
+Each user has at least one behaviour in every part. No history contains a behaviour of the test part. All that is learnt
+or counted (the vocabulary, action codes, popularity, whether users come back to an item) is from the training part: an
+item that is not in it cannot be ranked, and is a miss for every model.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.training.logs import LIKED_CODE, Log
+
+REPEATS_BELOW = 0.01
+"""With a smaller share of repeated items in the training part, items of the history are not ranked again."""
+
+
+class Protocol(enum.StrEnum):
+    """How a user's behaviours are split."""
+
+    TIME = "time"
+    LEAVE_ONE_OUT = "leave-one-out"
+
+
+class Part(enum.StrEnum):
+    """The behaviours that a model is judged by."""
+
+    VALIDATION = "validation"
+    TEST = "test"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A log's behaviours as rows of the vocabulary, and where the parts of each user end."""
+
+    protocol: Protocol
+    users: list[str]
+    starts: NDArray[np.int64]
+    """[users + 1], as in the log."""
+    train_ends: NDArray[np.int64]
+    validation_ends: NDArray[np.int64]
+    """[users]: places in `rows`."""
+    item_ids: NDArray[np.int64]
+    """The vocabulary, ascending: the items of the training part."""
+    behaviour_ids: NDArray[np.int64]
+    """Each behaviour's item id, as in messages."""
+    rows: NDArray[np.int32]
+    """Each behaviour's row of the vocabulary; `len(item_ids)`: not in it."""
+    actions: NDArray[np.uint16]
+    liked: NDArray[np.bool_]
+    """Whether each behaviour is a rating of at least 4."""
+    num_actions: int
+    """One more than the largest action code of the training part; 0: all are 0."""
+    has_ratings: bool
+    repeats_share: float
+    """The share of training behaviours whose item the user had before."""
+
+    @property
+    def num_items(self) -> int:
+        """The size of the vocabulary."""
+        return len(self.item_ids)
+
+    @property
+    def leaves_out_seen(self) -> bool:
+        """Whether items of a user's history are no candidates, since users do not come back to them."""
+        return self.repeats_share < REPEATS_BELOW
+
+    def history_end(self, user: int, part: Part) -> int:
+        """The place after the history that predicts this part."""
+        return int(self.train_ends[user] if part is Part.VALIDATION else self.validation_ends[user])
+
+    def targets(self, user: int, part: Part) -> slice:
+        """The places of the behaviours of this part."""
+        end = self.validation_ends[user] if part is Part.VALIDATION else self.starts[user + 1]
+        return slice(self.history_end(user, part), int(end))
+
+    def training_places(self) -> NDArray[np.bool_]:
+        """Whether each behaviour is of the training part."""
+        places = np.arange(len(self.rows))
+        return places < np.repeat(self.train_ends, np.diff(self.starts))
+
+
+def split_log(log: Log, protocol: Protocol) -> Split:
+    """Splits a log that `usable` has checked."""
+    lengths = log.lengths
+    held = np.maximum(1, lengths // 10) if protocol is Protocol.TIME else np.ones_like(lengths)
+    validation_ends = log.starts[1:] - held
+    train_ends = validation_ends - held
+    in_training = np.arange(len(log.items)) < np.repeat(train_ends, lengths)
+    item_ids = np.unique(log.items[in_training])
+    places = np.searchsorted(item_ids, log.items)
+    known = item_ids[np.minimum(places, len(item_ids) - 1)] == log.items
+    rows = np.where(known, places, len(item_ids)).astype(np.int32)
+    largest = int(log.actions[in_training].max())
+    owners = np.repeat(np.arange(len(log.users)), lengths)[in_training]
+    pairs = np.unique(owners * np.int64(len(item_ids)) + rows[in_training]).size
+    return Split(
+        protocol,
+        log.users,
+        log.starts,
+        train_ends,
+        validation_ends,
+        item_ids,
+        log.items,
+        rows,
+        log.actions,
+        log.actions >= LIKED_CODE,
+        largest + 1 if largest else 0,
+        log.has_ratings,
+        1.0 - pairs / max(1, int(in_training.sum())),
+    )
