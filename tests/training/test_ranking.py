@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from relaygr.runtime.errors import RelayError
 from relaygr.training.baselines import popularity
 from relaygr.training.ranking import (
     AUC,
@@ -100,6 +101,11 @@ def test_a_perfect_model_gets_one_and_scores_without_a_spread_above_zero_do_not_
 
     summary = judge(SPLIT, Perfect(), Part.TEST, USERS).summary()
     assert summary[NDCG].mean == pytest.approx(1.0) and summary[HIT_RATE].mean == 1.0
+
+
+def test_scores_that_are_not_finite_are_refused_and_not_ranked() -> None:
+    with pytest.raises(RelayError, match="not finite"):
+        judge(SPLIT, Given(torch.full((SPLIT.num_items,), math.nan)), Part.TEST, USERS)
 
 
 def test_a_held_out_item_outside_the_vocabulary_is_a_miss_and_not_left_out() -> None:

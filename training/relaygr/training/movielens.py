@@ -229,7 +229,7 @@ def _write_all(folder: Path, films: Sequence[Film], ratings: list[Rating], sourc
         with (folder / "items.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("item_id", "title", "year", "genres"))
-            writer.writerows((film.item, film.title, film.year, "|".join(film.genres)) for film in films)
+            writer.writerows((film.item, film.title, film.year, "|".join(sorted(film.genres))) for film in films)
         files[folder / "items.csv"] = len(films)
         for domain in DOMAINS:
             path = folder / f"{domain.lower()}.inter"

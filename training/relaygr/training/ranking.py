@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torchmetrics.functional.classification import binary_auroc
 from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
 
+from relaygr.runtime.errors import RelayError
 from relaygr.training.splits import Part, Split
 
 TOP: Final = 10
@@ -124,7 +125,7 @@ def judge(
     keeps_predictions: bool = False,
     on_user: Callable[[], None] = lambda: None,
 ) -> Judged:
-    """Ranks all candidates for each user."""
+    """Ranks all candidates for each user. Raises RelayError for scores that are not finite."""
     rows: list[dict[str, float]] = []
     predictions = []
     for user in np.asarray(users).tolist():
@@ -132,6 +133,9 @@ def judge(
         candidates = candidates_of(split, user, part)
         scores = model.next_scores(user, part, torch.from_numpy(candidates))
         probabilities = model.liked_probabilities(user, part)
+        if not bool(torch.isfinite(scores).all()):
+            # Comparisons with NaN are false, so such scores could look like a perfect ranking.
+            raise RelayError(f"The scores of user {split.users[user]} are not finite: the model is broken. Train again.")
         rows.append(
             _ranking_metrics(scores, candidates, split.rows[targets])
             | _liked_metrics(probabilities, split.liked[targets])

@@ -1,0 +1,134 @@
+"""`relaygr data movielens` from archives of both kinds; the files have the layouts that their sources have."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from relaygr.cli.app import app
+from relaygr.interactions import LayoutKind, read_interactions
+from relaygr.runtime.errors import RelayError
+from relaygr.training import movielens
+from relaygr.training.movielens import Film, Size, domain_of, get_movielens
+
+RATINGS = [
+    ("1", 2, "5", "978300760"),
+    ("1", 1, "3", "978302109"),
+    ("2", 3, "4", "978301968"),
+    ("2", 2, "1", "978301970"),
+]
+TITLES = {
+    1: ("Toy Story", "1995", "Animation Comedy"),
+    2: ("Été", "1990", "Drama Comedy"),
+    3: ("Heat", "1995", "Drama"),
+}
+
+
+def wheel_of(path: Path, size: Size) -> Path:
+    """A wheel with the files of RecBole's layout."""
+    names = {
+        item: str(item) if size is Size.SMALL else f"{title} ({year})" for item, (title, year, _) in TITLES.items()
+    }
+    inter = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + "".join(
+        f"{'1m_' if size is Size.MEDIUM else ''}{user}\t{names[item]}\t{rating}\t{time}\n"
+        for user, item, rating, time in RATINGS
+    )
+    items = "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n" + "".join(
+        f"{names[item]}\t{title}\t{year}\t{genres}\n" for item, (title, year, genres) in TITLES.items()
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        folder = movielens._SOURCES[size].wheel_folder
+        archive.writestr(f"{folder}.inter", inter)
+        archive.writestr(f"{folder}.item", items)
+    return path
+
+
+def grouplens_of(path: Path, size: Size) -> Path:
+    """A zip with the files of GroupLens' layout, in its encoding. The numbers of 1M have gaps."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"ml-{size}/README", "terms")
+        if size is Size.SMALL:
+            genres = movielens._GENRES_100K
+            lines = [
+                f"{item}|{title} ({year})|01-Jan-{year}||http://x/|"
+                + "|".join(str(int(genre in own.split())) for genre in genres)
+                for item, (title, year, own) in TITLES.items()
+            ]
+            archive.writestr("ml-100k/u.item", "\n".join(lines).encode("latin-1"))
+            archive.writestr("ml-100k/u.data", "\n".join("\t".join(map(str, rating)) for rating in RATINGS))
+        else:
+            lines = [
+                f"{10 * item}::{title} ({year})::{own.replace(' ', '|')}" for item, (title, year, own) in TITLES.items()
+            ]
+            archive.writestr("ml-1m/movies.dat", "\n".join(lines).encode("latin-1"))
+            ratings = [f"{user}::{10 * item}::{rating}::{time}" for user, item, rating, time in RATINGS]
+            archive.writestr("ml-1m/ratings.dat", "\n".join(ratings))
+    return path
+
+
+def expects(monkeypatch: pytest.MonkeyPatch, size: Size, path: Path) -> None:
+    """Makes the digests of this archive the expected ones: the real data may not be in the repository."""
+    source = replace(movielens._SOURCES[size], zip_md5=hashlib.md5(path.read_bytes()).hexdigest())
+    with zipfile.ZipFile(path) as archive:
+        if f"{source.wheel_folder}.inter" in archive.namelist():
+            digests = [
+                hashlib.sha256(archive.read(f"{source.wheel_folder}.{suffix}")).hexdigest()
+                for suffix in ("inter", "item")
+            ]
+            source = replace(source, inter_sha256=digests[0], item_sha256=digests[1])
+    monkeypatch.setattr(movielens, "_SOURCES", {**movielens._SOURCES, size: source})
+
+
+@pytest.mark.parametrize("size", Size)
+def test_both_sources_give_the_same_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: Size) -> None:
+    for name, made in (("wheel", wheel_of), ("zip", grouplens_of)):
+        archive = made(tmp_path / f"{name}.zip", size)
+        expects(monkeypatch, size, archive)
+        found = get_movielens(tmp_path / name, size, archive)
+        assert (found.behaviours, found.users, found.items) == (4, 2, 3)
+    for file in ("log.inter", "items.csv", "drama.inter", "comedy.inter"):
+        assert (tmp_path / "wheel" / file).read_text() == (tmp_path / "zip" / file).read_text()
+    read = read_interactions(tmp_path / "zip" / "log.inter")
+    assert read.report.layout.kind is LayoutKind.RECBOLE and read.users == ["1", "2"]
+    assert read.of(0).items.tolist() == [2, 1] and read.of(0).actions.tolist() == [10, 6]
+    assert "no redistribution" in (tmp_path / "zip" / "SOURCE.txt").read_text()
+    assert (tmp_path / "zip" / "items.csv").read_text().splitlines()[2] == "2,Été,1990,Comedy|Drama"
+
+
+def test_an_item_of_both_genres_is_in_the_domain_with_more_behaviours() -> None:
+    films = [Film(1, "a", "", ("Drama",)), Film(2, "b", "", ("Comedy", "Drama")), Film(3, "c", "", ("War",))]
+    ratings = [("u", item, "5", "0") for item in (1, 1, 2, 3)]
+    assert domain_of(films, ratings) == {1: "Drama", 2: "Drama"}
+
+
+@pytest.mark.parametrize("made", [wheel_of, grouplens_of])
+def test_other_data_than_expected_is_refused(tmp_path: Path, made) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RelayError, match="its digest is"):
+        get_movielens(tmp_path / "out", Size.SMALL, made(tmp_path / "other.zip", Size.SMALL))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_archive_of_the_other_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="or the other --size"):
+        get_movielens(tmp_path / "out", Size.SMALL, wheel_of(tmp_path / "1m.whl", Size.MEDIUM))
+
+
+def test_a_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "u.data").write_text("1\t2\t3\t4\n")
+    done = CliRunner().invoke(app, ["data", "movielens", str(tmp_path / "out"), "--archive", str(tmp_path / "u.data")])
+    assert done.exit_code == 1 and "Give a zip archive or a wheel" in done.output
+
+
+def test_without_the_wheel_on_an_index_the_command_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With an index of nothing, as on a machine without a network."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    done = CliRunner().invoke(app, ["data", "movielens", str(tmp_path / "out")])
+    assert done.exit_code == 1 and "pip did not download recbole==1.2.1" in done.output
+    assert "--archive" in done.output.replace("\n", " ")

@@ -1,0 +1,100 @@
+"""`relaygr train`, from a log in a file to the worth of longer histories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from relaygr.cli.app import app
+from relaygr.worker.model.checkpoint import load_checkpoint
+from tests.training.made_logs import cyclic_log, write_inter
+
+SMALL = [
+    "--dim", "16", "--epochs", "1", "--places", "4", "--negatives", "7", "--max-history", "64", "--threads", "1",
+    "--no-baselines",
+]  # fmt: skip
+TIMED = "user_id:token\titem_id:token\ttimestamp:float\n"
+
+
+def train(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, ["train", *map(str, words)], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inter(tmp_path_factory.mktemp("log") / "made.inter", cyclic_log(users=20, length=60))
+
+
+@pytest.fixture(scope="module")
+def run(log: Path) -> Path:
+    folder = log.parent / "run"
+    done = train("ranker", log, "--out", folder, *SMALL)
+    assert done.exit_code == 0, done.output
+    assert "epoch   1  loss" in done.output and "popularity" in done.output
+    return folder
+
+
+def test_a_trained_checkpoint_is_one_of_the_worker(run: Path) -> None:
+    checkpoint = load_checkpoint(run / "checkpoint")
+    assert [task.name for task in checkpoint.config.tasks] == ["next", "liked"]
+    shown = CliRunner().invoke(app, ["model", "show", str(run / "checkpoint")])
+    assert shown.exit_code == 0 and "may grow" in shown.output and "valid at any time" in shown.output
+
+
+def test_evaluate_writes_a_table_and_a_plot(run: Path) -> None:
+    done = train("evaluate", run, "--min-behaviours", "40", "--candidates", "16", "--deadline-ms", "1000")
+    assert done.exit_code == 0, done.output
+    assert "T_full ms" in done.output and "Deadline 1000 ms: truncation serves 64" in done.output
+    found = json.loads((run / "lengths.json").read_text())
+    assert [point["length"] for point in found["points"]] == [16, 32, 64]
+    assert (run / "lengths.png").stat().st_size > 5000
+
+
+def test_evaluate_with_a_log_that_was_changed_is_refused(run: Path, tmp_path: Path) -> None:
+    other = write_inter(tmp_path / "other.inter", cyclic_log(users=20, length=60, seed=1))
+    done = train("evaluate", run, "--log", other)
+    assert done.exit_code == 1 and "not the one" in done.output
+
+
+def test_a_finished_run_is_not_trained_again(run: Path, log: Path) -> None:
+    done = train("ranker", log, "--out", run, *SMALL)
+    assert done.exit_code == 1 and "has a finished run" in done.output
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("user_id:token\titem_id:token\nann\t1\nann\t2\n", "no time of the behaviours"),
+        (
+            "user_id:token\titem_id:token\ttimestamp:float\n" + "".join(f"u{n}\t1\t9e8\n" for n in range(9)),
+            "no user has",
+        ),
+        ("user_id:token\titem_id:token\ttimestamp:float\n" + "ann\t1\t9e8\n" * 9, "same time"),
+        ("user_id:token\titem_id:token\ttimestamp:float\n", "The log has 0 behaviours"),
+    ],
+    ids=["no time", "one row for each user", "one time", "empty"],
+)
+def test_a_log_that_cannot_be_split_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "bad.inter").write_text(content)
+    done = train("ranker", tmp_path / "bad.inter", "--out", tmp_path / "run")
+    assert done.exit_code == 1 and said in done.output.replace("\n", " ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--protocol", "random"], "give one of time, leave-one-out"), (["--dim", "15"], "no multiple of --heads 2")],
+)
+def test_options_that_make_no_model_are_refused(log: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    done = train("ranker", log, "--out", tmp_path / "run", *words)
+    assert done.exit_code == 1 and said in done.output.replace("\n", " ")
+
+
+def test_the_ranker_and_the_json_of_a_run_agree(run: Path) -> None:
+    metrics = json.loads((run / "metrics.json").read_text())
+    lines = [json.loads(line) for line in (run / "predictions" / "ranker.jsonl").read_text().splitlines()]
+    hits = [bool(set(line["top"]) & set(line["held_out"])) for line in lines]
+    assert metrics["test"]["ranker"]["hr@10"]["mean"] == pytest.approx(sum(hits) / len(hits))
