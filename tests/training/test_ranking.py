@@ -115,6 +115,18 @@ def test_a_held_out_item_outside_the_vocabulary_is_a_miss_and_not_left_out() -> 
     assert split.targets(1, Part.TEST) == slice(38, 40) and judged.values[NDCG].tolist() == [0.0]
 
 
+def test_each_unknown_held_out_item_counts_in_the_ideal_ranking() -> None:
+    """Of three held-out items one is in the vocabulary, and first of 22 candidates."""
+    items = [*range(30), *range(5, 29), 50, 51, 52, 3, 53, 54]
+    split = split_log(log_of([30, 30], items), Protocol.TIME)
+    held = split.rows[split.targets(1, Part.TEST)].tolist()
+    assert held == [3, split.num_items, split.num_items]
+    scores = torch.zeros(split.num_items)
+    scores[3] = 1e9
+    found = judge(split, Given(scores), Part.TEST, [1]).values[NDCG][0]
+    assert found == pytest.approx(1 / (1 + 1 / math.log2(3) + 1 / 2))
+
+
 def test_items_of_the_history_are_no_candidates_unless_users_repeat_them() -> None:
     once: Split = split_log(log_of([20, 20], [*range(20), *range(5, 25)]), Protocol.TIME)
     candidates = candidates_of(once, 0, Part.TEST)

@@ -135,9 +135,11 @@ def judge(
         probabilities = model.liked_probabilities(user, part)
         if not bool(torch.isfinite(scores).all()):
             # Comparisons with NaN are false, so such scores could look like a perfect ranking.
-            raise RelayError(f"The scores of user {split.users[user]} are not finite: the model is broken. Train again.")
+            raise RelayError(
+                f"The scores of user {split.users[user]} are not finite: the model is broken. Train again."
+            )
         rows.append(
-            _ranking_metrics(scores, candidates, split.rows[targets])
+            _ranking_metrics(scores, np.isin(candidates, split.rows[targets]), split.behaviour_ids[targets])
             | _liked_metrics(probabilities, split.liked[targets])
         )
         if keeps_predictions:
@@ -148,20 +150,19 @@ def judge(
 
 
 def _ranking_metrics(
-    ranked: torch.Tensor, candidates: NDArray[np.int64], held_out: NDArray[np.int32]
+    ranked: torch.Tensor, is_held_out: NDArray[np.bool_], held_out: NDArray[np.int64]
 ) -> dict[str, float]:
-    is_found = np.isin(candidates, held_out)
-    target = torch.from_numpy(is_found)
-    lost = len(np.unique(held_out)) - int(is_found.sum())
+    target = torch.from_numpy(is_held_out)
+    lost = len(np.unique(held_out)) - int(is_held_out.sum())
     # Only the best places count, so what cannot reach them is left out; items equal to the last of them stay.
     if ranked.numel() > TOP:
         kept = (ranked >= torch.topk(ranked, TOP).values[-1]) | target
         ranked, target = ranked[kept], target[kept]
-    # Below all candidates: relevant, and never found.
-    worst = ranked.min() if ranked.numel() else torch.tensor(0.0)
+    # Items that are no candidates stand below all others: relevant, and never found. The candidates' scores become whole
+    # numbers in the same order, so that "below" holds for scores of any size.
+    ranked = torch.unique(ranked, return_inverse=True)[1].float()
     places_left = max(0, TOP - ranked.numel())
-    below = worst - 1 - torch.arange(places_left + lost)
-    ranked = torch.cat((ranked, below))
+    ranked = torch.cat((ranked, -1.0 - torch.arange(places_left + lost)))
     target = torch.cat((target, torch.arange(places_left + lost) >= places_left))
     # Equal scores in a random order, so that no model gains from the order of the items.
     shuffled = torch.from_numpy(np.random.default_rng(len(ranked)).permutation(len(ranked)))

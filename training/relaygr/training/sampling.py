@@ -103,9 +103,8 @@ def _batch(
         candidates[index, : chosen.size, 0] = split.rows[start + chosen]
         liked[index, : chosen.size] = split.liked[start + chosen]
         if split.leaves_out_seen:
-            seen = np.zeros(split.num_items + 1, dtype=bool)
-            seen[split.rows[split.starts[user] : split.train_ends[user]]] = True
-            is_excluded[index] = seen[candidates[index]]
+            own = split.rows[split.starts[user] : split.train_ends[user]]
+            is_excluded[index] = np.isin(candidates[index], own)
         else:
             is_excluded[index] = candidates[index] == candidates[index, :, :1]
     is_excluded[:, :, 0] = False
