@@ -158,8 +158,8 @@ def _ranking_metrics(
     if ranked.numel() > TOP:
         kept = (ranked >= torch.topk(ranked, TOP).values[-1]) | target
         ranked, target = ranked[kept], target[kept]
-    # Items that are no candidates stand below all others: relevant, and never found. The candidates' scores become whole
-    # numbers in the same order, so that "below" holds for scores of any size.
+    # Held-out items that are no candidates stand below all others, and are never found. The candidates' scores become
+    # whole numbers in the same order, so that "below" holds for scores of any size.
     ranked = torch.unique(ranked, return_inverse=True)[1].float()
     places_left = max(0, TOP - ranked.numel())
     ranked = torch.cat((ranked, -1.0 - torch.arange(places_left + lost)))
