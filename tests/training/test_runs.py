@@ -25,6 +25,7 @@ from relaygr.training.trainer import RankerModel, train
 from relaygr.worker.device import open_device
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.training.made_logs import QUICK, Recorder, cyclic_log, revision_of, with_test_behaviours
+from tests.training.test_logs import log_of
 
 LOG = cyclic_log()
 TOLERANCE = 2e-5
@@ -231,3 +232,11 @@ def test_a_ranker_that_is_served_all_of_a_history_scores_as_without_a_limit(run:
     assert torch.equal(whole.next_scores(0, Part.TEST, every), limited.next_scores(0, Part.TEST, every))
     short = RankerModel(split, checkpoint.config, dict(checkpoint.tensors), 4)
     assert not torch.equal(whole.next_scores(0, Part.TEST, every), short.next_scores(0, Part.TEST, every))
+
+
+def test_a_user_who_has_seen_every_item_is_judged_too(tmp_path: Path) -> None:
+    """No candidate is left, so nothing is found."""
+    items = [*range(12), 0, *range(11, -1, -1), 11]
+    finished = trained(tmp_path / "run", log=log_of([13, 13], items), options=replace(QUICK, epochs=1))
+    assert finished.split["items"] == 12 and finished.split["leaves_out_seen"]
+    assert finished.test["ranker"][NDCG].mean == finished.test["popularity"][NDCG].mean == 0.0

@@ -164,7 +164,7 @@ def forward(
         x = hstu_layer(config, layer_tensors(tensors, index), x, attention, product)
     history, rows = torch.split(x, [length, candidates.shape[1]], dim=1)
     logits = task_logits(config, tensors, rows, candidates)
-    return logits.view(*batch.candidates.shape, -1), history
+    return logits.view(*batch.candidates.shape, len(config.tasks)), history
 
 
 def _dropped(rows: torch.Tensor, share: float) -> torch.Tensor:
