@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -97,3 +98,14 @@ def test_the_share_of_ties_counts_neighbours_of_the_same_user_only() -> None:
     log = log_of([3, 3])
     assert log.ties_share() == 0.0
     assert replace(log, times_ms=np.array([0, 0, 1, 1, 2, 3])).ties_share() == pytest.approx(2 / 6)
+
+
+def test_the_memory_of_a_split_is_bounded_for_each_row() -> None:
+    """Reading takes about 70 bytes a row (`relaygr.interactions`); the split stays near that."""
+    log = log_of([1000] * 200, np.random.default_rng(0).integers(0, 5000, 200_000).tolist())
+    tracemalloc.start()
+    split = split_log(usable(log), Protocol.TIME)
+    split.training_places()
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most_bytes / len(log.items) < 100

@@ -216,8 +216,8 @@ def _retrieval_loss(config: ModelConfig, tensors: Tensors, history: torch.Tensor
     if config.vocabulary_size <= _RETRIEVED:
         return F.cross_entropy(rows @ table[: config.vocabulary_size].T, wanted)
     sampled = torch.randint(config.vocabulary_size, (_RETRIEVED,))
-    others = (rows @ table[sampled].T).masked_fill(sampled == wanted[:, None], _EXCLUDED)
-    own = (rows * table[wanted]).sum(-1, keepdim=True)
+    others = (rows @ F.embedding(sampled, table).T).masked_fill(sampled == wanted[:, None], _EXCLUDED)
+    own = (rows * F.embedding(wanted, table)).sum(-1, keepdim=True)
     return F.cross_entropy(torch.cat((own, others), dim=1), torch.zeros(len(wanted), dtype=torch.int64))
 
 

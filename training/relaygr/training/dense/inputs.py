@@ -1,4 +1,8 @@
-"""The sequence of the dense model: its tokens, and the row of each token."""
+"""The sequence of the dense model: its tokens, and the row of each token.
+
+Rows of tables are read by `F.embedding`: the gradient of an index adds up in another order at each run on several
+threads, and then the same seed would not give the same checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
@@ -83,12 +88,12 @@ def embed(config: ModelConfig, tensors: Tensors, sequence: Sequence) -> torch.Te
 
 def start_positions(config: ModelConfig, tensors: Tensors, places: torch.Tensor) -> torch.Tensor:
     """[..., D]: the rows of places that count from the start; places beyond the table take its last row."""
-    return tensors["positions.weight"][places.clamp(max=config.num_positions - 1)]
+    return F.embedding(places.clamp(max=config.num_positions - 1), tensors["positions.weight"])
 
 
 def item_vectors(config: ModelConfig, tensors: Tensors, items: torch.Tensor) -> torch.Tensor:
     """Items' rows, joined with those of their features: [..., table_dim * (1 + features)]."""
-    parts = [tensors["items.weight"][items]]
+    parts = [F.embedding(items, tensors["items.weight"])]
     if config.dlrm_inputs is not None:
         parts += [
             tensors[f"item_features.{index}.weight"][tensors[f"item_features.{index}.rows"][items]]
@@ -132,10 +137,10 @@ def behaviour_rows(config: ModelConfig, tensors: Tensors, items: torch.Tensor, a
             for index, weight in enumerate(config.dlrm_inputs.action_weights)
         ]
         return _dlrm(config, tensors, items, torch.cat(bits, dim=-1) if bits else None)
-    rows = tensors["items.weight"][items]
+    rows = F.embedding(items, tensors["items.weight"])
     if not config.num_actions:
         return rows
-    of_actions = tensors["actions.weight"][actions.clamp(max=config.num_actions)]
+    of_actions = F.embedding(actions.clamp(max=config.num_actions), tensors["actions.weight"])
     if config.inputs is InputForm.INTERLEAVED:
         return torch.stack((rows, of_actions), dim=-2).flatten(-3, -2)
     return rows + of_actions
@@ -145,7 +150,7 @@ def candidate_rows(config: ModelConfig, tensors: Tensors, items: torch.Tensor) -
     """int64 [..., candidates]: rows of the item table -> [..., candidates, D]."""
     if config.dlrm_inputs is not None:
         return _dlrm(config, tensors, items, tensors.get("action_bits.candidates"))
-    rows = tensors["items.weight"][items]
+    rows = F.embedding(items, tensors["items.weight"])
     if config.inputs is InputForm.ADDED and config.num_actions:
         return rows + tensors["actions.weight"][config.num_actions + 1]
     return rows
