@@ -102,7 +102,7 @@ def ranker(
     run = Run(out)
     console = plain_console(stderr=as_json, soft_wrap=True)
     if run.is_finished:
-        raise RelayError(f"{out} has a finished run: see its {'checkpoint/README.md'}, or give another folder.")
+        raise RelayError(f"{out} has a finished run: see checkpoint/README.md in it, or give another folder.")
     log = _read(logs, max_bad_lines, console)
     with _bars() as bars:
         progress = RunProgress(_Watcher(bars, console, epochs), bars.began, bars.stepped)
