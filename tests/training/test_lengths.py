@@ -18,6 +18,8 @@ from relaygr.training.trainer import RankerModel
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.training.made_logs import QUICK, Recorder, cyclic_log
 
+pytestmark = pytest.mark.slow  # They train.
+
 LOG = cyclic_log(users=20, length=60)
 SPLIT = split_log(LOG, Protocol.TIME)
 

@@ -27,6 +27,8 @@ from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.training.made_logs import QUICK, Recorder, cyclic_log, revision_of, with_test_behaviours
 from tests.training.test_logs import log_of
 
+pytestmark = pytest.mark.slow  # They train.
+
 LOG = cyclic_log()
 TOLERANCE = 2e-5
 
@@ -123,6 +125,7 @@ def test_a_candidate_of_a_batch_has_the_score_that_it_has_alone(run: Run) -> Non
             inputs.actions[user : user + 1, :place],
             inputs.candidates[user : user + 1, :1, 1:2],
             inputs.places[user : user + 1, :1],
+            inputs.first[user : user + 1],
         )
         assert torch.allclose(candidate_logits(config, tensors, alone)[0, 0, 0], together[user, 0, 1], atol=1e-5)
 

@@ -12,6 +12,8 @@ from relaygr.cli.app import app
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.training.made_logs import cyclic_log, write_inter
 
+pytestmark = pytest.mark.slow  # They train.
+
 SMALL = [
     "--dim", "16", "--epochs", "1", "--places", "4", "--negatives", "7", "--max-history", "64", "--threads", "1",
     "--no-baselines",

@@ -4,7 +4,8 @@ A batch has a window of each user's history and some of its places. At each plac
 attends to the window's behaviours before the place and to itself, as a candidate of a request does whose history ends
 there. All history rows of a user are computed once, and no candidate is seen by any row but itself.
 
-Positions count from the window's start, as a worker's count from the start of the prefix that it was given.
+Positions count from the window's start, as a worker's count from the start of the prefix that it was given. In training
+some windows begin at a later position, so that the rows of positions are trained that only the longest histories reach.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class Batch:
     """[users, places, candidates]: rows of the vocabulary."""
     places: torch.Tensor
     """[users, places]: the number of behaviours before the candidates."""
+    first: torch.Tensor
+    """[users]: the position of the window's first behaviour; 0 where a worker is asked."""
 
 
 class TargetAttention:
@@ -151,9 +154,10 @@ def forward(
     candidates = batch.candidates.flatten(1)
     count = batch.candidates.shape[2]
     behaviours = behaviour_rows(config, tensors, batch.items, batch.actions)
-    behaviours = behaviours + start_positions(config, tensors, torch.arange(length))
+    first = batch.first[:, None]
+    behaviours = behaviours + start_positions(config, tensors, first + torch.arange(length))
     asked = candidate_rows(config, tensors, candidates)
-    asked = asked + start_positions(config, tensors, batch.places.repeat_interleave(count, dim=1))
+    asked = asked + start_positions(config, tensors, first + batch.places.repeat_interleave(count, dim=1))
     x = torch.cat((behaviours, asked), dim=1)
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -182,9 +186,9 @@ def score_items(
     newest = slice(-config.max_prefix_behaviours, None)
     history = torch.from_numpy(items[newest].astype(np.int64))[None]
     codes = torch.from_numpy(actions[newest].astype(np.int64))[None]
-    place = torch.tensor([[history.shape[1]]])
+    place, first = torch.tensor([[history.shape[1]]]), torch.zeros(1, dtype=torch.int64)
     parts = [
-        candidate_logits(config, tensors, Batch(history, codes, part[None, None], place))[0, 0]
+        candidate_logits(config, tensors, Batch(history, codes, part[None, None], place, first))[0, 0]
         for part in torch.split(asked, _CHUNK)
     ]
     return torch.cat(parts)

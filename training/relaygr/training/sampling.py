@@ -19,6 +19,8 @@ from relaygr.training.splits import Split
 _SHORTENED: Final = 0.5
 """The share of windows that begin later than they could: a worker may be asked to serve only the newest behaviours."""
 _SHORTEST: Final = 8
+_SHIFTED: Final = 0.5
+"""The share of windows that begin at a random position."""
 _FORGOTTEN: Final = 0.01
 """The share of history items that are read as unknown, so that the row of unknown items is trained."""
 _ELEMENTS: Final = 400_000
@@ -77,11 +79,11 @@ def training_batches(
     batches = epoch_batches(split, seed, epoch, places, negatives, max_history)
     for number, windows in enumerate(batches):
         random = np.random.default_rng([seed, epoch, 1, number])
-        yield (number + 1) / len(batches), _batch(split, random, windows, places, negatives)
+        yield (number + 1) / len(batches), _batch(split, random, windows, places, negatives, max_history)
 
 
 def _batch(
-    split: Split, random: np.random.Generator, windows: list[Window], places: int, negatives: int
+    split: Split, random: np.random.Generator, windows: list[Window], places: int, negatives: int, max_history: int
 ) -> TrainingBatch:
     longest = max(end - start for _, start, end in windows) - 1
     shape = (len(windows), min(places, longest))
@@ -109,5 +111,7 @@ def _batch(
             is_excluded[index] = candidates[index] == candidates[index, :, :1]
     is_excluded[:, :, 0] = False
     items[random.random(items.shape) < _FORGOTTEN] = split.num_items
-    inputs = Batch(*map(torch.from_numpy, (items, actions, candidates, at)))
+    latest = np.array([max_history - (end - start - 1) for _, start, end in windows])
+    first = random.integers(0, latest + 1) * (random.random(len(windows)) < _SHIFTED)
+    inputs = Batch(*map(torch.from_numpy, (items, actions, candidates, at, first)))
     return TrainingBatch(inputs, *map(torch.from_numpy, (is_target, is_excluded, liked)))
