@@ -155,7 +155,7 @@ def test_the_trigger_counts_the_events_of_each_scenario_and_sends_jobs_that_name
         event = client.publish_retrieval(
             user,
             ranking_budget_ms=BUDGET_MS,
-            expected_ranking_in_ms=2_000,
+            expected_ranking_in_ms=10_000,
             expected_candidates=20,
             expected_suffix=0,
             history_version=history.version(),

@@ -79,7 +79,7 @@ def impression(stack: Stack, user: str, **fields: str) -> str:
     event = stack.client.publish_retrieval(
         user,
         ranking_budget_ms=BUDGET_MS,
-        expected_ranking_in_ms=1_000,
+        expected_ranking_in_ms=10_000,
         expected_candidates=20,
         expected_suffix=4,
         history_version=history.version(),

@@ -140,10 +140,12 @@ def test_of_a_large_vocabulary_a_sample_is_ranked_with_all_that_is_held_out() ->
     assert split.num_items == 48_000
     candidates = candidates_of(split, 0, Part.VALIDATION)
     assert candidates.size < 20_000 + 3_000
-    log = log_of([25_000, 50], [*range(25_000), *range(50)])
+    log = log_of([37_500, 50], [*range(37_500), *range(50)])
     repeated = split_log(log, Protocol.TIME)
     held = repeated.rows[repeated.targets(1, Part.TEST)]
-    assert repeated.num_items == 20_000 and set(held.tolist()) <= set(candidates_of(repeated, 1, Part.TEST).tolist())
+    candidates = candidates_of(repeated, 1, Part.TEST)
+    assert candidates.size < repeated.num_items == 30_000
+    assert set(held.tolist()) <= set(candidates.tolist())
 
 
 def test_popularity_counts_the_training_part_only() -> None:

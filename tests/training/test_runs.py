@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -243,3 +244,23 @@ def test_a_user_who_has_seen_every_item_is_judged_too(tmp_path: Path) -> None:
     finished = trained(tmp_path / "run", log=log_of([13, 13], items), options=replace(QUICK, epochs=1))
     assert finished.split["items"] == 12 and finished.split["leaves_out_seen"]
     assert finished.test["ranker"][NDCG].mean == finished.test["popularity"][NDCG].mean == 0.0
+
+
+def test_what_is_not_a_number_is_null_in_json(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.write_json("found.json", {"points": [{"mean": math.nan, "low": -math.inf, "users": 1}]})
+    assert run.read_json("found.json") == {"points": [{"mean": None, "low": None, "users": 1}]}
+
+
+def test_the_time_limit_counts_the_time_before_a_restart(tmp_path: Path) -> None:
+    """The same command trained on, and changed a finished checkpoint."""
+    run, options = Run(tmp_path / "run"), replace(QUICK, max_minutes=1e-9)
+
+    def killed(name: str, steps: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_ranker(LOG, [], options, run, Progress(Recorder(), killed, lambda: None), with_baselines=False)
+    later = Recorder()
+    trained(run.folder, options=options, recorder=later)
+    assert later.epochs == []

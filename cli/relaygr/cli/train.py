@@ -55,7 +55,7 @@ def ranker(
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
     layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 2,
     max_history: Annotated[
-        int, typer.Option(min=8, max=65_536, help="Behaviours of the longest history that is trained and served.")
+        int, typer.Option(min=8, max=8192, help="Behaviours of the longest history that is trained and served.")
     ] = 1024,
     epochs: Annotated[int, typer.Option(min=1, help="The most epochs.")] = 30,
     patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better validation.")] = 5,
@@ -85,7 +85,7 @@ def ranker(
     """
     from relaygr.training.pipeline import Progress as RunProgress
     from relaygr.training.pipeline import train_ranker
-    from relaygr.training.runs import Run, TrainingOptions
+    from relaygr.training.runs import Run, TrainingOptions, plain
     from relaygr.training.splits import Protocol
 
     exit_on_sigterm()
@@ -108,7 +108,7 @@ def ranker(
         progress = RunProgress(_Watcher(bars, console, epochs), bars.began, bars.stepped)
         finished = train_ranker(log, logs, options, run, progress, with_baselines=baselines)
     if as_json:
-        print_json(asdict(finished))
+        print_json(plain(asdict(finished)))
     else:
         _print_finished(finished, out)
 

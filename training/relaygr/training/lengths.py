@@ -20,7 +20,7 @@ import numpy as np
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.ranking import NDCG, Estimate, Judged, estimate, judge
-from relaygr.training.runs import Run
+from relaygr.training.runs import Run, plain
 from relaygr.training.splits import Part, Split
 from relaygr.training.trainer import RankerModel
 from relaygr.worker.device import open_device, set_threads
@@ -80,7 +80,8 @@ class Worth:
 
     def as_json(self) -> dict[str, object]:
         """Plain content; what is not a number is null."""
-        return asdict(self)
+        found: dict[str, object] = plain(asdict(self))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ def evaluate_lengths(
         for length in lengths
     }
     began("measuring T_full and T_hit", len(lengths) * _ROUNDS)
-    times = measured_times(checkpoint, lengths, asked.candidates, stepped)
+    candidates = min(asked.candidates, checkpoint.config.max_candidates)
+    times = measured_times(checkpoint, lengths, candidates, stepped)
     whole = judged[lengths[-1]]
     points = [
         LengthPoint(
@@ -127,7 +129,7 @@ def evaluate_lengths(
         for length in lengths
     ]
     losses = [deadline_loss(deadline_ms, points, judged) for deadline_ms in asked.deadlines_ms]
-    return Worth(checkpoint.revision, users.size, asked.min_behaviours, asked.candidates, asked.threads, points, losses)
+    return Worth(checkpoint.revision, users.size, asked.min_behaviours, candidates, asked.threads, points, losses)
 
 
 def lengths_up_to(longest: int) -> list[int]:
@@ -155,13 +157,12 @@ def measured_times(
     engine = build_engine(checkpoint, open_device("cpu"), KvDtype.FLOAT32, DEFAULT_PAGE_TOKENS)
     bind_own_arena(engine)
     meter = EngineMeter(engine)
-    asked = min(candidates, checkpoint.config.max_candidates)
     served = {length: min(length, checkpoint.config.max_prefix_behaviours) for length in lengths}
     found: dict[int, tuple[list[float], list[float]]] = {length: ([], []) for length in lengths}
     for turn in range(_ROUNDS + 1):
         for length in lengths:
             pre_us = sum(point.duration_us for point in meter.prefix(served[length], _CHUNK_TOKENS))
-            hit_us = meter.rank(served[length], asked).duration_us
+            hit_us = meter.rank(served[length], candidates).duration_us
             if turn:  # The first turn warms up.
                 found[length][0].append((pre_us + hit_us) / 1e3)
                 found[length][1].append(hit_us / 1e3)

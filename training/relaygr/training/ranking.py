@@ -92,7 +92,7 @@ def estimate(values: NDArray[np.float64]) -> Estimate:
     if not known.size:
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = float(known.mean())
-    half = _CONFIDENCE * float(known.std(ddof=1)) / math.sqrt(known.size) if known.size > 1 else math.inf
+    half = _CONFIDENCE * float(known.std(ddof=1)) / math.sqrt(known.size) if known.size > 1 else math.nan
     return Estimate(mean, mean - half, mean + half, int(known.size))
 
 

@@ -15,6 +15,7 @@ Each file is replaced whole, so that an interruption leaves the one before.
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -81,11 +82,6 @@ class Run:
         """Whether the run's metrics are written, which is its last step."""
         return (self.folder / METRICS_FILE).exists()
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether the checkpoint is complete."""
-        return (self.checkpoint / CARD_FILE).exists()
-
     def begin(self, options: TrainingOptions, log: Log, paths: list[Path]) -> bool:
         """Makes the folder, or finds the same run in it. Returns whether it was there.
 
@@ -143,7 +139,7 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = self.folder / f".{name}.partial"
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(plain(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
             partial.replace(self.folder / name)
         except OSError as error:
             raise RelayError(f"{self.folder / name} cannot be written: {error}.") from error
@@ -201,6 +197,15 @@ def describe_split(split: Split) -> dict[str, object]:
         "leaves_out_seen": split.leaves_out_seen,
         "repeats_share": split.repeats_share,
     }  # fmt: skip
+
+
+def plain(content: object) -> Any:
+    """For JSON: what is not a finite number is null."""
+    if isinstance(content, Mapping):
+        return {key: plain(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [plain(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _differences(found: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:

@@ -121,8 +121,7 @@ def train(split: Split, options: TrainingOptions, run: Run, watcher: Watcher) ->
     optimizer = torch.optim.Adam(parameters, lr=options.learning_rate, betas=(0.9, 0.98))
     _restore(run, state, optimizer)
     users = chosen_users(split, options.validation_users, options.seed)
-    began_s = time.monotonic()
-    while not _is_over(state, options, time.monotonic() - began_s):
+    while not _is_over(state, options):
         epoch = len(state.epochs)
         started_s = time.monotonic()
         losses = _train_epoch(split, options, config, state.tensors, optimizer, epoch, watcher)
@@ -135,7 +134,7 @@ def train(split: Split, options: TrainingOptions, run: Run, watcher: Watcher) ->
             of_liked,
             of_retrieval,
             ndcg,
-            round(time.monotonic() - started_s, 1),
+            round(time.monotonic() - started_s, 3),
         )
         if ndcg > state.best_ndcg:
             state.best = {name: tensor.detach().clone() for name, tensor in state.tensors.items()}
@@ -150,9 +149,10 @@ _WEIGHTS = np.array([1.0, LIKED_WEIGHT, 1.0])
 """Of the losses of next, liked and retrieval."""
 
 
-def _is_over(state: _State, options: TrainingOptions, elapsed_s: float) -> bool:
+def _is_over(state: _State, options: TrainingOptions) -> bool:
+    """Also after a restart: the time of the epochs before it counts."""
     done = len(state.epochs)
-    is_late = options.max_minutes > 0 and elapsed_s > 60 * options.max_minutes and done > 0
+    is_late = options.max_minutes > 0 and sum(each.seconds for each in state.epochs) > 60 * options.max_minutes
     return done >= options.epochs or done - 1 - state.best_epoch >= options.patience or is_late
 
 
