@@ -25,7 +25,7 @@ from relaygr.training.dense.readout import task_logits
 from relaygr.training.splits import Split
 from relaygr.worker.model.checkpoint import expected_tensors
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.options import Task, TaskKind
+from relaygr.worker.model.options import OutputForm, RelativeBias, Task, TaskKind
 
 NEXT: Final = 0
 LIKED: Final = 1
@@ -34,6 +34,8 @@ SUFFIX_BEHAVIOURS: Final = 128
 """The longest suffix of a request, which stands after the longest prefix."""
 _NORMALIZER: Final = 64.0
 _INITIAL: Final = 0.05
+_NEAR: Final = 64.0
+"""Behaviours: at the start, nearer ones have more weight."""
 _CHUNK: Final = 4096
 """Candidates scored at once."""
 
@@ -55,6 +57,7 @@ def ranker_config(split: Split, size: Size) -> ModelConfig:
     tasks = [Task(name="next", kind=TaskKind.REGRESSION)]
     if split.has_ratings:
         tasks.append(Task(name="liked"))
+    num_positions = size.max_history + SUFFIX_BEHAVIOURS + 1
     return ModelConfig(
         embedding_dim=size.dim,
         num_heads=size.heads,
@@ -64,7 +67,10 @@ def ranker_config(split: Split, size: Size) -> ModelConfig:
         normalizer=_NORMALIZER,
         vocabulary_size=split.num_items,
         num_actions=split.num_actions,
-        num_positions=size.max_history + SUFFIX_BEHAVIOURS + 1,
+        num_positions=num_positions,
+        # The sums of attention grow with the history, so that only their norm is read.
+        output_form=OutputForm.UNORM,
+        relative_bias=RelativeBias(positions=num_positions),
         tasks=tuple(tasks),
         max_prefix_behaviours=size.max_history,
         max_suffix_behaviours=SUFFIX_BEHAVIOURS,
@@ -77,8 +83,10 @@ def initial_tensors(config: ModelConfig, seed: int) -> Tensors:
     tensors: Tensors = {}
     for name, shape in expected_tensors(config).items():
         if name == "positions.weight":
-            # Waves of many lengths: the product of two rows depends on their distance, at places never trained too.
             tensors[name] = _INITIAL * _waves(*shape)
+        elif name.endswith("relative_bias.positions"):
+            distances = (shape[0] // 2 - torch.arange(shape[0])).clamp(min=0)
+            tensors[name] = torch.exp(-distances / _NEAR)
         elif name.endswith("norm.weight"):
             tensors[name] = torch.ones(shape)
         elif name.endswith(".bias"):
@@ -116,9 +124,9 @@ class Batch:
 class TargetAttention:
     """The attention of one layer in blocks: history rows to history rows, candidates to history rows and themselves."""
 
-    def __init__(self, config: ModelConfig, batch: Batch, is_last: bool) -> None:
-        """`is_last`: nothing reads the history rows after this layer."""
-        self._config, self._batch, self._is_last = config, batch, is_last
+    def __init__(self, config: ModelConfig, batch: Batch, bias: torch.Tensor, is_last: bool) -> None:
+        """`bias` [2 N - 1]: by place. `is_last`: nothing reads the history rows after this layer."""
+        self._config, self._batch, self._bias, self._is_last = config, batch, bias, is_last
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         config, batch = self._config, self._batch
@@ -129,12 +137,20 @@ class TargetAttention:
             torch.split(by_head(each, config.num_heads), [length, places * count], dim=2)
             for each in (q * config.alpha, k, v / config.normalizer)
         )
-        history = torch.zeros_like(old_v) if self._is_last else F.silu(old_q @ old_k.transpose(-1, -2)).tril() @ old_v
-        hidden = torch.arange(length) >= batch.places[:, None, :, None, None]
-        weights = F.silu(new_q @ old_k.transpose(-1, -2))
-        by_place = weights.view(*weights.shape[:2], places, count, length).masked_fill(hidden, 0.0)
-        own = F.silu((new_q * new_k).sum(-1, keepdim=True)) * new_v
-        return torch.cat((history, by_place.flatten(2, 3) @ old_v + own), dim=2).transpose(1, 2)
+        keys, at = torch.arange(length), batch.places[:, None, :, None, None]
+        history = torch.zeros_like(old_v)
+        if not self._is_last:
+            scores = old_q @ old_k.transpose(-1, -2) + self._by_distance(keys[:, None] - keys)
+            history = F.silu(scores).tril() @ old_v
+        scores = (new_q @ old_k.transpose(-1, -2)).unflatten(2, (places, count)) + self._by_distance(at - keys)
+        weights = F.silu(scores).masked_fill(keys >= at, 0.0)
+        own = F.silu((new_q * new_k).sum(-1, keepdim=True) + self._by_distance(torch.zeros(1, dtype=torch.int64)))
+        return torch.cat((history, weights.flatten(2, 3) @ old_v + own * new_v), dim=2).transpose(1, 2)
+
+    def _by_distance(self, distances: torch.Tensor) -> torch.Tensor:
+        """The bias of keys that are so many places before the row."""
+        centre = len(self._bias) // 2
+        return F.embedding((centre - distances).clamp(0, len(self._bias) - 1), self._bias[:, None])[..., 0]
 
 
 def candidate_logits(config: ModelConfig, tensors: Tensors, batch: Batch) -> torch.Tensor:
@@ -164,8 +180,8 @@ def forward(
         return (_dropped(rows, dropout) if dropout else rows) @ weight
 
     for index in range(config.num_layers):
-        attention = TargetAttention(config, batch, is_last=not reads_history and index == config.num_layers - 1)
-        x = hstu_layer(config, layer_tensors(tensors, index), x, attention, product)
+        own, is_last = layer_tensors(tensors, index), not reads_history and index == config.num_layers - 1
+        x = hstu_layer(config, own, x, TargetAttention(config, batch, own["relative_bias.positions"], is_last), product)
     history, rows = torch.split(x, [length, candidates.shape[1]], dim=1)
     logits = task_logits(config, tensors, rows, candidates)
     return logits.view(*batch.candidates.shape, len(config.tasks)), history

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from relaygr.training.ranker import Batch
+from relaygr.training.ranker import SUFFIX_BEHAVIOURS, Batch
 from relaygr.training.splits import Split
 
 _SHORTENED: Final = 0.5
@@ -21,6 +21,8 @@ _SHORTENED: Final = 0.5
 _SHORTEST: Final = 8
 _SHIFTED: Final = 0.5
 """The share of windows that begin at a random position."""
+_EACH: Final = 16
+"""One of so many places of a long window is trained."""
 _FORGOTTEN: Final = 0.01
 """The share of history items that are read as unknown, so that the row of unknown items is trained."""
 _ELEMENTS: Final = 400_000
@@ -57,6 +59,7 @@ def epoch_batches(
         length = min(end - start, max_history + 1)
         if length > _SHORTEST and random.random() < _SHORTENED:
             length = int(_SHORTEST * (length / _SHORTEST) ** random.random())
+            end = int(random.integers(start + length, end + 1))
         if length >= 2:
             windows.append((user, end - length, end))
     # Windows of like lengths together, so that little is padded.
@@ -64,12 +67,17 @@ def epoch_batches(
     batches: list[list[Window]] = []
     for window in windows:
         longest = window[2] - window[1]
-        cost = min(places, longest - 1) * (negatives + 1) * longest
+        cost = _places(longest - 1, places) * (negatives + 1) * longest
         if batches and len(batches[-1]) < _MOST_USERS and (len(batches[-1]) + 1) * cost <= _ELEMENTS:
             batches[-1].append(window)
         else:
             batches.append([window])
     return [batches[index] for index in random.permutation(len(batches)).tolist()]
+
+
+def _places(length: int, least: int) -> int:
+    """How many places of a window of `length` behaviours are trained: more of a long one, whose contexts are rare."""
+    return min(length, max(least, length // _EACH))
 
 
 def training_batches(
@@ -86,7 +94,7 @@ def _batch(
     split: Split, random: np.random.Generator, windows: list[Window], places: int, negatives: int, max_history: int
 ) -> TrainingBatch:
     longest = max(end - start for _, start, end in windows) - 1
-    shape = (len(windows), min(places, longest))
+    shape = (len(windows), _places(longest, places))
     items = np.full((len(windows), longest), split.num_items, dtype=np.int64)
     actions = np.zeros_like(items)
     # A user with fewer places has candidates that count nowhere.
@@ -99,7 +107,7 @@ def _batch(
         length = end - start - 1
         items[index, :length] = split.rows[start : end - 1]
         actions[index, :length] = split.actions[start : end - 1]
-        chosen = 1 + random.permutation(length)[:places]
+        chosen = 1 + random.permutation(length)[: _places(length, places)]
         at[index, : chosen.size] = chosen
         is_target[index, : chosen.size] = True
         candidates[index, : chosen.size, 0] = split.rows[start + chosen]
@@ -111,7 +119,7 @@ def _batch(
             is_excluded[index] = candidates[index] == candidates[index, :, :1]
     is_excluded[:, :, 0] = False
     items[random.random(items.shape) < _FORGOTTEN] = split.num_items
-    latest = np.array([max_history - (end - start - 1) for _, start, end in windows])
+    latest = np.array([max_history + SUFFIX_BEHAVIOURS - (end - start - 1) for _, start, end in windows])
     first = random.integers(0, latest + 1) * (random.random(len(windows)) < _SHIFTED)
     inputs = Batch(*map(torch.from_numpy, (items, actions, candidates, at, first)))
     return TrainingBatch(inputs, *map(torch.from_numpy, (is_target, is_excluded, liked)))
