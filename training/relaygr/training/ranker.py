@@ -142,7 +142,8 @@ class TargetAttention:
         if not self._is_last:
             scores = old_q @ old_k.transpose(-1, -2) + self._by_distance(keys[:, None] - keys)
             history = F.silu(scores).tril() @ old_v
-        scores = (new_q @ old_k.transpose(-1, -2)).unflatten(2, (places, count)) + self._by_distance(at - keys)
+        by_place = (len(q), config.num_heads, places, count, length)
+        scores = (new_q @ old_k.transpose(-1, -2)).view(by_place) + self._by_distance(at - keys)
         weights = F.silu(scores).masked_fill(keys >= at, 0.0)
         own = F.silu((new_q * new_k).sum(-1, keepdim=True) + self._by_distance(torch.zeros(1, dtype=torch.int64)))
         return torch.cat((history, weights.flatten(2, 3) @ old_v + own * new_v), dim=2).transpose(1, 2)
