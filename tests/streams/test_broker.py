@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, local_broker
+from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, check_broker, local_broker
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
 from relaygr.devbroker.kafka import kafka_broker
 from relaygr.devbroker.local import free_ports
@@ -250,3 +250,6 @@ def test_docker_without_a_daemon_is_a_clear_refusal(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(RelayError, match="Is the Docker daemon running"), local_broker("docker"):
         pass
+    # The demo asks before it measures.
+    with pytest.raises(RelayError, match="Is the Docker daemon running"):
+        check_broker("docker")

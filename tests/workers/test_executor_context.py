@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 
-from relaygr.worker.executor.context import Timers, WaitQueue
+from relaygr.worker.executor.context import WaitQueue
+from relaygr.worker.executor.timers import Timers
 
 
 def test_waiting_work_is_found_by_user_in_order_of_arrival() -> None:

@@ -25,6 +25,7 @@ FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
 ORDER = (
     "order",
     "plan",
+    "timers",
     "work",
     "accounts",
     "resolver",

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from relaygr.cli.texts import figures_table, show_size
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.json_values import finite
 from relaygr.simulate.case import System
 from relaygr.simulate.figures import HIGHEST_LOAD, Ending, Estimate, Figures
 from relaygr.simulate.plan import CapacityPlan, Probe, partitions_for, prefixes_for
@@ -120,7 +121,7 @@ def plan_json(rows: list[PlanRow], described: Mapping[str, Any]) -> dict[str, An
 
 def plain(figures: Figures) -> dict[str, Any]:
     """The figures as JSON takes them: what is not a number is null."""
-    plain_figures: dict[str, Any] = _without_nan(asdict(figures))
+    plain_figures: dict[str, Any] = finite(asdict(figures))
     return plain_figures | {
         "impressions_per_s": round(figures.impressions_per_s),
         "is_in_range": figures.is_in_range,
@@ -159,11 +160,3 @@ def _workers(plan: CapacityPlan) -> str:
 
 def _error(error: float | None, digits: int) -> str:
     return " ± ?" if error is None else f" ± {error:.{digits}f}"
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _without_nan(each) for key, each in value.items()}
-    return value

@@ -19,6 +19,7 @@ from relaygr.cli.options import JsonOption
 from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
 from relaygr.interactions import Limits, joined, read_interactions
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.json_values import finite
 from relaygr.runtime.stop_signals import exit_on_sigterm
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from relaygr.training.lengths import Worth
     from relaygr.training.logs import Log
     from relaygr.training.pipeline import Finished
-    from relaygr.training.ranking import Estimate
     from relaygr.training.trainer import EpochRecord
 
 app = typer.Typer(
@@ -59,7 +59,10 @@ def ranker(
     ] = 1024,
     epochs: Annotated[int, typer.Option(min=1, help="The most epochs.")] = 30,
     patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better validation.")] = 5,
-    places: Annotated[int, typer.Option(min=1, help="Places of a user's history that are trained in an epoch.")] = 16,
+    places: Annotated[
+        int,
+        typer.Option(min=1, help="The least trained places of a user in an epoch; long histories have more."),
+    ] = 16,
     negatives: Annotated[int, typer.Option(min=1, help="Random items beside the next one at each place.")] = 31,
     learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 2e-3,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of each product's inputs left out.")] = 0.2,
@@ -85,7 +88,7 @@ def ranker(
     """
     from relaygr.training.pipeline import Progress as RunProgress
     from relaygr.training.pipeline import train_ranker
-    from relaygr.training.runs import Run, TrainingOptions, plain
+    from relaygr.training.runs import Run, TrainingOptions
     from relaygr.training.splits import Protocol
 
     exit_on_sigterm()
@@ -108,7 +111,7 @@ def ranker(
         progress = RunProgress(_Watcher(bars, console, epochs), bars.began, bars.stepped)
         finished = train_ranker(log, logs, options, run, progress, with_baselines=baselines)
     if as_json:
-        print_json(plain(asdict(finished)))
+        print_json(finite(asdict(finished)))
     else:
         _print_finished(finished, out)
 
@@ -245,11 +248,11 @@ def _print_finished(finished: Finished, out: Path) -> None:
     names = list(next(iter(finished.test.values())))
     table = figures_table("Test part, means over users with 95 % intervals", *names, "users")
     for model, metrics in finished.test.items():
-        cells = [_shown(metrics[name]) if name in metrics else "" for name in names]
+        cells = [metrics[name].with_half_width() if name in metrics else "" for name in names]
         table.add_row(model, *cells, f"{max(each.users for each in metrics.values()):,}")
     console.print(table)
     for name, gain in finished.gains.items():
-        console.print(f"NDCG@10 of the ranker less that of {name}: {_signed(gain)}")
+        console.print(f"NDCG@10 of the ranker less that of {name}: {gain.with_interval()}")
     console.print(f"Checkpoint and card: {out / 'checkpoint'}; metrics and plot: {out}")
 
 
@@ -264,8 +267,8 @@ def _print_worth(worth: Worth) -> None:
         table.add_row(
             f"{point.length:,}",
             f"{point.whole:,}",
-            *(_shown(point.metrics[name]) for name in names),
-            _signed(point.against_whole),
+            *(point.metrics[name].with_half_width() for name in names),
+            point.against_whole.with_interval(),
             f"{point.full_ms:.2f}",
             f"{point.hit_ms:.2f}",
         )
@@ -277,13 +280,5 @@ def _print_worth(worth: Worth) -> None:
             continue
         console.print(
             f"Deadline {each.deadline_ms:g} ms: truncation serves {each.truncated:,} behaviours, the relay "
-            f"{each.relayed:,}; NDCG@10 of the relay less that of truncation: {_signed(each.loss)}"
+            f"{each.relayed:,}; NDCG@10 of the relay less that of truncation: {each.loss.with_interval()}"
         )
-
-
-def _shown(estimate: Estimate) -> str:
-    return f"{estimate.mean:.4f} ± {(estimate.high - estimate.low) / 2:.4f}"
-
-
-def _signed(estimate: Estimate) -> str:
-    return f"{estimate.mean:+.4f} ({estimate.low:+.4f} to {estimate.high:+.4f})"

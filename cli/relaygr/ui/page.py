@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
+from relaygr.runtime.json_values import finite
 from relaygr.ui.model import LiveSnapshot
 
 REFRESH_S: Final = 1.0
@@ -96,7 +97,7 @@ class Page:
         """At most `REFRESH_S` old."""
         with self._lock:
             if time.monotonic() - self._made_s >= 0.8 * REFRESH_S:
-                self._document = json.dumps(_finite(self._values()), separators=(",", ":"), allow_nan=False)
+                self._document = json.dumps(finite(self._values()), separators=(",", ":"), allow_nan=False)
                 self._made_s = time.monotonic()
             return self._document
 
@@ -111,14 +112,3 @@ class Page:
             "runs": [asdict(run) for run in self._runs],
             "gates": [asdict(gate) for gate in self._gates],
         }
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no number for infinite and undefined ones: null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return value

@@ -54,7 +54,7 @@ class TriggerDecision:
 
 
 MAX_USERS = 4_000_000
-"""The largest number of prefixes that are kept, of all owners together: about 1.2 GiB. Beyond it, some jobs are charged
+"""The largest number of prefixes that are kept, of all owners together: about 1 GiB. Beyond it, some jobs are charged
 in full."""
 
 

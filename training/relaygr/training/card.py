@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relaygr.training.pipeline import Finished
+    from relaygr.training.ranking import Estimate
 
 WEAK_ORDER = (
     "The order of ratings within one evening is weak evidence about sequences: a log of ratings says when an item was "
@@ -10,9 +14,9 @@ WEAK_ORDER = (
 )
 
 
-def checkpoint_card(run: dict[str, Any], metrics: dict[str, Any], revision: str) -> str:
-    """Markdown, from the content of `run.json` and `metrics.json`."""
-    log, options, split = run["log"], run["options"], metrics["split"]
+def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revision: str) -> str:
+    """Markdown, from the content of `run.json` and the result after so many epochs."""
+    log, options, split = run["log"], run["options"], finished.split
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = [
         "# Ranker",
@@ -26,21 +30,18 @@ def checkpoint_card(run: dict[str, Any], metrics: dict[str, Any], revision: str)
         f"the vocabulary of {split['items']:,}.",
         f"* Candidates: {_candidates(split)}{', but those of the history' if split['leaves_out_seen'] else ''}.",
         f"* Options: {', '.join(f'{name} {value}' for name, value in options.items())}.",
-        f"* Best epoch by validation: {metrics['best_epoch'] + 1} of {len(metrics['epochs'])}.",
+        f"* Best epoch by validation: {finished.best_epoch + 1} of {epochs}.",
         "",
         "Scores: `next` is the logit of a soft-max over items, which orders candidates and is no probability"
         + ("; `liked` is the probability of a rating of at least 4." if log["has_ratings"] else "."),
         "",
         "## Test part",
         "",
-        *metrics_table(metrics["test"]),
+        *metrics_table(finished.test),
         "",
         "Means over users with 95 % intervals. The ranker's NDCG@10 less a baseline's, in pairs of the same user:",
         "",
-        *(
-            f"* {name}: {each['mean']:+.4f} ({each['low']:+.4f} to {each['high']:+.4f})"
-            for name, each in metrics["gains"].items()
-        ),
+        *(f"* {name}: {gain.with_interval()}" for name, gain in finished.gains.items()),
         "",
         "The figures hold for this log and split. Users and items that are not in the log were not judged.",
     ]
@@ -53,15 +54,11 @@ def _candidates(split: dict[str, Any]) -> str:
     return f"{split['ranked_items']:,} random items of the vocabulary and those held out, which flatters every model"
 
 
-def metrics_table(test: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+def metrics_table(test: dict[str, dict[str, Estimate]]) -> list[str]:
     """The lines of a Markdown table: a row for each model."""
     names = list(dict.fromkeys(name for metrics in test.values() for name in metrics))
     lines = [f"| model | {' | '.join(names)} | users |", f"|---|{'---|' * (len(names) + 1)}"]
     for model, metrics in test.items():
-        cells = [_cell(metrics[name]) if name in metrics else "" for name in names]
-        lines.append(f"| {model} | {' | '.join(cells)} | {max(each['users'] for each in metrics.values()):,} |")
+        cells = [metrics[name].with_half_width() if name in metrics else "" for name in names]
+        lines.append(f"| {model} | {' | '.join(cells)} | {max(each.users for each in metrics.values()):,} |")
     return lines
-
-
-def _cell(estimate: dict[str, float]) -> str:
-    return f"{estimate['mean']:.4f} ± {(estimate['high'] - estimate['low']) / 2:.4f}"

@@ -19,8 +19,9 @@ from typing import Final
 import numpy as np
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.json_values import finite
 from relaygr.training.ranking import NDCG, Estimate, Judged, estimate, judge
-from relaygr.training.runs import Run, plain
+from relaygr.training.runs import Run
 from relaygr.training.splits import Part, Split
 from relaygr.training.trainer import RankerModel
 from relaygr.worker.device import open_device, set_threads
@@ -80,7 +81,7 @@ class Worth:
 
     def as_json(self) -> dict[str, object]:
         """Plain content; what is not a number is null."""
-        found: dict[str, object] = plain(asdict(self))
+        found: dict[str, object] = finite(asdict(self))
         return found
 
 

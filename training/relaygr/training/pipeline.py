@@ -40,7 +40,7 @@ class Progress:
 class Finished:
     """The result of a run."""
 
-    split: dict[str, object]
+    split: dict[str, Any]
     test: dict[str, dict[str, Estimate]]
     """Model -> metric -> mean over users."""
     gains: dict[str, Estimate]
@@ -80,7 +80,7 @@ def train_ranker(
         "seconds": seconds,
     }
     plot_training(run.folder / "training.png", trained.epochs)
-    card = checkpoint_card(run.described(), metrics, load_checkpoint(run.checkpoint).revision)
+    card = checkpoint_card(run.described(), finished, len(trained.epochs), load_checkpoint(run.checkpoint).revision)
     (run.checkpoint / CARD_FILE).write_text(card, encoding="utf-8")
     # The last file: a run without it goes on.
     run.write_json(METRICS_FILE, metrics)

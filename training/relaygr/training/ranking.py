@@ -85,6 +85,14 @@ class Estimate:
     high: float
     users: int
 
+    def with_half_width(self) -> str:
+        """Such as `0.1478 ± 0.0082`."""
+        return f"{self.mean:.4f} ± {(self.high - self.low) / 2:.4f}"
+
+    def with_interval(self) -> str:
+        """Of a difference, such as `+0.0865 (+0.0773 to +0.0957)`."""
+        return f"{self.mean:+.4f} ({self.low:+.4f} to {self.high:+.4f})"
+
 
 def estimate(values: NDArray[np.float64]) -> Estimate:
     """Of the values that are not NaN."""

@@ -15,7 +15,6 @@ Each file is replaced whole, so that an interruption leaves the one before.
 from __future__ import annotations
 
 import json
-import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.json_values import finite
 from relaygr.schemas.version import __version__
 from relaygr.training.logs import Log
 from relaygr.training.ranking import MOST_RANKED
@@ -52,7 +52,7 @@ class TrainingOptions:
     patience: int = 5
     """Validations without an improvement after which training ends."""
     places: int = 16
-    """Places of a user's window that are trained in an epoch."""
+    """The least places of a user's window that are trained in an epoch; a long window has a sixteenth of its length."""
     negatives: int = 31
     """Random items beside the next behaviour at each place."""
     learning_rate: float = 2e-3
@@ -139,7 +139,7 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = self.folder / f".{name}.partial"
-            partial.write_text(json.dumps(plain(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
             partial.replace(self.folder / name)
         except OSError as error:
             raise RelayError(f"{self.folder / name} cannot be written: {error}.") from error
@@ -197,15 +197,6 @@ def describe_split(split: Split) -> dict[str, object]:
         "leaves_out_seen": split.leaves_out_seen,
         "repeats_share": split.repeats_share,
     }  # fmt: skip
-
-
-def plain(content: object) -> Any:
-    """For JSON: what is not a finite number is null."""
-    if isinstance(content, Mapping):
-        return {key: plain(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [plain(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _differences(found: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:

@@ -5,8 +5,6 @@ Everything here belongs to the device thread.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,7 +27,8 @@ from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler, WorkClass
 from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
-from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix, Timer
+from relaygr.worker.executor.timers import Timer, Timers
+from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.results import ResultWriter
@@ -90,38 +89,6 @@ class WaitQueue(Generic[W]):
         if not waiting:
             del self._by_user[user_id]
         return True
-
-
-class Timers:
-    """Calls in order of their time; calls of the same time in order of entry."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Timer]] = []
-        self._sequence = itertools.count()
-        self.next_at_us: float = math.inf
-        """The time at which the next call is due; infinity without one."""
-
-    def at(self, when_us: int, call: Callable[[], None]) -> Timer:
-        """Calls `call` at the first `run_due` from `when_us` on."""
-        timer = Timer(call)
-        heapq.heappush(self._heap, (when_us, next(self._sequence), timer))
-        self.next_at_us = self._heap[0][0]
-        return timer
-
-    def run_due(self, now_us: int) -> None:
-        """Makes all calls that are due."""
-        while self._heap and self._heap[0][0] <= now_us:
-            timer = heapq.heappop(self._heap)[2]
-            call = timer.call
-            # The owner of the timer may still refer to it.
-            timer.cancel()
-            if call is not None:
-                call()
-        self.next_at_us = self._heap[0][0] if self._heap else math.inf
-
-    def next_in_us(self, now_us: int) -> int | None:
-        """Time until the next call, 0 if it is due; None if there is none."""
-        return max(0, self._heap[0][0] - now_us) if self._heap else None
 
 
 class DeviceCompletion:

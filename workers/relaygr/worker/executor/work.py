@@ -25,6 +25,7 @@ from relaygr.schemas.messages import (
 from relaygr.worker.cache import Fill, Handle, PendingPrefix, PrefixKey
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.plan import Impression
+from relaygr.worker.executor.timers import Timer
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
 
 NO_PAGES: NDArray[np.int32] = np.empty(0, np.int32)
@@ -152,19 +153,6 @@ class RequestState(enum.Enum):
     ANSWERED = enum.auto()
     """Its scores are written, and not sent yet."""
     ENDED = enum.auto()
-
-
-class Timer:
-    """A call that is due at some time."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call: Callable[[], None] | None = call
-
-    def cancel(self) -> None:
-        """The call is not made, and what it refers to is let go at once."""
-        self.call = None
 
 
 @dataclass(slots=True, eq=False)
