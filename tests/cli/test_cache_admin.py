@@ -1,4 +1,4 @@
-"""`relaygr cache show`, `drop` and `limit`: what they print, and what they say if the worker cannot be reached."""
+"""`relaygr cache show`: what it prints, and what it says if the worker cannot be reached."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ class Worker:
         self.folder = shared_path / "relaygr.workers" / "w-00"
         self.folder.mkdir(parents=True)
         model = ServingModel("0123456789abcdef", ANN.namespace)
-        admin = CacheAdmin(
-            "w-00", self.world.cache, self.world, lambda call: call(), lambda: model, 8, ManualClock(90_000_000)
-        )
+        admin = CacheAdmin("w-00", self.world.cache, lambda: model, ManualClock(90_000_000))
         self.socket = AdminSocket(self.folder / SOCKET_NAME, admin.answer)
         self.socket.start()
 
-    def run(self, command: str, *arguments: str, answer: str | None = None, worker_id: str = "w-00") -> Result:
-        given = ["cache", command, worker_id, *arguments, "--set", f"worker.shared_path={self.shared_path}"]
-        return CliRunner().invoke(app, given, input=answer)
+    def show(self, *arguments: str, worker_id: str = "w-00") -> Result:
+        given = ["cache", "show", worker_id, *arguments, "--set", f"worker.shared_path={self.shared_path}"]
+        return CliRunner().invoke(app, given)
 
 
 @pytest.fixture
@@ -56,12 +54,11 @@ def test_show_prints_both_tiers_and_the_largest_users(worker: Worker) -> None:
     worker.world.spilled(ANN)
     worker.world.store(make_key("bob", 190), now_us=30_000_000)
     worker.world.cache.acquire(ANN, 30_000_000)
-    shown = worker.run("show").stdout
+    shown = worker.show().stdout
     assert "w-00: model 0123456789ab, 2 users, 0 leases, 1 look-up\n" in shown
     lines = {line.split("  ")[0]: line.split() for line in shown.splitlines()}
     assert lines["evictable"] == ["evictable", "1.5", "KiB", "12", "896", "B", "7"]
     assert lines["capacity"] == ["capacity", "6.0", "KiB", "48", "8.0", "KiB", "64"]
-    assert lines["limit"] == ["limit", "none", "none"]
     assert lines["found"] == ["found", "0.0%", "100.0%"]
     assert lines["bob"] == ["bob", "1.5", "KiB", "0", "B", "1", "1m", "00s", "1m", "00s"]
 
@@ -69,10 +66,10 @@ def test_show_prints_both_tiers_and_the_largest_users(worker: Worker) -> None:
 def test_show_of_a_user_prints_its_entries(worker: Worker) -> None:
     worker.world.store(ANN, now_us=1)
     worker.world.cache.transfers.spill(ANN)
-    shown = worker.run("show", "--user", "ann").stdout
+    shown = worker.show("--user", "ann").stdout
     assert len(shown.splitlines()) == 3
     assert "spilling 01234567" in shown and "loading" in shown
-    assert worker.run("show", "--user", "nobody").stdout == "w-00 has no prefix of nobody.\n"
+    assert worker.show("--user", "nobody").stdout == "w-00 has no prefix of nobody.\n"
 
 
 def test_the_widest_entries_fit_into_80_columns(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,88 +79,23 @@ def test_the_widest_entries_fit_into_80_columns(worker: Worker, monkeypatch: pyt
     )  # fmt: skip
     report = UserReport("w-00", "ann", (entry,))
     monkeypatch.setattr("relaygr.cli.cache._Worker.ask", lambda *_: report)
-    lines = worker.run("show", "--user", "ann").stdout.splitlines()
+    lines = worker.show("--user", "ann").stdout.splitlines()
     assert len(lines) == 2
     assert max(len(line.rstrip()) for line in lines) <= 80
 
 
 def test_reports_as_json_hold_bytes_and_pages(worker: Worker) -> None:
     worker.world.store(ANN, now_us=1)
-    report = json.loads(worker.run("show", "--json").stdout)
+    report = json.loads(worker.show("--json").stdout)
     assert report["tiers"][0]["pages"]["evictable"] == 7
     assert report["top"][0] == {
         "user_id": "ann", "entries": 1, "hbm_bytes": 896, "dram_bytes": 0, "age_s": 90.0, "idle_s": 90.0,
     }  # fmt: skip
-    assert json.loads(worker.run("show", "--user", "ann", "--json").stdout)["entries"][0]["tokens"] == 102
-    assert json.loads(worker.run("drop", "--user", "ann", "--json").stdout)["entries"] == 1
-    assert json.loads(worker.run("limit", "--hbm", "2KiB", "--json").stdout)["tiers"][0]["limit_bytes"] == 2048
-
-
-def test_drop_says_how_much_went_and_how_much_is_still_held(worker: Worker) -> None:
-    handle = worker.world.compute(ANN)
-    worker.world.store(make_key("bob", 100))
-    done = worker.run("drop", "--user", "ann")
-    assert done.exit_code == 0
-    assert "w-00: dropped 1 prefix of 1 user: 896 B in hbm, 0 B in dram." in done.stdout
-    assert "1 of them is read, filled or copied at the moment: these 896 B become free" in done.stdout
-    worker.world.cache.release(handle)
-    assert worker.world.cache.stats().hbm.entries == 1
-
-
-@pytest.mark.parametrize(("answer", "left"), [("y\n", 0), ("n\n", 2), ("", 2)])
-def test_drop_all_asks_first(worker: Worker, answer: str, left: int) -> None:
-    for user in ("ann", "bob"):
-        worker.world.store(make_key(user, 100))
-    done = worker.run("drop", "--all", answer=answer)
-    assert "Drop all 2 prefixes of 2 users from w-00?" in done.stderr
-    assert (done.exit_code, worker.world.cache.stats().hbm.entries) == (int(left > 0), left)
-
-
-def test_drop_all_with_yes_does_not_ask(worker: Worker) -> None:
-    worker.world.store(ANN)
-    assert "dropped 1 prefix" in worker.run("drop", "--all", "--yes").stdout
-    assert worker.world.cache.stats().hbm.entries == 0
-
-
-@pytest.mark.parametrize("arguments", [(), ("--all", "--user", "ann")])
-def test_drop_wants_to_know_whom(worker: Worker, arguments: tuple[str, ...]) -> None:
-    done = worker.run("drop", *arguments)
-    assert (done.exit_code, done.stderr) == (1, "Give one of --user ID and --all.\n")
-
-
-def test_limit_says_what_it_did_and_that_it_ends_with_the_process(worker: Worker) -> None:
-    for user in ("ann", "bob", "cid"):
-        worker.world.store(make_key(user, 100))
-    handle = worker.world.hit(ANN)
-    done = worker.run("limit", "--hbm", "2KiB", "--dram", "none").stdout
-    assert "w-00: hbm may use 2.0 KiB of 6.0 KiB; 1 prefix evicted." in done
-    assert "w-00: dram has no limit: all 8.0 KiB may be in use." in done
-    assert "A limit ends with the process." in done
-    worker.world.cache.release(handle)
-    assert ["limit", "2.0", "KiB", "16", "none"] in [line.split() for line in worker.run("show").stdout.splitlines()]
-    assert "hbm has no limit" in worker.run("limit", "--hbm", "none").stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((), "Give --hbm SIZE, --dram SIZE or both"),
-        (("--hbm", "lots"), "--hbm lots is not a size: write it as 32KiB, 512MiB or 8GiB."),
-        (("--hbm", "2GiB"), "--hbm is more than the 6.0KiB that w-00 took at its start"),
-        (("--hbm", "100"), "--hbm has no room for the prefix of the model's longest history"),
-        (("--dram", "-1"), "--dram -1 is not a size"),
-    ],
-)
-def test_a_limit_that_cannot_be_is_refused_with_a_sentence(
-    worker: Worker, arguments: tuple[str, ...], error: str
-) -> None:
-    done = worker.run("limit", *arguments)
-    assert done.exit_code == 1
-    assert done.stderr.startswith(error)
+    assert json.loads(worker.show("--user", "ann", "--json").stdout)["entries"][0]["tokens"] == 102
 
 
 def test_a_worker_that_is_not_here_is_named_with_those_that_are(worker: Worker) -> None:
-    done = worker.run("show", worker_id="w-07")
+    done = worker.show(worker_id="w-07")
     assert done.exit_code == 1
     assert done.stderr.startswith("No worker w-07 runs here: there is no socket at ")
     assert "There are sockets of w-00." in done.stderr and "--socket" in done.stderr
@@ -173,7 +105,7 @@ def test_a_socket_that_a_dead_worker_left_is_said_to_be_one(worker: Worker, monk
     monkeypatch.chdir(worker.folder)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
         left.bind("dead.sock")
-    done = worker.run("show", "--socket", "dead.sock")
+    done = worker.show("--socket", "dead.sock")
     assert (done.exit_code, done.stderr) == (
         1,
         "w-00 does not run: its process has died and left dead.sock. Start it.\n",
@@ -183,23 +115,22 @@ def test_a_socket_that_a_dead_worker_left_is_said_to_be_one(worker: Worker, monk
 def test_a_file_that_is_no_socket_is_refused(worker: Worker, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no socket")
     for path in (tmp_path / "file", tmp_path):
-        done = worker.run("show", "--socket", str(path))
+        done = worker.show("--socket", str(path))
         assert done.exit_code == 1
         assert str(path) in done.stderr
 
 
 @pytest.mark.parametrize("user", ["", "u" * 257, "\udcff"])
 def test_a_user_id_that_no_message_can_have_is_refused(worker: Worker, user: str) -> None:
-    for command in ("show", "drop"):
-        done = worker.run(command, "--user", user)
-        assert (done.exit_code, done.stderr[:6]) == (1, "--user")
+    done = worker.show("--user", user)
+    assert (done.exit_code, done.stderr[:6]) == (1, "--user")
 
 
 def test_a_user_id_cannot_write_to_the_terminal(worker: Worker) -> None:
     worker.world.store(make_key("\x1b[31mred\r", 100))
-    shown = worker.run("show").stdout
+    shown = worker.show().stdout
     assert "\x1b" not in shown and r"\x1b[31mred\r" in shown
-    assert "\x1b" not in worker.run("show", "--user", "\x1b[31mred\r").stdout
+    assert "\x1b" not in worker.show("--user", "\x1b[31mred\r").stdout
 
 
 def test_sizes_and_ages_are_short() -> None:

@@ -230,7 +230,6 @@ def test_the_fill_of_a_tier_comes_from_the_metrics_or_else_from_the_status() -> 
             ("leased", 3),
             ("pinned", 4),
             ("in_flight", 5),
-            ("withheld", 9),
         )
     )
     page += 'relaygr_supervisor_children{phase="active"} 1\nrelaygr_supervisor_children{phase="standby"} 1\n'

@@ -1,4 +1,4 @@
-"""The socket for operators: who may ask, what a slow or hostile client can do, and which thread makes the changes."""
+"""The socket for operators: who may ask, and what a slow or hostile client can do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,15 +23,10 @@ from relaygr.worker.admin_socket import (
     WAITING,
     AdminSocket,
     ask,
-    run_on,
 )
 from relaygr.worker.cache.admin import (
     CacheAdmin,
     CacheReport,
-    DropReport,
-    DropUser,
-    Limit,
-    LimitReport,
     ServingModel,
     Show,
     decode_report,
@@ -46,13 +40,13 @@ SHORT_S = 1.0
 """For clients that are to be dropped. The others must send and read within it, on a busy machine too."""
 
 
-def echo(line: bytes, caller: SocketPeer) -> bytes:
-    return json.dumps({"asked": line.decode(), "pid": caller.pid, "uid": caller.uid}).encode()
+def echo(line: bytes) -> bytes:
+    return json.dumps({"asked": line.decode()}).encode()
 
 
 @contextmanager
 def serving(
-    folder: Path, answer: Callable[[bytes, SocketPeer], bytes] = echo, client_timeout_s: float = PATIENCE_S
+    folder: Path, answer: Callable[[bytes], bytes] = echo, client_timeout_s: float = PATIENCE_S
 ) -> Iterator[Path]:
     path = folder / SOCKET_NAME
     served = AdminSocket(path, answer, client_timeout_s)
@@ -84,7 +78,7 @@ def rest_of(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def test_the_socket_is_for_its_user_alone_and_tells_who_asks(tmp_path: Path) -> None:
+def test_the_socket_is_for_its_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with serving(tmp_path) as path:
@@ -92,7 +86,7 @@ def test_the_socket_is_for_its_user_alone_and_tells_who_asks(tmp_path: Path) -> 
             answer = json.loads(ask(path, b"hello", PATIENCE_S))
     finally:
         os.umask(before)
-    assert answer == {"asked": "hello", "pid": os.getpid(), "uid": os.getuid()}
+    assert answer == {"asked": "hello"}
     assert not path.exists()
 
 
@@ -114,7 +108,7 @@ def test_the_socket_of_a_dead_process_is_replaced(folder: Path) -> None:
 
 def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
-    with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
+    with serving(tmp_path, lambda line: asked.append(line) or b"{}") as path:
         monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: SocketPeer(1, os.geteuid() + 1))
         monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", os.geteuid())
         assert b"Only the worker's own user" in ask(path, b"hello", PATIENCE_S)
@@ -125,7 +119,7 @@ def test_a_client_does_not_ask_a_socket_that_another_user_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bytes] = []
-    with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
+    with serving(tmp_path, lambda line: asked.append(line) or b"{}") as path:
         monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", -1)
         monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: SocketPeer(1, os.geteuid() + 1))
         with pytest.raises(RelayError, match="belongs to user"):
@@ -200,7 +194,7 @@ def test_a_client_that_sends_nothing_or_too_slowly_is_dropped_and_the_next_is_se
 
 
 def test_a_client_that_does_not_read_its_answer_is_dropped(folder: Path) -> None:
-    with serving(folder, lambda line, caller: b"x" * (4 << 20), SHORT_S) as path, connected(path) as deaf:
+    with serving(folder, lambda line: b"x" * (4 << 20), SHORT_S) as path, connected(path) as deaf:
         deaf.sendall(b"hello\n")
         assert len(ask(path, b"hello", PATIENCE_S)) == 4 << 20
 
@@ -217,7 +211,7 @@ def test_clients_beyond_the_waiting_ones_wait_outside(folder: Path) -> None:
 
 
 def test_an_answer_that_fails_is_said_and_the_next_is_served(tmp_path: Path) -> None:
-    def fails_once(line: bytes, caller: SocketPeer, failed: list[bool] = []) -> bytes:  # noqa: B006
+    def fails_once(line: bytes, failed: list[bool] = []) -> bytes:  # noqa: B006
         if not failed:
             failed.append(True)
             raise RuntimeError("a bug")
@@ -235,79 +229,18 @@ def test_closing_ends_a_connection_under_way(folder: Path) -> None:
     assert not path.exists()
 
 
-# The thread that carries requests out.
-
-
-class Owner(threading.Thread):
-    """Runs what is posted, once it is let."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.posted: list[Callable[[], None]] = []
-        self.may_run = threading.Event()
-
-    def run(self) -> None:
-        self.may_run.wait(PATIENCE_S)
-        for call in self.posted:
-            call()
-
-
-def test_a_call_that_the_owner_does_not_begin_in_time_is_never_made() -> None:
-    owner, made = Owner(), []
-    with pytest.raises(RelayError, match="device thread was busy"):
-        run_on(owner.posted.append, lambda: made.append(1), timeout_s=0.01)
-    owner.may_run.set()
-    owner.start()
-    owner.join()
-    assert made == []
-
-
-def test_a_call_has_its_result_and_its_error_and_the_owner_goes_on() -> None:
-    owner = Owner()
-    owner.start()
-
-    def post(call: Callable[[], None]) -> None:
-        owner.posted.append(call)
-        owner.may_run.set()
-
-    with pytest.raises(ZeroDivisionError):
-        run_on(post, lambda: 1 / 0)
-    owner.join()
-    assert run_on(lambda call: call(), lambda: 7) == 7
-
-
-def test_operators_reach_the_real_cache_through_the_executors_thread(tmp_path: Path) -> None:
+def test_operators_reach_the_real_cache_while_the_device_thread_runs(tmp_path: Path) -> None:
     world = RealExecutorWorld("plain")
     version = world.put("ann", 200)
     world.rank("ann", version)
     device = DeviceThread(world.executor, lambda: None, SystemClock(), 10.0, on_death=lambda: None)
-    threads: set[str] = set()
-    drop_user = world.executor.drop_user
-    world.executor.drop_user = lambda user: threads.add(threading.current_thread().name) or drop_user(user)  # type: ignore[method-assign]
-    admin = CacheAdmin(
-        "w-00",
-        world.cache,
-        world.executor,
-        lambda call: run_on(world.executor.post, call),
-        lambda: ServingModel(world.engine.revision, world.engine.namespace),
-        least_hbm_pages=1,
-        clock=world.clock,
-    )
-
-    def asked(kind: Any, request: Any) -> Any:
-        return decode_report(kind, ask(tmp_path / SOCKET_NAME, encode_request(request), PATIENCE_S))
-
+    serves = ServingModel(world.engine.revision, world.engine.namespace)
+    admin = CacheAdmin("w-00", world.cache, lambda: serves, world.clock)
     device.start()
     try:
-        with serving(tmp_path, admin.answer):
-            report = asked(CacheReport, Show())
-            assert [share.user_id for share in report.top] == ["ann"]
-            assert report.model_revision == world.engine.revision
-            page_bytes = world.engine.geometry.page_bytes
-            (limit,) = asked(LimitReport, Limit(tiers={"hbm": 20 * page_bytes})).tiers
-            assert limit.limit_bytes == 20 * page_bytes
-            assert asked(DropReport, DropUser(user_id="ann")).entries == 1
-            assert asked(CacheReport, Show()).users == 0
+        with serving(tmp_path, admin.answer) as path:
+            report = decode_report(CacheReport, ask(path, encode_request(Show()), PATIENCE_S))
     finally:
         device.stop(PATIENCE_S)
-    assert threads == {"device"}
+    assert [share.user_id for share in report.top] == ["ann"]
+    assert report.model_revision == world.engine.revision

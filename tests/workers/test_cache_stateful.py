@@ -4,7 +4,6 @@ After every step the metadata is consistent and every page of a tier is in exact
 would return, or that a handle covers, equals the computed row of its key (a shadow of all bytes in both tiers).
 Each waiter is called exactly once, and leased prefixes are still cached. Faults: copies that fail or never end, full
 queues, waiters that raise or gave up, leaked handles, fills and leases, histories and models removed in any state.
-Operators set limits and drop users at any time: the pages in use above a limit only become fewer.
 
 RELAYGR_TEST_CACHE_SEQUENCES sets the number of sequences: 1,000 take some minutes.
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -30,7 +28,6 @@ from hypothesis.stateful import (
 )
 
 from relaygr.runtime.clock import ManualClock
-from relaygr.runtime.private_sockets import SocketPeer
 from relaygr.worker.cache import (
     Fill,
     Handle,
@@ -41,17 +38,10 @@ from relaygr.worker.cache import (
     Presence,
     Purpose,
     SpillOutcome,
-    Tier,
 )
 from relaygr.worker.cache.admin import (
     CacheAdmin,
     CacheReport,
-    DropAll,
-    DropReport,
-    DropUser,
-    Limit,
-    LimitReport,
-    Request,
     ServingModel,
     Show,
     ShowUser,
@@ -62,9 +52,9 @@ from relaygr.worker.cache.admin import (
 from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
-from relaygr.worker.cache.stats import HOLDINGS, TierStats
+from relaygr.worker.cache.stats import HOLDINGS
 from relaygr.worker.cache.transfers import SpillGate
-from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key, stamps
+from tests.worlds.cache import LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key, stamps
 from tests.worlds.invariants import check_invariants
 
 pytestmark = pytest.mark.slow
@@ -77,7 +67,6 @@ _KEYS += [make_key("ann", length, 0) for length in (64, 100)]
 _KEYS += [make_key("ann", 100, None, b"m2"), make_key("ann", 100, feature=8), make_key("cid", 130)]
 _NOTHING = Presence(0, 0, EntryState.EMPTY, EntryState.EMPTY)
 _MODELS = (b"model-1", b"m2")
-R = TypeVar("R", CacheReport, UserReport, DropReport, LimitReport)
 keys = st.sampled_from(_KEYS)
 picks = st.integers(0, 1_000)
 
@@ -152,15 +141,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.run = Run()
         self.now_us = 0
         self.only_model: bytes | None = None
-        self.in_use = dict.fromkeys(Tier, 0)
         self.admin = CacheAdmin(
-            "worker-00",
-            self.cache,
-            self.world,
-            lambda call: call(),
-            lambda: ServingModel("model-1", _MODELS[0]),
-            0,
-            ManualClock(),
+            "worker-00", self.cache, lambda: ServingModel("model-1", _MODELS[0]), ManualClock(VISIT_US)
         )
 
     def tick(self) -> int:
@@ -392,41 +374,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.run.leases = {name: lease for name, lease in self.run.leases.items() if not matches(lease[0])}
         assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if matches(other))
 
-    # What operators ask for.
-
-    def ask(self, kind: type[R], request: Request) -> R:
-        return decode_report(kind, self.admin.answer(encode_request(request), SocketPeer(1, 2)))
-
-    # Half of the time lifted: beside a small limit there is little to do.
-    @rule(tier=st.sampled_from(Tier), share=st.none() | st.floats(0, 1), evicts=st.booleans())
-    def limit(self, tier: Tier, share: float | None, evicts: bool) -> None:
-        capacity = self.pages(tier).capacity
-        pages = capacity if share is None else int(share * capacity)
-        if not evicts:
-            self.cache.limit(tier, pages)
-        elif capacity:
-            size_bytes = None if share is None else pages * GEOMETRY.page_bytes
-            (limit,) = self.ask(LimitReport, Limit(tiers={tier.value: size_bytes})).tiers
-            assert limit.excess_bytes == 0 or self.pages(tier).evictable == 0
-
-    def pages(self, tier: Tier) -> TierStats:
-        stats = self.cache.stats()
-        return stats.hbm if tier is Tier.HBM else stats.dram
-
-    @rule()
-    def shrink(self) -> None:
-        self.cache.shrink(self.tick())
-
-    @rule(key=keys, everything=st.booleans())
-    def an_operator_drops(self, key: PrefixKey, everything: bool) -> None:
-        entries = sum(each.pages.entries for each in self.ask(CacheReport, Show()).tiers)
-        mine = len(self.ask(UserReport, ShowUser(user_id=key.user_id)).entries)
-        dropped = self.ask(DropReport, DropAll() if everything else DropUser(user_id=key.user_id))
-        assert dropped.entries == (entries if everything else mine)
-        lost = [name for name, lease in self.run.leases.items() if everything or lease[0].user_id == key.user_id]
-        for name in lost:
-            del self.run.leases[name]
-        assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if everything or other.user_id == key.user_id)
+    @rule(key=keys)
+    def an_operator_looks(self, key: PrefixKey) -> None:
+        tiers = self.cache.ledger.tiers
+        report = decode_report(CacheReport, self.admin.answer(encode_request(Show())))
+        assert [each.pages.entries for each in report.tiers] == [len(tier.index) for tier in tiers]
+        shown = decode_report(UserReport, self.admin.answer(encode_request(ShowUser(user_id=key.user_id))))
+        assert len(shown.entries) == sum(len(list(tier.index.of_user(key.user_id))) for tier in tiers)
 
     # Mostly the first model, to which most keys belong.
     @rule(model=st.sampled_from((_MODELS[0],) * 4 + (_MODELS[1],)), frees=st.booleans())
@@ -566,15 +520,6 @@ class CacheMachine(RuleBasedStateMachine):
                 assert sum(parts) == tier.capacity
 
     @invariant()
-    def pages_in_use_above_a_limit_only_become_fewer(self) -> None:
-        if hasattr(self, "cache"):
-            for tier in Tier:
-                pages = self.pages(tier)
-                in_use = pages.capacity - pages.free - pages.withheld
-                assert in_use <= max(pages.limit, self.in_use[tier])
-                self.in_use[tier] = in_use
-
-    @invariant()
     def no_hit_would_show_another_prefix(self) -> None:
         if hasattr(self, "cache"):
             for tier in self.cache.ledger.tiers:
@@ -611,7 +556,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.close()
         check_invariants(self.cache)
         stats = self.cache.stats()
-        assert all(tier.free + tier.withheld == tier.capacity for tier in (stats.hbm, stats.dram))
+        assert all(tier.free == tier.capacity for tier in (stats.hbm, stats.dram))
         assert all(waiter.told == 1 for waiter in self.run.waiters)
 
 

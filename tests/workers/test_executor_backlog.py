@@ -12,7 +12,6 @@ import pytest
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import HistoryVersion, Path
-from relaygr.worker.cache import Tier
 from relaygr.worker.executor.prefixes import ROOM_INTERVAL_US
 from relaygr.worker.executor.work import JobOutcome
 from tests.worlds.executor import HIT_US, TOKEN_US, ExecutorWorld
@@ -120,24 +119,6 @@ def test_a_request_does_not_wait_for_room_that_only_leases_hold():
     work = world.rank("user-01", versions["user-01"], "r1", budget_us=5_000_000)
     world.run()
     assert (work.has_ended, work.path) == (True, Path.FULL)
-
-
-def test_pages_that_a_limit_withholds_are_no_room():
-    """A request that waits for room was looked up at every step, as long as others held the pages of the limit."""
-    world, versions = world_with_all_in_dram(fitting=3)
-    world.executor.limit_tier(Tier.HBM, PAGES)
-    assert world.cache.room().free_pages == PAGES
-    while world.cache.shrink(world.clock.monotonic_us()):
-        pass
-    assert world.cache.room().free_pages == PAGES
-    for user in USERS[:2]:
-        world.rank(user, versions[user], user, budget_us=5_000_000)
-    world.executor.step()
-    world.executor.work_arrived.clear()
-    world.executor.step()
-    assert not world.executor.work_arrived.is_set(), "nothing is looked up"
-    finish(world, 2)
-    assert world.outbox.paths == [Path.DRAM, Path.DRAM]
 
 
 def test_a_job_that_found_no_room_reloads_its_prefix_when_its_turn_comes():

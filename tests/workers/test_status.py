@@ -39,7 +39,6 @@ FULL_PATH = FullPathReport(4000, (0.0, 1.5), (2, 1), (1, 0), ("gateway.1.1",))
 def report(
     producer: FakeProducer,
     clock: ManualClock,
-    hbm_limit: int = 4096,
     overflow_partitions: Callable[[], tuple[int, ...] | None] = lambda: None,
 ) -> StatusReport:
     """A worker that has some free pages, and requests that have waited 800 µs."""
@@ -53,9 +52,9 @@ def report(
         rules=PrefixRules(uses_query_time=True),
     )
     stats = SimpleNamespace(
-        hbm=SimpleNamespace(free=3, evictable=1, capacity=4096, limit=hbm_limit),
+        hbm=SimpleNamespace(free=3, evictable=1, capacity=4096),
         hbm_page_bytes=256,
-        dram=SimpleNamespace(free=0, evictable=2, capacity=4, limit=4),
+        dram=SimpleNamespace(free=0, evictable=2, capacity=4),
         dram_page_bytes=128,
     )
     sources = StatusSources(
@@ -125,14 +124,6 @@ def test_a_status_says_at_which_lengths_and_whether_predictions_are_off() -> Non
     own.publish()
     status = codec.decode(WorkerStatus, producer.sent[0].value)
     assert (status.length_ratios, status.predictions_off) == (LENGTHS, True)
-
-
-def test_a_status_gives_the_limit_of_a_tier_as_its_size() -> None:
-    """So that the trigger admits for the pages that may be in use."""
-    producer = FakeProducer()
-    report(producer, ManualClock(), hbm_limit=10).publish()
-    status = codec.decode(WorkerStatus, producer.sent[0].value)
-    assert (status.hbm_capacity_bytes, status.dram_capacity_bytes) == (10 * 256, 512)
 
 
 @pytest.mark.parametrize(

@@ -221,14 +221,6 @@ class CacheWorld:
         self.cache.release(self.compute(filler))
         self.cache.invalidate_user("evictor")
 
-    # The executor's part in the requests of operators.
-
-    def drop_user(self, user_id: str) -> int:
-        return self.cache.invalidate_user(user_id)
-
-    def limit_tier(self, tier: Tier, pages: int) -> None:
-        self.cache.limit(tier, pages)
-
 
 class Later:
     """A device event that a test completes."""

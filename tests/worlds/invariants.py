@@ -1,7 +1,7 @@
 """Recounts a cache from its entries, work and pins.
 
-In each tier: free + withheld + evictable + leased + pinned + in flight = capacity, with each page in exactly one of
-these; pages are withheld as the limit says; every reference has a holder; indexes, policy and leases agree.
+In each tier: free + evictable + leased + pinned + in flight = capacity, with each page in exactly one of these;
+every reference has a holder; indexes, policy and leases agree.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ def check_tier(tier: TierMetadata) -> None:
     now = tier.stats()
     total = sum(getattr(now, held) for held in HOLDINGS)
     _require(total == now.capacity, f"{total} pages of {now.capacity}")
-    unused, in_use = tier.pool.free, now.capacity - tier.pool.free - tier.cleaned.size
-    _require(now.free == max(0, min(unused, now.limit - in_use)), f"{now.free} of {unused} unused pages are free")
     visible = sum(entry.is_visible for entry in tier.index.all())
     _require(len(tier.policy) == visible, "the policy orders other entries than the visible ones")
     _require(all(lease.entry.attached for lease in tier.leases.all()), "a lease outlived its entry")

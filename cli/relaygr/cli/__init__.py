@@ -32,7 +32,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "model": CommandSpec("relaygr.cli.model:app", "Make, convert, show and compare checkpoints.", "worker"),
     "data": CommandSpec("relaygr.cli.data:app", "Get a public log of interactions.", "training"),
     "train": CommandSpec("relaygr.cli.train:app", "Train a ranker; say what longer histories are worth.", "training"),
-    "cache": CommandSpec("relaygr.cli.cache:app", "Look at a running worker's cache, and change it.", "worker"),
+    "cache": CommandSpec("relaygr.cli.cache:app", "Look at a running worker's cache.", "worker"),
     "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
     "simulate": CommandSpec("relaygr.cli.simulate:app", "Simulate a fleet; plan its capacity.", "bench"),
     "size": CommandSpec("relaygr.cli.size:size", "Say how large a fleet must be, and what the relay saves.", "bench"),

@@ -249,7 +249,7 @@ def _used(reading: Reading, tier: str) -> str:
     total = sum(samples.values())
     if not total:
         return "-"
-    unused = samples.get("free", 0.0) + samples.get("withheld", 0.0)
+    unused = samples.get("free", 0.0)
     return f"{1 - unused / total:.0%} of {total / 2**20:.0f} MiB"
 
 

@@ -677,7 +677,6 @@ def _fill(tier: str, capacity_bytes: int, free_bytes: int, reading: Reading | No
             name: int(reading.total("relaygr_cache_bytes", tier=tier, held=name))
             for name in reading.by_label("relaygr_cache_bytes", "held")
         }
-        held.pop("withheld", 0)  # By a limit: no part of the usable size.
         free, evictable = held.pop("free", 0), held.pop("evictable", 0)
         busy = sum(held.values())
         return TierFill(free + evictable + busy, busy, evictable)

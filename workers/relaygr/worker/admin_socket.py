@@ -19,14 +19,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_sockets import SocketPeer, address_of, listen_private, peer_of
+from relaygr.runtime.private_sockets import address_of, listen_private, peer_of
 
 log = structlog.get_logger()
 
@@ -39,7 +38,6 @@ CLIENT_TIMEOUT_S: Final = 2.0
 WAITING: Final = 8
 """Most connections that wait while another one is served."""
 
-_PIECE_TIMEOUT_S: Final = 5.0
 _PAUSE_S: Final = 0.1
 _ROOT: Final = 0
 _CHUNK: Final = 65_536
@@ -49,7 +47,7 @@ class AdminSocket:
     """Serves from `start` to `close`."""
 
     def __init__(
-        self, path: Path, answer: Callable[[bytes, SocketPeer], bytes], client_timeout_s: float = CLIENT_TIMEOUT_S
+        self, path: Path, answer: Callable[[bytes], bytes], client_timeout_s: float = CLIENT_TIMEOUT_S
     ) -> None:
         """`answer` is called on the socket's thread, with one request after the other."""
         self._path = path
@@ -114,13 +112,13 @@ class AdminSocket:
             if line is None:
                 answer = _refusal(f"A request is one line of at most {MAX_REQUEST_BYTES} bytes.")
             else:
-                answer = self._answer_to(line, caller)
+                answer = self._answer_to(line)
         client.settimeout(self._timeout_s)
         client.sendall(answer + b"\n")
 
-    def _answer_to(self, line: bytes, caller: SocketPeer) -> bytes:
+    def _answer_to(self, line: bytes) -> bytes:
         try:
-            return self._answer(line, caller)
+            return self._answer(line)
         except Exception:
             log.exception("an operator's request failed")
             return _refusal("The request failed in the worker: its log has the error.")
@@ -151,38 +149,6 @@ def ask(path: Path, request: bytes, timeout_s: float) -> bytes:
     if answer is None:
         raise RelayError("The worker closed the connection without an answer: it may be stopping, so ask again.")
     return answer
-
-
-def run_on(
-    post: Callable[[Callable[[], None]], None], call: Callable[[], Any], timeout_s: float = _PIECE_TIMEOUT_S
-) -> Any:
-    """Makes the call on the thread that runs what is posted, and returns its result.
-
-    Raises the exception of the call, and RelayError if the thread does not begin the call in time. Then it never makes
-    the call.
-    """
-    done: Future[Any] = Future()
-
-    def make() -> None:
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            done.set_result(call())
-        except Exception as error:
-            # The caller gets it: a request of an operator must not end the worker.
-            done.set_exception(error)
-
-    post(make)
-    try:
-        return done.result(timeout_s)
-    except TimeoutError:
-        if done.cancel():
-            raise RelayError(
-                f"The worker's device thread was busy for {timeout_s:g} s, so the request was not carried out in full: "
-                "ask again, or look at the worker's /healthz."
-            ) from None
-        # It runs, or has just ended.
-        return done.result()
 
 
 def _connect(connection: socket.socket, address: str, timeout_s: float) -> None:

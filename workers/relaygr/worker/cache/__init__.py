@@ -10,7 +10,7 @@
     results       answers of the cache, and the reasons by which it counts them
     journal       contract with the journal of a DRAM tier that outlives the process
     stats         counters and their metrics
-    admin         requests of operators: reports, drops, limits
+    admin         requests of operators, and the reports that answer them
     copies        copies between the tiers: request, queue, forecast; contract of the mover
     arena, codec  bytes of the pages; K,V in fewer bits for DRAM
     build         builds a cache for a device, with the threads that copy

@@ -13,7 +13,6 @@ and the mover after it has left the lock. No call waits for free pages: if all p
 | `transfers.spill` | SpillOutcome | copies HBM to DRAM |
 | `revoke_overdue` | a number | takes back handles and fills that were held far too long |
 | `lease`, `end_lease`, `expire_leases` | | an unpinned entry stays while it is leased |
-| `limit`, `shrink` | a number | bounds the pages in use; evicts prefixes above that bound |
 
 Single flight: every request for a prefix that is being filled or loaded gets the same `PendingPrefix`. If the
 prefix is ready already, `reserve` and `start_reload` return a `PendingPrefix` that has ended with PUBLISHED.
@@ -409,21 +408,6 @@ class PrefixCache:
             return expired
 
     # Removing. Readers keep their pages, and work in flight is discarded when it ends.
-
-    def limit(self, tier: Tier, pages: int) -> None:
-        """From now on at most `pages` pages of the tier are in use. The memory stays taken.
-
-        The caller calls `shrink` until it returns 0, and then from time to time: pages that are pinned, leased or in
-        flight are evicted once nothing holds them. Raises ValueError for more pages than the tier has.
-        """
-        with self.ledger.lock:
-            self._tier(tier).limit(pages)
-
-    def shrink(self, now_us: int) -> int:
-        """Evicts some of the evictable entries by which the tiers exceed their limits. Returns their number."""
-        with self.ledger.section:
-            self.ledger.pass_time(now_us)
-            return sum(tier.shrink() for tier in self.ledger.tiers)
 
     def invalidate_user(self, user_id: str) -> int:
         """Removes all entries of the user from both tiers, those included that `restore` brings later. Returns the

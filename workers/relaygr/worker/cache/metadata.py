@@ -8,12 +8,10 @@
 | `revoke_overdue` | | pins and work held too long | gives up the work; pages stay taken until `unpin` or `abort` |
 | `remove` | | the open work, now stale | the entry leaves the index; its pages are free once the last reader leaves |
 | `restore` | free pages | | entries of an earlier process are READY |
-| `limit`, `shrink` | | entries evicted | at most so many pages are in use from now on; evicts what exceeds that |
 
-Every page is in exactly one of free, withheld, in flight, pinned, leased, evictable. All pages of an entry count as one
-of these: pinned while the entry has readers, else leased while requests lease it, else evictable. A page that lost its
-entry but still has readers counts as pinned. Withheld pages hold no entry, and the limit keeps them from being used.
-`begin` evicts only evictable entries, and only if that makes enough room.
+Every page is in exactly one of free, in flight, pinned, leased, evictable. All pages of an entry count as one of these:
+pinned while the entry has readers, else leased while requests lease it, else evictable. A page that lost its entry but
+still has readers counts as pinned. `begin` evicts only evictable entries, and only if that makes enough room.
 A `TierJournal` records every entry that is published, used or removed.
 
 Not thread-safe: the cache's lock guards it. Every time is passed in.
@@ -56,8 +54,6 @@ from relaygr.worker.cache.results import (
 from relaygr.worker.cache.stats import Counters, TierStats
 from relaygr.worker.kv import PrefixLayout
 
-_SHRUNK_AT_ONCE = 64
-"""Most entries that `shrink` evicts in one call."""
 _NO_PAGES: PageArray = np.empty(0, np.int32)
 _NEVER = -1
 """A generation that no entry has."""
@@ -237,8 +233,6 @@ class TierMetadata:
         self.works: set[WorkInFlight] = set()
         self.cleaned: PageArray = _NO_PAGES
         """Free pages that are being zeroed; they count as in flight."""
-        self.limit_pages = shape.capacity_pages
-        """The most pages that may be in use. More are while they are pinned, leased or in flight."""
         self.pins: set[Pin] = set()
         self.held_until_us: dict[Pin | WorkInFlight, int] = {}
         """Pins of handles and work of fills, with the time at which each is overdue. The times may not decrease."""
@@ -252,12 +246,10 @@ class TierMetadata:
     # Reading.
 
     def stats(self) -> TierStats:
-        account, free = self.account, max(0, self._room())
+        account = self.account
         return TierStats(
             capacity=self.pool.capacity,
-            limit=self.limit_pages,
-            free=free,
-            withheld=self.pool.free - free,
+            free=self.pool.free,
             evictable=account.held[Holding.EVICTABLE],
             leased=account.held[Holding.LEASED],
             pinned=account.held[Holding.PINNED] + account.orphaned,
@@ -270,7 +262,7 @@ class TierMetadata:
         account = self.account
         works = [work for work in self.works if work.purpose is Purpose.RANKING]
         return Room(
-            free_pages=max(0, self._room() + account.held[Holding.EVICTABLE]),
+            free_pages=self.pool.free + account.held[Holding.EVICTABLE],
             held_pages=account.held[Holding.PINNED] + account.orphaned + sum(work.new_pages.size for work in works),
             reloads=sum(work.kind is PendingKind.LOAD for work in works),
         )
@@ -295,21 +287,6 @@ class TierMetadata:
         if entry.unused_pre_infer:
             entry.unused_pre_infer = False
             self._counters.wasted[reason] += 1
-
-    # Limit.
-
-    def limit(self, pages: int) -> None:
-        """From now on at most `pages` pages are in use; the caller then calls `shrink`. Raises ValueError for a number
-        that is negative or above the capacity.
-        """
-        if not 0 <= pages <= self.pool.capacity:
-            raise ValueError(f"a tier of {self.pool.capacity} pages cannot be limited to {pages}")
-        self.limit_pages = pages
-
-    def shrink(self) -> int:
-        """Evicts at most 64 entries if more pages are in use than the limit allows. Returns their number."""
-        excess = min(-self._room(), self.account.held[Holding.EVICTABLE])
-        return self._make_room(excess, _SHRUNK_AT_ONCE) if excess > 0 else 0
 
     # Leases.
 
@@ -412,7 +389,7 @@ class TierMetadata:
         if key.length == 0 or tokens <= 0:
             return NoRoomReason.NOTHING_TO_CACHE
         needed = self.shape.pages_for(tokens)
-        if needed > self.limit_pages:
+        if needed > self.pool.capacity:
             return NoRoomReason.TOO_LARGE
         if not self.is_open:
             return NoRoomReason.FULL
@@ -620,36 +597,27 @@ class TierMetadata:
         if work.entry.work is work:
             work.entry.work = None
 
-    def _room(self) -> int:
-        """Free pages that the limit lets be used. Negative while more pages are in use than the limit allows.
-
-        Pages that are being zeroed count as unused: they are free in a moment.
-        """
-        pool = self.pool
-        return min(pool.free, pool.free + self.cleaned.size - pool.capacity + self.limit_pages)
-
     def _take(self, count: int) -> PageArray | None:
         # A growth within the last page takes none.
-        missing = count - self._room() if count else 0
+        missing = count - self.pool.free if count else 0
         if missing > self.account.held[Holding.EVICTABLE]:
             return None
         if missing > 0:
             self._make_room(missing)
         return self.pool.take(count)
 
-    def _make_room(self, pages: int, most_entries: int | None = None) -> int:
-        """Evicts entries until `pages` pages are free, at most `most_entries`. Returns their number."""
+    def _make_room(self, pages: int) -> None:
+        """Evicts entries until `pages` more pages are free."""
         chosen = []
         for number in self.policy.victims():
             entry = self.index[number]
             if self._is_evictable(entry):
                 chosen.append(entry)
                 pages -= entry.pages.size
-                if pages <= 0 or len(chosen) == most_entries:
+                if pages <= 0:
                     break
         for entry in chosen:
             self._evict(entry)
-        return len(chosen)
 
     def _is_evictable(self, entry: CacheEntry) -> bool:
         return entry.is_visible and entry.holding is Holding.EVICTABLE

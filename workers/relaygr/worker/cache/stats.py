@@ -22,7 +22,7 @@ from relaygr.worker.cache.results import (
     WasteReason,
 )
 
-HOLDINGS = ("free", "withheld", "evictable", "leased", "pinned", "in_flight")
+HOLDINGS = ("free", "evictable", "leased", "pinned", "in_flight")
 """The fields of `TierStats` that add up to the capacity."""
 
 
@@ -106,15 +106,10 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Pages of one tier. Each is in exactly one of free, withheld, evictable, leased, pinned, in flight.
-
-    At most `limit` pages may be in use; the others are withheld.
-    """
+    """Pages of one tier. Each is in exactly one of free, evictable, leased, pinned, in flight."""
 
     capacity: int
-    limit: int
     free: int
-    withheld: int
     evictable: int
     leased: int
     pinned: int
@@ -159,24 +154,16 @@ class CacheCollector(Collector):
         stats = self._read()
         pages = GaugeMetricFamily(
             "relaygr_cache_bytes",
-            "Bytes of a tier: free, withheld by a limit, evictable, leased, pinned or in flight; the sum is the tier's "
-            "capacity",
+            "Bytes of a tier: free, evictable, leased, pinned or in flight; the sum is the tier's capacity",
             labels=["tier", "held"],
-        )
-        limits = GaugeMetricFamily(
-            "relaygr_cache_limit_bytes",
-            "Most bytes of a tier that may be in use: its capacity, or less after `relaygr cache limit`",
-            labels=["tier"],
         )
         entries = GaugeMetricFamily("relaygr_cache_entries", "Prefixes in a tier", labels=["tier"])
         tiers = ((Tier.HBM, stats.hbm, stats.hbm_page_bytes), (Tier.DRAM, stats.dram, stats.dram_page_bytes))
         for tier, figures, page_bytes in tiers:
-            limits.add_metric([tier], figures.limit * page_bytes)
             for held in HOLDINGS:
                 pages.add_metric([tier, held], getattr(figures, held) * page_bytes)
             entries.add_metric([tier], figures.entries)
         yield pages
-        yield limits
         yield entries
         yield GaugeMetricFamily("relaygr_cache_leases", "Requests that lease a prefix now", value=stats.leases)
         hits = CounterMetricFamily("relaygr_cache_hits", "Look-ups served from HBM", labels=["coverage"])

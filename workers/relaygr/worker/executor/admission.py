@@ -42,10 +42,6 @@ class JobAdmission:
         self._lease_margin_us = settings.lease_margin_ms * 1000
         self._clock = clock
 
-    def set_capacity(self, hbm_capacity_bytes: int) -> None:
-        """From now on the prefixes of admitted jobs have so much HBM."""
-        self._buckets.configure(hbm_capacity_bytes, share=1.0, now_us=self._clock.monotonic_us())
-
     def refuse(
         self,
         work: JobWork,

@@ -275,28 +275,14 @@ class Executor:
         self._context.histories_changed(user_ids)
 
     def user_deleted(self, user_id: str) -> None:
-        """Handles a tombstone: removes the user's cached prefixes. None that was resolved before is cached from now on:
-        its requests are ranked without the cache, and its jobs end.
+        """Handles a tombstone: removes the user's cached prefixes, whose pages are zeroed soon. None that was resolved
+        before is cached from now on: its requests are ranked without the cache, and its jobs end.
         """
         self._context.deletions.add(user_id)
-        self.drop_user(user_id)
-        self._prefixes.forget_user(user_id)
-
-    def drop_user(self, user_id: str) -> int:
-        """Removes the user's cached prefixes, whose pages are zeroed soon. Returns their number.
-
-        A computation that has begun is not kept. One that is queued begins from nothing.
-        """
-        self._cleans_scratch = True
         self._context.resolved.forget(user_id)
-        return self._parts.cache.invalidate_user(user_id)
-
-    def limit_tier(self, tier: Tier, pages: int) -> None:
-        """Bounds the pages of a tier that may be in use. Jobs are then admitted as if HBM had no more pages."""
-        cache = self._parts.cache
-        cache.limit(tier, pages)
-        if tier is Tier.HBM:
-            self._parts.admission.set_capacity(pages * cache.geometry.kv.page_bytes)
+        self._cleans_scratch = True
+        self._parts.cache.invalidate_user(user_id)
+        self._prefixes.forget_user(user_id)
 
     def serve_with(self, engine: Engine) -> None:
         """Serves with this model, bound to the same arena, from now on. Old prefixes no longer match.
@@ -379,10 +365,9 @@ class Executor:
                 self._parts.cache.release(handle)
 
     def _keep_cache(self) -> None:
-        """Upkeep of the cache: ends what is overdue, keeps its limits, and zeroes free pages."""
+        """Upkeep of the cache: ends what is overdue, and zeroes free pages."""
         now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
         cache.expire_leases(now_us)
-        cache.shrink(now_us)
         cache.revoke_overdue(now_us, self._completions.after_work())
         for tier in Tier:
             self._clean(tier)

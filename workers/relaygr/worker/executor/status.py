@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relaygr.schemas.messages import WorkerState, WorkerStatus
-from relaygr.worker.cache.stats import CacheStats, TierStats
+from relaygr.worker.cache.stats import CacheStats
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.settings import WorkerSettings
 
@@ -38,9 +38,9 @@ def status_of(
         contextual_tokens=engine.layout.contextual_tokens,
         tokens_per_behaviour=engine.layout.tokens_per_behaviour,
         max_prefix_behaviours=engine.limits.max_prefix_behaviours,
-        hbm_capacity_bytes=_usable_bytes(int(settings.hbm_bytes), cache.hbm, cache.hbm_page_bytes),
+        hbm_capacity_bytes=int(settings.hbm_bytes),
         hbm_free_bytes=(cache.hbm.free + cache.hbm.evictable) * cache.hbm_page_bytes,
-        dram_capacity_bytes=_usable_bytes(int(settings.dram_bytes), cache.dram, cache.dram_page_bytes),
+        dram_capacity_bytes=int(settings.dram_bytes),
         dram_free_bytes=(cache.dram.free + cache.dram.evictable) * cache.dram_page_bytes,
         ranking_queue_p99_us=ranking_queue_p99_us,
         preinfer_queue_us=executor.preinfer_backlog_us,
@@ -56,8 +56,3 @@ def status_of(
         overflow_partitions=overflow_partitions,
         active_since_us=active_since_us,
     )
-
-
-def _usable_bytes(taken_bytes: int, tier: TierStats, page_bytes: int) -> int:
-    """The size of a tier, or its limit."""
-    return taken_bytes if tier.limit == tier.capacity else tier.limit * page_bytes

@@ -40,7 +40,7 @@ from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer
 from relaygr.tracing.worker import WorkerTraces
 from relaygr.trigger.fleet import FleetReader
-from relaygr.worker.admin_socket import SOCKET_NAME, AdminSocket, run_on
+from relaygr.worker.admin_socket import SOCKET_NAME, AdminSocket
 from relaygr.worker.cache.admin import CacheAdmin, ServingModel
 from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import BuiltCache
@@ -333,15 +333,12 @@ class Components:
 
     def open_admin_socket(self, folder: Path) -> None:
         """Lets operators look at the cache. The caller holds the folder's lock, and the cache is restored."""
-        engine, executor = self.executor.engine, self.executor
+        executor = self.executor
         admin = CacheAdmin(
             self._worker_id,
             self.cache,
-            executor,
-            run=partial(run_on, executor.post),
-            model=lambda: ServingModel(executor.engine.revision, executor.engine.namespace),
-            least_hbm_pages=engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours)),
-            clock=self._clock,
+            lambda: ServingModel(executor.engine.revision, executor.engine.namespace),
+            self._clock,
         )
         self._admin = AdminSocket(folder / SOCKET_NAME, admin.answer)
         try:
