@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from relaygr.client import RankStatus
-from relaygr.devbroker.cluster import KafkaCluster
+from relaygr.devbroker.kafka import KafkaCluster
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess

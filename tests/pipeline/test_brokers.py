@@ -19,7 +19,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, Producer, Top
 from pydantic import ByteSize
 
 from relaygr.client import ClientSettings, LostRequest, RankOutcome, RankStatus, RelayClient, TimeOutReason
-from relaygr.devbroker.cluster import KafkaCluster
+from relaygr.devbroker.kafka import KafkaCluster
 from relaygr.kafka.admin import check_topics, create_topics
 from relaygr.kafka.clients import ProducerKind, make_admin, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings

@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
-from relaygr.devbroker.cluster import KafkaCluster
+from relaygr.devbroker.kafka import KafkaCluster
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
 from relaygr.kafka.rights import Role, missing_rights

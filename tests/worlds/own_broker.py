@@ -11,10 +11,8 @@ import pytest
 
 import relaygr.devbroker.kafka
 from relaygr.devbroker import available_brokers
-from relaygr.devbroker.cluster import KafkaCluster
-from relaygr.devbroker.kafka import kafka_broker
+from relaygr.devbroker.kafka import KafkaCluster, kafka_broker
 from relaygr.devbroker.local import free_ports
-from tests.leftovers import owned_by_a_fixture
 from tests.promised import unavailable
 
 START_TIMEOUT_S = 180.0
@@ -30,14 +28,8 @@ class OwnBroker:
 
 @contextmanager
 def own_cluster(brokers: int, properties: Mapping[str, str | int] | None = None) -> Iterator[KafkaCluster]:
-    """Starts a cluster from KAFKA_HOME. Without one the test is skipped, or fails if a broker is promised.
-
-    A test may restart the brokers of a fixture: they are no leftovers of the test.
-    """
-    with (
-        KafkaCluster(_kafka_home(), brokers, properties) as cluster,
-        owned_by_a_fixture(lambda: {process.pid for process in cluster._running.values()}),
-    ):
+    """Starts a cluster from KAFKA_HOME. Without one the test is skipped, or fails if a broker is promised."""
+    with KafkaCluster(_kafka_home(), brokers, properties) as cluster:
         yield cluster
 
 

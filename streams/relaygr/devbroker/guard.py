@@ -5,8 +5,8 @@ It is run as a script, by its path and with the standard library alone:
     python guard.py FOLDER LOG COMMAND [ARGUMENT ...] [--then-- COMMAND [ARGUMENT ...]]...
 
 Every command but the last must succeed; the last one keeps running. The guard writes "started PID" for each command and
-"exited CODE" when a command fails or the last one ends. For a line "kill" on standard input the guard kills the running
-command; for a line "start" it starts the last command again.
+"exited CODE" when a command fails or the last one ends. For a line "kill", "stop" or "freeze" on standard input the
+guard sends SIGKILL, SIGTERM or SIGSTOP to the running command; for a line "start" it starts the last command again.
 
 When standard input ends, the guard kills the process group of the running command, removes FOLDER and ends. Standard
 input ends when the parent closes the pipe or dies, even by kill -9. Killing loses nothing, because all data is in
@@ -28,7 +28,10 @@ from collections.abc import Sequence
 
 THEN = "--then--"
 KILL = b"kill\n"
+STOP = b"stop\n"
+FREEZE = b"freeze\n"
 START = b"start\n"
+_SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGTERM, FREEZE: signal.SIGSTOP}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,13 +61,21 @@ class _Guarded:
         _say(f"started {process.pid}")
         return process.wait()
 
-    def kill(self, for_good: bool) -> None:
-        """Kills the running command. `for_good`: no command starts after that."""
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the running command."""
         with self._lock:
-            self._ended |= for_good
-            if self._process is not None and self._process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+            self._send(number)
+
+    def end(self) -> None:
+        """Kills the running command. No command starts after that."""
+        with self._lock:
+            self._ended = True
+            self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
 
 def _die_with_the_guard() -> None:
@@ -93,13 +104,13 @@ def main(arguments: list[str]) -> None:
     runner = threading.Thread(target=run, args=(commands,))
     runner.start()
     for line in sys.stdin.buffer:
-        if line == KILL:
-            guarded.kill(for_good=False)
+        if line in _SIGNALS:
+            guarded.send(_SIGNALS[line])
         elif line == START:
             runner.join()
             runner = threading.Thread(target=run, args=(commands[-1:],))
             runner.start()
-    guarded.kill(for_good=True)
+    guarded.end()
     runner.join()
     shutil.rmtree(folder, ignore_errors=True)
 

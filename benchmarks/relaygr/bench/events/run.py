@@ -26,7 +26,7 @@ from relaygr.bench.events.judge import BOUNDS, Account, Ends, Growth, Judged, Sa
 from relaygr.bench.events.stack import VOCABULARY, Stack, settings_of
 from relaygr.bench.rows import machine, now
 from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, local_broker
-from relaygr.devbroker.cluster import KafkaCluster
+from relaygr.devbroker.kafka import KafkaCluster
 from relaygr.kafka.admin import create_topics, delete_topics
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
