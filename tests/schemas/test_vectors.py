@@ -1,24 +1,82 @@
-"""The shipped test vectors are those of this package, and the checker finds what differs."""
+"""The shipped test vectors are those of this package, and the checker finds what differs.
+
+`wire.json` is the record of the wire form. A change of an entry changes the wire form: read the policy in
+`relaygr.schemas.codec` first.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
+from relaygr.schemas import Other, WorkerStatus, decode, encode
+from relaygr.schemas.codec import SCHEMA_VERSION
 from relaygr.schemas.vectors import differences, vectors, wire_file
-from relaygr.schemas.vectors.__main__ import main
+from relaygr.schemas.vectors.__main__ import main, write
+from relaygr.schemas.vectors.samples import HEADERS, HISTORY, MESSAGES
 
 OURS = vectors()
+SHIPPED = {entry["name"]: bytes.fromhex(entry["wire"]) for entry in wire_file()["messages"]}
+SHIPPED_HEADERS = {entry["name"]: entry["headers"] for entry in wire_file()["headers"]}
 
 
 def test_the_shipped_file_is_what_this_package_computes() -> None:
     assert wire_file() == OURS, "run: make docs, if the wire form was to change"
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_shipped_bytes_are_read_as_the_message(name: str) -> None:
+    assert decode(type(MESSAGES[name]), SHIPPED[name]) == MESSAGES[name]
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_the_shipped_headers_are_read_as_the_headers(name: str) -> None:
+    wire = [(key, value.encode()) for key, value in SHIPPED_HEADERS[name]]
+    assert type(HEADERS[name]).decode(wire) == HEADERS[name]
+
+
+def test_a_version_names_its_history() -> None:
+    version = HISTORY.version()
+    digest = next(entry["digest"] for entry in wire_file()["digests"] if entry["name"] == "two behaviours")
+    assert (version.number, version.length, version.digest.hex()) == (7, 2, digest)
+
+
+@pytest.mark.parametrize("lacks", [("c3", "b3"), ("b3",)], ids=["before c3", "before b3"])
+def test_a_status_of_an_older_worker_is_read_with_the_default_of_what_it_lacks(lacks: tuple[str, ...]) -> None:
+    status = MESSAGES["WorkerStatus"]
+    body = msgpack.unpackb(SHIPPED["WorkerStatus"][1:])
+    for name in lacks:
+        del body["latency"][name]
+    older = bytes((SCHEMA_VERSION,)) + msgpack.packb(body)
+    assert decode(WorkerStatus, older) == replace(status, latency=replace(status.latency, **dict.fromkeys(lacks, 0.0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "known", "unknown"),
+    [
+        ("RankingResult, ranked", "path", b"\xa3hbm", "remote"),
+        ("RankingResult, ranked", "prefix_source", b"\xa8computed", "peer"),
+        ("RankingResult, failed", "reason", b"\xabundecodable", "quota_exceeded"),
+        ("WorkerStatus", "state", b"\xa5ready", "draining"),
+    ],
+)
+def test_unknown_members_of_open_choices_are_kept_with_their_text(
+    name: str, field: str, known: bytes, unknown: str
+) -> None:
+    """A newer version sends them."""
+    assert SHIPPED[name].count(known) == 1
+    wire = SHIPPED[name].replace(known, msgpack.packb(unknown))
+    message = replace(MESSAGES[name], **{field: Other(unknown)})
+    assert decode(type(message), wire) == message
+    assert encode(message) == wire
 
 
 def test_there_is_a_vector_of_each_message_and_fifty_of_the_routing() -> None:
@@ -81,6 +139,22 @@ def test_a_changed_field_is_named_by_its_value() -> None:
     wire = OURS["messages"][0]["wire"].replace(f"{budget}32", f"{budget}33")
     (line,) = differences({"messages": [{"name": "RetrievalEvent", "wire": wire}]}, OURS)
     assert line.endswith("the bytes say ranking_budget_ms = 51, expected 50")
+
+
+def test_the_writer_adds_entries_and_refuses_to_change_or_remove_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wire.json"
+    earlier = OURS | {"messages": OURS["messages"][:-1]}
+    file.write_text(json.dumps(earlier), encoding="utf-8")
+    assert write(file, OURS) == 0
+    assert json.loads(file.read_text(encoding="utf-8")) == OURS
+    other = copy.deepcopy(OURS)
+    other["messages"][3]["wire"] = "0180"
+    for ours in (other, earlier):
+        assert write(file, ours) == 1
+        assert "delete the line from the file first" in capsys.readouterr().err
+    assert json.loads(file.read_text(encoding="utf-8")) == OURS
 
 
 @pytest.mark.parametrize(

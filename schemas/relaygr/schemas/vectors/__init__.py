@@ -2,9 +2,10 @@
 
     python -m relaygr.schemas.vectors                      check this package against wire.json
     python -m relaygr.schemas.vectors --against FILE       check another implementation's file
-    python -m relaygr.schemas.vectors --write              write wire.json again
+    python -m relaygr.schemas.vectors --write              add new entries to wire.json
 
-`wire.json` lies beside this file and needs no Python to be read:
+Deployed programs send the bytes of `wire.json`, so `--write` refuses to change an entry. The file lies
+beside this one and needs no Python to be read:
 
 * `messages`: for each message its `fields` as JSON (arrays as lists, digests in hexadecimal digits) and its `wire`
   bytes in hexadecimal digits. A writer may order the fields of a map in another way; a reader must get the same fields.

@@ -1,8 +1,4 @@
-"""One instance of every message, header set and history of the test vectors.
-
-`tests/schemas/test_golden.py` holds their bytes a second time, so that a change of the wire form cannot pass as a new
-file of vectors.
-"""
+"""One instance of every message, header set and history of the test vectors. `wire.json` holds their bytes."""
 
 from __future__ import annotations
 
