@@ -24,13 +24,13 @@ from relaygr.schemas.partitioner import partition_for
 from relaygr.settings import load_settings
 from relaygr.simulate import plan as plan_module
 from relaygr.simulate import worker as worker_module
-from relaygr.simulate.case import Autoscale, Case, Changes, System, case_of, shape_of_tokens
+from relaygr.simulate.case import Case, System, case_of, shape_of_tokens
 from relaygr.simulate.demand import Demand, partitions_of
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
 from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
 from relaygr.simulate.plan import CapacityPlan, Probe, least_workers, plan_capacity
-from relaygr.simulate.relay import TAKEOVER_S, RelaySimulation
+from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
 from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.population import SyntheticPopulation
@@ -49,7 +49,6 @@ def case(
     *settings: str,
     system: System = System.RELAY,
     times: MeasuredTimes = NO_TIMES,
-    changes: Changes | None = None,
     day_s: float | None = None,
     on_cpu: bool = True,
     rate: float = 20,
@@ -75,11 +74,11 @@ def case(
         ),
     )
     shape = shape_of_tokens(2048, loaded)
-    return case_of(loaded, shape, LATENCY, times, on_cpu=on_cpu, system=system, changes=changes, day_s=day_s)
+    return case_of(loaded, shape, LATENCY, times, on_cpu=on_cpu, system=system, day_s=day_s)
 
 
-def outcome(one: Case, workers: int = 1) -> PartOutcome:
-    return RelaySimulation(one, range(one.demand.partitions), workers).run()
+def outcome(one: Case) -> PartOutcome:
+    return RelaySimulation(one, range(one.demand.partitions)).run()
 
 
 def share(done: PartOutcome, ending: Ending) -> float:
@@ -136,7 +135,7 @@ def test_the_poll_thread_sees_the_request_that_the_device_computes(is_admitted: 
     env, histories, ended = simpy.Environment(), SharedHistories(1024), {}
     histories.lengths.update(long=TOKENS, new=TOKENS)
     worker = SimulatedWorker(
-        env, "w", one, histories, np.random.default_rng(1),
+        env, "w", frozenset({0}), one, histories, np.random.default_rng(1),
         lambda number, at_us, ending: ended.setdefault(number, (at_us, ending)),
         lambda *_: None, lambda *_: None,
     )  # fmt: skip
@@ -221,75 +220,12 @@ def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
     assert first.requests.latencies_us.tolist() != other.requests.latencies_us.tolist()
 
 
-ALL_CHANGES = Changes(kills_s=(8.0,), start_s=2.0, session_timeout_s=1.0, autoscale=Autoscale(1, 4, interval_s=2.0))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "system"),
-    [
-        (Changes(), System.RELAY),
-        (Changes(kills_s=(6.0, 9.0), standby=True), System.RELAY),
-        (Changes(kills_s=(6.0,), session_timeout_s=2.0, start_s=3.0), System.RELAY),
-        (Changes(kills_s=(6.0, 6.5), session_timeout_s=2.0, start_s=3.0), System.RELAY),
-        (Changes(start_s=2.0, autoscale=Autoscale(1, 4, target=0.3, interval_s=2.0)), System.RELAY),
-        (ALL_CHANGES, System.RELAY),
-        (ALL_CHANGES, System.OFF),
-    ],
-    ids=["none", "standby", "killed", "both killed", "autoscaled", "all", "all without the relay"],
-)
-def test_each_request_ends_exactly_once(changes: Changes, system: System):
-    simulation = RelaySimulation(
-        case("traffic.growth=8", system=system, times=MeasuredTimes(), changes=changes, rate=40, seconds=12),
-        range(12),
-        2,
-    )
-    done = simulation.run()
-    assert simulation.duplicates == 0
+@pytest.mark.parametrize("system", System)
+def test_each_request_ends_exactly_once(system: System):
+    done = outcome(case("traffic.growth=8", system=system, times=MeasuredTimes(), rate=40, seconds=12))
     assert share(done, Ending.LOST) == share(done, Ending.FAILED) == 0
     assert (done.requests.latencies_us != NO_LATENCY).all()
-
-
-@pytest.mark.slow
-def test_what_a_worker_dies_with_goes_to_those_that_own_its_partitions_now():
-    # The only worker has a long queue when a second one takes half of its partitions, and it dies right after that.
-    changes = Changes(kills_s=(3.15,), standby=True, start_s=1.0, autoscale=Autoscale(1, 2, target=0.1, interval_s=2.0))
-    done = outcome(case("traffic.budget_ms=20000", system=System.OFF, changes=changes, rate=150, seconds=6))
-    assert done.most_workers == 2
-    assert share(done, Ending.LOST) == 0
-
-
-@pytest.mark.slow
-def test_a_standby_takes_over_sooner_than_a_session_ends_and_keeps_dram():
-    def late(standby: bool) -> tuple[float, PartOutcome]:
-        changes = Changes(kills_s=(10.0,), standby=standby, session_timeout_s=4.0, start_s=5.0)
-        done = outcome(case(times=MeasuredTimes(), changes=changes, seconds=24))
-        return 1 - float(done.requests.in_time(40_000).mean()), done
-
-    (with_standby, kept), (without, _) = late(True), late(False)
-    assert without > 0.15 > 0.08 > with_standby
-    assert kept.found["dram"] > 0
-
-
-@pytest.mark.slow
-def test_the_number_of_workers_follows_a_day():
-    rule = Autoscale(1, 6, target=0.2, interval_s=3.0)
-    done = outcome(
-        case(system=System.OFF, changes=Changes(start_s=1.0, autoscale=rule), day_s=60, rate=60, seconds=60), 2
-    )
-    assert done.most_workers >= 4
-    assert 1 < done.worker_s / done.seconds < done.most_workers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("standby", [False, True], ids=["restart", "standby"])
-def test_a_worker_that_takes_the_place_of_a_dead_one_is_one_of_the_most(standby: bool):
-    # All that the rule allows are wanted when it looks, between the death and the restart.
-    rule = Autoscale(1, 3, target=0.01, interval_s=2.0)
-    kill_s = 5.9 if standby else 4.5
-    changes = Changes(kills_s=(kill_s,), standby=standby, session_timeout_s=1.0, start_s=3.0, autoscale=rule)
-    done = outcome(case(system=System.OFF, changes=changes, rate=20, seconds=14), 3)
-    assert done.most_workers == 3
 
 
 @pytest.mark.slow
@@ -376,10 +312,9 @@ def test_parts_have_their_shares_of_the_impressions():
 
 
 def test_parts_are_the_ranges_of_the_groups_assignor():
-    assert parts_of(8, 3, 1) == [(range(3), 1), (range(3, 6), 1), (range(6, 8), 1)]
-    assert parts_of(8, 3, 2) == [(range(6), 2), (range(6, 8), 1)]
+    assert parts_of(8, 3) == [range(3), range(3, 6), range(6, 8)]
     with pytest.raises(RelayError, match="9 workers cannot share 8 partitions"):
-        parts_of(8, 9, 1)
+        parts_of(8, 9)
 
 
 # -- fleets ---------------------------------------------------------------------------------------
@@ -392,7 +327,6 @@ def test_a_sample_of_a_fleet_equals_the_whole_within_the_error():
         whole = simulate(fleet, FleetSize(12, 12, 2), runner, lambda _: None)
         some = simulate(fleet, FleetSize(12, 3, 3), runner, lambda _: None)
     assert some.requests < whole.requests
-    assert some.workers == whole.workers == pytest.approx(12)
     for name in ("p50_ms", "late_share", "device_load", "device_s_per_1000"):
         ours, theirs = getattr(some, name), getattr(whole, name)
         assert ours.error is not None
@@ -412,7 +346,6 @@ def test_a_sample_counts_the_users_who_come_most():
     assert whole.late_share.value > 0.1
     assert some.late_share.value == pytest.approx(whole.late_share.value, abs=0.04)
     assert some.thread_load.value == pytest.approx(whole.thread_load.value, rel=0.15)
-    assert some.workers == whole.workers == pytest.approx(12)
 
 
 @pytest.mark.slow
@@ -422,41 +355,11 @@ def test_a_fleet_may_have_more_workers_than_users():
         some = simulate(fleet, FleetSize(12, 8, 2), runner, lambda _: None)
         whole = simulate(fleet, FleetSize(12, 12, 1), runner, lambda _: None)
     assert some.requests > 0 and whole.requests == pytest.approx(60, abs=25)
-    assert some.workers == whole.workers == pytest.approx(12)
 
 
 def test_a_load_without_a_request_is_explained():
     with Runner(1) as runner, pytest.raises(RelayError, match="No request was counted"):
         simulate(case("partitions=96", rate=0.001, seconds=1), FleetSize(12, 2, 1), runner, lambda _: None)
-
-
-@pytest.mark.slow
-def test_a_worker_dies_once_in_the_fleet_and_not_in_a_sample_of_it():
-    fleet = case("partitions=96", changes=Changes(kills_s=(3.0,), standby=True), rate=40, seconds=6)
-    with Runner(1) as runner:
-        done = simulate(fleet, FleetSize(12, 8, 1), runner, lambda _: None)
-        assert done.workers == pytest.approx(12 - TAKEOVER_S / 4.5, abs=0.01)
-        with pytest.raises(RelayError, match="raise --sample to 2"):
-            simulate(fleet, FleetSize(12, 1, 1), runner, lambda _: None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("least", "most", "target", "sample"), [(6, 12, 0.01, 8), (5, 13, 1.0, 2), (5, 13, 0.01, 1)])
-def test_the_limits_of_autoscaling_are_those_of_the_fleet(least: int, most: int, target: float, sample: int):
-    rule = Autoscale(least, most, target, interval_s=0.5)
-    fleet = case("partitions=96", changes=Changes(start_s=0.1, autoscale=rule), rate=10, seconds=6)
-    with Runner(1) as runner:
-        done = simulate(fleet, FleetSize(12, sample, 1), runner, lambda _: None)
-    assert done.most_workers <= most
-    assert least <= done.workers <= most
-    assert done.most_workers == (most if target < 1 else 12)
-
-
-def test_autoscaling_below_one_worker_for_each_part_is_refused():
-    rule = Autoscale(2, 24)
-    fleet = case("partitions=96", changes=Changes(autoscale=rule))
-    with Runner(1) as runner, pytest.raises(RelayError, match="Write at least 3:24"):
-        simulate(fleet, FleetSize(24, 8, 1), runner, lambda _: None)
 
 
 @pytest.mark.slow
@@ -474,8 +377,8 @@ def test_processes_give_the_same_figures_as_one():
 def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero():
     requests = Requests(np.array([1_000, 3_000, 90_000]), np.array([CODE[Ending.HBM]] * 3, np.uint8))
     part = PartOutcome(
-        requests=requests, found={"hbm": 1, "nowhere": 3}, jobs={}, device_s=0.6, thread_s=1.0, seconds=2.0,
-        worker_s=4.0, most_workers=2, impressions=4, took_s=0.5,
+        requests=requests, found={"hbm": 1, "nowhere": 3}, jobs={}, device_s=0.6, thread_s=1.0, worker_s=4.0,
+        impressions=4, took_s=0.5,
     )  # fmt: skip
     alone, pair = figures_of([part], 40), figures_of([part, part], 40)
     assert (alone.p50_ms.value, alone.p50_ms.error) == (3.0, None)
@@ -483,13 +386,13 @@ def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero
     assert (alone.found_hbm.value, alone.device_load.value, round(alone.device_s_per_1000.value)) == (0.25, 0.15, 200)
     assert alone.thread_load.value == 0.25
     assert pair.p99_ms.error == 0
-    assert (pair.requests, pair.impressions_per_s, pair.workers) == (6, 8, 2)
+    assert (pair.requests, pair.impressions_per_s) == (6, 8)
 
 
 def part_with(latencies_us: Sequence[int], device_s: float) -> PartOutcome:
     requests = Requests(np.array(latencies_us), np.array([CODE[Ending.HBM]] * len(latencies_us), np.uint8))
     return PartOutcome(
-        requests=requests, found={}, jobs={}, device_s=device_s, seconds=1.0, worker_s=1.0, most_workers=1,
+        requests=requests, found={}, jobs={}, device_s=device_s, worker_s=1.0,
         impressions=len(latencies_us), took_s=0.1,
     )  # fmt: skip
 
@@ -500,7 +403,7 @@ def test_the_busiest_part_stands_for_itself_and_the_sample_for_all_others():
     assert found.late_share.value == pytest.approx(0.5)
     assert found.late_share.error == pytest.approx(0, abs=1e-9)
     assert found.device_load.value == pytest.approx((0.9 + 10 * 0.1) / 11)
-    assert (found.p99_ms.value, found.workers, found.most_workers) == (90, pytest.approx(11), 11)
+    assert found.p99_ms.value == 90
     assert (found.requests, found.parts) == (2_400, 6)
     assert figures_of([usual] * 4, 40, 11, [busiest]).late_share.error is None, "one simulation tells no spread"
 
@@ -525,7 +428,7 @@ def test_percentiles_count_a_request_as_often_as_its_part_stands_for_others():
 def test_figures_near_saturation_are_marked_as_out_of_range(thread_s: float, is_in_range: bool, said: str):
     part = PartOutcome(
         requests=Requests(np.zeros(1, np.int64), np.array([CODE[Ending.HBM]], np.uint8)), found={}, jobs={},
-        device_s=1.0, thread_s=thread_s, seconds=2.0, worker_s=4.0, most_workers=2, impressions=1, took_s=0.1,
+        device_s=1.0, thread_s=thread_s, worker_s=4.0, impressions=1, took_s=0.1,
     )  # fmt: skip
     found = figures_of([part], 40)
     assert found.is_in_range is plain(found)["is_in_range"] is is_in_range
@@ -540,7 +443,7 @@ def test_latencies_are_those_of_ranked_requests_and_refusals_are_late():
     endings = np.array([CODE[each] for each in (Ending.HBM, Ending.TRUNCATED, *[Ending.REFUSED] * 98)], np.uint8)
     requests = Requests(np.array([20_000, 30_000, *[1_000] * 98]), endings)
     part = PartOutcome(
-        requests=requests, found={}, jobs={}, device_s=0.1, seconds=1.0, worker_s=1.0, most_workers=1,
+        requests=requests, found={}, jobs={}, device_s=0.1, worker_s=1.0,
         impressions=100, took_s=0.5,
     )  # fmt: skip
     found = figures_of([part], 40)
@@ -552,7 +455,7 @@ def test_an_error_is_that_of_students_t(parts: int):
     outcomes = [
         PartOutcome(
             requests=Requests(np.zeros(1, np.int64), np.array([CODE[Ending.HBM]], np.uint8)), found={}, jobs={},
-            device_s=float(number % 3), seconds=1.0, worker_s=1.0, most_workers=1, impressions=1, took_s=0.1,
+            device_s=float(number % 3), worker_s=1.0, impressions=1, took_s=0.1,
         )
         for number in range(parts)
     ]  # fmt: skip
@@ -774,7 +677,7 @@ def test_simulated_requests_teach_the_times_that_they_were_simulated_with(monkey
 
     def record_too(self: RelaySimulation, *ended: Any) -> None:
         end(self, *ended)
-        _, number, at_us, ending = ended
+        number, at_us, ending = ended
         records.append(record(number, ending.value, timings_of(works[number], at_us), self._latencies_us[number], 0))
         records[-1] = replace(records[-1], tokens_cached=works[number].tokens_cached)
 
@@ -925,15 +828,13 @@ def test_with_one_seed_the_sampling_error_is_said_to_be_unknown(calibration: Pat
         assert unknown not in known and "± ?" not in known
 
 
-def test_the_figures_say_which_changes_and_samples_they_are_of(calibration: Path, tmp_path: Path):
+def test_the_figures_say_which_fleet_and_samples_they_are_of(calibration: Path, tmp_path: Path):
     out = tmp_path / "out.json"
     simulated(
-        calibration, "--system", "off", "--seconds", "4", "--kill-at", "2", "--standby", "--autoscale", "1:2",
-        "--json", str(out),
+        calibration, "--system", "off", "--seconds", "4", "--workers", "2", "--json", str(out),
     )  # fmt: skip
     written = json.loads(out.read_text())
-    expected = {"kills_s": [2.0], "standby": True, "start_s": 20.0, "sample": 1, "seeds": 1}
-    expected |= {"autoscale": {"least": 1, "most": 2, "target": 0.5, "interval_s": 15.0}}
+    expected = {"workers": 2, "sample": 1, "seeds": 1}
     assert {name: written[name] for name in expected} == expected
 
 
@@ -955,7 +856,6 @@ def test_the_simulated_time_of_the_settings_is_taken(calibration: Path, tmp_path
     [
         (["--lengths", "long"], "--lengths"),
         (["--lengths", "1000:1200"], "as in 1000:1250."),
-        (["--autoscale", "4:2"], "--autoscale 4:2"),
         (["--system", "none"], "--system none"),
         (["--token-bytes", "3"], "multiple of 4"),
         (["--workers", "100"], "100 workers cannot share 48 partitions: set partitions to 800 (--set partitions=800)."),
@@ -965,11 +865,6 @@ def test_the_simulated_time_of_the_settings_is_taken(calibration: Path, tmp_path
         (["--times", "absent.json"], "cannot be read"),
         (["--set", "worker.hbm_bytes=1MiB"], "worker.hbm_bytes"),
         (["--set", "worker.divert=true"], "--set worker.divert=false"),
-        (["--kill-at", "0.4"], "count from second 0.5 to second 2."),
-        (["--kill-at", "1", "--kill-at", "2"], "count from second 0.5 to second 2."),
-        (["--standby"], "add --kill-at"),
-        (["--target-load", "0.4"], "add --autoscale"),
-        (["--start-s", "5"], "add --kill-at or --autoscale"),
     ],
 )
 def test_wrong_options_are_explained(calibration: Path, arguments: list[str], complaint: str):

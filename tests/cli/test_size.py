@@ -147,7 +147,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, int, int, int]]
         asked.append((one, sample, seeds, impressions))
         requests = Requests(np.array([1_000]), np.array([CODE[Ending.HBM]], np.uint8))
         part = PartOutcome(
-            requests=requests, found={}, jobs={}, device_s=0.1, seconds=1.0, worker_s=1.0, most_workers=1,
+            requests=requests, found={}, jobs={}, device_s=0.1, worker_s=1.0,
             impressions=1, took_s=0.1,
         )  # fmt: skip
         return CapacityPlan(Probe(3, figures_of([part], 40), 4.0), ())

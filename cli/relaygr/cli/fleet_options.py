@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +20,7 @@ from relaygr.runtime.errors import RelayError
 if TYPE_CHECKING:
     from relaygr.cli.fleet_output import PlanRow
     from relaygr.settings import Settings
-    from relaygr.simulate.case import Case, Changes, Shape, System
+    from relaygr.simulate.case import Case, Shape, System
     from relaygr.simulate.figures import Figures
     from relaygr.simulate.plan import CapacityPlan
     from relaygr.simulate.times import MeasuredTimes
@@ -61,12 +61,12 @@ class Fleet:
     shape: Shape
     times: MeasuredTimes
 
-    def case(self, system: System, changes: Changes | None = None, day_s: float | None = None) -> Case:
+    def case(self, system: System, day_s: float | None = None) -> Case:
         from relaygr.simulate.case import case_of, is_cpu
 
         return case_of(
             self.settings, self.shape, self.calibration.model, self.times,
-            on_cpu=is_cpu(self.calibration), system=system, changes=changes, day_s=day_s,
+            on_cpu=is_cpu(self.calibration), system=system, day_s=day_s,
         )  # fmt: skip
 
     def caveat(self) -> str:
@@ -77,8 +77,8 @@ class Fleet:
             "of the times become large ones of the latency."
         )
 
-    def described(self, sample: int, seeds: int, changes: Changes | None = None) -> dict[str, Any]:
-        """What was simulated, in the form of JSON. `changes`: None where none are possible."""
+    def described(self, sample: int, seeds: int) -> dict[str, Any]:
+        """What was simulated, in the form of JSON."""
         worker = self.settings.worker
         return {
             "device": self.calibration.machine.device_description,
@@ -89,7 +89,6 @@ class Fleet:
             "dram_bytes": int(worker.dram_bytes),
             "sample": sample,
             "seeds": seeds,
-            **(asdict(changes) if changes is not None else {}),
         }
 
 

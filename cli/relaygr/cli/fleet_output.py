@@ -56,7 +56,6 @@ def table_of(results: Results, title: str) -> Table:
     table.add_row("device thread load", *(_share(each.thread_load) for each in columns))
     table.add_row(_RANGE_TITLE, *(_RANGE[each.is_in_range] for each in columns))
     table.add_row(_BUSIEST_TITLE, *(f"{each.highest_share:.1f}" for each in columns))
-    table.add_row("workers, on average", *(f"{each.workers:,.1f}" for each in columns))
     table.add_row("requests counted", *(f"{each.requests:,}" for each in columns))
     table.add_row("simulations", *(str(each.parts) for each in columns))
     table.add_row("impressions a second of CPU", *(f"{each.impressions_per_s:,.0f}" for each in columns), style="dim")

@@ -21,7 +21,6 @@ from relaygr.cli.fleet_options import (
     UsersOption,
     error_caveat,
     fleet_of,
-    parse_pair,
     plan_caveats,
     plan_systems,
     progress_bar,
@@ -42,9 +41,6 @@ app = typer.Typer(
 
 _FAR_NOISE = 2.0
 """Device times beyond this many times the calibrated ones, or below that part of them, are those of other work."""
-_TARGET_LOAD = 0.5
-"""The device load at which autoscaling aims by default."""
-_START_S = 20.0
 
 SampleOption = Annotated[
     int, typer.Option(min=1, help="Parts of the fleet that each seed simulates beside the busiest one.")
@@ -75,19 +71,6 @@ def run(
     day: Annotated[
         float | None, typer.Option(min=1, help="The load follows a day's curve of so many seconds; --qps is its peak.")
     ] = None,
-    autoscale: Annotated[
-        str | None, typer.Option(metavar="LEAST:MOST", help="The number of workers follows the load.")
-    ] = None,
-    target_load: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1, help="Device load that autoscaling aims at.", show_default=str(_TARGET_LOAD)),
-    ] = None,
-    start_s: Annotated[
-        float | None,
-        typer.Option(min=0, help="Time that a new worker takes to start.", show_default=f"{_START_S:g}"),
-    ] = None,
-    kill_at: Annotated[list[float] | None, typer.Option(min=0, help="A worker dies at this second.")] = None,
-    standby: Annotated[bool, typer.Option("--standby", help="A standby takes over from each dead worker.")] = False,
     sample: SampleOption = 8,
     seeds: SeedsOption = 4,
     jobs: JobsOption = None,
@@ -101,40 +84,21 @@ def run(
     Traffic, tiers, policies and admission are those of the settings (--set traffic.*, worker.*, admission.*).
     """
     from relaygr.cli.fleet_output import NAMES, table_of, to_json, write_json
-    from relaygr.simulate.case import Autoscale, Changes
     from relaygr.simulate.fleet import FleetSize, Runner, simulate
 
     if plot is not None:
         from relaygr.cli.plots import require_plot
 
         require_plot(plot)
-    if standby and not kill_at:
-        raise RelayError("--standby has no effect without a dead worker: add --kill-at SECOND.")
-    if start_s is not None and not kill_at and autoscale is None:
-        raise RelayError("--start-s has no effect without a dead worker or autoscaling: add --kill-at or --autoscale.")
-    if target_load is not None and autoscale is None:
-        raise RelayError("--target-load has no effect on a fixed number of workers: add --autoscale LEAST:MOST.")
     fleet = fleet_of(
         calibration, model, token_bytes, times, config=config, overrides=overrides, qps=qps, slo_ms=slo_ms,
         lengths=lengths, users=users, seconds=day if seconds is None else seconds,
     )  # fmt: skip
-    rule = None
-    if autoscale is not None:
-        least, most = parse_pair("--autoscale", autoscale)
-        rule = Autoscale(least, most, _TARGET_LOAD if target_load is None else target_load)
-        workers = min(max(workers, least), most)
-    changes = Changes(
-        tuple(kill_at or ()),
-        standby,
-        fleet.settings.session_timeout_ms / 1000,
-        _START_S if start_s is None else start_s,
-        rule,
-    )
     size, console, results = FleetSize(workers, sample, seeds), stdout_console(), {}
     with Runner(jobs) as runner, progress_bar() as (progress, task):
         for each in _systems(system):
             progress.reset(task, total=1.0, description=f"simulating: {each}")
-            case = fleet.case(each, changes, day)
+            case = fleet.case(each, day)
             results[each] = simulate(case, size, runner, lambda share: progress.update(task, completed=share))
     traffic = fleet.settings.traffic
     title = f"{workers:,} workers, {traffic.rate_per_s:g} impressions a second, {traffic.budget_ms} ms"
@@ -143,7 +107,7 @@ def run(
     for note in (error_caveat(results.values()), users_caveat(traffic.users, workers)):
         if note is not None:
             console.print(note, style="yellow")
-    described = fleet.described(sample, seeds, changes) | {
+    described = fleet.described(sample, seeds) | {
         "workers": workers,
         "seconds": traffic.duration_s,
         "day_s": day,

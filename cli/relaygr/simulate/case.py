@@ -1,11 +1,9 @@
-"""The case that simulations and plans share: who asks (demand), what answers (settings, model and measured times), and
-what happens to the workers (changes).
-"""
+"""The case that simulations and plans share: who asks (demand), and what answers (settings, model, measured times)."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from relaygr.admission.latency import LatencyModel
@@ -33,33 +31,6 @@ class System(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Autoscale:
-    """The number of workers follows the device load: workers x load / `target`, looked at every `interval_s`."""
-
-    least: int
-    most: int
-    target: float = 0.5
-    interval_s: float = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The deaths of workers, and the changes of their number, during a simulation."""
-
-    kills_s: tuple[float, ...] = ()
-    """When a worker dies, after the first impression."""
-    standby: bool = False
-    session_timeout_s: float = 6.0
-    start_s: float = 20.0
-    """How long a new process takes until it owns partitions."""
-    autoscale: Autoscale | None = None
-
-    @property
-    def any(self) -> bool:
-        return bool(self.kills_s) or self.autoscale is not None
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """A system under a load."""
 
@@ -70,7 +41,6 @@ class Case:
     times: MeasuredTimes
     relay: bool
     """Whether gateways send retrieval events."""
-    changes: Changes = field(default_factory=Changes)
 
     @property
     def longest_history(self) -> int:
@@ -155,7 +125,6 @@ def case_of(
     *,
     on_cpu: bool,
     system: System,
-    changes: Changes | None = None,
     day_s: float | None = None,
 ) -> Case:
     """The case of a system under the traffic of the settings. Raises RelayError for settings that no worker takes, or
@@ -171,7 +140,7 @@ def case_of(
     relay = system is System.RELAY
     traffic = settings.traffic.model_copy(update={"relay": relay})
     demand = Demand(traffic, settings.partitions, traffic.seed, day_s)
-    return case_of_load(demand, settings, shape, latency, times, on_cpu=on_cpu, relay=relay, changes=changes)
+    return case_of_load(demand, settings, shape, latency, times, on_cpu=on_cpu, relay=relay)
 
 
 def case_of_load(
@@ -183,14 +152,13 @@ def case_of_load(
     *,
     on_cpu: bool,
     relay: bool,
-    changes: Changes | None = None,
     device: LatencyModel | None = None,
 ) -> Case:
     """The case of any demand. `relay`: whether retrieval events are sent; `device`: what forwards take, if that is not
     `latency`. Raises RelayError for settings that no worker takes.
     """
     model = SimulatedModel(shape.geometry, shape.layout, shape.limits, shape.rules, latency, on_cpu, device)
-    case = Case(demand, settings, model, times, relay, changes if changes is not None else Changes())
+    case = Case(demand, settings, model, times, relay)
     _check(case)
     return case
 

@@ -72,10 +72,8 @@ class PartOutcome:
     device_s: float
     thread_s: float = 0.0
     """Time in which device threads were busy. On a CPU that is `device_s` and the workers' own time."""
-    seconds: float
     worker_s: float
-    """Seconds of all workers together."""
-    most_workers: int
+    """Counted seconds of all workers together."""
     impressions: int
     """Simulated impressions, those of the cold beginning included."""
     took_s: float
@@ -111,10 +109,6 @@ class Figures:
     """Device time per second and worker."""
     thread_load: Estimate
     """Busy time of the device thread per second and worker."""
-    workers: float
-    """Workers on average."""
-    most_workers: int
-    """The most workers at a time. Of a sample: estimated from its parts."""
     highest_share: float = 1.0
     """Expected impressions of a worker of the busiest part, as a multiple of the mean worker's."""
     impressions: int
@@ -163,7 +157,6 @@ def figures_of(
     budget_us = round(budget_ms * 1000)
     strata = [_Stratum(1.0, busiest), _Stratum(scale - 1, parts)] if busiest else [_Stratum(scale, parts)]
     parts = [*busiest, *parts]
-    weighted = _weighted(strata)
 
     def estimate(statistic: Callable[[_Weighted], float]) -> Estimate:
         return _jackknife(strata, statistic)
@@ -174,7 +167,6 @@ def figures_of(
     jobs: Counter[str] = Counter()
     for part in parts:
         jobs.update(part.jobs)
-    most = [weight * part.most_workers for weight, part in weighted]
     return Figures(
         requests=sum(len(part.requests) for part in parts),
         parts=len(parts),
@@ -192,8 +184,6 @@ def figures_of(
         device_s_per_1000=estimate(lambda some: 1000 * _share(some, _device_s, _ranked)),
         device_load=estimate(lambda some: _share(some, _device_s, lambda each: each.worker_s)),
         thread_load=estimate(lambda some: _share(some, lambda each: each.thread_s, lambda each: each.worker_s)),
-        workers=scale * _share(weighted, lambda each: each.worker_s, lambda each: each.seconds),
-        most_workers=max(part.most_workers for part in parts) if scale == 1 else round(sum(most)),
         impressions=sum(part.impressions for part in parts),
         took_s=sum(part.took_s for part in parts),
         jobs=dict(jobs),

@@ -1,7 +1,7 @@
 """Which part of a fleet is simulated, how often, and on how many processes.
 
-Workers of a relay share nothing but their users: the partitions of some workers, with these workers, can be simulated
-without the rest. A fleet of up to `sample` parts is simulated whole, once for each seed. Of a larger fleet each seed
+Workers of a relay share nothing: a part is one worker with its partitions, and can be simulated without the rest. A
+fleet of up to `sample` parts is simulated whole, once for each seed. Of a larger fleet each seed
 simulates the busiest part, and another random sample of the others: a few users may have a large share of the
 impressions, and a random sample would mostly miss the worker that owns them. The differences between the parts give the
 sampling error.
@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Final
 
 import numpy as np
 
@@ -24,13 +23,11 @@ from relaygr.kafka.settings import MOST_PARTITIONS
 from relaygr.kafka.topic_check import LEAST_PARTITIONS_PER_WORKER
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import usable_cores
-from relaygr.simulate.case import Case, Changes
+from relaygr.simulate.case import Case
 from relaygr.simulate.demand import Demand
 from relaygr.simulate.figures import Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.relay import RelaySimulation
 
-GROUP_OF_CHANGES: Final = 8
-"""Workers of a part whose workers die or change in number. Others are simulated one by one."""
 Progress = Callable[[float], None]
 """Gets the share of the simulations that have ended."""
 
@@ -49,13 +46,11 @@ class FleetSize:
 class _Task:
     case: Case
     partitions: range
-    workers: int
 
 
 def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
     """The figures of the fleet. Raises RelayError for a fleet that cannot be, or if no request is counted."""
-    _check_kills(case)
-    parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
+    parts = parts_of(case.demand.partitions, size.workers)
     busiest, share = busiest_part(case.demand, parts)
     tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, busiest, seed)]
     outcomes = runner.run(tasks, on_progress)
@@ -63,7 +58,7 @@ def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress)
         raise RelayError(
             "No request was counted: simulate longer, or raise traffic.rate_per_s, traffic.users or --sample."
         )
-    budget_ms, highest_share = case.demand.traffic.budget_ms, share * size.workers / parts[busiest][1]
+    budget_ms, highest_share = case.demand.traffic.budget_ms, share * size.workers
     if size.sample >= len(parts):
         # The parts of one seed are one sample of the whole fleet.
         count = len(parts)
@@ -72,22 +67,19 @@ def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress)
     count = 1 + size.sample
     others = [outcome for number, outcome in enumerate(outcomes) if number % count]
     figures = figures_of(others, budget_ms, len(parts), outcomes[::count])
-    rule, most = case.changes.autoscale, figures.most_workers
-    # The sampled parts may be among those with the higher limits.
-    most = most if rule is None else min(most, rule.most)
-    return replace(figures, most_workers=most, highest_share=highest_share)
+    return replace(figures, highest_share=highest_share)
 
 
-def busiest_part(demand: Demand, parts: Sequence[tuple[range, int]]) -> tuple[int, float]:
-    """The part with the most expected impressions for each of its workers, and its share of the fleet's impressions."""
+def busiest_part(demand: Demand, parts: Sequence[range]) -> tuple[int, float]:
+    """The part with the most expected impressions, and its share of the fleet's impressions."""
     by_partition = demand.shares()
-    shares = [float(by_partition[each.start : each.stop].sum()) for each, _ in parts]
-    busiest = max(range(len(parts)), key=lambda place: shares[place] / parts[place][1])
+    shares = [float(by_partition[each.start : each.stop].sum()) for each in parts]
+    busiest = max(range(len(parts)), key=lambda place: shares[place])
     return busiest, shares[busiest]
 
 
-def parts_of(partitions: int, workers: int, group: int) -> list[tuple[range, int]]:
-    """The partitions and the number of workers of each part. The group's assignor gives each worker a range.
+def parts_of(partitions: int, workers: int) -> list[range]:
+    """The partitions of each part. The group's assignor gives each worker a range.
 
     Raises RelayError for more workers than partitions.
     """
@@ -104,10 +96,7 @@ def parts_of(partitions: int, workers: int, group: int) -> list[tuple[range, int
         )
     ends = np.cumsum([len(each) for each in np.array_split(np.arange(partitions), workers)]).tolist()
     begins = [0, *ends[:-1]]
-    return [
-        (range(begins[first], ends[min(first + group, workers) - 1]), min(group, workers - first))
-        for first in range(0, workers, group)
-    ]
+    return [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
 
 
 def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
@@ -125,25 +114,13 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
         jobs=jobs,
         device_s=sum(part.device_s for part in parts),
         thread_s=sum(part.thread_s for part in parts),
-        seconds=max(part.seconds for part in parts),
         worker_s=sum(part.worker_s for part in parts),
-        most_workers=sum(part.most_workers for part in parts),
         impressions=sum(part.impressions for part in parts),
         took_s=sum(part.took_s for part in parts),
     )
 
 
-def _check_kills(case: Case) -> None:
-    """Raises RelayError for a death of which the figures would show nothing."""
-    first_s, end_s = case.demand.cold_s, case.demand.traffic.duration_s
-    if not all(first_s <= at_s < end_s for at_s in case.changes.kills_s):
-        raise RelayError(
-            f"--kill-at: figures count from second {first_s:g} to second {end_s:g}. Let workers die in this time, or "
-            "change --seconds."
-        )
-
-
-def _tasks(case: Case, size: FleetSize, parts: Sequence[tuple[range, int]], busiest: int, seed: int) -> list[_Task]:
+def _tasks(case: Case, size: FleetSize, parts: Sequence[range], busiest: int, seed: int) -> list[_Task]:
     """All parts, or the busiest one and then a sample of the others."""
     chosen = list(range(len(parts)))
     demand = replace(case.demand, seed=case.demand.seed + seed)
@@ -151,38 +128,7 @@ def _tasks(case: Case, size: FleetSize, parts: Sequence[tuple[range, int]], busi
         others = [place for place in chosen if place != busiest]
         drawn = np.random.default_rng((demand.seed, 6)).choice(others, size.sample, replace=False)
         chosen = [busiest, *sorted(drawn.tolist())]
-    rule = case.changes.autoscale
-    if rule is not None and rule.least < len(parts):
-        raise RelayError(
-            f"--autoscale {rule.least}:{rule.most}: this fleet is simulated in {len(parts)} parts of at least one "
-            f"worker each. Write at least {len(parts)}:{rule.most}, or begin with fewer --workers."
-        )
-    if case.changes.kills_s and size.sample < len(parts):
-        raise RelayError(
-            f"Failures need the whole fleet: raise --sample to {len(parts)}, or simulate at most "
-            f"{size.sample * GROUP_OF_CHANGES} workers."
-        )
-    return [
-        _Task(
-            replace(case, demand=demand, changes=_changes_of(case.changes, place, *parts[place], size)), *parts[place]
-        )
-        for place in chosen
-    ]
-
-
-def _changes_of(changes: Changes, place: int, partitions: range, workers: int, size: FleetSize) -> Changes:
-    """What happens in one part. Workers die in the first; the limits of autoscaling are those of the fleet."""
-    rule = changes.autoscale
-    if rule is not None:
-        first = place * GROUP_OF_CHANGES
-
-        def of_part(limit: int) -> int:
-            """Those of all parts add up to the limit."""
-            return limit * (first + workers) // size.workers - limit * first // size.workers
-
-        least = min(of_part(rule.least), len(partitions))
-        rule = replace(rule, least=least, most=min(len(partitions), of_part(rule.most)))
-    return replace(changes, kills_s=() if place else changes.kills_s, autoscale=rule)
+    return [_Task(replace(case, demand=demand), parts[place]) for place in chosen]
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -231,4 +177,4 @@ class Runner:
 
 
 def _run(task: _Task) -> PartOutcome:
-    return RelaySimulation(task.case, task.partitions, task.workers).run()
+    return RelaySimulation(task.case, task.partitions).run()

@@ -155,7 +155,7 @@ def _probed(case: Case, size: FleetSize, wanted: int) -> Case:
     demand = replace(case.demand, partitions=prefixes_for(workers) * partitions_for(workers))
     seconds = wanted / (traffic.rate_per_s * min(1.0, size.sample / workers) * size.seeds)
     if size.sample < workers:
-        _, highest = busiest_part(demand, parts_of(demand.partitions, workers, 1))
+        _, highest = busiest_part(demand, parts_of(demand.partitions, workers))
         seconds = min(seconds, _MOST_BUSIEST * wanted / (traffic.rate_per_s * highest * size.seeds))
     seconds = min(max(_LEAST_S, seconds), _MOST_S)
     return replace(case, demand=replace(demand, traffic=traffic.model_copy(update={"duration_s": seconds})))

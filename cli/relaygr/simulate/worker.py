@@ -32,7 +32,6 @@ from relaygr.simulate.device import (
 from relaygr.simulate.figures import Ending
 from relaygr.simulate.times import Draws, MeasuredTimes
 from relaygr.worker.cache import CacheConfig, Hit, Miss, PendingPrefix, PrefixCache, PrefixKey, Purpose
-from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
@@ -46,6 +45,8 @@ from relaygr.worker.metrics import WorkerMetrics
 
 _ENDING_OF_PATH: Final = {ending.value: ending for ending in Ending}
 _JOBS, _RANKINGS = "preinfer", "ranking"
+_EPOCH: Final = 1
+"""The partitions never move."""
 
 
 OnRanked = Callable[[int, int, Ending], None]
@@ -136,19 +137,16 @@ class SimulatedWorker:
         self,
         env: simpy.Environment,
         worker_id: str,
+        partitions: frozenset[int],
         case: Case,
         histories: SharedHistories,
         random: np.random.Generator,
         on_ranked: OnRanked,
         on_job: OnJob,
         on_look_up: OnLookUp,
-        dram: list[StoredEntry] | None = None,
     ) -> None:
-        """`dram`: the entries that an earlier process of this id left in DRAM."""
         self.worker_id = worker_id
-        self.partitions: frozenset[int] = frozenset()
-        self.epoch = 0
-        self.is_alive = True
+        self._partitions = partitions
         self.thread_us = 0
         """Time in which the device thread was busy: device work, and the worker's own."""
         self._env, self._case, self._on_ranked = env, case, on_ranked
@@ -168,8 +166,6 @@ class SimulatedWorker:
         self.cache = _WatchedCache(config, self._link if dram_pages else None, on_look_up)
         self._active_since_us = EPOCH_US + int(env.now)
         corrector = Corrector(model.latency)
-        if dram:
-            self.cache.restore(dram, int(env.now))
         self._results = _Results(clock, times, on_ranked, on_job)
         longest = kv.pages_for(model.layout.tokens(model.limits.max_prefix_behaviours))
         self._registry = CollectorRegistry()
@@ -234,7 +230,7 @@ class SimulatedWorker:
 
     def _received(self, topic: str, number: int, partition: int, now_us: int) -> Received:
         token = Token(topic, partition, number, 0)
-        return Received(topic, partition, number, None, None, [], now_us, self.epoch, token, None)  # type: ignore[arg-type]
+        return Received(topic, partition, number, None, None, [], now_us, _EPOCH, token, None)  # type: ignore[arg-type]
 
     # -- the device thread -------------------------------------------------------------------------
 
@@ -243,17 +239,6 @@ class SimulatedWorker:
         self.executor.post(self.executor.begin_warm_up)
         self.executor.post(partial(self.executor.offer_warm_ups, users))
         self._wake()
-
-    def stop(self) -> None:
-        """The process is gone, with everything in flight."""
-        self.is_alive = False
-
-    def left_in_dram(self) -> list[StoredEntry]:
-        """The entries that a successor finds in DRAM, the least recently used first."""
-        index = self.cache.ledger.dram.index
-        entries = [each for user in index.by_user for each in index.of_user(user) if each.is_visible]
-        entries.sort(key=lambda each: each.used_us)
-        return [StoredEntry(each.key, each.pages, each.tokens, each.source) for each in entries]
 
     def _wake(self) -> None:
         if self._is_idle:
@@ -266,7 +251,7 @@ class SimulatedWorker:
         timeout.callbacks.append(partial(self._step, self._ticket))
 
     def _step(self, ticket: int, _event: simpy.Event) -> None:
-        if ticket != self._ticket or not self.is_alive:
+        if ticket != self._ticket:
             return
         clock, now_us = self._clock, int(self._env.now)
         clock.now_us = max(clock.now_us, now_us)
@@ -301,8 +286,8 @@ class SimulatedWorker:
             worker_id=self.worker_id,
             state=WorkerState.READY,
             written_at_us=EPOCH_US + int(self._env.now),
-            assignment_epoch=self.epoch,
-            partitions=self.partitions,
+            assignment_epoch=_EPOCH,
+            partitions=self._partitions,
             ranking_queue_p99_us=self._results.waits.p99_us(),
             active_since_us=self._active_since_us,
         )

@@ -297,7 +297,7 @@ def play_virtually(on: Machine, effort: Effort, point: Point) -> RunRow:
         relay=point.system is System.RELAY,
         device=alone,
     )
-    requests = RelaySimulation(case, range(PARTITIONS), 1).run().requests
+    requests = RelaySimulation(case, range(PARTITIONS)).run().requests
     late = len(requests) - int(requests.in_time(plan.deadline_ms * 1000).sum())
     return RunRow(**_about(point, plan, effort.name), broker=VIRTUAL, offered=len(requests), late=late)
 

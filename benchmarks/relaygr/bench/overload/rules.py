@@ -186,7 +186,7 @@ def _simulate(load: Load, rule: str, seed: int) -> NDArray[np.float64]:
     with ExitStack() as changes:
         for change in RULES.get(rule, ()):
             changes.enter_context(patch.object(*change))
-        requests = RelaySimulation(_case(load, seed), range(8), 1).run().requests
+        requests = RelaySimulation(_case(load, seed), range(8)).run().requests
     latencies_ms = requests.latencies_us[np.isin(requests.endings, RANKED)] / 1000
     in_time = requests.in_time(load.machine.budget_ms * 1000).mean()
     return np.array([100 * in_time, *np.quantile(latencies_ms, (0.5, 0.99), method="inverted_cdf")])
