@@ -10,7 +10,7 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
-from relaygr.client.ledger import Ledger, WorkerBacklogs
+from relaygr.client.ledger import MOST_WORKERS, Ledger, WorkerBacklogs
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import LostRequest, QueueFull, RankOutcome, RankStatus, TimeOutReason
 from relaygr.client.pending import AnswerMatch, PendingRequest
@@ -224,7 +224,7 @@ def test_garbage_without_headers_is_counted_and_ends_nothing() -> None:
 
 
 def test_a_failed_delivery_is_tried_again_after_the_backoff() -> None:
-    gateway = Gateway(retry_backoff_ms=20)
+    gateway = Gateway()
     entry = gateway.open()
     sent: list[str] = []
     assert gateway.ledger.not_delivered(entry, lambda: sent.append("again"))
@@ -237,7 +237,7 @@ def test_a_failed_delivery_is_tried_again_after_the_backoff() -> None:
 
 
 def test_a_failed_delivery_near_the_deadline_is_not_tried_again_and_may_still_be_answered() -> None:
-    gateway = Gateway(retry_backoff_ms=20)
+    gateway = Gateway()
     entry = gateway.open(budget_ms=30)
     gateway.wait_ms(15)
     assert not gateway.ledger.not_delivered(entry, lambda: None)
@@ -330,12 +330,12 @@ def test_a_result_that_echoes_another_send_time_says_nothing_about_the_clock() -
 
 
 def test_the_workers_that_have_a_label_are_bounded() -> None:
-    gateway = Gateway(max_workers_tracked=1)
-    for number, worker in enumerate(("w-a", "w-b")):
+    gateway = Gateway()
+    for number in range(MOST_WORKERS + 1):
         gateway.open(f"gw.1.{number}")
-        gateway.ledger.answered(replace(gateway.result(request_id=f"gw.1.{number}"), worker_id=worker))
-    assert gateway.sample("relaygr_clock_offset_seconds", worker="w-a") is None
-    assert gateway.sample("relaygr_clock_offset_seconds", worker="w-b") is not None
+        gateway.ledger.answered(replace(gateway.result(request_id=f"gw.1.{number}"), worker_id=f"w-{number}"))
+    assert gateway.sample("relaygr_clock_offset_seconds", worker="w-0") is None
+    assert gateway.sample("relaygr_clock_offset_seconds", worker="w-1") is not None
 
 
 @pytest.mark.parametrize(

@@ -269,9 +269,12 @@ def test_finished_messages_behind_an_unfinished_one_wait_for_it(stage: Stage) ->
     assert a.loop.status().in_flight == sent // 4
 
 
-def test_what_was_finished_since_the_last_hand_over_is_committed_when_the_loop_stops(stage: Stage) -> None:
+def test_what_was_finished_since_the_last_hand_over_is_committed_when_the_loop_stops(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the client closes, it commits the last stored offset once more; that offset must not be older."""
-    a = stage.join("a", settings=ConsumerSettings(store_interval_ms=500), finishes=False)
+    monkeypatch.setattr("relaygr.consumer.loop.STORE_INTERVAL_US", 500_000)
+    a = stage.join("a", finishes=False)
     sent = stage.send(2)
     until(lambda: len(a.work) == sent, "all in flight")
     for token in a.tokens:
@@ -381,10 +384,10 @@ def test_headers_that_can_not_be_read_are_none_and_the_loop_goes_on(stage: Stage
 
 
 def test_a_topic_that_stays_unknown_ends_the_loop_with_the_command_that_makes_it(
-    kafka_settings: KafkaSettings,
+    kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ConsumerSettings(missing_topic_grace_s=0.5)
-    member = Member(kafka_settings, "a", settings=settings, topics=["no-such-topic"])
+    monkeypatch.setattr("relaygr.consumer.health.MISSING_TOPIC_GRACE_US", 500_000)
+    member = Member(kafka_settings, "a", topics=["no-such-topic"])
     member.loop.start()
     assert member.loop.join(WITHIN_S)
     assert member.ended == [LoopState.FAILED]

@@ -27,6 +27,11 @@ from relaygr.schemas.messages import FailureReason, Outcome, RankingRequest, Ran
 OnLate = Callable[[RankOutcome], None]
 OnLost = Callable[[LostRequest], None]
 
+MOST_WORKERS: Final = 64
+"""Workers whose clock offset and backlog are kept; the one that was heard of least recently is forgotten."""
+RETRY_BACKOFF_US: Final = 20_000
+"""The wait before a request whose delivery failed is sent again."""
+
 _log = structlog.get_logger()
 
 _STATUS: Final = {
@@ -74,7 +79,6 @@ class Ledger:
         self._on_late = on_late
         self._on_lost = on_lost
         self._model_revisions = frozenset(settings.model_revisions)
-        self._retry_backoff_us = settings.retry_backoff_ms * 1000
         self._lock = threading.Lock()
         self._table = PendingTable(
             settings.max_in_flight,
@@ -82,8 +86,8 @@ class Ledger:
             settings.remembered_answers,
             settings.lost_after_ms * 1000,
         )
-        self._offsets = ClockOffsets(settings.max_workers_tracked)
-        self._backlogs = WorkerBacklogs(settings.max_workers_tracked)
+        self._offsets = ClockOffsets(MOST_WORKERS)
+        self._backlogs = WorkerBacklogs(MOST_WORKERS)
         self._counts = ClientCounts()
         # Answered and lost requests that are not told yet: they have left the table.
         self._untold = 0
@@ -153,7 +157,7 @@ class Ledger:
     def not_delivered(self, entry: PendingRequest, send_again: Callable[[], None]) -> bool:
         """Plans to send the request again after the back-off. Returns False if its deadline comes first."""
         with self._lock:
-            return self._table.retry(entry, send_again, self._clock.monotonic_us() + self._retry_backoff_us)
+            return self._table.retry(entry, send_again, self._clock.monotonic_us() + RETRY_BACKOFF_US)
 
     def answered(self, result: RankingResult) -> AnswerMatch:
         """Handles a result. One that does not fit its request ends it as `failed` with `invalid_result`."""

@@ -45,9 +45,6 @@ class ClientSettings(Section):
         description="true: a request is not sent if its worker's last result said that admitted work leaves no time "
         "for it; it ends at once as failed, with the reason overloaded and without a result",
     )
-    retry_backoff_ms: Annotated[
-        int, Field(ge=1, description="back-off before a request whose delivery failed is sent again")
-    ] = 20
     remembered_answers: Annotated[
         int,
         Field(
@@ -60,14 +57,6 @@ class ClientSettings(Section):
         tuple[str, ...],
         Field(description="model revisions whose results are accepted; empty: every revision"),
     ] = ()
-    max_workers_tracked: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=4096,
-            description="largest number of workers whose clock offset is kept; the least recently seen is evicted",
-        ),
-    ] = 64
     close_timeout_s: Annotated[
         float, Field(gt=0, description="how long close() waits for requests in flight and undelivered messages")
     ] = 3.0

@@ -17,6 +17,8 @@ from relaygr.consumer.settings import ConsumerSettings
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.runtime.clock import Clock
 
+MISSING_TOPIC_GRACE_US: Final = 10_000_000
+"""How long a subscribed topic may be missing before the loop ends."""
 _CHECK_INTERVAL_US: Final = 1_000_000
 # The broker answers after the fetch that is under way (`asking_fetch_wait_ms`).
 _REQUEST_TIMEOUT_S: Final = 0.15
@@ -77,7 +79,7 @@ class Health:
     def missing_topic(self) -> str | None:
         """A topic that has been missing for too long."""
         missing_us = self._clock.monotonic_us() - self._missing_since_us
-        return self._missing_topic if missing_us >= self._settings.missing_topic_grace_s * 1e6 else None
+        return self._missing_topic if missing_us >= MISSING_TOPIC_GRACE_US else None
 
     def check(self, client: Consumer, offsets: Offsets, readable: frozenset[TopicPartition] | None) -> None:
         """Asks the broker what is due. `readable`: the partitions to be read now; None: the group assigned none yet.

@@ -101,4 +101,4 @@ class Handler(Protocol):
         """Takes the partitions of an expired membership. Other members may own them already."""
 
     def on_tick(self, now_us: int) -> None:
-        """Called between polls, every `tick_interval_ms`, for producer polls and timers. `now_us` is monotonic."""
+        """Called between polls, every 5 ms, for producer polls and timers. `now_us` is monotonic."""

@@ -5,7 +5,7 @@
   `finish(token)`. A message that is unfinished when the process dies is delivered again to the next owner.
 * `on_assigned` gets all owned partitions and the `assignment_epoch`, which counts this process's assignments.
   `status()` shows an assignment once `on_assigned` has returned.
-* `pause`, `resume`, `read_anew` and `stop` may be called by any thread, and take effect within `poll_timeout_ms`.
+* `pause`, `resume`, `read_anew` and `stop` may be called by any thread, and take effect within `POLL_WAIT_S`.
   `stop` waits for the work in flight, commits and closes. If a broker hangs, closing hangs too: call `join` with a
   time-out and then exit; the poll thread is a daemon.
 * The loop ends by itself as FENCED (another process has the `group.instance.id`: exit at once, without a restart) or
@@ -55,6 +55,13 @@ _REFUSED: Final = {
 # The text of UNRELEASED_INSTANCE_ID: the client reports only that the error is fatal.
 _ID_IN_USE: Final = "still used by another member"
 _ID_RETRY_S: Final = 0.2
+POLL_WAIT_S: Final = 0.01
+"""The longest wait for a message."""
+TICK_INTERVAL_US: Final = 5_000
+STORE_INTERVAL_US: Final = 100_000
+"""Time between two updates of the offsets that the client commits."""
+_BATCH_MESSAGES: Final = 64
+"""The most messages that are read before commands are handled."""
 _REPLACED: Final = "Another process took over this group.instance.id. This process must exit and must not be restarted"
 _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
 
@@ -242,7 +249,7 @@ class ConsumerLoop:
             self._on_end(self._state)
 
     def _turn(self) -> None:
-        message = self._poll(0 if self._has_work else self._settings.poll_timeout_ms / 1000)
+        message = self._poll(0 if self._has_work else POLL_WAIT_S)
         if self._member.was_suspended:
             self._member.note_suspension()
             if self._member.is_replaced():
@@ -254,7 +261,7 @@ class ConsumerLoop:
             # poll() returns at the first message. consume() would wait for its whole time-out, but takes all messages
             # that are there with one release of the interpreter lock.
             if self._member.client is not None:
-                count = self._settings.batch_messages - 1
+                count = _BATCH_MESSAGES - 1
                 for another in self._call(self._member.client.consume, count, 0) or ():
                     self._receive(another)
         if self._has_work:
@@ -265,7 +272,7 @@ class ConsumerLoop:
         self._member.note_poll()
         now_us = self._member.polled_us
         if now_us >= self._tick_at_us and self._state in _ALIVE:
-            self._tick_at_us = now_us + self._settings.tick_interval_ms * 1000
+            self._tick_at_us = now_us + TICK_INTERVAL_US
             self._tick(now_us)
 
     def _poll(self, wait_s: float) -> Message | None:
@@ -338,7 +345,7 @@ class ConsumerLoop:
                 self._messages[topic].inc(count)
             self._received.clear()
         if now_us >= self._store_at_us:
-            self._store_at_us = now_us + self._settings.store_interval_ms * 1000
+            self._store_at_us = now_us + STORE_INTERVAL_US
             self._in_flight = self._tracker.in_flight()
             _IN_FLIGHT.labels(self._name).set(self._in_flight)
             if client is not None:
