@@ -180,7 +180,7 @@ def test_new_clients_that_connect_only_after_the_end_are_closed(
     monkeypatch.setattr(link_module, "make_assigned_consumer", made)
     monkeypatch.setattr(link_module, "FILES_INTERVAL_S", 0.05)
     with client(cluster):
-        monkeypatch.setattr(link_module, "warm_up", connect_slowly)
+        monkeypatch.setattr(link_module, "fetch_metadata", connect_slowly)
         renewed.set()
         assert connecting.wait(WITHIN_S)
     before, fresh = consumers

@@ -28,12 +28,13 @@ from relaygr.client.ledger import Ledger
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import ClientError, MessageRefused, NotRunning
 from relaygr.client.pending import PendingRequest
-from relaygr.client.publisher import EventPublisher, client_errors, delivery_report, warm_up
+from relaygr.client.publisher import EventPublisher, client_errors, delivery_report
 from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.client_errors import LastRefusal, is_final
 from relaygr.kafka.clients import (
     QUICK_RECONNECT,
     ProducerKind,
+    fetch_metadata,
     make_assigned_consumer,
     make_producer,
     require_broker,
@@ -130,7 +131,7 @@ class GatewayLink:
             self._make_clients()
             self._position()
             assert self._producer is not None
-            warm_up(self._producer, self._ranking_topic, self._kafka.connect_timeout_s)
+            fetch_metadata(self._producer, self._ranking_topic, self._kafka.connect_timeout_s)
             self.events.start()
         except BaseException:
             self._close_clients(0.0)
@@ -305,7 +306,7 @@ class GatewayLink:
         try:
             self._end_of_results(consumer)
             producer = self._new_producer(generation)
-            warm_up(producer, self._ranking_topic, self._kafka.connect_timeout_s)
+            fetch_metadata(producer, self._ranking_topic, self._kafka.connect_timeout_s)
             return _Clients(consumer, producer)
         except BaseException:
             consumer.close()

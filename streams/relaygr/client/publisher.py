@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 
 import structlog
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message
 
 from relaygr.client.metrics import GatewayMetrics, gateway_metrics
 from relaygr.client.outcome import DeliveryReport, MessageRefused, MessageTooLarge, NotRunning, QueueFull
@@ -19,7 +19,6 @@ from relaygr.client.process import ProcessOfClient
 from relaygr.kafka.client_errors import LimitedLog, NoteError, why_undelivered
 from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.runtime.errors import RelayError
 from relaygr.schemas import codec
 from relaygr.schemas.codec import EncodeError
 from relaygr.schemas.fields import FieldError
@@ -40,13 +39,11 @@ class EventPublisher:
         self,
         kafka: KafkaSettings,
         client_id: str,
-        on_error: Callable[[KafkaError], None] | None = None,
         metrics: GatewayMetrics | None = None,
         note_error: NoteError | None = None,
     ) -> None:
         self._kafka = kafka
         self._client_id = client_id
-        self._on_error = on_error
         self._note_error = note_error or LimitedLog().note
         self._metrics = metrics or gateway_metrics()
         self._retrieval = kafka.topic(Topic.RETRIEVAL)
@@ -61,7 +58,7 @@ class EventPublisher:
 
     def make(self) -> None:
         """Makes the producer, which takes a second with SASL/OAUTHBEARER. Raises RelayError."""
-        producer = DurableProducer(self._kafka, self._client_id, self._on_error, self._note_error)
+        producer = DurableProducer(self._kafka, self._client_id, self._note_error)
         producer.make()
         self._running = producer
 
@@ -175,11 +172,3 @@ def client_errors(topic: str, producer: Sized) -> Iterator[None]:
         code, cause = error.args[0].code(), error.args[0].str()
         kind = MessageTooLarge if code == KafkaError.MSG_SIZE_TOO_LARGE else MessageRefused
         raise kind(f"the message cannot be sent to {topic}: {cause}") from error
-
-
-def warm_up(producer: Producer, topic: str, timeout_s: float) -> None:
-    """Fetches the topic's metadata with the leaders of its partitions. Raises RelayError after `timeout_s`."""
-    try:
-        producer.list_topics(topic, timeout=timeout_s)
-    except KafkaException as error:
-        raise RelayError(f"no metadata of {topic} within {timeout_s:g} s: {error.args[0].str()}") from error

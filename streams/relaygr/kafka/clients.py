@@ -226,6 +226,14 @@ def make_admin(
     return _made(AdminClient, _config(kafka, client_id, on_error, options))
 
 
+def fetch_metadata(producer: Producer, topic: str, timeout_s: float) -> None:
+    """Fetches the topic's metadata, so that its first message need not wait for it. Raises RelayError in time."""
+    try:
+        producer.list_topics(topic, timeout=timeout_s)
+    except KafkaException as error:
+        raise RelayError(f"no metadata of {topic} within {timeout_s:g} s: {error.args[0].str()}") from error
+
+
 def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None) -> ClusterMetadata:
     """The cluster's metadata. Raises RelayError with the address and the cause after `connect_timeout_s`.
 

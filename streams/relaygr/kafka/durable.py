@@ -35,8 +35,15 @@ from typing import Final
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from relaygr.kafka.client_errors import ErrorCallback, NoteError, cause_of, is_final, no_note
-from relaygr.kafka.clients import DURABLE_S, LARGEST_QUEUE_BYTES, MOST_QUEUED, ProducerKind, make_producer
+from relaygr.kafka.client_errors import NoteError, cause_of, is_final, no_note
+from relaygr.kafka.clients import (
+    DURABLE_S,
+    LARGEST_QUEUE_BYTES,
+    MOST_QUEUED,
+    ProducerKind,
+    fetch_metadata,
+    make_producer,
+)
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.headers import Headers
@@ -88,17 +95,10 @@ _Done = tuple[_Durable, KafkaError | None, Message | None]
 class DurableProducer:
     """See the module docstring. No client before `make`, `connect` or the first message."""
 
-    def __init__(
-        self,
-        kafka: KafkaSettings,
-        client_id: str,
-        on_error: ErrorCallback | None = None,
-        note_error: NoteError = no_note,
-    ) -> None:
+    def __init__(self, kafka: KafkaSettings, client_id: str, note_error: NoteError = no_note) -> None:
         self._kafka = kafka
         self._note_error = note_error
         self._client_id = client_id
-        self._on_error = on_error
         self._lock = threading.Lock()
         self._client: Producer | None = None
         self._made: Producer | None = None
@@ -129,10 +129,7 @@ class DurableProducer:
         """Fetches the metadata of `topic`, so that its first message need not wait for it. Raises RelayError."""
         self.make()
         assert self._client is not None
-        try:
-            self._client.list_topics(topic, timeout=timeout_s)
-        except KafkaException as error:
-            raise RelayError(f"no metadata of {topic} within {timeout_s:g} s: {error.args[0].str()}") from error
+        fetch_metadata(self._client, topic, timeout_s)
 
     def renew(self) -> None:
         """Replaces the client, and one that is being made. Returns at once; any thread may call it."""
@@ -338,7 +335,7 @@ class DurableProducer:
             self._broken = None
 
     def _make_client(self) -> Producer:
-        return make_producer(self._kafka, ProducerKind.DURABLE, self._client_id, self._on_error)
+        return make_producer(self._kafka, ProducerKind.DURABLE, self._client_id)
 
     def _collect(self, client: Producer, timeout_s: float) -> None:
         """Takes the reports of all messages of a client, of those that wait for an acknowledgement last."""
