@@ -43,18 +43,6 @@ def test_each_policy_decides_by_its_rule(name: str, impression: object, reason: 
     assert decision.admit == (reason in (DecisionReason.ADMITTED, DecisionReason.NO_STATUS_THRESHOLD))
 
 
-def test_a_probable_return_raises_the_value_of_a_prefix() -> None:
-    owner = dataclasses.replace(OWNER, dram_capacity_bytes=10**6)
-    values = []
-    for chance in (0.0, 0.5):
-        buckets = OpenBuckets()
-        make_policy("policy", LIMITS).decide(PolicyCase(AT_RISK, NOW_US, owner, buckets, return_chance=chance))
-        (offered,) = buckets.admitted
-        values.append(offered.saved_us)
-    # 30,000 tokens take 30 ms to compute, and 3.1 ms to reload.
-    assert values[1] - values[0] == pytest.approx(0.5 * (30_000 - 3_100))
-
-
 class Odd:
     """Admits every other event."""
 

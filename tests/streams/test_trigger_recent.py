@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 from hypothesis import given
@@ -90,7 +89,6 @@ def test_all_is_forgotten_when_the_owners_model_changes() -> None:
         recent.note(OWNER, f"user-{number}", 400, 0)
     changed = dataclasses.replace(OWNER, model_revision="new")
     assert recent.guess(changed, "user-2") is NOTHING_CACHED
-    assert recent.residence_us(changed, 9) == math.inf
     recent.note(changed, "user-3", 400, 0)
     assert recent.guess(changed, "user-3").tokens == 400
     assert recent.guess(OWNER, "user-2") is NOTHING_CACHED
@@ -116,13 +114,3 @@ def test_what_is_guessed_never_exceeds_the_dram(noted: list[tuple[int, int]]) ->
     for user, tokens in noted:
         recent.note(OWNER, str(user), tokens, 0)
         assert sum(recent.guess(OWNER, str(each)).tokens for each in range(10)) <= 1000
-
-
-def test_how_long_the_dram_keeps_a_prefix_is_the_age_of_the_oldest_once_one_had_to_go() -> None:
-    recent = RecentPrefixes()
-    assert recent.residence_us(OWNER, 0) == math.inf
-    recent.note(OWNER, "user-1", 400, 1_000)
-    recent.note(OWNER, "user-2", 400, 2_000)
-    assert recent.residence_us(OWNER, 9_000) == math.inf
-    recent.note(OWNER, "user-3", 400, 3_000)
-    assert recent.residence_us(OWNER, 9_000) == 7_000

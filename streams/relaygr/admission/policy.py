@@ -13,10 +13,9 @@ admitted or not: if the refused ones counted with T_full, each refusal would rai
 one, although the device has the same work with the job as without it.
 
 An impression is admitted if it is at risk and feasible and both buckets have room. When a bucket is nearly full, the
-impressions that save the most time per byte are preferred; for a user who will probably come back, the time saved at
-the next visit counts too. While the owner is unknown or silent, the length of the history decides alone. Skipping an
-impression is always safe: its ranking request takes the full path. The rules come from the RelayGR paper,
-arXiv 2601.01712 (sequence-aware trigger); `docs/trigger.md` has a worked example.
+impressions that save the most time per byte are preferred. While the owner is unknown or silent, the length of the
+history decides alone. Skipping an impression is always safe: its ranking request takes the full path. The rules come
+from the RelayGR paper, arXiv 2601.01712 (sequence-aware trigger); `docs/trigger.md` has a worked example.
 
 The trigger decides from metadata and estimates what the owner has cached. The worker decides again with buckets of its
 own and the real state of its cache: a prefix in HBM is charged for its tail, a prefix in DRAM for its reload and tail.
@@ -264,8 +263,6 @@ class Estimate:
     """How long the bytes stay in use: until the expected ranking request plus the margin of the lease."""
     cached_tokens: int = 0
     """The part of the prefix that HBM or DRAM holds."""
-    return_us: float = 0.0
-    """Expected device time that the prefix saves at the user's next visit: chance of a return × (compute - reload)."""
 
     @property
     def alone_us(self) -> float:
@@ -274,8 +271,8 @@ class Estimate:
 
     @property
     def saved_us(self) -> float:
-        """Device time that the ranking request saves, and the next visit probably will, at least 0."""
-        return max(0.0, self.alone_us - self.hit_us) + self.return_us
+        """Device time that the ranking request saves, at least 0."""
+        return max(0.0, self.alone_us - self.hit_us)
 
     @property
     def footprint_byte_us(self) -> float:
@@ -340,12 +337,8 @@ def estimate(
     limits: PolicyLimits,
     now_us: int,
     cached: CachedPrefix = NOTHING_CACHED,
-    return_chance: float = 0.0,
 ) -> Estimate:
-    """The costs of an impression with `behaviours` long-term behaviours on its owner.
-
-    `return_chance`: that the user comes back while the owner's DRAM holds the prefix.
-    """
+    """The costs of an impression with `behaviours` long-term behaviours on its owner."""
     prefix_tokens = owner.prefix_tokens(behaviours)
     latency = owner.latency_at(prefix_tokens)
     scored_tokens = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
@@ -355,13 +348,6 @@ def estimate(
         # The worker ranks the tail with the suffix, if the model's longest suffix has room for it.
         scored_tokens, prefix_tokens, tail_tokens = scored_tokens + tail_tokens, cached_tokens, 0
     prepare_us = latency.append_us(cached_tokens, tail_tokens) if tail_tokens else 0.0
-    return_us = 0.0
-    if (
-        return_chance
-        and owner.reuses_prefixes
-        and prefix_tokens * owner.kv_bytes_per_token <= owner.dram_capacity_bytes
-    ):
-        return_us = return_chance * max(0.0, prepare_us - latency.reload_us(tail_tokens * owner.kv_bytes_per_token))
     if cached.tier is PrefixTier.DRAM:
         prepare_us += latency.reload_us(cached_tokens * owner.kv_bytes_per_token)
     new_tokens = tail_tokens if cached.tier is PrefixTier.HBM else prefix_tokens
@@ -376,7 +362,6 @@ def estimate(
         lead_us=lead_us,
         alive_us=min(max(0, lead_us), MAX_JOB_LIFETIME_US) + limits.lease_margin_us,
         cached_tokens=cached_tokens,
-        return_us=return_us,
     )
 
 
@@ -418,12 +403,11 @@ def decide(
     now_us: int,
     cached: CachedPrefix = NOTHING_CACHED,
     margins: Sequence[float] = NO_FACTORS,
-    return_chance: float = 0.0,
 ) -> Decision:
     """Decides about one impression. Charges `buckets` for an admission, and counts the ranking request in any case.
 
     `owner` None: the owner is unknown or silent, and the length of the history decides. `buckets` None: no limit.
-    `margins`: the corrections of the risk, by length bucket. `return_chance`: see `estimate`.
+    `margins`: the corrections of the risk, by length bucket.
     """
     if owner is None:
         return decide_by_length(impression, limits, now_us)
@@ -432,7 +416,7 @@ def decide(
     behaviours = impression.history_behaviours
     if behaviours is None:
         behaviours = limits.assumed_behaviours
-    cost = estimate(impression, behaviours, owner, limits, now_us, cached, return_chance)
+    cost = estimate(impression, behaviours, owner, limits, now_us, cached)
     reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us, margins)
     if buckets is not None:
         buckets.count_ranking(cost.alone_us if reason in _WITHOUT_RISK else cost.hit_us, now_us)

@@ -3,7 +3,7 @@
     app           the process: events in, pre-infer jobs out
     faust_stream  faust as the trigger runs it, and the consumer that feeds its channel
     handler       one event in, one decision out; no I/O
-    users         the last event and the last job of each user, and how soon users come back
+    users         the last event and the last job of each user
     tail          reads the newest jobs of newly assigned partitions, to rebuild `users`
     policies      the policies that decide, by name
     fleet         the owner of each partition, from the statuses of the workers

@@ -85,12 +85,6 @@ class RecentPrefixes:
         tokens = 0 if known is None else known.tokens.get(user_id, (0, 0))[0]
         return CachedPrefix(PrefixTier.DRAM, tokens) if tokens else NOTHING_CACHED
 
-    def residence_us(self, owner: OwnerView, now_us: int) -> float:
-        """How long the owner's DRAM probably keeps an unused prefix: the age of the oldest one if DRAM has evicted
-        some, otherwise infinite."""
-        known = self._known(owner)
-        return math.inf if known is None else known.residence_us(now_us)
-
     def note(self, owner: OwnerView, user_id: str, tokens: int, now_us: int) -> None:
         """Notes that a prefix of `tokens` tokens is prepared, or ranked in full, on `owner`."""
         if not owner.reuses_prefixes:
@@ -131,19 +125,13 @@ class RecentPrefixes:
 class _Owner:
     """The prefixes that an owner holds for one model, least recently used first."""
 
-    __slots__ = ("_is_full", "_total", "model_revision", "tokens")
+    __slots__ = ("_total", "model_revision", "tokens")
 
     def __init__(self, model_revision: str) -> None:
         self.model_revision = model_revision
         self.tokens: OrderedDict[str, tuple[int, int]] = OrderedDict()
         """Tokens of each user's prefix, and when it was noted."""
         self._total = 0
-        self._is_full = False
-
-    def residence_us(self, now_us: int) -> float:
-        if not self._is_full:
-            return math.inf
-        return now_us - self.oldest_us() if self.tokens else 0.0
 
     def oldest_us(self) -> float:
         """When the oldest prefix was noted; infinite without prefixes."""
@@ -154,7 +142,6 @@ class _Owner:
         self.tokens[user_id] = tokens, now_us
         while self.tokens and self._total > capacity_tokens:
             self.evict()
-            self._is_full = True
 
     def evict(self) -> None:
         """Removes the oldest prefix. Only with prefixes."""
@@ -319,10 +306,8 @@ class EventHandler:
             cached = CachedPrefix(PrefixTier.HBM, live.prefix_tokens)
         else:
             cached = self._recent.guess(owner, user_id)
-        within_us = self._recent.residence_us(owner, now_us)
-        chance = self._users.return_chance(user_id, within_us) if owner.dram_capacity_bytes else 0.0
         buckets = self._buckets.of(owner, now_us)
-        return PolicyCase(impression, now_us, owner, buckets, cached, self.feedback.margins, chance)
+        return PolicyCase(impression, now_us, owner, buckets, cached, self.feedback.margins)
 
     def _count_hit(self, owner: OwnerView, impression: ImpressionFacts, tokens: int, now_us: int) -> None:
         scored = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates

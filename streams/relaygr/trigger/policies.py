@@ -53,8 +53,6 @@ class PolicyCase:
     cached: CachedPrefix = NOTHING_CACHED
     margins: Sequence[float] = NO_FACTORS
     """The margins of the risk, by length bucket."""
-    return_chance: float = 0.0
-    """The chance that the user comes back while the owner's DRAM holds the prefix."""
 
 
 class TriggerPolicy(Protocol):
@@ -69,10 +67,7 @@ class _Default:
         self._limits = limits
 
     def decide(self, case: PolicyCase) -> Decision:
-        return decide(
-            case.impression, case.owner, case.buckets, self._limits, case.now_us, case.cached, case.margins,
-            case.return_chance,
-        )  # fmt: skip
+        return decide(case.impression, case.owner, case.buckets, self._limits, case.now_us, case.cached, case.margins)
 
 
 class _Always:

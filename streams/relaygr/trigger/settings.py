@@ -31,7 +31,7 @@ class TriggerSettings(Section):
     )
     remembered_users: Annotated[
         int,
-        Field(ge=0, le=10_000_000, description="users whose last job and return gaps are remembered; 0: none"),
+        Field(ge=0, le=10_000_000, description="users whose last event and job are remembered; 0: none"),
     ] = 100_000
     rebuild_s: Annotated[
         float,

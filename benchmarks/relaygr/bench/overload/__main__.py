@@ -45,7 +45,7 @@ def main(
     ),
     json: Annotated[Path | None, typer.Option(help="Writes the rows to this file, as a list.")] = None,
     rules: Annotated[
-        bool, typer.Option("--rules", help="Simulate the worker without each rule of its scheduler.")
+        bool, typer.Option("--rules", help="Simulate the worker without each rule of its scheduler and trigger.")
     ] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Pairs of simulations for each rule and load.")] = 20,
 ) -> None:

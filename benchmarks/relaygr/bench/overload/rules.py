@@ -1,7 +1,7 @@
-"""What each rule of the scheduler is worth: simulations in virtual time with all rules, and without one.
+"""What each rule of trigger and executor is worth: simulations in virtual time with all rules, and without one.
 
 Both have the same impressions and the same noise of the device, and the differences are taken pair by pair. Only the
-executor's own code decides; device, hops and the time of messages are a model (`relaygr.simulate`). Intervals are of
+product's own code decides; device, hops and the time of messages are a model (`relaygr.simulate`). Intervals are of
 95 %, so about one figure in twenty lies outside by chance. Without the limit of the wait there is no reservation
 either, and displacement never pauses.
 """
@@ -25,6 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.admission.risk import RiskFeedback
 from relaygr.bench.rows import append_rows, machine, now
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import Settings
@@ -57,9 +58,10 @@ RULES: Final[dict[str, Patches]] = {
             lambda self, _work, _now_us: self.chunking.within(self.parts.settings.chunk_ms * 1000),
         )
     ],
+    "feedback of the risk": [(RiskFeedback, "_adjust", lambda _self, _bucket, _now_us: None)],
     "a short tail stays in the suffix": [(context.ExecutorContext, "tail_stays_in_suffix", lambda *_: False)],
 }
-"""How the executor is made to do without each rule."""
+"""How trigger and executor are made to do without each rule."""
 
 
 @dataclass(frozen=True, slots=True)
