@@ -24,7 +24,7 @@ from relaygr.interactions import (
     read_interactions,
     recognise,
 )
-from relaygr.interactions.reading import BadIdError, ItemIndex, UserIndex, hashed_item
+from relaygr.interactions.gather import BadIdError, ItemIndex, UserIndex, hashed_item
 from relaygr.runtime.errors import RelayError
 
 INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.cli.texts import plain_console
-from relaygr.interactions import Interactions, Layout, Limits, ReadReport, joined, read_interactions
+from relaygr.interactions import Interactions, Layout, Limits, ReadReport, joined, log_bytes, read_interactions
 from relaygr.interactions.publishing import (
     PublishReport,
     Selection,
@@ -44,7 +44,8 @@ def history(
         typer.Option(
             "--interactions",
             metavar="FILE",
-            help="The log, plain or .gz. Its layout is detected. Several, in the order of time, are one log.",
+            help="The log: text, plain or .gz, a Parquet file, or a folder of Parquet files. Its layout is detected. "
+            "Several, in the order of time, are one log.",
         ),
     ],
     users: Annotated[
@@ -212,8 +213,7 @@ def _named(paths: list[Path]) -> str:
 
 def _read(path: Path, limits: Limits) -> Interactions:
     with _progress() as progress:
-        size_bytes = path.stat().st_size if path.is_file() else None
-        task = progress.add_task(f"reading {path.name}", total=size_bytes)
+        task = progress.add_task(f"reading {path.name}", total=log_bytes(path) or None)
         return read_interactions(path, limits, lambda done: progress.update(task, completed=done))
 
 
@@ -264,7 +264,7 @@ def _meaning(layout: Layout) -> str:
     """How the codes follow from the log."""
     if layout.flags:
         return " (sums of the bits of the flags)"
-    return " (twice the rating)" if layout.rating is not None else ""
+    return " (twice the rating)" if layout.has_ratings else ""
 
 
 def _when(time_ms: int) -> str:

@@ -1,10 +1,12 @@
-"""`relaygr train`: `ranker` trains on a log of interactions, `evaluate` says what longer histories are worth.
+"""`relaygr train`: `ranker` trains on a log of interactions, `evaluate` says what longer histories are worth, `collect`
+reads such a log from Kafka.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,15 +17,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from relaygr.cli.options import JsonOption
+from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption, command_settings
 from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
-from relaygr.interactions import Limits, joined, read_interactions
+from relaygr.interactions import Limits, joined, log_bytes, read_interactions, require_pyarrow
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
-from relaygr.runtime.stop_signals import exit_on_sigterm
+from relaygr.runtime.stop_signals import StopSignals, exit_on_sigterm
 
 if TYPE_CHECKING:
     from relaygr.interactions import Interactions
+    from relaygr.training.collect.collector import Collected
     from relaygr.training.lengths import Worth
     from relaygr.training.logs import Log
     from relaygr.training.pipeline import Finished
@@ -164,14 +167,89 @@ def evaluate(
         _print_worth(worth)
 
 
+@app.command()
+def collect(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="For the Parquet files; an earlier run may have begun it."),
+    ],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on until SIGTERM or Ctrl-C. Default: read to the end of the topics.")
+    ] = False,
+    ratings: Annotated[
+        bool,
+        typer.Option(
+            "--ratings",
+            help="The action codes are ratings, twice the stars, as publish sends those of a log. The folder keeps it.",
+        ),
+    ] = False,
+    file_rows: Annotated[int, typer.Option(min=1, max=10_000_000, help="The most rows of a file.")] = 1_000_000,
+    file_s: Annotated[
+        float, typer.Option("--file-s", min=0.1, help="Write what was read at least every so many seconds.")
+    ] = 60.0,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Append the behaviours that the running system publishes to a folder of Parquet files.
+
+    Such a folder is a log for `relaygr train ranker` and `relaygr publish`. Users that are deleted from the system are
+    deleted from the folder. The command goes on where the folder ends, after a crash too.
+    """
+    settings = command_settings(config, bootstrap, overrides)
+    require_pyarrow("Collecting")
+    from relaygr.kafka.admin import require_topics
+    from relaygr.kafka.rights import Role
+    from relaygr.training.collect.collector import Closing, Collector, Seen, manifest_of
+    from relaygr.training.collect.files import opened
+    from relaygr.training.collect.records import TimeRules
+
+    require_topics(settings, Role.COLLECTOR)
+    stopping = StopSignals()
+    rules = TimeRules(int(settings.worker.history_max_ahead_s * 1000))
+    with opened(folder, manifest_of(settings, ratings), file_rows) as opened_folder, _bars() as bars:
+        started_s = time.monotonic()
+
+        def show(seen: Seen) -> None:
+            per_s = seen.behaviours / (time.monotonic() - started_s)
+            bars.total(seen.total)
+            bars.share(min(seen.read, seen.total), f"{seen.behaviours:,} behaviours, {per_s:,.0f}/s")
+
+        collector = Collector(settings, opened_folder, Closing(file_rows, file_s), rules, lambda: stopping.came, show)
+        found = collector.run(follow)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        plain_console(soft_wrap=True).print(_collected_text(found, folder))
+
+
+def _collected_text(found: Collected, folder: Path) -> str:
+    """The last line of `collect`: one sentence, and one for each thing that is not as it should be."""
+    texts = [f"Collected {found.behaviours:,} behaviours of {found.records:,} records into {folder}"]
+    if found.repeats:
+        texts[0] += f", without {found.repeats:,} snapshots of workers that repeat them"
+    if found.bad:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.bad.items()))
+        texts.append(f"Skipped {found.bad.total():,} bad messages ({reasons})")
+    if found.deleted_users:
+        texts.append(f"Deleted {found.deleted_users:,} users, with {found.deleted_rows:,} rows")
+    texts += [
+        f"Kafka had deleted {count:,} offsets of {topic} before they were read: collect more often than its retention"
+        for topic, count in found.lost.items()
+    ]
+    if not found.reached_end:
+        texts.append("Stopped before the end: the same command goes on")
+    return ". ".join(texts) + "."
+
+
 def _read(paths: list[Path], max_bad_lines: int, console: Console) -> Log:
     from relaygr.training.logs import Log
 
     parts: list[Interactions] = []
     for path in paths:
         with _bars() as bars:
-            size_bytes = path.stat().st_size if path.is_file() else 0
-            bars.began(f"reading {path.name}", size_bytes)
+            bars.began(f"reading {path.name}", log_bytes(path))
             parts.append(read_interactions(path, Limits(max_bad_lines=max_bad_lines), bars.reached))
         report = parts[-1].report
         console.print(
@@ -188,8 +266,8 @@ def _read(paths: list[Path], max_bad_lines: int, console: Console) -> Log:
         whole.behaviours.items,
         whole.behaviours.actions,
         whole.behaviours.timestamps_ms,
-        has_times=all(layout.time is not None for layout in layouts),
-        has_ratings=all(layout.rating is not None for layout in layouts),
+        has_times=all(layout.has_times for layout in layouts),
+        has_ratings=all(layout.has_ratings for layout in layouts),
     )
 
 
@@ -202,6 +280,9 @@ class _Bars:
 
     def began(self, name: str, steps: int) -> None:
         self._progress.reset(self._task, description=name, total=steps or None, visible=True)
+
+    def total(self, steps: int) -> None:
+        self._progress.update(self._task, total=steps or None, visible=True)
 
     def stepped(self) -> None:
         self._progress.advance(self._task)

@@ -1,4 +1,4 @@
-"""The layout of an interaction log, found from its first lines and not from its name, and its lines in blocks.
+"""The layout of an interaction log, found from its content and not from its name, and its lines in blocks.
 
 | layout | recognised by | user, item, time |
 |---|---|---|
@@ -7,6 +7,7 @@
 | MovieLens `u.data` | four values between tabs, the last two numbers | in that order |
 | MovieLens `ratings.dat` | four values between `::`, the last two numbers | in that order |
 | KuaiRand `log_*.csv` | comma-separated header with `video_id`, `time_ms` | `user_id`, `video_id`, `time_ms` |
+| Parquet | its first bytes, or a folder of such files | as in CSV |
 
 The action comes from `rating`, from the third value, or for KuaiRand from the flags of `KUAIRAND_BITS`. In a RecBole
 file without `item_id`, the only other token `*_id` is the item. CSV header names are compared without case and
@@ -47,11 +48,11 @@ _SAMPLE_BYTES: Final = 256 * 1024
 _SAMPLE_LINES: Final = 20
 _RECBOLE_FIELD = re.compile(r"[^:\s]+:\w+")
 _USER_NAMES: Final = ("userid", "user")
-_ITEM_NAMES: Final = ("movieid", "itemid", "item", "movie", "videoid")
+_ITEM_NAMES: Final = ("movieid", "itemid", "item", "movie", "videoid", "parentasin", "asin")
 _TIME_NAMES: Final = ("timestamp", "ts", "time", "timems")
 _KNOWN: Final = (
     "Known are RecBole .inter (tabs, header such as user_id:token), MovieLens ratings.csv, u.data and "
-    "ratings.dat, KuaiRand log_*.csv, each also as .gz"
+    "ratings.dat, KuaiRand log_*.csv, each also as .gz, and Parquet"
 )
 
 
@@ -130,6 +131,7 @@ class LayoutKind(enum.StrEnum):
     MOVIELENS_TAB = "MovieLens u.data"
     MOVIELENS_DAT = "MovieLens ratings.dat"
     KUAIRAND = "KuaiRand log"
+    PARQUET = "Parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,20 @@ class Layout:
     quoted: bool = False
     because: str = ""
     notes: tuple[str, ...] = ()
+    codes: int | None = None
+    """The column of action codes, of Parquet."""
+    codes_are_ratings: bool = False
+    is_collected: bool = False
+    """Whether `relaygr train collect` wrote it: rows have positions, and may repeat others."""
+
+    @property
+    def has_times(self) -> bool:
+        return self.time is not None
+
+    @property
+    def has_ratings(self) -> bool:
+        """Whether the action codes are ratings: twice the stars."""
+        return self.rating is not None or self.codes_are_ratings
 
     def split(self, line: str) -> list[str]:
         """The fields of a line. Raises csv.Error for broken quotes."""
@@ -176,8 +192,8 @@ class Layout:
         return [fields[column :: self.column_count] for column in range(self.column_count)]
 
 
-def recognise(path: Path) -> Layout:
-    """The layout of the file. Raises RelayError, with the first line, if the layout is unknown."""
+def recognise_text(path: Path) -> Layout:
+    """The layout of a file of text. Raises RelayError, with the first line, if the layout is unknown."""
     lines = _first_lines(path)
     header = lines[0]
     if "\t" in header and all(_RECBOLE_FIELD.fullmatch(name.strip()) for name in header.split("\t")):
@@ -195,7 +211,7 @@ def recognise(path: Path) -> Layout:
 
 def _first_lines(path: Path) -> list[str]:
     if path.is_dir():
-        raise RelayError(f"{path} is a folder: give the file of interactions in it")
+        raise RelayError(f"{path} is a folder without Parquet files: give the file of interactions in it")
     text = ""
     for block in read_blocks(path, _SAMPLE_BYTES):
         text = block.text
@@ -249,7 +265,7 @@ def _recbole(path: Path, fields: Sequence[str]) -> Layout:
     return Layout(
         LayoutKind.RECBOLE, "\t", True, len(fields), user, item, time, rating,
         because=f"header of tab-separated name:type, {fields[user]} and {fields[item]} among them",
-        notes=(*notes, *_absent(time, rating)),
+        notes=(*notes, *absent_columns(time, rating)),
     )  # fmt: skip
 
 
@@ -258,30 +274,50 @@ def _with_names(path: Path, header: str) -> Layout:
         fields = [name.strip() for name in next(csv.reader((header,), strict=True))]
     except csv.Error as error:
         raise RelayError(f"{path}: the header is not valid CSV: {error}") from error
+    user, item, time, rating = named_columns(fields)
+    if user is None or item is None:
+        raise RelayError(
+            f"{path}: comma-separated, but no column for the {missing_columns(user, item)} in {header[:120]!r}. "
+            f"{_KNOWN}"
+        )
+    flags = flag_columns(fields)
+    if "video_id" in fields and "time_ms" in fields:
+        return Layout(
+            LayoutKind.KUAIRAND, ",", True, len(fields), user, item, fields.index("time_ms"),
+            flags=flags, time_is_ms=True, quoted=True, because="header with video_id and time_ms",
+            notes=absent_flags(fields),
+        )  # fmt: skip
+    return Layout(
+        LayoutKind.MOVIELENS_CSV, ",", True, len(fields), user, item, time, rating, quoted=True,
+        because=f"comma-separated header with {fields[user]} and {fields[item]}", notes=absent_columns(time, rating),
+    )  # fmt: skip
+
+
+def named_columns(fields: Sequence[str]) -> tuple[int | None, int | None, int | None, int | None]:
+    """The columns of user, item, time and rating, by the names that are known, without case and underscores."""
     names = [name.lower().replace("_", "") for name in fields]
 
     def first(known: Sequence[str]) -> int | None:
         return next((names.index(name) for name in known if name in names), None)
 
-    user, item, time = first(_USER_NAMES), first(_ITEM_NAMES), first(_TIME_NAMES)
-    if user is None or item is None:
-        missing = " and ".join(
-            what for what, at in (("user (userId)", user), ("item (movieId, item_id, video_id)", item)) if at is None
-        )
-        raise RelayError(f"{path}: comma-separated, but no column for the {missing} in {header[:120]!r}. {_KNOWN}")
-    flags = tuple((fields.index(name), bit) for name, bit in KUAIRAND_BITS.items() if name in fields)
-    if "video_id" in fields and "time_ms" in fields:
-        absent = [name for name in KUAIRAND_BITS if name not in fields]
-        notes = (f"flags absent: {', '.join(absent)}",) if absent else ()
-        return Layout(
-            LayoutKind.KUAIRAND, ",", True, len(fields), user, item, fields.index("time_ms"),
-            flags=flags, time_is_ms=True, quoted=True, because="header with video_id and time_ms", notes=notes,
-        )  # fmt: skip
-    rating = first(("rating",))
-    return Layout(
-        LayoutKind.MOVIELENS_CSV, ",", True, len(fields), user, item, time, rating, quoted=True,
-        because=f"comma-separated header with {fields[user]} and {fields[item]}", notes=_absent(time, rating),
-    )  # fmt: skip
+    return first(_USER_NAMES), first(_ITEM_NAMES), first(_TIME_NAMES), first(("rating",))
+
+
+def missing_columns(user: int | None, item: int | None) -> str:
+    """What a log without the columns of user or item lacks."""
+    columns = (("user (userId)", user), ("item (movieId, item_id, video_id, parent_asin)", item))
+    return " and ".join(what for what, at in columns if at is None)
+
+
+def flag_columns(fields: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """(column, bit of the action code) of each flag of KuaiRand."""
+    return tuple((fields.index(name), bit) for name, bit in KUAIRAND_BITS.items() if name in fields)
+
+
+def absent_flags(fields: Sequence[str]) -> tuple[str, ...]:
+    """A note on KuaiRand's flags that a log lacks."""
+    absent = [name for name in KUAIRAND_BITS if name not in fields]
+    return (f"flags absent: {', '.join(absent)}",) if absent else ()
 
 
 def _values(lines: Sequence[str], separator: str, kind: LayoutKind) -> Layout | None:
@@ -309,7 +345,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _absent(time: int | None, rating: int | None) -> tuple[str, ...]:
+def absent_columns(time: int | None, rating: int | None) -> tuple[str, ...]:
+    """Notes on what a log without times or ratings means."""
     notes = []
     if time is None:
         notes.append("no timestamp column: the order of lines is taken as the order in time, all times are 0")

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from confluent_kafka import KafkaError, KafkaException, Message
 
-from relaygr.interactions.reading import Interactions
+from relaygr.interactions.gather import Interactions
 from relaygr.kafka.client_errors import why_undelivered
 from relaygr.kafka.durable import DurableProducer, OnReport
 from relaygr.kafka.settings import KafkaSettings

@@ -10,7 +10,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from relaygr.interactions.reading import Interactions
+from relaygr.interactions.gather import Interactions
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, History, RankingRequest, RetrievalEvent

@@ -42,6 +42,7 @@ class Role(enum.StrEnum):
     LAG = "lag"
     UI = "ui"
     HISTORY_PUBLISHER = "history-publisher"
+    COLLECTOR = "collector"
     ADMIN = "admin"
 
 
@@ -101,6 +102,7 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
         (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW, Topic.WORKERS), ("Read",)
     ),
     Role.HISTORY_PUBLISHER: {Topic.HISTORY: ("Write",), Topic.BEHAVIOURS: ("Write",)},
+    Role.COLLECTOR: {Topic.HISTORY: ("Read",), Topic.BEHAVIOURS: ("Read",)},
     Role.ADMIN: dict.fromkeys(CATALOGUE, ("Create", "Delete", "DescribeConfigs", "AlterConfigs")),
 }
 _TOPICS[Role.WORKER_DIVERT] = _TOPICS[Role.WORKER] | dict.fromkeys((Topic.OVERFLOW, Topic.WORKERS), ("Read", "Write"))
@@ -133,6 +135,7 @@ def _groups_of(role: Role, kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
         Role.WORKER_DIVERT: {kafka.workers_group: ("Read",), kafka.overflow_group: ("Read",), **unjoined},
         Role.LAG: dict.fromkeys(measured, ("Describe",)),
         Role.UI: dict.fromkeys(measured, ("Describe",)),
+        Role.COLLECTOR: unjoined,
     }
     return groups.get(role, {})
 

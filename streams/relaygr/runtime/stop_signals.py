@@ -34,6 +34,11 @@ class StopSignals:
         for number in SIGNALS:
             signal.signal(number, lambda given, _: self._received.put(given))
 
+    @property
+    def came(self) -> bool:
+        """Whether one of the signals has come and was not waited for."""
+        return not self._received.empty()
+
     def wait(self) -> None:
         """Returns once one of the signals has come."""
         while True:

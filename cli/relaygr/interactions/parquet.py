@@ -1,0 +1,338 @@
+"""Reads interaction logs of Parquet: one file, or a folder of files with the same columns.
+
+* Columns are found by the names that CSV has (`relaygr.interactions.layouts`). Ids are integers, text, or floats that
+  are whole. Times are timestamps, dates, or numbers, whose unit is found as in text; `time_ms` is in milliseconds. An
+  integer column `action` has action codes, if there is no rating.
+* A folder is read in the order of its names, with its subfolders; names that begin with `.` or `_` are left out. Of a
+  folder that `relaygr train collect` writes, the files are read that it counts as its own.
+* A batch of rows is in memory at a time. A row without a user, an item, a time or a rating is a bad line, whose number
+  is that of the row in its file, from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.interactions.gather import (
+    LARGEST_RATING,
+    LARGEST_TIME,
+    NO_POSITION,
+    BadIdError,
+    Columns,
+    ItemIndex,
+    Limits,
+    Progress,
+    Rows,
+    UserIndex,
+)
+from relaygr.interactions.layouts import (
+    Layout,
+    LayoutKind,
+    absent_columns,
+    absent_flags,
+    flag_columns,
+    missing_columns,
+    named_columns,
+)
+from relaygr.runtime.errors import RelayError
+from relaygr.training.collect.folder import METADATA_KEY, is_collected, parts_of, read_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BATCH_ROWS: Final = 65_536
+_MAGIC: Final = b"PAR1"
+_SUFFIXES: Final = (".parquet", ".pq")
+_LARGEST_CODE: Final = np.iinfo(np.uint16).max
+_DAY_MS: Final = 24 * 3600 * 1000
+_MS_NAMES: Final = ("timems", "timestampms")
+_NOT_A_ROW: Final = -1
+_TICKS_A_MS: Final = {"ms": 1, "us": 1000, "ns": 1_000_000}
+
+
+def require_pyarrow(what: str) -> None:
+    """Raises RelayError that names the extra if pyarrow is not installed. `what` needs it."""
+    try:
+        import pyarrow  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise RelayError(f"{what} needs pyarrow, which is not installed: pip install 'relaygr[training]'.") from error
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether this is a Parquet file, or a folder of collected behaviours or with Parquet files."""
+    if path.is_dir():
+        return is_collected(path) or bool(parquet_files(path))
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False  # The reader of texts says what is wrong.
+
+
+def parquet_files(path: Path) -> list[Path]:
+    """The Parquet files of a folder, or the file itself, in the order of reading."""
+    if not path.is_dir():
+        return [path]
+    if is_collected(path):
+        return [path / part.name for part in parts_of(path).live]
+    found = (each for each in path.rglob("*") if each.suffix.lower() in _SUFFIXES and each.is_file())
+    return sorted(each for each in found if not any(part[0] in "._" for part in each.relative_to(path).parts))
+
+
+def recognise_parquet(path: Path) -> Layout:
+    """The layout of a Parquet file or folder. Raises RelayError if columns are missing or of unknown types."""
+    require_pyarrow(str(path))
+    files = parquet_files(path)
+    collected = path.is_dir() and is_collected(path)
+    if not files:  # A folder into which nothing was collected.
+        columns = ("user", "position", "item", "action", "time_ms")
+        return _with_ratings(path, Layout(
+            LayoutKind.PARQUET, "", False, len(columns), 0, 2, 4, codes=3, time_is_ms=True, is_collected=True,
+            because="a folder of collected behaviours",
+        ))  # fmt: skip
+    with _opened(files[0]) as file:
+        layout = _layout(files[0], file.schema_arrow)
+    return _with_ratings(path, layout) if collected else layout
+
+
+def _with_ratings(path: Path, layout: Layout) -> Layout:
+    return replace(layout, codes_are_ratings=read_manifest(path).has_ratings)
+
+
+def read_parquet(path: Path, layout: Layout, limits: Limits, on_progress: Progress | None = None) -> Rows:
+    """The rows of all files. `on_progress` gets the number of bytes read so far. Raises RelayError."""
+    rows = Rows(path, layout, limits)
+    files = parquet_files(path)
+    done_bytes = 0
+    for each in files:
+        try:
+            size_bytes = each.stat().st_size
+        except OSError as error:
+            raise RelayError(f"{each} is gone: the folder was changed while it was read. Read it again.") from error
+        with _opened(each) as file:
+            reader = _FileReader(rows, file, each, is_one_of_several=path.is_dir())
+            names = reader.names
+            total = max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(BATCH_ROWS, columns=names):
+                reader.take(batch)
+                if on_progress is not None:
+                    on_progress(done_bytes + size_bytes * reader.read // total)
+        done_bytes += size_bytes
+    return rows
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The open file. Raises RelayError if it is broken, now or while it is read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # Old timestamps of 96 bits would overflow in nanoseconds.
+        with pq.ParquetFile(path, coerce_int96_timestamp_unit="ms") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise RelayError(f"{path} is gone: the folder was changed while it was read. Read it again.") from error
+    except (OSError, pa.ArrowException) as error:
+        raise RelayError(f"{path} is not a Parquet file that can be read: {error}. Write or copy it again.") from error
+
+
+def _layout(path: Path, schema: Any) -> Layout:
+    """The layout of a file with this Arrow schema."""
+    fields: Sequence[str] = schema.names
+    metadata = schema.metadata or {}
+    user, item, time, rating = named_columns(fields)
+    plain = [name.lower().replace("_", "") for name in fields]
+    if time is None:
+        time = next((plain.index(name) for name in _MS_NAMES if name in plain), None)
+    if user is None or item is None:
+        raise RelayError(f"{path}: no column for the {missing_columns(user, item)} among {', '.join(fields)[:200]}.")
+    flags = flag_columns(fields) if "video_id" in fields and "time_ms" in fields and rating is None else ()
+    codes = fields.index("action") if "action" in fields and rating is None and not flags else None
+    if codes is not None and not _is_integer(schema.types[codes]):
+        codes = None
+    _check_types(path, schema, ("user", user), ("item", item), ("time", time), ("rating", rating))
+    time_is_ms = time is not None and (_is_calendar(schema.types[time]) or plain[time] in _MS_NAMES)
+    used = {user, item, time, rating, codes, *(column for column, _ in flags)}
+    collected = METADATA_KEY in metadata
+    ignored = [] if collected else [name for at, name in enumerate(fields) if at not in used]
+    notes = list(absent_flags(fields) if flags else absent_columns(time, rating if codes is None else codes))
+    if ignored:
+        notes.append(f"columns not used: {', '.join(ignored)[:200]}")
+    return Layout(
+        LayoutKind.PARQUET, "", False, len(fields), user, item, time, rating, flags, time_is_ms,
+        because=f"a Parquet file with {fields[user]} and {fields[item]}", notes=tuple(notes), codes=codes,
+        is_collected=collected,
+    )  # fmt: skip
+
+
+def _check_types(path: Path, schema: Any, *columns: tuple[str, int | None]) -> None:
+    """Raises RelayError for a column of a type that it cannot have."""
+    import pyarrow.types as types
+
+    for what, at in columns:
+        if at is None:
+            continue
+        kind = schema.types[at]
+        if types.is_dictionary(kind):
+            kind = kind.value_type
+        is_number = _is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)
+        if what in ("user", "item"):
+            fits, wanted = is_number or is_text, "whole numbers or text"
+        elif what == "time":
+            fits, wanted = is_number or _is_calendar(kind), "timestamps or numbers since the epoch"
+        else:
+            fits, wanted = is_number, "numbers"
+        if not fits:
+            raise RelayError(f"{path}: the column {schema.names[at]} is {kind}, expected {wanted}.")
+
+
+def _is_integer(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_integer(kind))
+
+
+def _is_calendar(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_timestamp(kind) or types.is_date(kind))
+
+
+class _FileReader:
+    """Converts the batches of one file."""
+
+    def __init__(self, rows: Rows, file: Any, path: Path, is_one_of_several: bool) -> None:
+        self.rows = rows
+        self.read = 0
+        self._file = path.name if is_one_of_several else ""
+        self._layout = own = _layout(path, file.schema_arrow)
+        wanted = rows.layout
+        for what in ("time_is_ms", "is_collected"):
+            if getattr(own, what) != getattr(wanted, what):
+                raise RelayError(f"{path} has other columns than the first file of the folder: give one of them alone.")
+        for what in ("time", "rating", "codes"):
+            if (getattr(own, what) is None) != (getattr(wanted, what) is None):
+                raise RelayError(f"{path} lacks a column that other files of the folder have, or has one more: {what}.")
+        fields = file.schema_arrow.names
+        columns = [own.user, own.item, own.time, own.rating, own.codes, *(column for column, _ in own.flags)]
+        if own.is_collected:
+            columns.append(fields.index("position"))
+        self.names = [fields[at] for at in dict.fromkeys(columns) if at is not None]
+        self._fields = fields
+
+    def take(self, batch: Any) -> None:
+        """Adds the rows of a batch."""
+        layout, count = self._layout, batch.num_rows
+        self.rows.count(count)
+        bad: dict[int, str] = {}
+
+        def column(at: int) -> Any:
+            return batch.column(self._fields[at])
+
+        times = np.zeros(count) if layout.time is None else _times(column(layout.time), bad)
+        actions = np.zeros(count, "<u2")
+        if layout.rating is not None:
+            ratings = _numbers("rating", column(layout.rating), LARGEST_RATING, bad)
+            actions = np.rint(ratings * 2).astype("<u2")
+        elif layout.codes is not None:
+            actions = _numbers("action", column(layout.codes), _LARGEST_CODE, bad).astype("<u2")
+        for at, bit in layout.flags:
+            flags = _numbers("flag", column(at).fill_null(0), 1, bad)
+            actions |= (flags != 0) * np.uint16(bit)
+        # Ids are added last, so that rows that fail above add none.
+        users = _ids("user", column(layout.user), self._user, bad)
+        items = _ids("item", column(layout.item), self._item, bad)
+        positions = column(self._fields.index("position")).fill_null(NO_POSITION) if layout.is_collected else None
+        numbers: Sequence[int] = range(self.read + 1, self.read + count + 1)
+        self.read += count
+        chunk = Columns(
+            numbers, users.astype(np.int32), items, times, actions,
+            None if positions is None else positions.to_numpy().astype(np.int64), self._file,
+        )  # fmt: skip
+        for at in sorted(bad):
+            self.rows.reject(numbers[at], bad[at], self._file)
+        self.rows.chunks.append(chunk.without(sorted(bad)) if bad else chunk)
+
+    def _user(self, text: str) -> int:
+        index: UserIndex = self.rows.users
+        return index[text]
+
+    def _item(self, text: str) -> int:
+        index: ItemIndex = self.rows.items
+        return index[text]
+
+
+def _ids(what: str, column: Any, number_of: Callable[[str], int], bad: dict[int, str]) -> NDArray[np.int64]:
+    """The numbers of ids; each distinct id is looked up once. Rows that are bad already are not looked up."""
+    encoded = column.dictionary_encode()
+    codes = encoded.indices.fill_null(_NOT_A_ROW).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = encoded.dictionary
+    for at in np.flatnonzero(codes == _NOT_A_ROW).tolist():
+        bad.setdefault(at, f"the {what} is missing")
+    codes[list(bad)] = _NOT_A_ROW
+    used = np.unique(codes[codes != _NOT_A_ROW])
+    numbers = np.zeros(len(values), np.int64)
+    reasons: dict[int, str] = {}
+    for code, value in zip(used.tolist(), values.take(used).to_pylist(), strict=True):
+        try:
+            numbers[code] = number_of(_text(value))
+        except BadIdError as error:
+            reasons[code] = str(error)
+    for at in np.flatnonzero(np.isin(codes, list(reasons))).tolist() if reasons else ():
+        bad.setdefault(at, reasons[int(codes[at])])
+    return np.where(codes == _NOT_A_ROW, 0, numbers[codes] if len(values) else 0)
+
+
+def _text(value: object) -> str:
+    """An id as text would have it: a whole float is 1193.0, which counts as 1193."""
+    if value is None:
+        return ""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def _times(column: Any, bad: dict[int, str]) -> NDArray[np.float64]:
+    """Times in the unit of the column; timestamps and dates in ms."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    kind = column.type
+    if types.is_date(kind):
+        column = column.cast(pa.date32()).cast(pa.int32()).cast(pa.int64())
+        return _bounded("timestamp", column, LARGEST_TIME / _DAY_MS, bad) * _DAY_MS
+    if not types.is_timestamp(kind):
+        return _numbers("timestamp", column, LARGEST_TIME, bad)
+    column = column.cast(pa.int64())
+    if kind.unit == "s":
+        return _bounded("timestamp", column, LARGEST_TIME / 1000, bad) * 1000
+    # In integers: floats have no place for the nanoseconds of this century.
+    import pyarrow.compute as pc
+
+    return _bounded("timestamp", pc.divide(column, _TICKS_A_MS[kind.unit]), LARGEST_TIME, bad)
+
+
+def _numbers(what: str, column: Any, maximum: float, bad: dict[int, str]) -> NDArray[np.float64]:
+    """Numbers from 0 to a maximum, of any type."""
+    import pyarrow as pa
+
+    return _bounded(what, column.cast(pa.float64(), safe=False), maximum, bad)
+
+
+def _bounded(what: str, column: Any, maximum: float, bad: dict[int, str]) -> NDArray[np.float64]:
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    values: NDArray[np.float64] = column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.float64)
+    # In this form the comparison is false for NaN too.
+    wrong = ~((values >= 0) & (values <= maximum))
+    for at in np.flatnonzero(missing).tolist():
+        bad.setdefault(at, f"the {what} is missing")
+    for at in np.flatnonzero(wrong).tolist():
+        bad.setdefault(at, f"{what} is {values[at]:g}, expected 0 to {maximum:.0f}")
+    return np.where(wrong | missing, 0.0, values)

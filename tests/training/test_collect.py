@@ -1,0 +1,698 @@
+"""`relaygr train collect`: what it collects is the published log, whatever kills it; deleted users are in no file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
+from typer.testing import CliRunner
+
+from relaygr.cli.app import app
+from relaygr.devbroker import LocalBroker
+from relaygr.interactions import Interactions, read_interactions
+from relaygr.kafka.clients import PARTITIONER, make_admin
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.codec import encode
+from relaygr.schemas.headers import RepeatedTombstone
+from relaygr.schemas.messages import BehaviourEvent, Behaviours, History
+from relaygr.schemas.topics import Topic
+from relaygr.training.collect import collector as collector_module
+from relaygr.training.collect import files as files_module
+from relaygr.training.collect import folder as folder_module
+from relaygr.training.collect.collector import Closing, Collected, Collector, manifest_of
+from relaygr.training.collect.deletions import DELETIONS
+from relaygr.training.collect.files import opened
+from relaygr.training.collect.folder import Kind, Manifest, Part, parts_of
+from relaygr.training.collect.records import TimeRules
+from relaygr.worker.history.store import HistoryStore
+from relaygr.worker.model.checkpoint import load_checkpoint
+from relaygr.worker.model.engine import load_engine
+from tests.training.made_logs import cyclic_log, write_inter
+from tests.workers.test_history_follower import MIB, Publisher, following, history, until
+
+pytestmark = pytest.mark.slow
+
+Row = tuple[int, int, int]
+DAY_MS = 24 * 3600 * 1000
+RULES = TimeRules(DAY_MS)
+
+
+class Source(Publisher):
+    """Writes to both topics."""
+
+    def event(self, user_id: str, *rows: Row, position: int | None = None, written_at_ms: int = 0) -> None:
+        """One record of behaviours (item, action, time)."""
+        self._producer.produce(
+            self.kafka.topic(Topic.BEHAVIOURS),
+            key=user_id.encode(),
+            value=encode(BehaviourEvent(user_id, Behaviours.of(rows), position)),
+            **({"timestamp": written_at_ms} if written_at_ms else {}),
+        )
+        assert self._producer.flush(30) == 0
+
+    def events(self, user_id: str, count: int, first: int = 0) -> None:
+        """Records of one behaviour, in one flush."""
+        for position in range(first, first + count):
+            one = Behaviours.of([(position, 1, 1_700_000_000_000 + position)])
+            value = encode(BehaviourEvent(user_id, one, position))
+            while True:
+                try:
+                    self._producer.produce(self.kafka.topic(Topic.BEHAVIOURS), key=user_id.encode(), value=value)
+                    break
+                except BufferError:
+                    self._producer.poll(0.1)
+        assert self._producer.flush(30) == 0
+
+    def tombstone(self, user_id: str, at_ms: int = 0, repeated: RepeatedTombstone | None = None) -> None:
+        self._producer.produce(
+            self.topic,
+            key=user_id.encode(),
+            value=None,
+            headers=[] if repeated is None else repeated.encode(),
+            **({"timestamp": at_ms} if at_ms else {}),
+        )
+        assert self._producer.flush(30) == 0
+
+
+@pytest.fixture
+def source(kafka_settings: KafkaSettings) -> Source:
+    return Source(kafka_settings)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "collected"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[HistoryStore]:
+    opened_store = HistoryStore.open(tmp_path / "history", 16 * MIB)
+    yield opened_store
+    opened_store.close()
+
+
+@pytest.fixture
+def kafka(real_broker: LocalBroker) -> Iterator[KafkaSettings]:
+    """Topics of a real Kafka. Tests that take them carry the marker."""
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    settings = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=4))
+    real_broker.create_topics(settings)
+    yield settings
+    real_broker.delete_topics(settings)
+
+
+@pytest.fixture
+def embedded_kafka(embedded_broker: LocalBroker) -> Iterator[KafkaSettings]:
+    """Topics of the embedded cluster."""
+    settings = embedded_broker.settings(KafkaSettings(topic_prefix=f"test-{uuid.uuid4().hex[:12]}", partitions=2))
+    embedded_broker.create_topics(settings)
+    yield settings
+    embedded_broker.delete_topics(settings)
+
+
+def collect(
+    kafka: KafkaSettings,
+    folder: Path,
+    *,
+    file_rows: int = 100_000,
+    ratings: bool = False,
+    follow: bool = False,
+    is_stopping: Callable[[], bool] = lambda: False,
+    manifest: Manifest | None = None,
+) -> Collected:
+    with opened(folder, manifest or manifest_of(kafka, ratings), file_rows) as folder_of_rows:
+        return Collector(kafka, folder_of_rows, Closing(file_rows, 60), RULES, is_stopping).run(follow)
+
+
+def words(kafka: KafkaSettings, folder: Path, *options: str) -> list[str]:
+    found = ["train", "collect", str(folder), *options, "--bootstrap", kafka.bootstrap]
+    for name in ("topic_prefix", "partitions", "fetch_wait_max_ms"):
+        found += ["--set", f"{name}={getattr(kafka, name)}"]
+    return found
+
+
+@contextmanager
+def process(kafka: KafkaSettings, folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "relaygr", *words(kafka, folder, *options)]
+    environment = {**os.environ, "COLUMNS": "300", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def command(kafka: KafkaSettings, folder: Path, *options: str) -> str:
+    """What the command prints, which succeeds."""
+    with process(kafka, folder, *options) as started:
+        printed, errors = started.communicate(timeout=120)
+        assert started.returncode == 0, errors
+    return printed.strip()
+
+
+def rows_of(read: Interactions, user_id: str) -> list[Row]:
+    """(item, action, time) of a user, oldest first; [] for a user who is not there."""
+    if user_id not in read.users:
+        return []
+    one = read.of(read.users.index(user_id))
+    return list(zip(one.items.tolist(), one.actions.tolist(), one.timestamps_ms.tolist(), strict=True))
+
+
+def items(folder: Path, user_id: str) -> list[int]:
+    return [item for item, _, _ in rows_of(read_interactions(folder), user_id)]
+
+
+def offsets(folder: Path, kind: Kind) -> list[tuple[int, int]]:
+    """(partition, offset) of each row of the live files, sorted."""
+    return sorted(
+        (part.partition, offset)
+        for part in parts_of(folder).live
+        if part.kind is kind
+        for offset in pq.read_table(folder / part.name).column("offset").to_pylist()
+    )
+
+
+def same(one: Interactions, other: Interactions) -> bool:
+    return sorted(one.users) == sorted(other.users) and all(rows_of(one, u) == rows_of(other, u) for u in one.users)
+
+
+def publish(kafka: KafkaSettings, what: str, log: Path, *options: str) -> None:
+    called = ["publish", what, "--interactions", str(log), *options, *words(kafka, Path())[3:]]
+    done = CliRunner().invoke(app, called, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+
+
+# The log that was published.
+
+
+def test_what_is_collected_is_the_log_that_was_published(
+    kafka_settings: KafkaSettings, folder: Path, tmp_path: Path
+) -> None:
+    """Twice: as histories, and as behaviours."""
+    log = write_inter(tmp_path / "log.inter", cyclic_log(users=20, length=60))
+    publish(kafka_settings, "history", log, "--max-behaviours", "20")
+    publish(kafka_settings, "behaviours", log)
+    printed = command(kafka_settings, folder, "--ratings")
+    assert printed.startswith("Collected ") and printed.endswith(f"into {folder}.") and "\n" not in printed
+    wanted, found = read_interactions(log), read_interactions(folder)
+    assert same(wanted, found)
+    assert found.report.actions == wanted.report.actions and found.report.layout.has_ratings
+    assert found.report.layout.has_times
+    assert any("rows repeat others" in note for note in found.report.notes)
+
+
+def test_a_second_log_whose_positions_begin_again_is_appended(
+    kafka_settings: KafkaSettings, folder: Path, tmp_path: Path
+) -> None:
+    whole = cyclic_log(users=8, length=40)
+    late = np.concatenate([np.arange(count) >= count // 2 for count in whole.lengths])
+    parts = []
+    for name, kept in (("old", ~late), ("new", late)):
+        starts = np.concatenate(([0], np.cumsum(kept)))[whole.starts]
+        part = replace(
+            whole, starts=starts, items=whole.items[kept], actions=whole.actions[kept], times_ms=whole.times_ms[kept]
+        )
+        parts.append(write_inter(tmp_path / f"{name}.inter", part))
+    publish(kafka_settings, "history", parts[0])
+    collect(kafka_settings, folder)
+    publish(kafka_settings, "behaviours", parts[1])
+    publish(kafka_settings, "behaviours", parts[1])
+    collect(kafka_settings, folder)
+    assert same(read_interactions(write_inter(tmp_path / "whole.inter", whole)), read_interactions(folder))
+
+
+def test_empty_topics_make_a_folder_without_rows(kafka_settings: KafkaSettings, folder: Path) -> None:
+    found = collect(kafka_settings, folder)
+    assert found == Collected(reached_end=True)
+    assert read_interactions(folder).users == [] and parts_of(folder).live == ()
+
+
+def test_a_run_goes_on_where_the_folder_ends_and_small_files_are_joined(source: Source, folder: Path) -> None:
+    for turn in range(4):
+        source.events("ann", 3, first=3 * turn)
+        assert collect(source.kafka, folder).records == 3
+    assert items(folder, "ann") == list(range(12))
+    [part] = parts_of(folder).live
+    assert (part.first, part.last) == (0, 11)
+
+
+def test_a_file_has_no_more_rows_than_asked(source: Source, folder: Path) -> None:
+    source.events("ann", 25)
+    # A batch of the consumer may be longer than a file: the file ends with the batch.
+    collector_rows = collector_module.BATCH_RECORDS
+    collector_module.BATCH_RECORDS = 5
+    try:
+        collect(source.kafka, folder, file_rows=5)
+    finally:
+        collector_module.BATCH_RECORDS = collector_rows
+    sizes = [pq.read_metadata(folder / part.name).num_rows for part in parts_of(folder).live]
+    assert len(sizes) >= 3 and max(sizes) <= 10 and sum(sizes) == 25
+
+
+def test_bad_messages_are_counted_said_and_skipped(source: Source, folder: Path) -> None:
+    source.events("ann", 2)
+    source.send_raw(b"ann", b"\xff", topic=source.kafka.topic(Topic.BEHAVIOURS))
+    wrong = (source.partition("ann") + 1) % source.kafka.partitions
+    value = encode(BehaviourEvent("ann", Behaviours.of([(7, 1, 7)])))
+    source.send_raw(b"ann", value, partition=wrong, topic=source.kafka.topic(Topic.BEHAVIOURS))
+    source.send_raw(b"bob", encode(history("ann")))
+    printed = command(source.kafka, folder)
+    assert "Skipped 3 bad messages (1 key_mismatch, 1 " in printed and "1 wrong_partitioner)" in printed
+    assert items(folder, "ann") == [0, 1]
+    again = json.loads(command(source.kafka, folder, "--json"))
+    assert again["records"] == 0 and again["bad"] == {}
+
+
+def test_times_are_those_that_the_worker_uses(source: Source, folder: Path, store: HistoryStore) -> None:
+    """Behaviours that are dated a year ahead, in a record and in a snapshot."""
+    now_ms = int(time.time() * 1000)
+    year = 365 * DAY_MS
+    source.send(History("ann", 1, np.empty(0, "<i8"), Behaviours.of([(1, 1, 5000), (2, 1, now_ms + year)])))
+    source.event("bob", (1, 1, 5000), (2, 1, now_ms + year), position=0, written_at_ms=now_ms - 10_000)
+    source.event("eve", (1, 1, now_ms + DAY_MS // 2), position=0)
+    with following(source.kafka, store):
+        until(lambda: all(store.get(user) for user in ("ann", "bob", "eve")), "stored")
+        collect(source.kafka, folder)
+        read = read_interactions(folder)
+        for user in ("ann", "bob", "eve"):
+            stored = store.get(user)
+            assert stored is not None
+            assert [row[2] for row in rows_of(read, user)] == stored.history.behaviours.timestamps_ms.tolist(), user
+
+
+# Crashes.
+
+
+class Crash(BaseException):
+    """The process dies."""
+
+
+class Dying:
+    """Dies before or after the n-th change of a file's name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.left = at
+        self._wrap(monkeypatch, files_module, "put_in_place")
+        self._wrap(monkeypatch, folder_module, "put_in_place")
+        self._wrap(monkeypatch, Path, "unlink")
+
+    def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def step(*args: object, **options: object) -> object:
+            self._die()
+            found = real(*args, **options)
+            self._die()
+            return found
+
+        monkeypatch.setattr(owner, name, step)
+
+    def _die(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Crash
+
+
+def test_a_death_at_any_step_loses_and_doubles_nothing_and_keeps_no_deleted_user(
+    embedded_kafka: KafkaSettings, tmp_path: Path
+) -> None:
+    """Three runs write, join and clean the same files: each dies once at each of its steps."""
+    kafka = embedded_kafka
+    source = Source(kafka)
+    acts: list[Callable[[], None]] = [
+        lambda: (source.send(history("ann", length=4), history("gone", length=9)), source.act("ann", 50, position=4)),
+        lambda: (source.act("gone", 60, position=9), source.act("ann", 61, position=5)),
+        lambda: (source.tombstone("gone"), source.act("ann", 70, position=6)),
+    ]
+    died = 0
+    base = tmp_path / "base"
+    for turn, act in enumerate(acts):
+        act()
+        manifest = manifest_of(kafka, False)  # Asked once: it takes a process.
+        at = 1
+        while True:
+            tried = tmp_path / f"turn-{turn}-{at}"
+            copy(base, tried)
+            with pytest.MonkeyPatch.context() as patch:
+                dying = Dying(patch, at)
+                try:
+                    collect(kafka, tried, manifest=manifest)
+                except Crash:
+                    died += 1
+            collect(kafka, tried, manifest=manifest)
+            rows = offsets(tried, Kind.BEHAVIOURS)
+            assert len(rows) == len(set(rows))
+            expected = [1, 2, 3, 4, 50, 61, 70][: 5 + turn]
+            assert items(tried, "ann") == expected, at
+            if turn == 2:
+                assert items(tried, "gone") == []
+                assert not any(b"gone" in each.read_bytes() for each in tried.iterdir())
+            assert not any(each.name.startswith(".") for each in tried.iterdir())
+            assert parts_of(tried).leftover == ()
+            if dying.left > 0:
+                break
+            at += 1
+        collect(kafka, base)
+    assert died > 20
+
+
+def copy(origin: Path, target: Path) -> None:
+    if origin.exists():
+        target.mkdir()
+        for each in origin.iterdir():
+            (target / each.name).write_bytes(each.read_bytes())
+
+
+def test_a_process_that_is_killed_again_and_again_collects_each_record_once(source: Source, folder: Path) -> None:
+    users = [f"user-{number}" for number in range(20)]
+    for user in users:
+        source.events(user, 400)
+    for turn in range(4):
+        before = offsets_read(folder)
+        with process(source.kafka, folder, "--follow", "--file-rows", "150", "--file-s", "0.1") as started:
+            until(lambda before=before: offsets_read(folder) > before, "files are written")
+            started.send_signal(signal.SIGKILL)
+            started.wait()
+        for user in users:
+            source.events(user, 10, first=400 + 10 * turn)
+    command(source.kafka, folder)
+    rows = offsets(folder, Kind.BEHAVIOURS)
+    assert len(rows) == len(set(rows)) == 20 * 440
+    read = read_interactions(folder)
+    assert all([row[0] for row in rows_of(read, user)] == list(range(440)) for user in users)
+
+
+def offsets_read(folder: Path) -> int:
+    """By the names of the files."""
+    return sum(part.last + 1 - part.first for part in parts_of(folder).live) if folder.exists() else 0
+
+
+def test_sigterm_ends_a_follower_with_what_was_read_written(source: Source, folder: Path) -> None:
+    source.events("ann", 5)
+    with process(source.kafka, folder, "--follow", "--file-s", "1") as started:
+        until(lambda: folder.exists() and items_or_none(folder, "ann") == [0, 1, 2, 3, 4], "the first are written")
+        source.events("ann", 2, first=5)
+        time.sleep(0.5)
+        started.send_signal(signal.SIGTERM)
+        printed, errors = started.communicate(timeout=60)
+    assert started.returncode == 0, errors
+    assert printed.strip().startswith("Collected 7 behaviours of 7 records")
+    assert items(folder, "ann") == list(range(7))
+
+
+def items_or_none(folder: Path, user_id: str) -> list[int] | None:
+    """The folder changes while it is read."""
+    try:
+        return items(folder, user_id)
+    except RelayError:
+        return None
+
+
+# Deletions.
+
+
+def test_a_deleted_user_is_in_no_file_and_others_stay(source: Source, folder: Path) -> None:
+    source.send(history("gone", length=30), history("stays", length=3))
+    source.events("gone", 10, first=100)
+    collect(source.kafka, folder)
+    assert len(items(folder, "gone")) == 40
+    written = time.time_ns() // 1_000_000
+    source.tombstone("gone")
+    found = collect(source.kafka, folder)
+    assert (found.deleted_users, found.deleted_rows) == (1, 40)
+    assert items(folder, "gone") == [] and items(folder, "stays") == [1, 2, 3]
+    # Older records that come later do not bring the user back, newer ones do.
+    source.event("gone", (7, 1, 7), position=0, written_at_ms=written - 1000)
+    assert collect(source.kafka, folder).deleted_rows == 1
+    assert not any(b"gone" in each.read_bytes() for each in folder.iterdir())
+    source.event("gone", (8, 1, 8), position=0)
+    collect(source.kafka, folder)
+    assert items(folder, "gone") == [8]
+
+
+def test_behaviours_after_a_deletion_that_are_read_in_the_same_run_stay(source: Source, folder: Path) -> None:
+    source.send(history("ann", length=3))
+    source.act("ann", 10, position=3)
+    source.tombstone("ann")
+    time.sleep(0.01)  # Kafka's timestamps are whole milliseconds.
+    source.act("ann", 20, position=0)
+    source.send(History("ann", 9, np.empty(0, "<i8"), Behaviours.of([(5, 1, 5)])))
+    found = collect(source.kafka, folder)
+    assert items(folder, "ann") == [5, 20] and (found.deleted_users, found.deleted_rows) == (1, 4)
+
+
+def test_a_tombstone_that_a_worker_repeats_spares_what_came_since(source: Source, folder: Path) -> None:
+    source.send(history("ann", length=3))
+    source.tombstone("ann")
+    first_at_ms = time.time_ns() // 1_000_000
+    time.sleep(0.01)
+    source.send(History("ann", 9, np.empty(0, "<i8"), Behaviours.of([(5, 1, 5)])))
+    source.act("ann", 20, position=1)
+    collect(source.kafka, folder)
+    topic_id = folder_module.read_manifest(folder).origin.history_id
+    source.tombstone("ann", repeated=RepeatedTombstone(2, first_at_ms, topic_id))
+    collect(source.kafka, folder)
+    assert items(folder, "ann") == [5, 20]
+
+
+def test_a_late_snapshot_of_a_worker_does_not_bring_a_deleted_user_back(
+    source: Source, folder: Path, store: HistoryStore
+) -> None:
+    source.send(history("ann", length=3))
+    with following(source.kafka, store) as follower:
+        until(lambda: follower.caught_up(source.partition("ann")) and store.get("ann"), "stored")
+        late = store.saved("ann", 0)
+    assert late is not None
+    source.tombstone("ann")
+    source.send(late)
+    found = collect(source.kafka, folder)
+    assert found.repeats == 1 and items(folder, "ann") == []
+
+
+def test_the_hashes_of_deletions_expire(source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for user in ("ann", "bob"):
+        source.tombstone(user)
+        collect(source.kafka, folder)
+        monkeypatch.setattr("relaygr.training.collect.deletions.KEPT_MS", -1)
+    assert json.loads((folder / DELETIONS).read_text()) == {}
+
+
+# Snapshots of workers.
+
+
+def saved(source: Source, store: HistoryStore, user_id: str, length: int) -> History:
+    """The snapshot of a history with so many behaviours, as its owner writes it."""
+    with following(source.kafka, store):
+        until(lambda: (kept := store.get(user_id)) and len(kept.history.behaviours) == length, "stored")
+        found = store.saved(user_id, 0)
+    assert found is not None
+    return found
+
+
+def test_snapshots_of_workers_add_nothing_to_what_was_read(source: Source, folder: Path, store: HistoryStore) -> None:
+    source.send(history("ann", length=3))
+    source.act("ann", 10, 11, position=3)
+    source.send(saved(source, store, "ann", 5))
+    collect(source.kafka, folder)
+    assert items(folder, "ann") == [1, 2, 3, 10, 11]
+    source.act("ann", 12, position=5)
+    source.send(saved(source, store, "ann", 6))
+    found = collect(source.kafka, folder)
+    assert found.repeats == 1 and found.behaviours == 1
+    assert items(folder, "ann") == [1, 2, 3, 10, 11, 12]
+
+
+@pytest.mark.kafka
+def test_snapshots_of_workers_carry_the_past_that_the_topics_have_lost(
+    kafka: KafkaSettings, folder: Path, store: HistoryStore
+) -> None:
+    """The pipeline's snapshot was compacted away, and the first behaviours have left their topic."""
+    source = Source(kafka)
+    source.send(history("ann", length=3))
+    source.act("ann", 10, position=3)
+    source.act("ann", 11, position=4)
+    source.send(saved(source, store, "ann", 5))
+    place = source.partition("ann")
+    delete_records(kafka, (Topic.HISTORY, place, 1), (Topic.BEHAVIOURS, place, 1))
+    collect(kafka, folder)
+    assert items(folder, "ann") == [1, 2, 3, 10, 11]
+    assert offsets(folder, Kind.BEHAVIOURS) == [(place, 1)]
+
+
+@pytest.mark.kafka
+def test_behaviours_that_kafka_deleted_unread_are_said_and_come_from_snapshots(
+    kafka: KafkaSettings, folder: Path, store: HistoryStore
+) -> None:
+    source = Source(kafka)
+    source.act("ann", 10, position=0)
+    collect(kafka, folder)
+    source.act("ann", 11, position=1)
+    source.act("ann", 12, position=2)
+    source.send(saved(source, store, "ann", 3))
+    place = source.partition("ann")
+    delete_records(kafka, (Topic.BEHAVIOURS, place, 2))
+    source.act("ann", 13, position=3)
+    printed = command(kafka, folder)
+    assert f"Kafka had deleted 1 offsets of {kafka.topic(Topic.BEHAVIOURS)} before they were read" in printed
+    assert items(folder, "ann") == [10, 11, 12, 13]
+    assert json.loads(command(kafka, folder, "--json"))["lost"] == {}
+
+
+@pytest.mark.kafka
+def test_a_snapshot_that_kafka_dropped_unread_is_made_up_for_by_the_one_that_replaced_it(
+    kafka: KafkaSettings, folder: Path, store: HistoryStore
+) -> None:
+    source = Source(kafka)
+    collect(kafka, folder)
+    source.send(history("ann", length=3))
+    source.send(saved(source, store, "ann", 3))
+    delete_records(kafka, (Topic.HISTORY, source.partition("ann"), 1))
+    assert collect(kafka, folder).repeats == 0
+    assert items(folder, "ann") == [1, 2, 3]
+
+
+def delete_records(kafka: KafkaSettings, *places: tuple[Topic, int, int]) -> None:
+    admin = make_admin(kafka, "test-admin")
+    # Kafka deletes no records of a topic that is only compacted.
+    policy = ConfigEntry("cleanup.policy", "compact,delete", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ConfigResource.Type.TOPIC, kafka.topic(Topic.HISTORY), incremental_configs=[policy])
+    for changed in admin.incremental_alter_configs([resource]).values():
+        changed.result(10)
+    wanted = [TopicPartition(kafka.topic(topic), partition, before) for topic, partition, before in places]
+    for deleted in admin.delete_records(wanted).values():
+        deleted.result(10)
+
+
+# Transactions, other logs, other folders.
+
+
+@pytest.mark.kafka
+def test_what_was_aborted_is_not_collected(kafka: KafkaSettings, folder: Path) -> None:
+    producer = Producer(
+        {"bootstrap.servers": kafka.bootstrap, "transactional.id": uuid.uuid4().hex, "partitioner": PARTITIONER}
+    )
+    producer.init_transactions(30)
+
+    def send(*behaviours: int, deletes: bool) -> None:
+        producer.begin_transaction()
+        for item in behaviours:
+            value = encode(BehaviourEvent("ann", Behaviours.of([(item, 1, item)])))
+            producer.produce(kafka.topic(Topic.BEHAVIOURS), key=b"ann", value=value)
+        if deletes:
+            producer.produce(kafka.topic(Topic.HISTORY), key=b"ann", value=None)
+
+    send(1, 2, deletes=False)
+    producer.commit_transaction(30)
+    send(3, 4, deletes=True)
+    producer.abort_transaction(30)
+    found = collect(kafka, folder)
+    assert found.reached_end and items(folder, "ann") == [1, 2] and found.deleted_users == 0
+    send(5, deletes=False)
+    producer.commit_transaction(30)
+    found = collect(kafka, folder)
+    assert found.reached_end and items(folder, "ann") == [1, 2, 5] and found.lost == {}
+
+
+def test_a_folder_of_another_log_is_refused(broker: LocalBroker, kafka_settings: KafkaSettings, folder: Path) -> None:
+    """The topics were deleted and created again; the embedded cluster knows no ids, but its logs are shorter."""
+    source = Source(kafka_settings)
+    source.events("ann", 5)
+    collect(kafka_settings, folder)
+    broker.delete_topics(kafka_settings)
+    broker.create_topics(kafka_settings)
+    Source(kafka_settings).events("ann", 2)
+    with pytest.raises(RelayError, match=r"deleted and created again|it is another log"):
+        collect(kafka_settings, folder)
+    assert items(folder, "ann") == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.kafka
+def test_a_topic_that_is_created_again_while_it_is_followed_ends_the_run(
+    real_broker: LocalBroker, kafka: KafkaSettings, folder: Path
+) -> None:
+    Source(kafka).events("ann", 5)
+    with process(kafka, folder, "--follow", "--file-s", "0.2") as started:
+        until(lambda: folder.exists() and items_or_none(folder, "ann") == list(range(5)), "read")
+        real_broker.delete_topics(kafka)
+        real_broker.create_topics(kafka)
+        _, errors = started.communicate(timeout=60)
+    assert started.returncode == 1
+    assert "deleted and created again" in errors or "cannot be read any more" in errors
+    assert items(folder, "ann") == list(range(5))
+
+
+def test_other_partitions_topics_and_files_are_refused(source: Source, folder: Path, tmp_path: Path) -> None:
+    collect(source.kafka, folder)
+    manifest = folder_module.read_manifest(folder)
+    for changed, said in (
+        ({"partitions": 2}, "of 12 partitions, which now have 2"),
+        ({"behaviours_topic": "b"}, "not b"),
+        ({"cluster_id": "c"}, "not c"),
+    ):
+        other = replace(manifest, origin=replace(manifest.origin, **changed))
+        with pytest.raises(RelayError, match=said), opened(folder, other, 10):
+            pass
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").write_bytes(b"")
+    with pytest.raises(RelayError, match="has other files"), opened(tmp_path / "photos", manifest, 10):
+        pass
+    with opened(folder, manifest, 10), pytest.raises(RelayError, match="is in use"), opened(folder, manifest, 10):
+        pass
+    with pytest.raises(RelayError, match="records in common"):
+        folder_module.sorted_parts([Part(Kind.HISTORIES, 0, 0, 5), Part(Kind.HISTORIES, 0, 3, 9)])
+
+
+def test_a_disk_without_space_ends_the_run_with_a_sentence_and_the_next_one_goes_on(
+    source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.events("ann", 5)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module.pq, "write_table", full)
+        with pytest.raises(RelayError, match=r"No space left on device.*run the command again"):
+            collect(source.kafka, folder)
+    collect(source.kafka, folder)
+    assert items(folder, "ann") == list(range(5))
+
+
+# From the running system to a model.
+
+
+def test_a_ranker_of_the_collected_folder_is_one_of_the_source_log(
+    kafka_settings: KafkaSettings, folder: Path, tmp_path: Path
+) -> None:
+    """Same items, codes and tasks, and the checkpoint loads into the worker's engine."""
+    log = write_inter(tmp_path / "log.inter", cyclic_log(users=20, length=60))
+    publish(kafka_settings, "behaviours", log)
+    command(kafka_settings, folder, "--ratings")
+    small = ["--dim", "16", "--epochs", "1", "--places", "4", "--negatives", "7", "--max-history", "64"]
+    for name, path in (("of-log", log), ("of-folder", folder)):
+        called = ["train", "ranker", str(path), "--out", str(tmp_path / name), *small, "--threads", "1"]
+        done = CliRunner().invoke(app, [*called, "--no-baselines"], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    wanted, found = (load_checkpoint(tmp_path / name / "checkpoint") for name in ("of-log", "of-folder"))
+    assert sorted(found.tensors["items.ids"].tolist()) == sorted(wanted.tensors["items.ids"].tolist())
+    assert found.config.num_actions == wanted.config.num_actions and found.config.tasks == wanted.config.tasks
+    engine = load_engine(tmp_path / "of-folder" / "checkpoint", "cpu")
+    behaviours = read_interactions(folder).of(0)
+    assert engine.unknown_actions(behaviours) == 0

@@ -1,0 +1,396 @@
+"""Reads the topics of histories and behaviours into a folder, without a consumer group.
+
+* Only committed records are read. The folder's files say where to go on (`relaygr.training.collect.files`).
+* The histories are read to their end first: tombstones in them then delete nothing that was just written.
+* A record without a user, of another partition or that cannot be decoded is counted and skipped.
+* A snapshot that a worker wrote repeats what both topics said before. It is taken only if the folder may lack that:
+  below `Manifest.past_to`, and if the snapshot that it replaced was not read, which Kafka drops then. Behaviours whose
+  records the folder reads itself are left out of it.
+* At most `MOST_ROWS` rows wait for their files.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from relaygr.kafka.clients import READ_COMMITTED, make_assigned_consumer
+from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_identity import TopicIdentity, TopicIdentityWatch, identify_topics
+from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
+from relaygr.training.collect.deletions import Deletion
+from relaygr.training.collect.files import CollectedFolder
+from relaygr.training.collect.folder import Kind, Manifest, Origin
+from relaygr.training.collect.records import Rows, TimeRules, add_event, add_snapshot, continuation, deletion_of
+from relaygr.worker.history.batches import EventRecord, HistoryRecord
+from relaygr.worker.history.decode import Rejected, read_event, read_record
+
+CLIENT_ID: Final = "relaygr-collect"
+MOST_ROWS: Final = 2_000_000
+POLL_S: Final = 0.2
+BATCH_RECORDS: Final = 1000
+_ANSWER_S: Final = 10.0
+_OPTIONS: Final = {
+    # Offsets alone do not show the end of a compacted log.
+    "enable.partition.eof": True,
+    # Records that were deleted before they were read must be counted, not skipped.
+    "auto.offset.reset": "error",
+    **READ_COMMITTED,
+}
+_LASTING: Final = frozenset(
+    (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
+)
+
+Log = tuple[Kind, int]
+"""A partition of a topic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """When rows go to a file."""
+
+    file_rows: int
+    file_s: float
+    """After the first record that is in no file."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """What a run did."""
+
+    behaviours: int = 0
+    """Rows that were written."""
+    records: int = 0
+    """Snapshots and records of behaviours that were read, bad ones included."""
+    repeats: int = 0
+    """Snapshots of workers that repeat what both topics said before."""
+    bad: Counter[str] = field(default_factory=Counter)
+    """Bad records by reason."""
+    deleted_users: int = 0
+    deleted_rows: int = 0
+    """Rows of deleted users that were removed from the folder or not written."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """Offsets by topic that Kafka deleted before they were read."""
+    reached_end: bool = False
+    """Every partition was read to the end that it had when the run began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How far a run has come."""
+
+    behaviours: int
+    read: int
+    """Offsets read, of `total`."""
+    total: int
+    """Offsets between the folder's files and the ends of the logs when the run began."""
+
+
+def manifest_of(kafka: KafkaSettings, has_ratings: bool) -> Manifest:
+    """The manifest that a new folder of the present logs has. Raises RelayError if Kafka does not answer."""
+    names = kafka.topic(Topic.HISTORY), kafka.topic(Topic.BEHAVIOURS)
+    try:
+        found = identify_topics(kafka, names, CLIENT_ID, _ANSWER_S)
+        consumer = make_assigned_consumer(kafka, CLIENT_ID, options=_OPTIONS)
+        try:
+            ends = _offsets(consumer, names[0], range(kafka.partitions), OFFSET_END)
+        finally:
+            consumer.close()
+    except KafkaException as error:
+        raise RelayError(f"Kafka at {kafka.bootstrap} does not describe its topics: {error.args[0].str()}") from error
+    if found.cluster_id in found.topic_ids.values():  # Both are made up.
+        raise RelayError(
+            "The ids of the topics cannot be asked for, since this process may start no other: a folder without them "
+            "could mix two logs."
+        )
+    ids = [found.topic_ids[name] for name in names]
+    origin = Origin(found.cluster_id, names[0], ids[0], names[1], ids[1], kafka.partitions)
+    return Manifest(origin, has_ratings, tuple(ends[partition] for partition in range(kafka.partitions)))
+
+
+class Collector:
+    """Collects into one folder. One thread uses it."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        folder: CollectedFolder,
+        closing: Closing,
+        rules: TimeRules,
+        is_stopping: Callable[[], bool],
+        on_seen: Callable[[Seen], object] = lambda _: None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._kafka = kafka
+        self._folder = folder
+        self._origin = folder.manifest.origin
+        self._closing = closing
+        self._rules = rules
+        self._is_stopping = is_stopping
+        self._on_seen = on_seen
+        self._clock = clock or SystemClock()
+        self._topics = {Kind.HISTORIES: kafka.topic(Topic.HISTORY), Kind.BEHAVIOURS: kafka.topic(Topic.BEHAVIOURS)}
+        self._kinds = {name: kind for kind, name in self._topics.items()}
+        self._partitions = range(kafka.partitions)
+        self._rows: dict[Log, Rows] = {}
+        """Where each log is read, with the rows that are in no file."""
+        self._doomed: dict[int, dict[str, Deletion]] = {}
+        """Deletions of each partition that are not applied to the files."""
+        self._unread: dict[Log, int] = {}
+        """The logs that were not read to the end that they had at the beginning, and that end."""
+        self._snapshot_offsets: dict[int, array[int]] = {each: array("q") for each in self._partitions}
+        """The offsets of the histories that were received, up to the ends that the logs had at the beginning."""
+        self._histories_at: dict[int, int] = {}
+        """Where the histories of each partition are read from."""
+        self._first_at_s: float | None = None
+        """When the first record was read that is in no file."""
+        self._total = self._done = 0
+        self._renewed: frozenset[str] = frozenset()
+        self._collected = Collected()
+
+    def run(self, follow: bool) -> Collected:
+        """Reads to the ends of the logs, or until it shall stop. What was read is written in any case.
+
+        Raises RelayError if a log cannot be read any more or the folder cannot be written.
+        """
+        origin = self._origin
+        ids = {origin.history_topic: origin.history_id, origin.behaviours_topic: origin.behaviours_id}
+        identity = TopicIdentity(origin.cluster_id, ids)
+        consumer = make_assigned_consumer(self._kafka, CLIENT_ID, options=_OPTIONS)
+        watch = TopicIdentityWatch(self._kafka, identity, f"{CLIENT_ID}-ids", self._note_renewed)
+        watch.start()
+        try:
+            self._begin(consumer)
+            self._read(consumer, Kind.HISTORIES)
+            is_reading_all = False
+            while not self._is_stopping() and (follow or self._unread):
+                if not is_reading_all and not any(kind is Kind.HISTORIES for kind, _ in self._unread):
+                    self._read(consumer, Kind.BEHAVIOURS)
+                    is_reading_all = True
+                for message in consumer.consume(BATCH_RECORDS, POLL_S):
+                    self._receive(consumer, message)
+                if self._renewed:
+                    break
+                self._close_due()
+                self._on_seen(Seen(self._collected.behaviours + self._waiting, self._done, self._total))
+            if self._renewed:
+                # What was received last may be of the new log.
+                raise RelayError(
+                    f"{', '.join(sorted(self._renewed))} was deleted and created again: collect into another folder."
+                )
+            self._close_all()
+        except KafkaException as error:
+            raise RelayError(f"Kafka at {self._kafka.bootstrap} cannot be read: {error.args[0].str()}") from error
+        finally:
+            watch.stop()
+            consumer.close()
+        self._collected.reached_end = not self._unread
+        return self._collected
+
+    @property
+    def _waiting(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+    def _note_renewed(self, topics: frozenset[str]) -> None:
+        self._renewed = topics
+
+    def _begin(self, consumer: Consumer) -> None:
+        """Finds where to go on in each log."""
+        found = {
+            kind: [_offsets(consumer, topic, self._partitions, at) for at in (OFFSET_BEGINNING, OFFSET_END)]
+            for kind, topic in self._topics.items()
+        }
+        for partition in self._partitions:
+            for kind, topic in self._topics.items():
+                start, end = (offsets[partition] for offsets in found[kind])
+                following = self._folder.next_offset(kind, partition)
+                if following is not None and following > end:
+                    raise RelayError(
+                        f"{self._folder.path} has {topic} [{partition}] up to offset {following - 1:,}, but the log "
+                        f"ends at {end:,}: it is another log, or its brokers lost records. Collect into another folder."
+                    )
+                if following is not None and following < start:
+                    self._note_lost(kind, partition, start - following, found[Kind.HISTORIES][1][partition])
+                start = start if following is None else max(start, following)
+                self._rows[kind, partition] = Rows(start, start)
+                if kind is Kind.HISTORIES:
+                    self._histories_at[partition] = start
+                if start < end:
+                    self._unread[kind, partition] = end
+                    self._total += end - start
+
+    def _note_lost(self, kind: Kind, partition: int, count: int, end_of_histories: int) -> None:
+        lost, topic = self._collected.lost, self._topics[kind]
+        lost[topic] = lost.get(topic, 0) + count
+        if kind is Kind.BEHAVIOURS:
+            self._folder.lost_behaviours(partition, end_of_histories)
+
+    def _read(self, consumer: Consumer, kind: Kind) -> None:
+        topic = self._topics[kind]
+        places = [TopicPartition(topic, each, self._rows[kind, each].read_to) for each in self._partitions]
+        consumer.incremental_assign(places)
+
+    def _receive(self, consumer: Consumer, message: Message) -> None:
+        topic, partition, offset, error = message.topic(), message.partition(), message.offset(), message.error()
+        if topic is None or partition is None or topic not in self._kinds:
+            self._check(message)
+            return
+        kind = self._kinds[topic]
+        if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:
+                self._unread.pop((kind, partition), None)
+            elif error.code() == KafkaError._AUTO_OFFSET_RESET:
+                self._skip_lost(consumer, kind, partition)
+            else:
+                self._check(message)
+            return
+        rows = self._rows[kind, partition]
+        if offset is None or offset < rows.read_to:
+            return
+        if self._first_at_s is None:
+            self._first_at_s = time.monotonic()
+        if kind is Kind.HISTORIES and (kind, partition) in self._unread:
+            self._snapshot_offsets[partition].append(offset)
+        self._take(kind, partition, rows, message, offset)
+        self._collected.records += 1
+        self._done += offset + 1 - rows.read_to
+        rows.read_to = offset + 1
+        if offset + 1 >= self._unread.get((kind, partition), offset + 2):
+            del self._unread[kind, partition]
+
+    def _check(self, message: Message) -> None:
+        """Raises RelayError for an error that does not end by itself. librdkafka tries on after any other."""
+        error = message.error()
+        if error is not None and (error.fatal() or error.code() in _LASTING):
+            self._close_all()
+            raise RelayError(
+                f"{message.topic() or 'Kafka'} cannot be read any more: {error.str()}. What was read is in "
+                f"{self._folder.path}."
+            )
+
+    def _skip_lost(self, consumer: Consumer, kind: Kind, partition: int) -> None:
+        """Goes on at the beginning of a log whose next records were deleted before they were read."""
+        self._close_all()
+        start = _offsets(consumer, self._topics[kind], [partition], OFFSET_BEGINNING)[partition]
+        ends = _offsets(consumer, self._topics[Kind.HISTORIES], [partition], OFFSET_END)
+        read_to = self._rows[kind, partition].read_to
+        if start <= read_to:
+            raise RelayError(
+                f"{self._topics[kind]} [{partition}] does not go on at offset {read_to:,}: it was deleted and created "
+                "again, or its brokers lost records. Collect into another folder."
+            )
+        self._note_lost(kind, partition, start - read_to, ends[partition])
+        self._rows[kind, partition] = Rows(start, start)
+        consumer.incremental_unassign([TopicPartition(self._topics[kind], partition)])
+        consumer.incremental_assign([TopicPartition(self._topics[kind], partition, start)])
+
+    def _take(self, kind: Kind, partition: int, rows: Rows, message: Message, offset: int) -> None:
+        content = message.key(), message.value(), partition, len(self._partitions)
+        written_at_ms = max(0, message.timestamp()[1])
+        entry = (
+            read_event(*content, offset, written_at_ms)
+            if kind is Kind.BEHAVIOURS
+            else read_record(*content, offset, written_at_ms, headers_of(message))
+        )
+        now_ms = self._clock.wall_us() // 1000
+        if isinstance(entry, Rejected):
+            self._collected.bad[entry.reason] += 1
+        elif isinstance(entry, EventRecord):
+            add_event(rows, entry, self._rules, now_ms)
+        elif entry.history is None:
+            self._delete(partition, entry, now_ms)
+        else:
+            self._take_snapshot(partition, rows, entry, now_ms)
+
+    def _delete(self, partition: int, entry: HistoryRecord, now_ms: int) -> None:
+        deletion = deletion_of(entry, self._rules, now_ms, self._origin)
+        self._folder.deletions.add(entry.user_id, deletion)
+        pending = self._doomed.setdefault(partition, {})
+        before = pending.get(entry.user_id)
+        pending[entry.user_id] = deletion if before is None else before.and_then(deletion)
+
+    def _take_snapshot(self, partition: int, rows: Rows, entry: HistoryRecord, now_ms: int) -> None:
+        history = entry.history
+        assert history is not None
+        taken = np.ones(len(history.behaviours), bool)
+        tail = continuation(history, partition, self._origin)
+        if tail is not None:
+            deletion = self._folder.deletions.of(entry.user_id)
+            is_late = deletion is not None and tail.next_offset < deletion.next_snapshot
+            if is_late or self._is_known(partition, entry.offset, tail.next_offset - 1):
+                self._collected.repeats += 1
+                return
+            if tail.offsets.size:
+                reads_on_at = self._rows[Kind.BEHAVIOURS, partition].first
+                is_read = self._folder.has_read(partition, tail.offsets) | (tail.offsets >= reads_on_at)
+                taken[-tail.offsets.size :] = ~is_read
+        add_snapshot(rows, entry, history, taken, self._rules, now_ms)
+
+    def _is_known(self, partition: int, offset: int, before: int) -> bool:
+        """Whether a worker's snapshot repeats what was read. `before`: the offset of the user's record before it."""
+        if offset < self._folder.manifest.past_to[partition]:
+            return False
+        if before < self._histories_at[partition] or (Kind.HISTORIES, partition) not in self._unread:
+            return True
+        received = self._snapshot_offsets[partition]
+        place = bisect_left(received, before)
+        return place < len(received) and received[place] == before
+
+    def _close_due(self) -> None:
+        full = [
+            log
+            for log, rows in self._rows.items()
+            if len(rows) >= self._closing.file_rows
+            or (log[0] is Kind.HISTORIES and len(self._doomed.get(log[1], ())) >= self._closing.file_rows)
+        ]
+        for log in full:
+            self._close(log)
+        while self._waiting > MOST_ROWS:
+            self._close(max(self._rows, key=lambda log: len(self._rows[log])))
+        if self._first_at_s is not None and time.monotonic() - self._first_at_s >= self._closing.file_s:
+            self._close_all()
+
+    def _close_all(self) -> None:
+        # Histories first: their tombstones concern behaviours that wait.
+        for log in sorted(self._rows, key=lambda each: (each[0] is Kind.BEHAVIOURS, each[1])):
+            self._close(log)
+        self._first_at_s = None
+
+    def _close(self, log: Log) -> None:
+        kind, partition = log
+        rows = self._rows[log]
+        if rows.read_to == rows.first:
+            return
+        if kind is Kind.HISTORIES:
+            doomed = self._doomed.pop(partition, {})
+            if doomed:
+                now_ms = self._clock.wall_us() // 1000
+                self._collected.deleted_rows += self._folder.delete(partition, doomed, now_ms)
+                self._collected.deleted_users += len(doomed)
+        else:
+            doomed = {user: each for user in rows.users if (each := self._folder.deletions.of(user)) is not None}
+        left_out = self._folder.write(kind, partition, rows, doomed)
+        self._collected.behaviours += len(rows) - left_out
+        self._collected.deleted_rows += left_out
+        self._rows[log] = Rows(rows.read_to, rows.read_to)
+
+
+def _offsets(consumer: Consumer, topic: str, partitions: Iterable[int], at: int) -> dict[int, int]:
+    """The offsets of the beginnings or of the last stable ends. Raises KafkaException without an answer."""
+    asked = [TopicPartition(topic, partition, at) for partition in partitions]
+    found = consumer.offsets_for_times(asked, timeout=_ANSWER_S)
+    for each in found:
+        if each.error is not None:
+            raise KafkaException(each.error)
+    return {each.partition: max(0, each.offset) for each in found}
