@@ -109,7 +109,14 @@ USES: dict[str, Use] = {
         )
     ),
     "training": Use(
-        ("relaygr.cli.data", "relaygr.cli.train", "relaygr.training.lengths", "relaygr.training.pipeline"),
+        (
+            "relaygr.cli.data",
+            "relaygr.cli.train",
+            "relaygr.interactions.parquet",
+            "relaygr.training.collect.collector",
+            "relaygr.training.lengths",
+            "relaygr.training.pipeline",
+        ),
     ),
     "bench": Use(
         (

@@ -573,8 +573,9 @@ def delete_records(kafka: KafkaSettings, *places: tuple[Topic, int, int]) -> Non
     # Kafka deletes no records of a topic that is only compacted.
     policy = ConfigEntry("cleanup.policy", "compact,delete", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ConfigResource.Type.TOPIC, kafka.topic(Topic.HISTORY), incremental_configs=[policy])
-    for changed in admin.incremental_alter_configs([resource]).values():
-        changed.result(10)
+    if any(topic is Topic.HISTORY for topic, _, _ in places):
+        for changed in admin.incremental_alter_configs([resource]).values():
+            changed.result(10)
     wanted = [TopicPartition(kafka.topic(topic), partition, before) for topic, partition, before in places]
     for deleted in admin.delete_records(wanted).values():
         deleted.result(10)

@@ -158,10 +158,11 @@ def _layout(path: Path, schema: Any) -> Layout:
     codes = fields.index("action") if "action" in fields and rating is None and not flags else None
     if codes is not None and not _is_integer(schema.types[codes]):
         codes = None
-    _check_types(path, schema, ("user", user), ("item", item), ("time", time), ("rating", rating))
+    numbers = [("rating", rating), *(("flag", at) for at, _ in flags)]
+    _check_types(path, schema, ("user", user), ("item", item), ("time", time), *numbers)
     time_is_ms = time is not None and (_is_calendar(schema.types[time]) or plain[time] in _MS_NAMES)
     used = {user, item, time, rating, codes, *(column for column, _ in flags)}
-    collected = METADATA_KEY in metadata
+    collected = METADATA_KEY in metadata and "position" in fields
     ignored = [] if collected else [name for at, name in enumerate(fields) if at not in used]
     notes = list(absent_flags(fields) if flags else absent_columns(time, rating if codes is None else codes))
     if ignored:
@@ -190,7 +191,7 @@ def _check_types(path: Path, schema: Any, *columns: tuple[str, int | None]) -> N
         elif what == "time":
             fits, wanted = is_number or _is_calendar(kind), "timestamps or numbers since the epoch"
         else:
-            fits, wanted = is_number, "numbers"
+            fits, wanted = is_number or types.is_boolean(kind), "numbers"
         if not fits:
             raise RelayError(f"{path}: the column {schema.names[at]} is {kind}, expected {wanted}.")
 
@@ -246,7 +247,8 @@ class _FileReader:
         elif layout.codes is not None:
             actions = _numbers("action", column(layout.codes), _LARGEST_CODE, bad).astype("<u2")
         for at, bit in layout.flags:
-            flags = _numbers("flag", column(at).fill_null(0), 1, bad)
+            # A flag that is missing is not set, as in text.
+            flags = _numbers(self._fields[at], column(at).cast("float64").fill_null(0.0), 1, bad)
             actions |= (flags != 0) * np.uint16(bit)
         # Ids are added last, so that rows that fail above add none.
         users = _ids("user", column(layout.user), self._user, bad)

@@ -152,7 +152,7 @@ class Collector:
         self._snapshot_offsets: dict[int, array[int]] = {each: array("q") for each in self._partitions}
         """The offsets of the histories that were received, up to the ends that the logs had at the beginning."""
         self._histories_at: dict[int, int] = {}
-        """Where the histories of each partition are read from."""
+        """The offset of each partition's histories below which the folder has them."""
         self._first_at_s: float | None = None
         """When the first record was read that is in no file."""
         self._total = self._done = 0
@@ -225,7 +225,7 @@ class Collector:
                 start = start if following is None else max(start, following)
                 self._rows[kind, partition] = Rows(start, start)
                 if kind is Kind.HISTORIES:
-                    self._histories_at[partition] = start
+                    self._histories_at[partition] = following or 0
                 if start < end:
                     self._unread[kind, partition] = end
                     self._total += end - start

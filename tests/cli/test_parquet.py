@@ -1,0 +1,267 @@
+"""Interaction logs of Parquet: files of other programs, folders, bad rows, and rows that repeat others."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from relaygr.cli.app import app
+from relaygr.interactions import Interactions, LayoutKind, Limits, joined, parquet, read_interactions, recognise
+from relaygr.interactions.gather import NO_POSITION, distinct, hashed_item
+from relaygr.runtime.errors import RelayError
+
+Behaviour = tuple[int, int, int]
+Write = Callable[..., Path]
+T0 = 1_600_000_000
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a Parquet file of columns."""
+
+    def write_file(name: str = "log.parquet", options: dict[str, Any] | None = None, **columns: Any) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), path, **(options or {}))
+        return path
+
+    return write_file
+
+
+def of(read: Interactions, user: str) -> list[Behaviour]:
+    """(item, action, time) of a user's behaviours."""
+    behaviours = read.of(read.users.index(user))
+    behaviours.check()
+    columns = (behaviours.items, behaviours.actions, behaviours.timestamps_ms)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_amazon_reviews(write: Write) -> None:
+    path = write(
+        rating=[5.0, 1.0, 4.0],
+        title=["a", None, "b"],
+        asin=["B1", "B2", "B3"],
+        parent_asin=["P1", "P2", "P1"],
+        user_id=["U", "U", "V"],
+        timestamp=[T0 * 1000 + 5, T0 * 1000, T0 * 1000],
+    )
+    read = read_interactions(path)
+    assert of(read, "U") == [(hashed_item("P2"), 2, T0 * 1000), (hashed_item("P1"), 10, T0 * 1000 + 5)]
+    report = read.report
+    assert report.layout.kind is LayoutKind.PARQUET and report.layout.has_ratings and report.layout.has_times
+    assert "columns not used: title, asin" in report.notes and "timestamps are taken as milliseconds" in report.notes
+
+
+def test_the_same_log_as_text_and_as_parquet_is_the_same(write: Write, tmp_path: Path) -> None:
+    rows = [(f"u{n % 7}", n % 5, n % 10 / 2, T0 + 97 * n % 50) for n in range(200)]
+    text = tmp_path / "ratings.csv"
+    text.write_text("userId,movieId,rating,timestamp\n" + "".join(f"{u},{i},{r},{t}\n" for u, i, r, t in rows))
+    users, items, ratings, times = zip(*rows, strict=True)
+    wanted = read_interactions(text)
+    for path in (
+        write("a.parquet", userId=users, movieId=items, rating=ratings, timestamp=times),
+        write("b.parquet", {"row_group_size": 7}, user=users, item=map(str, items), rating=ratings, ts=times),
+    ):
+        found = read_interactions(path)
+        assert found.users == wanted.users and found.behaviours == wanted.behaviours
+        assert found.item_numbers == wanted.item_numbers and found.report.actions == wanted.report.actions
+
+
+@pytest.mark.parametrize(
+    ("column", "options"),
+    [
+        (pa.array([T0], pa.timestamp("s")), {}),
+        (pa.array([T0 * 1000], pa.timestamp("ms", "UTC")), {}),
+        (pa.array([T0 * 10**6 + 999], pa.timestamp("us")), {}),
+        (pa.array([T0 * 10**9 + 999_999], pa.timestamp("ns", "Europe/Berlin")), {}),
+        (pa.array([T0 * 1000], pa.timestamp("ms")), {"use_deprecated_int96_timestamps": True}),
+        (pa.array([T0], pa.int32()), {}),
+        (pa.array([T0 * 10**9], pa.uint64()), {}),
+        (pa.array([T0 + 0.0004], pa.float64()), {}),
+    ],
+    ids=["s", "ms", "us", "ns", "int96", "int32 seconds", "nanoseconds", "float seconds"],
+)
+def test_times_of_each_type_are_ms(write: Write, column: Any, options: dict[str, Any]) -> None:
+    read = read_interactions(write(options=options, user_id=["a"], item_id=[1], timestamp=column))
+    assert of(read, "a") == [(1, 0, T0 * 1000)]
+
+
+def test_a_date_is_its_midnight(write: Write) -> None:
+    read = read_interactions(write(user=["a"], item=[1], time=[datetime.date(2020, 9, 13)]))
+    assert of(read, "a") == [(1, 0, 1_599_955_200_000)]
+
+
+def test_ids_of_each_type(write: Write) -> None:
+    """An id of text and of a number is the same id, as is a float that pandas made of it."""
+    users = [pa.array([7]), pa.array(["7"]), pa.array([7.0]), pa.array([b"7"]), pa.array(["7"]).dictionary_encode()]
+    logs = [read_interactions(write(user_id=column, item_id=column, timestamp=[T0])) for column in users]
+    assert [(log.users, log.item_numbers.get("7")) for log in logs] == [(["7"], 7)] * 5
+    assert len(joined(logs).of(0)) == 5
+
+
+def test_rows_without_a_user_an_item_a_time_or_a_rating_are_bad_lines(write: Write) -> None:
+    path = write(
+        user_id=["a", None, "a", "a", "a", "", "a"],
+        item_id=pa.array([1.0, 2, None, 4, 1e17, 6, 7]),
+        timestamp=pa.array([T0, T0, T0, None, T0, T0, -5], pa.int64()),
+        rating=[1.0, 1, 1, 1, 1, 1, 1],
+    )
+    read = read_interactions(path)
+    assert of(read, "a") == [(1, 2, T0 * 1000)]
+    assert [(bad.number, bad.reason.split(":")[0]) for bad in read.report.bad_lines] == [
+        (2, "the user is missing"),
+        (3, "the item is missing"),
+        (4, "the timestamp is missing"),
+        (5, "id 1e+17 is a float, whose last digits may be lost"),
+        (6, "an id is empty"),
+        (7, "timestamp is -5, expected 0 to 4000000000000000000"),
+    ]
+    with pytest.raises(RelayError, match="more than 2 bad lines, read as Parquet"):
+        read_interactions(path, Limits(max_bad_lines=2))
+    with pytest.raises(RelayError, match="more than 3 lines"):
+        read_interactions(path, Limits(max_lines=3))
+
+
+def test_a_time_of_another_unit_is_a_bad_line_with_its_file(write: Write, tmp_path: Path) -> None:
+    write("logs/part-0.parquet", user_id=["a"] * 3, item_id=[1, 2, 3], timestamp=[T0, T0 + 1, T0 + 2])
+    write("logs/part-1.parquet", user_id=["a"] * 2, item_id=[4, 5], timestamp=[T0 + 3, T0 * 1000])
+    read = read_interactions(tmp_path / "logs")
+    assert [item for item, _, _ in of(read, "a")] == [1, 2, 3, 4]
+    assert [(bad.number, bad.reason) for bad in read.report.bad_lines] == [
+        (2, "part-1.parquet: timestamp is 1600000000000, milliseconds among seconds")
+    ]
+
+
+def test_codes_and_flags(write: Write) -> None:
+    read = read_interactions(write(user_id=["a"], item_id=[1], timestamp=[T0], action=[300]))
+    assert of(read, "a") == [(1, 300, T0 * 1000)] and not read.report.layout.has_ratings
+    flags = read_interactions(write(user_id=[1], video_id=[2], time_ms=[T0 * 1000], is_click=[1], long_view=[True]))
+    assert of(flags, "1") == [(2, 65, T0 * 1000)]
+    text = read_interactions(write(user_id=["a"], item_id=[1], timestamp=[T0], action=["click"]))
+    assert of(text, "a") == [(1, 0, T0 * 1000)]
+
+
+def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(write: Write, tmp_path: Path) -> None:
+    for name, item in (("b/1.parquet", 2), ("a/2.parquet", 1), ("_temporary/0.parquet", 9), (".hidden.parquet", 9)):
+        write(f"logs/{name}", user_id=["a"], item_id=[item], timestamp=[T0])
+    (tmp_path / "logs" / "_SUCCESS").write_text("")
+    seen: list[int] = []
+    read = read_interactions(tmp_path / "logs", on_progress=seen.append)
+    assert [item for item, _, _ in of(read, "a")] == [1, 2]
+    assert seen == sorted(seen) and seen[-1] == parquet_bytes(tmp_path / "logs")
+
+
+def parquet_bytes(folder: Path) -> int:
+    return sum(each.stat().st_size for each in parquet.parquet_files(folder))
+
+
+def test_files_that_do_not_fit_together_are_refused(write: Write, tmp_path: Path) -> None:
+    write("logs/1.parquet", user_id=["a"], item_id=[1], timestamp=[T0])
+    other = write("logs/2.parquet", user_id=["a"], item_id=[1])
+    with pytest.raises(RelayError, match=r"2\.parquet lacks a column .* time"):
+        read_interactions(tmp_path / "logs")
+    other.write_bytes(other.read_bytes()[:-10])
+    with pytest.raises(RelayError, match=r"2\.parquet is not a Parquet file that can be read"):
+        read_interactions(tmp_path / "logs")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RelayError, match="a folder without Parquet files"):
+        recognise(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"user_id": ["a"], "timestamp": [T0]}, r"no column for the item .* among user_id, timestamp"),
+        ({"user_id": ["a"], "item_id": [[1]], "timestamp": [T0]}, r"the column item_id is list<.*>, expected whole"),
+        ({"user_id": ["a"], "item_id": [1], "timestamp": ["2020-01-01"]}, "timestamp is string, expected timestamps"),
+        ({"user_id": [True], "item_id": [1], "timestamp": [T0]}, "user_id is bool"),
+    ],
+    ids=["no item", "lists", "times of text", "users of bool"],
+)
+def test_columns_that_cannot_be_read_are_refused(write: Write, columns: dict[str, Any], said: str) -> None:
+    with pytest.raises(RelayError, match=said):
+        read_interactions(write(**columns))
+
+
+def test_without_pyarrow_the_error_names_the_extra(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(user_id=["a"], item_id=[1])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for command in (
+        ["publish", "history", "--dry-run", "--interactions", str(path)],
+        ["train", "collect", str(path.parent / "folder"), "--bootstrap", "127.0.0.1:1"],
+    ):
+        done = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
+        assert done.exit_code == 1 and "pip install 'relaygr[training]'" in done.output
+        assert not (path.parent / "folder").exists()
+
+
+# Rows that repeat others.
+
+
+def kept(*rows: tuple[int, int, int, int]) -> list[int]:
+    """Places of the distinct rows (user, position, item, time) by user and time."""
+    users, positions, items, times = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    found, ties = distinct(users.astype(np.int32), positions, items, times)
+    order = np.lexsort((ties, times[found], users[found]))
+    return [int(place) for place in found[order]]
+
+
+def test_one_position_is_one_behaviour_and_gives_the_order_of_equal_times() -> None:
+    assert kept((0, 1, 8, 5), (0, 0, 7, 5), (0, 1, 8, 5), (0, 2, 7, 5)) == [1, 0, 3]
+
+
+def test_where_a_count_begins_again_one_content_is_one_behaviour() -> None:
+    """The second log begins with the last behaviour of the first."""
+    assert kept((0, 0, 7, 1), (0, 1, 8, 2), (0, 0, 8, 2), (0, 1, 9, 3)) == [0, 1, 3]
+
+
+def test_behaviours_without_a_position_are_found_in_a_snapshot() -> None:
+    assert kept((0, 0, 7, 1), (0, 1, 8, 2), (0, NO_POSITION, 8, 2), (0, NO_POSITION, 9, 3)) == [0, 1, 3]
+
+
+def test_users_do_not_mix() -> None:
+    assert kept((0, 0, 7, 1), (1, 0, 7, 1), (1, 0, 8, 1), (0, 0, 7, 1)) == [0, 1, 2]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.randoms(use_true_random=False), st.integers(1, 4))
+def test_a_log_that_is_read_several_times_in_any_order_is_the_log(items: list[int], random: Any, times: int) -> None:
+    rows = [(0, position, item, position // 3) for position, item in enumerate(items)]
+    several = rows * times
+    random.shuffle(several)
+    assert [several[place] for place in kept(*several)] == rows
+
+
+def test_no_rows() -> None:
+    empty = np.empty(0, np.int64)
+    found, ties = distinct(empty.astype(np.int32), empty, empty, empty)
+    assert found.size == ties.size == 0
+
+
+def test_memory_is_bounded_by_a_batch_and_the_columns(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch has more rows than asked, however large a row group is."""
+    count = 5000
+    path = write(
+        options={"row_group_size": count}, user_id=["a"] * count, item_id=list(range(count)), timestamp=[T0] * count
+    )
+    monkeypatch.setattr(parquet, "BATCH_ROWS", 512)
+    sizes: list[int] = []
+    take = parquet._FileReader.take
+
+    def noted(self: Any, batch: Any) -> None:
+        sizes.append(batch.num_rows)
+        take(self, batch)
+
+    monkeypatch.setattr(parquet._FileReader, "take", noted)
+    assert len(read_interactions(path).of(0)) == count
+    assert max(sizes) <= 512 and len(sizes) >= 10
