@@ -215,6 +215,7 @@ def test_what_is_collected_is_the_log_that_was_published(
     assert same(wanted, found)
     assert found.report.actions == wanted.report.actions and found.report.layout.has_ratings
     assert found.report.layout.has_times
+    publish(kafka_settings, "history", folder, "--dry-run")
     assert any("rows repeat others" in note for note in found.report.notes)
 
 
@@ -492,6 +493,32 @@ def test_the_hashes_of_deletions_expire(source: Source, folder: Path, monkeypatc
         collect(source.kafka, folder)
         monkeypatch.setattr("relaygr.training.collect.deletions.KEPT_MS", -1)
     assert json.loads((folder / DELETIONS).read_text()) == {}
+
+
+def test_a_folder_that_may_have_missed_tombstones_is_refused(source: Source, folder: Path) -> None:
+    source.send(history("ann", length=3))
+    collect(source.kafka, folder)
+    manifest = folder_module.read_manifest(folder)
+    assert 0 <= time.time() * 1000 - manifest.current_at_ms < 60_000
+    folder_module.write_manifest(folder, replace(manifest, current_at_ms=manifest.current_at_ms - 9 * DAY_MS))
+    with pytest.raises(RelayError, match="read to the end 9 days ago, and Kafka keeps tombstones for 9"):
+        collect(source.kafka, folder)
+
+
+def test_a_folder_is_current_to_the_last_time_that_all_tombstones_were_written(
+    source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A follower asks again and again; a run that is stopped before the end changes nothing."""
+    monkeypatch.setattr(collector_module, "CURRENT_INTERVAL_MS", 1)
+    collect(source.kafka, folder)
+    first_ms = folder_module.read_manifest(folder).current_at_ms
+    source.tombstone("ann")
+    collect(source.kafka, folder, is_stopping=lambda: True)
+    assert folder_module.read_manifest(folder).current_at_ms == first_ms
+    turns = iter(range(30))
+    collect(source.kafka, folder, follow=True, is_stopping=lambda: next(turns, None) is None)
+    second_ms = folder_module.read_manifest(folder).current_at_ms
+    assert second_ms > first_ms and json.loads((folder / DELETIONS).read_text())
 
 
 # Snapshots of workers.

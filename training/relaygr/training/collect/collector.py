@@ -16,6 +16,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,6 +41,7 @@ CLIENT_ID: Final = "relaygr-collect"
 MOST_ROWS: Final = 2_000_000
 POLL_S: Final = 0.2
 BATCH_RECORDS: Final = 1000
+CURRENT_INTERVAL_MS: Final = 3600 * 1000
 _ANSWER_S: Final = 10.0
 _OPTIONS: Final = {
     # Offsets alone do not show the end of a compacted log.
@@ -100,6 +102,7 @@ class Seen:
 def manifest_of(kafka: KafkaSettings, has_ratings: bool) -> Manifest:
     """The manifest that a new folder of the present logs has. Raises RelayError if Kafka does not answer."""
     names = kafka.topic(Topic.HISTORY), kafka.topic(Topic.BEHAVIOURS)
+    asked_ms = SystemClock().wall_us() // 1000
     try:
         found = identify_topics(kafka, names, CLIENT_ID, _ANSWER_S)
         consumer = make_assigned_consumer(kafka, CLIENT_ID, options=_OPTIONS)
@@ -116,7 +119,8 @@ def manifest_of(kafka: KafkaSettings, has_ratings: bool) -> Manifest:
         )
     ids = [found.topic_ids[name] for name in names]
     origin = Origin(found.cluster_id, names[0], ids[0], names[1], ids[1], kafka.partitions)
-    return Manifest(origin, has_ratings, tuple(ends[partition] for partition in range(kafka.partitions)))
+    past_to = tuple(ends[partition] for partition in range(kafka.partitions))
+    return Manifest(origin, has_ratings, past_to, asked_ms)
 
 
 class Collector:
@@ -153,6 +157,11 @@ class Collector:
         """The offsets of the histories that were received, up to the ends that the logs had at the beginning."""
         self._histories_at: dict[int, int] = {}
         """The offset of each partition's histories below which the folder has them."""
+        self._asked_ms = 0
+        self._ends: dict[int, int] | None = None
+        """The ends of the histories at `_asked_ms`; None: the folder is current to that time."""
+        self._ended_at: dict[int, int] = {}
+        """Where each partition of the histories ended last: its last records may be markers of transactions."""
         self._first_at_s: float | None = None
         """When the first record was read that is in no file."""
         self._total = self._done = 0
@@ -183,6 +192,7 @@ class Collector:
                 if self._renewed:
                     break
                 self._close_due()
+                self._mark_current(consumer)
                 self._on_seen(Seen(self._collected.behaviours + self._waiting, self._done, self._total))
             if self._renewed:
                 # What was received last may be of the new log.
@@ -190,6 +200,7 @@ class Collector:
                     f"{', '.join(sorted(self._renewed))} was deleted and created again: collect into another folder."
                 )
             self._close_all()
+            self._mark_current(consumer)
         except KafkaException as error:
             raise RelayError(f"Kafka at {self._kafka.bootstrap} cannot be read: {error.args[0].str()}") from error
         finally:
@@ -207,10 +218,12 @@ class Collector:
 
     def _begin(self, consumer: Consumer) -> None:
         """Finds where to go on in each log."""
+        asked_ms = self._clock.wall_us() // 1000
         found = {
             kind: [_offsets(consumer, topic, self._partitions, at) for at in (OFFSET_BEGINNING, OFFSET_END)]
             for kind, topic in self._topics.items()
         }
+        self._asked_ms, self._ends = asked_ms, found[Kind.HISTORIES][1]
         for partition in self._partitions:
             for kind, topic in self._topics.items():
                 start, end = (offsets[partition] for offsets in found[kind])
@@ -249,6 +262,8 @@ class Collector:
         kind = self._kinds[topic]
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:
+                if kind is Kind.HISTORIES:
+                    self._ended_at[partition] = offset or 0
                 self._unread.pop((kind, partition), None)
             elif error.code() == KafkaError._AUTO_OFFSET_RESET:
                 self._skip_lost(consumer, kind, partition)
@@ -346,6 +361,25 @@ class Collector:
         received = self._snapshot_offsets[partition]
         place = bisect_left(received, before)
         return place < len(received) and received[place] == before
+
+    def _mark_current(self, consumer: Consumer) -> None:
+        """Marks the folder as current once all tombstones up to known ends are applied; asks for new ends hourly."""
+        now_ms = self._clock.wall_us() // 1000
+        if self._ends is None:
+            if now_ms - self._asked_ms >= CURRENT_INTERVAL_MS:
+                self._asked_ms = now_ms
+                # A broker that is away is asked again later.
+                with suppress(KafkaException):
+                    topic = self._topics[Kind.HISTORIES]
+                    self._ends = _offsets(consumer, topic, self._partitions, OFFSET_END)
+            return
+        for partition, end in self._ends.items():
+            rows = self._rows[Kind.HISTORIES, partition]
+            is_written = rows.first == rows.read_to
+            if not is_written or max(rows.read_to, self._ended_at.get(partition, 0)) < end:
+                return
+        self._folder.mark_current(self._asked_ms)
+        self._ends = None
 
     def _close_due(self) -> None:
         full = [

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
-from relaygr.training.collect.deletions import Deletion, Deletions
+from relaygr.training.collect.deletions import KEPT_MS, Deletion, Deletions
 from relaygr.training.collect.folder import (
     MANIFEST,
     METADATA_KEY,
@@ -55,6 +55,8 @@ SCHEMA: Final = pa.schema(
     ]
 )
 ROW_GROUP_ROWS: Final = 131_072
+_DAY_MS: Final = 24 * 3600 * 1000
+_MARGIN_MS: Final = 2 * 3600 * 1000
 _SMALL_ROWS: Final = 16_384
 _JOINED_SHARE: Final = 4
 """A file is joined with a new one that has at least a quarter of its rows, so each row is written a few times only."""
@@ -92,6 +94,12 @@ class CollectedFolder:
     def lost_behaviours(self, partition: int, end_of_histories: int) -> None:
         """Notes that the topic has lost behaviours, which snapshots of workers below this offset carry."""
         self.manifest = self.manifest.with_past_to(partition, end_of_histories)
+        with self._writing():
+            write_manifest(self.path, self.manifest)
+
+    def mark_current(self, at_ms: int) -> None:
+        """Notes that all tombstones from before this time are applied."""
+        self.manifest = replace(self.manifest, current_at_ms=at_ms)
         with self._writing():
             write_manifest(self.path, self.manifest)
 
@@ -200,6 +208,14 @@ def _agreed(path: Path, wanted: Manifest) -> Manifest:
     found = read_manifest(path)
     if found.origin != wanted.origin:
         raise RelayError(f"{path} was collected from {_differences(found.origin, wanted.origin)}: give another folder.")
+    # A new manifest is of this moment.
+    age_ms = wanted.current_at_ms - found.current_at_ms
+    if age_ms > KEPT_MS - _MARGIN_MS:
+        raise RelayError(
+            f"{path} was read to the end {age_ms // _DAY_MS} days ago, and Kafka keeps tombstones for "
+            f"{KEPT_MS // _DAY_MS}: users that were deleted since may stay in it. Remove it and collect into a new "
+            "folder, which snapshots give the past."
+        )
     if wanted.has_ratings and not found.has_ratings:
         found = replace(found, has_ratings=True)
         write_manifest(path, found)

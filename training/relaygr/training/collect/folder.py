@@ -88,6 +88,8 @@ class Manifest:
     past_to: tuple[int, ...]
     """For each partition: snapshots that workers wrote below this offset of the histories carry behaviours that the
     topic of behaviours does not have any more."""
+    current_at_ms: int
+    """All tombstones from before this time were read."""
 
     def with_past_to(self, partition: int, offset: int) -> Manifest:
         """With another offset for one partition."""
@@ -107,7 +109,8 @@ def read_manifest(folder: Path) -> Manifest:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["layout"] != LAYOUT:
             raise RelayError(f"{path} has layout {found['layout']!r}, this version reads {LAYOUT}: use its version.")
-        return Manifest(Origin(**found["origin"]), bool(found["has_ratings"]), tuple(map(int, found["past_to"])))
+        past_to = tuple(map(int, found["past_to"]))
+        return Manifest(Origin(**found["origin"]), bool(found["has_ratings"]), past_to, int(found["current_at_ms"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RelayError(f"{path} cannot be read ({error}): collect into a new folder.") from error
 
