@@ -65,6 +65,7 @@ LONGEST = (
     "tests/benchmarks/test_pipeline.py",
     "tests/benchmarks/test_overload.py",
     "tests/workers/test_executor_order.py",
+    "tests/training/test_collect.py",
     "tests/streams/test_rotation.py",
     "tests/streams/test_trigger_app.py",
     "tests/workers/test_engine_contract.py",

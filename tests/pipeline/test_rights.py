@@ -36,7 +36,8 @@ from relaygr.client.outcome import DeliveryReport
 from relaygr.client.publisher import EventPublisher
 from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.devbroker.local import free_ports
-from relaygr.kafka.admin import create_topics
+from relaygr.interactions import read_interactions
+from relaygr.kafka.admin import create_topics, require_topics
 from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.clients import ProducerKind, make_admin, make_producer
 from relaygr.kafka.rights import Resource, Right, Role, missing_rights, require_rights, rights_of
@@ -45,6 +46,9 @@ from relaygr.processes import CommandProcess
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.topics import Topic
+from relaygr.training.collect.collector import Closing, Collector, manifest_of
+from relaygr.training.collect.files import opened
+from relaygr.training.collect.records import TimeRules
 from tests.worlds.own_broker import own_broker
 from tests.worlds.relay import Relay, candidates_of, environment, history_of, jobs_done, new_user, wait_until
 
@@ -61,7 +65,7 @@ OPERATIONS = {
     "AlterConfigs": AclOperation.ALTER_CONFIGS,
 }
 KINDS = {Resource.TOPIC: ResourceType.TOPIC, Resource.GROUP: ResourceType.GROUP}
-PROCESSES = (Role.GATEWAY, Role.TRIGGER, Role.WORKER, Role.LAG, Role.HISTORY_PUBLISHER)
+PROCESSES = (Role.GATEWAY, Role.TRIGGER, Role.WORKER, Role.LAG, Role.HISTORY_PUBLISHER, Role.COLLECTOR)
 KAFKA = KafkaSettings(topic_prefix="rights", group_prefix="rights", partitions=4, connect_timeout_s=30)
 TAKEN: list[dict[Role, tuple[Topic, str]]] = [
     {
@@ -259,6 +263,16 @@ def test_the_whole_relay_runs_with_the_least_rights(guarded: GuardedBroker, mode
         assert KAFKA.workers_group in lag.stdout and KAFKA.trigger_group in lag.stdout
         said = worker.log_tail() + trigger.log_tail()
         assert "authoriz" not in said.lower(), said
+
+
+def test_behaviours_are_collected_with_the_least_rights(guarded: GuardedBroker, tmp_path: Path) -> None:
+    user = new_user()
+    publish_history(guarded.settings(Role.HISTORY_PUBLISHER), user)
+    kafka = guarded.settings(Role.COLLECTOR)
+    require_topics(kafka, Role.COLLECTOR)
+    with opened(tmp_path / "collected", manifest_of(kafka, False), 1000) as folder:
+        found = Collector(kafka, folder, Closing(1000, 60), TimeRules(0), lambda: False).run(follow=False)
+    assert found.reached_end and user in read_interactions(tmp_path / "collected").users
 
 
 @pytest.mark.timeout(900)  # One relay loses ten rights, a few at a time.

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.devbroker import LocalBroker
-from relaygr.interactions import Interactions, read_interactions
+from relaygr.interactions import Interactions, parquet, read_interactions
 from relaygr.kafka.clients import PARTITIONER, make_admin
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
@@ -254,17 +254,36 @@ def test_a_run_goes_on_where_the_folder_ends_and_small_files_are_joined(source: 
     assert (part.first, part.last) == (0, 11)
 
 
-def test_a_file_has_no_more_rows_than_asked(source: Source, folder: Path) -> None:
+def test_a_file_has_no_more_rows_than_asked(source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source.events("ann", 25)
     # A batch of the consumer may be longer than a file: the file ends with the batch.
-    collector_rows = collector_module.BATCH_RECORDS
-    collector_module.BATCH_RECORDS = 5
-    try:
-        collect(source.kafka, folder, file_rows=5)
-    finally:
-        collector_module.BATCH_RECORDS = collector_rows
+    monkeypatch.setattr(collector_module, "BATCH_RECORDS", 5)
+    collect(source.kafka, folder, file_rows=5)
     sizes = [pq.read_metadata(folder / part.name).num_rows for part in parts_of(folder).live]
     assert len(sizes) >= 3 and max(sizes) <= 10 and sum(sizes) == 25
+
+
+def test_a_folder_is_read_while_its_files_are_joined(
+    source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run joins all files as soon as the first batch is read."""
+    other = next(user for user in map(str, range(99)) if source.partition(user) > source.partition("ann"))
+    source.events("ann", 3)
+    source.events(other, 3)
+    collect(source.kafka, folder)
+    source.events("ann", 2, first=3)
+    source.events(other, 2, first=3)
+    take = parquet._FileReader.take
+    joined: list[Collected] = []
+
+    def then_join(self: parquet._FileReader, batch: object) -> None:
+        take(self, batch)
+        if not joined:
+            joined.append(collect(source.kafka, folder))
+
+    monkeypatch.setattr(parquet._FileReader, "take", then_join)
+    assert items(folder, other) == [0, 1, 2] and joined[0].behaviours == 4
+    assert items(folder, other) == [0, 1, 2, 3, 4]
 
 
 def test_bad_messages_are_counted_said_and_skipped(source: Source, folder: Path) -> None:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -54,6 +54,7 @@ _LARGEST_CODE: Final = np.iinfo(np.uint16).max
 _DAY_MS: Final = 24 * 3600 * 1000
 _MS_NAMES: Final = ("timems", "timestampms")
 _NOT_A_ROW: Final = -1
+_TRIES: Final = 10
 _TICKS_A_MS: Final = {"ms": 1, "us": 1000, "ns": 1_000_000}
 
 
@@ -97,9 +98,13 @@ def recognise_parquet(path: Path) -> Layout:
             LayoutKind.PARQUET, "", False, len(columns), 0, 2, 4, codes=3, time_is_ms=True, is_collected=True,
             because="a folder of collected behaviours",
         ))  # fmt: skip
+    if collected:
+        with ExitStack() as stack:
+            first, handle = next(iter(_held(path, stack).items()))
+            with _opened(first, handle) as file:
+                return _with_ratings(path, _layout(first, file.schema_arrow))
     with _opened(files[0]) as file:
-        layout = _layout(files[0], file.schema_arrow)
-    return _with_ratings(path, layout) if collected else layout
+        return _layout(files[0], file.schema_arrow)
 
 
 def _with_ratings(path: Path, layout: Layout) -> Layout:
@@ -109,34 +114,48 @@ def _with_ratings(path: Path, layout: Layout) -> Layout:
 def read_parquet(path: Path, layout: Layout, limits: Limits, on_progress: Progress | None = None) -> Rows:
     """The rows of all files. `on_progress` gets the number of bytes read so far. Raises RelayError."""
     rows = Rows(path, layout, limits)
-    files = parquet_files(path)
     done_bytes = 0
-    for each in files:
-        try:
-            size_bytes = each.stat().st_size
-        except OSError as error:
-            raise RelayError(f"{each} is gone: the folder was changed while it was read. Read it again.") from error
-        with _opened(each) as file:
-            reader = _FileReader(rows, file, each, is_one_of_several=path.is_dir())
-            names = reader.names
-            total = max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(BATCH_ROWS, columns=names):
-                reader.take(batch)
-                if on_progress is not None:
-                    on_progress(done_bytes + size_bytes * reader.read // total)
-        done_bytes += size_bytes
+    with ExitStack() as stack:
+        held = _held(path, stack) if layout.is_collected else dict.fromkeys(parquet_files(path))
+        for each, handle in held.items():
+            with _opened(each, handle) as file:
+                reader = _FileReader(rows, file, each, is_one_of_several=path.is_dir())
+                size_bytes = each.stat().st_size if handle is None else handle.size()
+                total = max(1, file.metadata.num_rows)
+                for batch in file.iter_batches(BATCH_ROWS, columns=reader.names):
+                    reader.take(batch)
+                    if on_progress is not None:
+                        on_progress(done_bytes + size_bytes * reader.read // total)
+            done_bytes += size_bytes
     return rows
 
 
+def _held(path: Path, stack: ExitStack) -> dict[Path, Any]:
+    """The files of a folder that `relaygr train collect` may join meanwhile: they stay readable while they are open."""
+    import pyarrow as pa
+
+    for _ in range(_TRIES):
+        with ExitStack() as opened:
+            try:
+                found = {each: opened.enter_context(pa.OSFile(str(each), "rb")) for each in parquet_files(path)}
+            except FileNotFoundError:
+                continue  # It was joined with another one after the folder was listed.
+            except OSError as error:
+                raise RelayError(f"The files of {path} cannot be opened: {error}.") from error
+            stack.push(opened.pop_all())
+            return found
+    raise RelayError(f"{path} changes all the time: stop what writes it, and read it again.")
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, handle: Any = None) -> Iterator[Any]:
     """The open file. Raises RelayError if it is broken, now or while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         # Old timestamps of 96 bits would overflow in nanoseconds.
-        with pq.ParquetFile(path, coerce_int96_timestamp_unit="ms") as file:
+        with pq.ParquetFile(path if handle is None else handle, coerce_int96_timestamp_unit="ms") as file:
             yield file
     except FileNotFoundError as error:
         raise RelayError(f"{path} is gone: the folder was changed while it was read. Read it again.") from error
