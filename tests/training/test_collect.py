@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -254,13 +255,31 @@ def test_a_run_goes_on_where_the_folder_ends_and_small_files_are_joined(source: 
     assert (part.first, part.last) == (0, 11)
 
 
-def test_a_file_has_no_more_rows_than_asked(source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_has_no_more_rows_than_asked(source: Source, folder: Path) -> None:
     source.events("ann", 25)
-    # A batch of the consumer may be longer than a file: the file ends with the batch.
-    monkeypatch.setattr(collector_module, "BATCH_RECORDS", 5)
     collect(source.kafka, folder, file_rows=5)
     sizes = [pq.read_metadata(folder / part.name).num_rows for part in parts_of(folder).live]
-    assert len(sizes) >= 3 and max(sizes) <= 10 and sum(sizes) == 25
+    assert sizes == [5] * 5
+
+
+def test_rows_that_wait_are_bounded_over_all_partitions(
+    source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector_module, "MOST_ROWS", 7)
+    written: list[int] = []
+    write = files_module.CollectedFolder.write
+
+    def noted(self: files_module.CollectedFolder, *content: Any) -> int:
+        written.append(len(content[2]))
+        return write(self, *content)
+
+    monkeypatch.setattr(files_module.CollectedFolder, "write", noted)
+    users = [f"user-{number}" for number in range(10)]
+    for user in users:
+        source.events(user, 3)
+    collect(source.kafka, folder)
+    assert sum(written) == 30 and max(written) <= 8
+    assert all(items(folder, user) == [0, 1, 2] for user in users)
 
 
 def test_a_folder_is_read_while_its_files_are_joined(

@@ -183,7 +183,7 @@ def collect(
             help="The action codes are ratings, twice the stars, as publish sends those of a log. The folder keeps it.",
         ),
     ] = False,
-    file_rows: Annotated[int, typer.Option(min=1, max=10_000_000, help="The most rows of a file.")] = 1_000_000,
+    file_rows: Annotated[int, typer.Option(min=1, max=10_000_000, help="A file ends after so many rows.")] = 1_000_000,
     file_s: Annotated[
         float, typer.Option("--file-s", min=0.1, help="Write what was read at least every so many seconds.")
     ] = 60.0,

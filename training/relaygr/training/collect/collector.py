@@ -149,6 +149,8 @@ class Collector:
         self._partitions = range(kafka.partitions)
         self._rows: dict[Log, Rows] = {}
         """Where each log is read, with the rows that are in no file."""
+        self._waiting = 0
+        """Rows that are in no file."""
         self._doomed: dict[int, dict[str, Deletion]] = {}
         """Deletions of each partition that are not applied to the files."""
         self._unread: dict[Log, int] = {}
@@ -208,10 +210,6 @@ class Collector:
             consumer.close()
         self._collected.reached_end = not self._unread
         return self._collected
-
-    @property
-    def _waiting(self) -> int:
-        return sum(map(len, self._rows.values()))
 
     def _note_renewed(self, topics: frozenset[str]) -> None:
         self._renewed = topics
@@ -277,12 +275,18 @@ class Collector:
             self._first_at_s = time.monotonic()
         if kind is Kind.HISTORIES and (kind, partition) in self._unread:
             self._snapshot_offsets[partition].append(offset)
+        before = len(rows)
         self._take(kind, partition, rows, message, offset)
+        self._waiting += len(rows) - before
         self._collected.records += 1
         self._done += offset + 1 - rows.read_to
         rows.read_to = offset + 1
         if offset + 1 >= self._unread.get((kind, partition), offset + 2):
             del self._unread[kind, partition]
+        if len(rows) >= self._closing.file_rows:
+            self._close((kind, partition))
+        while self._waiting > MOST_ROWS:
+            self._close(max(self._rows, key=lambda log: len(self._rows[log])))
 
     def _check(self, message: Message) -> None:
         """Raises RelayError for an error that does not end by itself. librdkafka tries on after any other."""
@@ -382,16 +386,8 @@ class Collector:
         self._ends = None
 
     def _close_due(self) -> None:
-        full = [
-            log
-            for log, rows in self._rows.items()
-            if len(rows) >= self._closing.file_rows
-            or (log[0] is Kind.HISTORIES and len(self._doomed.get(log[1], ())) >= self._closing.file_rows)
-        ]
-        for log in full:
-            self._close(log)
-        while self._waiting > MOST_ROWS:
-            self._close(max(self._rows, key=lambda log: len(self._rows[log])))
+        for partition in [each for each, users in self._doomed.items() if len(users) >= self._closing.file_rows]:
+            self._close((Kind.HISTORIES, partition))
         if self._first_at_s is not None and time.monotonic() - self._first_at_s >= self._closing.file_s:
             self._close_all()
 
@@ -417,6 +413,7 @@ class Collector:
         left_out = self._folder.write(kind, partition, rows, doomed)
         self._collected.behaviours += len(rows) - left_out
         self._collected.deleted_rows += left_out
+        self._waiting -= len(rows)
         self._rows[log] = Rows(rows.read_to, rows.read_to)
 
 
