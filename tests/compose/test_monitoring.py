@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import yaml
 
@@ -74,11 +77,39 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_every_panel_names_the_provisioned_source_and_its_queries_apart() -> None:
-    source = yaml.safe_load((COMPOSE / "grafana/provisioning/datasources/prometheus.yaml").read_text(encoding="utf-8"))
-    uid = source["datasources"][0]["uid"]
+def sources(part: Any) -> Iterator[Any]:
+    """Every data source that a part of the dashboard names: of its panels, queries and variables."""
+    if isinstance(part, dict):
+        for key, value in part.items():
+            if key == "datasource":
+                yield value
+            else:
+                yield from sources(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from sources(value)
+
+
+def test_the_dashboard_takes_any_prometheus() -> None:
+    """Each Grafana gives its sources ids of its own, so only the variable may name one."""
+    variables = {variable["name"]: variable for variable in dashboard()["templating"]["list"]}
+    chosen = variables["datasource"]
+    assert (chosen["type"], chosen["query"], chosen["current"]) == ("datasource", "prometheus", {})
+    found = list(sources(dashboard()))
+    assert len(found) > len(panels())
+    assert all(source == {"type": "prometheus", "uid": "${datasource}"} for source in found)
+    assert all(panel["datasource"] for panel in panels())
+    # The variable comes first, since the query of another one needs it.
+    assert next(iter(variables)) == "datasource"
+
+
+def test_compose_provides_a_prometheus_for_the_dashboard() -> None:
+    given = yaml.safe_load((COMPOSE / "grafana/provisioning/datasources/prometheus.yaml").read_text(encoding="utf-8"))
+    assert [(source["type"], source["isDefault"]) for source in given["datasources"]] == [("prometheus", True)]
+
+
+def test_the_queries_of_a_panel_have_names_of_their_own() -> None:
     for panel in panels():
-        assert panel["datasource"]["uid"] == uid
         references = [target["refId"] for target in panel["targets"]]
         assert len(set(references)) == len(references)
 
