@@ -52,9 +52,10 @@ format: $(VENV)/.installed-test ## let ruff write what it asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed-test ## generate messages.md, settings.md, asyncapi.json, test vectors, the chart's files
+docs: $(VENV)/.installed-test ## generate messages.md, settings.md, metrics.md, asyncapi.json, test vectors, the chart's files
 	$(BIN)/python -m relaygr.schemas.reference > docs/messages.md
 	$(BIN)/python -m relaygr.settings_reference > docs/settings.md
+	$(BIN)/python -m relaygr.metrics_reference > docs/metrics.md
 	$(BIN)/python -m relaygr.schemas.asyncapi > docs/asyncapi.json
 	$(BIN)/python -m relaygr.schemas.vectors --write
 	$(BIN)/python -m relaygr.chart_catalogue > compose/helm/relaygr/files/catalogue.yaml

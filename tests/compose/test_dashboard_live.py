@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 
 import pytest
 
 from relaygr.devbroker import LocalBroker
+from relaygr.metrics_reference import metrics_by_process
 from relaygr.schemas.topics import Topic
 from tests.leftovers import owned_by_a_fixture
 from tests.promised import unavailable
@@ -51,9 +55,28 @@ EMPTY = {
 """Query -> why it may have no series in a healthy relay. All others must have something to draw."""
 
 
+ALL = "Gateways, triggers and workers"
+SECTIONS = {
+    "worker": (ALL, "Workers", "The supervisor of a worker with a standby"),
+    "trigger": (ALL, "Triggers"),
+    "lag": ("The lag monitor",),
+    "traffic": (ALL, "Gateways"),
+    "gateway": (ALL, "Gateways", "The HTTP gateway"),
+}
+"""Process -> the sections of docs/metrics.md that have its metrics."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A relay, and the Prometheus that scrapes it. `ports`: of the metrics, by job."""
+
+    prometheus: LivePrometheus
+    ports: dict[str, int]
+
+
 @pytest.fixture(scope="module")
-def prometheus(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePrometheus]:
-    """It scrapes a worker whose standby has taken over, a trigger, the lag monitor and traffic."""
+def watched(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """It scrapes a worker whose standby has taken over, a trigger, the lag monitor, traffic and the HTTP gateway."""
     if shutil.which("prometheus") is None:
         unavailable("prometheus", "prometheus is not installed")
     folder = tmp_path_factory.mktemp("dashboard")
@@ -65,20 +88,27 @@ def prometheus(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactor
         worker = relay.start_worker(command=["worker", "--standby"])
         trigger = relay.start_trigger()
         lag = relay.processes.start("lag", ["lag", "serve"], "lag")
-        relay.await_ready(worker, trigger, lag)
+        gateway = relay.processes.start("gateway", ["gateway"], "gateway", ["gateway.listen_port=0"])
+        relay.await_ready(worker, trigger, lag, gateway)
         # At its end traffic waits so long for the answers that died with the worker.
         settings = ["client.lost_after_ms=5000", *(f"traffic.{name}={value}" for name, value in TRAFFIC.items())]
         traffic = relay.processes.start("traffic", ["traffic"], "traffic", settings)
         stack.enter_context(owned_by_a_fixture(relay.process_ids))
-        targets = {child.name.partition("-")[0]: {child.name: child.port} for child in (worker, trigger, lag, traffic)}
+        children = (worker, trigger, lag, traffic, gateway)
+        targets = {child.name.partition("-")[0]: {child.name: child.port} for child in children}
         live = stack.enter_context(live_prometheus(folder, targets, [ALERTS]))
         # What healthy processes never show: a dead letter, and a successor.
-        with closing(RawGateway(kafka)) as gateway:
-            gateway.send(Topic.RANKING, b"no request")
+        with closing(RawGateway(kafka)) as raw_gateway:
+            raw_gateway.send(Topic.RANKING, b"no request")
         for needed in ("relaygr_dead_letters_total", 'relaygr_cache_entries{tier="dram"} > 0'):
             wait_until(needed, lambda needed=needed: live.shows(needed))
         os.kill(await_pair(worker.port, START_TIMEOUT_S).active, signal.SIGKILL)
-        yield live
+        yield Watched(live, {job: port for job, instances in targets.items() for port in instances.values()})
+
+
+@pytest.fixture(scope="module")
+def prometheus(watched: Watched) -> LivePrometheus:
+    return watched.prometheus
 
 
 def test_every_panel_has_something_to_draw_or_a_reason_for_not(prometheus: LivePrometheus) -> None:
@@ -104,6 +134,23 @@ def test_every_rule_is_evaluated(prometheus: LivePrometheus) -> None:
     rules = prometheus.rules()
     assert rules
     assert {rule["name"]: rule["lastError"] for rule in rules if rule["health"] != "ok"} == {}
+
+
+@pytest.mark.parametrize("job", SECTIONS)
+def test_a_process_serves_metrics_of_its_page_that_promtool_accepts(watched: Watched, job: str) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{watched.ports[job]}/metrics", timeout=10) as answer:
+        page = answer.read().decode()
+    kinds = dict(line.split()[2:4] for line in page.splitlines() if line.startswith("# TYPE "))
+    sections = metrics_by_process()
+    documented = {each.name: each.kind for section in SECTIONS[job] for each in sections[section]}
+    own = {name: kind for name, kind in kinds.items() if name.startswith(("relaygr_", "kafka_"))}
+    assert len(own) > 5
+    assert own.items() <= documented.items()
+    promtool = shutil.which("promtool") or unavailable("promtool", "promtool is not installed")
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=page, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
 def test_only_queries_of_the_dashboard_are_explained() -> None:

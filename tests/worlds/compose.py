@@ -29,6 +29,7 @@ _ENDINGS = {
     "_metric": ("_total",),
     "Gauge": ("",),
     "GaugeMetricFamily": ("",),
+    "QuantilesMetricFamily": ("",),
     "Histogram": ("_bucket", "_sum", "_count"),
 }
 """What makes a metric -> the endings that its name gets in a scrape."""

@@ -48,6 +48,23 @@ B = TypeVar("B")
 log = structlog.get_logger()
 
 
+class HttpMetrics:
+    """The metrics `relaygr_http_*`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.answers = Counter(
+            "relaygr_http_requests_total", "HTTP requests by path and status", ["path", "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "relaygr_http_request_seconds",
+            "Time from the head of an HTTP request to its answer",
+            ["path"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.in_flight = Gauge("relaygr_http_in_flight_requests", "HTTP requests being served", registry=registry)
+
+
 class GatewayApp:
     """The application, around a started client. `asgi` is what a server runs."""
 
@@ -59,17 +76,7 @@ class GatewayApp:
         self._token = settings.token.get_secret_value().encode() if settings.token is not None else None
         self._open = 0
         self._document = document(self._token is not None)
-        self._answers = Counter(
-            "relaygr_http_requests_total", "HTTP requests by path and status", ["path", "status"], registry=registry
-        )
-        self._seconds = Histogram(
-            "relaygr_http_request_seconds",
-            "Time from the head of an HTTP request to its answer",
-            ["path"],
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
-        self._in_flight = Gauge("relaygr_http_in_flight_requests", "HTTP requests being served", registry=registry)
+        self._metrics = HttpMetrics(registry)
         self.asgi = Starlette(
             routes=[
                 Route("/v1/retrieval", self._retrieval, methods=["POST"]),
@@ -116,8 +123,8 @@ class GatewayApp:
             log.exception("a call failed", path=path)
             message = "the gateway failed; its log has the cause"
             answer = Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", message).answer
-        self._answers.labels(path, str(int(answer.status))).inc()
-        self._seconds.labels(path).observe(time.monotonic() - began_s)
+        self._metrics.answers.labels(path, str(int(answer.status))).inc()
+        self._metrics.seconds.labels(path).observe(time.monotonic() - began_s)
         return Response(
             write_body(encoding, answer.content), answer.status, dict(answer.headers), media_type=encoding.value
         )
@@ -180,12 +187,12 @@ class GatewayApp:
             message = f"{most} requests are being served (gateway.max_requests): send fewer at once"
             raise retry_later(HTTPStatus.TOO_MANY_REQUESTS, "too_many_requests", message)
         self._open += 1
-        self._in_flight.set(self._open)
+        self._metrics.in_flight.set(self._open)
         try:
             yield
         finally:
             self._open -= 1
-            self._in_flight.set(self._open)
+            self._metrics.in_flight.set(self._open)
 
     async def _body(self, body: type[B], request: Request) -> B:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()

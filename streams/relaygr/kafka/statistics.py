@@ -18,6 +18,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from relaygr.runtime.quantile_metric import QuantilesMetricFamily
+
 _log = structlog.get_logger()
 
 MAX_CLIENTS: Final = 64
@@ -123,14 +125,16 @@ class KafkaStatistics(Collector):
             "Messages that no broker has acknowledged yet",
             labels=_CLIENT,
         )
-        size = GaugeMetricFamily("relaygr_kafka_queue_bytes", "Bytes of these messages", labels=_CLIENT)
+        size = GaugeMetricFamily(
+            "relaygr_kafka_queue_bytes", "Bytes of the messages that no broker has acknowledged yet", labels=_CLIENT
+        )
         again = CounterMetricFamily(
             "relaygr_kafka_messages_sent_again_total", "Messages that librdkafka sent again by itself", labels=_CLIENT
         )
-        rtt = GaugeMetricFamily(
+        rtt = QuantilesMetricFamily(
             "relaygr_kafka_broker_rtt_seconds",
-            "Round trip of the requests of the last interval, by quantile; a fetch waits for messages",
-            labels=[*_BROKER, "quantile"],
+            "Round trip of the requests of the last interval; a fetch waits for messages",
+            labels=_BROKER,
         )
         throttle = GaugeMetricFamily(
             "relaygr_kafka_broker_throttle_seconds",
@@ -155,8 +159,7 @@ class KafkaStatistics(Collector):
             again.add_metric(labels, client.sent_again)
             for broker in client.brokers:
                 labels = [client.client, client.type, broker.broker]
-                rtt.add_metric([*labels, "0.5"], broker.rtt_p50_s)
-                rtt.add_metric([*labels, "0.99"], broker.rtt_p99_s)
+                rtt.add_quantiles(labels, {"0.5": broker.rtt_p50_s, "0.99": broker.rtt_p99_s})
                 throttle.add_metric(labels, broker.throttle_s)
                 waiting.add_metric(labels, broker.waiting_requests)
                 timeouts.add_metric(labels, broker.timeouts)

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.admission.lead import LeadQuantiles
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
+from relaygr.runtime.quantile_metric import QuantilesMetricFamily
 from relaygr.schemas.messages import DEFAULT_SCENARIO, FailureReason, Path
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.work import JobOutcome
@@ -59,10 +60,10 @@ class PredictionCollector(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        ratios = GaugeMetricFamily(
+        ratios = QuantilesMetricFamily(
             "relaygr_worker_prediction_ratio",
-            "Predicted / measured device time of the last work of a stage, by quantile",
-            labels=["stage", "quantile"],
+            "Predicted / measured device time of the last work of a stage",
+            labels=["stage"],
         )
         slowdowns = GaugeMetricFamily(
             "relaygr_worker_slowdown_ratio",
@@ -82,10 +83,9 @@ class PredictionCollector(Collector):
             quality = self._read(stage)
             if quality is not None:
                 slowdowns.add_metric([stage], quality.slowdown)
-                for quantile, ratio in (
-                    ("0.1", quality.ratio_p10), ("0.5", quality.ratio_p50), ("0.9", quality.ratio_p90),
-                ):  # fmt: skip
-                    ratios.add_metric([stage, quantile], ratio)
+                ratios.add_quantiles(
+                    [stage], {"0.1": quality.ratio_p10, "0.5": quality.ratio_p50, "0.9": quality.ratio_p90}
+                )
         yield ratios
         yield slowdowns
         yield by_length
@@ -100,22 +100,19 @@ class LeadTimeCollector(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        seconds = GaugeMetricFamily(
+        seconds = QuantilesMetricFamily(
             "relaygr_worker_lead_seconds",
-            "Time from the start of retrieval to the ranking request, of recent jobs, by quantile",
-            labels=["scenario", "quantile"],
+            "Time from the start of retrieval to the ranking request, of recent jobs",
+            labels=["scenario"],
         )
-        shares = GaugeMetricFamily(
+        shares = QuantilesMetricFamily(
             "relaygr_worker_lead_share",
-            "Measured / expected time from the start of retrieval to the ranking request, by quantile",
-            labels=["scenario", "quantile"],
+            "Measured / expected time from the start of retrieval to the ranking request, of recent jobs",
+            labels=["scenario"],
         )
         for scenario, lead in self._read().items():
-            for quantile, lead_us, share in (
-                ("0.1", lead.low_us, lead.low_share), ("0.5", lead.median_us, lead.median_share),
-            ):  # fmt: skip
-                seconds.add_metric([scenario, quantile], lead_us / 1e6)
-                shares.add_metric([scenario, quantile], share)
+            seconds.add_quantiles([scenario], {"0.1": lead.low_us / 1e6, "0.5": lead.median_us / 1e6})
+            shares.add_quantiles([scenario], {"0.1": lead.low_share, "0.5": lead.median_share})
         yield seconds
         yield shares
 

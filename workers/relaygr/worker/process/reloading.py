@@ -94,6 +94,14 @@ class NewModel:
     """The outcome that its swap is counted as."""
 
 
+def reloads_counter(registry: CollectorRegistry) -> Counter:
+    """The metric `relaygr_model_reloads_total`, with a series for each outcome."""
+    reloads = Counter("relaygr_model_reloads_total", "Model reloads by outcome", ["outcome"], registry=registry)
+    for outcome in ReloadOutcome:
+        reloads.labels(outcome.value)
+    return reloads
+
+
 class ModelReloading:
     """Counts and carries out reloads. Belongs to the main thread."""
 
@@ -109,11 +117,7 @@ class ModelReloading:
         self._due_us: int | None = None
         self._settings = settings
         self._prepared = prepared
-        self._reloads = Counter(
-            "relaygr_model_reloads_total", "Model reloads by outcome", ["outcome"], registry=registry
-        )
-        for outcome in ReloadOutcome:
-            self._reloads.labels(outcome.value)
+        self._reloads = reloads_counter(registry)
         self._requested = False
         self._state = ReloadState.IDLE
         self._loaded: NewModel | None = None
