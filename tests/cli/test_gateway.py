@@ -37,7 +37,7 @@ from relaygr.devbroker.local import free_ports
 from relaygr.gateway import server as gateway_server
 from relaygr.gateway.answers import refused_by_client
 from relaygr.gateway.bodies import BadBody, Encoding, RankBody, RetrievalBody, read_body
-from relaygr.gateway.openapi import document
+from relaygr.gateway.openapi import document, page
 from relaygr.gateway.server import run_gateway
 from relaygr.gateway.settings import GatewaySettings
 from relaygr.kafka.settings import KafkaSettings
@@ -514,6 +514,26 @@ def test_answers_examples_and_the_page_agree_with_the_document(door: Door) -> No
     connection.close()
     assert f"curl -s http://127.0.0.1:{door.port}/v1/rank" in page
     assert "http://" not in page.replace(f"http://127.0.0.1:{door.port}", "") and "<script" not in page
+
+
+def test_the_page_names_fixed_values_as_json_writes_them() -> None:
+    """It said `one of False`."""
+    shown = page(document(needs_token=False), "http://gateway")
+    assert "always <code>false</code>" in shown and "False" not in shown
+    assert "one of <code>&quot;ranked&quot;</code>, <code>&quot;expired&quot;</code>" in shown
+
+
+def test_tools_learn_of_the_document_where_to_send_calls_by_which_name_and_with_what_token() -> None:
+    for needs_token, security in ((False, []), (True, [{"token": []}])):
+        found = document(needs_token)
+        assert [server["url"] for server in found["servers"]] == ["/"]
+        assert found["security"] == security
+        schemes = found["components"].get("securitySchemes", {})
+        assert {name: (each["type"], each["scheme"]) for name, each in schemes.items()} == (
+            {"token": ("http", "bearer")} if needs_token else {}
+        )
+        names = [call["operationId"] for path in found["paths"].values() for call in path.values()]
+        assert names == ["announceImpression", "rankCandidates"]
 
 
 def test_the_schemas_of_the_document_are_schemas() -> None:

@@ -58,11 +58,22 @@ def document(needs_token: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "RelayGR gateway", "version": __version__, "description": _ABOUT},
+        # Relative, since only the caller knows the scheme and the host by which it reaches the gateway.
+        "servers": [{"url": "/", "description": "the gateway that serves this document"}],
+        "security": [{"token": []}] if needs_token else [],
         "paths": {
             "/v1/retrieval": _path(
-                "Announce an impression", "RetrievalBody", "202", "the event is on its way", "Accepted", {}
+                "announceImpression",
+                "Announce an impression",
+                "RetrievalBody",
+                "202",
+                "the event is on its way",
+                "Accepted",
+                {},
             ),
-            "/v1/rank": _path("Rank candidates", "RankBody", "200", "the scores", "RankOutcome", _RANK_REFUSALS),
+            "/v1/rank": _path(
+                "rankCandidates", "Rank candidates", "RankBody", "200", "the scores", "RankOutcome", _RANK_REFUSALS
+            ),
         },
         "components": {
             "schemas": {
@@ -99,13 +110,14 @@ def document(needs_token: bool) -> dict[str, Any]:
         },
     }
     if needs_token:
-        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"token": []}]
+        found["components"]["securitySchemes"] = {
+            "token": {"type": "http", "scheme": "bearer", "description": "the setting gateway.token"}
+        }
     return found
 
 
 def _path(
-    summary: str, body: str, status: str, meaning: str, answer: str, refusals: Mapping[str, str]
+    name: str, summary: str, body: str, status: str, meaning: str, answer: str, refusals: Mapping[str, str]
 ) -> dict[str, Any]:
     responses = {status: {"description": meaning, "content": _content(answer)}}
     for code, text in sorted({**_REFUSALS, **refusals}.items()):
@@ -116,6 +128,7 @@ def _path(
     request = {"required": True, "content": _content(body, _EXAMPLES[body])}
     return {
         "post": {
+            "operationId": name,
             "summary": summary,
             "parameters": [_BUDGET, _TRACEPARENT],
             "requestBody": request,
@@ -163,7 +176,7 @@ def _lines(found: Mapping[str, Any], address: str) -> Iterator[str]:
     yield f"<p>{html.escape(found['info']['description'])}</p>"
     yield '<p><a href="openapi.json">The OpenAPI document</a></p>'
     schemas = found["components"]["schemas"]
-    token = " -H 'authorization: Bearer TOKEN'" if "security" in found else ""
+    token = " -H 'authorization: Bearer TOKEN'" if found["security"] else ""
     for path, methods in found["paths"].items():
         call = methods["post"]
         media = call["requestBody"]["content"][Encoding.JSON.value]
@@ -189,10 +202,16 @@ def _table(schemas: Mapping[str, Any], name: str) -> Iterator[str]:
         needed = "<small>required</small>" if field in schemas[name]["required"] else ""
         inner = [each["$ref"].removeprefix(REFERENCE) for each in (schema, *schema.get("allOf", ())) if "$ref" in each]
         link = f" <a href='#{inner[0]}'>{inner[0]}</a>" if inner else ""
-        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-        text = schema.get("description") or (f"one of {', '.join(map(str, values))}" if values else "")
+        text = schema.get("description") or _values(schema)
         yield f"<tr><td><code>{field}</code>{needed}</td><td>{_prose(text)}{link}</td></tr>"
     yield "</tbody></table></div>"
+
+
+def _values(schema: Mapping[str, Any]) -> str:
+    """The values that a field may have, as JSON writes them; empty if there are too many to name."""
+    if "const" in schema:
+        return f"always `{json.dumps(schema['const'])}`"
+    return f"one of {', '.join(f'`{json.dumps(value)}`' for value in schema['enum'])}" if "enum" in schema else ""
 
 
 def _prose(text: str) -> str:
