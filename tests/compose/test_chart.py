@@ -401,6 +401,19 @@ def test_prometheus_gets_the_alert_rules_of_compose(helm: Helm) -> None:
     assert (CHART / "files" / "alerts.yaml").read_bytes() == ALERTS.read_bytes()
 
 
+def test_alerts_link_to_the_runbooks_that_the_operator_serves(helm: Helm) -> None:
+    served = "https://docs.example.com/alerts.html"
+    chart = helm.render(merged(CASES["everything"], {"monitoring": {"runbooks": served}}))
+    links = [
+        rule["annotations"]["runbook_url"]
+        for group in chart.named("PrometheusRule", "")["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    assert f"{served}#relayrequestslost" in links
+    assert all(link.startswith(f"{served}#") for link in links)
+
+
 def test_prometheus_finds_every_process_under_the_job_that_alerts_name(helm: Helm) -> None:
     chart = helm.render(CASES["everything"])
     monitor = chart.named("ServiceMonitor", "")["spec"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.worlds.compose import (
     ALERTS,
     COMPOSE,
     PROMETHEUS,
+    ROOT,
     alert_expressions,
     dashboard,
     exported_metrics,
@@ -120,8 +122,22 @@ def test_prometheus_scrapes_every_process_that_stays() -> None:
     assert names == set(our_services()) - {"topics", "model"}
 
 
+def alerts() -> list[Any]:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
 def test_every_alert_says_how_grave_it_is_and_what_happened() -> None:
-    for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]:
-        for rule in (each for each in group["rules"] if "alert" in each):
-            assert rule["labels"]["severity"] in {"warning", "critical"}, rule["alert"]
-            assert rule["annotations"]["summary"], rule["alert"]
+    for rule in alerts():
+        assert rule["labels"]["severity"] in {"warning", "critical"}, rule["alert"]
+        assert rule["annotations"]["summary"], rule["alert"]
+
+
+def test_every_alert_has_a_runbook_that_says_what_it_means_what_to_look_at_and_what_to_do() -> None:
+    page = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### (\w+)\n\n(.*?)(?=\n##|\Z)", page, re.DOTALL | re.MULTILINE))
+    assert list(sections) == [rule["alert"] for rule in alerts()]
+    for rule in alerts():
+        # Forges and the site both make the anchor of a heading of one word by writing it small.
+        assert rule["annotations"]["runbook_url"] == f"docs/alerts.md#{rule['alert'].lower()}"
+        assert re.findall(r"^\* \*\*(.*?):\*\*", sections[rule["alert"]], re.MULTILINE) == ["Means", "Look at", "Do"]
