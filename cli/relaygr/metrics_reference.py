@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any, Final
 
@@ -135,7 +135,7 @@ def _definitions_of(collector: Any) -> Iterator[MetricDefinition]:
 
 
 def _make_worker_metrics(registry: CollectorRegistry) -> None:
-    nothing = TierStats(*(0,) * 9)
+    nothing = TierStats(*(0,) * len(fields(TierStats)))
     stats = CacheStats(hbm=nothing, dram=nothing, hbm_page_bytes=0, dram_page_bytes=0, leases=0)
     WorkerMetrics(registry)
     PredictionCollector(lambda _: None, registry=registry)

@@ -57,11 +57,11 @@ def test_an_unknown_scenario_that_is_served_fails_a_gate() -> None:
 
 
 def test_a_failed_gate_of_a_machine_that_was_slower_than_when_it_was_measured_says_what_to_do() -> None:
-    slow = PredictionFigures({Stage.PRE: PredictionQuality(1.6, 0.5, 1.0, 1.5)})
+    slow = PredictionFigures({Stage.PRE: PredictionQuality(2.4, 0.5, 1.0, 1.5)})
     runs = (*RUNS[:2], a_run("ads", "shop-ads", "m2", jobs=0, run=replace(RUNS[2].run, predictions=slow)))
     shown = StringIO()
     print_scenarios(Console(file=shown, width=200), ScenarioDemo(runs, gates(runs, REFUSED)))
-    assert "pre-infer took 1.60 times its calibrated time" in shown.getvalue()
+    assert "pre-infer took 2.40 times its calibrated time" in shown.getvalue()
 
 
 def test_the_children_read_the_scenarios_that_the_demo_writes(tmp_path: Path) -> None:

@@ -22,7 +22,15 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.traffic.player import Player
 from relaygr.traffic.population import SyntheticPopulation, history_at, population_of
-from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord, RecordWriter, pack_scores, read_records
+from relaygr.traffic.records import (
+    LOST,
+    NOT_SENT,
+    UNDELIVERED,
+    ImpressionRecord,
+    RecordWriter,
+    pack_scores,
+    read_records,
+)
 from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.traffic.summary import TrafficSummary
@@ -169,7 +177,7 @@ class FakeClient:
             future.set_result(RankOutcome(request_id or "", RankStatus.RANKED, 200_000))
         else:
             future.set_result(RankOutcome(request_id or "", RankStatus.TIMED_OUT, 10))
-            self.on_lost(LostRequest(request_id or "", True))
+            self.on_lost(LostRequest(request_id or "", acknowledged=self.ends == "lost"))
         return future
 
     def drain(self, timeout_s: float) -> bool:
@@ -177,7 +185,10 @@ class FakeClient:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ends", "status"), [("expired", "expired"), ("lost", LOST), ("full", NOT_SENT)])
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [("expired", "expired"), ("lost", LOST), ("undelivered", UNDELIVERED), ("full", NOT_SENT)],
+)
 def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, status: str) -> None:
     records: list[ImpressionRecord] = []
     population = SyntheticPopulation(SETTINGS)

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.scenarios import ScenarioSettings, VariantSettings, deployment_of, variant_of
-from relaygr.cli.model_deploy import CURRENT, deploy, rollback
 from relaygr.client import RankStatus, RelayClient, ScenarioClients
 from relaygr.client.scenarios import kafka_of
+from relaygr.deployment import CURRENT, deploy, rollback
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess, Processes, write_config

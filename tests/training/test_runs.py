@@ -22,7 +22,7 @@ from relaygr.training.ranking import NDCG
 from relaygr.training.runs import STATE_FILE, Run, TrainingOptions
 from relaygr.training.sampling import training_batches
 from relaygr.training.splits import Part, Protocol, split_log
-from relaygr.training.trainer import RankerModel, train
+from relaygr.training.trainer import RankerModel, learning_rate, train
 from relaygr.worker.device import open_device
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.training.made_logs import QUICK, Recorder, cyclic_log, revision_of, with_test_behaviours
@@ -264,3 +264,21 @@ def test_the_time_limit_counts_the_time_before_a_restart(tmp_path: Path) -> None
     later = Recorder()
     trained(run.folder, options=options, recorder=later)
     assert later.epochs == []
+
+
+def test_a_time_limit_ends_training_inside_an_epoch(tmp_path: Path) -> None:
+    finished = trained(tmp_path / "run", options=replace(QUICK, epochs=30, max_minutes=1e-9))
+    assert finished.best_epoch == 0
+    epochs = json.loads((tmp_path / "run" / "metrics.json").read_text())["epochs"]
+    whole = trained(tmp_path / "whole", options=replace(QUICK, epochs=1))
+    assert len(epochs) == 1 and whole.best_epoch == 0
+    one_batch = epochs[0]["loss"]
+    assert one_batch != json.loads((tmp_path / "whole" / "metrics.json").read_text())["epochs"][0]["loss"]
+
+
+def test_the_learning_rate_falls_with_the_epochs_or_with_the_time() -> None:
+    options = replace(QUICK, epochs=11, learning_rate=1.0)
+    assert learning_rate(options, 0, 49, 0.0) == 0.5, "it rises first"
+    assert learning_rate(options, 5, 0, 0.0) == pytest.approx(0.525)
+    assert learning_rate(options, 5, 0, 0.9) == learning_rate(options, 9, 0, 0.0) == pytest.approx(0.145)
+    assert learning_rate(options, 10, 0, 0.0) == learning_rate(options, 1, 0, 3.0) == pytest.approx(0.05)

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
-from relaygr.cli.texts import plain_console
+from relaygr.cli.texts import stdout_console
+from relaygr.runtime.errors import RelayError
 
 DEFAULTS = (
     "log.level=warning",
@@ -30,6 +31,13 @@ def demo(
     ] = "auto",
     interactions: Annotated[
         Path | None, typer.Option(help="An interaction log: real histories.", show_default=False)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with log.inter: play what its 60 longest users did next, with a trained ranker.",
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint to use.", show_default="a random one")] = None,
     deadline_ms: Annotated[
@@ -60,6 +68,8 @@ def demo(
 ) -> None:
     """Run the whole relay on this machine, with the relay on, then off: broker, trigger, two workers and a gateway.
 
+    With --data it trains a ranker for three minutes if DIR/ranker has none, and says what its lists were worth.
+
     The exit code is 1 if a request is lost, if scores on cached prefixes differ from those of full inference, or if
     another gate fails.
     """
@@ -68,13 +78,17 @@ def demo(
     from relaygr.runtime.stop_signals import exit_on_sigterm
 
     exit_on_sigterm()
+    if data is not None and (interactions is not None or model is not None or scenarios):
+        raise RelayError("--data has its own log and model: leave out --interactions, --model and --scenarios.")
     wanted = list(DEFAULTS)
     if interactions is not None:
         wanted.append(f"traffic.interactions={interactions}")
     settings = command_settings(config, bootstrap, [*wanted, *(overrides or [])])
-    console = plain_console()
+    console = stdout_console()
     stays = console.is_terminal if stay is None else stay
     overridden = PlanOverrides(deadline_ms, lead_ms, rate, seconds)
-    result = run_demo(console, settings, DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios))
+    folder = None if data is None else data.resolve()
+    options = DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios, folder)
+    result = run_demo(console, settings, options)
     if not result.passed:
         raise typer.Exit(1)

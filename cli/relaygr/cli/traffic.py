@@ -60,6 +60,10 @@ def traffic(
     log = structlog.get_logger()
     settings = command_settings(config, bootstrap, overrides)
     population = population_of(settings.traffic)
+    if settings.traffic.held_out is not None:
+        import torch
+
+        torch.set_num_threads(1)  # The retrieval shares the machine with the workers.
     writer = RecordWriter(out) if out is not None else None
     summary = TrafficSummary()
 

@@ -7,30 +7,24 @@ Commands import torch only when they run, so that `--help` answers without it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption, command_settings
 from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
-from relaygr.interactions import Limits, joined, log_bytes, read_interactions, require_pyarrow
+from relaygr.interactions import require_pyarrow
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
 from relaygr.runtime.stop_signals import StopSignals, exit_on_sigterm
+from relaygr.training_progress import EpochLines, progress_bars, read_training_log
 
 if TYPE_CHECKING:
-    from relaygr.interactions import Interactions
     from relaygr.training.collect.collector import Collected
     from relaygr.training.lengths import Worth
-    from relaygr.training.logs import Log
     from relaygr.training.pipeline import Finished
-    from relaygr.training.trainer import EpochRecord
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train a ranker; measure what longer histories are worth."
@@ -73,9 +67,7 @@ def ranker(
     test_users: Annotated[int, typer.Option(min=0, help="The most users of the test; 0: all.")] = 0,
     max_minutes: Annotated[
         float,
-        typer.Option(
-            min=0.0, help="Stop training after the epoch in which this time is over; 0: never.", show_default="0"
-        ),
+        typer.Option(min=0.0, help="Stop training when this time is over; 0: never.", show_default="0"),
     ] = 0.0,
     baselines: Annotated[
         bool, typer.Option("--baselines/--no-baselines", help="Fit iALS and item neighbours, too.")
@@ -109,9 +101,9 @@ def ranker(
     console = plain_console(stderr=as_json, soft_wrap=True)
     if run.is_finished:
         raise RelayError(f"{out} has a finished run: see checkpoint/README.md in it, or give another folder.")
-    log = _read(logs, max_bad_lines, console)
-    with _bars() as bars:
-        progress = RunProgress(_Watcher(bars, console, epochs), bars.began, bars.stepped)
+    log = read_training_log(logs, max_bad_lines, console)
+    with progress_bars() as bars:
+        progress = RunProgress(EpochLines(bars, console, epochs), bars.began, bars.stepped)
         finished = train_ranker(log, logs, options, run, progress, with_baselines=baselines)
     if as_json:
         print_json(finite(asdict(finished)))
@@ -152,10 +144,10 @@ def evaluate(
     run = Run(folder)
     described, options = run.described(), run.options()
     console = plain_console(stderr=as_json, soft_wrap=True)
-    log = usable(_read(logs or [Path(path) for path in described["paths"]], max_bad_lines, console))
+    log = usable(read_training_log(logs or [Path(path) for path in described["paths"]], max_bad_lines, console))
     run.require_log(log)
     asked = Asked(min_behaviours, candidates, tuple(sorted(deadline_ms or ())), threads)
-    with _bars() as bars:
+    with progress_bars() as bars:
         worth = evaluate_lengths(split_log(log, options.protocol), run, asked, bars.began, bars.stepped)
     run.write_json("lengths.json", worth.as_json())
     plot_lengths(
@@ -208,7 +200,7 @@ def collect(
     require_topics(settings, Role.COLLECTOR)
     stopping = StopSignals()
     rules = TimeRules(int(settings.worker.history_max_ahead_s * 1000))
-    with opened(folder, manifest_of(settings, ratings), file_rows) as opened_folder, _bars() as bars:
+    with opened(folder, manifest_of(settings, ratings), file_rows) as opened_folder, progress_bars() as bars:
         started_s = time.monotonic()
 
         def show(seen: Seen) -> None:
@@ -241,87 +233,6 @@ def _collected_text(found: Collected, folder: Path) -> str:
     if not found.reached_end:
         texts.append("Stopped before the end: the same command goes on")
     return ". ".join(texts) + "."
-
-
-def _read(paths: list[Path], max_bad_lines: int, console: Console) -> Log:
-    from relaygr.training.logs import Log
-
-    parts: list[Interactions] = []
-    for path in paths:
-        with _bars() as bars:
-            bars.began(f"reading {path.name}", log_bytes(path))
-            parts.append(read_interactions(path, Limits(max_bad_lines=max_bad_lines), bars.reached))
-        report = parts[-1].report
-        console.print(
-            f"{path.name}: {report.layout.kind}, {report.interactions:,} behaviours, {report.users:,} users, "
-            f"{report.items:,} items, {len(report.bad_lines):,} bad lines"
-        )
-        for bad in report.bad_lines[:5]:
-            console.print(f"  line {bad.number}: {bad.reason}")
-    layouts = [part.report.layout for part in parts]
-    whole = joined(parts)
-    return Log(
-        whole.users,
-        whole.starts,
-        whole.behaviours.items,
-        whole.behaviours.actions,
-        whole.behaviours.timestamps_ms,
-        has_times=all(layout.has_times for layout in layouts),
-        has_ratings=all(layout.has_ratings for layout in layouts),
-    )
-
-
-class _Bars:
-    """One bar at a time, on standard error."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None, visible=False)
-
-    def began(self, name: str, steps: int) -> None:
-        self._progress.reset(self._task, description=name, total=steps or None, visible=True)
-
-    def total(self, steps: int) -> None:
-        self._progress.update(self._task, total=steps or None, visible=True)
-
-    def stepped(self) -> None:
-        self._progress.advance(self._task)
-
-    def reached(self, done: int) -> None:
-        self._progress.update(self._task, completed=done)
-
-    def share(self, share: float, text: str) -> None:
-        self._progress.update(self._task, completed=share, description=text)
-
-
-class _Watcher:
-    """The epoch's bar with its loss, and a line for each epoch."""
-
-    def __init__(self, bars: _Bars, console: Console, epochs: int) -> None:
-        self._bars, self._console, self._epochs = bars, console, epochs
-        self._epoch = -1
-        self._best = 0.0
-
-    def step(self, epoch: int, share: float, loss: float) -> None:
-        if epoch != self._epoch:
-            self._bars.began("", 1)
-            self._epoch = epoch
-        best = f", best validation NDCG@10 {self._best:.4f}" if self._best else ""
-        self._bars.share(share, f"epoch {epoch + 1} of {self._epochs}, loss {loss:.3f}{best}")
-
-    def epoch_ended(self, record: EpochRecord) -> None:
-        self._best = max(self._best, record.ndcg)
-        self._console.print(
-            f"epoch {record.epoch + 1:3}  loss {record.loss:.4f}  next {record.next_loss:.4f}  "
-            f"validation NDCG@10 {record.ndcg:.4f}  {record.seconds:.0f} s"
-        )
-
-
-@contextmanager
-def _bars() -> Iterator[_Bars]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield _Bars(progress)
 
 
 def _print_finished(finished: Finished, out: Path) -> None:

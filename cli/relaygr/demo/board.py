@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,6 +27,7 @@ from relaygr.demo.summary import (
     ScoreComparison,
     latency_summary,
     slow_machine,
+    verdict,
 )
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.monitor import LagMonitor
@@ -36,6 +38,9 @@ from relaygr.schemas.messages import Outcome, Path
 from relaygr.traffic.records import ImpressionRecord, in_time, parse_record
 from relaygr.ui.model import ranges
 from relaygr.ui.scrape import Reading
+
+if TYPE_CHECKING:
+    from relaygr.demo.quality import QualityComparison
 
 REFRESH_S = 0.5
 PLAIN_INTERVAL_S = 5.0
@@ -105,7 +110,10 @@ class Board:
         trigger: CommandProcess | None,
         owners: Owners,
         lag_lines: LagLines,
+        expected: int = 0,
     ) -> None:
+        """`expected`: the requests of the run; 0: not known."""
+        self._of_expected = f" of {expected:,}" if expected else ""
         self._console = console
         self._title = title
         self._budget_ms = budget_ms
@@ -149,13 +157,13 @@ class Board:
         late = sum(not in_time(record) for record in records)
         mix = ", ".join(f"{path} {count}" for path, count in _path_mix(records).most_common())
         return (
-            f"{elapsed}, {len(records)} answered, {late} late, "
+            f"{elapsed}, {len(records)}{self._of_expected} answered, {late} late, "
             f"P50 {_latency(recent.p50_ms)}, P99 {_latency(recent.p99_ms)} of {self._budget_ms} ms; {mix}"
         )
 
     def _draw(self) -> RenderableType:
         readings = [read_metrics(worker.port) for worker in self._workers]
-        parts: list[RenderableType] = [self._gateway_table(), self._worker_table(readings)]
+        parts: list[RenderableType] = [self._gateway_lines(), self._worker_table(readings)]
         if self._trigger is not None:
             parts.append(_decisions(read_metrics(self._trigger.port)))
         lag = self._lag_lines()
@@ -163,42 +171,30 @@ class Board:
             parts.append(Text("lag        " + "   ".join(lag), style="dim"))
         return Group(*parts)
 
-    def _gateway_table(self) -> Table:
+    def _gateway_lines(self) -> Text:
         records = self._records.records
         elapsed_s = time.monotonic() - self._started_s
+        text = Text(f"{self._title}  ·  {elapsed_s:.0f} s", style="bold")
+        if not records:
+            return text.append("  ·  no request has ended yet", style="not bold")
         recent = latency_summary(records[-_WINDOW:])
-        table = Table(title=f"{self._title}  ·  {elapsed_s:.0f} s", title_justify="left", expand=False)
-        for name in ("answered", "per s", "late", "P50", "P99", "deadline", *(str(path) for path in Path), "other"):
-            table.add_column(name, justify="right")
-        mix = _path_mix(records)
         late = sum(not in_time(record) for record in records)
-        table.add_row(
-            str(len(records)),
-            f"{len(records) / elapsed_s:.1f}" if elapsed_s else "",
-            f"{late / len(records):.1%}" if records else "",
-            _latency(recent.p50_ms),
-            Text(_latency(recent.p99_ms), style="red" if recent.p99_ms > self._budget_ms else "green"),
-            f"{self._budget_ms} ms",
-            *(_share(mix.get(path, 0), len(records)) for path in Path),
-            str(sum(record.status != Outcome.RANKED for record in records)),
+        text.append(
+            f"  ·  {len(records)}{self._of_expected} answered, {len(records) / elapsed_s:.1f}/s\n"
+            f"late {late / len(records):.1%}   P50 {_latency(recent.p50_ms)}   P99 ",
+            style="not bold",
         )
-        return table
+        text.append(_latency(recent.p99_ms), style="red" if recent.p99_ms > self._budget_ms else "green")
+        text.append(f"   deadline {self._budget_ms} ms\n", style="not bold")
+        mix = _path_mix(records)
+        paths = [f"{path} {mix[path]} ({mix[path] / len(records):.0%})" for path in Path if mix[path]]
+        other = sum(record.status != Outcome.RANKED for record in records)
+        return text.append("   ".join([*paths, *([f"not ranked {other}"] if other else [])]), style="not bold")
 
     def _worker_table(self, readings: Sequence[Reading]) -> Table:
         table = Table(expand=False)
-        for name in (
-            "worker",
-            "owns",
-            "HBM used",
-            "DRAM used",
-            "HBM hits",
-            "reloads",
-            "spills",
-            "appends",
-            "device s",
-            "warm-up s",
-        ):
-            table.add_column(name, justify="left" if name in ("worker", "owns") else "right")
+        for name in ("worker", "partitions", "HBM used", "DRAM used", "hits", "device s"):
+            table.add_column(name, justify="left" if name in ("worker", "partitions") else "right", no_wrap=True)
         owners = self._owners()
         for worker, reading in zip(self._workers, readings, strict=True):
             partitions = owners.get(worker.name, ())
@@ -208,11 +204,7 @@ class Board:
                 _used(reading, "hbm"),
                 _used(reading, "dram"),
                 _hit_ratio(reading),
-                f"{reading.total('relaygr_cache_reloads_total', outcome='published'):.0f}",
-                f"{reading.total('relaygr_cache_spills_ended_total', outcome='published'):.0f}",
-                f"{reading.total('relaygr_cache_appends_total'):.0f}",
                 f"{reading.total('relaygr_worker_device_seconds_total'):.1f}",
-                f"{reading.total('relaygr_worker_device_seconds_total', work_class='warm_up'):.1f}",
             )
         return table
 
@@ -232,10 +224,6 @@ def _latency(latency_ms: float) -> str:
     return "-" if math.isnan(latency_ms) else f"{latency_ms:.1f} ms"
 
 
-def _share(count: int, total: int) -> str:
-    return f"{count} ({count / total:.0%})" if count else "-"
-
-
 def _hit_ratio(reading: Reading) -> str:
     """The share of the worker's look-ups for ranking that found the prefix, or its beginning, in HBM."""
     hits = reading.total("relaygr_cache_hits_total")
@@ -253,27 +241,29 @@ def _used(reading: Reading, tier: str) -> str:
     return f"{1 - unused / total:.0%} of {total / 2**20:.0f} MiB"
 
 
-def print_plan(console: Console, plan: DemoPlan, users: int) -> None:
-    """Prints the calibration, and the plan made from it."""
+def print_plan(console: Console, plan: DemoPlan, users: int, expected: int = 0) -> None:
+    """Prints the calibration, and the plan made from it. `expected`: the requests of each run; 0: not known."""
     workers = "one worker" if plan.workers == 1 else f"{plan.workers} workers"
     console.print(
         f"measured   full inference {plan.full_median_ms:.1f} ms at {plan.history_median} behaviours, "
         f"{plan.full_p90_ms:.1f} ms at {plan.history_p90}; pre-infer {plan.pre_infer_p90_ms:.1f} ms, "
         f"ranking on a cached prefix {plan.hit_ms:.1f} ms at {plan.history_p90}",
-        soft_wrap=True,
     )
     console.print(
         f"plan       {users} users, {plan.rate_per_s} impressions/s on {workers}; deadline "
         f"{plan.budget_ms} ms, lead time {plan.lead_ms} ms; a worker holds {plan.hbm_bytes / 2**20:.0f} MiB of K,V "
         f"in HBM, {plan.dram_bytes / 2**20:.0f} MiB in DRAM",
-        soft_wrap=True,
     )
+    if expected:
+        console.print(
+            f"           {expected:,} test behaviours, twice {expected / plan.rate_per_s / 60:.1f} minutes "
+            "(--seconds N plays fewer)"
+        )
     if plan.cores.is_busy:
         console.print(
             f"busy       other processes use {plan.cores.foreign:.1f} of {plan.cores.usable} cores: the rate is "
             "planned for the rest, and late shares say little. Run the demo on a quiet machine for a fair comparison.",
             style="yellow",
-            soft_wrap=True,
         )
 
 
@@ -284,8 +274,9 @@ def print_summary(
     budget_ms: int,
     comparison: ScoreComparison,
     shown: Sequence[Gate],
+    quality: QualityComparison | None = None,
 ) -> None:
-    """Prints both runs side by side, and the gates."""
+    """Prints both runs side by side, what the lists were worth, and the gates."""
     table = Table(title=f"The same schedule, deadline {budget_ms} ms", title_justify="left")
     table.add_column("")
     table.add_column("relay on", justify="right")
@@ -324,19 +315,44 @@ def print_summary(
         f"scores     {comparison.compared} requests compared with full inference, worst error "
         f"{comparison.worst_error:.1e} of the largest score"
     )
+    if quality is not None:
+        _print_quality(console, quality)
     print_gates(console, shown, [relay])
+    console.print(f"\n{verdict(relay, full)}")
 
 
-def print_gates(console: Console, shown: Sequence[Gate], runs: Iterable[RunSummary]) -> None:
+def _print_quality(console: Console, quality: QualityComparison) -> None:
+    console.print(
+        f"choices    {quality.served.behaviours:,} test behaviours of {quality.served.users} users; of "
+        f"{quality.retrieved_share:.1%} the item was among the candidates, the others count 0"
+    )
+    if quality.other_model:
+        console.print(f"           {quality.other_model:,} more were answered by different models, and are left out")
+    table = Table(title="NDCG@10 of the item that the user chose", title_justify="left")
+    for name in ("requests", "n", "relay on", "relay off", "difference", "95 % interval"):
+        table.add_column(name, justify="left" if name == "requests" else "right", no_wrap=True)
+    for name, row in (("all", quality.served), ("both in time", quality.both), ("truncated", quality.on_part)):
+        found, means = row.difference, (f"{each.mean:.3f}" for each in (row.relay, row.full))
+        interval = f"{found.low:+.3f} to {found.high:+.3f}" if row.users > 1 else "one user"
+        values = (*means, f"{found.mean:+.3f}", interval)
+        table.add_row(name, f"{row.behaviours:,}", *(values if row.behaviours else "-" * 4))
+    console.print(table)
+    console.print(
+        "           In the row all, a request without an answer in time counts 0. Truncated are requests that were in "
+        "time in both runs, and without the relay were ranked on a part of the history."
+    )
+
+
+def print_gates(console: Console, shown: Sequence[Gate], runs: Sequence[RunSummary]) -> None:
     """Prints whether each gate of these runs was passed, and what to do if one was not because the machine was slow."""
     for gate in shown:
         mark, note = (("yes", "green") if gate.passed else ("NO ", "red")), ""
         if not gate.judged:
-            mark, note = ("?  ", "yellow"), " (not judged: the machine is busy)"
+            mark, note = ("?  ", "yellow"), " (not judged: the machine is busy or slow)"
         console.print(Text.assemble(mark, f"        {gate.name}: {gate.found}{note}"))
     why = slow_machine(runs, shown)
     if why:
-        console.print(f"slow       {why}", style="yellow", soft_wrap=True)
+        console.print(f"slow       {why}", style="yellow")
 
 
 def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:

@@ -31,7 +31,7 @@ LEAST_BUDGET_MS = 25
 LEAST_LEAD_MS = 100
 TARGET_LOAD = 0.25
 NEW_SHARE = 0.35
-"""The assumed share of impressions whose prefix is computed from its start."""
+"""The assumed share of drawn impressions whose prefix is computed from its start."""
 LEAST_IMPRESSIONS = 280
 """At a low rate the run lasts longer, up to `LONGEST_S`, so that there are enough requests to compare."""
 LONGEST_S = 60.0
@@ -78,9 +78,10 @@ def plan_demo(
     cores: Cores,
     duration_s: float,
     overrides: PlanOverrides,
+    new_share: float = NEW_SHARE,
 ) -> DemoPlan:
     """A plan for users with histories of `lengths` behaviours, each ranked with `scored_tokens`. `duration_s`: the
-    least length of a run.
+    least length of a run. `new_share`: of impressions whose prefix is computed from its start.
 
     Raises ValueError if there is no user.
     """
@@ -94,7 +95,7 @@ def plan_demo(
     )
     lead_ms = overrides.lead_ms or round(max(LEAST_LEAD_MS, 3 * pre_ms * CROWDING))
     workers = min(MOST_WORKERS, cores.usable)
-    cost_ms = (NEW_SHARE * usual.pre_us / 1000 + hit_ms) * CROWDING
+    cost_ms = (new_share * usual.pre_us / 1000 + hit_ms) * CROWDING
     rate_per_s = overrides.rate_per_s or min(40.0, max(1.0, TARGET_LOAD * min(workers, cores.free) * 1000 / cost_ms))
     whole_s = max(duration_s, min(LEAST_IMPRESSIONS / rate_per_s, LONGEST_S))
     pages = [geometry.pages_for(layout.tokens(length)) for length in lengths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ByteSize
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.demo.machine import CoreWatch
-from relaygr.demo.plan import CROWDING, HBM_SHARE, DemoPlan, PlanOverrides, plan_demo
+from relaygr.demo.plan import CROWDING, HBM_SHARE, NEW_SHARE, DemoPlan, PlanOverrides, plan_demo
 from relaygr.devbroker import LocalBroker
 from relaygr.settings import Settings
 from relaygr.traffic.population import Population
@@ -21,6 +22,8 @@ from relaygr.worker.model.engine import load_engine
 
 DEMO_PARTITIONS = 12
 LONGEST_WARM_UP_S = 15.0
+LONGEST_HELD_OUT_S = 600.0
+"""Of a run that plays held-out behaviours."""
 CALIBRATION_FILE = "calibration.json"
 TAIL_ROOM = 64
 """Room in the longest suffix, beside the request's own behaviours, for those that came since the prefix was made."""
@@ -50,9 +53,15 @@ def make_model(folder: Path, settings: Settings, population: Population, layers:
 
 
 def plan_for_this_machine(
-    console: Console, folder: Path, model: Path, settings: Settings, population: Population, overrides: PlanOverrides
+    console: Console,
+    calibration: Path,
+    model: Path,
+    settings: Settings,
+    population: Population,
+    overrides: PlanOverrides,
 ) -> DemoPlan:
     """Calibrates this machine before anything else runs, and makes the plan from the result and the free cores.
+    Writes the calibration that workers use.
 
     The deadline comes from the times of the engine alone, pass after pass. Workers predict with times between which the
     caches are used for other data. Those are longer, and would make the deadline easier.
@@ -74,14 +83,29 @@ def plan_for_this_machine(
         predicting = calibrate(
             engine, QUICK_BUDGET_S, lambda share, text: progress.update(bar, completed=1 + share, description=text)
         )
-    save_calibration(predicting, folder / CALIBRATION_FILE)
+    save_calibration(predicting, calibration)
     longest = engine.limits.max_prefix_behaviours
     lengths = [min(population.first_length(index), longest) for index in range(population.size)]
     scored = settings.traffic.suffix * engine.layout.tokens_per_behaviour + settings.traffic.candidates
-    return plan_demo(
+    held_out = held_out_count(settings, population)
+    plan = plan_demo(
         alone.model, engine.geometry, engine.layout, lengths, scored, watch.cores,
-        settings.traffic.duration_s, overrides,
+        settings.traffic.duration_s, overrides, population.size / held_out if held_out else NEW_SHARE,
     )  # fmt: skip
+    # All held-out behaviours are played, if that does not take too long.
+    return replace(plan, duration_s=overrides.duration_s or LONGEST_HELD_OUT_S) if held_out else plan
+
+
+def expected_count(plan: DemoPlan, settings: Settings, population: Population) -> int:
+    """The requests of a run, as far as they are known before; 0: its impressions are drawn."""
+    return min(held_out_count(settings, population), round(plan.rate_per_s * plan.duration_s))
+
+
+def held_out_count(settings: Settings, population: Population) -> int:
+    """The test behaviours of the users; 0: impressions are drawn."""
+    if settings.traffic.held_out is None:
+        return 0
+    return sum(population.sequence_length(user) - population.first_length(user) for user in range(population.size))
 
 
 def settle_s(settings: Settings, plan: DemoPlan, users: int) -> float:
@@ -94,7 +118,7 @@ def settle_s(settings: Settings, plan: DemoPlan, users: int) -> float:
 
 
 def planned_settings(
-    settings: Settings, plan: DemoPlan, model: Path, folder: Path, broker: LocalBroker, users: int
+    settings: Settings, plan: DemoPlan, model: Path, calibration: Path, broker: LocalBroker, users: int
 ) -> Settings:
     """The settings of every process: those of the user, of the plan, and of the broker."""
     on_broker = broker.settings(settings)
@@ -110,7 +134,7 @@ def planned_settings(
     worker = settings.worker.model_copy(
         update={
             "model": model,
-            "calibration": folder / CALIBRATION_FILE,
+            "calibration": calibration,
             "hbm_bytes": ByteSize(plan.hbm_bytes),
             "dram_bytes": ByteSize(plan.dram_bytes),
             "history_max_bytes": ByteSize(256 << 20),

@@ -12,16 +12,25 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.prompt import Confirm
 
 from relaygr.demo.board import print_plan, print_summary
+from relaygr.demo.data import data_settings, deployed, locked, trained_run
 from relaygr.demo.plan import DemoPlan, PlanOverrides
-from relaygr.demo.prepare import make_model, plan_for_this_machine, planned_settings, settle_s
+from relaygr.demo.prepare import (
+    CALIBRATION_FILE,
+    expected_count,
+    make_model,
+    plan_for_this_machine,
+    planned_settings,
+    settle_s,
+)
 from relaygr.demo.scenarios import ScenarioDemo, plan_deployments, run_scenarios
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gate_views, gates
@@ -33,6 +42,9 @@ from relaygr.traffic.records import read_records
 from relaygr.ui.page import Page
 from relaygr.ui.server import UiServer
 from relaygr.ui.settings import UiSettings
+
+if TYPE_CHECKING:
+    from relaygr.demo.quality import QualityComparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,8 @@ class DemoOptions:
     """Serve the page after the runs until Ctrl-C."""
     scenarios: bool = False
     """Play several scenarios with the relay on, instead of one schedule with and without the relay."""
+    data: Path | None = None
+    """Play the log in this folder (`relaygr.demo.data`) with a trained ranker, instead of a random one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,8 @@ class DemoResult:
     full: RunSummary
     comparison: ScoreComparison
     gates: tuple[Gate, ...]
+    quality: QualityComparison | None = None
+    """NDCG@10 of both runs; None without a log that says what users chose."""
 
     @property
     def passed(self) -> bool:
@@ -70,6 +86,8 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
     """Runs all phases and prints their progress. Raises RelayError for errors that the user can fix."""
     # Before the calibration, which takes a while and which a broker of ours would disturb.
     check_broker(options.broker, _known_bootstrap(settings), settings)
+    if settings.traffic.held_out is not None:
+        raise RelayError("traffic.held_out is for `relaygr traffic`: the demo has --data DIR.")
     if options.scenarios:
         return _run_scenarios(console, settings, options)
     if not options.serve_page:
@@ -100,34 +118,59 @@ def _run_scenarios(console: Console, settings: Settings, options: DemoOptions) -
 
 
 def _run(console: Console, settings: Settings, options: DemoOptions, page: Page | None) -> DemoResult:
-    with _folder(options.keep) as folder:
+    with _folder(options.keep) as folder, nullcontext() if options.data is None else locked(options.data):
+        checkpoint = options.model
+        if options.data is not None:
+            _show_phase(page, "training a ranker, if the folder has none")
+            run = trained_run(console, options.data)
+            settings, checkpoint = data_settings(settings, run.folder), run.checkpoint
+            _show_phase(page, "measuring this machine")
         population = population_of(settings.traffic)
-        model = options.model or make_model(folder / "model", settings, population)
-        plan = plan_for_this_machine(console, folder, model, settings, population, options.overrides)
-        print_plan(console, plan, population.size)
+        checkpoint = checkpoint or make_model(folder / "model", settings, population)
+        calibration = folder / CALIBRATION_FILE
+        plan = plan_for_this_machine(console, calibration, checkpoint, settings, population, options.overrides)
+        model, measured = checkpoint, calibration
+        if options.data is not None:
+            model = deployed(checkpoint, calibration, options.data)
+            measured = model / CALIBRATION_FILE
+            console.print(f"to deploy  relaygr model deploy CHECKPOINT {model.parent}")
+        expected = expected_count(plan, settings, population)
+        print_plan(console, plan, population.size, expected)
         with _broker(console, settings, options) as broker:
             prefix = _own_prefix(console, broker, options.assume_yes)
-            planned = planned_settings(settings, plan, model, folder, broker, population.size)
+            planned = planned_settings(settings, plan, model, measured, broker, population.size)
             relay_file, full_file, reference_file = (
                 folder / f"{name}.jsonl" for name in ("relay", "full", "reference")
             )
 
             def stack(name: str, *, relay: bool) -> DemoStack:
-                if page is not None:
-                    page.set_phase("starting the workers")
+                _show_phase(page, "starting the workers")
+                if options.data is not None:
+                    # Both runs begin with the same checkpoint, whatever was deployed meanwhile.
+                    deployed(checkpoint, calibration, options.data)
                 named = _named(planned, f"{prefix}-{name}")
                 return DemoStack(console, folder, broker, named, relay=relay, workers=plan.workers, page=page)
 
             with stack("relay", relay=True) as running:
                 pause = f"traffic.settle_s={settle_s(planned, plan, population.size)}"
-                relay = running.play("relay on", relay_file, overrides=[pause])
+                relay = running.play("relay on", relay_file, overrides=[pause], expected=expected)
             with stack("full", relay=False) as running:
-                full = running.play("relay off", full_file)
+                full = running.play("relay off", full_file, expected=expected)
                 running.play_reference(reference_file, relay_file)
         comparison = compare_scores(read_records(relay_file), read_records(reference_file))
-        result = DemoResult(plan, relay, full, comparison, gates(relay, full, comparison, plan.cores.is_busy))
-        print_summary(console, relay, full, plan.budget_ms, comparison, result.gates)
-        return result
+        quality = None
+        if options.data is not None:
+            from relaygr.demo.quality import compare_quality  # It imports torch.
+
+            quality = compare_quality(read_records(relay_file), read_records(full_file))
+        judged = gates(relay, full, comparison, plan.cores.is_busy)
+        print_summary(console, relay, full, plan.budget_ms, comparison, judged, quality)
+        return DemoResult(plan, relay, full, comparison, judged, quality)
+
+
+def _show_phase(page: Page | None, phase: str) -> None:
+    if page is not None:
+        page.set_phase(phase)
 
 
 @contextmanager

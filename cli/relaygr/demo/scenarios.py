@@ -93,7 +93,7 @@ def plan_deployments(
         of_deployment = settings.model_copy(update={"traffic": traffic})
         model = make_model(own / "model", of_deployment, population, layers)
         console.print(f"model      of {name}")
-        plan = plan_for_this_machine(console, own, model, of_deployment, population, overrides)
+        plan = plan_for_this_machine(console, own / CALIBRATION_FILE, model, of_deployment, population, overrides)
         shutil.copy(own / CALIBRATION_FILE, model)
         # One worker for each model, and half of the rate.
         plan = replace(plan, workers=1, rate_per_s=round(plan.rate_per_s / 2, 1))
@@ -173,7 +173,9 @@ def _settings_of(
     population: Population,
     prefix: str,
 ) -> Settings:
-    planned = planned_settings(settings, deployment.plan, deployment.model, deployment.folder, broker, population.size)
+    planned = planned_settings(
+        settings, deployment.plan, deployment.model, deployment.folder / CALIBRATION_FILE, broker, population.size
+    )
     topics = scenarios[name].topic_prefix or prefix
     # The histories of all scenarios are the same ones, and no gateway may be ahead of another.
     traffic = planned.traffic.model_copy(update={"growth": 0})

@@ -98,8 +98,8 @@ class DemoStack:
     ) -> None:
         self._cleanup.close()
 
-    def play(self, title: str, records: Path, overrides: Sequence[str] = ()) -> RunSummary:
-        """Plays the schedule once. `overrides` are for the gateway."""
+    def play(self, title: str, records: Path, overrides: Sequence[str] = (), expected: int = 0) -> RunSummary:
+        """Plays the schedule once. `overrides` are for the gateway. `expected`: its requests; 0: not known."""
         before, warm_up_before = self._device_seconds(), self._device_seconds(work_class=WorkClass.WARM_UP.value)
         tail = RecordTail(records)
         gateway = self.begin(records, overrides)
@@ -115,6 +115,7 @@ class DemoStack:
             self._trigger,
             self._owners,
             self._lag.lines if self._lag is not None else tuple,
+            expected,
         )
         board.run(lambda: self.has_ended(gateway))
         warm_up = self._device_seconds(work_class=WorkClass.WARM_UP.value) - warm_up_before

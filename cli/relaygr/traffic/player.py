@@ -5,7 +5,7 @@ version before the retrieval event that names it. A user that starts again is de
 history of a user who comes once is published before the user's retrieval event.
 
 The latency of a request counts from its *scheduled* ranking time, even if the gateway was late. Every request ends as
-exactly one record: answered, answered late, not sent, lost, or open when the player was stopped.
+exactly one record: answered, answered late, not sent, undelivered, lost, or open when the player was stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -27,17 +27,15 @@ from numpy.typing import NDArray
 
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, RelayClient
 from relaygr.client.requests import RankFields
-from relaygr.schemas.messages import MAX_EVENT_BEHAVIOURS, BehaviourEvent, History, HistoryVersion
+from relaygr.schemas.messages import MAX_EVENT_BEHAVIOURS, BehaviourEvent, History, HistoryVersion, RankingResult
 from relaygr.schemas.record import record
 from relaygr.traffic.population import KEPT_SEQUENCES, Population, history_at
-from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord, pack_scores
-from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
+from relaygr.traffic.records import LOST, NOT_SENT, OPEN, UNDELIVERED, ImpressionRecord, pack_scores
+from relaygr.traffic.schedule import HISTORY_LEAD_US, Impression, candidate_source, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 
 log = structlog.get_logger()
 
-HISTORY_LEAD_US = 200_000
-"""Time between the publication of a longer history and the retrieval event that names it."""
 WARM_UP_REQUESTS = 24
 _BACK_PRESSURE_S = 0.02
 _LONGEST_SLEEP_US = 200_000
@@ -48,18 +46,39 @@ OnRecord = Callable[[ImpressionRecord], None]
 
 @dataclass(slots=True)
 class _Request:
-    """A ranking request, and when it was scheduled and sent. What it ranks is there before it is due, as in a gateway
-    that has just retrieved it.
-    """
+    """A ranking request, and when it was scheduled and sent. Its fields are there before it is due."""
 
     impression: Impression
     request_id: str
     user_id: str
-    candidates: NDArray[np.int64]
     fields: RankFields
+    candidates: NDArray[np.int64] | None = None
+    """None: it was not sent yet."""
     scheduled_us: int = 0
     sent_us: int = 0
     budget_us: int = 0
+
+    @property
+    def next_place(self) -> int | None:
+        """The place of the item that the user chose among the candidates; None: not known, or not retrieved."""
+        if self.candidates is None or self.impression.next_item is None:
+            return None
+        places = np.flatnonzero(self.candidates == self.impression.next_item)
+        return int(places[0]) if places.size else None
+
+    @property
+    def next_retrieved(self) -> bool | None:
+        """Whether the item that the user chose is among the candidates; None: it is not known."""
+        is_known = self.candidates is not None and self.impression.next_item is not None
+        return self.next_place is not None if is_known else None
+
+
+def _rank_of(place: int | None, result: RankingResult | None) -> int | None:
+    """How many candidates the answer puts before this one. Equal scores count as before it."""
+    if place is None or result is None or result.scores is None:
+        return None
+    scores = result.scores[:: result.num_tasks]
+    return int((scores >= scores[place]).sum()) - 1
 
 
 class _TimedCall(NamedTuple):
@@ -68,7 +87,8 @@ class _TimedCall(NamedTuple):
     at_us: int
     sequence: int
     number: int
-    begins: bool
+    may_be_left_out: bool
+    """By a player that stops. Then all later calls of the impression are left out, too."""
     make: Callable[[int], None]
 
 
@@ -102,7 +122,7 @@ class Player:
         self._scenario = scenario
         self._population = population
         self._record = record
-        self._candidates = Candidates(settings, population)
+        self._candidates = candidate_source(settings, population)
         self._open: dict[str, _Request] = {}
         # Not a threading.Event: a signal handler must not take a lock that the main thread may hold in its wait.
         self._stopped_s: float | None = None
@@ -118,7 +138,7 @@ class Player:
 
     def play(self) -> None:
         """Publishes the histories, warms up and plays the schedule. Returns when every request has ended."""
-        with self._client:
+        with self._client, closing(self._candidates):
             self._publish_first_histories()
             self._warm_up()
             self._settle()
@@ -132,7 +152,7 @@ class Player:
         The scores are the reference for the scores of another run.
         """
         slots = threading.Semaphore(at_once)
-        with self._client:
+        with self._client, closing(self._candidates):
             self._publish_first_histories()
             self._warm_up()
             for impression in self._chosen(numbers):
@@ -166,13 +186,17 @@ class Player:
                     break
                 for place, (at_us, make) in enumerate(self._calls_of(upcoming, started_us)):
                     heapq.heappush(calls, _TimedCall(at_us, next(sequence), upcoming.number, place == 0, make))
+                if upcoming.next_item is not None:
+                    shown_us = started_us + upcoming.ranking_us + self._settings.budget_ms * 1000
+                    publish = partial(self._publish_next, upcoming)
+                    heapq.heappush(calls, _TimedCall(shown_us, next(sequence), upcoming.number, True, publish))
                 upcoming = next(stream, None)
             if not calls:
                 continue
             call = heapq.heappop(calls)
             if call.number in dropped:
                 continue
-            if self._sleep_until(call.at_us, give_up=call.begins):
+            if self._sleep_until(call.at_us, give_up=call.may_be_left_out):
                 call.make(call.at_us)
             else:
                 dropped.add(call.number)
@@ -191,12 +215,17 @@ class Player:
         retrieval_us, ranking_us = started_us + impression.retrieval_us, started_us + impression.ranking_us
         if self._may_be_new(impression):
             yield retrieval_us - HISTORY_LEAD_US, lambda _: self._publish_version(impression)
-        if self._settings.relay:
-            yield retrieval_us, lambda _: self._begin(impression, request_id)
+        yield retrieval_us, lambda _: self._begin(impression, request_id)
         request = self._request_of(impression, request_id)
         yield ranking_us, lambda at_us: self._rank_on_schedule(request, at_us)
 
     def _begin(self, impression: Impression, request_id: str) -> None:
+        settings = self._settings
+        if settings.relay:
+            self._publish_retrieval(impression, request_id)
+        self._candidates.begin(impression)
+
+    def _publish_retrieval(self, impression: Impression, request_id: str) -> None:
         settings = self._settings
         # A full queue means that the broker is away. The ranking request then takes the full path.
         with suppress(QueueFull):
@@ -220,7 +249,7 @@ class Player:
             "scenario": self._scenario,
         }
         user_id = self._population.user_id(impression.user)
-        return _Request(impression, request_id, user_id, self._candidates.of(impression), fields)
+        return _Request(impression, request_id, user_id, fields)
 
     def _rank_on_schedule(self, request: _Request, at_us: int) -> None:
         if self._comes_once(request.impression.user):
@@ -232,6 +261,7 @@ class Player:
 
         `budget_ms`: its time limit from `scheduled_us` on.
         """
+        request.candidates = self._candidates.of(request.impression)
         request.scheduled_us, request.sent_us = scheduled_us, time.monotonic_ns() // 1000
         request.budget_us = budget_ms * 1000
         request.fields["budget_ms"] = max(1.0, budget_ms - (request.sent_us - scheduled_us) / 1000)
@@ -283,13 +313,22 @@ class Player:
             if self._may_be_new(impression):
                 self._publish(self._history(impression))
             return
-        first = self._population.first_length(user)
-        before, self._lengths[user] = self._lengths.get(user, first), length
-        if length < before:
+        if length < self._lengths.get(user, self._population.first_length(user)):
+            self._lengths[user] = length
             self._when_there_is_room(partial(self._client.tombstone, self._population.user_id(user)))
             self._publish(self._history(impression))
+        self._publish_behaviours(user, length)
+
+    def _publish_next(self, impression: Impression, _: int) -> None:
+        """Publishes what the user chose in the impression."""
+        self._publish_behaviours(impression.user, impression.history_length + 1)
+
+    def _publish_behaviours(self, user: int, length: int) -> None:
+        """Publishes those of the user's first `length` behaviours that were not published before."""
+        before = self._lengths.get(user, self._population.first_length(user))
+        self._lengths[user] = length
         for start in range(before, length, MAX_EVENT_BEHAVIOURS):
-            new = self._history(impression).behaviours[start : min(start + MAX_EVENT_BEHAVIOURS, length)]
+            new = self._population.sequence(user)[start : min(start + MAX_EVENT_BEHAVIOURS, length)]
             event = BehaviourEvent(self._population.user_id(user), new, start)
             self._when_there_is_room(partial(self._client.publish_behaviours, event))
 
@@ -342,7 +381,7 @@ class Player:
         self._write(outcome)
 
     def _lost(self, lost: LostRequest) -> None:
-        self._unanswered(lost.request_id, LOST)
+        self._unanswered(lost.request_id, LOST if lost.acknowledged else UNDELIVERED)
 
     def _unanswered(self, request_id: str, status: str) -> None:
         entry = self._open.pop(request_id, None)
@@ -377,6 +416,7 @@ class Player:
                 send_lag_us=entry.sent_us - entry.scheduled_us,
                 late=True,
                 scheduled_us=entry.scheduled_us,
+                next_retrieved=entry.next_retrieved,
             )
         )
 
@@ -412,6 +452,8 @@ class Player:
                 timings=result.timings if result is not None else None,
                 to_worker_us=result.received_at_us - result.request_sent_at_us if result is not None else None,
                 scores=pack_scores(result.scores) if result is not None and result.scores is not None else None,
+                next_retrieved=entry.next_retrieved,
+                next_rank=_rank_of(entry.next_place, result),
             )
         )
 

@@ -137,7 +137,11 @@ class LogPopulation:
 
 
 def population_of(settings: TrafficSettings) -> Population:
-    """The users that the settings describe. Raises RelayError for an interaction log that cannot be used."""
+    """The users that the settings describe. Raises RelayError for a log or a run that cannot be used."""
+    if settings.held_out is not None:
+        from relaygr.traffic.held_out import held_out_population  # It imports torch.
+
+        return held_out_population(settings.held_out, settings)
     if settings.interactions is None:
         return SyntheticPopulation(settings)
     if settings.new_share:

@@ -20,7 +20,9 @@ from relaygr.schemas.messages import Path as RankingPath
 from relaygr.schemas.record import record
 
 LOST = "lost"
-"""The status of a request that no worker answered."""
+"""The status of a request that Kafka acknowledged and no worker answered."""
+UNDELIVERED = "undelivered"
+"""The status of a request that was not answered, and whose delivery Kafka did not acknowledge within its deadline."""
 NOT_SENT = "not_sent"
 """The status of a request that the client refused because its queue was full. This happens in an outage of Kafka."""
 OPEN = "open"
@@ -60,6 +62,10 @@ class ImpressionRecord:
     """From the sending to the receipt at the worker, by the wall clocks of both."""
     scores: str | None = None
     """float32, little-endian, base64."""
+    next_retrieved: bool | None = None
+    """Whether the item that the user chose was among the candidates; None: not known."""
+    next_rank: int | None = None
+    """How many candidates the answer puts before that item, by the first task; None: not ranked, or not retrieved."""
 
     def score_array(self) -> NDArray[np.float32] | None:
         """The scores, float32 [candidates * tasks]."""
@@ -161,11 +167,15 @@ def read_records(path: Path) -> Iterator[ImpressionRecord]:
 
 
 def numbers_to_compare(path: Path, size: int) -> frozenset[int]:
-    """At most `size` numbers of impressions that were ranked untruncated, spread evenly over the run."""
-    numbers = sorted(
-        record.number
-        for record in read_records(path)
-        if record.scores is not None and record.path != "truncated" and not record.history_stale
+    """At most `size` numbers of impressions that were ranked untruncated by the run's first model, spread evenly."""
+    ranked = sorted(
+        (
+            record
+            for record in read_records(path)
+            if record.scores is not None and record.path != "truncated" and not record.history_stale
+        ),
+        key=lambda record: record.number,
     )
+    numbers = [record.number for record in ranked if record.model_revision == ranked[0].model_revision]
     step = max(1.0, len(numbers) / size)
     return frozenset(numbers[int(place * step)] for place in range(min(size, len(numbers))))

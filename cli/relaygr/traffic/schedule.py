@@ -1,12 +1,14 @@
 """The schedule of impressions: a pure function of settings and population, equal for all systems that are compared.
 
 Open loop: gaps are exponential, users follow a Zipf distribution, lead times are log-normal. A share of the impressions
-(`traffic.new_share`) is by users who come once. The stream is lazy, so it may be endless.
+(`traffic.new_share`) is by users who come once. The stream is lazy, so it may be endless. Test behaviours
+(`traffic.held_out`) are played in the order of each user, users in a random order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +29,50 @@ class Impression:
     ranking_us: int
     history_length: int
     """The length of the history version of its ranking request, which is also the number of the version."""
+    next_item: int | None = None
+    """The item that the user chose in this impression; None: the log does not say."""
+
+
+HISTORY_LEAD_US = 200_000
+"""Time between the publication of a longer history and the retrieval event that names it."""
 
 
 def impressions(settings: TrafficSettings, population: Population) -> Iterator[Impression]:
     """The impressions in the order of their retrieval events, until `duration_s` is over."""
+    return (_drawn if settings.held_out is None else _held_out)(settings, population)
+
+
+def _held_out(settings: TrafficSettings, population: Population) -> Iterator[Impression]:
+    """Each behaviour after a user's first history, once. A user's next impression begins after the behaviour before
+    it was published.
+    """
+    random = np.random.default_rng((settings.seed, 2))
+    lengths = np.array([population.first_length(user) for user in range(population.size)])
+    ends = np.array([population.sequence_length(user) for user in range(population.size)])
+    back_us = np.zeros(population.size)
+    at_us, number = 0.0, 0
+    while (left := ends - lengths).any():
+        at_us += random.exponential(1e6 / settings.rate_per_s)
+        at_us = max(at_us, float(back_us[left > 0].min()))
+        if settings.duration_s and at_us > settings.duration_s * 1e6:
+            return
+        weights = np.cumsum(np.where(back_us <= at_us, left, 0))
+        user = int(weights.searchsorted(random.random() * weights[-1], side="right"))
+        length = int(lengths[user])
+        ranking_us = at_us + _lead_us(random, settings)
+        yield Impression(
+            number, user, int(at_us), int(ranking_us), length, int(population.sequence(user).items[length])
+        )
+        lengths[user] += 1
+        back_us[user] = ranking_us + settings.budget_ms * 1000 + HISTORY_LEAD_US
+        number += 1
+
+
+def _lead_us(random: np.random.Generator, settings: TrafficSettings) -> float:
+    return settings.lead_median_ms * 1000 * float(np.exp(random.normal(0.0, settings.lead_sigma)))
+
+
+def _drawn(settings: TrafficSettings, population: Population) -> Iterator[Impression]:
     random = np.random.default_rng((settings.seed, 2))
     # With random numbers of its own, so that times and leads are the same at every share.
     random_new, new = np.random.default_rng((settings.seed, 4)), population.size
@@ -45,7 +87,7 @@ def impressions(settings: TrafficSettings, population: Population) -> Iterator[I
         user = min(int(cumulative.searchsorted(random.random())), population.size - 1)
         if settings.new_share and random_new.random() < settings.new_share:
             user, new = new, new + 1
-        lead_us = settings.lead_median_ms * 1000 * float(np.exp(random.normal(0.0, settings.lead_sigma)))
+        lead_us = _lead_us(random, settings)
         length = next_length(lengths.get(user), settings, population, user)
         if user < population.size:
             lengths[user] = length
@@ -64,6 +106,29 @@ def next_length(before: int | None, settings: TrafficSettings, population: Popul
     return min(before + settings.growth, most)
 
 
+class CandidateSource(Protocol):
+    """Retrieval: the item ids to rank."""
+
+    def begin(self, impression: Impression) -> None:
+        """At the time of the retrieval event."""
+
+    def of(self, impression: Impression) -> NDArray[np.int64]:
+        """At the time of the ranking request."""
+
+    def close(self) -> None:
+        """After the last request."""
+
+
+def candidate_source(settings: TrafficSettings, population: Population) -> CandidateSource:
+    """How the settings retrieve. Raises RelayError for a run without a checkpoint."""
+    if settings.held_out is None:
+        return Candidates(settings, population)
+    from relaygr.traffic.held_out import FoundCandidates, HeldOutPopulation  # It imports torch.
+
+    assert isinstance(population, HeldOutPopulation)
+    return FoundCandidates(settings.held_out, settings, population)
+
+
 class Candidates:
     """The item ids to rank: for each impression another section of one random order of all items.
 
@@ -78,6 +143,12 @@ class Candidates:
         self._places = items.size
         self._count = settings.candidates
         self._items = np.resize(items, items.size + settings.candidates)
+
+    def begin(self, impression: Impression) -> None:
+        """Nothing has to be searched."""
+
+    def close(self) -> None:
+        """Nothing has to be ended."""
 
     def of(self, impression: Impression) -> NDArray[np.int64]:
         """A pure function of the seed and the impression's number."""

@@ -37,6 +37,11 @@ class TrafficSettings(Section):
     interactions: Path | None = Field(
         None, description="an interaction log, for real histories instead of synthetic ones"
     )
+    held_out: Path | None = Field(
+        None,
+        description="folder of a run of `relaygr train ranker`: its longest users' test behaviours are played, one an "
+        "impression, with candidates that its ranker retrieves; then duration_s 0 means all of them",
+    )
     items: Annotated[int, Field(ge=1, description="synthetic histories: item ids are below this")] = 10_000
     history_median: Annotated[int, Field(ge=1, le=MAX_BEHAVIOURS, description="synthetic histories: median length")] = (
         1024

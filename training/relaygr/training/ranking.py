@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
+from scipy.stats import t as student_t
 from torchmetrics.functional.classification import binary_auroc
 from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
 
@@ -102,6 +103,19 @@ def estimate(values: NDArray[np.float64]) -> Estimate:
     mean = float(known.mean())
     half = _CONFIDENCE * float(known.std(ddof=1)) / math.sqrt(known.size) if known.size > 1 else math.nan
     return Estimate(mean, mean - half, mean + half, int(known.size))
+
+
+def estimate_in_groups(values: NDArray[np.float64], groups: Sequence[str]) -> Estimate:
+    """The mean of all values. For its 95 % interval (Student's t) the groups, such as users, are the sample."""
+    if not values.size:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    mean = float(values.mean())
+    places = np.unique(np.asarray(groups), return_inverse=True)[1]
+    sums = np.bincount(places, weights=values - mean)
+    count = sums.size
+    error = math.sqrt(float(np.square(sums).sum()) * count / (count - 1)) / values.size if count > 1 else math.nan
+    half = float(student_t.ppf(0.975, count - 1)) * error if count > 1 else math.nan
+    return Estimate(mean, mean - half, mean + half, count)
 
 
 def chosen_users(split: Split, most: int, seed: int) -> NDArray[np.int64]:

@@ -64,7 +64,8 @@ class TrainingOptions:
     threads: int = 2
     """Of torch: another number adds in another order."""
     max_minutes: float = 0.0
-    """Training stops after the epoch in which this time is over; 0: never. The result then depends on the machine."""
+    """Training stops when this time is over; 0: never. The learning rate falls with the time, so the result depends on
+    the machine."""
 
 
 class Run:
@@ -82,13 +83,18 @@ class Run:
         """Whether the run's metrics are written, which is its last step."""
         return (self.folder / METRICS_FILE).exists()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the folder has a run, finished or not."""
+        return (self.folder / RUN_FILE).exists()
+
     def begin(self, options: TrainingOptions, log: Log, paths: list[Path]) -> bool:
         """Makes the folder, or finds the same run in it. Returns whether it was there.
 
         Raises RelayError if the folder has another run or other files.
         """
         asked = {"options": asdict(options), "log": describe_log(log)}
-        if (self.folder / RUN_FILE).exists():
+        if self.has_begun:
             found = self.described()
             if different := _differences({key: found.get(key, {}) for key in asked}, asked):
                 raise RelayError(
@@ -115,12 +121,21 @@ class Run:
         except (TypeError, ValueError, KeyError) as error:
             raise RelayError(f"{self.folder / RUN_FILE} is of another release: train again ({error}).") from error
 
+    def log_paths(self) -> list[Path]:
+        """The files of the log: beside the folder, where a copied or moved one has them, else where they were read."""
+        found = []
+        for recorded in self.described()["paths"]:
+            beside = self.folder.resolve().parent / Path(recorded).name
+            found.append(beside if beside.exists() else Path(recorded))
+        return found
+
     def require_log(self, log: Log) -> None:
         """Raises RelayError if this is not the log that the run was trained on."""
         if self.described()["log"]["digest"] != log.digest():
             raise RelayError(
                 f"The log is not the one that {self.folder} was trained on: its digest differs. Behaviours of the "
-                "test part might be in the training part of the other log."
+                "test part might be in the training part of the other log. Give the first log again, or train in a "
+                "new folder."
             )
 
     def read_json(self, name: str) -> dict[str, Any]:

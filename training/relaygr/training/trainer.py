@@ -6,7 +6,8 @@
     retrieval  soft-max over all items (or a sample) of the product of a history's last row and the item's embedding
 
 The retrieval loss trains all rows at once, which the item embeddings need. State is saved after each epoch. An epoch
-depends on its number and the seed alone, so that a run that goes on gives the weights of one that was not interrupted.
+depends on its number and the seed alone, so that a run that goes on gives the weights of one that was not interrupted;
+with a time limit it depends on the machine, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _RETRIEVED: Final = 8192
 """Items of the retrieval soft-max; of a larger vocabulary a random sample of each batch."""
 _WARM_UP_STEPS: Final = 100
 _LAST_RATE: Final = 0.05
-"""The share of the learning rate in the last epoch."""
+"""The share of the learning rate at the end."""
 _LARGEST_GRADIENT: Final = 1.0
 _EXCLUDED: Final = -1e9
 
@@ -124,7 +125,7 @@ def train(split: Split, options: TrainingOptions, run: Run, watcher: Watcher) ->
     while not _is_over(state, options):
         epoch = len(state.epochs)
         started_s = time.monotonic()
-        losses = _train_epoch(split, options, config, state.tensors, optimizer, epoch, watcher)
+        losses = _train_epoch(split, options, config, state.tensors, optimizer, epoch, _Limit(state, options), watcher)
         ndcg = _validated(split, config, state.tensors, users).summary()[NDCG].mean
         of_next, of_liked, of_retrieval = losses.tolist()
         record = EpochRecord(
@@ -149,10 +150,22 @@ _WEIGHTS = np.array([1.0, LIKED_WEIGHT, 1.0])
 """Of the losses of next, liked and retrieval."""
 
 
+class _Limit:
+    """The time that training may take. The time of the epochs before a restart counts."""
+
+    def __init__(self, state: _State, options: TrainingOptions) -> None:
+        self._started_s = time.monotonic() - sum(each.seconds for each in state.epochs)
+        self._limit_s = 60 * options.max_minutes
+
+    @property
+    def used_share(self) -> float:
+        """0 without a limit."""
+        return (time.monotonic() - self._started_s) / self._limit_s if self._limit_s else 0.0
+
+
 def _is_over(state: _State, options: TrainingOptions) -> bool:
-    """Also after a restart: the time of the epochs before it counts."""
     done = len(state.epochs)
-    is_late = options.max_minutes > 0 and sum(each.seconds for each in state.epochs) > 60 * options.max_minutes
+    is_late = done > 0 and _Limit(state, options).used_share >= 1
     return done >= options.epochs or done - 1 - state.best_epoch >= options.patience or is_late
 
 
@@ -163,18 +176,17 @@ def _train_epoch(
     tensors: Tensors,
     optimizer: torch.optim.Optimizer,
     epoch: int,
+    limit: _Limit,
     watcher: Watcher,
 ) -> NDArray[np.float64]:
-    """Returns the mean losses of next, liked and retrieval."""
+    """Returns the mean losses of next, liked and retrieval. Ends early when the time is over."""
     torch.manual_seed(options.seed * 1_000_003 + epoch)
-    decayed = 1 - (1 - _LAST_RATE) * epoch / max(1, options.epochs - 1)
     total = np.zeros(3)
     for number, (share, batch) in enumerate(
         training_batches(split, options.seed, epoch, options.places, options.negatives, options.max_history)
     ):
-        warm = min(1.0, (number + 1) / _WARM_UP_STEPS) if epoch == 0 else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * decayed * warm
+            group["lr"] = learning_rate(options, epoch, number, limit.used_share)
         losses = _losses(config, tensors, batch, options.dropout)
         loss = losses @ torch.from_numpy(_WEIGHTS).float()
         if not bool(torch.isfinite(loss)):
@@ -189,7 +201,18 @@ def _train_epoch(
         optimizer.step()
         total += losses.detach().numpy()
         watcher.step(epoch, share, float(_WEIGHTS @ total) / (number + 1))
+        if limit.used_share >= 1:
+            break
     return total / (number + 1)
+
+
+def learning_rate(options: TrainingOptions, epoch: int, step: int, used_share: float) -> float:
+    """Rises in the first steps of the first epoch, and falls with the epochs, or with the share of the time limit that
+    is used, whichever is more.
+    """
+    warm = min(1.0, (step + 1) / _WARM_UP_STEPS) if epoch == 0 else 1.0
+    done = min(1.0, max(epoch / max(1, options.epochs - 1), used_share))
+    return options.learning_rate * warm * (1 - (1 - _LAST_RATE) * done)
 
 
 def _losses(config: ModelConfig, tensors: Tensors, batch: TrainingBatch, dropout: float) -> torch.Tensor:

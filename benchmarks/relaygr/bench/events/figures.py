@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relaygr.traffic.records import LOST, NOT_SENT, OPEN, ImpressionRecord, in_time, is_whole
+from relaygr.traffic.records import LOST, NOT_SENT, OPEN, UNDELIVERED, ImpressionRecord, in_time, is_whole
 
 BACK_WINDOW_S = 3.0
 """The level of before is back once no window of this length is worse."""
@@ -61,7 +61,7 @@ class Happened:
 
 def is_lost(record: ImpressionRecord) -> bool:
     """Whether nobody answered the request."""
-    return record.status in (LOST, OPEN)
+    return record.status in (LOST, OPEN, UNDELIVERED)
 
 
 def row_of(happened: Happened, records: Sequence[ImpressionRecord], window_s: float, begun_s: float) -> EventRow:

@@ -24,7 +24,7 @@ from pydantic import ByteSize
 from relaygr.admission.latency import LatencyModel
 from relaygr.demo.summary import latency_summary, percentile
 from relaygr.schemas.messages import Path as RankingPath
-from relaygr.traffic.records import LOST, ImpressionRecord, in_time
+from relaygr.traffic.records import LOST, UNDELIVERED, ImpressionRecord, in_time
 from relaygr.worker.model.config import ModelConfig
 
 LOADS = (0.0, 0.6, 0.9)
@@ -287,7 +287,7 @@ def figures_of(
         "offered": offered,
         "late": offered - sum(in_time(each) and not each.history_stale for each in measured),
         "truncated": sum(each.path == RankingPath.TRUNCATED for each in measured),
-        "lost": offered - len(measured) + sum(each.status == LOST for each in measured),
+        "lost": offered - len(measured) + sum(each.status in (LOST, UNDELIVERED) for each in measured),
         "p50_ms": latencies.p50_ms,
         "p99_ms": latencies.offered_p99_ms,
         "hits": _hit_share(measured),

@@ -1,0 +1,122 @@
+"""The revision that the workers of a scenario serve, as a link in a folder.
+
+    FOLDER/REVISION/     config.json, model.safetensors, calibration.json: one folder for each deployed revision
+    FOLDER/current       link to the revision that serves: `worker.model` of the workers is this
+    FOLDER/previous      link to the one before
+
+Each link is replaced in one step. Workers with `worker.model_poll_s` load what `current` names within that time, and
+others at SIGHUP. A revision whose K,V have another form is refused by a running worker, which then keeps its model.
+
+A worker whose setting `worker.calibration` is FOLDER/current/calibration.json refuses a revision without a calibration
+of its own, and says so in its log only. So `deploy` refuses it too, unless it is told that workers calibrate at start.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+from typing import Final
+
+from relaygr.runtime.errors import RelayError
+from relaygr.settings import CALIBRATION_FILE
+
+CURRENT: Final = "current"
+PREVIOUS: Final = "previous"
+
+
+def deploy(checkpoint: Path, folder: Path, *, needs_calibration: bool, calibration: Path | None = None) -> str:
+    """Copies the checkpoint and points `current` at the copy. Returns its revision.
+
+    `calibration`: the file that becomes calibration.json of the copy; None: that of the checkpoint, if it has one.
+    Raises RelayError for a checkpoint that cannot be read, and for one with the calibration of another, or with none
+    though it is needed. Nothing was changed then.
+    """
+    from relaygr.worker.model.checkpoint import load_checkpoint
+
+    # A training job may point a link at its next checkpoint meanwhile.
+    checkpoint = checkpoint.resolve()
+    calibration = calibration or checkpoint / CALIBRATION_FILE
+    revision = load_checkpoint(checkpoint).revision
+    _check_calibration(calibration, checkpoint, revision, needs_calibration)
+    try:
+        _copy(checkpoint, calibration, folder, revision)
+    except OSError as error:
+        raise RelayError(f"{checkpoint} cannot be copied into {folder}: {error}.") from error
+    before = _target(folder, CURRENT)
+    if before != revision:
+        _point(folder, CURRENT, revision)
+        if before is not None:
+            _point(folder, PREVIOUS, before)
+    return revision
+
+
+def _copy(checkpoint: Path, calibration: Path, folder: Path, revision: str) -> None:
+    from relaygr.worker.model.checkpoint import load_checkpoint
+
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / revision
+    if not target.exists():
+        # Renamed when it is whole, so that no worker finds half a checkpoint.
+        partial = folder / f".{revision}.{secrets.token_hex(4)}"
+        try:
+            shutil.copytree(checkpoint, partial)
+            if load_checkpoint(partial).revision != revision:
+                raise RelayError(
+                    f"{checkpoint} was replaced while it was copied: nothing was changed. Deploy it again."
+                )
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    # Also of a revision that was deployed before: it may have been calibrated since.
+    if calibration.exists() and calibration.parent != target.resolve():
+        new = target / f".{CALIBRATION_FILE}.{secrets.token_hex(4)}"
+        shutil.copy2(calibration, new)
+        new.replace(target / CALIBRATION_FILE)
+
+
+def _check_calibration(path: Path, checkpoint: Path, revision: str, needed: bool) -> None:
+    from relaygr.worker.calibration import load_calibration
+
+    if not path.exists():
+        if needed:
+            raise RelayError(
+                f"{path} does not exist: run `relaygr calibrate --model {checkpoint} --out {path}` on a worker's "
+                "machine, or pass --calibrate-at-start if the workers have no worker.calibration."
+            )
+        return
+    measured = load_calibration(path).machine.model_revision
+    if measured != revision:
+        raise RelayError(
+            f"{path} was measured with revision {measured}, but the checkpoint is {revision}: run `relaygr calibrate "
+            f"--model {checkpoint} --out {path}` again."
+        )
+
+
+def rollback(folder: Path) -> str:
+    """Swaps `current` and `previous`. Returns the revision that serves now. Raises RelayError if there is none."""
+    before, now = _target(folder, PREVIOUS), _target(folder, CURRENT)
+    if before is None or now is None or before == now:
+        raise RelayError(
+            f"{folder} has no previous revision: nothing was changed. `relaygr model deploy` adds revisions."
+        )
+    if not (folder / before).is_dir():
+        raise RelayError(f"{folder / before} does not exist any more: nothing was changed.")
+    _point(folder, CURRENT, before)
+    _point(folder, PREVIOUS, now)
+    return before
+
+
+def _target(folder: Path, name: str) -> str | None:
+    link = folder / name
+    return str(link.readlink()) if link.is_symlink() else None
+
+
+def _point(folder: Path, name: str, revision: str) -> None:
+    new = folder / f".{name}.{secrets.token_hex(4)}"
+    try:
+        new.symlink_to(revision, target_is_directory=True)
+        new.replace(folder / name)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise RelayError(f"{folder / name} cannot be made: {error.strerror}.") from error

@@ -1,0 +1,117 @@
+"""The test part of a training run as traffic, with the candidates that its ranker retrieves.
+
+Each test behaviour is one impression: its request is ranked on the behaviours before it, and the behaviour is published
+after it. The candidates are found by exact search over the ranker's item embeddings, from the retrieval event on.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.interactions import Limits, read_interactions
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.traffic.schedule import Impression
+from relaygr.traffic.settings import TrafficSettings
+from relaygr.training.logs import usable
+from relaygr.training.retrieval import ItemSearch
+from relaygr.training.runs import Run
+from relaygr.training.splits import Split, split_log
+from relaygr.training_progress import training_log
+
+
+class HeldOutPopulation:
+    """The users of the log with the most behaviours, the longest first. Each impression is one test behaviour.
+
+    Of a history only the newest `traffic.history_max` behaviours are published.
+    """
+
+    def __init__(self, split: Split, times_ms: NDArray[np.int64], settings: TrafficSettings) -> None:
+        users = np.argsort(-np.diff(split.starts), kind="stable")[: settings.users]
+        ends, first_ends = split.starts[users + 1], split.validation_ends[users]
+        starts = np.maximum(split.starts[users], first_ends - settings.history_max)
+        self._names: list[str] = [split.users[user] for user in users.tolist()]
+        self._first_lengths = (first_ends - starts).tolist()
+        # Copies: the log has many more users than are played.
+        self._sequences = [
+            Behaviours(
+                split.behaviour_ids[start:end].astype("<i8"),
+                split.actions[start:end].astype("<u2"),
+                times_ms[start:end].astype("<i8"),
+            )
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
+        self._items, self.leaves_out_seen = split.item_ids.copy(), split.leaves_out_seen
+
+    @property
+    def size(self) -> int:
+        return len(self._names)
+
+    @property
+    def items(self) -> NDArray[np.int64]:
+        """The vocabulary of the ranker."""
+        return self._items
+
+    def user_id(self, index: int) -> str:
+        return self._names[index]
+
+    def first_length(self, index: int) -> int:
+        """The behaviours before the test part."""
+        return int(self._first_lengths[index])
+
+    def sequence_length(self, index: int) -> int:
+        return len(self._sequences[index])
+
+    def sequence(self, index: int) -> Behaviours:
+        return self._sequences[index]
+
+
+def held_out_population(folder: Path, settings: TrafficSettings) -> HeldOutPopulation:
+    """The users of the run in this folder. Raises RelayError for a folder, or settings, that do not fit."""
+    for name, is_default in (
+        ("interactions", settings.interactions is None),
+        ("new_share", not settings.new_share),
+        ("start_again", not settings.start_again),
+    ):
+        if not is_default:
+            raise RelayError(f"traffic.held_out plays the log of its run: leave out traffic.{name}.")
+    if settings.suffix:
+        raise RelayError(
+            "traffic.held_out publishes each behaviour before the next impression, and what follows a history is what "
+            "the ranker has to find: set traffic.suffix=0."
+        )
+    run = Run(folder)
+    log = usable(training_log([read_interactions(path, Limits()) for path in run.log_paths()]))
+    run.require_log(log)
+    return HeldOutPopulation(split_log(log, run.options().protocol), log.times_ms, settings)
+
+
+class FoundCandidates:
+    """The candidates of each impression, found by a thread that starts with the retrieval event."""
+
+    def __init__(self, folder: Path, settings: TrafficSettings, population: HeldOutPopulation) -> None:
+        """Raises RelayError for a run without a checkpoint."""
+        self._search = ItemSearch(Run(folder).checkpoint)
+        self._count, self._population = settings.candidates, population
+        self._thread = ThreadPoolExecutor(1, "retrieval")
+        self._begun: dict[int, Future[NDArray[np.int64]]] = {}
+
+    def begin(self, impression: Impression) -> None:
+        self._begun[impression.number] = self._thread.submit(self._find, impression)
+
+    def of(self, impression: Impression) -> NDArray[np.int64]:
+        """Waits for the search that has begun."""
+        begun = self._begun.pop(impression.number, None)
+        return self._find(impression) if begun is None else begun.result()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _find(self, impression: Impression) -> NDArray[np.int64]:
+        history = self._population.sequence(impression.user)[: impression.history_length]
+        seen = history.items if self._population.leaves_out_seen else history.items[:0]
+        return self._search.find(history, self._count, seen)

@@ -1,0 +1,102 @@
+"""The log that a training reads, and how it is followed: a bar for each piece of work, a line for each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from relaygr.interactions import Interactions, Limits, joined, log_bytes, read_interactions
+from relaygr.training.logs import Log
+
+if TYPE_CHECKING:
+    from relaygr.training.trainer import EpochRecord
+
+
+def read_training_log(paths: list[Path], max_bad_lines: int, console: Console) -> Log:
+    """Reads the files as one log. Raises RelayError for a file that is no log, or has more bad lines than that."""
+    parts: list[Interactions] = []
+    for path in paths:
+        with progress_bars() as bars:
+            bars.began(f"reading {path.name}", log_bytes(path))
+            parts.append(read_interactions(path, Limits(max_bad_lines=max_bad_lines), bars.reached))
+        report = parts[-1].report
+        console.print(
+            f"{path.name}: {report.layout.kind}, {report.interactions:,} behaviours, {report.users:,} users, "
+            f"{report.items:,} items, {len(report.bad_lines):,} bad lines"
+        )
+        for bad in report.bad_lines[:5]:
+            console.print(f"  line {bad.number}: {bad.reason}")
+    return training_log(parts)
+
+
+def training_log(parts: Sequence[Interactions]) -> Log:
+    """One log of these files, which are in the order of time."""
+    layouts = [part.report.layout for part in parts]
+    whole = joined(parts)
+    return Log(
+        whole.users,
+        whole.starts,
+        whole.behaviours.items,
+        whole.behaviours.actions,
+        whole.behaviours.timestamps_ms,
+        has_times=all(layout.has_times for layout in layouts),
+        has_ratings=all(layout.has_ratings for layout in layouts),
+    )
+
+
+class Bars:
+    """One bar at a time, on standard error."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None, visible=False)
+
+    def began(self, name: str, steps: int) -> None:
+        self._progress.reset(self._task, description=name, total=steps or None, visible=True)
+
+    def total(self, steps: int) -> None:
+        self._progress.update(self._task, total=steps or None, visible=True)
+
+    def stepped(self) -> None:
+        self._progress.advance(self._task)
+
+    def reached(self, done: int) -> None:
+        self._progress.update(self._task, completed=done)
+
+    def share(self, share: float, text: str) -> None:
+        self._progress.update(self._task, completed=share, description=text)
+
+
+class EpochLines:
+    """The epoch's bar with its loss, and a line for each epoch."""
+
+    def __init__(self, bars: Bars, console: Console, epochs: int) -> None:
+        self._bars, self._console, self._epochs = bars, console, epochs
+        self._epoch = -1
+        self._best = 0.0
+
+    def step(self, epoch: int, share: float, loss: float) -> None:
+        if epoch != self._epoch:
+            self._bars.began("", 1)
+            self._epoch = epoch
+        best = f", best validation NDCG@10 {self._best:.4f}" if self._best else ""
+        self._bars.share(share, f"epoch {epoch + 1} of {self._epochs}, loss {loss:.3f}{best}")
+
+    def epoch_ended(self, record: EpochRecord) -> None:
+        self._best = max(self._best, record.ndcg)
+        self._console.print(
+            f"epoch {record.epoch + 1:3}  loss {record.loss:.4f}  next {record.next_loss:.4f}  "
+            f"validation NDCG@10 {record.ndcg:.4f}  {record.seconds:.0f} s"
+        )
+
+
+@contextmanager
+def progress_bars() -> Iterator[Bars]:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield Bars(progress)
