@@ -68,7 +68,7 @@ def demo(
 ) -> None:
     """Run the whole relay on this machine, with the relay on, then off: broker, trigger, two workers and a gateway.
 
-    With --data it trains a ranker for three minutes if DIR/ranker has none, and says what its lists were worth.
+    With --data it trains a ranker for three minutes if DIR/ranker has none, and measures NDCG@10 of what was served.
 
     The exit code is 1 if a request is lost, if scores on cached prefixes differ from those of full inference, or if
     another gate fails.
