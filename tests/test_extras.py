@@ -29,6 +29,14 @@ SHIPPED_WITH = {"annotated_types": "pydantic", "pydantic_core": "pydantic"}
 NOT_LISTED = {*OPTIONAL, "llvmlite", "triton"}
 """Libraries that our modules do without, or that a command asks for when one of its options needs them."""
 
+ASKED_FOR = (
+    "relaygr.traffic.held_out.",
+    "relaygr.demo.quality.",
+    "relaygr.training.pipeline.",
+    "relaygr.training.runs.",
+)
+"""Modules that one option or setting of a command needs. Where they cannot be imported, an error names `training`."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -222,7 +230,7 @@ def libraries_of(modules: tuple[str, ...]) -> dict[str, str]:
             for name in imports_of(path) if path is not None else ():
                 library = name.partition(".")[0]
                 if library == "relaygr":
-                    if name not in pending:
+                    if name not in pending and not f"{name}.".startswith(ASKED_FOR):
                         pending.append(name)
                 elif library not in sys.stdlib_module_names:
                     found.setdefault(library, str(path))
@@ -313,3 +321,20 @@ def test_constraints_lie_within_the_ranges_of_every_extra(extra: str) -> None:
         if wanted.name not in ("relaygr", "triton"):
             [version] = [each.version for each in known[canonicalize_name(wanted.name)].specifier]
             assert version in wanted.specifier, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "from relaygr.traffic.population import population_of; from relaygr.traffic.settings import TrafficSettings\n"
+        "population_of(TrafficSettings(held_out='run'))",
+        "from relaygr.demo.data import trained_run; from pathlib import Path; from rich.console import Console\n"
+        "trained_run(Console(), Path('data'))",
+    ],
+    ids=["traffic", "demo"],
+)
+def test_what_an_option_needs_is_named_with_its_extra(asked: str) -> None:
+    script = f"import sys\nsys.modules['torchmetrics'] = None\n{asked}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert "pip install 'relaygr[training]'" in done.stderr, done.stderr

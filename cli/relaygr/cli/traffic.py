@@ -61,9 +61,9 @@ def traffic(
     settings = command_settings(config, bootstrap, overrides)
     population = population_of(settings.traffic)
     if settings.traffic.held_out is not None:
-        import torch
+        from relaygr.traffic.held_out import use_one_thread
 
-        torch.set_num_threads(1)  # The retrieval shares the machine with the workers.
+        use_one_thread()
     writer = RecordWriter(out) if out is not None else None
     summary = TrafficSummary()
 

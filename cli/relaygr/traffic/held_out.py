@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from relaygr.interactions import Limits, read_interactions
@@ -88,6 +89,11 @@ def held_out_population(folder: Path, settings: TrafficSettings) -> HeldOutPopul
     log = usable(training_log([read_interactions(path, Limits()) for path in run.log_paths()]))
     run.require_log(log)
     return HeldOutPopulation(split_log(log, run.options().protocol), log.times_ms, settings)
+
+
+def use_one_thread() -> None:
+    """For the retrieval, which shares the machine with the workers. Changes torch for the whole process."""
+    torch.set_num_threads(1)
 
 
 class FoundCandidates:

@@ -139,8 +139,12 @@ class LogPopulation:
 def population_of(settings: TrafficSettings) -> Population:
     """The users that the settings describe. Raises RelayError for a log or a run that cannot be used."""
     if settings.held_out is not None:
-        from relaygr.traffic.held_out import held_out_population  # It imports torch.
-
+        try:
+            from relaygr.traffic.held_out import held_out_population
+        except ModuleNotFoundError as error:
+            raise RelayError(
+                f"traffic.held_out retrieves with a ranker, which needs {error.name}: pip install 'relaygr[training]'."
+            ) from error
         return held_out_population(settings.held_out, settings)
     if settings.interactions is None:
         return SyntheticPopulation(settings)
