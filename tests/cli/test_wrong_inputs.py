@@ -33,6 +33,11 @@ CASES: dict[str, tuple[str, str]] = {
     "no calibration": ("simulate run --calibration /nonexist", "relaygr calibrate"),
     "not a calibration": ("simulate run --calibration {text}", "relaygr calibrate"),
     "no records": ("simulate learn /nonexist --calibration /nonexist --out o", "relaygr traffic --out"),
+    "no length": ("size --calibration {text} --length abc --users 9 --qps 1 --slo-ms 50", "--length abc: write"),
+    "no folder to write in": (
+        "calibrate --model /nonexist --out {text}/c.json",
+        "--out {text}/c.json cannot be written",
+    ),
     "unknown command": ("banana", "No such command"),
 }
 
@@ -48,7 +53,7 @@ def test_a_wrong_input_ends_with_a_sentence_that_says_what_to_do(
     done = CliRunner().invoke(app, command.format(folder=tmp_path, text=text).split())
     assert done.exit_code > 0
     assert isinstance(done.exception, SystemExit), done.exception
-    assert remedy in done.output
+    assert remedy.format(text=text) in done.output
     assert "Traceback" not in done.output and "errors.pydantic.dev" not in done.output
 
 

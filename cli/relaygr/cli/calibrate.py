@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, KvDtypeOption, ThreadsOption
+from relaygr.cli.options import require_writable
 from relaygr.cli.texts import parse_size, plain_console, stdout_console
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 
@@ -46,6 +47,8 @@ def calibrate(
     from relaygr.worker.model.engine import load_engine
     from relaygr.worker.process.trial import require_finite_scores
 
+    if out is not None:
+        require_writable("--out", out)
     console = stdout_console()
     engine = load_engine(
         model,

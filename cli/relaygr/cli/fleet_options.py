@@ -105,8 +105,10 @@ def fleet_of(
     lengths: str | None,
     users: int | None,
     seconds: float | None = None,
+    lengths_option: str = "--lengths",
 ) -> Fleet:
-    """`seconds`: how long is simulated; None: as long as the settings say, else `SECONDS`.
+    """`seconds`: how long is simulated; None: as long as the settings say, else `SECONDS`. `lengths_option`: the name
+    of the option that has `lengths`, for errors.
 
     Raises RelayError for an option that is wrong, or a file that cannot be used.
     """
@@ -118,7 +120,9 @@ def fleet_of(
     wanted = [*(overrides or [])]
     wanted += [f"traffic.{name}={value}" for name, value in given.items() if value is not None]
     if lengths is not None:
-        median, longest = parse_pair("--lengths", f"{lengths}:{2 * int(lengths)}" if lengths.isdecimal() else lengths)
+        median, longest = parse_pair(
+            lengths_option, f"{lengths}:{2 * int(lengths)}" if lengths.isdecimal() else lengths
+        )
         wanted += [f"traffic.history_median={median}", f"traffic.history_max={longest}"]
     settings = command_settings(config, overrides=wanted)
     if not settings.traffic.duration_s:

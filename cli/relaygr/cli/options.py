@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relaygr.runtime.errors import RelayError
+
 if TYPE_CHECKING:
     from relaygr.settings import Settings
 
@@ -50,3 +52,17 @@ def command_settings(
     settings = load_settings(config, bootstrap=bootstrap, overrides=overrides or ())
     configure_logging(settings.log)
     return settings
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Before a long measurement. Raises RelayError if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise RelayError(
+            f"{option} {path} cannot be written ({error.strerror}): give a file in a folder where you may write."
+        ) from error

@@ -85,7 +85,7 @@ def size(
     given = [f"{name}={value}" for name, value in options.items() if value is not None]
     fleet = fleet_of(
         calibration, model, token_bytes, times, config=config, overrides=[*(overrides or []), *given], qps=qps,
-        slo_ms=slo_ms, lengths=length, users=users,
+        slo_ms=slo_ms, lengths=length, users=users, lengths_option="--length",
     )  # fmt: skip
     rows = plan_systems(fleet, [System.RELAY, System.OFF], jobs, impressions=impressions, sample=_SAMPLE, seeds=_SEEDS)
     case = fleet.case(System.RELAY)
