@@ -361,3 +361,20 @@ def test_an_unknown_scenario_is_refused_with_those_that_exist(name: str, tmp_pat
 
 def test_every_setting_has_a_meaning() -> None:
     assert [key for key, found in setting_fields().items() if not found.info.description] == []
+
+
+def printed(*words: str) -> list[str]:
+    done = CliRunner().invoke(app, ["settings", *words])
+    assert done.exit_code == 0, done.output
+    return [line.split()[0] for line in done.output.splitlines()]
+
+
+def test_a_section_is_printed_alone() -> None:
+    everything, trigger = printed(), printed("trigger")
+    assert trigger == [key for key in everything if key.startswith("trigger.")]
+    assert printed("worker.hbm_bytes") == ["worker.hbm_bytes"]
+
+
+def test_an_unknown_section_is_answered_with_those_that_there_are() -> None:
+    done = CliRunner().invoke(app, ["settings", "work"])
+    assert done.exit_code == 1 and "worker" in done.output

@@ -738,6 +738,7 @@ def test_the_command_simulates_both_systems_and_writes_figures(calibration: Path
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "Simulated" in done.output and "full inference" in done.output
+    assert done.output.splitlines()[-1].startswith("Late, truncated or refused: ")
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["simulated"] is True
     assert set(written["systems"]) == {"relay", "off"}

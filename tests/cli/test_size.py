@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +201,10 @@ def test_the_tables_fit_80_columns(calibration: Path) -> None:
     assert max(len(line.rstrip()) for line in tables.splitlines()) <= 80
     for text in ("with the relay", "DRAM for", "written to Kafka a second", "all visits, "):
         assert text in tables
+    last = said.splitlines()[-1]
+    assert re.fullmatch(
+        r"Workers for 60 impressions a second, 99 % within 60 ms: .* with relay, .* with full inference\.", last
+    )
 
 
 @pytest.mark.parametrize(

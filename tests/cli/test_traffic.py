@@ -295,6 +295,7 @@ def test_the_command_ends_with_the_figures_of_its_run(
     assert found["requests"] > 5 and found["endings"] == {"full": found["requests"]}
     assert 0 < found["p50_ms"] <= found["p99_ms"] and found["late"] == found["late_share"] == 0
     assert f"{found['requests']} requests with a deadline of 9000 ms: P50 " in table
+    assert table.rstrip().endswith(f"of {found['requests']} requests were answered whole and within 9000 ms.")
     assert "late 0.0%" in table and "full" in table and "100.0%" in table
 
 

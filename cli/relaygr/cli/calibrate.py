@@ -112,6 +112,12 @@ def _print(console: Console, calibration: Calibration) -> None:
         f"  T_hit    = {c.c0:.0f} + {c.c1:.3g} m + {c.c2:.3g} m (n + m) + {c.c3:.3g} n\n"
         f"  T_reload = {c.d0:.0f} + {c.d1:.3g} bytes\n" + _batches(calibration)
     )
+    longest = max(calibration.full, key=lambda point: (point.prefix_tokens, point.scored_tokens))
+    hit_us = hits[longest.prefix_tokens, longest.scored_tokens]
+    console.print(
+        f"With a cached prefix of {longest.prefix_tokens:,} tokens a request takes {_ms(hit_us)} ms on this device, "
+        f"without it {_ms(longest.duration_us)} ms: {longest.duration_us / hit_us:.1f} times as long."
+    )
 
 
 def _fitted(fitted_us: float, measured_us: float) -> str:

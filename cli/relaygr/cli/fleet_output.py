@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,18 @@ def plan_table(rows: list[PlanRow], title: str) -> Table:
         add("cost of an hour", lambda row, _: f"{row.cost_per_hour or 0:,.2f}")
         add("cost of a million requests", lambda row, _: f"{row.cost_per_million or 0:,.2f}")
     return table
+
+
+def run_sentence(results: Results) -> str:
+    """The result of a simulation in one sentence."""
+    late = [f"{_share(each.late_share)} with {NAMES[system]}" for system, each in results.items()]
+    return f"Late, truncated or refused: {', '.join(late)}."
+
+
+def plan_sentence(rows: Sequence[PlanRow], title: str) -> str:
+    """The result of a plan in one sentence."""
+    needs = [f"{_workers(row.plan)} with {NAMES[row.system]}" for row in rows]
+    return f"Workers for {title}: {', '.join(needs)}."
 
 
 def to_json(results: Results, described: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import enum
 import json
 import os
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption
 from relaygr.cli.texts import print_json
+from relaygr.runtime.errors import RelayError
 
 
 def show(
+    section: Annotated[
+        str | None,
+        typer.Argument(metavar="[SECTION]", help="Only these, such as worker or worker.hbm_bytes.", show_default=False),
+    ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
@@ -24,6 +29,8 @@ def show(
 
     loaded = load(config, os.environ, overrides or (), bootstrap)
     found = values(loaded.settings)
+    if section is not None:
+        found = _only(section, found)
     if as_json:
         print_json({key: {"value": _plain(value), "origin": loaded.origin(key)} for key, value in found.items()})
         return
@@ -31,6 +38,14 @@ def show(
     key_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     for key, value, origin in rows:
         typer.echo(f"{key:<{key_width}}  {value:<{value_width}}  {origin}")
+
+
+def _only(section: str, found: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in found.items() if key == section or key.startswith(f"{section}.")}
+    if not kept:
+        sections = dict.fromkeys(key.split(".")[0] for key in found if "." in key)
+        raise RelayError(f"{section} is no setting and no section of settings. Sections: {', '.join(sections)}.")
+    return kept
 
 
 def _plain(value: Any) -> Any:

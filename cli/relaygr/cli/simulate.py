@@ -83,7 +83,7 @@ def run(
 
     Traffic, tiers, policies and admission are those of the settings (--set traffic.*, worker.*, admission.*).
     """
-    from relaygr.cli.fleet_output import NAMES, table_of, to_json, write_json
+    from relaygr.cli.fleet_output import NAMES, run_sentence, table_of, to_json, write_json
     from relaygr.simulate.fleet import FleetSize, Runner, simulate
 
     if plot is not None:
@@ -107,6 +107,7 @@ def run(
     for note in (error_caveat(results.values()), users_caveat(traffic.users, workers)):
         if note is not None:
             console.print(note, style="yellow")
+    console.print(run_sentence(results))
     described = fleet.described(sample, seeds) | {
         "workers": workers,
         "seconds": traffic.duration_s,
@@ -146,7 +147,7 @@ def plan(
 
     HBM and DRAM of a worker are those of the settings (--set worker.hbm_bytes=SIZE).
     """
-    from relaygr.cli.fleet_output import plan_json, plan_table, write_json
+    from relaygr.cli.fleet_output import plan_json, plan_sentence, plan_table, write_json
 
     fleet = fleet_of(
         calibration, model, token_bytes, times, config=config, overrides=overrides, qps=qps, slo_ms=slo_ms,
@@ -157,10 +158,12 @@ def plan(
         price_per_worker_hour=price_per_worker_hour,
     )  # fmt: skip
     traffic, console = fleet.settings.traffic, stdout_console()
-    console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {traffic.budget_ms} ms"))
+    title = f"{qps:g} impressions a second, 99 % within {traffic.budget_ms} ms"
+    console.print(plan_table(rows, title))
     console.print(fleet.caveat())
     for note in plan_caveats(rows, traffic.users):
         console.print(note, style="yellow")
+    console.print(plan_sentence(rows, title))
     if json_out is not None:
         write_json(json_out, plan_json(rows, fleet.described(sample, seeds)))
 

@@ -71,7 +71,7 @@ def size(
     The number of workers is that of `relaygr simulate plan`. Memory, network and savings are calculated from the shape
     of the model's K,V and from the calibration. Other details of the load are settings (--set traffic.*).
     """
-    from relaygr.cli.fleet_output import plan_json, plan_table
+    from relaygr.cli.fleet_output import plan_json, plan_sentence, plan_table
     from relaygr.simulate.case import System
     from relaygr.simulate.plan import least_workers
     from relaygr.simulate.size import size_of
@@ -94,8 +94,8 @@ def size(
         content = plan_json(rows, fleet.described(_SAMPLE, _SEEDS))
         typer.echo(json.dumps({**content, "calculated": as_plain(sizing)}, indent=2))
         return
-    console = stdout_console()
-    console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {case.demand.traffic.budget_ms} ms"))
+    console, title = stdout_console(), f"{qps:g} impressions a second, 99 % within {case.demand.traffic.budget_ms} ms"
+    console.print(plan_table(rows, title))
     console.print()
     console.print(_table(sizing))
     console.print()
@@ -106,6 +106,7 @@ def size(
         console.print(note, style="yellow")
     if not sizing.hbm_is_enough:
         console.print("The HBM of the settings does not hold the prefixes that wait: raise --hbm.", style="yellow")
+    console.print(plan_sentence(rows, title))
 
 
 def as_plain(sizing: Sizing) -> dict[str, object]:

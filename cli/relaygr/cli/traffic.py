@@ -135,6 +135,8 @@ def _print(figures: TrafficFigures, budget_ms: int) -> None:
     for name, count in figures.endings.items():
         table.add_row(name, str(count), f"{count / figures.requests:.1%}")
     console.print(table)
+    whole = figures.requests - figures.late
+    console.print(f"{whole:,} of {figures.requests:,} requests were answered whole and within {budget_ms} ms.")
 
 
 def _ms(value: float | None) -> str:
