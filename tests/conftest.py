@@ -208,6 +208,10 @@ class _StandardError:
     debug = info = warning = error = critical = exception = fatal = log = msg
 
 
+RENDERER = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+"""structlog's default prints every local variable below a traceback, which takes seconds."""
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """What fixtures of a module or of the whole run started before is theirs to end."""
@@ -222,7 +226,8 @@ def own_logging(nothing_left_behind: None) -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     structlog.reset_defaults()
-    structlog.configure(logger_factory=lambda *_: _StandardError())
+    processors = [*structlog.get_config()["processors"][:-1], RENDERER]
+    structlog.configure(processors=processors, logger_factory=lambda *_: _StandardError())
     yield
     for handler in root.handlers[:]:
         if handler not in handlers:

@@ -70,6 +70,18 @@ def test_an_exception_stays_on_its_line(stream: io.StringIO) -> None:
     assert line["exception"].endswith("KeyError: 'x'")
 
 
+def test_a_traceback_on_a_terminal_shows_no_values_of_variables(stream: io.StringIO) -> None:
+    """They hold users' data, and to print them all took a worker's thread seconds."""
+    configure_logging(LogSettings(format=LogFormat.CONSOLE), stream)
+    user = "a user's id"
+    try:
+        raise KeyError(len(user))
+    except KeyError:
+        structlog.get_logger().exception("the device failed")
+    assert "KeyError: 11" in stream.getvalue()
+    assert user not in stream.getvalue()
+
+
 def test_a_value_that_json_does_not_know_is_written_as_text(stream: io.StringIO) -> None:
     configure_logging(stream=stream)
     structlog.get_logger().info("read", key=b"\xff", member=LogLevel.INFO)

@@ -230,7 +230,9 @@ def configure_logging(settings: LogSettings | None = None, stream: TextIO | None
     if as_json:
         render += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
-        render.append(structlog.dev.ConsoleRenderer(colors=stream.isatty()))
+        # structlog's own formatter prints every local variable, users' data among them, and takes seconds for it.
+        plain = structlog.dev.plain_traceback
+        render.append(structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain))
     handler = _LimitedHandler(stream, settings.repeats_per_second)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
