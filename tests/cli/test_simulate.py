@@ -467,10 +467,10 @@ def test_an_error_is_that_of_students_t(parts: int):
 
 @pytest.mark.slow
 def test_the_planner_finds_fewer_workers_with_the_relay():
-    settings = ("traffic.users=2000", "traffic.budget_ms=30", "worker.hbm_bytes=1GiB", "worker.dram_bytes=1GiB")
+    settings = ("traffic.users=500", "traffic.budget_ms=30", "worker.hbm_bytes=1GiB", "worker.dram_bytes=1GiB")
     with Runner(1) as runner:
         relay, off = (
-            plan_capacity(case(*settings, system=each, rate=250), 1, 1, runner, lambda *_: None, 600)
+            plan_capacity(case(*settings, system=each, rate=60), 1, 1, runner, lambda *_: None, 100)
             for each in (System.RELAY, System.OFF)
         )
         none = plan_capacity(

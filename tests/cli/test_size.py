@@ -193,7 +193,7 @@ def test_options_win_over_settings_and_settings_over_defaults(
 @pytest.mark.slow
 def test_the_tables_fit_80_columns(calibration: Path) -> None:
     said = run(
-        "size", "--calibration", str(calibration), "--qps", "60", "--users", "200000", "--length", "512:1024",
+        "size", "--calibration", str(calibration), "--qps", "10", "--users", "200000", "--length", "512:1024",
         "--token-bytes", "2KiB", "--slo-ms", "60", "--impressions", "600", "--jobs", "1",
     )  # fmt: skip
     tables, _, rest = said.partition("Simulated, not measured")

@@ -26,7 +26,7 @@ from relaygr.schemas.topics import Topic
 from tests.worlds.broker_proxy import BrokerProxy, broker_behind_proxy
 
 NOBODY = KafkaSettings(bootstrap="127.0.0.1:1")
-OUTAGES = 20
+OUTAGES = 10
 REQUEST_S = 1.0
 # Kafka's numbers of the requests. A group is described by the request of either protocol, a topic by its metadata.
 DESCRIBE_GROUPS, LIST_GROUPS, DESCRIBE_CONFIGS, METADATA = {15, 69}, {16}, {32}, {3}
@@ -87,7 +87,7 @@ def test_closing_ends_a_call_of_another_thread() -> None:
 
 @pytest.mark.kafka
 @pytest.mark.outage
-def test_a_request_in_flight_across_each_of_twenty_outages_aborts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_in_flight_across_each_of_ten_outages_aborts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """librdkafka aborted 9 of 18 processes that asked for a group across an outage, and a worker in 1 of 14."""
     with broker_behind_proxy("outage") as behind:
         require_no_abort(behind.proxied.model_copy(update={"connect_timeout_s": 30}), behind.proxy, monkeypatch)

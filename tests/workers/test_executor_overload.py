@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import pytest
@@ -39,6 +38,16 @@ class Model:
     answer_us: int = 300
     noise: float = 0.1
     """Forwards take longer or shorter than predicted by about this part."""
+
+    @property
+    def full_us(self) -> float:
+        """Device time of a prefix."""
+        return TOKENS * self.token_us
+
+    @property
+    def capacity(self) -> float:
+        """Requests a second that take all the time, a third of them without a prefix."""
+        return 1e6 / (self.decode_us + self.answer_us + self.hit_us + self.full_us / 3)
 
 
 SMALL = Model(token_us=200, hit_us=12_000, budget_us=1_000_000)
@@ -178,7 +187,7 @@ class Overload:
         waits_us = [self.outbox.ranked_at[name] - began_us[name] for name in in_time[len(in_time) // 2 :]]
         wasted_us = sum(works[name].pre_infer_us + self.model.hit_us for name in late)
         new = sum(works[name].request.user_id.startswith("new") for name in in_time)
-        full_us, hit_us = TOKENS * self.model.token_us, self.model.hit_us + self.model.answer_us
+        full_us, hit_us = self.model.full_us, self.model.hit_us + self.model.answer_us
         work = (new * full_us + len(in_time) * hit_us) / (full_us / 3 + hit_us)
         return Row(
             offered_per_s=rate_per_s,
@@ -192,26 +201,13 @@ class Overload:
         )
 
 
-@cache
-def capacity(model: Model) -> float:
-    """The highest load with 99 % in time, bisected."""
-    lowest, highest = (10.0, 30.0) if model is SMALL else (600.0, 1_800.0)
-    while highest / lowest > 1.05:
-        rate_per_s = (lowest * highest) ** 0.5
-        if Overload(model).play(rate_per_s, min(SECONDS, MOST_REQUESTS / rate_per_s)).in_time_share >= 0.99:
-            lowest = rate_per_s
-        else:
-            highest = rate_per_s
-    return lowest
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALL, NULL], ids=["small", "null"])
 def test_goodput_never_falls_from_one_to_ten_times_capacity(model: Model):
     best = best_work = 0.0
     for load in (1, 2, 3, 5, 10) if model is SMALL else (1, 2, 3):
         overload = Overload(model)
-        rate_per_s = load * capacity(model)
+        rate_per_s = load * model.capacity
         row = overload.play(rate_per_s, min(SECONDS, MOST_REQUESTS / rate_per_s))
         best, best_work = max(best, row.in_time_per_s), max(best_work, row.work_in_time_per_s)
         refusing_share = (1 - row.in_time_share) * rate_per_s * model.refuse_us / 1e6
@@ -220,7 +216,7 @@ def test_goodput_never_falls_from_one_to_ten_times_capacity(model: Model):
         assert row.wasted_share <= 0.01
         assert row.told_in_time_share >= 0.95 or row.in_time_share > 0.98
         overload.world.clock.advance_us(1_000_000)
-        calm = overload.play(0.7 * capacity(model), min(CALM_S, 1_000 / capacity(model)))
+        calm = overload.play(0.7 * model.capacity, min(CALM_S, 1_000 / model.capacity))
         assert calm.in_time_share >= 0.97, "normal within a second after the burst"
         if load > 1:
             # A request of the null model costs the same with and without its prefix.
@@ -228,7 +224,7 @@ def test_goodput_never_falls_from_one_to_ten_times_capacity(model: Model):
             assert least < row.new_users_share < most, "who needs more time is refused first, but not always"
             assert row.wait_p50_share < 0.7, "requests do not wait until their deadline"
         if model is SMALL and load == 5:
-            assert row.in_time_per_s > 2 * capacity(model), "many short requests are answered instead of few long ones"
+            assert row.in_time_per_s > 2 * model.capacity, "many short requests are answered instead of few long ones"
 
 
 @dataclass(eq=False)
