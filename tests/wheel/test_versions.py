@@ -16,7 +16,7 @@ import pytest
 
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas import messages
-from tests.wheel.wheel_world import Environment, finish, make_environment
+from tests.wheel.wheel_world import Environment, finish
 from tests.worlds.relay import Relay, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("broker", ["embedded"], indirect=True)]
@@ -74,13 +74,13 @@ def with_more_members(source: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def earlier(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return rewrite(make_environment(tmp_path_factory.mktemp("earlier"), wheel), without_newest_members)
+def earlier(installed: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return rewrite(installed.copy(tmp_path_factory.mktemp("earlier") / "copy"), without_newest_members)
 
 
 @pytest.fixture(scope="module")
-def later(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return rewrite(make_environment(tmp_path_factory.mktemp("later"), wheel), with_more_members)
+def later(installed: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return rewrite(installed.copy(tmp_path_factory.mktemp("later") / "copy"), with_more_members)
 
 
 def understood(kafka: KafkaSettings, gateway: Environment, worker: Environment) -> dict[str, str]:

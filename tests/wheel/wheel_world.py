@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -27,6 +28,11 @@ class Environment:
 
     python: Path
     packages: Path
+
+    def copy(self, folder: Path) -> Environment:
+        """The same, for a test that changes files. It takes a moment; an installation takes seconds."""
+        shutil.copytree(self.python.parents[1], folder, symlinks=True)
+        return Environment(*(folder / path.relative_to(self.python.parents[1]) for path in (self.python, self.packages)))
 
     def start(self, script: Path, *arguments: str) -> subprocess.Popen[str]:
         """Starts a script in its own folder."""
