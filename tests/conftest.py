@@ -1,7 +1,8 @@
 """Fixtures for tests that need a broker.
 
 `broker` runs a test on librdkafka's embedded cluster and on a real Apache Kafka (marked `kafka`); each
-is started once. `kafka_settings` gives a test topics and groups of its own on it.
+is started once. `kafka_settings` gives a test topics and groups of its own on it. A file of slow tests for which the
+kind of broker makes no difference overrides `broker` with `any_broker`, and its tests run once.
 
 The real one is `RELAYGR_TEST_BOOTSTRAP` where that is set, else one started from `KAFKA_HOME`. Where
 there is none, its tests are skipped, or fail if a broker is promised (`tests/promised.py`).
@@ -41,7 +42,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
+from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, local_broker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from tests.leftovers import Leftovers
@@ -268,6 +269,14 @@ def broker(request: pytest.FixtureRequest) -> LocalBroker:
     """Each broker in turn."""
     name = "embedded_broker" if request.param == "embedded" else "real_broker"
     chosen: LocalBroker = request.getfixturevalue(name)
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def any_broker(request: pytest.FixtureRequest) -> LocalBroker:
+    """A real Kafka, or the embedded cluster where there is none and none is promised."""
+    has_real = os.environ.get("RELAYGR_TEST_BOOTSTRAP") or available_brokers().kafka_home or "broker" in promised()
+    chosen: LocalBroker = request.getfixturevalue("real_broker" if has_real else "embedded_broker")
     return chosen
 
 

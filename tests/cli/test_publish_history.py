@@ -250,6 +250,7 @@ DAYS = [100, 110, 120, 130, 200, 210, 220, 230, 300, 310, 320, 330]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("broker", ["embedded"], indirect=True)  # Tests of single days are on a real Kafka, too.
 def test_logs_of_several_days_published_in_any_way_become_one_history_of_each_user(
     kafka_settings: KafkaSettings, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Three workers, of which one is slow, on both brokers: requests that it has no time for are answered by the others."""
+"""Three workers, of which one is slow: requests that it has no time for are answered by the others."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(broker: LocalBroker, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(any_broker: LocalBroker, tmp_path: Path) -> Iterator[Fleet]:
     """Three ready workers that divert, all of them quick."""
     model = make_paced_model(tmp_path / "model")
     options = {"hbm_bytes": ByteSize(256 << 20), "dram_bytes": 0, "divert": True, "status_interval_ms": 300}
-    with own_topics(broker) as kafka, Relay(kafka, tmp_path / "relay", model, **options) as relay:
+    with own_topics(any_broker) as kafka, Relay(kafka, tmp_path / "relay", model, **options) as relay:
         fleet = Fleet(relay, tmp_path)
         for number in range(3):
             fleet.start(number)

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import LARGEST_QUEUE_BYTES
 from relaygr.kafka.settings import KafkaSettings
 from tests.worlds.relay import Relay, reading, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def broker(any_broker: LocalBroker) -> LocalBroker:
+    return any_broker
 
 
 @pytest.mark.parametrize("divert", [False, True])

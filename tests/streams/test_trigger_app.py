@@ -14,6 +14,7 @@ from confluent_kafka import OFFSET_END, Consumer, Message, Producer, TopicPartit
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.settings import AdmissionSettings
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import (
     PARTITIONER,
     ProducerKind,
@@ -40,6 +41,11 @@ from tests.bad_header import send_bad_header
 pytestmark = pytest.mark.slow
 
 WITHIN_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def broker(any_broker: LocalBroker) -> LocalBroker:
+    return any_broker
 
 
 def event(user: str, length: int, budget_ms: int = 20) -> RetrievalEvent:
@@ -256,7 +262,8 @@ async def test_every_event_is_counted_once_though_nothing_is_sent_while_disabled
 
 
 # The embedded cluster waits for about a session also after a member has left.
-@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+@pytest.mark.kafka
+@pytest.mark.usefixtures("real_broker")
 @pytest.mark.asyncio
 async def test_a_stopped_trigger_leaves_its_group_so_that_the_next_one_starts_at_once(
     kafka_settings: KafkaSettings,
@@ -300,7 +307,8 @@ def unread(kafka: KafkaSettings) -> int:
     return sum(lags) if min(lags) >= 0 else -1
 
 
-@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+@pytest.mark.kafka
+@pytest.mark.usefixtures("real_broker")
 @pytest.mark.asyncio
 async def test_events_in_transactions_are_decided_and_leave_nothing_unread(kafka_settings: KafkaSettings) -> None:
     config = {"bootstrap.servers": kafka_settings.bootstrap, "transactional.id": kafka_settings.topic_prefix}
@@ -316,7 +324,8 @@ async def test_events_in_transactions_are_decided_and_leave_nothing_unread(kafka
         await wait_for(lambda: unread(kafka_settings) == 0)
 
 
-@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+@pytest.mark.kafka
+@pytest.mark.usefixtures("real_broker")
 @pytest.mark.asyncio
 async def test_a_trigger_whose_unread_events_were_deleted_reads_every_event_from_its_start_on(
     kafka_settings: KafkaSettings,

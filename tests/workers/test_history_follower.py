@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, Producer, TopicPartition
 
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka import topic_identity
+from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
@@ -121,6 +124,24 @@ def following(
         yield follower
     finally:
         assert follower.stop(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def broker(any_broker: LocalBroker) -> LocalBroker:
+    return any_broker
+
+
+@pytest.fixture(scope="module")
+def admin_process(broker: LocalBroker) -> Iterator[AdminProcess]:
+    with AdminProcess(broker.settings(), "test-history") as process:
+        process.start(topic_identity.__name__)
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def one_process_asks(admin_process: AdminProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for each start of a follower would take most of the time of these tests."""
+    monkeypatch.setattr(topic_identity, "ask", lambda _kafka, _client, *question: admin_process.call(*question))
 
 
 @pytest.fixture
