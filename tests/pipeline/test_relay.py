@@ -1,4 +1,4 @@
-"""One worker and a trigger, as processes, on both brokers: each way that a request can be served, and bad input."""
+"""One worker and a trigger, as processes: each way that a request can be served, and bad input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from relaygr.client import RankOutcome, RankStatus, RelayClient
-from relaygr.devbroker import BrokerChoice
+from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.devbroker.local import free_ports
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
@@ -139,6 +139,12 @@ class Stack:
         result = self.ranked(user, length, seed)
         assert result.path is Path.FULL and result.tokens_cached == 0
         return result
+
+
+@pytest.fixture(scope="module")
+def broker(any_broker: LocalBroker) -> LocalBroker:
+    """The embedded cluster serves the demo, the wheel and many files beside this one."""
+    return any_broker
 
 
 @pytest.fixture(scope="module")
