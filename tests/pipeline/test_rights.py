@@ -67,6 +67,7 @@ OPERATIONS = {
 KINDS = {Resource.TOPIC: ResourceType.TOPIC, Resource.GROUP: ResourceType.GROUP}
 PROCESSES = (Role.GATEWAY, Role.TRIGGER, Role.WORKER, Role.LAG, Role.HISTORY_PUBLISHER, Role.COLLECTOR)
 KAFKA = KafkaSettings(topic_prefix="rights", group_prefix="rights", partitions=4, connect_timeout_s=30)
+ASKS_EACH_SECOND = ("tests.worlds.impatient", "relaygr.kafka.refusals.ASK_S=1")
 TAKEN: list[dict[Role, tuple[Topic, str]]] = [
     {
         Role.WORKER: (Topic.WORKERS, "Write"),
@@ -296,13 +297,16 @@ def test_a_right_that_is_taken_away_at_run_time_makes_the_process_not_ready(
         post(door, "/v1/rank", {"user_id": user, "candidates": candidates_of().tolist(), "budget_ms": 500})
 
     with Relay(guarded.secured, tmp_path, model) as relay:
-        gateway_settings = [f"gateway.listen_port={door}", "gateway.gateway_id=door"]
+        settings = {
+            Role.WORKER: ["worker.worker_id=worker-00", f"worker.history_path={tmp_path / 'history'}"],
+            Role.TRIGGER: [],
+            Role.GATEWAY: [f"gateway.listen_port={door}", "gateway.gateway_id=door"],
+        }
         children = {
-            Role.WORKER: relay.start_worker("worker-00", f"security.sasl_username={Role.WORKER}"),
-            Role.TRIGGER: relay.start_trigger(f"security.sasl_username={Role.TRIGGER}"),
-            Role.GATEWAY: relay.processes.start(
-                "gateway", ["gateway"], "gateway", [f"security.sasl_username={Role.GATEWAY}", *gateway_settings]
-            ),
+            role: relay.processes.start(
+                str(role), [role], role, [f"security.sasl_username={role}", *own], module=ASKS_EACH_SECOND
+            )
+            for role, own in settings.items()
         }
         relay.processes.await_ready([*children.values()], 120)
         said = dict.fromkeys(children, 0)

@@ -151,33 +151,34 @@ def cut(proxy: RawProxy) -> None:
 class TestClient:
     pytestmark = with_a_broker
 
-    def test_certificates_that_are_renewed_in_time_are_taken(self, world: World, tmp_path: Path) -> None:
-        kafka, expires_s = world.by_certificate(tmp_path / "client", LIFETIME_S)
-        with echo_worker(world.plain), RelayClient(kafka, "gw-0", registry=CollectorRegistry()) as client:
-            wait_until("an answer", lambda: is_ranked(client), 60)
-            before = client._link._consumer
-            world.authority.issue("client", tmp_path / "client")
-            wait_until("new clients", lambda: client._link._consumer is not before, 60)
-            assert is_ranked(client)
-            wait_until("the first certificate has expired", lambda: time.time() > expires_s + 1, LIFETIME_S + 10)
+    def test_a_certificate_renewed_in_time_is_taken_and_one_that_expires_is_named_until_its_successor_is_taken(
+        self, world: World, tmp_path: Path
+    ) -> None:
+        """Both clients wait for the same end of the first certificates."""
+        prompt, _ = world.by_certificate(tmp_path / "prompt", LIFETIME_S)
+        tardy, expires_s = world.by_certificate(tmp_path / "tardy", LIFETIME_S)
+        with (
+            echo_worker(world.plain),
+            RelayClient(prompt, "gw-0", registry=CollectorRegistry()) as in_time,
+            RelayClient(tardy, "gw-1", registry=CollectorRegistry()) as late,
+        ):
+            wait_until("an answer", lambda: is_ranked(in_time) and is_ranked(late), 60)
+            before = in_time._link._consumer
+            world.authority.issue("client", tmp_path / "prompt")
+            wait_until("new clients", lambda: in_time._link._consumer is not before, 60)
+            assert is_ranked(in_time)
+            wait_until("the first certificates have expired", lambda: time.time() > expires_s + 1, LIFETIME_S + 10)
             cut(world.certificates)
-            wait_until("an answer by a new connection", lambda: is_ranked(client), 60)
-            assert client.refusal is None
-
-    def test_a_certificate_that_expires_is_named_and_its_successor_is_taken(self, world: World, tmp_path: Path) -> None:
-        kafka, expires_s = world.by_certificate(tmp_path / "client", LIFETIME_S)
-        with echo_worker(world.plain), RelayClient(kafka, "gw-0", registry=CollectorRegistry()) as client:
-            wait_until("an answer", lambda: is_ranked(client), 60)
-            wait_until("the certificate has expired", lambda: time.time() > expires_s + 1, LIFETIME_S + 10)
-            cut(world.certificates)
-            wait_until("a cause", lambda: client.refusal is not None, 60)
+            wait_until("an answer by a new connection", lambda: is_ranked(in_time), 60)
+            assert in_time.refusal is None
+            wait_until("a cause", lambda: late.refusal is not None, 60)
             reports: list[DeliveryReport] = []
-            client.tombstone("ben", reports.append)
-            world.authority.issue("client", tmp_path / "client")
-            wait_until("an answer with the new certificate", lambda: is_ranked(client), 60)
+            late.tombstone("ben", reports.append)
+            world.authority.issue("client", tmp_path / "tardy")
+            wait_until("an answer with the new certificate", lambda: is_ranked(late), 60)
             wait_until("the report of the message", lambda: bool(reports), 60)
             assert [report.error for report in reports] == [None]
-            assert client.refusal is None
+            assert late.refusal is None
 
     def test_a_password_that_is_changed_is_taken(self, world: World, tmp_path: Path) -> None:
         file = tmp_path / "password"
