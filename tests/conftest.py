@@ -14,7 +14,7 @@ A test has one try: a test that passes only at its second try hides a race.
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
-A run of the whole suite uses three processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
+A run of the whole suite uses four processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
 of a file stay in one process, and the files that last longest come first. At most two processes run whole relays, as
 long as there are other files. The processes share one real broker; each has an embedded cluster of its own.
 
@@ -54,24 +54,26 @@ PIPELINE = "tests/pipeline/"
 RELAYS = 2
 """The most files with whole relays that run at once: more would make each other late."""
 LONGEST = (
-    "tests/pipeline/test_demo.py",
-    "tests/cli/test_first_hour_page.py",
-    "tests/pipeline/test_affinity.py",
     "tests/pipeline/test_standby.py",
+    "tests/pipeline/test_demo.py",
+    "tests/pipeline/test_affinity.py",
     "tests/pipeline/test_brokers.py",
-    "tests/pipeline/test_rights.py",
+    "tests/training/test_runs.py",
     "tests/pipeline/test_divert.py",
-    "tests/pipeline/test_relay.py",
-    "tests/benchmarks/test_events.py",
-    "tests/benchmarks/test_pipeline.py",
-    "tests/benchmarks/test_overload.py",
-    "tests/workers/test_executor_order.py",
     "tests/training/test_collect.py",
-    "tests/streams/test_rotation.py",
+    "tests/pipeline/test_demo_data.py",
+    "tests/pipeline/test_start_refusals.py",
+    "tests/workers/test_history_follower.py",
+    "tests/pipeline/test_warm_restart.py",
     "tests/streams/test_trigger_app.py",
-    "tests/workers/test_engine_contract.py",
-    "tests/workers/test_triton_attention.py",
-    "tests/workers/test_graphs.py",
+    "tests/cli/test_model_compare.py",
+    "tests/pipeline/test_rights.py",
+    "tests/streams/test_lag_coordinator.py",
+    "tests/benchmarks/test_events.py",
+    "tests/pipeline/test_relay.py",
+    "tests/cli/test_first_hour_page.py",
+    "tests/streams/test_rotation.py",
+    "tests/workers/test_device.py",
     "tests/workers/test_supervisor.py",
     "tests/cli/test_simulate.py",
     "tests/wheel/test_versions.py",
@@ -111,8 +113,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0  # Chosen tests: in pytest's own process.
     cores = min(2, os.cpu_count() or 1)
-    # Slow tests wait for processes and brokers much of their time. With two more processes relays were late.
-    return cores + (0 if config.option.markexpr == QUICK else 1)
+    # Slow tests wait for processes and brokers more than half of their time.
+    return cores + (0 if config.option.markexpr == QUICK else 2)
 
 
 def pytest_configure(config: pytest.Config) -> None:

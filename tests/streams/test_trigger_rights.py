@@ -14,6 +14,7 @@ from confluent_kafka.admin import ResourceType as Kind
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
+from relaygr.kafka import refusals
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
@@ -94,8 +95,9 @@ async def until(condition: Callable[[], bool], app: TriggerApp) -> None:
 
 @pytest.mark.kafka
 async def test_a_missing_right_is_named_until_it_is_given_at_the_start_and_later(
-    guarded: tuple[KafkaSettings, KafkaSettings],
+    guarded: tuple[KafkaSettings, KafkaSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(refusals, "ASK_S", 1.0)
     owner, kafka = guarded
     rights = Rights(owner)
     rights.give(Kind.TOPIC, "guarded.", AclOperation.DESCRIBE)
