@@ -156,6 +156,7 @@ def test_relaygr_lag_runs_without_numpy_and_torch() -> None:
         ("relaygr.gateway.server", ("torch", "faust", "aiokafka", "lmdb", "typer", "rich", "matplotlib")),
         ("relaygr.worker.executor.executor", ("torch", "faust", "lmdb")),
         ("relaygr.worker.calibration", ("torch", "faust", "lmdb")),
+        ("relaygr.worker.process", ("torch", "faust", "lmdb")),
         ("relaygr.simulate.visit", ("torch", "faust", "lmdb", "matplotlib", "simpy", "scipy")),
         ("relaygr.simulate.plan", ("torch", "faust", "lmdb", "matplotlib")),
         ("relaygr.cli.simulate", ("torch", "faust", "lmdb", "matplotlib", "simpy")),

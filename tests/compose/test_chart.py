@@ -23,7 +23,7 @@ from relaygr.client import __version__
 from relaygr.kafka.rights import Role, rights_of
 from relaygr.schemas.topics import CATALOGUE
 from relaygr.settings import Settings, load
-from relaygr.worker.process import queues_bytes
+from relaygr.worker.process.allocation import queues_bytes
 from relaygr.worker.supervisor.supervisor import STANDBY_STOP_S
 from tests.worlds.chart import CHART, EXAMPLES, Helm, Rendered, example, helm_is_installed, merged
 from tests.worlds.compose import ALERTS, exported_metrics, image_environment, metrics_in

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.settings import load, setting_fields
-from relaygr.worker.process import queues_bytes
+from relaygr.worker.process.allocation import queues_bytes
 from tests.worlds.compose import (
     COMPOSE,
     COMPOSE_FILE,

@@ -18,12 +18,10 @@ from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.worker.exits import Exit
 from relaygr.worker.model.config import read_config
-from relaygr.worker.process.allocation import queues_bytes
-from relaygr.worker.process.lifecycle import WorkerProcess
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.supervisor.link import SupervisorLink
 
-__all__ = ["WorkerProcess", "queues_bytes", "run_worker"]
+__all__ = ["run_worker"]
 
 
 def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: SupervisorLink | None = None) -> Exit:
@@ -31,7 +29,10 @@ def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: Supervis
 
     Raises RelayError for a mistake that the user can correct.
     """
-    # A wrong path is told at once, whatever else the start would wait for.
+    # A wrong path, broker or right is told at once, whatever else the start would wait for.
     read_config(config.worker.model)
     require_topics(config.kafka, Role.WORKER_DIVERT if config.worker.divert else Role.WORKER)
+    # Imports torch, which takes seconds.
+    from relaygr.worker.process.lifecycle import WorkerProcess
+
     return WorkerProcess(config, is_standby=is_standby, link=link).run()
