@@ -45,7 +45,7 @@ def run_worker(
         ]
     for setting in [*own, *settings]:
         arguments += ["--set", setting]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=180, env=environment(), check=False)
 
 
 def refusal(run: subprocess.CompletedProcess[str]) -> str:
