@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from relaygr.kafka.clients import require_broker
 from relaygr.kafka.settings import KafkaSettings, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE
+from tests.waiting import becomes
 
 HOLD = """
 import sys
@@ -31,13 +30,6 @@ with local_broker(sys.argv[1]) as broker:
     print(broker.bootstrap, flush=True)
     sys.stdin.read()
 """
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float = 15.0) -> bool:
-    ends_s = time.monotonic() + timeout_s
-    while not (held := holds()) and time.monotonic() < ends_s:
-        time.sleep(0.02)
-    return held
 
 
 def refuses(bootstrap: str) -> bool:
@@ -78,7 +70,7 @@ def test_topics_come_and_go(broker: LocalBroker) -> None:
         topic: spec.partition_count(12) for topic, spec in CATALOGUE.items()
     }
     broker.delete_topics(kafka)
-    assert eventually(lambda: not any(kafka.topic(topic) in require_broker(kafka).topics for topic in CATALOGUE))
+    assert becomes(lambda: not any(kafka.topic(topic) in require_broker(kafka).topics for topic in CATALOGUE))
 
 
 def test_the_embedded_cluster_refuses_another_count_for_a_topic_that_exists(embedded_broker: LocalBroker) -> None:
@@ -134,9 +126,9 @@ def test_nothing_is_left_however_the_process_ends(choice: str, way: str, real_br
         process.wait()
         process.stdin.close()
         process.stdout.close()
-    assert eventually(lambda: gone(children))
+    assert becomes(lambda: gone(children))
     assert refuses(bootstrap)
-    assert eventually(lambda: not any(folder.exists() for folder in folders))
+    assert becomes(lambda: not any(folder.exists() for folder in folders))
 
 
 @pytest.mark.kafka
@@ -153,7 +145,7 @@ def test_a_kafka_that_is_restarted_keeps_its_address_and_its_topics(real_broker:
         after = set(psutil.Process().children(recursive=True))
         assert before - after and after - before, "another process"
         assert {kafka.topic(topic) for topic in CATALOGUE} <= require_broker(kafka).topics.keys()
-    assert eventually(lambda: gone([process.pid for process in after - before]))
+    assert becomes(lambda: gone([process.pid for process in after - before]))
 
 
 @pytest.mark.parametrize("own", [None, "-Down=1"], ids=["by default", "unless the user sets options"])
@@ -235,7 +227,7 @@ def test_a_broker_that_does_not_come_up_is_given_up_and_killed(tmp_path: Path) -
     text = start_failure(fake_home(tmp_path, f"echo $$ > {tmp_path}/pid; echo thinking; exec sleep 60"), timeout_s=1.0)
     assert "was not ready within 1 s" in text
     assert "thinking" in text
-    assert eventually(lambda: gone([int((tmp_path / "pid").read_text())]))
+    assert becomes(lambda: gone([int((tmp_path / "pid").read_text())]))
 
 
 def test_free_ports_are_different_and_free() -> None:

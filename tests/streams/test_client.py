@@ -48,6 +48,7 @@ from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.tracing.tracer import Sampler, Tracer, TracerMetrics
 from tests.echo_worker import answer_once, echo_worker, ranked, read_topic
+from tests.waiting import becomes
 
 # Enough for the first request on a busy machine; tests of deadlines take their own.
 BUDGET_MS = 8_000
@@ -55,15 +56,6 @@ BUDGET_MS = 8_000
 
 def client(kafka: KafkaSettings, gateway_id: str = "gw-0", **settings: int | float) -> RelayClient:
     return RelayClient(kafka, gateway_id, ClientSettings.model_validate(settings), registry=CollectorRegistry())
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def closed_port() -> int:
@@ -217,7 +209,7 @@ def test_an_answer_after_the_deadline_reaches_on_late(kafka_settings: KafkaSetti
 def test_a_second_answer_is_dropped_and_counted(kafka_settings: KafkaSettings) -> None:
     with echo_worker(kafka_settings, lambda request: answer_once(request) * 2), client(kafka_settings) as gateway:
         assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
-        assert until(lambda: gateway.statistics().duplicates == 1)
+        assert becomes(lambda: gateway.statistics().duplicates == 1)
 
 
 def test_two_gateways_share_a_partition_and_get_their_own_answers(kafka_settings: KafkaSettings) -> None:
@@ -233,7 +225,7 @@ def test_two_gateways_share_a_partition_and_get_their_own_answers(kafka_settings
         for number, future in futures:
             result = future.result(BUDGET_MS / 1000).result
             assert result is not None and result.scores is not None and result.scores.tolist() == [number]
-        assert until(lambda: one.statistics().foreign == two.statistics().foreign == 10)
+        assert becomes(lambda: one.statistics().foreign == two.statistics().foreign == 10)
 
 
 def test_a_new_incarnation_does_not_read_the_old_ones_answers(kafka_settings: KafkaSettings) -> None:
@@ -274,7 +266,7 @@ def test_garbage_on_the_results_topic_does_not_stop_the_answers(kafka_settings: 
             producer.produce(results, partition=gateway.results_partition, value=value, headers=headers)
         assert producer.flush(5) == 0
         assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
-        assert until(lambda: gateway.statistics().undecodable == 5)
+        assert becomes(lambda: gateway.statistics().undecodable == 5)
         assert len(worker.seen) == 1
 
 
@@ -296,7 +288,7 @@ def test_an_event_carries_its_impression_to_the_ranking(kafka_settings: KafkaSet
             request_id=event.request_id,
             query_time_ms=event.retrieval_at_us // 1000,
         )
-        assert until(lambda: bool(reports))
+        assert becomes(lambda: bool(reports))
     (message,) = read_topic(kafka_settings, Topic.RETRIEVAL, 1)
     assert codec.decode(RetrievalEvent, message.value()) == event
     assert event.expected_ranking_at_us - event.retrieval_at_us == 120_000
@@ -395,7 +387,7 @@ def test_what_waits_is_refused_inside_a_callback_instead_of_waiting_for_itself(
                 problems.append(error)
 
         gateway.submit_rank("u", [1], budget_ms=BUDGET_MS).add_done_callback(wait_for_itself)
-        assert until(lambda: bool(problems))
+        assert becomes(lambda: bool(problems))
         assert gateway.rank("u", [3], budget_ms=BUDGET_MS).status is RankStatus.RANKED
 
 
@@ -504,7 +496,7 @@ def test_the_end_of_the_partition_is_known_before_start_returns(kafka_settings: 
         place = TopicPartition(kafka_settings.topic(Topic.RESULTS), gateway.results_partition)
         producer.produce(place.topic, partition=place.partition, value=b"x")
         assert producer.flush(5) == 0
-        assert until(lambda: gateway.statistics().undecodable == 1)
+        assert becomes(lambda: gateway.statistics().undecodable == 1)
     reader = make_assigned_consumer(kafka_settings, "reader")
     assert reader.get_watermark_offsets(place, timeout=5) == (0, 1)
     reader.close()
@@ -522,14 +514,14 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
         gateway.start()
         with echo_worker(kafka):
             assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
-    assert until(lambda: registry.get_sample_value("relaygr_gateway_broker_reachable") == 0)
+    assert becomes(lambda: registry.get_sample_value("relaygr_gateway_broker_reachable") == 0)
     outcome = gateway.rank("u", [1], budget_ms=50)
     assert (outcome.status, outcome.reason) == (RankStatus.TIMED_OUT, TimeOutReason.NOT_ACKNOWLEDGED)
-    assert until(lambda: gateway.statistics().lost == 1)
+    assert becomes(lambda: gateway.statistics().lost == 1)
     reports: list[DeliveryReport] = []
     gateway.tombstone("u", reports.append)
     patient = gateway.submit_rank("u", [1], budget_ms=60_000, request_id="patient")
-    assert until(lambda: gateway.statistics().retries >= 1), "the delivery failed long before the deadline"
+    assert becomes(lambda: gateway.statistics().retries >= 1), "the delivery failed long before the deadline"
     assert not patient.done()
     spans = [span.attributes["messaging.message.conversation_id"] for span in tracer.take_batch()]
     assert spans and "patient" not in spans, "it is being sent still"

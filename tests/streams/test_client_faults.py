@@ -19,6 +19,7 @@ from relaygr.kafka import durable, refusals
 from relaygr.schemas.messages import FailureReason
 from relaygr.schemas.topics import Topic
 from tests.echo_worker import echo_worker
+from tests.waiting import becomes
 from tests.worlds.faulty_cluster import FaultyCluster, faulty_cluster
 
 WITHIN_S = 25.0
@@ -37,13 +38,6 @@ def client(cluster: FaultyCluster) -> RelayClient:
     return RelayClient(cluster.kafka, "gw-0", registry=CollectorRegistry())
 
 
-def until(condition: Callable[[], bool]) -> bool:
-    ends_s = time.monotonic() + WITHIN_S
-    while not condition() and time.monotonic() < ends_s:
-        time.sleep(0.005)
-    return condition()
-
-
 def publish(gateway: RelayClient, reports: list[DeliveryReport], user_id: str = "ann") -> None:
     gateway.publish_retrieval(
         user_id,
@@ -60,12 +54,12 @@ def test_a_fatal_error_costs_no_retrieval_event(cluster: FaultyCluster) -> None:
     reports: list[DeliveryReport] = []
     with client(cluster) as gateway:
         publish(gateway, reports)
-        assert until(lambda: len(reports) == 1)
+        assert becomes(lambda: len(reports) == 1)
         cluster.answer_produce(OUT_OF_ORDER)
         for _ in range(60):
             publish(gateway, reports)
             time.sleep(0.005)
-        assert until(lambda: len(reports) == 61)
+        assert becomes(lambda: len(reports) == 61)
     assert [report.error for report in reports if not report.delivered] == []
 
 
@@ -91,7 +85,7 @@ def test_events_and_requests_wait_while_the_metadata_are_stale(cluster: FaultyCl
             cluster.set_topic_error(topic, 0)
         outcomes = [future.result(WITHIN_S) for future in futures]
         assert gateway.statistics().retries > 0
-        assert until(lambda: len(reports) == sent)
+        assert becomes(lambda: len(reports) == sent)
     assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
     assert [report.error for report in reports if not report.delivered] == []
 
@@ -135,10 +129,10 @@ def test_a_right_that_is_taken_away_is_told_until_it_is_back(
             use()
             return gateway.refusal == "gateway may not Write the topic"
 
-        assert until(is_told)
+        assert becomes(is_told)
         cluster.set_topic_error(topic, 0)
         missing.clear()
-        assert until(lambda: gateway.refusal is None)
+        assert becomes(lambda: gateway.refusal is None)
 
 
 def test_start_makes_its_clients_side_by_side(cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +180,7 @@ def test_new_clients_that_connect_only_after_the_end_are_closed(
     before, fresh = consumers
     assert is_closed(before) and not is_closed(fresh)
     may_connect.set()
-    assert until(lambda: is_closed(fresh))
+    assert becomes(lambda: is_closed(fresh))
 
 
 def is_closed(consumer: Consumer) -> bool:

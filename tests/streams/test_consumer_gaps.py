@@ -15,7 +15,8 @@ from relaygr.consumer.settings import ConsumerSettings
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_admin, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
-from tests.streams.test_consumer_loop import Member, Stage, staged, until
+from tests.streams.test_consumer_loop import Member, Stage, staged
+from tests.waiting import until
 
 pytestmark = pytest.mark.kafka
 

@@ -23,19 +23,13 @@ from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from tests.bad_header import write_bad_header
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 # Joins on the embedded cluster take 3 s each.
 WITHIN_S = 30.0
 Work = tuple[str, int, int]
-
-
-def until(condition: Callable[[], bool], what: str, within_s: float = WITHIN_S) -> None:
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {within_s} s: {what}"
-        time.sleep(0.005)
 
 
 class Member:

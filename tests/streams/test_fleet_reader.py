@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -20,6 +19,7 @@ from relaygr.schemas.headers import WORKERS_GROUP
 from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
 from relaygr.trigger.fleet import Fleet, FleetReader
+from tests.waiting import becomes
 
 WITHIN_S = 10.0
 
@@ -49,19 +49,10 @@ def write(kafka: KafkaSettings, *records: tuple[bytes | None, bytes | None]) -> 
     assert producer.flush(10) == 0
 
 
-def until(condition: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + WITHIN_S
-    while not condition():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 @pytest.mark.slow
 def test_an_empty_topic_is_read_to_its_end_at_once(kafka_settings: KafkaSettings) -> None:
     with reading(kafka_settings) as (reader, _):
-        assert until(lambda: reader.caught_up)
+        assert becomes(lambda: reader.caught_up)
         assert reader.heard_us == 0
 
 
@@ -89,7 +80,7 @@ def test_an_end_without_a_message_is_reached_while_the_fleet_talks_on(
     assert talks.wait(WITHIN_S)
     try:
         with reading(kafka_settings) as (reader, _):
-            assert until(lambda: reader.caught_up)
+            assert becomes(lambda: reader.caught_up)
     finally:
         stop.set()
         talker.join()
@@ -112,8 +103,8 @@ def test_a_fleet_that_never_stops_talking_is_caught_up_with(kafka_settings: Kafk
     assert talks.wait(WITHIN_S)
     try:
         with reading(kafka_settings) as (reader, fleet):
-            assert until(lambda: reader.caught_up)
-            assert until(lambda: fleet.owner_of(0, SystemClock().wall_us()) is not None)
+            assert becomes(lambda: reader.caught_up)
+            assert becomes(lambda: fleet.owner_of(0, SystemClock().wall_us()) is not None)
     finally:
         stop.set()
         talker.join()
@@ -131,7 +122,7 @@ def test_garbage_is_counted_and_what_follows_is_read(kafka_settings: KafkaSettin
         (b"worker-00", encode(status("worker-00"))),
     )
     with reading(kafka_settings, lambda: bad.append(None)) as (reader, fleet):
-        assert until(lambda: reader.caught_up)
+        assert becomes(lambda: reader.caught_up)
         assert fleet.owner_of(0, SystemClock().wall_us()) is not None
     assert len(bad) == 3
 
@@ -147,7 +138,7 @@ def test_a_second_group_on_the_same_topics_does_not_own_partitions(kafka_setting
     producer.produce(topic, None, b"worker-00", headers=[(WORKERS_GROUP, b"shadow.workers")])
     assert producer.flush(10) == 0
     with reading(kafka_settings, lambda: bad.append(None)) as (reader, fleet):
-        assert until(lambda: reader.caught_up)
+        assert becomes(lambda: reader.caught_up)
         owner = fleet.owner_of(0, SystemClock().wall_us())
     assert owner is not None and owner.worker_id == "worker-00"
     assert len(bad) == 2
@@ -178,12 +169,12 @@ def test_a_client_that_fails_is_replaced_and_the_fleet_is_not_caught_up_meanwhil
     monkeypatch.setattr(relaygr.trigger.fleet, "make_assigned_consumer", make)
     monkeypatch.setattr(relaygr.trigger.fleet, "_RETRY_S", 0.5)
     with reading(kafka_settings) as (reader, view):
-        assert until(lambda: reader.caught_up)
+        assert becomes(lambda: reader.caught_up)
         fails.set()
-        assert until(lambda: not reader.caught_up)
+        assert becomes(lambda: not reader.caught_up)
         write(kafka_settings, (b"worker-00", encode(status("worker-00"))))
-        assert until(lambda: view.owner_of(0, SystemClock().wall_us()) is not None)
-        assert until(lambda: reader.caught_up)
+        assert becomes(lambda: view.owner_of(0, SystemClock().wall_us()) is not None)
+        assert becomes(lambda: reader.caught_up)
     assert len(made) == 2
 
 

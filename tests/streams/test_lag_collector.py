@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +23,10 @@ from relaygr.lag.settings import LagSettings
 from relaygr.lag.status import LagStatus
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+from tests.waiting import until
 
 FAST = LagSettings(interval_s=0.1, window_polls=3)
 PARTITIONS = 12
-
-
-def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
 
 
 def send(kafka: KafkaSettings, topic: Topic, each: int, timestamp: int = 0) -> None:

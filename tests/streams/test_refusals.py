@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from relaygr.kafka.refusals import Refusals
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
+from tests.waiting import becomes
 
 WITHIN_S = 20.0
 REFUSED = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
@@ -55,13 +55,6 @@ def refusals(brokers: Brokers) -> Iterator[Refusals]:
     made.close()
 
 
-def until(is_so: Callable[[], bool]) -> bool:
-    ends_s = time.monotonic() + WITHIN_S
-    while not is_so() and time.monotonic() < ends_s:
-        time.sleep(0.005)
-    return is_so()
-
-
 def ask_twice(brokers: Brokers) -> None:
     for _ in range(2):
         assert brokers.asked.acquire(timeout=WITHIN_S)
@@ -80,11 +73,11 @@ def test_a_refusal_names_the_topic_and_the_remedy_until_the_brokers_grant_all(
         assert "relaygr.results" in refusals.sentence
         assert "relaygr topics acls --role worker" in refusals.sentence
         brokers.answer = (SENTENCE,)
-        assert until(lambda: refusals.sentence == SENTENCE)
+        assert becomes(lambda: refusals.sentence == SENTENCE)
         ask_twice(brokers)
         assert refusals.sentence == SENTENCE
         brokers.answer = ()
-        assert until(lambda: refusals.sentence is None)
+        assert becomes(lambda: refusals.sentence is None)
     assert [line["log_level"] for line in lines] == ["error", "info"]
 
 
@@ -93,7 +86,7 @@ def test_one_answer_is_not_enough(brokers: Brokers, refusals: Refusals) -> None:
     said: list[str | None] = []
     brokers.while_asked = lambda: said.append(refusals.sentence)
     refusals.note("relaygr.results", REFUSED)
-    assert until(lambda: refusals.sentence is None)
+    assert becomes(lambda: refusals.sentence is None)
     assert len(said) == 2 and None not in said
 
 
@@ -103,14 +96,14 @@ def test_a_refusal_while_the_brokers_are_asked_counts(brokers: Brokers, refusals
     ask_twice(brokers)
     assert refusals.sentence is not None
     brokers.while_asked = lambda: None
-    assert until(lambda: refusals.sentence is None)
+    assert becomes(lambda: refusals.sentence is None)
 
 
 def test_a_right_that_is_taken_away_twice_is_said_twice(brokers: Brokers, refusals: Refusals) -> None:
     with structlog.testing.capture_logs() as lines:
         for _ in range(2):
             refusals.note("relaygr.results", REFUSED)
-            assert until(lambda: refusals.sentence is None)
+            assert becomes(lambda: refusals.sentence is None)
     assert [line["log_level"] for line in lines] == ["error", "info"] * 2
 
 
@@ -128,7 +121,7 @@ def test_where_nobody_can_ask_a_refusal_counts_until_none_follows(brokers: Broke
     ask_twice(brokers)
     assert refusals.sentence is not None
     brokers.while_asked = lambda: None
-    assert until(lambda: refusals.sentence is None)
+    assert becomes(lambda: refusals.sentence is None)
 
 
 @pytest.mark.parametrize("topic", ["relaygr.retrieval", "another-team.results"])

@@ -32,7 +32,9 @@ class Environment:
     def copy(self, folder: Path) -> Environment:
         """The same, for a test that changes files. It takes a moment; an installation takes seconds."""
         shutil.copytree(self.python.parents[1], folder, symlinks=True)
-        return Environment(*(folder / path.relative_to(self.python.parents[1]) for path in (self.python, self.packages)))
+        return Environment(
+            *(folder / path.relative_to(self.python.parents[1]) for path in (self.python, self.packages))
+        )
 
     def start(self, script: Path, *arguments: str) -> subprocess.Popen[str]:
         """Starts a script in its own folder."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from relaygr.runtime.clock import ManualClock, SystemClock
 from relaygr.worker.executor.executor import WORK_TOO_LONG
 from relaygr.worker.executor.thread import SHORT_US, TURN_US, DeviceThread
+from tests.waiting import becomes
 
 WATCHDOG_S = 2.0
 LOOK_US = 250_000
@@ -113,18 +113,11 @@ def running(executor: Executor, watchdog_s: float = 60.0) -> Iterator[DeviceThre
     assert device.stop(10)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.001)
-
-
 @pytest.mark.slow
 def test_an_idle_thread_makes_progress_often_enough_for_its_watchdog() -> None:
     idle = Executor(SystemClock())
     with running(idle, watchdog_s=1.0):
-        wait_until(lambda: idle.steps >= 4)
+        assert becomes(lambda: idle.steps >= 4)
 
 
 class SharedDevice:
@@ -205,7 +198,7 @@ def test_short_work_does_not_wake_a_device_thread_that_knows_the_next_timer(idle
     """Each piece of short work woke it: the time until the same timer, computed twice, differed by microseconds."""
     idle.timer_at_us = idle.clock.monotonic_us() + 60_000_000
     with running(idle) as device:
-        wait_until(lambda: idle.steps > 0 and not device._running.locked())
+        assert becomes(lambda: idle.steps > 0 and not device._running.locked())
         idle.work_us = [1] * 3
         device.run_short_work()
         assert not idle.work_arrived.is_set()
@@ -214,11 +207,11 @@ def test_short_work_does_not_wake_a_device_thread_that_knows_the_next_timer(idle
 
 def test_an_earlier_timer_wakes_the_device_thread(idle: Executor) -> None:
     with running(idle) as device:
-        wait_until(lambda: idle.steps > 0 and not device._running.locked())
+        assert becomes(lambda: idle.steps > 0 and not device._running.locked())
         idle.timer_at_us, idle.work_us = idle.clock.monotonic_us() + 1_000, [1]
         device.run_short_work()
         steps = idle.steps
-        wait_until(lambda: idle.steps > steps)
+        assert becomes(lambda: idle.steps > steps)
 
 
 def test_both_threads_run_all_work_once(idle: Executor) -> None:
@@ -226,5 +219,5 @@ def test_both_threads_run_all_work_once(idle: Executor) -> None:
         for number in range(2_000):
             idle.work_us.append(SHORT_US + 1 if number % 3 else 1)
             device.run_short_work()
-        wait_until(lambda: not idle.work_us)
+        assert becomes(lambda: not idle.work_us)
     assert len(idle.ran_on) == 2_000

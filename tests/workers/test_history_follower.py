@@ -32,24 +32,17 @@ from relaygr.worker.history import follower as follower_module
 from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
 from relaygr.worker.history.follower import MAX_STORE_AGE_MS, HistoryFollower
 from relaygr.worker.history.store import HistoryStore
+from tests.waiting import PATIENCE_S, until
 from tests.worlds.disk import fill
 
 pytestmark = pytest.mark.slow
 
 MIB = 1024 * 1024
-PATIENCE_S = 60.0
 
 
 def history(user_id: str, number: int = 1, length: int = 50) -> History:
     items = np.arange(length) + number
     return History(user_id, number, np.array([7]), Behaviours(items, np.ones(length, "<u2"), items))
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_s, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.005)
 
 
 class Publisher:

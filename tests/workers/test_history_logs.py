@@ -18,7 +18,8 @@ from relaygr.kafka.topic_identity import TopicIdentityWatch, identify_topics
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.store import HistoryStore
-from tests.workers.test_history_follower import MIB, Publisher, Reported, following, history, until
+from tests.waiting import until
+from tests.workers.test_history_follower import MIB, Publisher, Reported, following, history
 
 pytestmark = pytest.mark.kafka
 

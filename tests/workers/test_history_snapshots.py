@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +39,7 @@ from relaygr.worker.history.snapshots import (
 )
 from relaygr.worker.history.store import HistoryStore, StoreOrigin
 from relaygr.worker.history.tables import PartitionState
+from tests.waiting import PATIENCE_S, until
 from tests.workers.test_history_behaviours import (
     DAY_1,
     DAY_2,
@@ -60,7 +60,6 @@ from tests.workers.test_history_behaviours import (
     tombstone,
 )
 
-PATIENCE_S = 60.0
 LIMITS = SnapshotLimits(behaviours=10, after_ms=1000)
 
 
@@ -659,13 +658,6 @@ TestInEveryOrder.settings = settings(max_examples=20, stateful_step_count=30, de
 
 
 # -- on a broker -------------------------------------------------------------------------------------
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_s, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.01)
 
 
 def records_of(kafka: KafkaSettings, count: int) -> list[Message]:

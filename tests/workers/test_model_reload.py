@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -55,6 +54,7 @@ from relaygr.worker.process.reloading import (
 )
 from relaygr.worker.score_error import other_engine
 from relaygr.worker.settings import WorkerSettings
+from tests.waiting import becomes
 from tests.worlds.invariants import check_invariants
 from tests.worlds.model import small_config
 from tests.worlds.real_executor import KINDS, PAGE_TOKENS, RealExecutorWorld, behaviours_of
@@ -414,13 +414,6 @@ def test_precision_is_not_measured_against_another_revision(tmp_path: FilePath) 
 WORLDS: list[Reloading] = []
 
 
-def until(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.005)
-
-
 class Reloading:
     """`ModelReloading` with small fakes of the worker's parts."""
 
@@ -454,7 +447,7 @@ class Reloading:
         self.reloading.tick(parts, is_active=is_active)
 
     def await_loading(self) -> None:
-        until(lambda: not self.reloading.is_loading)
+        assert becomes(lambda: not self.reloading.is_loading)
 
     def outcomes(self) -> dict[str, float]:
         counts = {
@@ -469,7 +462,7 @@ def closed_reloadings(nothing_left_behind: None) -> Iterator[None]:
     yield
     while WORLDS:
         WORLDS.pop().reloading.close()
-    until(lambda: not any(thread.name == "reload" for thread in threading.enumerate()))
+    assert becomes(lambda: not any(thread.name == "reload" for thread in threading.enumerate()))
 
 
 def test_a_standby_swaps_at_once(tmp_path):
@@ -715,6 +708,6 @@ def test_a_deploy_during_the_start_is_found_by_the_first_look(tmp_path: FilePath
     )
     world.clock.advance_us(11_000_000)
     world.reloading.tick(None, is_active=False)
-    until(lambda: not world.reloading.is_loading)
+    assert becomes(lambda: not world.reloading.is_loading)
     world.reloading.tick(None, is_active=False)
     assert world.prepared.engine.revision == load_checkpoint(late).revision

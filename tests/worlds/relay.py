@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.options import ContextualFeature, Task, TaskKind
 from relaygr.worker.settings import WorkerSettings
+from tests.waiting import becomes
 
 PARTITIONS = 12
 MAX_PREFIX = 1024
@@ -119,11 +119,7 @@ def new_user(name: str = "user") -> str:
 
 def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Fails with `what` if it does not become so."""
-    ends_s = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > ends_s:
-            raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.05)
+    assert becomes(is_so, timeout_s, pause_s=0.05), f"not within {timeout_s:g} s: {what}"
 
 
 @contextmanager
