@@ -16,7 +16,8 @@ import enum
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
@@ -158,6 +159,7 @@ _ASSIGNED: Final[dict[str, Any]] = {"enable.auto.offset.store": False, "enable.a
 # If the cause is known, wait for this share of the time-out only: a broker that starts up needs no longer.
 _SHARE_WITH_A_CAUSE: Final = 0.5
 _METADATA_TRY_S: Final = 0.5
+_LEADERS_S: Final = 2.0
 # A wrong protocol is reported as a lost connection; only the text names the cause.
 _ABOUT_SECURITY: Final = re.compile(r"SSL|SASL|security\.protocol")
 
@@ -208,6 +210,16 @@ def make_assigned_consumer(
     config = _config(kafka, client_id, on_error, _consumer(kafka.fetch_wait_max_ms), _ASSIGNED, options)
     config["group.id"] = kafka.unjoined_group
     return _made(Consumer, config)
+
+
+def learn_leaders(consumer: Consumer, topics: Iterable[str]) -> None:
+    """Asks for topics before their partitions are assigned. Waits `_LEADERS_S` at most.
+
+    librdkafka looks for the leader of an assigned partition only a second later if it does not know the topic yet.
+    """
+    with suppress(KafkaException):  # The broker is away: librdkafka looks again by itself.
+        for topic in topics:
+            consumer.list_topics(topic, timeout=_LEADERS_S)
 
 
 def asking_fetch_wait_ms(kafka: KafkaSettings) -> int:

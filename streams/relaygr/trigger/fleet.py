@@ -26,7 +26,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaExcepti
 
 from relaygr.admission.policy import OwnerView
 from relaygr.kafka.client_errors import ClientErrors, NoteError, cause_of, no_note
-from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.clients import learn_leaders, make_assigned_consumer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
@@ -247,7 +247,9 @@ class FleetReader:
         options = {"enable.partition.eof": True}
         consumer = make_assigned_consumer(self._kafka, self._client_id, self._errors, options)
         try:
-            consumer.assign([TopicPartition(self._kafka.topic(Topic.WORKERS), 0, OFFSET_BEGINNING)])
+            topic = self._kafka.topic(Topic.WORKERS)
+            learn_leaders(consumer, (topic,))
+            consumer.assign([TopicPartition(topic, 0, OFFSET_BEGINNING)])
             while not self._stopping.is_set() and not self._is_client_refused:
                 message = consumer.poll(_POLL_S)
                 if message is not None:

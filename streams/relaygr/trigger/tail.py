@@ -19,7 +19,7 @@ import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from relaygr.kafka.client_errors import NoteError, cause_of, no_note
-from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.clients import learn_leaders, make_assigned_consumer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
@@ -105,6 +105,7 @@ class JobsTail:
         # The client reports the end of each partition.
         consumer = make_assigned_consumer(self._kafka, self._client_id, options={"enable.partition.eof": True})
         try:
+            learn_leaders(consumer, (self._topic,))
             start = _TAIL - max(1, _MOST_WAITING // len(partitions))
             consumer.assign([TopicPartition(self._topic, partition, start) for partition in sorted(partitions)])
             self._read_to_end(consumer, set(partitions))

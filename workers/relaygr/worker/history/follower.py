@@ -35,7 +35,7 @@ from confluent_kafka import (
 from prometheus_client import Counter, Gauge
 
 from relaygr.kafka.client_errors import NoteError, no_note
-from relaygr.kafka.clients import READ_COMMITTED, asking_fetch_wait_ms, make_assigned_consumer
+from relaygr.kafka.clients import READ_COMMITTED, asking_fetch_wait_ms, learn_leaders, make_assigned_consumer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
@@ -252,6 +252,7 @@ class HistoryFollower:
                 self._stopping.wait(RETRY_S)
                 continue
             try:
+                learn_leaders(consumer, (self._topic, self._behaviours))
                 while self._is_identified and not self._stopping.is_set():
                     self._turn(consumer)
                 if not self._is_identified:
