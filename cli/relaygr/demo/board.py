@@ -347,7 +347,7 @@ def print_gates(console: Console, shown: Sequence[Gate], runs: Sequence[RunSumma
     """Prints whether each gate of these runs was passed, and what to do if one was not because the machine was slow."""
     for gate in shown:
         mark, note = (("yes", "green") if gate.passed else ("NO ", "red")), ""
-        if not gate.judged:
+        if not gate.passed and not gate.judged:
             mark, note = ("?  ", "yellow"), " (not judged: the machine is busy or slow)"
         console.print(Text.assemble(mark, f"        {gate.name}: {gate.found}{note}"))
     why = slow_machine(runs, shown)

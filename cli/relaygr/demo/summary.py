@@ -203,7 +203,7 @@ def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison, busy
         Gate(
             "Kafka took each request in time",
             not any(undelivered),
-            f"all but {undelivered[0]} with the relay, all but {undelivered[1]} without",
+            f"{undelivered[0]} not with the relay, {undelivered[1]} not without",
             depends_on_speed=True,
             is_busy=busy,
         ),
