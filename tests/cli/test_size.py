@@ -203,7 +203,7 @@ def test_the_tables_fit_80_columns(calibration: Path) -> None:
         assert text in tables
     last = said.splitlines()[-1]
     assert re.fullmatch(
-        r"Workers for 60 impressions a second, 99 % within 60 ms: .* with relay, .* with full inference\.", last
+        r"Workers for 10 impressions a second, 99 % within 60 ms: .* with relay, .* with full inference\.", last
     )
 
 
