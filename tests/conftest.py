@@ -14,7 +14,7 @@ A test has one try: a test that passes only at its second try hides a race.
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
-A run of the whole suite uses four processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
+A run of the whole suite uses three processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
 of a file stay in one process, and the files that last longest come first. At most two processes run whole relays, as
 long as there are other files. The processes share one real broker; each has an embedded cluster of its own.
 
@@ -113,8 +113,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0  # Chosen tests: in pytest's own process.
     cores = min(2, os.cpu_count() or 1)
-    # Slow tests wait for processes and brokers more than half of their time.
-    return cores + (0 if config.option.markexpr == QUICK else 2)
+    # Slow tests wait for processes and brokers a good part of their time. With two more than cores, tests were late.
+    return cores + (0 if config.option.markexpr == QUICK else 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

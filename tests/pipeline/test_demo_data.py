@@ -47,7 +47,7 @@ def test_a_checkpoint_is_deployed_into_the_running_demo_and_no_request_is_lost(t
     relaygr("calibrate", "--model", new, "--out", new / "calibration.json", "--budget-s", "1")
     demo = subprocess.Popen(
         [sys.executable, "-m", "relaygr", "demo", "--broker", "embedded", "--no-ui", "--data", str(data), "--keep",
-         str(kept), "--rate", "4", "--deadline-ms", "5000", "--set", f"traffic.users={USERS}"],
+         str(kept), "--rate", "8", "--deadline-ms", "5000", "--set", f"traffic.users={USERS}"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
         env={**environment(), "COLUMNS": "200"},
     )  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_deployed_into_the_running_demo_and_no_request_is_lost(t
     assert len(set(revisions)) == 2, "both checkpoints have served"
     assert all(each.next_retrieved is not None for each in records)
     assert "NDCG@10" in said
-    for gate in ("no request lost", "cached scores equal full scores", "requests compared"):
+    for gate in ("no request lost:", "cached scores equal full scores:", "requests compared:"):
         assert next(line for line in said.splitlines() if gate in line).startswith("yes"), said
     assert "were answered by different models, and are left out" in said
 

@@ -26,8 +26,8 @@ COLD_SHARE = 1 / 3
 LEAST_RANKED_SHARE = 0.90
 LEAST_HBM_SHARE = 0.30
 LEAST_COMPARED = 200
-LEAST_COMPARED_SHARE = 0.5
-"""Of the requests of a short run."""
+LEAST_COMPARED_SHARE = 0.8
+"""Of the requests that were ranked again, where these are few."""
 SCORE_TOLERANCE = 2e-5
 """The largest difference of two scores, relative to the largest score, in float32."""
 SLOW_RUN = CROWDING
@@ -196,7 +196,8 @@ def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison, busy
     """
     hbm = relay.endings.get(Path.HBM, 0)
     busy = busy or slowdown((relay, full)) >= SLOW_RUN
-    least = min(LEAST_COMPARED, round(LEAST_COMPARED_SHARE * relay.offered))
+    ranked_again = comparison.compared + comparison.skipped
+    least = max(1, min(LEAST_COMPARED, round(LEAST_COMPARED_SHARE * ranked_again)))
     undelivered = [run.endings.get(UNDELIVERED, 0) for run in (relay, full)]
     return (
         Gate("no request lost", relay.lost + full.lost == 0, f"{relay.lost} with the relay, {full.lost} without"),
