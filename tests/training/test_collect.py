@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from typer.testing import CliRunner
 
@@ -27,6 +27,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.interactions import Interactions, parquet, read_interactions
 from relaygr.kafka.clients import PARTITIONER, make_admin
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_identity import TopicIdentity, identify_topics
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import RepeatedTombstone
@@ -88,6 +89,20 @@ class Source(Publisher):
             **({"timestamp": at_ms} if at_ms else {}),
         )
         assert self._producer.flush(30) == 0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll waits for as long as it has nothing, and each question for the ids of topics takes a process."""
+    monkeypatch.setattr(collector_module, "POLL_S", 0.02)
+    asked: dict[str, TopicIdentity] = {}
+
+    def identify(kafka: KafkaSettings, names: tuple[str, ...], *options: Any) -> TopicIdentity:
+        if names[0] not in asked:
+            asked[names[0]] = identify_topics(kafka, names, *options)
+        return asked[names[0]]
+
+    monkeypatch.setattr(collector_module, "identify_topics", identify)
 
 
 @pytest.fixture
@@ -633,6 +648,86 @@ def test_a_snapshot_that_kafka_dropped_unread_is_made_up_for_by_the_one_that_rep
     assert items(folder, "ann") == [1, 2, 3]
 
 
+def lose(monkeypatch: pytest.MonkeyPatch, source: Source, user_id: str, before: int) -> None:
+    """The embedded cluster deletes no records: the log of the user's behaviours begins at this offset from now on."""
+    real, place = collector_module._offsets, source.partition(user_id)
+
+    def later(consumer: Consumer, topic: str, partitions: Any, at: int) -> dict[int, int]:
+        found = real(consumer, topic, partitions, at)
+        if topic == source.kafka.topic(Topic.BEHAVIOURS) and at == OFFSET_BEGINNING and place in found:
+            found[place] = before
+        return found
+
+    monkeypatch.setattr(collector_module, "_offsets", later)
+
+
+def test_behaviours_that_are_lost_before_the_folder_has_a_file_are_said_once_and_come_from_a_snapshot(
+    source: Source, folder: Path, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect(source.kafka, folder)
+    source.act("ann", 10, 11, position=0)
+    source.act("ann", 12, position=2)
+    source.send(saved(source, store, "ann", 3))
+    lose(monkeypatch, source, "ann", 2)
+    assert collect(source.kafka, folder).lost == {source.kafka.topic(Topic.BEHAVIOURS): 2}
+    assert items(folder, "ann") == [10, 11, 12]
+    assert collect(source.kafka, folder).lost == {}
+    source.act("ann", 13, position=3)
+    assert collect(source.kafka, folder).lost == {} and items(folder, "ann") == [10, 11, 12, 13]
+
+
+def test_a_snapshot_that_was_read_before_its_behaviours_were_lost_is_read_again(
+    source: Source, folder: Path, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run ends between histories and behaviours."""
+    source.send(history("ann", length=2))
+    source.act("ann", 10, position=2)
+    source.act("ann", 11, position=3)
+    source.send(saved(source, store, "ann", 4))
+    read, ended = Collector._read, []
+
+    def read_histories(self: Collector, consumer: Consumer, kind: Kind) -> None:
+        ended.append(kind)
+        if kind is Kind.HISTORIES:
+            read(self, consumer, kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Collector, "_read", read_histories)
+        collect(source.kafka, folder, is_stopping=lambda: Kind.BEHAVIOURS in ended)
+    assert items(folder, "ann") == [1, 2]
+    source.act("ann", 12, position=4)
+    lose(monkeypatch, source, "ann", 1)
+    found = collect(source.kafka, folder)
+    assert found.lost == {source.kafka.topic(Topic.BEHAVIOURS): 1} and found.records == 2
+    assert items(folder, "ann") == [1, 2, 10, 11, 12]
+    assert [part.kind for part in parts_of(folder).live] == [Kind.HISTORIES, Kind.BEHAVIOURS]
+
+
+def test_a_follower_takes_the_snapshot_that_replaced_one_that_was_compacted_away(
+    source: Source, folder: Path, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower had read the log to its end, and the embedded cluster compacts nothing: one is dropped here."""
+    collect(source.kafka, folder)
+    source.send(history("ann", length=3))
+    late = saved(source, store, "ann", 3)
+    begin, receive, received = Collector._begin, Collector._receive, []
+
+    def begin_at_the_end(self: Collector, consumer: Consumer) -> None:
+        begin(self, consumer)
+        self._unread.clear()
+        source.send(late)
+
+    def receive_compacted(self: Collector, consumer: Consumer, message: Message) -> None:
+        if message.error() is not None or message.offset() != 0:
+            receive(self, consumer, message)
+            received.extend([] if message.error() is not None else [message.offset()])
+
+    monkeypatch.setattr(Collector, "_begin", begin_at_the_end)
+    monkeypatch.setattr(Collector, "_receive", receive_compacted)
+    assert collect(source.kafka, folder, follow=True, is_stopping=lambda: bool(received)).repeats == 0
+    assert received == [1] and items(folder, "ann") == [1, 2, 3]
+
+
 def delete_records(kafka: KafkaSettings, *places: tuple[Topic, int, int]) -> None:
     admin = make_admin(kafka, "test-admin")
     # Kafka deletes no records of a topic that is only compacted.
@@ -676,7 +771,9 @@ def test_what_was_aborted_is_not_collected(kafka: KafkaSettings, folder: Path) -
     assert found.reached_end and items(folder, "ann") == [1, 2, 5] and found.lost == {}
 
 
-def test_a_folder_of_another_log_is_refused(broker: LocalBroker, kafka_settings: KafkaSettings, folder: Path) -> None:
+def test_a_folder_of_another_log_is_refused(
+    broker: LocalBroker, kafka_settings: KafkaSettings, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The topics were deleted and created again; the embedded cluster knows no ids, but its logs are shorter."""
     source = Source(kafka_settings)
     source.events("ann", 5)
@@ -684,6 +781,7 @@ def test_a_folder_of_another_log_is_refused(broker: LocalBroker, kafka_settings:
     broker.delete_topics(kafka_settings)
     broker.create_topics(kafka_settings)
     Source(kafka_settings).events("ann", 2)
+    monkeypatch.setattr(collector_module, "identify_topics", identify_topics)
     with pytest.raises(RelayError, match=r"deleted and created again|it is another log"):
         collect(kafka_settings, folder)
     assert items(folder, "ann") == [0, 1, 2, 3, 4]

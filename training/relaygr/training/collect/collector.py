@@ -6,14 +6,14 @@
 * A snapshot that a worker wrote repeats what both topics said before. It is taken only if the folder may lack that:
   below `Manifest.past_to`, and if the snapshot that it replaced was not read, which Kafka drops then. Behaviours whose
   records the folder reads itself are left out of it.
+* When Kafka has deleted behaviours unread, the histories are read again for them from the beginning.
 * At most `MOST_ROWS` rows wait for their files.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -107,7 +107,9 @@ def manifest_of(kafka: KafkaSettings, has_ratings: bool) -> Manifest:
         found = identify_topics(kafka, names, CLIENT_ID, _ANSWER_S)
         consumer = make_assigned_consumer(kafka, CLIENT_ID, options=_OPTIONS)
         try:
-            ends = _offsets(consumer, names[0], range(kafka.partitions), OFFSET_END)
+            partitions = range(kafka.partitions)
+            ends = _offsets(consumer, names[0], partitions, OFFSET_END)
+            starts = [_offsets(consumer, name, partitions, OFFSET_BEGINNING) for name in names]
         finally:
             consumer.close()
     except KafkaException as error:
@@ -119,8 +121,9 @@ def manifest_of(kafka: KafkaSettings, has_ratings: bool) -> Manifest:
         )
     ids = [found.topic_ids[name] for name in names]
     origin = Origin(found.cluster_id, names[0], ids[0], names[1], ids[1], kafka.partitions)
-    past_to = tuple(ends[partition] for partition in range(kafka.partitions))
-    return Manifest(origin, has_ratings, past_to, asked_ms)
+    past_to = tuple(ends[partition] for partition in partitions)
+    histories_from, behaviours_from = (tuple(found[each] for each in partitions) for found in starts)
+    return Manifest(origin, has_ratings, past_to, histories_from, behaviours_from, asked_ms)
 
 
 class Collector:
@@ -155,15 +158,16 @@ class Collector:
         """Deletions of each partition that are not applied to the files."""
         self._unread: dict[Log, int] = {}
         """The logs that were not read to the end that they had at the beginning, and that end."""
-        self._snapshot_offsets: dict[int, array[int]] = {each: array("q") for each in self._partitions}
-        """The offsets of the histories that were received, up to the ends that the logs had at the beginning."""
-        self._histories_at: dict[int, int] = {}
-        """The offset of each partition's histories below which the folder has them."""
+        self._gaps: dict[int, list[range]] = {each: [] for each in self._partitions}
+        """Offsets of the histories without a record, since the log was last read to its end. A snapshot that replaced
+        one of these is in the log before that end."""
+        self._again_from: dict[int, int] = {}
+        """Where each partition of the histories is read again, for behaviours that were lost."""
+        self._lost_to: dict[Log, int] = {}
+        """The beginnings of the logs of which records were lost."""
         self._asked_ms = 0
         self._ends: dict[int, int] | None = None
         """The ends of the histories at `_asked_ms`; None: the folder is current to that time."""
-        self._ended_at: dict[int, int] = {}
-        """Where each partition of the histories ended last: its last records may be markers of transactions."""
         self._first_at_s: float | None = None
         """When the first record was read that is in no file."""
         self._total = self._done = 0
@@ -171,9 +175,10 @@ class Collector:
         self._collected = Collected()
 
     def run(self, follow: bool) -> Collected:
-        """Reads to the ends of the logs, or until it shall stop. What was read is written in any case.
+        """Reads to the ends of the logs, or until it shall stop, and writes what was read.
 
-        Raises RelayError if a log cannot be read any more or the folder cannot be written.
+        Raises RelayError if a log cannot be read any more or the folder cannot be written. The next run reads again
+        what is in no file then.
         """
         origin = self._origin
         ids = {origin.history_topic: origin.history_id, origin.behaviours_topic: origin.behaviours_id}
@@ -203,6 +208,8 @@ class Collector:
                 )
             self._close_all()
             self._mark_current(consumer)
+            if self._lost_to and not self._unread:
+                self._folder.begins_at(self._lost_to)
         except KafkaException as error:
             raise RelayError(f"Kafka at {self._kafka.bootstrap} cannot be read: {error.args[0].str()}") from error
         finally:
@@ -226,31 +233,39 @@ class Collector:
             for kind, topic in self._topics.items():
                 start, end = (offsets[partition] for offsets in found[kind])
                 following = self._folder.next_offset(kind, partition)
-                if following is not None and following > end:
+                if following > end:
                     raise RelayError(
                         f"{self._folder.path} has {topic} [{partition}] up to offset {following - 1:,}, but the log "
                         f"ends at {end:,}: it is another log, or its brokers lost records. Collect into another folder."
                     )
-                if following is not None and following < start:
-                    self._note_lost(kind, partition, start - following, found[Kind.HISTORIES][1][partition])
-                start = start if following is None else max(start, following)
+                if following < start:
+                    first_history, end_of_histories = (offsets[partition] for offsets in found[Kind.HISTORIES])
+                    self._note_lost((kind, partition), following, start, end_of_histories)
+                    if kind is Kind.BEHAVIOURS and first_history < end_of_histories:
+                        self._again_from[partition] = first_history
+                        self._unread[Kind.HISTORIES, partition] = end_of_histories
+                start = max(start, following)
                 self._rows[kind, partition] = Rows(start, start)
-                if kind is Kind.HISTORIES:
-                    self._histories_at[partition] = following or 0
                 if start < end:
                     self._unread[kind, partition] = end
                     self._total += end - start
 
-    def _note_lost(self, kind: Kind, partition: int, count: int, end_of_histories: int) -> None:
+    def _note_lost(self, log: Log, following: int, start: int, end_of_histories: int) -> None:
+        kind, partition = log
         lost, topic = self._collected.lost, self._topics[kind]
-        lost[topic] = lost.get(topic, 0) + count
+        lost[topic] = lost.get(topic, 0) + start - following
+        self._lost_to[log] = start
         if kind is Kind.BEHAVIOURS:
             self._folder.lost_behaviours(partition, end_of_histories)
+        else:
+            self._gaps[partition].append(range(following, start))
 
     def _read(self, consumer: Consumer, kind: Kind) -> None:
         topic = self._topics[kind]
-        places = [TopicPartition(topic, each, self._rows[kind, each].read_to) for each in self._partitions]
-        consumer.incremental_assign(places)
+        places = {each: self._rows[kind, each].read_to for each in self._partitions}
+        if kind is Kind.HISTORIES:
+            places |= self._again_from
+        consumer.incremental_assign([TopicPartition(topic, each, place) for each, place in places.items()])
 
     def _receive(self, consumer: Consumer, message: Message) -> None:
         topic, partition, offset, error = message.topic(), message.partition(), message.offset(), message.error()
@@ -260,33 +275,43 @@ class Collector:
         kind = self._kinds[topic]
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:
-                if kind is Kind.HISTORIES:
-                    self._ended_at[partition] = offset or 0
-                self._unread.pop((kind, partition), None)
+                self._end((kind, partition), offset or 0)
             elif error.code() == KafkaError._AUTO_OFFSET_RESET:
                 self._skip_lost(consumer, kind, partition)
             else:
                 self._check(message)
             return
         rows = self._rows[kind, partition]
-        if offset is None or offset < rows.read_to:
+        # Histories below are read again.
+        if offset is None or (offset < rows.read_to and kind is Kind.BEHAVIOURS):
             return
         if self._first_at_s is None:
             self._first_at_s = time.monotonic()
-        if kind is Kind.HISTORIES and (kind, partition) in self._unread:
-            self._snapshot_offsets[partition].append(offset)
+        if kind is Kind.HISTORIES and offset > rows.read_to:
+            self._gaps[partition].append(range(rows.read_to, offset))
         before = len(rows)
         self._take(kind, partition, rows, message, offset)
         self._waiting += len(rows) - before
-        self._collected.records += 1
-        self._done += offset + 1 - rows.read_to
-        rows.read_to = offset + 1
+        if offset >= rows.read_to:
+            self._collected.records += 1
+            self._done += offset + 1 - rows.read_to
+            rows.read_to = offset + 1
         if offset + 1 >= self._unread.get((kind, partition), offset + 2):
             del self._unread[kind, partition]
         if len(rows) >= self._closing.file_rows:
             self._close((kind, partition))
         while self._waiting > MOST_ROWS:
             self._close(max(self._rows, key=lambda log: len(self._rows[log])))
+
+    def _end(self, log: Log, offset: int) -> None:
+        """Notes that a log was read to its end, which markers of transactions may precede."""
+        rows, (kind, partition) = self._rows[log], log
+        if offset > rows.read_to:
+            self._done += offset - rows.read_to
+            rows.read_to = offset
+        self._unread.pop(log, None)
+        if kind is Kind.HISTORIES:
+            self._gaps[partition].clear()
 
     def _check(self, message: Message) -> None:
         """Raises RelayError for an error that does not end by itself. librdkafka tries on after any other."""
@@ -301,18 +326,23 @@ class Collector:
     def _skip_lost(self, consumer: Consumer, kind: Kind, partition: int) -> None:
         """Goes on at the beginning of a log whose next records were deleted before they were read."""
         self._close_all()
+        histories = self._topics[Kind.HISTORIES]
         start = _offsets(consumer, self._topics[kind], [partition], OFFSET_BEGINNING)[partition]
-        ends = _offsets(consumer, self._topics[Kind.HISTORIES], [partition], OFFSET_END)
+        end_of_histories = _offsets(consumer, histories, [partition], OFFSET_END)[partition]
         read_to = self._rows[kind, partition].read_to
         if start <= read_to:
             raise RelayError(
                 f"{self._topics[kind]} [{partition}] does not go on at offset {read_to:,}: it was deleted and created "
                 "again, or its brokers lost records. Collect into another folder."
             )
-        self._note_lost(kind, partition, start - read_to, ends[partition])
+        self._note_lost((kind, partition), read_to, start, end_of_histories)
         self._rows[kind, partition] = Rows(start, start)
-        consumer.incremental_unassign([TopicPartition(self._topics[kind], partition)])
-        consumer.incremental_assign([TopicPartition(self._topics[kind], partition, start)])
+        places = {self._topics[kind]: start}
+        if kind is Kind.BEHAVIOURS:
+            places[histories] = _offsets(consumer, histories, [partition], OFFSET_BEGINNING)[partition]
+            self._unread[Kind.HISTORIES, partition] = end_of_histories
+        consumer.incremental_unassign([TopicPartition(topic, partition) for topic in places])
+        consumer.incremental_assign([TopicPartition(topic, partition, place) for topic, place in places.items()])
 
     def _take(self, kind: Kind, partition: int, rows: Rows, message: Message, offset: int) -> None:
         content = message.key(), message.value(), partition, len(self._partitions)
@@ -324,7 +354,7 @@ class Collector:
         )
         now_ms = self._clock.wall_us() // 1000
         if isinstance(entry, Rejected):
-            self._collected.bad[entry.reason] += 1
+            self._collected.bad[entry.reason] += offset >= rows.read_to
         elif isinstance(entry, EventRecord):
             add_event(rows, entry, self._rules, now_ms)
         elif entry.history is None:
@@ -344,12 +374,17 @@ class Collector:
         assert history is not None
         taken = np.ones(len(history.behaviours), bool)
         tail = continuation(history, partition, self._origin)
+        is_again = entry.offset < rows.read_to
+        if tail is None and is_again:
+            return
         if tail is not None:
             deletion = self._folder.deletions.of(entry.user_id)
             is_late = deletion is not None and tail.next_offset < deletion.next_snapshot
-            if is_late or self._is_known(partition, entry.offset, tail.next_offset - 1):
-                self._collected.repeats += 1
+            if is_late or (not is_again and self._is_known(partition, entry.offset, tail.next_offset - 1)):
+                self._collected.repeats += not is_again
                 return
+            if is_again:  # All but the behaviours below was judged before.
+                taken[:] = False
             if tail.offsets.size:
                 reads_on_at = self._rows[Kind.BEHAVIOURS, partition].first
                 is_read = self._folder.has_read(partition, tail.offsets) | (tail.offsets >= reads_on_at)
@@ -360,11 +395,9 @@ class Collector:
         """Whether a worker's snapshot repeats what was read. `before`: the offset of the user's record before it."""
         if offset < self._folder.manifest.past_to[partition]:
             return False
-        if before < self._histories_at[partition] or (Kind.HISTORIES, partition) not in self._unread:
-            return True
-        received = self._snapshot_offsets[partition]
-        place = bisect_left(received, before)
-        return place < len(received) and received[place] == before
+        gaps = self._gaps[partition]
+        place = bisect_right(gaps, before, key=lambda gap: gap.start) - 1
+        return place < 0 or before not in gaps[place]
 
     def _mark_current(self, consumer: Consumer) -> None:
         """Marks the folder as current once all tombstones up to known ends are applied; asks for new ends hourly."""
@@ -379,8 +412,7 @@ class Collector:
             return
         for partition, end in self._ends.items():
             rows = self._rows[Kind.HISTORIES, partition]
-            is_written = rows.first == rows.read_to
-            if not is_written or max(rows.read_to, self._ended_at.get(partition, 0)) < end:
+            if rows.first < rows.read_to or rows.read_to < end:
                 return
         self._folder.mark_current(self._asked_ms)
         self._ends = None
@@ -400,8 +432,6 @@ class Collector:
     def _close(self, log: Log) -> None:
         kind, partition = log
         rows = self._rows[log]
-        if rows.read_to == rows.first:
-            return
         if kind is Kind.HISTORIES:
             doomed = self._doomed.pop(partition, {})
             if doomed:
@@ -410,6 +440,8 @@ class Collector:
                 self._collected.deleted_users += len(doomed)
         else:
             doomed = {user: each for user in rows.users if (each := self._folder.deletions.of(user)) is not None}
+        if rows.read_to == rows.first and not len(rows):
+            return
         left_out = self._folder.write(kind, partition, rows, doomed)
         self._collected.behaviours += len(rows) - left_out
         self._collected.deleted_rows += left_out

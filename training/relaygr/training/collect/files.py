@@ -79,10 +79,10 @@ class CollectedFolder:
         for partial in path.glob(".*.partial"):
             partial.unlink()
 
-    def next_offset(self, kind: Kind, partition: int) -> int | None:
-        """The offset to go on from; None: nothing was read."""
+    def next_offset(self, kind: Kind, partition: int) -> int:
+        """The offset to go on from."""
         parts = self._parts.get((kind, partition))
-        return parts[-1].last + 1 if parts else None
+        return max(parts[-1].last + 1 if parts else 0, self.manifest.begins(kind)[partition])
 
     def has_read(self, partition: int, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these records of the behaviours' topic are in the folder's files."""
@@ -97,6 +97,13 @@ class CollectedFolder:
         with self._writing():
             write_manifest(self.path, self.manifest)
 
+    def begins_at(self, places: Mapping[tuple[Kind, int], int]) -> None:
+        """Notes that logs have lost all records before these offsets, which need not be said again."""
+        for (kind, partition), offset in places.items():
+            self.manifest = self.manifest.with_begin(kind, partition, offset)
+        with self._writing():
+            write_manifest(self.path, self.manifest)
+
     def mark_current(self, at_ms: int) -> None:
         """Notes that all tombstones from before this time are applied."""
         self.manifest = replace(self.manifest, current_at_ms=at_ms)
@@ -106,6 +113,7 @@ class CollectedFolder:
     def write(self, kind: Kind, partition: int, rows: Rows, doomed: Mapping[str, Deletion]) -> int:
         """Writes a file of these rows but for those of users who are deleted. Returns the number of rows left out.
 
+        Rows of records that were read again, without new ones, are joined with the last file.
         Raises RelayError if it cannot be written.
         """
         table = _table(rows)
@@ -115,14 +123,18 @@ class CollectedFolder:
         parts = self._parts.setdefault((kind, partition), [])
         with self._writing():
             joined: list[Part] = []
-            while len(joined) < len(parts) and self._is_joined(before := parts[-1 - len(joined)], part, kept.num_rows):
+            while len(joined) < len(parts) and (
+                part.first > part.last or self._is_joined(parts[-1 - len(joined)], part, kept.num_rows)
+            ):
+                before = parts[-1 - len(joined)]
                 kept = pa.concat_tables([_read(self.path / before.name), kept])
-                part = Part(kind, partition, before.first, part.last)
+                part = Part(kind, partition, before.first, max(before.last, part.last))
                 joined.append(before)
             self._put(part, kept)
             for before in joined:
                 parts.remove(before)
-                (self.path / before.name).unlink()
+                if before != part:
+                    (self.path / before.name).unlink()
             parts.append(part)
             sync_folder(self.path)
         return left_out

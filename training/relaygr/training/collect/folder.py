@@ -22,7 +22,7 @@ from typing import Final
 from relaygr.runtime.errors import RelayError
 
 MANIFEST: Final = "collected.json"
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 METADATA_KEY: Final = b"relaygr.collected"
 """The key in a file's metadata that marks its rows as collected; the value is the kind."""
 _NAME = re.compile(r"(histories|behaviours)-(\d{5})-(\d{20})-(\d{20})\.parquet")
@@ -88,8 +88,22 @@ class Manifest:
     past_to: tuple[int, ...]
     """For each partition: snapshots that workers wrote below this offset of the histories carry behaviours that the
     topic of behaviours does not have any more."""
+    histories_from: tuple[int, ...]
+    """For each partition: the offset at which the topic began when the folder was made, or after a loss."""
+    behaviours_from: tuple[int, ...]
+    """The same of the behaviours."""
     current_at_ms: int
     """All tombstones from before this time were read."""
+
+    def begins(self, kind: Kind) -> tuple[int, ...]:
+        """Where each partition of a topic began."""
+        return self.histories_from if kind is Kind.HISTORIES else self.behaviours_from
+
+    def with_begin(self, kind: Kind, partition: int, offset: int) -> Manifest:
+        """With another beginning of one partition."""
+        before = self.begins(kind)
+        changed = (*before[:partition], offset, *before[partition + 1 :])
+        return replace(self, **{f"{kind}_from": changed})
 
     def with_past_to(self, partition: int, offset: int) -> Manifest:
         """With another offset for one partition."""
@@ -109,8 +123,8 @@ def read_manifest(folder: Path) -> Manifest:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["layout"] != LAYOUT:
             raise RelayError(f"{path} has layout {found['layout']!r}, this version reads {LAYOUT}: use its version.")
-        past_to = tuple(map(int, found["past_to"]))
-        return Manifest(Origin(**found["origin"]), bool(found["has_ratings"]), past_to, int(found["current_at_ms"]))
+        offsets = (tuple(map(int, found[name])) for name in ("past_to", "histories_from", "behaviours_from"))
+        return Manifest(Origin(**found["origin"]), bool(found["has_ratings"]), *offsets, int(found["current_at_ms"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RelayError(f"{path} cannot be read ({error}): collect into a new folder.") from error
 
