@@ -218,7 +218,20 @@ def kept(*rows: tuple[int, int, int, int]) -> list[int]:
 
 
 def test_one_position_is_one_behaviour_and_gives_the_order_of_equal_times() -> None:
-    assert kept((0, 1, 8, 5), (0, 0, 7, 5), (0, 1, 8, 5), (0, 2, 7, 5)) == [1, 0, 3]
+    assert kept((0, 1, 8, 5), (0, 0, 7, 5), (0, 1, 8, 5), (0, 2, 7, 5)) == [1, 2, 3]
+
+
+def test_of_one_position_the_time_of_the_last_row_counts() -> None:
+    """A worker raised the second time in its snapshot; the behaviours, which come after, have it as it was sent."""
+    assert kept((0, 0, 10, 500), (0, 1, 11, 500), (0, 2, 12, 600), (0, 0, 10, 500), (0, 1, 11, 400)) == [4, 3, 2]
+
+
+def test_a_count_that_begins_again_is_found_by_its_contents_where_no_position_repeats() -> None:
+    assert kept((0, 40, 7, 1), (0, 41, 8, 2), (0, 0, 7, 1), (0, 1, 8, 2), (1, 40, 7, 1), (1, 41, 8, 2)) == [0, 1, 4, 5]
+
+
+def test_where_a_count_begins_again_one_item_at_one_position_may_be_two_behaviours() -> None:
+    assert kept((0, 0, 7, 1), (0, 1, 8, 2), (0, 0, 7, 3), (0, 1, 9, 4)) == [0, 1, 2, 3]
 
 
 def test_where_a_count_begins_again_one_content_is_one_behaviour() -> None:
@@ -231,7 +244,7 @@ def test_behaviours_without_a_position_are_found_in_a_snapshot() -> None:
 
 
 def test_users_do_not_mix() -> None:
-    assert kept((0, 0, 7, 1), (1, 0, 7, 1), (1, 0, 8, 1), (0, 0, 7, 1)) == [0, 1, 2]
+    assert kept((0, 0, 7, 1), (1, 0, 7, 1), (1, 0, 8, 1), (0, 0, 7, 1)) == [3, 1, 2]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.randoms(use_true_random=False), st.integers(1, 4))

@@ -703,6 +703,21 @@ def test_a_snapshot_that_was_read_before_its_behaviours_were_lost_is_read_again(
     assert [part.kind for part in parts_of(folder).live] == [Kind.HISTORIES, Kind.BEHAVIOURS]
 
 
+def test_a_time_that_a_worker_raised_doubles_nothing(
+    source: Source, folder: Path, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second behaviour is dated before the first, and the third is lost."""
+    at_ms = time.time_ns() // 1_000_000 - 10 * DAY_MS
+    source.event("ann", (10, 1, at_ms), position=0)
+    source.event("ann", (11, 1, at_ms - 100), position=1)
+    collect(source.kafka, folder)
+    source.event("ann", (12, 1, at_ms + 100), position=2)
+    source.send(saved(source, store, "ann", 3))
+    lose(monkeypatch, source, "ann", 3)
+    collect(source.kafka, folder)
+    assert rows_of(read_interactions(folder), "ann") == [(11, 1, at_ms - 100), (10, 1, at_ms), (12, 1, at_ms + 100)]
+
+
 def test_a_follower_takes_the_snapshot_that_replaced_one_that_was_compacted_away(
     source: Source, folder: Path, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -362,17 +362,22 @@ def distinct(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The collected rows that do not repeat another one, and their order where a user has equal times.
 
-    Snapshots repeat behaviours. Of a user each of whose positions has one content (item and time), rows of one position
-    are one behaviour, and positions give the order. Otherwise the user has behaviours without positions, or of several
-    counts (a log may begin again at 0): then rows of one content are one behaviour, and the files give the order.
+    Snapshots repeat behaviours, some with a time that a worker raised. Rows of one position and item are one behaviour,
+    of which the last row counts: files of behaviours come after those of snapshots. Positions give the order.
+    Otherwise a user has behaviours without positions, or the count began again at 0: one position has two items, or one
+    item and time has two positions and times decrease. Then rows of one item and time are one, in the files' order.
     """
-    order = np.lexsort((times_ms, items, positions, users))
-    kept = order[_changes(users, positions, items, times_ms, order=order)]
+    order = np.lexsort((items, positions, users))  # Stable, so that the last row of a group is the last of the files.
+    kept = order[np.roll(_changes(users, positions, items, order=order), -1)]
     is_mixed = np.zeros(int(users.max(initial=-1)) + 1, bool)
     is_mixed[users[kept[~_changes(users, positions, order=kept)]]] = True
     is_mixed[users[positions == NO_POSITION]] = True
-    mixed = kept[is_mixed[users[kept]]]
-    mixed = mixed[np.lexsort((mixed, times_ms[mixed], items[mixed], users[mixed]))]
+    by_content = kept[np.lexsort((times_ms[kept], items[kept], users[kept]))]
+    repeating = users[by_content[~_changes(users, items, times_ms, order=by_content)]]
+    decreasing = users[kept[1:]][~_changes(users, order=kept)[1:] & (np.diff(times_ms[kept]) < 0)]
+    is_mixed[np.intersect1d(repeating, decreasing)] = True
+    mixed = np.flatnonzero(is_mixed[users])
+    mixed = mixed[np.lexsort((times_ms[mixed], items[mixed], users[mixed]))]
     mixed = mixed[_changes(users, items, times_ms, order=mixed)]
     kept = np.concatenate((kept[~is_mixed[users[kept]]], mixed))
     return kept, np.where(is_mixed[users[kept]], kept, positions[kept])
