@@ -29,6 +29,7 @@ from relaygr.kafka.clients import PARTITIONER, make_admin
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import TopicIdentity, identify_topics
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.stop_signals import SIGNALS
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import RepeatedTombstone
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, History
@@ -41,9 +42,9 @@ from relaygr.training.collect.deletions import DELETIONS
 from relaygr.training.collect.files import opened
 from relaygr.training.collect.folder import Kind, Manifest, Part, parts_of
 from relaygr.training.collect.records import TimeRules
+from relaygr.training.logs import Log, usable
+from relaygr.training_progress import training_log
 from relaygr.worker.history.store import HistoryStore
-from relaygr.worker.model.checkpoint import load_checkpoint
-from relaygr.worker.model.engine import load_engine
 from tests.training.made_logs import cyclic_log, write_inter
 from tests.workers.test_history_follower import MIB, Publisher, following, history, until
 
@@ -106,8 +107,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def source(kafka_settings: KafkaSettings) -> Source:
-    return Source(kafka_settings)
+def source(embedded_kafka: KafkaSettings) -> Source:
+    return Source(embedded_kafka)
 
 
 @pytest.fixture
@@ -125,20 +126,24 @@ def store(tmp_path: Path) -> Iterator[HistoryStore]:
 @pytest.fixture
 def kafka(real_broker: LocalBroker) -> Iterator[KafkaSettings]:
     """Topics of a real Kafka. Tests that take them carry the marker."""
-    prefix = f"test-{uuid.uuid4().hex[:12]}"
-    settings = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=4))
-    real_broker.create_topics(settings)
-    yield settings
-    real_broker.delete_topics(settings)
+    with topics_of(real_broker) as settings:
+        yield settings
 
 
 @pytest.fixture
 def embedded_kafka(embedded_broker: LocalBroker) -> Iterator[KafkaSettings]:
-    """Topics of the embedded cluster."""
-    settings = embedded_broker.settings(KafkaSettings(topic_prefix=f"test-{uuid.uuid4().hex[:12]}", partitions=2))
-    embedded_broker.create_topics(settings)
+    """Topics of the embedded cluster, which has no ids of topics, deletes no records and knows no transactions."""
+    with topics_of(embedded_broker) as settings:
+        yield settings
+
+
+@contextmanager
+def topics_of(broker: LocalBroker) -> Iterator[KafkaSettings]:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    settings = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=4))
+    broker.create_topics(settings)
     yield settings
-    embedded_broker.delete_topics(settings)
+    broker.delete_topics(settings)
 
 
 def collect(
@@ -146,13 +151,14 @@ def collect(
     folder: Path,
     *,
     file_rows: int = 100_000,
+    file_s: float = 60,
     ratings: bool = False,
     follow: bool = False,
     is_stopping: Callable[[], bool] = lambda: False,
     manifest: Manifest | None = None,
 ) -> Collected:
     with opened(folder, manifest or manifest_of(kafka, ratings), file_rows) as folder_of_rows:
-        return Collector(kafka, folder_of_rows, Closing(file_rows, 60), RULES, is_stopping).run(follow)
+        return Collector(kafka, folder_of_rows, Closing(file_rows, file_s), RULES, is_stopping).run(follow)
 
 
 def words(kafka: KafkaSettings, folder: Path, *options: str) -> list[str]:
@@ -177,10 +183,14 @@ def process(kafka: KafkaSettings, folder: Path, *options: str) -> Iterator[subpr
 
 def command(kafka: KafkaSettings, folder: Path, *options: str) -> str:
     """What the command prints, which succeeds."""
-    with process(kafka, folder, *options) as started:
-        printed, errors = started.communicate(timeout=120)
-        assert started.returncode == 0, errors
-    return printed.strip()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        done = CliRunner().invoke(app, words(kafka, folder, *options), catch_exceptions=False)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert done.exit_code == 0, done.output
+    return done.stdout.strip()
 
 
 def rows_of(read: Interactions, user_id: str) -> list[Row]:
@@ -219,24 +229,24 @@ def publish(kafka: KafkaSettings, what: str, log: Path, *options: str) -> None:
 
 
 def test_what_is_collected_is_the_log_that_was_published(
-    kafka_settings: KafkaSettings, folder: Path, tmp_path: Path
+    embedded_kafka: KafkaSettings, folder: Path, tmp_path: Path
 ) -> None:
     """Twice: as histories, and as behaviours."""
     log = write_inter(tmp_path / "log.inter", cyclic_log(users=20, length=60))
-    publish(kafka_settings, "history", log, "--max-behaviours", "20")
-    publish(kafka_settings, "behaviours", log)
-    printed = command(kafka_settings, folder, "--ratings")
+    publish(embedded_kafka, "history", log, "--max-behaviours", "20")
+    publish(embedded_kafka, "behaviours", log)
+    printed = command(embedded_kafka, folder, "--ratings")
     assert printed.startswith("Collected ") and printed.endswith(f"into {folder}.") and "\n" not in printed
     wanted, found = read_interactions(log), read_interactions(folder)
     assert same(wanted, found)
     assert found.report.actions == wanted.report.actions and found.report.layout.has_ratings
     assert found.report.layout.has_times
-    publish(kafka_settings, "history", folder, "--dry-run")
+    publish(embedded_kafka, "history", folder, "--dry-run")
     assert any("rows repeat others" in note for note in found.report.notes)
 
 
 def test_a_second_log_whose_positions_begin_again_is_appended(
-    kafka_settings: KafkaSettings, folder: Path, tmp_path: Path
+    embedded_kafka: KafkaSettings, folder: Path, tmp_path: Path
 ) -> None:
     whole = cyclic_log(users=8, length=40)
     late = np.concatenate([np.arange(count) >= count // 2 for count in whole.lengths])
@@ -247,16 +257,16 @@ def test_a_second_log_whose_positions_begin_again_is_appended(
             whole, starts=starts, items=whole.items[kept], actions=whole.actions[kept], times_ms=whole.times_ms[kept]
         )
         parts.append(write_inter(tmp_path / f"{name}.inter", part))
-    publish(kafka_settings, "history", parts[0])
-    collect(kafka_settings, folder)
-    publish(kafka_settings, "behaviours", parts[1])
-    publish(kafka_settings, "behaviours", parts[1])
-    collect(kafka_settings, folder)
+    publish(embedded_kafka, "history", parts[0])
+    collect(embedded_kafka, folder)
+    publish(embedded_kafka, "behaviours", parts[1])
+    publish(embedded_kafka, "behaviours", parts[1])
+    collect(embedded_kafka, folder)
     assert same(read_interactions(write_inter(tmp_path / "whole.inter", whole)), read_interactions(folder))
 
 
-def test_empty_topics_make_a_folder_without_rows(kafka_settings: KafkaSettings, folder: Path) -> None:
-    found = collect(kafka_settings, folder)
+def test_empty_topics_make_a_folder_without_rows(embedded_kafka: KafkaSettings, folder: Path) -> None:
+    found = collect(embedded_kafka, folder)
     assert found == Collected(reached_end=True)
     assert read_interactions(folder).users == [] and parts_of(folder).live == ()
 
@@ -387,19 +397,29 @@ class Dying:
 def test_a_death_at_any_step_loses_and_doubles_nothing_and_keeps_no_deleted_user(
     embedded_kafka: KafkaSettings, tmp_path: Path
 ) -> None:
-    """Three runs write, join and clean the same files: each dies once at each of its steps."""
+    """Three runs write, join and clean the same files: each dies once at each of its steps.
+
+    The user who is deleted has rows in two files of each log, the other one is in a partition of its own.
+    """
     kafka = embedded_kafka
     source = Source(kafka)
+    ann = next(user for user in ("ann", "bob", "eve", "pat") if source.partition(user) != source.partition("gone"))
     acts: list[Callable[[], None]] = [
-        lambda: (source.send(history("ann", length=4), history("gone", length=9)), source.act("ann", 50, position=4)),
-        lambda: (source.act("gone", 60, position=9), source.act("ann", 61, position=5)),
-        lambda: (source.tombstone("gone"), source.act("ann", 70, position=6)),
+        lambda: (source.send(history(ann, length=3), history("gone", length=9)), source.act("gone", 50, 51, 52)),
+        lambda: (
+            source.send(history("gone", length=9)),
+            source.act("gone", 60, 61, 62),
+            source.act(ann, 61, position=4),
+        ),
+        lambda: (source.tombstone("gone"), source.act(ann, 70, position=5)),
     ]
     died = 0
     base = tmp_path / "base"
     for turn, act in enumerate(acts):
         act()
-        manifest = manifest_of(kafka, False)  # Asked once: it takes a process.
+        whole = tmp_path / f"turn-{turn}"
+        copy(base, whole)
+        collect(kafka, whole, file_rows=3)
         at = 1
         while True:
             tried = tmp_path / f"turn-{turn}-{at}"
@@ -407,24 +427,33 @@ def test_a_death_at_any_step_loses_and_doubles_nothing_and_keeps_no_deleted_user
             with pytest.MonkeyPatch.context() as patch:
                 dying = Dying(patch, at)
                 try:
-                    collect(kafka, tried, manifest=manifest)
+                    collect(kafka, tried, file_rows=3)
                 except Crash:
                     died += 1
-            collect(kafka, tried, manifest=manifest)
-            rows = offsets(tried, Kind.BEHAVIOURS)
-            assert len(rows) == len(set(rows))
-            expected = [1, 2, 3, 4, 50, 61, 70][: 5 + turn]
-            assert items(tried, "ann") == expected, at
-            if turn == 2:
-                assert items(tried, "gone") == []
-                assert not any(b"gone" in each.read_bytes() for each in tried.iterdir())
+            collect(kafka, tried, file_rows=3)
+            rows = raw_rows(tried)
+            assert rows == raw_rows(whole) and len(rows) == len(set(rows)), at
             assert not any(each.name.startswith(".") for each in tried.iterdir())
             assert parts_of(tried).leftover == ()
+            if turn == 2:
+                assert not any(b"gone" in each.read_bytes() for each in tried.iterdir())
             if dying.left > 0:
                 break
             at += 1
-        collect(kafka, base)
+        assert items(whole, ann) == [1, 2, 3, 61, 70][: 3 + turn]
+        gone = [part for part in parts_of(whole).live if part.partition == source.partition("gone")]
+        assert len(items(whole, "gone")) == (12, 15, 0)[turn] and len(gone) >= (2, 4, 3)[turn]
+        base = whole
     assert died > 20
+
+
+def raw_rows(folder: Path) -> list[tuple[object, ...]]:
+    """Where each row of the live files comes from, and its place in its record, sorted."""
+    found: list[tuple[object, ...]] = []
+    for part in parts_of(folder).live:
+        columns = pq.read_table(folder / part.name).select(["offset", "user", "position", "item"]).to_pydict()
+        found += [(part.kind, part.partition, *row) for row in zip(*columns.values(), strict=True)]
+    return sorted(found, key=repr)
 
 
 def copy(origin: Path, target: Path) -> None:
@@ -437,20 +466,20 @@ def copy(origin: Path, target: Path) -> None:
 def test_a_process_that_is_killed_again_and_again_collects_each_record_once(source: Source, folder: Path) -> None:
     users = [f"user-{number}" for number in range(20)]
     for user in users:
-        source.events(user, 400)
-    for turn in range(4):
+        source.events(user, 100)
+    for turn in range(2):
         before = offsets_read(folder)
-        with process(source.kafka, folder, "--follow", "--file-rows", "150", "--file-s", "0.1") as started:
+        with process(source.kafka, folder, "--follow", "--file-rows", "50", "--file-s", "0.1") as started:
             until(lambda before=before: offsets_read(folder) > before, "files are written")
             started.send_signal(signal.SIGKILL)
             started.wait()
         for user in users:
-            source.events(user, 10, first=400 + 10 * turn)
+            source.events(user, 10, first=100 + 10 * turn)
     command(source.kafka, folder)
     rows = offsets(folder, Kind.BEHAVIOURS)
-    assert len(rows) == len(set(rows)) == 20 * 440
+    assert len(rows) == len(set(rows)) == 20 * 120
     read = read_interactions(folder)
-    assert all([row[0] for row in rows_of(read, user)] == list(range(440)) for user in users)
+    assert all([row[0] for row in rows_of(read, user)] == list(range(120)) for user in users)
 
 
 def offsets_read(folder: Path) -> int:
@@ -459,16 +488,38 @@ def offsets_read(folder: Path) -> int:
 
 
 def test_sigterm_ends_a_follower_with_what_was_read_written(source: Source, folder: Path) -> None:
-    source.events("ann", 5)
-    with process(source.kafka, folder, "--follow", "--file-s", "1") as started:
-        until(lambda: folder.exists() and items_or_none(folder, "ann") == [0, 1, 2, 3, 4], "the first are written")
-        source.events("ann", 2, first=5)
-        time.sleep(0.5)
+    """A file ends after five rows, or after ten minutes."""
+    source.events("ann", 7)
+    with process(source.kafka, folder, "--follow", "--file-rows", "5", "--file-s", "600") as started:
+        until(lambda: offsets_read(folder) >= 5, "a file is written")
         started.send_signal(signal.SIGTERM)
         printed, errors = started.communicate(timeout=60)
     assert started.returncode == 0, errors
-    assert printed.strip().startswith("Collected 7 behaviours of 7 records")
-    assert items(folder, "ann") == list(range(7))
+    found = items(folder, "ann")
+    assert found == list(range(len(found))) and len(found) >= 5
+    assert printed.startswith(f"Collected {len(found)} behaviours of {len(found)} records")
+
+
+def test_what_was_read_is_written_when_a_follower_is_stopped(
+    source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.events("ann", 7)
+    received = received_offsets(monkeypatch)
+    found = collect(source.kafka, folder, follow=True, is_stopping=lambda: len(received) == 7)
+    assert found.behaviours == 7 and items(folder, "ann") == list(range(7))
+
+
+def received_offsets(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Grows by each record that a collector has received."""
+    receive, received = Collector._receive, []
+
+    def noted(self: Collector, consumer: Consumer, message: Message) -> None:
+        receive(self, consumer, message)
+        if message.error() is None:
+            received.append(message.offset())
+
+    monkeypatch.setattr(Collector, "_receive", noted)
+    return received
 
 
 def items_or_none(folder: Path, user_id: str) -> list[int] | None:
@@ -568,10 +619,19 @@ def test_a_folder_is_current_to_the_last_time_that_all_tombstones_were_written(
     source.tombstone("ann")
     collect(source.kafka, folder, is_stopping=lambda: True)
     assert folder_module.read_manifest(folder).current_at_ms == first_ms
-    turns = iter(range(30))
-    collect(source.kafka, folder, follow=True, is_stopping=lambda: next(turns, None) is None)
-    second_ms = folder_module.read_manifest(folder).current_at_ms
-    assert second_ms > first_ms and json.loads((folder / DELETIONS).read_text())
+    until_s = time.monotonic() + 20
+    collect(
+        source.kafka,
+        folder,
+        file_s=0.01,
+        follow=True,
+        is_stopping=lambda: has_become_current(folder, first_ms) or time.monotonic() > until_s,
+    )
+    assert has_become_current(folder, first_ms) and json.loads((folder / DELETIONS).read_text())
+
+
+def has_become_current(folder: Path, since_ms: int) -> bool:
+    return folder_module.read_manifest(folder).current_at_ms > since_ms
 
 
 # Snapshots of workers.
@@ -725,7 +785,7 @@ def test_a_follower_takes_the_snapshot_that_replaced_one_that_was_compacted_away
     collect(source.kafka, folder)
     source.send(history("ann", length=3))
     late = saved(source, store, "ann", 3)
-    begin, receive, received = Collector._begin, Collector._receive, []
+    begin, receive = Collector._begin, Collector._receive
 
     def begin_at_the_end(self: Collector, consumer: Consumer) -> None:
         begin(self, consumer)
@@ -735,12 +795,12 @@ def test_a_follower_takes_the_snapshot_that_replaced_one_that_was_compacted_away
     def receive_compacted(self: Collector, consumer: Consumer, message: Message) -> None:
         if message.error() is not None or message.offset() != 0:
             receive(self, consumer, message)
-            received.extend([] if message.error() is not None else [message.offset()])
 
     monkeypatch.setattr(Collector, "_begin", begin_at_the_end)
     monkeypatch.setattr(Collector, "_receive", receive_compacted)
-    assert collect(source.kafka, folder, follow=True, is_stopping=lambda: bool(received)).repeats == 0
-    assert received == [1] and items(folder, "ann") == [1, 2, 3]
+    received = received_offsets(monkeypatch)
+    assert collect(source.kafka, folder, follow=True, is_stopping=lambda: 1 in received).repeats == 0
+    assert items(folder, "ann") == [1, 2, 3]
 
 
 def delete_records(kafka: KafkaSettings, *places: tuple[Topic, int, int]) -> None:
@@ -821,7 +881,7 @@ def test_other_partitions_topics_and_files_are_refused(source: Source, folder: P
     collect(source.kafka, folder)
     manifest = folder_module.read_manifest(folder)
     for changed, said in (
-        ({"partitions": 2}, "of 12 partitions, which now have 2"),
+        ({"partitions": 2}, "of 4 partitions, which now have 2"),
         ({"behaviours_topic": "b"}, "not b"),
         ({"cluster_id": "c"}, "not c"),
     ):
@@ -847,6 +907,10 @@ def test_a_disk_without_space_ends_the_run_with_a_sentence_and_the_next_one_goes
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "put_in_place", full)
+        with pytest.raises(RelayError, match=r"cannot be used \(No space left on device\): free space"):
+            collect(source.kafka, folder)
+    with monkeypatch.context() as patch:
         patch.setattr(files_module.pq, "write_table", full)
         with pytest.raises(RelayError, match=r"No space left on device.*run the command again"):
             collect(source.kafka, folder)
@@ -857,21 +921,19 @@ def test_a_disk_without_space_ends_the_run_with_a_sentence_and_the_next_one_goes
 # From the running system to a model.
 
 
-def test_a_ranker_of_the_collected_folder_is_one_of_the_source_log(
-    kafka_settings: KafkaSettings, folder: Path, tmp_path: Path
+def test_the_training_log_of_a_collected_folder_is_that_of_the_source_log(
+    embedded_kafka: KafkaSettings, folder: Path, tmp_path: Path
 ) -> None:
-    """Same items, codes and tasks, and the checkpoint loads into the worker's engine."""
+    """Users, items, action codes, times, and whether there are ratings: all that `relaygr train ranker` takes."""
     log = write_inter(tmp_path / "log.inter", cyclic_log(users=20, length=60))
-    publish(kafka_settings, "behaviours", log)
-    command(kafka_settings, folder, "--ratings")
-    small = ["--dim", "16", "--epochs", "1", "--places", "4", "--negatives", "7", "--max-history", "64"]
-    for name, path in (("of-log", log), ("of-folder", folder)):
-        called = ["train", "ranker", str(path), "--out", str(tmp_path / name), *small, "--threads", "1"]
-        done = CliRunner().invoke(app, [*called, "--no-baselines"], catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-    wanted, found = (load_checkpoint(tmp_path / name / "checkpoint") for name in ("of-log", "of-folder"))
-    assert sorted(found.tensors["items.ids"].tolist()) == sorted(wanted.tensors["items.ids"].tolist())
-    assert found.config.num_actions == wanted.config.num_actions and found.config.tasks == wanted.config.tasks
-    engine = load_engine(tmp_path / "of-folder" / "checkpoint", "cpu")
-    behaviours = read_interactions(folder).of(0)
-    assert engine.unknown_actions(behaviours) == 0
+    publish(embedded_kafka, "behaviours", log)
+    collect(embedded_kafka, folder, ratings=True)
+    wanted, found = (usable(training_log([read_interactions(path)])) for path in (log, folder))
+    assert (found.has_times, found.has_ratings) == (wanted.has_times, wanted.has_ratings) == (True, True)
+    assert histories_of(found) == histories_of(wanted)
+
+
+def histories_of(log: Log) -> dict[str, list[Row]]:
+    rows = list(zip(log.items.tolist(), log.actions.tolist(), log.times_ms.tolist(), strict=True))
+    starts = log.starts.tolist()
+    return {user: rows[start:end] for user, start, end in zip(log.users, starts[:-1], starts[1:], strict=True)}

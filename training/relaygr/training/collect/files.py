@@ -206,7 +206,13 @@ def opened(path: Path, manifest: Manifest, file_rows: int) -> Iterator[Collected
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RelayError(f"{path} is in use: another `relaygr train collect` writes it.") from error
-        yield CollectedFolder(path, _agreed(path, manifest), file_rows)
+        try:
+            folder = CollectedFolder(path, _agreed(path, manifest), file_rows)
+        except OSError as error:
+            raise RelayError(
+                f"{path} cannot be used ({error.strerror}): free space, or give a folder that you may write."
+            ) from error
+        yield folder
     finally:
         os.close(lock)
 
