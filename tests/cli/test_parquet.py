@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,48 @@ def test_ids_of_each_type(write: Write) -> None:
     assert len(joined(logs).of(0)) == 5
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([Decimal(0)], pa.decimal128(38, 10)),
+        pa.array(["0"], pa.string_view()),
+        pa.array([b"0"], pa.large_binary()),
+        pa.array([b"0"], pa.binary_view()),
+        pa.array([0.0], pa.float32()),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_ids_of_rare_types(write: Write, column: Any) -> None:
+    read = read_interactions(write(user_id=column, item_id=column, timestamp=[T0]))
+    assert (read.users, read.item_numbers.get("0")) == (["0"], 0)
+
+
+def test_a_float_of_32_bits_that_may_have_lost_digits_is_no_id(write: Write) -> None:
+    ids = pa.array([2.0**24, 2.0**24 + 2], pa.float32())
+    read = read_interactions(write(user_id=["a", "a"], item_id=ids, timestamp=[T0, T0]))
+    assert [item for item, _, _ in of(read, "a")] == [2**24]
+    assert "id 16777218 is a float, whose last digits may be lost" in read.report.bad_lines[0].reason
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["a"]), pa.array([1]), pa.array([2]), pa.array([T0])]
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.Table.from_arrays(columns, names=["user_id", "item_id", "item_id", "timestamp"]), path)
+    with pytest.raises(RelayError, match="has two columns item_id"):
+        read_interactions(path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_file_with_bad_rows_only(write: Write) -> None:
+    read = read_interactions(write(user_id=pa.array([None], pa.string()), item_id=[1], timestamp=[T0]))
+    assert read.users == [] and len(read.report.bad_lines) == 1
+
+
+def test_columns_of_folder_names_are_noted(write: Write, tmp_path: Path) -> None:
+    write("logs/action=1/p.parquet", user_id=["a"], item_id=[1], timestamp=[T0])
+    assert "columns in the names of folders are not used: action" in recognise(tmp_path / "logs").notes
+
+
 def test_rows_without_a_user_an_item_a_time_or_a_rating_are_bad_lines(write: Write) -> None:
     path = write(
         user_id=["a", None, "a", "a", "a", "", "a"],
@@ -148,8 +191,13 @@ def test_codes_and_flags(write: Write) -> None:
     assert of(read, "a") == [(1, 300, T0 * 1000)] and not read.report.layout.has_ratings
     flags = read_interactions(write(user_id=[1], video_id=[2], time_ms=[T0 * 1000], is_click=[1], long_view=[True]))
     assert of(flags, "1") == [(2, 65, T0 * 1000)]
-    text = read_interactions(write(user_id=["a"], item_id=[1], timestamp=[T0], action=["click"]))
-    assert of(text, "a") == [(1, 0, T0 * 1000)]
+    floats = write(user_id=["a"] * 3, item_id=[1, 2, 3], timestamp=[T0] * 3, Action=[5.0, None, 1.5])
+    read = read_interactions(floats)
+    assert of(read, "a") == [(1, 5, T0 * 1000)]
+    assert [bad.reason for bad in read.report.bad_lines] == [
+        "the action is missing",
+        "action is 1.5, expected a whole number",
+    ]
 
 
 def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(write: Write, tmp_path: Path) -> None:
@@ -171,6 +219,10 @@ def test_files_that_do_not_fit_together_are_refused(write: Write, tmp_path: Path
     other = write("logs/2.parquet", user_id=["a"], item_id=[1])
     with pytest.raises(RelayError, match=r"2\.parquet lacks a column .* time"):
         read_interactions(tmp_path / "logs")
+    for name, flag in (("1", "is_click"), ("2", "is_like")):
+        write(f"flags/{name}.parquet", user_id=[1], video_id=[2], time_ms=[T0 * 1000], **{flag: [1]})
+    with pytest.raises(RelayError, match=r"2\.parquet has other flags"):
+        read_interactions(tmp_path / "flags")
     other.write_bytes(other.read_bytes()[:-10])
     with pytest.raises(RelayError, match=r"2\.parquet is not a Parquet file that can be read"):
         read_interactions(tmp_path / "logs")
@@ -185,9 +237,10 @@ def test_files_that_do_not_fit_together_are_refused(write: Write, tmp_path: Path
         ({"user_id": ["a"], "timestamp": [T0]}, r"no column for the item .* among user_id, timestamp"),
         ({"user_id": ["a"], "item_id": [[1]], "timestamp": [T0]}, r"the column item_id is list<.*>, expected whole"),
         ({"user_id": ["a"], "item_id": [1], "timestamp": ["2020-01-01"]}, "timestamp is string, expected timestamps"),
+        ({"user_id": ["a"], "item_id": [1], "action": ["click"]}, "action is string, expected whole numbers"),
         ({"user_id": [True], "item_id": [1], "timestamp": [T0]}, "user_id is bool"),
     ],
-    ids=["no item", "lists", "times of text", "users of bool"],
+    ids=["no item", "lists", "times of text", "codes of text", "users of bool"],
 )
 def test_columns_that_cannot_be_read_are_refused(write: Write, columns: dict[str, Any], said: str) -> None:
     with pytest.raises(RelayError, match=said):

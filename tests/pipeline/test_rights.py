@@ -46,7 +46,7 @@ from relaygr.processes import CommandProcess
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.topics import Topic
-from relaygr.training.collect.collector import Closing, Collector, manifest_of
+from relaygr.training.collect.collector import Collector, FileLimits, manifest_of
 from relaygr.training.collect.files import opened
 from relaygr.training.collect.records import TimeRules
 from tests.worlds.own_broker import own_broker
@@ -272,7 +272,7 @@ def test_behaviours_are_collected_with_the_least_rights(guarded: GuardedBroker, 
     kafka = guarded.settings(Role.COLLECTOR)
     require_topics(kafka, Role.COLLECTOR)
     with opened(tmp_path / "collected", manifest_of(kafka, False), 1000) as folder:
-        found = Collector(kafka, folder, Closing(1000, 60), TimeRules(0), lambda: False).run(follow=False)
+        found = Collector(kafka, folder, FileLimits(1000, 60), TimeRules(0), lambda: False).run(follow=False)
     assert found.reached_end and user in read_interactions(tmp_path / "collected").users
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ import pyarrow.parquet as pq
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.devbroker import LocalBroker
-from relaygr.interactions import Interactions, parquet, read_interactions
+from relaygr.interactions import Interactions, Limits, parquet, read_interactions, recognise
 from relaygr.kafka.clients import PARTITIONER, make_admin
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import TopicIdentity, identify_topics
@@ -33,11 +35,13 @@ from relaygr.runtime.stop_signals import SIGNALS
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import RepeatedTombstone
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, History
+from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.training.collect import collector as collector_module
+from relaygr.training.collect import deletions as deletions_module
 from relaygr.training.collect import files as files_module
 from relaygr.training.collect import folder as folder_module
-from relaygr.training.collect.collector import Closing, Collected, Collector, manifest_of
+from relaygr.training.collect.collector import Collected, Collector, FileLimits, manifest_of
 from relaygr.training.collect.deletions import DELETIONS
 from relaygr.training.collect.files import opened
 from relaygr.training.collect.folder import Kind, Manifest, Part, parts_of
@@ -158,7 +162,7 @@ def collect(
     manifest: Manifest | None = None,
 ) -> Collected:
     with opened(folder, manifest or manifest_of(kafka, ratings), file_rows) as folder_of_rows:
-        return Collector(kafka, folder_of_rows, Closing(file_rows, file_s), RULES, is_stopping).run(follow)
+        return Collector(kafka, folder_of_rows, FileLimits(file_rows, file_s), RULES, is_stopping).run(follow)
 
 
 def words(kafka: KafkaSettings, folder: Path, *options: str) -> list[str]:
@@ -330,6 +334,39 @@ def test_a_folder_is_read_while_its_files_are_joined(
     assert items(folder, other) == [0, 1, 2, 3, 4]
 
 
+def test_a_listing_that_lacks_a_file_is_made_again(
+    source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.events("ann", 4)
+    collect(source.kafka, folder, file_rows=2)
+    listings = iter([parquet.parquet_files(folder)[1:]])
+    real = parquet.parquet_files
+    monkeypatch.setattr(parquet, "parquet_files", lambda path: next(listings, None) or real(path))
+    rows = parquet.read_parquet(folder, parquet.recognise_parquet(folder), Limits())
+    assert rows.finish().report.interactions == 4
+
+
+def test_more_files_than_a_process_may_open_end_in_advice(source: Source, folder: Path) -> None:
+    source.events("ann", 12)
+    collect(source.kafka, folder, file_rows=1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 1024), before[1]))
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(6):  # So many files may be opened.
+            os.close(taken.pop())
+        assert recognise(folder).is_collected
+        with pytest.raises(RelayError, match=r"all 12 are open while they are read. Raise the limit \(ulimit -n\)"):
+            read_interactions(folder)
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_bad_messages_are_counted_said_and_skipped(source: Source, folder: Path) -> None:
     source.events("ann", 2)
     source.send_raw(b"ann", b"\xff", topic=source.kafka.topic(Topic.BEHAVIOURS))
@@ -337,8 +374,13 @@ def test_bad_messages_are_counted_said_and_skipped(source: Source, folder: Path)
     value = encode(BehaviourEvent("ann", Behaviours.of([(7, 1, 7)])))
     source.send_raw(b"ann", value, partition=wrong, topic=source.kafka.topic(Topic.BEHAVIOURS))
     source.send_raw(b"bob", encode(history("ann")))
+    source.send_raw(b"ann", b"\xff", topic=source.kafka.topic(Topic.BEHAVIOURS))
+    with capture_logs() as lines:
+        collect(source.kafka, folder.with_name("logged"))
+    reasons = [line["reason"] for line in lines if "bad message" in line["event"]]
+    assert len(reasons) == 3 and set(reasons) > {"key_mismatch", "wrong_partitioner"}
     printed = command(source.kafka, folder)
-    assert "Skipped 3 bad messages (1 key_mismatch, 1 " in printed and "1 wrong_partitioner)" in printed
+    assert "Skipped 4 bad messages (1 key_mismatch, 1 " in printed and "1 wrong_partitioner)" in printed
     assert items(folder, "ann") == [0, 1]
     again = json.loads(command(source.kafka, folder, "--json"))
     assert again["records"] == 0 and again["bad"] == {}
@@ -599,6 +641,19 @@ def test_the_hashes_of_deletions_expire(source: Source, folder: Path, monkeypatc
     assert json.loads((folder / DELETIONS).read_text()) == {}
 
 
+def test_deletions_in_several_partitions_are_noted_in_one_go(
+    source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(deletions_module, "write_whole", lambda _, content: written.append(content))
+    users = [f"user-{number}" for number in range(8)]
+    for user in users:
+        source.tombstone(user)
+    assert len({source.partition(user) for user in users}) > 1
+    assert collect(source.kafka, folder).deleted_users == 8
+    assert len(written) == 1 and len(json.loads(written[0])) == 8
+
+
 def test_a_folder_that_may_have_missed_tombstones_is_refused(source: Source, folder: Path) -> None:
     source.send(history("ann", length=3))
     collect(source.kafka, folder)
@@ -729,7 +784,9 @@ def test_behaviours_that_are_lost_before_the_folder_has_a_file_are_said_once_and
     source.act("ann", 12, position=2)
     source.send(saved(source, store, "ann", 3))
     lose(monkeypatch, source, "ann", 2)
-    assert collect(source.kafka, folder).lost == {source.kafka.topic(Topic.BEHAVIOURS): 2}
+    with capture_logs() as lines:
+        assert collect(source.kafka, folder).lost == {source.kafka.topic(Topic.BEHAVIOURS): 2}
+    assert [(line["first"], line["last"]) for line in lines if "before they were read" in line["event"]] == [(0, 1)]
     assert items(folder, "ann") == [10, 11, 12]
     assert collect(source.kafka, folder).lost == {}
     source.act("ann", 13, position=3)
@@ -844,6 +901,9 @@ def test_what_was_aborted_is_not_collected(kafka: KafkaSettings, folder: Path) -
     producer.commit_transaction(30)
     found = collect(kafka, folder)
     assert found.reached_end and items(folder, "ann") == [1, 2, 5] and found.lost == {}
+    # The last records of the log are markers. Retention may remove them and all before them.
+    delete_records(kafka, (Topic.BEHAVIOURS, partition_for(b"ann", kafka.partitions), -1))
+    assert collect(kafka, folder).lost == {}
 
 
 def test_a_folder_of_another_log_is_refused(

@@ -193,7 +193,7 @@ def collect(
     require_pyarrow("Collecting")
     from relaygr.kafka.admin import require_topics
     from relaygr.kafka.rights import Role
-    from relaygr.training.collect.collector import Closing, Collector, Seen, manifest_of
+    from relaygr.training.collect.collector import Collector, FileLimits, Progress, manifest_of
     from relaygr.training.collect.files import opened
     from relaygr.training.collect.records import TimeRules
 
@@ -203,12 +203,14 @@ def collect(
     with opened(folder, manifest_of(settings, ratings), file_rows) as opened_folder, progress_bars() as bars:
         started_s = time.monotonic()
 
-        def show(seen: Seen) -> None:
+        def show(seen: Progress) -> None:
             per_s = seen.behaviours / (time.monotonic() - started_s)
             bars.total(seen.total)
             bars.share(min(seen.read, seen.total), f"{seen.behaviours:,} behaviours, {per_s:,.0f}/s")
 
-        collector = Collector(settings, opened_folder, Closing(file_rows, file_s), rules, lambda: stopping.came, show)
+        collector = Collector(
+            settings, opened_folder, FileLimits(file_rows, file_s), rules, lambda: stopping.came, show
+        )
         found = collector.run(follow)
     if as_json:
         print_json(asdict(found))

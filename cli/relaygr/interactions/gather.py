@@ -278,9 +278,11 @@ class Rows:
 
     def _without_wrong_units(self) -> tuple[str, float]:
         """Rejects lines with a time in another unit than most. Returns the unit and its milliseconds."""
-        if self.layout.time is None or not self.chunks:
+        times = _joined([chunk.times for chunk in self.chunks], np.dtype(np.float64))
+        if self.layout.time is None or not times.size:
             return "milliseconds", 1.0
-        median = float(np.median(np.concatenate([chunk.times for chunk in self.chunks])))
+        median = float(np.median(times))
+        del times
         unit = "milliseconds" if self.layout.time_is_ms else _unit(median)
         factor_ms = UNITS_MS[unit]
         if unit_of(median) not in (None, unit):

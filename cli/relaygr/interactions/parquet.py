@@ -1,8 +1,8 @@
 """Reads interaction logs of Parquet: one file, or a folder of files with the same columns.
 
 * Columns are found by the names that CSV has (`relaygr.interactions.layouts`). Ids are integers, text, or floats that
-  are whole. Times are timestamps, dates, or numbers, whose unit is found as in text; `time_ms` is in milliseconds. An
-  integer column `action` has action codes, if there is no rating.
+  are whole. Times are timestamps, dates, or numbers, whose unit is found as in text; `time_ms` is in milliseconds. A
+  column `action` has action codes, if there is no rating.
 * A folder is read in the order of its names, with its subfolders; names that begin with `.` or `_` are left out. Of a
   folder that `relaygr train collect` writes, the files are read that it counts as its own.
 * A batch of rows is in memory at a time. A row without a user, an item, a time or a rating is a bad line, whose number
@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +57,9 @@ _DAY_MS: Final = 24 * 3600 * 1000
 _MS_NAMES: Final = ("timems", "timestampms")
 _NOT_A_ROW: Final = -1
 _TRIES: Final = 10
+_INFINITY: Final = float("inf")
+_EXACT_FLOATS: Final = {"halffloat": 2**11, "float": 2**24}
+"""Up to which number small floats have all whole numbers. Of larger floats the text shows it."""
 _TICKS_A_MS: Final = {"ms": 1, "us": 1000, "ns": 1_000_000}
 
 
@@ -90,25 +95,21 @@ def parquet_files(path: Path) -> list[Path]:
 def recognise_parquet(path: Path) -> Layout:
     """The layout of a Parquet file or folder. Raises RelayError if columns are missing or of unknown types."""
     require_pyarrow(str(path))
-    files = parquet_files(path)
-    collected = path.is_dir() and is_collected(path)
-    if not files:  # A folder into which nothing was collected.
+    if path.is_dir() and is_collected(path):
         columns = ("user", "position", "item", "action", "time_ms")
-        return _with_ratings(path, Layout(
+        return Layout(
             LayoutKind.PARQUET, "", False, len(columns), 0, 2, 4, codes=3, time_is_ms=True, is_collected=True,
-            because="a folder of collected behaviours",
-        ))  # fmt: skip
-    if collected:
-        with ExitStack() as stack:
-            first, handle = next(iter(_held(path, stack).items()))
-            with _opened(first, handle) as file:
-                return _with_ratings(path, _layout(first, file.schema_arrow))
+            because="a folder of collected behaviours", codes_are_ratings=read_manifest(path).has_ratings,
+        )  # fmt: skip
+    files = parquet_files(path)
     with _opened(files[0]) as file:
-        return _layout(files[0], file.schema_arrow)
-
-
-def _with_ratings(path: Path, layout: Layout) -> Layout:
-    return replace(layout, codes_are_ratings=read_manifest(path).has_ratings)
+        layout = _layout(files[0], file.schema_arrow)
+    named = {part.partition("=")[0] for each in files for part in each.relative_to(path).parts[:-1] if "=" in part}
+    if not named:
+        return layout
+    return replace(
+        layout, notes=(*layout.notes, f"columns in the names of folders are not used: {', '.join(sorted(named))[:200]}")
+    )
 
 
 def read_parquet(path: Path, layout: Layout, limits: Limits, on_progress: Progress | None = None) -> Rows:
@@ -131,17 +132,29 @@ def read_parquet(path: Path, layout: Layout, limits: Limits, on_progress: Progre
 
 
 def _held(path: Path, stack: ExitStack) -> dict[Path, Any]:
-    """The files of a folder that `relaygr train collect` may join meanwhile: they stay readable while they are open."""
+    """The files of a folder that `relaygr train collect` may join meanwhile: they stay readable while they are open.
+
+    A listing may lack a file that was written while it was made, and which replaced another; the next one has it.
+    """
     import pyarrow as pa
 
     for _ in range(_TRIES):
         with ExitStack() as opened:
             try:
-                found = {each: opened.enter_context(pa.OSFile(str(each), "rb")) for each in parquet_files(path)}
+                listed = parquet_files(path)
+                found = {each: opened.enter_context(pa.OSFile(str(each), "rb")) for each in listed}
+                if parquet_files(path) != listed:
+                    continue
             except FileNotFoundError:
                 continue  # It was joined with another one after the folder was listed.
             except OSError as error:
-                raise RelayError(f"The files of {path} cannot be opened: {error}.") from error
+                advice = (
+                    f": all {len(listed):,} are open while they are read. Raise the limit (ulimit -n), or collect "
+                    "with a larger --file-rows"
+                    if error.errno == errno.EMFILE
+                    else ""
+                )
+                raise RelayError(f"The files of {path} cannot be opened: {error}{advice}.") from error
             stack.push(opened.pop_all())
             return found
     raise RelayError(f"{path} changes all the time: stop what writes it, and read it again.")
@@ -174,13 +187,13 @@ def _layout(path: Path, schema: Any) -> Layout:
     if user is None or item is None:
         raise RelayError(f"{path}: no column for the {missing_columns(user, item)} among {', '.join(fields)[:200]}.")
     flags = flag_columns(fields) if "video_id" in fields and "time_ms" in fields and rating is None else ()
-    codes = fields.index("action") if "action" in fields and rating is None and not flags else None
-    if codes is not None and not _is_integer(schema.types[codes]):
-        codes = None
-    numbers = [("rating", rating), *(("flag", at) for at, _ in flags)]
+    codes = plain.index("action") if "action" in plain and rating is None and not flags else None
+    numbers = [("rating", rating), ("action", codes), *(("flag", at) for at, _ in flags)]
     _check_types(path, schema, ("user", user), ("item", item), ("time", time), *numbers)
     time_is_ms = time is not None and (_is_calendar(schema.types[time]) or plain[time] in _MS_NAMES)
     used = {user, item, time, rating, codes, *(column for column, _ in flags)}
+    if twice := [fields[at] for at in used if at is not None and fields.count(fields[at]) > 1]:
+        raise RelayError(f"{path} has two columns {', '.join(sorted(twice))}: remove or rename one of them.")
     collected = METADATA_KEY in metadata and "position" in fields
     ignored = [] if collected else [name for at, name in enumerate(fields) if at not in used]
     notes = list(absent_flags(fields) if flags else absent_columns(time, rating if codes is None else codes))
@@ -204,11 +217,19 @@ def _check_types(path: Path, schema: Any, *columns: tuple[str, int | None]) -> N
         if types.is_dictionary(kind):
             kind = kind.value_type
         is_number = _is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)
+        is_text = any(
+            check(kind)
+            for check in (
+                types.is_string, types.is_large_string, types.is_string_view,
+                types.is_binary, types.is_large_binary, types.is_binary_view,
+            )
+        )  # fmt: skip
         if what in ("user", "item"):
             fits, wanted = is_number or is_text, "whole numbers or text"
         elif what == "time":
             fits, wanted = is_number or _is_calendar(kind), "timestamps or numbers since the epoch"
+        elif what == "action":
+            fits, wanted = is_number, "whole numbers (for codes; leave the column out, and all codes are 0)"
         else:
             fits, wanted = is_number or types.is_boolean(kind), "numbers"
         if not fits:
@@ -242,6 +263,8 @@ class _FileReader:
         for what in ("time", "rating", "codes"):
             if (getattr(own, what) is None) != (getattr(wanted, what) is None):
                 raise RelayError(f"{path} lacks a column that other files of the folder have, or has one more: {what}.")
+        if [bit for _, bit in own.flags] != [bit for _, bit in wanted.flags]:
+            raise RelayError(f"{path} has other flags than the first file of the folder: give one of them alone.")
         fields = file.schema_arrow.names
         columns = [own.user, own.item, own.time, own.rating, own.codes, *(column for column, _ in own.flags)]
         if own.is_collected:
@@ -264,7 +287,10 @@ class _FileReader:
             ratings = _numbers("rating", column(layout.rating), LARGEST_RATING, bad)
             actions = np.rint(ratings * 2).astype("<u2")
         elif layout.codes is not None:
-            actions = _numbers("action", column(layout.codes), _LARGEST_CODE, bad).astype("<u2")
+            codes = _numbers("action", column(layout.codes), _LARGEST_CODE, bad)
+            for at in np.flatnonzero(codes % 1).tolist():
+                bad.setdefault(at, f"action is {codes[at]:g}, expected a whole number")
+            actions = codes.astype("<u2")
         for at, bit in layout.flags:
             # A flag that is missing is not set, as in text.
             flags = _numbers(self._fields[at], column(at).cast("float64").fill_null(0.0), 1, bad)
@@ -294,7 +320,13 @@ class _FileReader:
 
 def _ids(what: str, column: Any, number_of: Callable[[str], int], bad: dict[int, str]) -> NDArray[np.int64]:
     """The numbers of ids; each distinct id is looked up once. Rows that are bad already are not looked up."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    if types.is_string_view(column.type) or types.is_binary_view(column.type):  # They cannot be encoded.
+        column = column.cast(pa.large_string() if types.is_string_view(column.type) else pa.large_binary())
     encoded = column.dictionary_encode()
+    largest = _EXACT_FLOATS.get(str(encoded.dictionary.type), _INFINITY)
     codes = encoded.indices.fill_null(_NOT_A_ROW).to_numpy(zero_copy_only=False).astype(np.int64)
     values = encoded.dictionary
     for at in np.flatnonzero(codes == _NOT_A_ROW).tolist():
@@ -305,6 +337,8 @@ def _ids(what: str, column: Any, number_of: Callable[[str], int], bad: dict[int,
     reasons: dict[int, str] = {}
     for code, value in zip(used.tolist(), values.take(used).to_pylist(), strict=True):
         try:
+            if largest < _INFINITY and abs(value) > largest:
+                raise BadIdError(f"id {value:.0f} is a float, whose last digits may be lost: write whole numbers")
             numbers[code] = number_of(_text(value))
         except BadIdError as error:
             reasons[code] = str(error)
@@ -317,6 +351,8 @@ def _text(value: object) -> str:
     """An id as text would have it: a whole float is 1193.0, which counts as 1193."""
     if value is None:
         return ""
+    if isinstance(value, Decimal):  # Exact, unlike a float.
+        return str(int(value)) if value == value.to_integral_value() else f"{value:f}"
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+import structlog
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from relaygr.kafka.clients import READ_COMMITTED, make_assigned_consumer
@@ -33,9 +34,11 @@ from relaygr.schemas.topics import Topic
 from relaygr.training.collect.deletions import Deletion
 from relaygr.training.collect.files import CollectedFolder
 from relaygr.training.collect.folder import Kind, Manifest, Origin
-from relaygr.training.collect.records import Rows, TimeRules, add_event, add_snapshot, continuation, deletion_of
+from relaygr.training.collect.records import LogRows, TimeRules, add_event, add_snapshot, continuation, deletion_of
 from relaygr.worker.history.batches import EventRecord, HistoryRecord
 from relaygr.worker.history.decode import Rejected, read_event, read_record
+
+_log = structlog.get_logger(__name__)
 
 CLIENT_ID: Final = "relaygr-collect"
 MOST_ROWS: Final = 2_000_000
@@ -59,7 +62,7 @@ Log = tuple[Kind, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class FileLimits:
     """When rows go to a file."""
 
     file_rows: int
@@ -89,7 +92,7 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Progress:
     """How far a run has come."""
 
     behaviours: int
@@ -113,11 +116,14 @@ def manifest_of(kafka: KafkaSettings, has_ratings: bool) -> Manifest:
         finally:
             consumer.close()
     except KafkaException as error:
-        raise RelayError(f"Kafka at {kafka.bootstrap} does not describe its topics: {error.args[0].str()}") from error
+        raise RelayError(
+            f"Kafka at {kafka.bootstrap} does not describe its topics: {error.args[0].str()}. Check that its "
+            "brokers run, and that the user has the rights of the role collector."
+        ) from error
     if found.cluster_id in found.topic_ids.values():  # Both are made up.
         raise RelayError(
             "The ids of the topics cannot be asked for, since this process may start no other: a folder without them "
-            "could mix two logs."
+            "could mix two logs. Raise the limit of processes (ulimit -u)."
         )
     ids = [found.topic_ids[name] for name in names]
     origin = Origin(found.cluster_id, names[0], ids[0], names[1], ids[1], kafka.partitions)
@@ -133,28 +139,28 @@ class Collector:
         self,
         kafka: KafkaSettings,
         folder: CollectedFolder,
-        closing: Closing,
+        limits: FileLimits,
         rules: TimeRules,
         is_stopping: Callable[[], bool],
-        on_seen: Callable[[Seen], object] = lambda _: None,
+        on_progress: Callable[[Progress], object] = lambda _: None,
         clock: Clock | None = None,
     ) -> None:
         self._kafka = kafka
         self._folder = folder
         self._origin = folder.manifest.origin
-        self._closing = closing
+        self._limits = limits
         self._rules = rules
         self._is_stopping = is_stopping
-        self._on_seen = on_seen
+        self._on_progress = on_progress
         self._clock = clock or SystemClock()
         self._topics = {Kind.HISTORIES: kafka.topic(Topic.HISTORY), Kind.BEHAVIOURS: kafka.topic(Topic.BEHAVIOURS)}
         self._kinds = {name: kind for kind, name in self._topics.items()}
         self._partitions = range(kafka.partitions)
-        self._rows: dict[Log, Rows] = {}
+        self._rows: dict[Log, LogRows] = {}
         """Where each log is read, with the rows that are in no file."""
         self._waiting = 0
         """Rows that are in no file."""
-        self._doomed: dict[int, dict[str, Deletion]] = {}
+        self._deleted: dict[int, dict[str, Deletion]] = {}
         """Deletions of each partition that are not applied to the files."""
         self._unread: dict[Log, int] = {}
         """The logs that were not read to the end that they had at the beginning, and that end."""
@@ -200,7 +206,7 @@ class Collector:
                     break
                 self._close_due()
                 self._mark_current(consumer)
-                self._on_seen(Seen(self._collected.behaviours + self._waiting, self._done, self._total))
+                self._on_progress(Progress(self._collected.behaviours + self._waiting, self._done, self._total))
             if self._renewed:
                 # What was received last may be of the new log.
                 raise RelayError(
@@ -211,7 +217,10 @@ class Collector:
             if self._lost_to and not self._unread:
                 self._folder.begins_at(self._lost_to)
         except KafkaException as error:
-            raise RelayError(f"Kafka at {self._kafka.bootstrap} cannot be read: {error.args[0].str()}") from error
+            raise RelayError(
+                f"Kafka at {self._kafka.bootstrap} cannot be read: {error.args[0].str()}. Run the command again: "
+                "it goes on after the last file."
+            ) from error
         finally:
             watch.stop()
             consumer.close()
@@ -245,7 +254,7 @@ class Collector:
                         self._again_from[partition] = first_history
                         self._unread[Kind.HISTORIES, partition] = end_of_histories
                 start = max(start, following)
-                self._rows[kind, partition] = Rows(start, start)
+                self._rows[kind, partition] = LogRows(start, start)
                 if start < end:
                     self._unread[kind, partition] = end
                     self._total += end - start
@@ -254,6 +263,13 @@ class Collector:
         kind, partition = log
         lost, topic = self._collected.lost, self._topics[kind]
         lost[topic] = lost.get(topic, 0) + start - following
+        _log.warning(
+            "Kafka deleted records before they were read",
+            topic=topic,
+            partition=partition,
+            first=following,
+            last=start - 1,
+        )
         self._lost_to[log] = start
         if kind is Kind.BEHAVIOURS:
             self._folder.lost_behaviours(partition, end_of_histories)
@@ -298,7 +314,7 @@ class Collector:
             rows.read_to = offset + 1
         if offset + 1 >= self._unread.get((kind, partition), offset + 2):
             del self._unread[kind, partition]
-        if len(rows) >= self._closing.file_rows:
+        if len(rows) >= self._limits.file_rows:
             self._close((kind, partition))
         while self._waiting > MOST_ROWS:
             self._close(max(self._rows, key=lambda log: len(self._rows[log])))
@@ -336,7 +352,7 @@ class Collector:
                 "again, or its brokers lost records. Collect into another folder."
             )
         self._note_lost((kind, partition), read_to, start, end_of_histories)
-        self._rows[kind, partition] = Rows(start, start)
+        self._rows[kind, partition] = LogRows(start, start)
         places = {self._topics[kind]: start}
         if kind is Kind.BEHAVIOURS:
             places[histories] = _offsets(consumer, histories, [partition], OFFSET_BEGINNING)[partition]
@@ -344,7 +360,7 @@ class Collector:
         consumer.incremental_unassign([TopicPartition(topic, partition) for topic in places])
         consumer.incremental_assign([TopicPartition(topic, partition, place) for topic, place in places.items()])
 
-    def _take(self, kind: Kind, partition: int, rows: Rows, message: Message, offset: int) -> None:
+    def _take(self, kind: Kind, partition: int, rows: LogRows, message: Message, offset: int) -> None:
         content = message.key(), message.value(), partition, len(self._partitions)
         written_at_ms = max(0, message.timestamp()[1])
         entry = (
@@ -354,7 +370,8 @@ class Collector:
         )
         now_ms = self._clock.wall_us() // 1000
         if isinstance(entry, Rejected):
-            self._collected.bad[entry.reason] += offset >= rows.read_to
+            if offset >= rows.read_to:
+                self._note_bad(entry.reason, message)
         elif isinstance(entry, EventRecord):
             add_event(rows, entry, self._rules, now_ms)
         elif entry.history is None:
@@ -362,14 +379,20 @@ class Collector:
         else:
             self._take_snapshot(partition, rows, entry, now_ms)
 
+    def _note_bad(self, reason: str, message: Message) -> None:
+        self._collected.bad[reason] += 1
+        if self._collected.bad[reason] == 1:
+            place = {"topic": message.topic(), "partition": message.partition(), "offset": message.offset()}
+            _log.warning("a bad message was skipped; more of this reason are only counted", reason=reason, **place)
+
     def _delete(self, partition: int, entry: HistoryRecord, now_ms: int) -> None:
         deletion = deletion_of(entry, self._rules, now_ms, self._origin)
         self._folder.deletions.add(entry.user_id, deletion)
-        pending = self._doomed.setdefault(partition, {})
+        pending = self._deleted.setdefault(partition, {})
         before = pending.get(entry.user_id)
         pending[entry.user_id] = deletion if before is None else before.and_then(deletion)
 
-    def _take_snapshot(self, partition: int, rows: Rows, entry: HistoryRecord, now_ms: int) -> None:
+    def _take_snapshot(self, partition: int, rows: LogRows, entry: HistoryRecord, now_ms: int) -> None:
         history = entry.history
         assert history is not None
         taken = np.ones(len(history.behaviours), bool)
@@ -415,12 +438,13 @@ class Collector:
             if rows.first < rows.read_to or rows.read_to < end:
                 return
         self._folder.mark_current(self._asked_ms)
+        _log.info("folder is current", behaviours=self._collected.behaviours, records=self._collected.records)
         self._ends = None
 
     def _close_due(self) -> None:
-        for partition in [each for each, users in self._doomed.items() if len(users) >= self._closing.file_rows]:
+        for partition in [each for each, users in self._deleted.items() if len(users) >= self._limits.file_rows]:
             self._close((Kind.HISTORIES, partition))
-        if self._first_at_s is not None and time.monotonic() - self._first_at_s >= self._closing.file_s:
+        if self._first_at_s is not None and time.monotonic() - self._first_at_s >= self._limits.file_s:
             self._close_all()
 
     def _close_all(self) -> None:
@@ -433,20 +457,20 @@ class Collector:
         kind, partition = log
         rows = self._rows[log]
         if kind is Kind.HISTORIES:
-            doomed = self._doomed.pop(partition, {})
-            if doomed:
+            deleted = self._deleted.pop(partition, {})
+            if deleted:
                 now_ms = self._clock.wall_us() // 1000
-                self._collected.deleted_rows += self._folder.delete(partition, doomed, now_ms)
-                self._collected.deleted_users += len(doomed)
+                self._collected.deleted_rows += self._folder.delete(partition, deleted, now_ms)
+                self._collected.deleted_users += len(deleted)
         else:
-            doomed = {user: each for user in rows.users if (each := self._folder.deletions.of(user)) is not None}
+            deleted = {user: each for user in rows.users if (each := self._folder.deletions.of(user)) is not None}
         if rows.read_to == rows.first and not len(rows):
             return
-        left_out = self._folder.write(kind, partition, rows, doomed)
+        left_out = self._folder.write(kind, partition, rows, deleted)
         self._collected.behaviours += len(rows) - left_out
         self._collected.deleted_rows += left_out
         self._waiting -= len(rows)
-        self._rows[log] = Rows(rows.read_to, rows.read_to)
+        self._rows[log] = LogRows(rows.read_to, rows.read_to)
 
 
 def _offsets(consumer: Consumer, topic: str, partitions: Iterable[int], at: int) -> dict[int, int]:

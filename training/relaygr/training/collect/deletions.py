@@ -46,11 +46,12 @@ class Deletion:
 
 
 class Deletions:
-    """Deletions by user. It takes about 200 bytes of memory for each deletion of the last `KEPT_MS`."""
+    """Deletions by user. It takes about 320 bytes of memory for each deletion of the last `KEPT_MS`."""
 
     def __init__(self, path: Path, found: dict[str, Deletion]) -> None:
         self._path = path
         self._found = found
+        self._is_saved = True
 
     @classmethod
     def read(cls, folder: Path) -> Deletions:
@@ -61,7 +62,9 @@ class Deletions:
             return cls(path, {user: Deletion(*map(int, values)) for user, values in found.items()})
         except FileNotFoundError:
             return cls(path, {})
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise RelayError(f"{path} cannot be read ({error.strerror}): make it readable for this user.") from error
+        except (ValueError, TypeError, AttributeError) as error:
             raise RelayError(f"{path} cannot be read ({error}): collect into a new folder.") from error
 
     def __len__(self) -> int:
@@ -74,11 +77,15 @@ class Deletions:
     def add(self, user_id: str, deletion: Deletion) -> None:
         before = self.of(user_id)
         self._found[_hash(user_id)] = deletion if before is None else before.and_then(deletion)
+        self._is_saved = False
 
     def save(self, now_ms: int) -> None:
-        """Writes the file, without deletions that are too old to matter. Raises OSError."""
+        """Writes the file if something was added, without deletions that are too old to matter. Raises OSError."""
+        if self._is_saved:
+            return
         self._found = {user: each for user, each in self._found.items() if each.noted_ms >= now_ms - KEPT_MS}
         write_whole(self._path, json.dumps({user: astuple(each) for user, each in self._found.items()}).encode())
+        self._is_saved = True
 
 
 def _hash(user_id: str) -> str:

@@ -41,7 +41,7 @@ from relaygr.training.collect.folder import (
     sync_folder,
     write_manifest,
 )
-from relaygr.training.collect.records import NO_POSITION, Rows
+from relaygr.training.collect.records import NO_POSITION, LogRows
 
 SCHEMA: Final = pa.schema(
     [
@@ -110,14 +110,14 @@ class CollectedFolder:
         with self._writing():
             write_manifest(self.path, self.manifest)
 
-    def write(self, kind: Kind, partition: int, rows: Rows, doomed: Mapping[str, Deletion]) -> int:
+    def write(self, kind: Kind, partition: int, rows: LogRows, deleted: Mapping[str, Deletion]) -> int:
         """Writes a file of these rows but for those of users who are deleted. Returns the number of rows left out.
 
         Rows of records that were read again, without new ones, are joined with the last file.
         Raises RelayError if it cannot be written.
         """
         table = _table(rows)
-        kept = _without(table, kind, doomed)
+        kept = _without(table, kind, deleted)
         left_out: int = table.num_rows - kept.num_rows
         part = Part(kind, partition, rows.first, rows.read_to - 1)
         parts = self._parts.setdefault((kind, partition), [])
@@ -139,26 +139,26 @@ class CollectedFolder:
             sync_folder(self.path)
         return left_out
 
-    def delete(self, partition: int, doomed: Mapping[str, Deletion], now_ms: int) -> int:
+    def delete(self, partition: int, deleted: Mapping[str, Deletion], now_ms: int) -> int:
         """Removes users from the files of a partition. Returns the number of rows removed. Raises RelayError."""
         removed = 0
         with self._writing():
             self.deletions.save(now_ms)
             for kind in Kind:
                 for part in self._parts.get((kind, partition), ()):
-                    removed += self._delete_from(part, doomed)
+                    removed += self._delete_from(part, deleted)
         return removed
 
-    def _delete_from(self, part: Part, doomed: Mapping[str, Deletion]) -> int:
+    def _delete_from(self, part: Part, deleted: Mapping[str, Deletion]) -> int:
         path = self.path / part.name
-        users = pa.array(list(doomed), pa.string())
+        users = pa.array(list(deleted), pa.string())
         # Only the column of the users is read of a file that has none of them.
         with pq.ParquetFile(path) as file:
             batches = file.iter_batches(ROW_GROUP_ROWS, columns=["user"])
             if not any(pc.any(pc.is_in(batch.column(0), value_set=users)).as_py() for batch in batches):
                 return 0
         table = _read(path)
-        kept = _without(table, part.kind, doomed)
+        kept = _without(table, part.kind, deleted)
         if kept.num_rows < table.num_rows:
             self._put(part, kept)
         return int(table.num_rows - kept.num_rows)
@@ -250,7 +250,7 @@ def _differences(found: Origin, wanted: Origin) -> str:
     return f"{found.history_topic} and {found.behaviours_topic} before they were deleted and created again"
 
 
-def _table(rows: Rows) -> Any:
+def _table(rows: LogRows) -> Any:
     positions = np.frombuffer(rows.positions, np.int64)
     numbers = pa.array(np.frombuffer(rows.user_numbers, np.int32))
     users = pa.DictionaryArray.from_arrays(numbers, pa.array(list(rows.users), pa.string()))
@@ -272,12 +272,12 @@ def _read(path: Path) -> Any:
         return file.read().cast(SCHEMA)
 
 
-def _without(table: Any, kind: Kind, doomed: Mapping[str, Deletion]) -> Any:
+def _without(table: Any, kind: Kind, deleted: Mapping[str, Deletion]) -> Any:
     """The rows that no deletion concerns."""
-    if not doomed or not table.num_rows:
+    if not deleted or not table.num_rows:
         return table
     users = table.column("user").combine_chunks().dictionary_encode()
-    found = [doomed.get(user) for user in users.dictionary.to_pylist()]
+    found = [deleted.get(user) for user in users.dictionary.to_pylist()]
     if kind is Kind.HISTORIES:
         limits = np.array([-1 if each is None else each.below - 1 for each in found], np.int64)
         values = table.column("offset").to_numpy()

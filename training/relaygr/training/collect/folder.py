@@ -101,14 +101,18 @@ class Manifest:
 
     def with_begin(self, kind: Kind, partition: int, offset: int) -> Manifest:
         """With another beginning of one partition."""
-        before = self.begins(kind)
-        changed = (*before[:partition], offset, *before[partition + 1 :])
-        return replace(self, **{f"{kind}_from": changed})
+        changed = _with(self.begins(kind), partition, offset)
+        return (
+            replace(self, histories_from=changed) if kind is Kind.HISTORIES else replace(self, behaviours_from=changed)
+        )
 
     def with_past_to(self, partition: int, offset: int) -> Manifest:
         """With another offset for one partition."""
-        changed = (*self.past_to[:partition], offset, *self.past_to[partition + 1 :])
-        return replace(self, past_to=changed)
+        return replace(self, past_to=_with(self.past_to, partition, offset))
+
+
+def _with(offsets: tuple[int, ...], partition: int, offset: int) -> tuple[int, ...]:
+    return (*offsets[:partition], offset, *offsets[partition + 1 :])
 
 
 def is_collected(folder: Path) -> bool:
@@ -123,9 +127,16 @@ def read_manifest(folder: Path) -> Manifest:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["layout"] != LAYOUT:
             raise RelayError(f"{path} has layout {found['layout']!r}, this version reads {LAYOUT}: use its version.")
-        offsets = (tuple(map(int, found[name])) for name in ("past_to", "histories_from", "behaviours_from"))
-        return Manifest(Origin(**found["origin"]), bool(found["has_ratings"]), *offsets, int(found["current_at_ms"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        offsets = {name: tuple(map(int, found[name])) for name in ("past_to", "histories_from", "behaviours_from")}
+        return Manifest(
+            origin=Origin(**found["origin"]),
+            has_ratings=bool(found["has_ratings"]),
+            current_at_ms=int(found["current_at_ms"]),
+            **offsets,
+        )
+    except OSError as error:
+        raise RelayError(f"{path} cannot be read ({error.strerror}): make it readable for this user.") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise RelayError(f"{path} cannot be read ({error}): collect into a new folder.") from error
 
 

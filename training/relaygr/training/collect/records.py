@@ -40,7 +40,7 @@ class TimeRules:
 
 
 @dataclass(slots=True)
-class Rows:
+class LogRows:
     """The rows of one partition of a topic that are in no file yet, in the order of the log. A row takes 48 bytes."""
 
     first: int
@@ -82,7 +82,7 @@ class Rows:
         _extend(self.recorded_at_ms, np.full(count, recorded_at_ms))
 
 
-def add_event(rows: Rows, entry: EventRecord, rules: TimeRules, now_ms: int) -> int:
+def add_event(rows: LogRows, entry: EventRecord, rules: TimeRules, now_ms: int) -> int:
     """Adds the behaviours of a record. Returns their number."""
     recorded_at_ms = rules.record_ms(entry.written_at_ms, now_ms)
     latest_ms = rules.latest_ms(recorded_at_ms, now_ms)
@@ -96,7 +96,7 @@ def add_event(rows: Rows, entry: EventRecord, rules: TimeRules, now_ms: int) -> 
 
 
 def add_snapshot(
-    rows: Rows, entry: HistoryRecord, history: History, taken: NDArray[np.bool_], rules: TimeRules, now_ms: int
+    rows: LogRows, entry: HistoryRecord, history: History, taken: NDArray[np.bool_], rules: TimeRules, now_ms: int
 ) -> int:
     """Adds those behaviours of a snapshot that are `taken` ([behaviours]). Returns their number."""
     recorded_at_ms = rules.record_ms(entry.written_at_ms, now_ms)
