@@ -692,11 +692,13 @@ def has_become_current(folder: Path, since_ms: int) -> bool:
 # Snapshots of workers.
 
 
-def saved(source: Source, store: HistoryStore, user_id: str, length: int) -> History:
-    """The snapshot of a history with so many behaviours, as its owner writes it."""
+def saved(source: Source, store: HistoryStore, user_id: str, length: int, fold_ms: int = 0) -> History:
+    """The snapshot of a history with so many behaviours, as its owner writes it. Records from before `fold_ms` are in
+    its base.
+    """
     with following(source.kafka, store):
         until(lambda: (kept := store.get(user_id)) and len(kept.history.behaviours) == length, "stored")
-        found = store.saved(user_id, 0)
+        found = store.saved(user_id, fold_ms)
     assert found is not None
     return found
 
@@ -823,13 +825,15 @@ def test_a_snapshot_that_was_read_before_its_behaviours_were_lost_is_read_again(
 def test_a_time_that_a_worker_raised_doubles_nothing(
     source: Source, folder: Path, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second behaviour is dated before the first, and the third is lost."""
+    """The second behaviour is dated before the first, and the third is lost. The snapshot has the times of old ones as
+    they were raised, and not as they were sent.
+    """
     at_ms = time.time_ns() // 1_000_000 - 10 * DAY_MS
-    source.event("ann", (10, 1, at_ms), position=0)
-    source.event("ann", (11, 1, at_ms - 100), position=1)
+    source.event("ann", (10, 1, at_ms), position=0, written_at_ms=at_ms)
+    source.event("ann", (11, 1, at_ms - 100), position=1, written_at_ms=at_ms)
     collect(source.kafka, folder)
     source.event("ann", (12, 1, at_ms + 100), position=2)
-    source.send(saved(source, store, "ann", 3))
+    source.send(saved(source, store, "ann", 3, at_ms + DAY_MS))
     lose(monkeypatch, source, "ann", 3)
     collect(source.kafka, folder)
     assert rows_of(read_interactions(folder), "ann") == [(11, 1, at_ms - 100), (10, 1, at_ms), (12, 1, at_ms + 100)]
