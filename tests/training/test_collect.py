@@ -864,6 +864,32 @@ def test_a_follower_takes_the_snapshot_that_replaced_one_that_was_compacted_away
     assert items(folder, "ann") == [1, 2, 3]
 
 
+def test_the_next_run_takes_the_snapshot_that_replaced_one_that_was_compacted_away(
+    source: Source, folder: Path, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run ends between the two: the log grew while it was read."""
+    collect(source.kafka, folder)
+    source.send(history("ann", length=3))
+    late = saved(source, store, "ann", 3)
+    source.send_raw(b"bob", encode(history("bob")), partition=source.partition("ann"))
+    begin, receive = Collector._begin, Collector._receive
+
+    def begin_before(self: Collector, consumer: Consumer) -> None:
+        begin(self, consumer)
+        source.send(late)
+
+    def receive_second(self: Collector, consumer: Consumer, message: Message) -> None:
+        if message.error() is None and message.offset() == 1:
+            receive(self, consumer, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Collector, "_begin", begin_before)
+        patch.setattr(Collector, "_receive", receive_second)
+        assert collect(source.kafka, folder).records == 1
+    assert collect(source.kafka, folder).repeats == 0
+    assert items(folder, "ann") == [1, 2, 3]
+
+
 def delete_records(kafka: KafkaSettings, *places: tuple[Topic, int, int]) -> None:
     admin = make_admin(kafka, "test-admin")
     # Kafka deletes no records of a topic that is only compacted.

@@ -167,6 +167,9 @@ class Collector:
         self._gaps: dict[int, list[range]] = {each: [] for each in self._partitions}
         """Offsets of the histories without a record, since the log was last read to its end. A snapshot that replaced
         one of these is in the log before that end."""
+        self._consumer: Consumer | None = None
+        self._past_to = list(folder.manifest.past_to)
+        """That of the manifest, as far as it matters to this run."""
         self._again_from: dict[int, int] = {}
         """Where each partition of the histories is read again, for behaviours that were lost."""
         self._lost_to: dict[Log, int] = {}
@@ -190,6 +193,7 @@ class Collector:
         ids = {origin.history_topic: origin.history_id, origin.behaviours_topic: origin.behaviours_id}
         identity = TopicIdentity(origin.cluster_id, ids)
         consumer = make_assigned_consumer(self._kafka, CLIENT_ID, options=_OPTIONS)
+        self._consumer = consumer
         watch = TopicIdentityWatch(self._kafka, identity, f"{CLIENT_ID}-ids", self._note_renewed)
         watch.start()
         try:
@@ -223,6 +227,7 @@ class Collector:
             ) from error
         finally:
             watch.stop()
+            self._consumer = None
             consumer.close()
         self._collected.reached_end = not self._unread
         return self._collected
@@ -272,7 +277,8 @@ class Collector:
         )
         self._lost_to[log] = start
         if kind is Kind.BEHAVIOURS:
-            self._folder.lost_behaviours(partition, end_of_histories)
+            self._past_to[partition] = end_of_histories
+            self._folder.take_snapshots_below(partition, end_of_histories)
         else:
             self._gaps[partition].append(range(following, start))
 
@@ -416,7 +422,7 @@ class Collector:
 
     def _is_known(self, partition: int, offset: int, before: int) -> bool:
         """Whether a worker's snapshot repeats what was read. `before`: the offset of the user's record before it."""
-        if offset < self._folder.manifest.past_to[partition]:
+        if offset < self._past_to[partition]:
             return False
         gaps = self._gaps[partition]
         place = bisect_right(gaps, before, key=lambda gap: gap.start) - 1
@@ -466,11 +472,21 @@ class Collector:
             deleted = {user: each for user in rows.users if (each := self._folder.deletions.of(user)) is not None}
         if rows.read_to == rows.first and not len(rows):
             return
+        if kind is Kind.HISTORIES and self._gaps[partition]:
+            self._note_gaps(partition)
         left_out = self._folder.write(kind, partition, rows, deleted)
         self._collected.behaviours += len(rows) - left_out
         self._collected.deleted_rows += left_out
         self._waiting -= len(rows)
         self._rows[log] = LogRows(rows.read_to, rows.read_to)
+
+    def _note_gaps(self, partition: int) -> None:
+        """Lets a run that goes on after this file, without knowledge of the gaps, take all snapshots up to the end."""
+        assert self._consumer is not None
+        place = TopicPartition(self._topics[Kind.HISTORIES], partition)
+        _, end = self._consumer.get_watermark_offsets(place, cached=True)
+        if end > self._rows[Kind.HISTORIES, partition].read_to:
+            self._folder.take_snapshots_below(partition, end)
 
 
 def _offsets(consumer: Consumer, topic: str, partitions: Iterable[int], at: int) -> dict[int, int]:

@@ -91,9 +91,11 @@ class CollectedFolder:
             found |= (offsets >= part.first) & (offsets <= part.last)
         return found
 
-    def lost_behaviours(self, partition: int, end_of_histories: int) -> None:
-        """Notes that the topic has lost behaviours, which snapshots of workers below this offset carry."""
-        self.manifest = self.manifest.with_past_to(partition, end_of_histories)
+    def take_snapshots_below(self, partition: int, offset: int) -> None:
+        """Notes that snapshots of workers below this offset may carry what the topics have lost."""
+        if offset <= self.manifest.past_to[partition]:
+            return
+        self.manifest = self.manifest.with_past_to(partition, offset)
         with self._writing():
             write_manifest(self.path, self.manifest)
 

@@ -86,8 +86,8 @@ class Manifest:
     has_ratings: bool
     """The action codes are ratings: twice the stars."""
     past_to: tuple[int, ...]
-    """For each partition: snapshots that workers wrote below this offset of the histories carry behaviours that the
-    topic of behaviours does not have any more."""
+    """For each partition: snapshots that workers wrote below this offset of the histories may carry behaviours that the
+    topics do not have any more."""
     histories_from: tuple[int, ...]
     """For each partition: the offset at which the topic began when the folder was made, or after a loss."""
     behaviours_from: tuple[int, ...]
