@@ -48,7 +48,7 @@ from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.topics import Topic
 from relaygr.training.collect.collector import Collector, FileLimits, manifest_of
 from relaygr.training.collect.files import opened
-from relaygr.training.collect.records import TimeRules
+from relaygr.worker.history.rules import TimeRules
 from tests.worlds.own_broker import own_broker
 from tests.worlds.relay import Relay, candidates_of, environment, history_of, jobs_done, new_user, wait_until
 

@@ -45,9 +45,9 @@ from relaygr.training.collect.collector import Collected, Collector, FileLimits,
 from relaygr.training.collect.deletions import DELETIONS
 from relaygr.training.collect.files import opened
 from relaygr.training.collect.folder import Kind, Manifest, Part, parts_of
-from relaygr.training.collect.records import TimeRules
 from relaygr.training.logs import Log, usable
 from relaygr.training_progress import training_log
+from relaygr.worker.history.rules import TimeRules
 from relaygr.worker.history.store import HistoryStore
 from tests.training.made_logs import cyclic_log, write_inter
 from tests.workers.test_history_follower import MIB, Publisher, following, history, until

@@ -195,7 +195,7 @@ def collect(
     from relaygr.kafka.rights import Role
     from relaygr.training.collect.collector import Collector, FileLimits, Progress, manifest_of
     from relaygr.training.collect.files import opened
-    from relaygr.training.collect.records import TimeRules
+    from relaygr.worker.history.rules import TimeRules
 
     require_topics(settings, Role.COLLECTOR)
     stopping = StopSignals()

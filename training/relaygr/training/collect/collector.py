@@ -34,9 +34,10 @@ from relaygr.schemas.topics import Topic
 from relaygr.training.collect.deletions import Deletion
 from relaygr.training.collect.files import CollectedFolder
 from relaygr.training.collect.folder import Kind, Manifest, Origin
-from relaygr.training.collect.records import LogRows, TimeRules, add_event, add_snapshot, continuation, deletion_of
+from relaygr.training.collect.records import LogRows, add_event, add_snapshot, deletion_of
 from relaygr.worker.history.batches import EventRecord, HistoryRecord
 from relaygr.worker.history.decode import Rejected, read_event, read_record
+from relaygr.worker.history.rules import TimeRules, continuation_of
 
 _log = structlog.get_logger(__name__)
 
@@ -402,7 +403,7 @@ class Collector:
         history = entry.history
         assert history is not None
         taken = np.ones(len(history.behaviours), bool)
-        tail = continuation(history, partition, self._origin)
+        tail = continuation_of(history, partition, self._origin.history_id, self._origin.behaviours_id)
         is_again = entry.offset < rows.read_to
         if tail is None and is_again:
             return

@@ -41,7 +41,8 @@ from relaygr.training.collect.folder import (
     sync_folder,
     write_manifest,
 )
-from relaygr.training.collect.records import NO_POSITION, LogRows
+from relaygr.training.collect.records import LogRows
+from relaygr.worker.history.records import NO_POSITION
 
 SCHEMA: Final = pa.schema(
     [

@@ -1,5 +1,5 @@
 """The rows of Kafka's records. Times, tombstones and workers' snapshots follow the rules of the worker's history store
-(`relaygr.worker.history.apply`), but for this: each record is taken as it is, without the user's other records.
+(`relaygr.worker.history.rules`), but for this: each record is taken as it is, without the user's other records.
 """
 
 from __future__ import annotations
@@ -10,33 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.schemas.messages import Behaviours, Continuation, History
-from relaygr.schemas.times import EARLIEST_MS, in_ms
+from relaygr.schemas.messages import Behaviours, History
 from relaygr.training.collect.deletions import Deletion
 from relaygr.training.collect.folder import Origin
 from relaygr.worker.history.batches import EventRecord, HistoryRecord
-from relaygr.worker.history.records import without_future
-
-NO_POSITION = -1
-
-
-@dataclass(frozen=True, slots=True)
-class TimeRules:
-    """What is done with times that are wrong."""
-
-    max_ahead_ms: int
-    """A behaviour whose time is further ahead of its record's gets that of the record."""
-
-    def record_ms(self, written_at_ms: int, now_ms: int, *, is_tombstone: bool = False) -> int:
-        """The timestamp of a record in ms. It is now if it lies in the future, or if a tombstone has none."""
-        if EARLIEST_MS <= written_at_ms <= now_ms:
-            return written_at_ms
-        found = in_ms(written_at_ms)
-        return now_ms if (is_tombstone and not found) or found > now_ms + self.max_ahead_ms else found
-
-    def latest_ms(self, record_ms: int, now_ms: int) -> int:
-        """The latest time of a behaviour that is used."""
-        return (record_ms if record_ms >= EARLIEST_MS else now_ms) + self.max_ahead_ms
+from relaygr.worker.history.records import NO_POSITION, without_future
+from relaygr.worker.history.rules import TimeRules
 
 
 @dataclass(slots=True)
@@ -107,15 +86,6 @@ def add_snapshot(
     for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         rows.add(entry.user_id, used[start:end], first + start, entry.offset, recorded_at_ms)
     return int(taken.sum())
-
-
-def continuation(history: History, partition: int, origin: Origin) -> Continuation | None:
-    """How a worker's snapshot continues what was before it; None for a pipeline's, or one of other topics."""
-    tail, covers = history.continues, history.covers
-    if tail is None or covers is None or covers.partition != partition:
-        return None
-    ids = tail.topic_id or "", covers.topic_id or ""
-    return tail if ids == (origin.history_id, origin.behaviours_id) else None
 
 
 def deletion_of(entry: HistoryRecord, rules: TimeRules, now_ms: int, origin: Origin) -> Deletion:

@@ -17,12 +17,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from relaygr.schemas.messages import Continuation, History
+from relaygr.schemas.messages import History
 from relaygr.schemas.record import record
-from relaygr.schemas.times import EARLIEST_MS, in_ms
 from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryBatch, HistoryRecord
 from relaygr.worker.history.records import Coverage, Head, without_future
-from relaygr.worker.history.rules import Draft
+from relaygr.worker.history.rules import Draft, TimeRules, continuation_of
 from relaygr.worker.history.tables import Deletion, PartitionState, Tables
 
 _Entry = TypeVar("_Entry", HistoryRecord, EventRecord)
@@ -38,7 +37,7 @@ class Bounds:
     behaviours_id: str
     now_ms: int
     max_ahead_ms: int
-    """A behaviour whose time is further ahead of its record's is stored with its record's time."""
+    """See `TimeRules`."""
     value_bytes: int
     """The bytes of pages that values may take."""
     page_bytes: int
@@ -51,6 +50,7 @@ class Application:
         self.outcome = ApplyOutcome()
         self._tables = tables
         self._bounds = bounds
+        self._times = TimeRules(bounds.max_ahead_ms)
 
     def apply(self, batch: HistoryBatch) -> None:
         """Applies the records that were not read before, and moves the offsets on."""
@@ -91,22 +91,13 @@ class Application:
             self._tables.put_state(batch.partition, after)
 
     def _dated(self, entry: _Entry) -> _Entry:
-        """The record, with a timestamp in ms, and with the present time if it is from the future: it would cover all
-        until then. A tombstone without a timestamp would cover nothing, so it has the present time, too.
-        """
-        now_ms, written_at_ms = self._bounds.now_ms, entry.written_at_ms
-        if EARLIEST_MS <= written_at_ms <= now_ms:
-            return entry
-        written_at_ms = in_ms(written_at_ms)
-        is_undated = isinstance(entry, HistoryRecord) and entry.history is None and not written_at_ms
-        if is_undated or written_at_ms > now_ms + self._bounds.max_ahead_ms:
-            written_at_ms = now_ms
+        """The record, with the timestamp that counts."""
+        is_tombstone = isinstance(entry, HistoryRecord) and entry.history is None
+        written_at_ms = self._times.record_ms(entry.written_at_ms, self._bounds.now_ms, is_tombstone=is_tombstone)
         return entry if written_at_ms == entry.written_at_ms else replace(entry, written_at_ms=written_at_ms)
 
     def _latest_ms(self, written_at_ms: int) -> int:
-        """The latest time of a behaviour that is used. A record's timestamp may be missing, or in seconds."""
-        known_ms = written_at_ms if written_at_ms >= EARLIEST_MS else self._bounds.now_ms
-        return known_ms + self._bounds.max_ahead_ms
+        return self._times.latest_ms(written_at_ms, self._bounds.now_ms)
 
     def _replace(self, partition: int, entry: HistoryRecord, history: History, missing: int) -> None:
         """Stores a snapshot, and the behaviours that it does not cover.
@@ -116,7 +107,7 @@ class Application:
         user_id = entry.user_id
         before = self._tables.draft(user_id)
         read_to = self._next_snapshot(partition, user_id, before)
-        tail = self._continuation(history, partition)
+        tail = continuation_of(history, partition, self._bounds.history_id, self._bounds.behaviours_id)
         if entry.offset < read_to:
             self.outcome.repeated += 1
             return
@@ -234,14 +225,6 @@ class Application:
             self._tables.put_user(partition, entry.user_id, draft)
         else:
             self._tables.put_parts(partition, entry.user_id, draft)
-
-    def _continuation(self, history: History, partition: int) -> Continuation | None:
-        """How a worker's snapshot continues what was before it; None for a pipeline's, or one of other topics."""
-        tail, covers = history.continues, history.covers
-        if tail is None or covers is None or covers.partition != partition:
-            return None
-        ids = tail.topic_id or "", covers.topic_id or ""
-        return tail if ids == (self._bounds.history_id, self._bounds.behaviours_id) else None
 
     def _coverage(self, partition: int, entry: HistoryRecord, history: History) -> Coverage:
         """What a snapshot covers. An offset in another topic or partition says nothing about ours."""

@@ -1,4 +1,4 @@
-"""How behaviours are added to a stored history, and what a snapshot keeps of the history before it.
+"""How behaviours are added to a stored history, what a snapshot keeps of the history before it, and which times count.
 
 docs/histories.md has the rules: what a snapshot covers, what a position means, and when a history has a gap. Pure.
 """
@@ -6,9 +6,11 @@ docs/histories.md has the rules: what a snapshot covers, what a position means, 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Final
 
-from relaygr.schemas.messages import MAX_BEHAVIOURS, BehaviourEvent
+from relaygr.schemas.messages import MAX_BEHAVIOURS, BehaviourEvent, Continuation, History
+from relaygr.schemas.times import EARLIEST_MS, in_ms
 from relaygr.worker.history.records import (
     DELETED,
     HAS_GAP,
@@ -36,6 +38,37 @@ class Added(enum.Enum):
 
 
 _ADDED: Final = tuple(Added)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeRules:
+    """What is done with times that are wrong."""
+
+    max_ahead_ms: int
+    """A behaviour whose time is further ahead of its record's gets that of the record."""
+
+    def record_ms(self, written_at_ms: int, now_ms: int, *, is_tombstone: bool = False) -> int:
+        """The timestamp of a record in ms. It is the present time if it lies in the future, since the record would
+        cover all until then, or if a tombstone has none, which would cover nothing.
+        """
+        if EARLIEST_MS <= written_at_ms <= now_ms:
+            return written_at_ms
+        found = in_ms(written_at_ms)
+        return now_ms if (is_tombstone and not found) or found > now_ms + self.max_ahead_ms else found
+
+    def latest_ms(self, record_ms: int, now_ms: int) -> int:
+        """The latest time of a behaviour that is used. A record's timestamp may be missing, or in seconds."""
+        return (record_ms if record_ms >= EARLIEST_MS else now_ms) + self.max_ahead_ms
+
+
+def continuation_of(history: History, partition: int, history_id: str, behaviours_id: str) -> Continuation | None:
+    """How a worker's snapshot continues what was before it in the topics with these ids; None for a pipeline's, or one
+    of other topics.
+    """
+    tail, covers = history.continues, history.covers
+    if tail is None or covers is None or covers.partition != partition:
+        return None
+    return tail if (tail.topic_id or "", covers.topic_id or "") == (history_id, behaviours_id) else None
 
 
 class Draft(HistoryBytes):
