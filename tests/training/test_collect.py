@@ -30,6 +30,7 @@ from relaygr.interactions import Interactions, Limits, parquet, read_interaction
 from relaygr.kafka.clients import PARTITIONER, make_admin
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import TopicIdentity, identify_topics
+from relaygr.runtime import files as runtime_files
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.stop_signals import SIGNALS
 from relaygr.schemas.codec import encode
@@ -416,7 +417,7 @@ class Dying:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.left = at
         self._wrap(monkeypatch, files_module, "put_in_place")
-        self._wrap(monkeypatch, folder_module, "put_in_place")
+        self._wrap(monkeypatch, runtime_files, "put_in_place")
         self._wrap(monkeypatch, Path, "unlink")
 
     def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
@@ -997,7 +998,7 @@ def test_a_disk_without_space_ends_the_run_with_a_sentence_and_the_next_one_goes
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_module, "put_in_place", full)
+        patch.setattr(runtime_files, "put_in_place", full)
         with pytest.raises(RelayError, match=r"cannot be used \(No space left on device\): free space"):
             collect(source.kafka, folder)
     with monkeypatch.context() as patch:

@@ -385,7 +385,7 @@ def die(*_: Any) -> None:
 
 
 def before_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "_sync_folder", die)
+    monkeypatch.setattr(files_module, "sync_folder", die)
 
 
 def after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ DIR/deployed/   the revisions that the workers serve: `relaygr model deploy` cha
 
 from __future__ import annotations
 
-import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ from rich.console import Console
 from relaygr.demo.machine import CoreWatch
 from relaygr.deployment import CURRENT, deploy
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import lock_folder
 from relaygr.settings import Settings
 from relaygr.training_progress import EpochLines, progress_bars, read_training_log
 
@@ -34,19 +35,17 @@ _MODEL_POLL_S: Final = 1.0
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other demos away from the folder. Raises RelayError if there is one, or the folder cannot be written."""
+    """Keeps other demos away from the folder. Raises RelayError if there is one, or no such folder."""
     try:
-        file = (folder / ".demo.lock").open("w")
+        lock = lock_folder(folder)
     except OSError as error:
         raise RelayError(f"--data {folder} cannot be used ({error.strerror}): give a folder with a log.") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RelayError(
-                f"Another demo uses {folder}, where it trains and deploys: wait for its end, or give a copy."
-            ) from error
+    if lock is None:
+        raise RelayError(f"Another demo uses {folder}, where it trains and deploys: wait for its end, or give a copy.")
+    try:
         yield
+    finally:
+        os.close(lock)
 
 
 def trained_run(console: Console, folder: Path) -> Run:

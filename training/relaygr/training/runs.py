@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import write_whole
 from relaygr.runtime.json_values import finite
 from relaygr.schemas.version import __version__
 from relaygr.training.logs import Log
@@ -153,9 +154,8 @@ class Run:
     def write_json(self, name: str, content: Mapping[str, object]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            partial = self.folder / f".{name}.partial"
-            partial.write_text(json.dumps(finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            partial.replace(self.folder / name)
+            text = json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
+            write_whole(self.folder / name, text.encode())
         except OSError as error:
             raise RelayError(f"{self.folder / name} cannot be written: {error}.") from error
 

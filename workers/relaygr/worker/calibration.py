@@ -40,6 +40,7 @@ from relaygr.admission.latency import (
     fit_shared,
 )
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import write_whole
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.interface import Engine
@@ -286,10 +287,8 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     """Writes a file that `load_calibration` reads. Raises RelayError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The file gets its name when it is complete: a standby may read it at any time.
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(calibration_text(calibration), encoding="utf-8")
-        partial.replace(path)
+        # As a whole: a standby may read it at any time.
+        write_whole(path, calibration_text(calibration).encode())
     except OSError as error:
         raise RelayError(f"{path} cannot be written: {error}.") from error
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import write_whole
 from relaygr.schemas.topics import CATALOGUE, Topic
-from relaygr.training.collect.folder import write_whole
 
 DELETIONS: Final = "deletions.json"
 _DAY_MS: Final = 24 * 3600 * 1000

@@ -10,7 +10,6 @@ tombstone's offset is written. A process that dies in between reads the tombston
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import lock_folder, partial_of, put_in_place, sync_folder
 from relaygr.training.collect.deletions import KEPT_MS, Deletion, Deletions
 from relaygr.training.collect.folder import (
     MANIFEST,
@@ -34,11 +34,8 @@ from relaygr.training.collect.folder import (
     Origin,
     Part,
     is_collected,
-    partial_of,
     parts_of,
-    put_in_place,
     read_manifest,
-    sync_folder,
     write_manifest,
 )
 from relaygr.training.collect.records import LogRows
@@ -201,14 +198,12 @@ def opened(path: Path, manifest: Manifest, file_rows: int) -> Iterator[Collected
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDONLY)
+        lock = lock_folder(path)
     except OSError as error:
         raise RelayError(f"{path} cannot be used ({error.strerror}): give a folder that you may write.") from error
+    if lock is None:
+        raise RelayError(f"{path} is in use: another `relaygr train collect` writes it.")
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RelayError(f"{path} is in use: another `relaygr train collect` writes it.") from error
         try:
             folder = CollectedFolder(path, _agreed(path, manifest), file_rows)
         except OSError as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import write_whole
 
 MANIFEST: Final = "collected.json"
 LAYOUT: Final = 2
@@ -164,33 +164,3 @@ def sorted_parts(parts: Iterable[Part]) -> Parts:
         else:
             raise RelayError(f"{before.name} and {part.name} have records in common: remove the file that was copied.")
     return Parts(tuple(live), tuple(leftover))
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole: a crash leaves the old or the new content. Raises OSError."""
-    partial = partial_of(path)
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    put_in_place(path)
-
-
-def partial_of(path: Path) -> Path:
-    """The temporary name of a file that is being written."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def put_in_place(path: Path) -> None:
-    """Gives the partial file its name, for good. The caller has synced its content."""
-    partial_of(path).replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

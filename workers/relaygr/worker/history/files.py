@@ -25,6 +25,7 @@ from typing import Any, Final
 import lmdb
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import sync_folder
 from relaygr.runtime.private_files import make_private, open_private, private_folder
 
 REMEDY: Final = "Stop the workers that use it and delete the folder: a worker reads the topic again"
@@ -257,8 +258,8 @@ class Compaction:
             target.lengthen()
             target.env.sync(True)
             target.close()
-            _sync_folder(self._place)
-            _sync_folder(source.folder)
+            sync_folder(self._place)
+            sync_folder(source.folder)
             txn.put(_NEWER, b"%d" % target.number, db=source.meta)
 
 
@@ -311,7 +312,7 @@ def _move_on(folder: Path, number: int) -> None:
     place = _place(folder, number)
     with contextlib.suppress(FileNotFoundError):
         _place(folder, number, complete=False).rename(place)
-        _sync_folder(folder)
+        sync_folder(folder)
     if _newest(folder) < number:
         raise RelayError(f"the history store in {folder} is damaged: {place} is missing. {REMEDY}")
 
@@ -324,14 +325,6 @@ def _delete_before(folder: Path, number: int) -> None:
     if number:
         for name in _FILES:
             (folder / name).unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _check_size(env: Any, folder: Path, place: Path, max_bytes: int) -> None:
