@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
-from relaygr.interactions import Interactions, LayoutKind, Limits, joined, parquet, read_interactions, recognise
+from relaygr.interactions import LayoutKind, Limits, joined, parquet, read_interactions, recognise
 from relaygr.interactions.gather import NO_POSITION, distinct, hashed_item
 from relaygr.runtime.errors import RelayError
+from tests.cli.test_interactions import of
 
-Behaviour = tuple[int, int, int]
 Write = Callable[..., Path]
 T0 = 1_600_000_000
 
@@ -38,14 +38,6 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return write_file
-
-
-def of(read: Interactions, user: str) -> list[Behaviour]:
-    """(item, action, time) of a user's behaviours."""
-    behaviours = read.of(read.users.index(user))
-    behaviours.check()
-    columns = (behaviours.items, behaviours.actions, behaviours.timestamps_ms)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def test_amazon_reviews(write: Write) -> None:

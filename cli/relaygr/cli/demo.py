@@ -35,7 +35,7 @@ def demo(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder with log.inter: play what its 60 longest users did next, with a trained ranker.",
+            help="A folder with log.inter: play what the 60 users with the most behaviours did next.",
             show_default=False,
         ),
     ] = None,

@@ -276,7 +276,7 @@ def print_summary(
     shown: Sequence[Gate],
     quality: QualityComparison | None = None,
 ) -> None:
-    """Prints both runs side by side, what the lists were worth, and the gates."""
+    """Prints both runs side by side, NDCG@10 where it is known, the gates, and the result in one sentence."""
     table = Table(title=f"The same schedule, deadline {budget_ms} ms", title_justify="left")
     table.add_column("")
     table.add_column("relay on", justify="right")

@@ -145,15 +145,15 @@ def _run(console: Console, settings: Settings, options: DemoOptions, page: Page 
 
             def stack(name: str, *, relay: bool) -> DemoStack:
                 _show_phase(page, "starting the workers")
-                if options.data is not None:
-                    # Both runs begin with the same checkpoint, whatever was deployed meanwhile.
-                    deployed(checkpoint, calibration, options.data)
                 named = _named(planned, f"{prefix}-{name}")
                 return DemoStack(console, folder, broker, named, relay=relay, workers=plan.workers, page=page)
 
             with stack("relay", relay=True) as running:
                 pause = f"traffic.settle_s={settle_s(planned, plan, population.size)}"
                 relay = running.play("relay on", relay_file, overrides=[pause], expected=expected)
+            if options.data is not None:
+                # Both runs begin with the same checkpoint, whatever was deployed meanwhile.
+                deployed(checkpoint, calibration, options.data)
             with stack("full", relay=False) as running:
                 full = running.play("relay off", full_file, expected=expected)
                 running.play_reference(reference_file, relay_file)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from relaygr.interactions import Limits, read_interactions
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
+from relaygr.traffic.population import LogPopulation
 from relaygr.traffic.schedule import Impression
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.training.logs import usable
@@ -25,20 +26,18 @@ from relaygr.training.splits import Split, split_log
 from relaygr.training_progress import training_log
 
 
-class HeldOutPopulation:
+class HeldOutPopulation(LogPopulation):
     """The users of the log with the most behaviours, the longest first. Each impression is one test behaviour.
 
-    Of a history only the newest `traffic.history_max` behaviours are published.
+    `items` is the vocabulary of the ranker. Only the newest `traffic.history_max` behaviours of a history are there.
     """
 
     def __init__(self, split: Split, times_ms: NDArray[np.int64], settings: TrafficSettings) -> None:
         users = np.argsort(-np.diff(split.starts), kind="stable")[: settings.users]
         ends, first_ends = split.starts[users + 1], split.validation_ends[users]
         starts = np.maximum(split.starts[users], first_ends - settings.history_max)
-        self._names: list[str] = [split.users[user] for user in users.tolist()]
-        self._first_lengths = (first_ends - starts).tolist()
         # Copies: the log has many more users than are played.
-        self._sequences = [
+        sequences = [
             Behaviours(
                 split.behaviour_ids[start:end].astype("<i8"),
                 split.actions[start:end].astype("<u2"),
@@ -46,29 +45,10 @@ class HeldOutPopulation:
             )
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
         ]
-        self._items, self.leaves_out_seen = split.item_ids.copy(), split.leaves_out_seen
-
-    @property
-    def size(self) -> int:
-        return len(self._names)
-
-    @property
-    def items(self) -> NDArray[np.int64]:
-        """The vocabulary of the ranker."""
-        return self._items
-
-    def user_id(self, index: int) -> str:
-        return self._names[index]
-
-    def first_length(self, index: int) -> int:
-        """The behaviours before the test part."""
-        return int(self._first_lengths[index])
-
-    def sequence_length(self, index: int) -> int:
-        return len(self._sequences[index])
-
-    def sequence(self, index: int) -> Behaviours:
-        return self._sequences[index]
+        names = [split.users[user] for user in users.tolist()]
+        super().__init__(names, sequences, (first_ends - starts).tolist(), split.item_ids.copy())
+        self.leaves_out_seen = split.leaves_out_seen
+        """Whether items of a user's history are no candidates."""
 
 
 def held_out_population(folder: Path, settings: TrafficSettings) -> HeldOutPopulation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -100,40 +101,56 @@ class SyntheticPopulation:
 
 
 class LogPopulation:
-    """The users of an interaction log with the longest histories."""
+    """Users of a log, with some behaviours of each."""
 
-    def __init__(self, interactions: Interactions, settings: TrafficSettings) -> None:
-        """Raises ValueError if the log contains no user with at least two behaviours."""
-        ordered = sorted(range(len(interactions.users)), key=lambda index: -len(interactions.of(index)))
-        self._indices = [index for index in ordered[: settings.users] if len(interactions.of(index)) > 1]
-        if not self._indices:
-            raise ValueError("the log contains no user with at least two behaviours")
-        self._interactions = interactions
-        self._most = settings.history_max + settings.suffix
-        items = [interactions.of(index).items for index in self._indices]
-        self._items = np.unique(np.concatenate(items)).astype(np.int64)
+    def __init__(
+        self,
+        names: Sequence[str],
+        sequences: Sequence[Behaviours],
+        first_lengths: Sequence[int],
+        items: NDArray[np.int64],
+    ) -> None:
+        """`items`: from which candidates are drawn. The others have an entry for each user."""
+        self._names, self._sequences, self._first_lengths, self._items = names, sequences, first_lengths, items
 
     @property
     def size(self) -> int:
-        return len(self._indices)
+        return len(self._names)
 
     @property
     def items(self) -> NDArray[np.int64]:
         return self._items
 
     def user_id(self, index: int) -> str:
-        return self._interactions.users[self._indices[index]]
+        return self._names[index]
 
     def first_length(self, index: int) -> int:
-        return max(1, int(self.sequence_length(index) * FIRST_SHARE))
+        return self._first_lengths[index]
 
     def sequence_length(self, index: int) -> int:
-        return min(len(self._interactions.of(self._indices[index])), self._most)
+        return len(self._sequences[index])
 
     def sequence(self, index: int) -> Behaviours:
-        """The newest behaviours of the user in the log."""
-        whole = self._interactions.of(self._indices[index])
-        return whole[max(0, len(whole) - self._most) :]
+        return self._sequences[index]
+
+
+def longest_users(interactions: Interactions, settings: TrafficSettings) -> LogPopulation:
+    """The users with the longest histories, and the newest behaviours of each.
+
+    Raises ValueError if the log contains no user with at least two behaviours.
+    """
+    ordered = sorted(range(len(interactions.users)), key=lambda index: -len(interactions.of(index)))
+    chosen = [index for index in ordered[: settings.users] if len(interactions.of(index)) > 1]
+    if not chosen:
+        raise ValueError("the log contains no user with at least two behaviours")
+    whole, most = [interactions.of(index) for index in chosen], settings.history_max + settings.suffix
+    sequences = [each[max(0, len(each) - most) :] for each in whole]
+    return LogPopulation(
+        [interactions.users[index] for index in chosen],
+        sequences,
+        [max(1, int(len(each) * FIRST_SHARE)) for each in sequences],
+        np.unique(np.concatenate([each.items for each in whole])).astype(np.int64),
+    )
 
 
 def population_of(settings: TrafficSettings) -> Population:
@@ -151,6 +168,6 @@ def population_of(settings: TrafficSettings) -> Population:
     if settings.new_share:
         raise RelayError("traffic.new_share makes up users who come once: leave it out, or traffic.interactions.")
     try:
-        return LogPopulation(read_interactions(settings.interactions), settings)
+        return longest_users(read_interactions(settings.interactions), settings)
     except ValueError as error:
         raise RelayError(f"{settings.interactions}: {error}") from error

@@ -169,13 +169,10 @@ def read_records(path: Path) -> Iterator[ImpressionRecord]:
 def numbers_to_compare(path: Path, size: int) -> frozenset[int]:
     """At most `size` numbers of impressions that were ranked untruncated by the run's first model, spread evenly."""
     ranked = sorted(
-        (
-            record
-            for record in read_records(path)
-            if record.scores is not None and record.path != "truncated" and not record.history_stale
-        ),
-        key=lambda record: record.number,
+        (record.number, record.model_revision)
+        for record in read_records(path)
+        if record.scores is not None and record.path != "truncated" and not record.history_stale
     )
-    numbers = [record.number for record in ranked if record.model_revision == ranked[0].model_revision]
+    numbers = [number for number, revision in ranked if revision == ranked[0][1]]
     step = max(1.0, len(numbers) / size)
     return frozenset(numbers[int(place * step)] for place in range(min(size, len(numbers))))
