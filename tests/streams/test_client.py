@@ -36,6 +36,7 @@ from relaygr.schemas import codec
 from relaygr.schemas.codec import EncodeError
 from relaygr.schemas.headers import DEAD_LETTER_REASON, RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import (
+    BehaviourEvent,
     Behaviours,
     FailureReason,
     History,
@@ -332,6 +333,35 @@ def test_misuse_raises_before_anything_is_sent(kafka_settings: KafkaSettings) ->
         with pytest.raises(QueueFull):
             gateway.rank("u", [1], budget_ms=10)
         assert first.result(10).status is RankStatus.TIMED_OUT
+
+
+@pytest.mark.parametrize("unit", ["seconds", "microseconds"])
+def test_behaviours_with_times_in_another_unit_are_refused_wherever_they_are_given(
+    kafka_settings: KafkaSettings, unit: str
+) -> None:
+    wrong = {"seconds": 1_700_000_000, "microseconds": 1_700_000_000_000_000}[unit]
+    told = f"timestamps_ms: {wrong} is a time in {unit}: give it in milliseconds"
+    behaviours = Behaviours.of([(7, 1, wrong)])
+    history = History("u", 1, np.empty(0, "<i8"), behaviours)
+    with client(kafka_settings) as gateway:
+        with pytest.raises(EncodeError, match=f"suffix.{told}"):
+            gateway.rank("u", [1], budget_ms=BUDGET_MS, suffix=behaviours)
+        with pytest.raises(EncodeError, match=f"history.behaviours.{told}"):
+            gateway.rank("u", [1], budget_ms=BUDGET_MS, history=history)
+        with pytest.raises(EncodeError, match=f"history.behaviours.{told}"):
+            gateway.publish_retrieval(
+                "u",
+                ranking_budget_ms=50,
+                expected_ranking_in_ms=9,
+                expected_candidates=1,
+                expected_suffix=0,
+                history=history,
+            )
+        with pytest.raises(EncodeError, match=f"behaviours.{told}"):
+            gateway.publish_history(history)
+        with pytest.raises(EncodeError, match=f"behaviours.{told}"):
+            gateway.publish_behaviours(BehaviourEvent("u", behaviours))
+        assert gateway.statistics().submitted == 0
 
 
 def test_a_misspelt_or_missing_argument_is_named(kafka_settings: KafkaSettings) -> None:

@@ -172,6 +172,11 @@ class Behaviours:
         if _decrease(self.timestamps_ms):
             raise FieldError(".timestamps_ms: times decrease; send behaviours oldest first")
 
+    def check_unit(self, name: str) -> None:
+        """Raises FieldError if the newest time is in another unit than ms, or before 1970. `name`: of the field."""
+        if len(self) and (wrong := wrong_unit(int(self.timestamps_ms[-1]), "milliseconds")):
+            raise FieldError(f"{name}.timestamps_ms: {wrong}")
+
 
 @record(frozen=True, slots=True)
 class HistoryVersion:
@@ -364,6 +369,8 @@ class RetrievalEvent:
     def check(self) -> None:
         _check_times(self, "retrieval_at_us", "expected_ranking_at_us")
         _check_history(self)
+        if self.history is not None and self.retrieval_at_us >= EARLIEST_MS * 1000:
+            self.history.behaviours.check_unit(".history.behaviours")
 
 
 @record(frozen=True, slots=True)
@@ -446,6 +453,10 @@ class RankingRequest:
             raise FieldError(f".suffix: {len(self.suffix)} behaviours, expected at most {MAX_SUFFIX_BEHAVIOURS}")
         _check_times(self, "sent_at_us", "deadline_us", "query_time_ms")
         _check_history(self)
+        if self.query_time_ms >= EARLIEST_MS:
+            self.suffix.check_unit(".suffix")
+            if self.history is not None:
+                self.history.behaviours.check_unit(".history.behaviours")
 
 
 @record(frozen=True, slots=True)

@@ -85,11 +85,11 @@ class EventPublisher:
 
     def publish_history(self, history: History, on_delivery: OnDelivery | None = None) -> None:
         """Replaces a user's history. Raises EncodeError, QueueFull, MessageRefused."""
-        self._publish(self._history, history.user_id, codec.encode(history), on_delivery)
+        self._publish(self._history, history.user_id, _encoded(history), on_delivery)
 
     def publish_behaviours(self, event: BehaviourEvent, on_delivery: OnDelivery | None = None) -> None:
         """Adds behaviours to a user's history. Raises EncodeError, QueueFull, MessageRefused."""
-        self._publish(self._behaviours, event.user_id, codec.encode(event), on_delivery)
+        self._publish(self._behaviours, event.user_id, _encoded(event), on_delivery)
 
     def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
         """Deletes a user's history, also in the workers. Raises EncodeError, QueueFull, MessageRefused."""
@@ -139,6 +139,16 @@ class EventPublisher:
         producer = self._producer
         with client_errors(topic, producer):
             producer.produce(topic, value, user_id.encode(), report, headers)
+
+
+def _encoded(message: History | BehaviourEvent) -> bytes:
+    """Raises EncodeError, also for times in another unit: the workers would use seconds as times of 1970."""
+    value = codec.encode(message)
+    try:
+        message.behaviours.check_unit(".behaviours")
+    except FieldError as error:
+        raise EncodeError(f"{type(message).__name__}{error}") from error
+    return value
 
 
 def delivery_report(topic: str, error: KafkaError | None, message: Message | None) -> DeliveryReport:
