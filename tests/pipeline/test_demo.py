@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -13,25 +12,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
-from relaygr.demo.plan import PlanOverrides
-from relaygr.demo.prepare import DEMO_PARTITIONS
-from relaygr.demo.run import DemoOptions, run_demo
-from relaygr.settings import load_settings
 from relaygr.traffic.records import read_records
-from tests.worlds.otlp import collector
+from tests.worlds.otlp import SeenSpan, collector
 from tests.worlds.relay import environment, wait_until
 
 pytestmark = pytest.mark.slow
 
 SMALL = ("traffic.users=10", "traffic.history_median=128", "traffic.history_max=256", "traffic.items=500")
+ALIKE = (*SMALL, "traffic.users=20", "traffic.zipf_exponent=0", "traffic.history_sigma=0")
 
 
 @pytest.fixture
@@ -41,11 +37,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "relaygr", "demo", "--broker", "embedded", *arguments]
+    command = [sys.executable, "-m", "relaygr", "demo", "--broker", "embedded"]
     for setting in SMALL:
         command += ["--set", setting]
     return subprocess.Popen(
-        command,
+        [*command, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -92,12 +88,35 @@ def test_a_demo_stopped_in_the_middle_leaves_no_process_and_no_folder(demo, fold
     assert not list((folder / "tmp").glob("relaygr-*"))
 
 
-def test_a_short_demo_ends_with_both_runs_side_by_side_and_its_gates(folder):
+@dataclass(frozen=True)
+class FinishedDemo:
+    """A demo that ended. `kept`: its folder with records, calibration, model and settings."""
+
+    said: str
+    status: int
+    kept: Path
+    spans: list[SeenSpan]
+    leftovers: list[Path]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedDemo:
+    """The deadline is long, so a slow machine changes no path. All users are alike, so little depends on who comes."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "tmp").mkdir()
+    kept = folder / "kept"
+    options = ["--keep", str(kept), "--seconds", "15", "--rate", "20", "--deadline-ms", "10000", "--lead-ms", "100"]
+    for setting in (*ALIKE, "worker.warm_up_users=0", "tracing.enabled=true"):
+        options += ["--set", setting]
     with collector() as seen:
-        tracing = ("--set", "tracing.enabled=true")
-        process = start(folder, "--seconds", "6", *tracing, OTEL_EXPORTER_OTLP_ENDPOINT=seen.endpoint)
+        process = start(folder, *options, OTEL_EXPORTER_OTLP_ENDPOINT=seen.endpoint)
         said, _ = process.communicate(timeout=240)
-    assert process.returncode in (0, 1), said
+    return FinishedDemo(said, process.returncode, kept, list(seen.spans), list((folder / "tmp").glob("relaygr-*")))
+
+
+def test_a_short_demo_ends_with_both_runs_side_by_side_and_its_gates(finished):
+    said = finished.said
+    assert finished.status in (0, 1), said
     assert "Traceback" not in said, said
     for wanted in ("relay on", "relay off", "requests offered", "P99", "device seconds", "no request lost", "scores"):
         assert wanted in said, said
@@ -108,25 +127,20 @@ def test_a_short_demo_ends_with_both_runs_side_by_side_and_its_gates(folder):
     assert lost.startswith("yes"), said
     equal = next(line for line in said.splitlines() if "cached scores equal" in line)
     assert equal.startswith("yes"), said
-    services = {span.service for span in seen.spans}
+    services = {span.service for span in finished.spans}
     assert services == {"relaygr-traffic", "relaygr-trigger", "relaygr-worker"}, "every process of the demo traces"
-    assert ("NO " in said) == (process.returncode == 1)
-    assert not list((folder / "tmp").glob("relaygr-*"))
+    assert ("NO " in said) == (finished.status == 1)
+    assert not finished.leftovers
 
 
-def test_the_simulation_of_a_run_has_the_paths_of_the_run(folder):
-    """Times are learnt from the run. The deadline is long, so a slow machine changes no path.
-
-    The simulation draws other impressions than the run. All users are alike, so that little depends on who comes: the
-    share of hits in HBM differs from seed to seed with a standard deviation of 0.03, and with the usual Zipf
-    distribution and lengths over ten users of 0.06.
+def test_the_simulation_of_a_run_has_the_paths_of_the_run(finished, tmp_path):
+    """Times are learnt from the run. The simulation draws other impressions than the run: the share of hits in HBM
+    differs from seed to seed with a standard deviation of 0.03, and with the usual Zipf distribution and lengths over
+    ten users of 0.06.
     """
-    kept, times, out = folder / "kept", folder / "times.json", folder / "simulated.json"
-    alike = (*SMALL, "traffic.users=20", "traffic.zipf_exponent=0", "traffic.history_sigma=0")
-    settings = load_settings(None, environment={}, overrides=[*alike, "worker.warm_up_users=0", "log.level=warning"])
-    overrides = PlanOverrides(budget_ms=10_000, lead_ms=100, rate_per_s=20.0, duration_s=15.0)
-    said = Console(file=io.StringIO())
-    plan = run_demo(said, settings, DemoOptions("embedded", overrides, None, kept, True, False, False, False)).plan
+    kept, times, out = finished.kept, tmp_path / "times.json", tmp_path / "simulated.json"
+    ran = kept / "relaygr-relay"
+    workers = len(list(ran.glob("worker-*.log")))
     measured = ("--calibration", str(kept / "calibration.json"))
 
     def relaygr(*command: str) -> None:
@@ -134,12 +148,10 @@ def test_the_simulation_of_a_run_has_the_paths_of_the_run(folder):
         assert done.exit_code == 0, done.output
 
     relaygr("simulate", "learn", str(kept / "relay.jsonl"), *measured, "--out", str(times))
-    same = [f"traffic.lead_median_ms={plan.lead_ms}", f"partitions={DEMO_PARTITIONS}", "worker.warm_up_users=0", *alike]
-    same += [f"worker.hbm_bytes={plan.hbm_bytes}", f"worker.dram_bytes={plan.dram_bytes}"]
     relaygr(
-        "simulate", "run", *measured, "--model", str(kept / "model"), "--times", str(times), "--system", "relay",
-        "--workers", str(plan.workers), "--qps", str(plan.rate_per_s), "--seconds", str(plan.duration_s),
-        "--slo-ms", str(plan.budget_ms), "--json", str(out), *(word for each in same for word in ("--set", each)),
+        "simulate", "run", *measured, "--config", str(ran / "settings.yaml"), "--model", str(kept / "model"),
+        "--times", str(times), "--system", "relay", "--workers", str(workers), "--qps", "20", "--seconds", "15",
+        "--slo-ms", "10000", "--json", str(out),
     )  # fmt: skip
     mix = json.loads(out.read_text())["systems"]["relay"]["mix"]
     records = sorted(read_records(kept / "relay.jsonl"), key=lambda each: each.number)
