@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -183,7 +184,10 @@ class Relay:
         self.processes.await_ready(children, START_TIMEOUT_S)
 
     def stop(self, child: CommandProcess) -> int:
-        """SIGTERM; the exit code."""
+        """SIGTERM; the exit code. A busy machine has all the time that a test has."""
+        child.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(60)
         self.processes.stop([child])
         return child.process.returncode
 
