@@ -235,6 +235,20 @@ def test_a_user_that_starts_again_is_deleted_first():
     assert done.found["nowhere"] > 4
 
 
+@pytest.mark.slow
+def test_behaviours_between_the_visits_are_appended_before_the_next_one():
+    settings = ("traffic.users=20", "traffic.growth=64", "traffic.history_max=4096", "worker.longest_tail=0")
+    off, cached = (
+        outcome(case(*settings, f"worker.follow_behaviours={each}", system=System.CACHE, seconds=40))
+        for each in ("off", "cached")
+    )
+    assert len(off.requests) == len(cached.requests)
+    assert share(cached, Ending.LOST) == 0
+    p50_off_us, p50_cached_us = (float(np.median(each.requests.latencies_us)) for each in (off, cached))
+    assert p50_off_us - p50_cached_us > 0.9 * 64 * COEFFICIENTS.b1, "a visit appends nothing"
+    assert cached.device_s > off.device_s, "some users do not return"
+
+
 # -- demand ---------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.worker.executor.order import IDLE_CHUNKS, DeadlineQueue, Scheduler, ShareAccount, WorkClass
+from relaygr.worker.executor.order import IDLE_CHUNKS, IDLE_CLASSES, DeadlineQueue, Scheduler, ShareAccount, WorkClass
 
 CHUNK_US = 5_000
 
@@ -303,7 +303,7 @@ moves = st.one_of(
 
 @given(st.lists(moves, max_size=60), st.floats(0.05, 1.0))
 def test_warm_up_yields_to_all_other_work_at_once(steps: list[tuple[str, object]], share: float):
-    """Whatever is queued and run, warm-up is picked only alone, on an idle device; and joined, it is other work."""
+    """Whatever is queued and run, work for nobody yet is picked only alone, on an idle device; joined, it is theirs."""
     order: Scheduler[Piece] = Scheduler(0.3, CHUNK_US, share)
     queued: list[Piece] = []
     now_us = busy_until_us = 0
@@ -314,23 +314,23 @@ def test_warm_up_yields_to_all_other_work_at_once(steps: list[tuple[str, object]
         elif step == "wait":
             now_us += value
         elif step == "join":
-            joined = next((piece for piece in queued if piece.work_class is WorkClass.WARM_UP), None)
+            joined = next((piece for piece in queued if piece.work_class in IDLE_CLASSES), None)
             if joined is not None:
                 joined.work_class = value
                 order.push(joined)
         picked = order.pick(now_us)
-        others = [piece for piece in queued if piece.work_class is not WorkClass.WARM_UP]
+        others = [piece for piece in queued if piece.work_class not in IDLE_CLASSES]
         if others:
             assert picked in others
         elif picked is not None:
-            assert picked.work_class is WorkClass.WARM_UP
+            assert picked.work_class in IDLE_CLASSES
             assert now_us >= busy_until_us
         if step == "run" and picked is not None:
             now_us += value
             queued.remove(picked)
             order.remove(picked)
             order.charge(picked.work_class, value, now_us)
-            if picked.work_class is not WorkClass.WARM_UP:
+            if picked.work_class not in IDLE_CLASSES:
                 busy_until_us = now_us + IDLE_CHUNKS * CHUNK_US
 
 

@@ -194,6 +194,7 @@ class SharedHistories:
         self.lengths: dict[str, int] = {}
         """The present length of each user's history. Every worker has read it in time."""
         self.features = np.empty(0, "<i8")
+        self.longest = longest
         self._whole = behaviours_of(longest)
         self._chain = digest_chain(self.features, self._whole)
         self._known: dict[int, tuple[Behaviours, DigestChain, HistoryVersion]] = {}

@@ -8,6 +8,7 @@ The worker owns some partitions of the fleet, and shares nothing with the others
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -29,6 +30,7 @@ from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, job_of
 from relaygr.worker.cache import Hit, Miss, MissReason, PendingPrefix, Purpose
 from relaygr.worker.executor.work import JobOutcome
+from relaygr.worker.settings import FollowBehaviours
 
 _DRAIN_S: Final = 3.0
 _OPEN: Final = 255
@@ -119,7 +121,12 @@ class RelaySimulation:
 
     def _play(self) -> Generator[simpy.Event, None, None]:
         env, latest_us = self._env, 0
-        for impression in self._part.impressions:
+        played = self._part.impressions
+        if self._case.settings.worker.follow_behaviours is not FollowBehaviours.OFF:
+            known = list(played)
+            played = iter(known)
+            env.process(self._play_behaviours(self._behaviours(known)))
+        for impression in played:
             wait_us = self._begins_us + impression.retrieval_us - env.now
             if wait_us > 0:
                 yield env.timeout(wait_us)
@@ -173,6 +180,35 @@ class RelaySimulation:
         self._hops_us.append(hop_us)
         self._after(ranking_us - now_us + hop_us, partial(self._worker.receive_ranking, number, request, partition))
         return ranking_us
+
+    def _behaviours(self, known: list[Impression]) -> list[tuple[float, str, int]]:
+        """When each behaviour between the impressions of one user comes, and the length of the history with it.
+
+        They are spread evenly. The next impression of a user may lie after the end.
+        """
+        traffic, found = self._traffic, list[tuple[float, str, int]]()
+        random = np.random.default_rng((self._case.demand.seed, 7))
+        returning = frozenset(self._part.users.tolist())
+        visits: dict[int, list[Impression]] = {}
+        for impression in known:
+            if impression.user in returning:
+                visits.setdefault(impression.user, []).append(impression)
+        for user, own in visits.items():
+            gap_us = random.exponential(1e6 * traffic.duration_s / len(own))
+            ends = [(each.retrieval_us, each.history_length) for each in own]
+            last_us, longest = ends[-1][0], self._histories.longest - traffic.suffix
+            ends.append((round(last_us + gap_us), min(ends[-1][1] + traffic.growth, longest)))
+            for (begins_us, before), (ends_us, after) in itertools.pairwise(ends):
+                times_us = np.sort(random.uniform(begins_us, ends_us, max(0, after - before)))
+                name = self._part.user_id(user)
+                found += [(at_us, name, before + place) for place, at_us in enumerate(times_us.tolist(), 1)]
+        return sorted(found)
+
+    def _play_behaviours(self, behaviours: list[tuple[float, str, int]]) -> Generator[simpy.Event, None, None]:
+        for at_us, user_id, length in behaviours:
+            yield self._env.timeout(max(0.0, self._begins_us + at_us - self._env.now))
+            self._histories.lengths[user_id] = max(length, self._histories.lengths[user_id])
+            self._worker.histories_changed([user_id])
 
     def _warm_up(self) -> None:
         if not self._begins_us:

@@ -240,6 +240,11 @@ class SimulatedWorker:
         self.executor.post(partial(self.executor.offer_warm_ups, users))
         self._wake()
 
+    def histories_changed(self, users: list[str]) -> None:
+        """The store has new behaviours of these users."""
+        self.executor.post(partial(self.executor.histories_changed, users))
+        self._wake()
+
     def _wake(self) -> None:
         if self._is_idle:
             self._schedule(0)

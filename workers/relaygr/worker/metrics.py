@@ -174,6 +174,15 @@ class WorkerMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.follows = Counter(
+            "relaygr_worker_follows_total",
+            "Users in HBM with new behaviours, by what worker.follow_behaviours did: appended, few (the fixed part of "
+            "a forward would be too much of the append), not_cached (any more, or another history), no_room, "
+            "under_way (a job or a request brings them), overtaken (by such work, or a new model), dropped (too many "
+            "users wait) or failed",
+            ["outcome"],
+            registry=registry,
+        )
         moved = Counter(
             "relaygr_worker_moved_partitions_total",
             "Partitions that rebalances gave to this worker (gained) and took from it (left)",
@@ -201,7 +210,7 @@ class WorkerMetrics:
         """Those of `_full_path_ratio` that are known, by bucket."""
         device_seconds = Counter(
             "relaygr_worker_device_seconds_total",
-            "Device time by the class of work: ranking, preinfer or warm_up",
+            "Device time by the class of work: ranking, preinfer, warm_up or follow",
             ["work_class"],
             registry=registry,
         )

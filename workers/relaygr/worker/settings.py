@@ -31,6 +31,13 @@ class StandbyMemory(enum.StrEnum):
     AT_TAKEOVER = "at_takeover"
 
 
+class FollowBehaviours(enum.StrEnum):
+    """Whose new behaviours a worker appends to their prefixes before anyone asks."""
+
+    OFF = "off"
+    CACHED = "cached"
+
+
 class WorkerSettings(Section):
     """One worker: identity, device, memory and the order of its work."""
 
@@ -244,8 +251,14 @@ class WorkerSettings(Section):
     ] = 0
     warm_up_s: Annotated[float, Field(gt=0, description="time after which a warm-up ends")] = 60.0
     warm_up_share: Annotated[
-        float, Field(gt=0, le=1, description="largest share of the device time that warm-up takes")
+        float,
+        Field(gt=0, le=1, description="largest share of the device time that warm-up and follow_behaviours take"),
     ] = 0.5
+    follow_behaviours: FollowBehaviours = Field(
+        FollowBehaviours.OFF,
+        description="cached: an idle device appends new behaviours to prefixes in HBM before anyone asks for them; "
+        "off: a prefix is brought up to date when its user is back",
+    )
     ranking_queue_max: Annotated[
         int, Field(ge=1, description="unanswered ranking requests at which the ranking partitions pause")
     ] = 2048

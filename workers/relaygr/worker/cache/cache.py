@@ -211,6 +211,11 @@ class PrefixCache:
             dram_behaviours, dram_state = self._dram.index.presence(key)
         return Presence(hbm_behaviours, dram_behaviours, hbm_state, dram_state)
 
+    def in_hbm(self, users: Iterable[str]) -> list[str]:
+        """Returns which of the users have a prefix in HBM. Changes and counts nothing."""
+        with self.ledger.lock:
+            return [user_id for user_id in users if user_id in self._hbm.index.by_user]
+
     def dram_behaviours(self, key: PrefixKey) -> int:
         """Returns how much of `key` DRAM has. Changes and counts nothing."""
         with self.ledger.lock:

@@ -395,6 +395,8 @@ class TierMetadata:
             return NoRoomReason.FULL
         if base is not None and not self._may_grow(base, own_pins):
             base = None
+        if purpose is Purpose.FOLLOW and (base is None or base.behaviours < base.entry.key.length):
+            return NoRoomReason.NOTHING_TO_CACHE
         if base is None:
             return self._begin_new(key, kind, purpose, tokens, needed)
         return self._begin_growth(key, kind, purpose, tokens, base, own_pins)
@@ -432,7 +434,8 @@ class TierMetadata:
             self.unpin(work.base)
         entry.tokens = work.tokens
         entry.used_us = now_us
-        entry.unused_pre_infer = work.purpose is Purpose.PRE_INFER
+        if work.purpose is not Purpose.FOLLOW:
+            entry.unused_pre_infer = work.purpose is Purpose.PRE_INFER
         self._show(entry, now_us)
         if self._journal is not None:
             self._journal.published(entry, now_us)
@@ -559,7 +562,8 @@ class TierMetadata:
         in_place = start_tokens == entry.tokens and entry.pins == own_pins and kind is PendingKind.FILL
         kept = whole + 1 if partial and in_place else whole
         pin = self.pin(entry, entry.pages, start_tokens)
-        pages = self._take(self.shape.pages_for(tokens) - kept)
+        wanted = self.shape.pages_for(tokens) - kept
+        pages = self._take(wanted) if purpose is not Purpose.FOLLOW or wanted <= self.pool.free else None
         if pages is None:
             self.unpin(pin)
             return NoRoomReason.FULL

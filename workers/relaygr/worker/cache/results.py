@@ -77,6 +77,8 @@ class Purpose(enum.StrEnum):
     RANKING = "ranking"
     AGAIN = "again"
     """A ranking repeats its look-up. The first look-up was counted, so this one is not."""
+    FOLLOW = "follow"
+    """New behaviours for nobody yet: they may lengthen a ready entry into free pages, and evict or replace nothing."""
 
 
 class PendingKind(enum.StrEnum):

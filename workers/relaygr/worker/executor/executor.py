@@ -17,10 +17,10 @@ from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
 from relaygr.worker.executor.events import TAKEN, ModelChanged, PrefixComputed
 from relaygr.worker.executor.jobs import Jobs
-from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.order import IDLE_CLASSES, WorkClass
 from relaygr.worker.executor.prefixes import ROOM_INTERVAL_US, ChunkReadiness, Prefixes
 from relaygr.worker.executor.requests import Requests
-from relaygr.worker.executor.warm_up import WarmUps
+from relaygr.worker.executor.warm_up import Follows, WarmUps
 from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine
 
@@ -61,6 +61,7 @@ class Executor:
         self._batches = Batches(self._context, self._prefixes, self._requests)
         self._jobs = Jobs(self._context, self._prefixes)
         self._warm_ups = WarmUps(self._context, self._prefixes)
+        self._follows = Follows(self._context, self._prefixes)
         self._completions = DeviceCompletions(engine.device)
         self._cleans_scratch = False
         self._taking = threading.Lock()
@@ -180,7 +181,9 @@ class Executor:
             if self._mailbox:
                 return 0
             self.backlog.rest(now_us)
-            return 0 if self._warm_ups.begin_next(now_us) else self._idle_us(now_us)
+            if self._warm_ups.begin_next(now_us):
+                return 0
+            return self._follow(longest_us, now_us)
         if longest_us < math.inf and self._device_us(work) > longest_us:
             return WORK_TOO_LONG
         self._run_piece(work, now_us)
@@ -224,6 +227,18 @@ class Executor:
                 self._look_ups = self._look_ups_us = 0
         return taken
 
+    def _follow(self, longest_us: float, now_us: int) -> int | None:
+        """Nothing else waits: begins to append the behaviours of the next user, or says how long to wait, as `step`."""
+        if not self._follows.is_due(now_us):
+            return self._idle_us(now_us)
+        if longest_us < math.inf:
+            return WORK_TOO_LONG
+        # Begun at once: a computation that waits for its first chunk would be joined, and its prefix evicted meanwhile.
+        work = self._follows.begin_next()
+        if work is not None:
+            self._run_chunk(work, now_us)
+        return 0
+
     def _device_us(self, work: PrefixWork | RankingWork) -> float:
         """The longest time that the next piece may take, if it is this work."""
         if not isinstance(work, RankingWork):
@@ -234,8 +249,8 @@ class Executor:
     def _run_piece(self, work: PrefixWork | RankingWork, now_us: int) -> None:
         """Runs a batch with this request, or the next chunk of this prefix."""
         backlog = self.backlog
-        if work.work_class is WorkClass.WARM_UP:
-            # The device counts as idle, since warm-up delays nobody.
+        if work.work_class in IDLE_CLASSES:
+            # The device counts as idle, since this work delays nobody.
             backlog.rest(now_us)
         elif backlog.busy_since_us is None:
             backlog.busy_since_us = now_us
@@ -247,13 +262,14 @@ class Executor:
             self._run_chunk(work, now_us)
 
     def _idle_us(self, now_us: int) -> int | None:
-        """Time until the next timer, warm-up or search for room; None without any."""
-        timer_us, warm_up_us = self._context.timers.next_in_us(now_us), self._warm_ups.next_in_us(now_us)
-        if self._prefixes.without_room:
-            timer_us = ROOM_INTERVAL_US if timer_us is None else min(timer_us, ROOM_INTERVAL_US)
-        if timer_us is None or warm_up_us is None:
-            return timer_us if warm_up_us is None else warm_up_us
-        return min(timer_us, warm_up_us)
+        """Time until the next timer, work of an idle device or search for room; None without any."""
+        waits_us = [
+            self._context.timers.next_in_us(now_us),
+            self._warm_ups.next_in_us(now_us),
+            self._follows.next_in_us(now_us),
+            ROOM_INTERVAL_US if self._prefixes.without_room else None,
+        ]
+        return min((each for each in waits_us if each is not None), default=None)
 
     def begin_warm_up(self) -> None:
         """Begins a new warm-up of prefixes."""
@@ -271,8 +287,9 @@ class Executor:
         return taken
 
     def histories_changed(self, user_ids: Iterable[str]) -> None:
-        """Wakes the work that waits for these users' histories."""
+        """Wakes the work that waits for these users' histories, and may append what is new to cached prefixes."""
         self._context.histories_changed(user_ids)
+        self._follows.changed(user_ids)
 
     def user_deleted(self, user_id: str) -> None:
         """Handles a tombstone: removes the user's cached prefixes, whose pages are zeroed soon. None that was resolved
@@ -360,8 +377,10 @@ class Executor:
                 self._jobs.advance(job, change.event)
             if isinstance(change.event, PrefixComputed) and change.event.handle is not None:
                 work, handle = change.event.computation, change.event.handle
-                if work.is_warm_up and work.work_class is WorkClass.WARM_UP:
+                if work.work_class is WorkClass.WARM_UP:
                     self._warm_ups.computed(handle)
+                elif work.work_class is WorkClass.FOLLOW:
+                    self._follows.count("appended")
                 self._parts.cache.release(handle)
 
     def _keep_cache(self) -> None:

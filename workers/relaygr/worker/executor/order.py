@@ -19,7 +19,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from relaygr.schemas.messages import Path
 
@@ -55,6 +55,12 @@ class WorkClass(enum.StrEnum):
     RANKING = "ranking"
     PREINFER = "preinfer"
     WARM_UP = "warm_up"
+    FOLLOW = "follow"
+    """New behaviours, appended to a cached prefix before anyone asks."""
+
+
+IDLE_CLASSES: Final = (WorkClass.WARM_UP, WorkClass.FOLLOW)
+"""Work for nobody yet. It shares the queue of warm-up, and the bound on its device time."""
 
 
 class SchedulableWork(Protocol):
@@ -552,7 +558,7 @@ class Scheduler(Generic[W]):
 
     def charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:
         """Counts device time that work of this class just used."""
-        if work_class is WorkClass.WARM_UP:
+        if work_class in IDLE_CLASSES:
             pause_us = int(duration_us * (1 - self._warm_up_share) / self._warm_up_share)
         else:
             pause_us = IDLE_CHUNKS * self._chunk_us

@@ -49,7 +49,7 @@ from relaygr.worker.executor.events import (
     PrefixComputed,
     PrefixLeft,
 )
-from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.order import IDLE_CLASSES, WorkClass
 from relaygr.worker.executor.plan import Chunking
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import DiscardedWork
@@ -226,9 +226,10 @@ class Prefixes:
         request: RankingWork | None = None,
         job: JobWork | None = None,
         on_scratch: bool = False,
+        idle_class: WorkClass | None = None,
     ) -> None:
-        """Queues the computation of the tokens that `base` lacks, for a request or a job; for neither, as a warm-up.
-        The computation releases `base`. `predicted_us`: its device time.
+        """Queues the computation of the tokens that `base` lacks, for a request or a job; for neither, as work of an
+        idle device. The computation releases `base`. `predicted_us`: its device time.
 
         Passes on the engine's error if it cannot look the prefix up, and releases `base`.
         """
@@ -242,7 +243,7 @@ class Prefixes:
         self._parts.metrics.looked_up(inputs.unknown_items)
         work = PrefixWork(prefix, inputs, prefix.tokens, base.tokens if base is not None else 0, base=base)
         work.on_scratch, work.remaining_us = on_scratch, predicted_us
-        work.is_warm_up = request is None and job is None
+        work.idle_class = idle_class
         if request is not None:
             work.waiters.append(request)
             self._context.held_by_requests.keep(work, prefix)
@@ -406,7 +407,7 @@ class Prefixes:
         A prefix whose request was answered without it may still serve the user's next visit. It is begun only if no
         other work waits: otherwise an overloaded worker would save nothing by refusing requests.
         """
-        if work.waiters or work.work_class is WorkClass.WARM_UP:
+        if work.waiters or work.work_class in IDLE_CLASSES:
             return None
         if all(job.expires_us < now_us for job in work.jobs):
             return JobOutcome.EXPIRED
@@ -492,6 +493,8 @@ class Prefixes:
 
     def _reserve(self, work: PrefixWork, now_us: int) -> object:
         purpose = Purpose.RANKING if work.waiters else Purpose.PRE_INFER
+        if work.work_class is WorkClass.FOLLOW:
+            purpose = Purpose.FOLLOW
         if work.base is not None:
             return self._parts.cache.extend(work.base, work.prefix.key, now_us, purpose)
         return self._parts.cache.reserve(work.prefix.key, now_us, purpose)
@@ -582,8 +585,10 @@ class Prefixes:
         else:
             self.abandon(work, JobOutcome.NO_HISTORY)
 
-    def discard(self, work: PrefixWork) -> None:
+    def discard(self, work: PrefixWork, outcome: JobOutcome = JobOutcome.OVERTAKEN) -> None:
         """Gives back all that the computation holds. The caller answers its requests and jobs."""
+        if work.work_class is WorkClass.FOLLOW:
+            self._parts.metrics.follows.labels(outcome.value).inc()
         if work.spent_us:
             self._parts.metrics.discarded(DiscardedWork.PREFIX, work.spent_us)
             work.spent_us = 0
@@ -601,7 +606,7 @@ class Prefixes:
             self.scratch_user = None
 
     def _end(self, work: PrefixWork, outcome: JobOutcome) -> None:
-        self.discard(work)
+        self.discard(work, outcome)
         for job in work.jobs:
             self._context.end_job(job, outcome)
 

@@ -1,4 +1,4 @@
-"""Warm-up: prefixes of users who will probably return are computed while the device is idle.
+"""What an idle device computes for nobody yet: the prefixes of a warm-up, and behaviours that follow cached prefixes.
 
 After a start, an assignment or a new model every prefix is cold at once. The process then offers the users with the
 newest behaviours (`relaygr.worker.process.warm_up_offers`). For each, one after the other:
@@ -7,25 +7,46 @@ newest behaviours (`relaygr.worker.process.warm_up_offers`). For each, one after
             -> no_room: HBM has too few free pages; ends the warm-up
             -> computed, and copied to DRAM | joined by a job or a request
 
-Warm-up evicts nothing, and takes no more than a part of the device's idle time (`relaygr.worker.executor.order`). It
-makes sense only for models whose prefixes serve later requests, and that compute a prefix in chunks.
+With `worker.follow_behaviours`, users whose prefix is in HBM and whose history changed wait, each once:
+
+    changed -> dropped: `MOST_FOLLOWED` newer users wait
+            -> few | not_cached | no_room | under_way, when the device is idle
+            -> appended | overtaken by a job, a request or a new model
+
+Both evict nothing, and take no more than a part of the device's idle time (`relaygr.worker.executor.order`). They make
+sense only for models whose prefixes serve later requests, and that compute a prefix in chunks.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import structlog
 
 from relaygr.worker.cache import Handle
 from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.work import PrefixWork
+from relaygr.worker.settings import FollowBehaviours
 
 log = structlog.get_logger()
 
 _NOTHING = Scored(0, 0)
+FIXED_PARTS: Final = 8
+"""New behaviours are appended once that takes this many times the fixed part of a forward: each append pays it."""
+MOST_FOLLOWED: Final = 4096
+"""Most users whose new behaviours wait for an idle device."""
+
+
+def _serves_later(context: ExecutorContext) -> bool:
+    """Whether prefixes serve later requests, and are computed in chunks."""
+    rules = context.engine.rules
+    usable = rules.grows and rules.chunks and not rules.uses_query_time
+    return context.parts.settings.reuse_prefixes and usable
 
 
 class WarmUps:
@@ -47,7 +68,7 @@ class WarmUps:
 
     def offer(self, user_ids: Sequence[str]) -> None:
         """The users to warm up, the most likely first. They replace those that were offered before."""
-        usable = self._parts.settings.reuse_prefixes and self._is_useful() and not self._is_full
+        usable = _serves_later(self._context) and not self._is_full
         self._users = deque(user_ids) if usable else deque()
 
     def next_in_us(self, now_us: int) -> int | None:
@@ -99,7 +120,7 @@ class WarmUps:
             return "no_room"
         latency = self._parts.corrector.model_at(prefix.tokens)
         prepare_us = context.chunking.duration_us(0, prefix.tokens, latency)
-        self._prefixes.compute(prefix, None, prepare_us)
+        self._prefixes.compute(prefix, None, prepare_us, idle_class=WorkClass.WARM_UP)
         return None
 
     def _has_room(self, tokens: int) -> bool:
@@ -108,6 +129,82 @@ class WarmUps:
         reserve = self._parts.admission_settings.footprint_reserve * self._parts.settings.hbm_bytes
         return (stats.hbm.free - geometry.pages_for(tokens)) * stats.hbm_page_bytes >= reserve
 
-    def _is_useful(self) -> bool:
-        engine = self._context.engine
-        return engine.rules.grows and engine.rules.chunks and not engine.rules.uses_query_time
+
+class Follows:
+    """Behaviours that are appended to cached prefixes before anyone asks. Belongs to the device thread."""
+
+    def __init__(self, context: ExecutorContext, prefixes: Prefixes) -> None:
+        self._context = context
+        self._parts = context.parts
+        self._prefixes = prefixes
+        self._is_on = self._parts.settings.follow_behaviours is not FollowBehaviours.OFF
+        self._users: OrderedDict[str, None] = OrderedDict()
+        """Those that wait, the longest first."""
+
+    def changed(self, user_ids: Iterable[str]) -> None:
+        """The histories of these users changed."""
+        if not self._is_on or not _serves_later(self._context):
+            return
+        self._users.update(dict.fromkeys(self._parts.cache.in_hbm(user_ids)))
+        while len(self._users) > MOST_FOLLOWED:
+            self._users.popitem(last=False)
+            self.count("dropped")
+
+    def next_in_us(self, now_us: int) -> int | None:
+        """Time until the next user's behaviours may be appended; None if no user waits."""
+        return self._context.scheduler.warm_up_in_us(now_us) if self._users else None
+
+    def is_due(self, now_us: int) -> bool:
+        """Whether a user waits and work of an idle device may begin."""
+        scheduler = self._context.scheduler
+        return bool(self._users) and not len(scheduler.warm_up) and not scheduler.warm_up_in_us(now_us)
+
+    def begin_next(self) -> PrefixWork | None:
+        """Queues the new behaviours of the next user, who waits. None if there is nothing to compute for this one."""
+        clock, (user_id, _) = self._parts.clock, self._users.popitem(last=False)
+        begun_us = clock.monotonic_us()
+        try:
+            outcome = self._begin(user_id)
+        except Exception as error:
+            # A history that cannot be used must not end the process.
+            log.warning("new behaviours were not appended", error=repr(error))
+            outcome = "failed"
+        # To look a history up takes the device thread's time, too, and counts in its share.
+        ended_us = clock.monotonic_us()
+        self._context.scheduler.charge(WorkClass.FOLLOW, ended_us - begun_us, ended_us)
+        if outcome is None:
+            return self._prefixes.by_user[user_id]
+        self.count(outcome)
+        return None
+
+    def count(self, outcome: str) -> None:
+        """What became of one user."""
+        self._parts.metrics.follows.labels(outcome).inc()
+
+    def _begin(self, user_id: str) -> str | None:
+        """Queues the behaviours that the user's prefix in HBM lacks; or returns why not.
+
+        The cache then extends the entry, or gives no pages if that would evict or replace anything: if the entry is
+        gone, its user deleted, or its history another one.
+        """
+        if user_id in self._prefixes.by_user:
+            return "under_way"
+        context = self._context
+        history = context.resolver.history(user_id, None, None, 0)
+        if history.history is None:
+            return "not_cached"
+        prefix = context.resolver.prefix(user_id, history, self._parts.clock.wall_us() // 1000, _NOTHING)
+        cached = self._parts.cache.peek(prefix.key).hbm_behaviours
+        if not cached:
+            return "not_cached"
+        engine, latency = context.engine, self._parts.corrector.model_at(prefix.tokens)
+        cached_tokens = engine.layout.tokens(cached)
+        tail = prefix.tokens - cached_tokens
+        if tail <= 0 or latency.append_us(cached_tokens, tail) < FIXED_PARTS * latency.cut_us(cached_tokens):
+            return "few"
+        pages_for = engine.geometry.pages_for
+        if pages_for(prefix.tokens) - pages_for(cached_tokens) > self._parts.cache.stats().hbm.free:
+            return "no_room"
+        append_us = context.chunking.duration_us(cached_tokens, prefix.tokens, latency)
+        self._prefixes.compute(prefix, None, append_us, idle_class=WorkClass.FOLLOW)
+        return None

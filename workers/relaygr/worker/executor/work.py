@@ -266,8 +266,9 @@ class PrefixWork:
     """The computation of one prefix, or of the tail that a cached part lacks, in chunks.
 
     It serves pre-infer jobs, ranking requests that wait for it, or both. It counts as ranking work as soon as one
-    request waits. `fill` is None while no pages are reserved, and for a computation on the scratch pages. A warm-up
-    (`is_warm_up`) serves nobody until a job or a request joins the computation, which then counts as their work.
+    request waits. `fill` is None while no pages are reserved, and for a computation on the scratch pages. Work of an
+    idle device (`idle_class`) serves nobody until a job or a request joins the computation, which then counts as
+    theirs.
     """
 
     prefix: ResolvedPrefix
@@ -282,7 +283,7 @@ class PrefixWork:
     """The part of the prefix that is cached, pinned until the computation ends."""
     fill: Fill | None = None
     on_scratch: bool = False
-    is_warm_up: bool = False
+    idle_class: WorkClass | None = None
     ran_ahead: bool = False
     """Whether a chunk of it ran while no request waited."""
     pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
@@ -311,7 +312,7 @@ class PrefixWork:
     def work_class(self) -> WorkClass:
         if self.waiters:
             return WorkClass.RANKING
-        return WorkClass.PREINFER if self.jobs or not self.is_warm_up else WorkClass.WARM_UP
+        return WorkClass.PREINFER if self.jobs or self.idle_class is None else self.idle_class
 
     @property
     def latest_start_us(self) -> int:
