@@ -11,24 +11,27 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from relaygr.interactions import Interactions, Limits, joined, log_bytes, read_interactions
+from relaygr.interactions.mapping import NO_MAP, LogMap
 from relaygr.training.logs import Log
 
 if TYPE_CHECKING:
     from relaygr.training.trainer import EpochRecord
 
 
-def read_training_log(paths: list[Path], max_bad_lines: int, console: Console) -> Log:
+def read_training_log(paths: list[Path], max_bad_lines: int, console: Console, names: LogMap = NO_MAP) -> Log:
     """Reads the files as one log. Raises RelayError for a file that is no log, or has more bad lines than that."""
     parts: list[Interactions] = []
     for path in paths:
         with progress_bars() as bars:
             bars.began(f"reading {path.name}", log_bytes(path))
-            parts.append(read_interactions(path, Limits(max_bad_lines=max_bad_lines), bars.reached))
+            parts.append(read_interactions(path, Limits(max_bad_lines=max_bad_lines), bars.reached, names))
         report = parts[-1].report
         console.print(
             f"{path.name}: {report.layout.kind}, {report.interactions:,} behaviours, {report.users:,} users, "
             f"{report.items:,} items, {len(report.bad_lines):,} bad lines"
         )
+        for note in (note for note in report.notes if "repeat" in note):
+            console.print(f"  {note}")
         for bad in report.bad_lines[:5]:
             console.print(f"  line {bad.number}: {bad.reason}")
     return training_log(parts)
@@ -46,6 +49,8 @@ def training_log(parts: Sequence[Interactions]) -> Log:
         whole.behaviours.timestamps_ms,
         has_times=all(layout.has_times for layout in layouts),
         has_ratings=all(layout.has_ratings for layout in layouts),
+        columns=layouts[0].map.columns,
+        action_names=layouts[0].map.actions,
     )
 
 

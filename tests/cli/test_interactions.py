@@ -104,7 +104,7 @@ def test_a_recbole_header_that_does_not_fit_is_refused(write: Write, header: str
 
 def test_movielens_csv(write: Write) -> None:
     read = read_interactions(write("userId,movieId,rating,timestamp\n1,31,2.5,1260759144\n1,1029,3.0,1260759179\n"))
-    assert read.report.layout.kind is LayoutKind.MOVIELENS_CSV
+    assert read.report.layout.kind is LayoutKind.CSV
     assert of(read, "1") == [(31, 5, 1_260_759_144_000), (1029, 6, 1_260_759_179_000)]
 
 
@@ -191,7 +191,7 @@ def test_the_unit_of_time_is_told_from_the_values(write: Write, time: str, expec
 def test_bad_lines_are_left_out_with_number_and_reason(write: Write) -> None:
     bad = {
         3: ("u\t1\t1", "3 fields, expected 4"),
-        5: ("u\t1\t1\tnoon", "timestamp is 'noon', expected a number"),
+        5: ("u\t1\t1\tnoon", "timestamp is 'noon', expected a number or 2026-11-27T08:30:00Z"),
         6: ("u\t1\tnan\t1000000000", "rating is 'nan', expected 0 to 32767"),
         7: ("u\t1\t-1\t1000000000", "rating is '-1', expected 0 to 32767"),
         8: ("u\t1\t1\tinf", "timestamp is 'inf', expected 0 to 4000000000000000000"),
@@ -275,13 +275,14 @@ def test_progress_ends_at_the_size_of_the_file(write: Write) -> None:
         (b"PK\x03\x04rest of an archive", "zip archive: unpack it"),
         ("userId,movieId\n".encode("utf-16"), "UTF-16"),
         (bytes(range(256)) * 20, "is not text"),
-        (b"movieId,title,genres\n1,Toy Story (1995),Comedy\n", r"no column for the user \(userId\)"),
+        (b"movieId,title,genres\n1,Toy Story (1995),Comedy\n", "no column for the user among .*--columns user=NAME"),
         (
             b"hello world\nthis is prose\n",
-            "the layout is unknown, its first line is 'hello world'. Known are RecBole",
+            "the layout is unknown, its first line is 'hello world'. Known are CSV",
         ),
-        (b'{"user_id": 1}\n{"user_id": 2}\n', "the layout is unknown"),
-        (b"1\t2\t3\n4\t5\t6\n", "the layout is unknown"),
+        (b'{"user_id": 1}\n{"user_id": 2}\n', "no column for the item among user_id: name it by --columns item=NAME"),
+        (b'[{"user_id": 1}]', "a list of JSON: write one object on each line"),
+        (b"1\t2\t3\n4\t5\t6\n", "no column for the user and item among 1, 2, 3"),
         (gzip.compress(b"1::2::3::4\n" * 1000, mtime=0)[:-9], "broken gzip"),
         (b"\x1f\x8bno gzip at all", "broken gzip"),
         (b"x" * (layouts.MAX_LINE_BYTES * 3), "line 1 is longer than"),

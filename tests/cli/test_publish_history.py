@@ -89,7 +89,7 @@ def test_every_user_gets_a_history_numbered_by_its_newest_behaviour(kafka_settin
         assert history.number == (1_000_000_045 + user) * 1000
         assert history.features.size == 0
     for text in (
-        "Layout       MovieLens ratings.csv",
+        "Layout       CSV",
         "53 lines, 50 interactions, 5 users, 50 items",
         "Time         2001-09-09 01:46:40 to 2001-09-09 01:47:29",
         "P50 10, P90 10, P99 10, longest 10",

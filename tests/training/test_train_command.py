@@ -61,6 +61,25 @@ def test_evaluate_with_a_log_that_was_changed_is_refused(run: Path, tmp_path: Pa
     assert done.exit_code == 1 and "not the one" in done.output
 
 
+def test_a_run_keeps_the_names_of_its_log(tmp_path: Path) -> None:
+    """So `evaluate` reads the log again without them, and `publish --model` knows the codes of events."""
+    made, rows = cyclic_log(users=20, length=60), []
+    for user, name in enumerate(made.users):
+        for at in range(made.starts[user], made.starts[user + 1]):
+            time_s = int(made.times_ms[at]) // 1000
+            rows.append({"uid": name, "sku": f"item {made.items[at]}", "at": time_s, "event": ("view", "buy")[at % 2]})
+    log, run = tmp_path / "events.jsonl", tmp_path / "run"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ["--columns", "user=uid,item=sku,time=at,action=event"]
+    done = train("ranker", log, "--out", run, *columns, "--actions", "view=1,buy=2", *SMALL)
+    assert done.exit_code == 0, done.output
+    done = train("evaluate", run, "--min-behaviours", "40", "--candidates", "16")
+    assert done.exit_code == 0, done.output
+    publish = ["publish", "history", "--interactions", str(log), "--model", str(run / "checkpoint"), "--dry-run"]
+    done = CliRunner().invoke(app, [*publish, *columns])
+    assert done.exit_code == 0 and "1, 2 (view=1, buy=2)" in done.output
+
+
 def test_a_finished_run_is_not_trained_again(run: Path, log: Path) -> None:
     done = train("ranker", log, "--out", run, *SMALL)
     assert done.exit_code == 1 and "has a finished run" in done.output

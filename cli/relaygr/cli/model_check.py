@@ -14,10 +14,10 @@ import typer
 from rich.table import Table
 
 from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption
-from relaygr.cli.options import JsonOption
+from relaygr.cli.options import ColumnsOption, JsonOption
 from relaygr.cli.texts import plain_console, print_json, stdout_console
 from relaygr.interactions.reading import read_interactions
-from relaygr.publishing.known import KnownModel
+from relaygr.publishing.known import KnownModel, named_log
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
@@ -44,6 +44,7 @@ def check_kv_command(
     kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of K,V on the device.")] = KvDtype.INT8,
     compute_dtype: ComputeDtypeOption = None,
     interactions: Interactions = None,
+    columns: ColumnsOption = None,
     users: Users = None,
     device: DeviceOption = None,
     max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.kv_max_score_error.")] = float(
@@ -61,7 +62,7 @@ def check_kv_command(
     engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS, compute_dtype=compute_dtype)
     wide = exact_kv(engine.compute_dtype)
     exact = load_engine(model, device, wide, DEFAULT_PAGE_TOKENS, compute_dtype=engine.compute_dtype)
-    error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users))
+    error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users, columns))
     what = f"K,V {kv_dtype}, compared with {wide}: {_room(exact.geometry, engine.geometry)}"
     _report(what, {"kv_dtype": kv_dtype}, error, max_score_error, min_topk_overlap, as_json)
 
@@ -70,6 +71,7 @@ def check_dram_command(
     model: Model,
     dram_kv_dtype: DramKvDtypeOption = DramKvDtype.INT8,
     interactions: Interactions = None,
+    columns: ColumnsOption = None,
     users: Users = None,
     kv_dtype: KvDtypeOption = None,
     device: DeviceOption = None,
@@ -86,7 +88,7 @@ def check_dram_command(
     from relaygr.worker.score_error import measure_dram_error
 
     engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS)
-    error = measure_dram_error(engine, dram_kv_dtype, *_sample(model, engine, interactions, users))
+    error = measure_dram_error(engine, dram_kv_dtype, *_sample(model, engine, interactions, users, columns))
     room = _room(engine.geometry, DramGeometry(engine.geometry, dram_kv_dtype))
     what = f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM: {room}"
     _report(what, {"dram_kv_dtype": dram_kv_dtype}, error, max_score_error, min_topk_overlap, as_json)
@@ -98,6 +100,7 @@ def check_compute_command(
         ComputeDtype, typer.Option(help="Element type of matrix products, compared with float32.")
     ] = ComputeDtype.INT8,
     interactions: Interactions = None,
+    columns: ColumnsOption = None,
     users: Users = None,
     device: DeviceOption = None,
     max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.compute_max_score_error.")] = float(
@@ -116,27 +119,29 @@ def check_compute_command(
         load_engine(model, device, page_tokens=DEFAULT_PAGE_TOKENS, compute_dtype=dtype)
         for dtype in (compute_dtype, ComputeDtype.FLOAT32)
     )
-    error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users))
+    error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users, columns))
     what = f"products in {compute_dtype}, compared with float32"
     _report(what, {"compute_dtype": compute_dtype}, error, max_score_error, min_topk_overlap, as_json)
 
 
 def _sample(
-    model: Path, engine: Engine, interactions: Path | None, users: int | None
+    model: Path, engine: Engine, interactions: Path | None, users: int | None, columns: str | None
 ) -> tuple[list[SampleUser], np.ndarray]:
     """The users to rank, and the candidates: of the log, or random without one."""
     from relaygr.worker.score_error import MADE_USERS, made_sample
 
     if interactions is None:
         return made_sample(model, users or MADE_USERS)
-    return _read_sample(model, interactions, engine, users or 100)
+    return _read_sample(model, interactions, engine, users or 100, columns)
 
 
-def _read_sample(model: Path, path: Path, engine: Engine, users: int) -> tuple[list[SampleUser], np.ndarray]:
+def _read_sample(
+    model: Path, path: Path, engine: Engine, users: int, columns: str | None
+) -> tuple[list[SampleUser], np.ndarray]:
     """Random users of a log with their newest behaviours, and random items of the log as candidates."""
     from relaygr.worker.score_error import SampleUser
 
-    read, random = read_interactions(path), np.random.default_rng(0)
+    read, random = read_interactions(path, log_map=named_log(columns, None, model)), np.random.default_rng(0)
     if not read.users:
         raise RelayError(f"{path} contains no interactions.")
     for note in KnownModel(model).check_log(read):

@@ -39,6 +39,24 @@ SetOption = Annotated[
         autocompletion=_setting_keys,
     ),
 ]
+ColumnsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--columns",
+        metavar="ROLE=NAME,...",
+        help="What the log calls its columns: user=uid,item=sku,time=ts,action=event. Or rating=stars.",
+        show_default=False,
+    ),
+]
+ActionsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--actions",
+        metavar="EVENT=CODE,...",
+        help="Action codes of the log's event names: view=1,click=2.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

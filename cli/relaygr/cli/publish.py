@@ -10,14 +10,21 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.options import (
+    ActionsOption,
+    BootstrapOption,
+    ColumnsOption,
+    ConfigOption,
+    SetOption,
+    command_settings,
+)
 from relaygr.cli.publish_history import behaviours_of_log, history, time_option
 from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.publishing.json_lines import Line
-from relaygr.publishing.known import ModelOption, SentInputs
+from relaygr.publishing.known import ModelOption, SentInputs, named_log
 from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
 from relaygr.publishing.outcomes import Outcomes
 from relaygr.publishing.sending import SendReport, opened, print_line, send_lines, wait_until, when_there_is_room
@@ -165,6 +172,8 @@ def behaviours(
         list[Path] | None,
         typer.Option("--interactions", metavar="FILE", help="An interaction log, as for history.", show_default=False),
     ] = None,
+    columns: ColumnsOption = None,
+    actions: ActionsOption = None,
     after_ms: Annotated[
         int | None,
         typer.Option("--after-ms", help="Of a log: only behaviours after this time, ms since the epoch."),
@@ -186,8 +195,9 @@ def behaviours(
     if after_ms is not None:
         time_option("--after-ms", str(after_ms))
     require_topics(settings, Role.HISTORY_PUBLISHER)
+    names = named_log(columns, actions, model)
     if interactions:
-        if not behaviours_of_log(settings, interactions, after_ms, max_bad_lines, model):
+        if not behaviours_of_log(settings, interactions, after_ms, max_bad_lines, model, names):
             raise typer.Exit(1)
         return
     assert source is not None

@@ -12,9 +12,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.options import (
+    ActionsOption,
+    BootstrapOption,
+    ColumnsOption,
+    ConfigOption,
+    SetOption,
+    command_settings,
+)
 from relaygr.cli.texts import plain_console
 from relaygr.interactions import Interactions, Layout, Limits, ReadReport, joined, log_bytes, read_interactions
+from relaygr.interactions.mapping import LogMap, iso_ms
 from relaygr.interactions.publishing import (
     PublishReport,
     Selection,
@@ -26,7 +34,7 @@ from relaygr.interactions.publishing import (
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.publishing.known import KnownModel, ModelOption, codes_text
+from relaygr.publishing.known import KnownModel, ModelOption, codes_text, named_log
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER
@@ -35,7 +43,6 @@ from relaygr.schemas.topics import Topic
 
 _SHOWN_BAD_LINES = 20
 _DAY_MS = 24 * 3600 * 1000
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def history(
@@ -44,10 +51,12 @@ def history(
         typer.Option(
             "--interactions",
             metavar="FILE",
-            help="The log: text, plain or .gz, a Parquet file, or a folder of Parquet files. Its layout is detected. "
+            help="The log: CSV or JSON lines, plain or .gz, Parquet, or a folder of these. Its layout is detected. "
             "Several, in the order of time, are one log.",
         ),
     ],
+    columns: ColumnsOption = None,
+    actions: ActionsOption = None,
     users: Annotated[
         int | None,
         typer.Option("--users", min=1, help="Publish only this many users, the first in the log.", show_default=False),
@@ -108,7 +117,8 @@ def history(
         require_topics(settings, Role.HISTORY_PUBLISHER)
     console = plain_console(soft_wrap=True)
     cut_ms = None if cut is None else time_option("--cut", cut)
-    read = _read_all(console, interactions, Limits(max_bad_lines=max_bad_lines), model)
+    names = named_log(columns, actions, model)
+    read = _read_all(console, interactions, Limits(max_bad_lines=max_bad_lines), model, names)
     if cut_ms is not None:
         if cut_ms > _now_ms() + _DAY_MS:
             raise RelayError(f"--cut is {_when(cut_ms)}, in the future: workers would keep nothing that the log lacks")
@@ -130,11 +140,16 @@ def history(
 
 
 def behaviours_of_log(
-    kafka: KafkaSettings, paths: list[Path], after_ms: int | None, max_bad_lines: int, model: Path | None
+    kafka: KafkaSettings,
+    paths: list[Path],
+    after_ms: int | None,
+    max_bad_lines: int,
+    model: Path | None,
+    names: LogMap,
 ) -> bool:
     """Publishes the behaviours of a log that are later than a time. Returns whether all were delivered."""
     console = plain_console(soft_wrap=True)
-    read = _read_all(console, paths, Limits(max_bad_lines=max_bad_lines), model)
+    read = _read_all(console, paths, Limits(max_bad_lines=max_bad_lines), model, names)
     with _progress() as progress:
         task = progress.add_task("publishing", total=behaviours_count(read, after_ms))
         report = publish_behaviours(kafka, read, after_ms, lambda done: progress.update(task, completed=done))
@@ -145,13 +160,7 @@ def behaviours_of_log(
 def time_option(name: str, text: str) -> int:
     """The ms since the epoch that an option names. Raises RelayError."""
     try:
-        if text.removeprefix("-").isdecimal():
-            time_ms = int(text)
-        else:
-            named = datetime.datetime.fromisoformat(text)
-            named = named if named.tzinfo else named.replace(tzinfo=datetime.UTC)
-            # Whole numbers: the product of a float would be a millisecond less at times.
-            time_ms = (named - _EPOCH) // datetime.timedelta(milliseconds=1)
+        time_ms = int(text) if text.removeprefix("-").isdecimal() else iso_ms(text)
     except ValueError as error:
         raise RelayError(f"{name} is {text!r}: give ms since the epoch, or a time such as 2026-11-27T00:00") from error
     if wrong := wrong_unit(time_ms, "milliseconds"):
@@ -159,7 +168,7 @@ def time_option(name: str, text: str) -> int:
     return time_ms
 
 
-def _read_all(console: Console, paths: list[Path], limits: Limits, model: Path | None) -> Interactions:
+def _read_all(console: Console, paths: list[Path], limits: Limits, model: Path | None, names: LogMap) -> Interactions:
     """Several files as one log, and prints what was read.
 
     Raises RelayError for a file whose times are not those of behaviours, and for a log that is not meant for the model.
@@ -169,7 +178,7 @@ def _read_all(console: Console, paths: list[Path], limits: Limits, model: Path |
     for path in paths:
         if len(paths) > 1:
             console.print(f"File         {path}")
-        parts.append(_read(path, limits))
+        parts.append(_read(path, limits, names))
         _tell_read(console, parts[-1].report)
         _check_times(path, parts[-1].report)
         if ahead := int(np.count_nonzero(parts[-1].behaviours.timestamps_ms > _now_ms() + _DAY_MS)):
@@ -211,10 +220,10 @@ def _named(paths: list[Path]) -> str:
     return ", ".join(map(str, paths))
 
 
-def _read(path: Path, limits: Limits) -> Interactions:
+def _read(path: Path, limits: Limits, names: LogMap) -> Interactions:
     with _progress() as progress:
         task = progress.add_task(f"reading {path.name}", total=log_bytes(path) or None)
-        return read_interactions(path, limits, lambda done: progress.update(task, completed=done))
+        return read_interactions(path, limits, lambda done: progress.update(task, completed=done), names)
 
 
 def _publish(kafka: KafkaSettings, read: Interactions, selection: Selection) -> PublishReport:
@@ -264,6 +273,8 @@ def _meaning(layout: Layout) -> str:
     """How the codes follow from the log."""
     if layout.flags:
         return " (sums of the bits of the flags)"
+    if layout.map.actions:
+        return f" ({', '.join(f'{name}={code}' for name, code in layout.map.actions.items())})"[:200]
     return " (twice the rating)" if layout.has_ratings else ""
 
 

@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption, command_settings
+from relaygr.cli.options import (
+    ActionsOption,
+    BootstrapOption,
+    ColumnsOption,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    command_settings,
+)
 from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
 from relaygr.interactions import require_pyarrow
+from relaygr.interactions.mapping import log_map, recorded_map
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
 from relaygr.runtime.stop_signals import StopSignals, exit_on_sigterm
@@ -33,7 +42,7 @@ app = typer.Typer(
 LogArgument = Annotated[
     list[Path],
     typer.Argument(
-        metavar="LOG...", help="A log of interactions, plain or .gz. Several are one log, in the order of time."
+        metavar="LOG...", help="A log of interactions, or a folder of them. Several are one log, in the order of time."
     ),
 ]
 ThreadsOption = Annotated[int, typer.Option(min=1, help="CPU threads. Another number gives other roundings.")]
@@ -44,6 +53,8 @@ BadLinesOption = Annotated[int, typer.Option(min=0, help="Bad lines are skipped;
 def ranker(
     logs: LogArgument,
     out: Annotated[Path, typer.Option(help="Folder of the run. A run that was interrupted there goes on.")],
+    columns: ColumnsOption = None,
+    actions: ActionsOption = None,
     protocol: Annotated[
         str,
         typer.Option(metavar="time|leave-one-out", help="The test part: each user's last tenth, or last behaviour."),
@@ -101,7 +112,7 @@ def ranker(
     console = plain_console(stderr=as_json, soft_wrap=True)
     if run.is_finished:
         raise RelayError(f"{out} has a finished run: see checkpoint/README.md in it, or give another folder.")
-    log = read_training_log(logs, max_bad_lines, console)
+    log = read_training_log(logs, max_bad_lines, console, log_map(columns, actions))
     with progress_bars() as bars:
         progress = RunProgress(EpochLines(bars, console, epochs), bars.began, bars.stepped)
         finished = train_ranker(log, logs, options, run, progress, with_baselines=baselines)
@@ -144,7 +155,8 @@ def evaluate(
     run = Run(folder)
     described, options = run.described(), run.options()
     console = plain_console(stderr=as_json, soft_wrap=True)
-    log = usable(read_training_log(logs or [Path(path) for path in described["paths"]], max_bad_lines, console))
+    paths = logs or [Path(path) for path in described["paths"]]
+    log = usable(read_training_log(paths, max_bad_lines, console, recorded_map(described)))
     run.require_log(log)
     asked = Asked(min_behaviours, candidates, tuple(sorted(deadline_ms or ())), threads)
     with progress_bars() as bars:

@@ -22,8 +22,6 @@ from relaygr.schemas.fields import FieldError, Text
 from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.times import EARLIEST_MS, LATEST_MS, UNITS_MS, unit_of
 
-LARGEST_TIME: Final = 4e18
-"""Larger times are no nanoseconds of this century."""
 LARGEST_RATING: Final = 32_767
 _SECONDS_BELOW: Final = 1e11
 _MILLISECONDS_BELOW: Final = 1e14
@@ -56,6 +54,31 @@ def hashed_item(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def item_number(text: str) -> int:
+    """The number of an item id of a log. Raises BadIdError."""
+    name = whole_id(text)
+    try:
+        _ITEM_ID.unpack(name)
+    except FieldError as error:
+        raise BadIdError(f"item id: {error}") from error
+    if not _PLAIN.fullmatch(name):
+        return hashed_item(name)
+    number = int(name)
+    if not -_INT64 <= number < _INT64:
+        raise BadIdError(f"item id {name[:40]} does not fit into 64 bits with a sign: number the items anew")
+    return number
+
+
+def whole_id(text: str, latin1: bool = False) -> str:
+    """The id without surrounding white space, and without the fraction of a whole float. Raises BadIdError."""
+    name = _cleaned(text, latin1)
+    if found := _FLOAT.fullmatch(name):
+        if len(found[1]) > _EXACT_DIGITS or abs(int(found[1])) > _LARGEST_EXACT:
+            raise BadIdError(f"id {name[:40]} is a float, whose last digits may be lost: write whole numbers")
+        return found[1]
+    return name
+
+
 class _Index(dict[str, int]):
     """Numbers of ids by their text. `index[text]` adds an id."""
 
@@ -67,12 +90,9 @@ class _Index(dict[str, int]):
 
     def _other_form(self, text: str) -> str | None:
         """The form in which the id is kept; None: this one. Raises BadIdError if it is not an id."""
-        name = _cleaned(text, self._latin1)
-        if found := _FLOAT.fullmatch(name):
-            if len(found[1]) > _EXACT_DIGITS or abs(int(found[1])) > _LARGEST_EXACT:
-                raise BadIdError(f"id {name[:40]} is a float, whose last digits may be lost: write whole numbers")
-            self.float_example = self.float_example or name
-            name = found[1]
+        name = whole_id(text, self._latin1)
+        if _FLOAT.fullmatch(text.strip()):
+            self.float_example = self.float_example or text.strip()
         return None if name == text else name
 
 
@@ -113,19 +133,10 @@ class ItemIndex(_Index):
         if (other_form := self._other_form(text)) is not None:
             number = self[text] = self[other_form]
             return number
-        name = text
-        try:
-            _ITEM_ID.unpack(name)
-        except FieldError as error:
-            raise BadIdError(f"item id: {error}") from error
-        if _PLAIN.fullmatch(name):
-            number = int(name)
-            if not -_INT64 <= number < _INT64:
-                raise BadIdError(f"item id {name[:40]} does not fit into 64 bits with a sign: number the items anew")
-            other = self._hashed.get(number)
-        else:
-            number = hashed_item(name)
-            other = self._hashed.get(number) or (str(number) if str(number) in self else None)
+        name, number = text, item_number(text)
+        other = self._hashed.get(number)
+        if not _PLAIN.fullmatch(name):
+            other = other or (str(number) if str(number) in self else None)
             self._hashed[number] = name
         if other is not None:
             raise RelayError(f"items {other!r} and {name!r} have the same number {number}: rename one of them")
@@ -309,7 +320,7 @@ class Rows:
         del chunks
         times_ms = np.rint(raw_times * factor_ms).astype("<i8")
         del raw_times
-        repeated = 0
+        repeated = same = 0
         if positions:
             kept, ties = distinct(users, np.concatenate(positions), items, times_ms)
             del positions
@@ -319,6 +330,7 @@ class Rows:
         else:
             # Both sorts are stable, so equal times stay in the order of the file.
             order = np.lexsort((times_ms, users))
+            same = repeats(users, times_ms, items, actions, order=order) if self.layout.has_times else 0
         counts = np.bincount(users, minlength=len(self.users.names))
         del users
         # An id that occurs only in bad lines has no behaviours.
@@ -340,6 +352,8 @@ class Rows:
                 notes.append(f"ids written as floats are read as whole numbers, {index.float_example} as {whole}")
         if repeated:
             notes.append(f"{repeated:,} rows repeat others and count once")
+        if same:
+            notes.append(f"{same:,} rows repeat another one exactly, and count like any other")
         if self.items.hashed_count:
             notes.append(f"{self.items.hashed_count} item ids are not integers and are hashed to 63 bits")
         report = ReadReport(
@@ -383,6 +397,14 @@ def distinct(
     mixed = mixed[_changes(users, items, times_ms, order=mixed)]
     kept = np.concatenate((kept[~is_mixed[users[kept]]], mixed))
     return kept, np.where(is_mixed[users[kept]], kept, positions[kept])
+
+
+def repeats(users: NDArray[Any], times: NDArray[Any], *others: NDArray[Any], order: NDArray[np.int64]) -> int:
+    """The number of rows that equal an earlier row in all columns. `order` sorts them by user and time."""
+    is_first = _changes(users, times, order=order)
+    tied = order[~is_first | np.append(~is_first[1:], False)]  # Only rows of one user and time can be equal.
+    columns = (*others, times, users)
+    return int(np.count_nonzero(~_changes(*columns, order=tied[np.lexsort([column[tied] for column in columns])])))
 
 
 def _changes(*columns: NDArray[Any], order: NDArray[np.int64]) -> NDArray[np.bool_]:

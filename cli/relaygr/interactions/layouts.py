@@ -3,15 +3,16 @@
 | layout | recognised by | user, item, time |
 |---|---|---|
 | RecBole `.inter` | tab-separated header of `name:type` | `user_id`, `item_id`, `timestamp` |
-| MovieLens `ratings.csv` | comma-separated header with user and item | `userId`, `movieId`, `timestamp` |
+| CSV, such as MovieLens `ratings.csv` | header with user and item, between commas, tabs, `;` or `|` | by name |
+| JSON lines | an object on each line | by name |
 | MovieLens `u.data` | four values between tabs, the last two numbers | in that order |
 | MovieLens `ratings.dat` | four values between `::`, the last two numbers | in that order |
 | KuaiRand `log_*.csv` | comma-separated header with `video_id`, `time_ms` | `user_id`, `video_id`, `time_ms` |
 | Parquet | its first bytes, or a folder of such files | as in CSV |
 
-The action comes from `rating`, from the third value, or for KuaiRand from the flags of `KUAIRAND_BITS`. In a RecBole
-file without `item_id`, the only other token `*_id` is the item. CSV header names are compared without case and
-underscores.
+Names are those of a `LogMap`, else those that are known, without case and underscores. The action comes from `action`,
+from `rating` (which goes first, unless the map names actions), from the third value, or for KuaiRand from the flags of
+`KUAIRAND_BITS`. In a RecBole file without `item_id`, the only other token `*_id` is the item.
 
 A file may be plain or gzipped text. A line ends with LF or CRLF. Reading stops at a line above `MAX_LINE_BYTES`, before
 a file without line ends fills the memory.
@@ -19,16 +20,19 @@ a file without line ends fills the memory.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import enum
 import gzip
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, cast
 
+from relaygr.interactions.mapping import NO_MAP, LogMap
+from relaygr.publishing.json_lines import JsonLineError, parse_object
 from relaygr.runtime.errors import RelayError
 
 KUAIRAND_BITS: Final = {
@@ -49,10 +53,12 @@ _SAMPLE_LINES: Final = 20
 _RECBOLE_FIELD = re.compile(r"[^:\s]+:\w+")
 _USER_NAMES: Final = ("userid", "user")
 _ITEM_NAMES: Final = ("movieid", "itemid", "item", "movie", "videoid", "parentasin", "asin")
-_TIME_NAMES: Final = ("timestamp", "ts", "time", "timems")
+_MS_NAMES: Final = ("timems", "timestampms")
+_TIME_NAMES: Final = ("timestamp", "ts", "time", *_MS_NAMES)
+_SEPARATORS: Final = ",\t;|"
 _KNOWN: Final = (
-    "Known are RecBole .inter (tabs, header such as user_id:token), MovieLens ratings.csv, u.data and "
-    "ratings.dat, KuaiRand log_*.csv, each also as .gz, and Parquet"
+    "Known are CSV with a header, JSON lines, RecBole .inter (tabs, header such as user_id:token), MovieLens u.data "
+    "and ratings.dat, each also as .gz, and Parquet"
 )
 
 
@@ -127,7 +133,8 @@ class LayoutKind(enum.StrEnum):
     """The known layouts."""
 
     RECBOLE = "RecBole .inter"
-    MOVIELENS_CSV = "MovieLens ratings.csv"
+    CSV = "CSV"
+    JSON_LINES = "JSON lines"
     MOVIELENS_TAB = "MovieLens u.data"
     MOVIELENS_DAT = "MovieLens ratings.dat"
     KUAIRAND = "KuaiRand log"
@@ -156,7 +163,10 @@ class Layout:
     because: str = ""
     notes: tuple[str, ...] = ()
     codes: int | None = None
-    """The column of action codes, of Parquet."""
+    """The column of action codes or event names."""
+    map: LogMap = NO_MAP
+    keys: tuple[str, ...] = ()
+    """The columns of JSON lines: their names."""
     codes_are_ratings: bool = False
     is_collected: bool = False
     """Whether `relaygr train collect` wrote it: rows have positions, and may repeat others."""
@@ -171,15 +181,18 @@ class Layout:
         return self.rating is not None or self.codes_are_ratings
 
     def split(self, line: str) -> list[str]:
-        """The fields of a line. Raises csv.Error for broken quotes."""
+        """The fields of a line. Raises csv.Error for broken quotes, JsonLineError for broken JSON."""
+        if self.keys:
+            found = parse_object(line.encode("utf-8", "surrogateescape"))
+            return [json_text(found.get(key)) for key in self.keys]
         if self.quoted and '"' in line:
-            return next(csv.reader((line,), strict=True))
+            return next(csv.reader((line,), delimiter=self.separator, strict=True))
         return line.split(self.separator)
 
     def columns(self, lines: list[str]) -> list[Sequence[str]]:
         """The fields of all lines by column. Raises ValueError unless every line has `column_count` fields."""
         text = "\n".join(lines)
-        if self.quoted and '"' in text:
+        if self.keys or (self.quoted and '"' in text):
             columns: list[Sequence[str]] = list(zip(*map(self.split, lines), strict=True))
             if len(columns) != self.column_count:
                 raise ValueError(f"{len(columns)} fields, expected {self.column_count}")
@@ -192,17 +205,44 @@ class Layout:
         return [fields[column :: self.column_count] for column in range(self.column_count)]
 
 
-def recognise_text(path: Path) -> Layout:
+def json_text(value: object) -> str:
+    """A value of JSON as the text that CSV would have. Raises JsonLineError for a list or an object."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list | dict):
+        raise JsonLineError(f"a field is {'a list' if isinstance(value, list) else 'an object'}, expected one value")
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def files_of(folder: Path, suffixes: Collection[str] = ()) -> list[Path]:
+    """The files of a folder and its subfolders by name, numbers in names by their value, without hidden ones."""
+    found = (each.relative_to(folder) for each in folder.rglob("*") if each.is_file())
+    shown = (each for each in found if not any(part[0] in "._" for part in each.parts))
+    wanted = (each for each in shown if not suffixes or each.suffix.lower() in suffixes)
+    return [folder / each for each in sorted(wanted, key=_in_order)]
+
+
+def _in_order(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def recognise_text(path: Path, names: LogMap) -> Layout:
     """The layout of a file of text. Raises RelayError, with the first line, if the layout is unknown."""
     lines = _first_lines(path)
     header = lines[0]
+    if header.lstrip().startswith("{"):
+        return _json_lines(path, lines, names)
     if "\t" in header and all(_RECBOLE_FIELD.fullmatch(name.strip()) for name in header.split("\t")):
-        return _recbole(path, [name.strip() for name in header.split("\t")])
+        return _recbole(path, [name.strip() for name in header.split("\t")], names)
     layout = _values(lines, "::", LayoutKind.MOVIELENS_DAT) or _values(lines, "\t", LayoutKind.MOVIELENS_TAB)
     if layout is not None:
+        if names != NO_MAP:
+            raise RelayError(f"{path} has no header with names for --columns and --actions: add one as its first line.")
         return layout
-    if "," in header:
-        return _with_names(path, header)
+    if header.lstrip().startswith("["):
+        raise RelayError(f"{path} begins with a list of JSON: write one object on each line (jq -c '.[]').")
+    if separator := next((each for each in _SEPARATORS if each in header), ""):
+        return _with_names(path, header, separator, names)
     seen = f"its first line is {header[:80]!r}"
     if re.search(r"\w:(token|float)\b", header):
         raise RelayError(f"{path}: the header looks like RecBole's, but its fields are not separated by tabs: {seen}")
@@ -211,7 +251,7 @@ def recognise_text(path: Path) -> Layout:
 
 def _first_lines(path: Path) -> list[str]:
     if path.is_dir():
-        raise RelayError(f"{path} is a folder without Parquet files: give the file of interactions in it")
+        raise RelayError(f"{path} is a folder without files: give the one that has the log")
     text = ""
     for block in read_blocks(path, _SAMPLE_BYTES):
         text = block.text
@@ -227,7 +267,24 @@ def _first_lines(path: Path) -> list[str]:
     return [line for line in text.split("\n") if line.strip()][:_SAMPLE_LINES]
 
 
-def _recbole(path: Path, fields: Sequence[str]) -> Layout:
+def _json_lines(path: Path, lines: Sequence[str], log_map: LogMap) -> Layout:
+    fields: dict[str, None] = {}
+    for line in lines:
+        with contextlib.suppress(JsonLineError):  # A bad line, which the reader counts.
+            fields |= dict.fromkeys(parse_object(line.encode("utf-8", "surrogateescape")))
+    found = named_columns(path, list(fields), log_map)
+    place = {column: at for at, column in enumerate(found.used)}
+    return Layout(
+        LayoutKind.JSON_LINES, "", False, len(place), place[found.user], place[found.item],
+        None if found.time is None else place[found.time], None if found.rating is None else place[found.rating],
+        tuple((place[column], bit) for column, bit in found.flags), found.time_is_ms,
+        because=f"an object on each line, with {found.shown}", notes=found.notes,
+        codes=None if found.action is None else place[found.action], map=log_map,
+        keys=tuple(found.fields[column] for column in place),
+    )  # fmt: skip
+
+
+def _recbole(path: Path, fields: Sequence[str], log_map: LogMap) -> Layout:
     names, types = zip(*(field.rsplit(":", 1) for field in fields), strict=True)
     for name, kind in zip(names, types, strict=True):
         if kind not in RECBOLE_TYPES:
@@ -244,7 +301,9 @@ def _recbole(path: Path, fields: Sequence[str]) -> Layout:
         return at
 
     notes = []
-    user, item = column("user_id", "token"), column("item_id", "token")
+    log_map.require(path, names)
+    called = {"user": "user_id", "item": "item_id", "time": "timestamp"} | dict(log_map.columns)
+    user, item = column(called["user"], "token"), column(called["item"], "token")
     if user is None:
         raise RelayError(f"{path}: header has no user_id:token, only {', '.join(fields)}: is it the .inter file?")
     if item is None:
@@ -257,67 +316,95 @@ def _recbole(path: Path, fields: Sequence[str]) -> Layout:
             raise RelayError(f"{path}: header has no item_id:token, only {', '.join(fields)}: is it the .inter file?")
         item = others[0]
         notes.append(f"{names[item]} is taken as the item")
-    time, rating = column("timestamp", "float"), column("rating", "float")
-    used = {user, item, time, rating}
+    time = column(called["time"], "float")
+    rating = None if log_map.wants_actions else column(called.get("rating", "rating"), "float")
+    action = names.index(called.get("action", "action")) if log_map.wants_actions else None
+    used = {user, item, time, rating, action}
     ignored = [name for at, name in enumerate(names) if at not in used]
     if ignored:
         notes.append(f"columns not used: {', '.join(ignored)}")
     return Layout(
         LayoutKind.RECBOLE, "\t", True, len(fields), user, item, time, rating,
         because=f"header of tab-separated name:type, {fields[user]} and {fields[item]} among them",
-        notes=(*notes, *absent_columns(time, rating)),
+        notes=(*notes, *_absent_columns(time, rating if action is None else action)), codes=action, map=log_map,
     )  # fmt: skip
 
 
-def _with_names(path: Path, header: str) -> Layout:
+def _with_names(path: Path, header: str, separator: str, log_map: LogMap) -> Layout:
     try:
-        fields = [name.strip() for name in next(csv.reader((header,), strict=True))]
+        fields = [name.strip() for name in next(csv.reader((header,), delimiter=separator, strict=True))]
     except csv.Error as error:
         raise RelayError(f"{path}: the header is not valid CSV: {error}") from error
-    user, item, time, rating = named_columns(fields)
-    if user is None or item is None:
-        raise RelayError(
-            f"{path}: comma-separated, but no column for the {missing_columns(user, item)} in {header[:120]!r}. "
-            f"{_KNOWN}"
-        )
-    flags = flag_columns(fields)
-    if "video_id" in fields and "time_ms" in fields:
-        return Layout(
-            LayoutKind.KUAIRAND, ",", True, len(fields), user, item, fields.index("time_ms"),
-            flags=flags, time_is_ms=True, quoted=True, because="header with video_id and time_ms",
-            notes=absent_flags(fields),
-        )  # fmt: skip
+    found = named_columns(path, fields, log_map)
+    shown = "comma-separated header" if separator == "," else f"header between {separator!r}"
     return Layout(
-        LayoutKind.MOVIELENS_CSV, ",", True, len(fields), user, item, time, rating, quoted=True,
-        because=f"comma-separated header with {fields[user]} and {fields[item]}", notes=absent_columns(time, rating),
+        LayoutKind.KUAIRAND if found.flags else LayoutKind.CSV, separator, True, len(fields), found.user, found.item,
+        found.time, found.rating, found.flags, found.time_is_ms, quoted=True, codes=found.action, map=log_map,
+        because=f"{shown} with {found.shown}", notes=found.notes,
     )  # fmt: skip
 
 
-def named_columns(fields: Sequence[str]) -> tuple[int | None, int | None, int | None, int | None]:
-    """The columns of user, item, time and rating, by the names that are known, without case and underscores."""
-    names = [name.lower().replace("_", "") for name in fields]
+@dataclass(frozen=True, slots=True)
+class NamedColumns:
+    """The columns of a log with names, counted from 0."""
 
-    def first(known: Sequence[str]) -> int | None:
-        return next((names.index(name) for name in known if name in names), None)
-
-    return first(_USER_NAMES), first(_ITEM_NAMES), first(_TIME_NAMES), first(("rating",))
-
-
-def missing_columns(user: int | None, item: int | None) -> str:
-    """What a log without the columns of user or item lacks."""
-    columns = (("user (userId)", user), ("item (movieId, item_id, video_id, parent_asin)", item))
-    return " and ".join(what for what, at in columns if at is None)
-
-
-def flag_columns(fields: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    fields: Sequence[str]
+    user: int
+    item: int
+    time: int | None
+    rating: int | None
+    action: int | None
+    flags: tuple[tuple[int, int], ...]
     """(column, bit of the action code) of each flag of KuaiRand."""
-    return tuple((fields.index(name), bit) for name, bit in KUAIRAND_BITS.items() if name in fields)
+    time_is_ms: bool
+
+    @property
+    def used(self) -> list[int]:
+        every = (self.user, self.item, self.time, self.rating, self.action, *(column for column, _ in self.flags))
+        return list(dict.fromkeys(column for column in every if column is not None))
+
+    @property
+    def shown(self) -> str:
+        return f"{self.fields[self.user]} and {self.fields[self.item]}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is absent, and what is not used."""
+        absent = [name for name in KUAIRAND_BITS if name not in self.fields] if self.flags else []
+        ignored = [name for at, name in enumerate(self.fields) if at not in self.used]
+        return (
+            *_absent_columns(self.time, self.flags or self.rating if self.action is None else self.action),
+            *((f"flags absent: {', '.join(absent)}",) if absent else ()),
+            *((f"columns not used: {', '.join(ignored)[:200]}",) if ignored else ()),
+        )
 
 
-def absent_flags(fields: Sequence[str]) -> tuple[str, ...]:
-    """A note on KuaiRand's flags that a log lacks."""
-    absent = [name for name in KUAIRAND_BITS if name not in fields]
-    return (f"flags absent: {', '.join(absent)}",) if absent else ()
+def named_columns(path: Path, fields: Sequence[str], log_map: LogMap) -> NamedColumns:
+    """The columns that the map names, else by the names that are known. Raises RelayError with the cure."""
+    log_map.require(path, fields)
+    plain = [name.lower().replace("_", "") for name in fields]
+
+    def first(role: str, known: Sequence[str]) -> int | None:
+        if role in log_map.columns:
+            return fields.index(log_map.columns[role])
+        return next((plain.index(name) for name in known if name in plain), None)
+
+    user, item, time = first("user", _USER_NAMES), first("item", _ITEM_NAMES), first("time", _TIME_NAMES)
+    seen = f"among {', '.join(fields)[:200]}"
+    if user is None or item is None:
+        lacking = [role for role, at in (("user", user), ("item", item)) if at is None]
+        cure = ",".join(f"{role}=NAME" for role in lacking)
+        raise RelayError(f"{path}: no column for the {' and '.join(lacking)} {seen}: name it by --columns {cure}.")
+    rating = None if log_map.wants_actions else first("rating", ("rating",))
+    has_flags = "video_id" in fields and "time_ms" in fields and rating is None and not log_map.wants_actions
+    flags = tuple((fields.index(name), bit) for name, bit in KUAIRAND_BITS.items() if name in fields and has_flags)
+    action = first("action", ("action",)) if rating is None and not flags else None
+    if log_map.actions and action is None:
+        raise RelayError(f"{path}: no column for the action {seen}: name it by --columns action=NAME.")
+    found = NamedColumns(fields, user, item, time, rating, action, flags, time is not None and plain[time] in _MS_NAMES)
+    if twice := sorted({fields[at] for at in found.used if fields.count(fields[at]) > 1}):
+        raise RelayError(f"{path} has two columns {', '.join(twice)}: remove or rename one of them.")
+    return found
 
 
 def _values(lines: Sequence[str], separator: str, kind: LayoutKind) -> Layout | None:
@@ -345,11 +432,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def absent_columns(time: int | None, rating: int | None) -> tuple[str, ...]:
+def _absent_columns(time: int | None, rating: object) -> tuple[str, ...]:
     """Notes on what a log without times or ratings means."""
     notes = []
     if time is None:
         notes.append("no timestamp column: the order of lines is taken as the order in time, all times are 0")
-    if rating is None:
+    if rating in (None, ()):
         notes.append("no rating column: all action codes are 0")
     return tuple(notes)

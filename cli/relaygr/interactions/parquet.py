@@ -1,10 +1,9 @@
 """Reads interaction logs of Parquet: one file, or a folder of files with the same columns.
 
 * Columns are found by the names that CSV has (`relaygr.interactions.layouts`). Ids are integers, text, or floats that
-  are whole. Times are timestamps, dates, or numbers, whose unit is found as in text; `time_ms` is in milliseconds. A
-  column `action` has action codes, if there is no rating.
-* A folder is read in the order of its names, with its subfolders; names that begin with `.` or `_` are left out. Of a
-  folder that `relaygr train collect` writes, the files are read that it counts as its own.
+  are whole. Times are timestamps, dates, texts of ISO 8601, or numbers, whose unit is found as in text.
+* A folder is read in the order of one of text. Of a folder that `relaygr train collect` writes, the files are read that
+  it counts as its own.
 * A batch of rows is in memory at a time. A row without a user, an item, a time or a rating is a bad line, whose number
   is that of the row in its file, from 1.
 """
@@ -24,7 +23,6 @@ from numpy.typing import NDArray
 
 from relaygr.interactions.gather import (
     LARGEST_RATING,
-    LARGEST_TIME,
     NO_POSITION,
     BadIdError,
     Columns,
@@ -37,12 +35,10 @@ from relaygr.interactions.gather import (
 from relaygr.interactions.layouts import (
     Layout,
     LayoutKind,
-    absent_columns,
-    absent_flags,
-    flag_columns,
-    missing_columns,
+    files_of,
     named_columns,
 )
+from relaygr.interactions.mapping import LARGEST_CODE, LARGEST_TIME, NO_MAP, LogMap, time_number
 from relaygr.runtime.errors import RelayError
 from relaygr.training.collect.folder import METADATA_KEY, is_collected, parts_of, read_manifest
 
@@ -52,9 +48,7 @@ if TYPE_CHECKING:
 BATCH_ROWS: Final = 65_536
 _MAGIC: Final = b"PAR1"
 _SUFFIXES: Final = (".parquet", ".pq")
-_LARGEST_CODE: Final = np.iinfo(np.uint16).max
 _DAY_MS: Final = 24 * 3600 * 1000
-_MS_NAMES: Final = ("timems", "timestampms")
 _NOT_A_ROW: Final = -1
 _TRIES: Final = 10
 _INFINITY: Final = float("inf")
@@ -88,14 +82,15 @@ def parquet_files(path: Path) -> list[Path]:
         return [path]
     if is_collected(path):
         return [path / part.name for part in parts_of(path).live]
-    found = (each for each in path.rglob("*") if each.suffix.lower() in _SUFFIXES and each.is_file())
-    return sorted(each for each in found if not any(part[0] in "._" for part in each.relative_to(path).parts))
+    return files_of(path, _SUFFIXES)
 
 
-def recognise_parquet(path: Path) -> Layout:
+def recognise_parquet(path: Path, log_map: LogMap) -> Layout:
     """The layout of a Parquet file or folder. Raises RelayError if columns are missing or of unknown types."""
     require_pyarrow(str(path))
     if path.is_dir() and is_collected(path):
+        if log_map != NO_MAP:
+            raise RelayError(f"{path} was collected, so it needs no --columns and --actions.")
         columns = ("user", "position", "item", "action", "time_ms")
         return Layout(
             LayoutKind.PARQUET, "", False, len(columns), 0, 2, 4, codes=3, time_is_ms=True, is_collected=True,
@@ -103,7 +98,7 @@ def recognise_parquet(path: Path) -> Layout:
         )  # fmt: skip
     files = parquet_files(path)
     with _opened(files[0]) as file:
-        layout = _layout(files[0], file.schema_arrow)
+        layout = _layout(files[0], file.schema_arrow, log_map)
     named = {part.partition("=")[0] for each in files for part in each.relative_to(path).parts[:-1] if "=" in part}
     if not named:
         return layout
@@ -176,33 +171,21 @@ def _opened(path: Path, handle: Any = None) -> Iterator[Any]:
         raise RelayError(f"{path} is not a Parquet file that can be read: {error}. Write or copy it again.") from error
 
 
-def _layout(path: Path, schema: Any) -> Layout:
+def _layout(path: Path, schema: Any, log_map: LogMap) -> Layout:
     """The layout of a file with this Arrow schema."""
     fields: Sequence[str] = schema.names
-    metadata = schema.metadata or {}
-    user, item, time, rating = named_columns(fields)
-    plain = [name.lower().replace("_", "") for name in fields]
-    if time is None:
-        time = next((plain.index(name) for name in _MS_NAMES if name in plain), None)
-    if user is None or item is None:
-        raise RelayError(f"{path}: no column for the {missing_columns(user, item)} among {', '.join(fields)[:200]}.")
-    flags = flag_columns(fields) if "video_id" in fields and "time_ms" in fields and rating is None else ()
-    codes = plain.index("action") if "action" in plain and rating is None and not flags else None
-    numbers = [("rating", rating), ("action", codes), *(("flag", at) for at, _ in flags)]
-    _check_types(path, schema, ("user", user), ("item", item), ("time", time), *numbers)
-    time_is_ms = time is not None and (_is_calendar(schema.types[time]) or plain[time] in _MS_NAMES)
-    used = {user, item, time, rating, codes, *(column for column, _ in flags)}
-    if twice := [fields[at] for at in used if at is not None and fields.count(fields[at]) > 1]:
-        raise RelayError(f"{path} has two columns {', '.join(sorted(twice))}: remove or rename one of them.")
-    collected = METADATA_KEY in metadata and "position" in fields
-    ignored = [] if collected else [name for at, name in enumerate(fields) if at not in used]
-    notes = list(absent_flags(fields) if flags else absent_columns(time, rating if codes is None else codes))
-    if ignored:
-        notes.append(f"columns not used: {', '.join(ignored)[:200]}")
+    found = named_columns(path, fields, log_map)
+    time = found.time
+    numbers = [("rating", found.rating), *(("flag", at) for at, _ in found.flags)]
+    if not log_map.actions:
+        numbers.append(("action", found.action))
+    _check_types(path, schema, ("user", found.user), ("item", found.item), ("time", time), *numbers)
+    collected = METADATA_KEY in (schema.metadata or {}) and "position" in fields
     return Layout(
-        LayoutKind.PARQUET, "", False, len(fields), user, item, time, rating, flags, time_is_ms,
-        because=f"a Parquet file with {fields[user]} and {fields[item]}", notes=tuple(notes), codes=codes,
-        is_collected=collected,
+        LayoutKind.PARQUET, "", False, len(fields), found.user, found.item, time, found.rating, found.flags,
+        found.time_is_ms or (time is not None and _is_calendar(schema.types[time])),
+        because=f"a Parquet file with {found.shown}", codes=found.action, map=log_map,
+        notes=tuple(note for note in found.notes if not (collected and "not used" in note)), is_collected=collected,
     )  # fmt: skip
 
 
@@ -217,23 +200,27 @@ def _check_types(path: Path, schema: Any, *columns: tuple[str, int | None]) -> N
         if types.is_dictionary(kind):
             kind = kind.value_type
         is_number = _is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-        is_text = any(
-            check(kind)
-            for check in (
-                types.is_string, types.is_large_string, types.is_string_view,
-                types.is_binary, types.is_large_binary, types.is_binary_view,
-            )
-        )  # fmt: skip
+        is_text = _is_text(kind)
         if what in ("user", "item"):
             fits, wanted = is_number or is_text, "whole numbers or text"
         elif what == "time":
-            fits, wanted = is_number or _is_calendar(kind), "timestamps or numbers since the epoch"
+            fits, wanted = is_number or is_text or _is_calendar(kind), "timestamps, or numbers since the epoch"
         elif what == "action":
-            fits, wanted = is_number, "whole numbers (for codes; leave the column out, and all codes are 0)"
+            fits, wanted = is_number, "whole numbers (give names a code: --actions NAME=CODE)"
         else:
             fits, wanted = is_number or types.is_boolean(kind), "numbers"
         if not fits:
             raise RelayError(f"{path}: the column {schema.names[at]} is {kind}, expected {wanted}.")
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    texts = (
+        types.is_string, types.is_large_string, types.is_string_view,
+        types.is_binary, types.is_large_binary, types.is_binary_view,
+    )  # fmt: skip
+    return any(check(kind) for check in texts)
 
 
 def _is_integer(kind: Any) -> bool:
@@ -255,7 +242,7 @@ class _FileReader:
         self.rows = rows
         self.read = 0
         self._file = path.name if is_one_of_several else ""
-        self._layout = own = _layout(path, file.schema_arrow)
+        self._layout = own = _layout(path, file.schema_arrow, rows.layout.map)
         wanted = rows.layout
         for what in ("time_is_ms", "is_collected"):
             if getattr(own, what) != getattr(wanted, what):
@@ -286,8 +273,10 @@ class _FileReader:
         if layout.rating is not None:
             ratings = _numbers("rating", column(layout.rating), LARGEST_RATING, bad)
             actions = np.rint(ratings * 2).astype("<u2")
+        elif layout.codes is not None and layout.map.actions:
+            actions = _mapped("action", column(layout.codes), layout.map.code, bad).astype("<u2")
         elif layout.codes is not None:
-            codes = _numbers("action", column(layout.codes), _LARGEST_CODE, bad)
+            codes = _numbers("action", column(layout.codes), LARGEST_CODE, bad)
             for at in np.flatnonzero(codes % 1).tolist():
                 bad.setdefault(at, f"action is {codes[at]:g}, expected a whole number")
             actions = codes.astype("<u2")
@@ -296,8 +285,8 @@ class _FileReader:
             flags = _numbers(self._fields[at], column(at).cast("float64").fill_null(0.0), 1, bad)
             actions |= (flags != 0) * np.uint16(bit)
         # Ids are added last, so that rows that fail above add none.
-        users = _ids("user", column(layout.user), self._user, bad)
-        items = _ids("item", column(layout.item), self._item, bad)
+        users = _mapped("user", column(layout.user), self._user, bad)
+        items = _mapped("item", column(layout.item), self._item, bad)
         positions = column(self._fields.index("position")).fill_null(NO_POSITION) if layout.is_collected else None
         numbers: Sequence[int] = range(self.read + 1, self.read + count + 1)
         self.read += count
@@ -318,8 +307,8 @@ class _FileReader:
         return index[text]
 
 
-def _ids(what: str, column: Any, number_of: Callable[[str], int], bad: dict[int, str]) -> NDArray[np.int64]:
-    """The numbers of ids; each distinct id is looked up once. Rows that are bad already are not looked up."""
+def _mapped(what: str, column: Any, number_of: Callable[[str], float], bad: dict[int, str]) -> NDArray[Any]:
+    """The numbers of texts; each distinct one is looked up once. Rows that are bad already are not looked up."""
     import pyarrow as pa
     import pyarrow.types as types
 
@@ -333,14 +322,14 @@ def _ids(what: str, column: Any, number_of: Callable[[str], int], bad: dict[int,
         bad.setdefault(at, f"the {what} is missing")
     codes[list(bad)] = _NOT_A_ROW
     used = np.unique(codes[codes != _NOT_A_ROW])
-    numbers = np.zeros(len(values), np.int64)
+    numbers = np.zeros(len(values), np.float64 if what == "timestamp" else np.int64)
     reasons: dict[int, str] = {}
     for code, value in zip(used.tolist(), values.take(used).to_pylist(), strict=True):
         try:
             if largest < _INFINITY and abs(value) > largest:
                 raise BadIdError(f"id {value:.0f} is a float, whose last digits may be lost: write whole numbers")
             numbers[code] = number_of(_text(value))
-        except BadIdError as error:
+        except ValueError as error:
             reasons[code] = str(error)
     for at in np.flatnonzero(np.isin(codes, list(reasons))).tolist() if reasons else ():
         bad.setdefault(at, reasons[int(codes[at])])
@@ -361,7 +350,9 @@ def _times(column: Any, bad: dict[int, str]) -> NDArray[np.float64]:
     import pyarrow as pa
     import pyarrow.types as types
 
-    kind = column.type
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    if _is_text(kind):
+        return _mapped("timestamp", column, time_number, bad)
     if types.is_date(kind):
         column = column.cast(pa.date32()).cast(pa.int32()).cast(pa.int64())
         return _bounded("timestamp", column, LARGEST_TIME / _DAY_MS, bad) * _DAY_MS

@@ -1,12 +1,15 @@
 """Reads a whole interaction log, of text or Parquet, into one history for each user.
 
 * A behaviour is (item, action code, time in ms). The code of a rating is twice its stars, rounded. The code of a
-  KuaiRand behaviour is a sum of bits (`layouts.KUAIRAND_BITS`). Without rating and flags the code is 0.
-* Times may be whole or decimal numbers. The unit follows from the median: seconds below 1e11 (until the year 5138),
-  milliseconds below 1e14, microseconds below 1e17, else nanoseconds. KuaiRand's times are milliseconds. A line whose
-  time would fit another unit is a bad line. A file wholly before 1990 or after tomorrow is refused.
-* Several files are one log. The behaviours of a user are ordered by time; behaviours of equal time stay in the order of
-  the files.
+  KuaiRand behaviour is a sum of bits (`layouts.KUAIRAND_BITS`). A column of actions has codes, or event names that a
+  `LogMap` gives codes. Without any of these the code is 0.
+* Times may be whole or decimal numbers, or texts of ISO 8601, which count as milliseconds (in UTC, unless they name a
+  zone). The unit follows from the median: seconds below 1e11 (until the year 5138), milliseconds below 1e14,
+  microseconds below 1e17, else nanoseconds. Columns such as `time_ms` are milliseconds. A line whose time would fit
+  another unit is a bad line. A file wholly before 1990 or after tomorrow is refused.
+* Several files are one log, as are those of a folder (in the order of names, numbers in them by their value, without
+  names that begin with `.` or `_`). The behaviours of a user are ordered by time; behaviours of equal time stay in the
+  order of the files. Rows that repeat another one exactly count like any other, and a note says how many they are.
 * User ids stay text. An item id that is a plain decimal integer of 64 bits stays that number. Any other item id, `007`
   included, becomes the first 63 bits of its blake2b hash, which is the same in every run and every file. If two ids get
   the same number, reading stops with RelayError.
@@ -29,10 +32,10 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relaygr.interactions.gather import (
     LARGEST_RATING,
-    LARGEST_TIME,
     BadIdError,
     Columns,
     Interactions,
@@ -41,8 +44,10 @@ from relaygr.interactions.gather import (
     Progress,
     Rows,
 )
-from relaygr.interactions.layouts import Layout, LayoutKind, LineBlock, read_blocks, recognise_text
+from relaygr.interactions.layouts import Layout, LayoutKind, LineBlock, files_of, read_blocks, recognise_text
+from relaygr.interactions.mapping import LARGEST_TIME, NO_MAP, LogMap, time_number
 from relaygr.interactions.parquet import is_parquet, parquet_files, read_parquet, recognise_parquet
+from relaygr.publishing.json_lines import JsonLineError
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 
@@ -50,33 +55,43 @@ _FLAG: Final = {"0": False, "1": True, "0.0": False, "1.0": True, "": False}
 _SINGLY: Final = 16
 
 
-def read_interactions(path: Path, limits: Limits | None = None, on_progress: Progress | None = None) -> Interactions:
-    """All interactions of a file, or of a folder of Parquet files. `on_progress` gets the number of bytes read so far.
+def read_interactions(
+    path: Path, limits: Limits | None = None, on_progress: Progress | None = None, log_map: LogMap = NO_MAP
+) -> Interactions:
+    """All interactions of a file or folder. `on_progress` gets the number of bytes read so far.
 
     Raises RelayError if the layout is unknown, a file is not readable, or a limit is exceeded.
     """
     path, limits = Path(path), limits or Limits()
-    layout = recognise(path)
+    layout = recognise(path, log_map)
     if layout.kind is LayoutKind.PARQUET:
         return read_parquet(path, layout, limits, on_progress).finish()
-    reader = _TextReader(path, layout, limits)
-    for block in read_blocks(path):
-        reader.take(block)
-        if on_progress is not None:
-            on_progress(block.bytes_read)
-    return reader.rows.finish()
+    rows, done_bytes = Rows(path, layout, limits), 0
+    for each in _text_files(path):
+        reader = _TextReader(each, recognise_text(each, layout.map), rows, each.name if path.is_dir() else "")
+        for block in read_blocks(each):
+            reader.take(block)
+            if on_progress is not None:
+                on_progress(done_bytes + block.bytes_read)
+        done_bytes += each.stat().st_size
+    return rows.finish()
 
 
-def recognise(path: Path) -> Layout:
+def recognise(path: Path, log_map: LogMap = NO_MAP) -> Layout:
     """The layout of a file or folder. Raises RelayError, with the first line of a text, if it is unknown."""
-    return recognise_parquet(path) if is_parquet(path) else recognise_text(path)
+    return recognise_parquet(path, log_map) if is_parquet(path) else recognise_text(_text_files(path)[0], log_map)
 
 
 def log_bytes(path: Path) -> int:
     """The bytes of a log on disk; 0 if it is not there."""
     if path.is_dir():
-        return sum(each.stat().st_size for each in parquet_files(path))
+        return sum(each.stat().st_size for each in (parquet_files if is_parquet(path) else _text_files)(path))
     return path.stat().st_size if path.is_file() else 0
+
+
+def _text_files(path: Path) -> list[Path]:
+    """The files of a folder, or the file itself, in the order of reading."""
+    return (files_of(path) if path.is_dir() else []) or [path]
 
 
 class _LogLineError(ValueError):
@@ -86,10 +101,15 @@ class _LogLineError(ValueError):
 class _TextReader:
     """Converts blocks of lines."""
 
-    def __init__(self, path: Path, layout: Layout, limits: Limits) -> None:
-        self.layout = layout
-        self.rows = Rows(path, layout, limits)
+    def __init__(self, path: Path, layout: Layout, rows: Rows, file: str) -> None:
+        """`file`: the name of one of several files. Raises RelayError if it has other columns than the first one."""
+        self.layout, self.rows, self._file = layout, rows, file
         self.header_seen = False
+        first = rows.layout
+        for what in ("kind", "time", "rating", "codes", "flags", "time_is_ms"):
+            own, wanted = (getattr(each, what) for each in (layout, first))
+            if own != wanted and (what in ("kind", "flags", "time_is_ms") or None in (own, wanted)):
+                raise RelayError(f"{path} has another {what} than the first file of the folder: give each alone.")
 
     def take(self, block: LineBlock) -> None:
         lines = block.lines()
@@ -121,31 +141,30 @@ class _TextReader:
             try:
                 self._explain(line)
                 self.rows.chunks.append(self._convert([number], [line]))
-            except (_LogLineError, BadIdError, csv.Error) as error:
-                self.rows.reject(number, str(error))
+            except (_LogLineError, BadIdError, JsonLineError, csv.Error) as error:
+                self.rows.reject(number, str(error), self._file)
 
     def _convert(self, numbers: Sequence[int], lines: list[str]) -> Columns:
         """The lines as columns. Raises one of several errors if a line is bad. `_explain` finds the line and reason."""
         layout = self.layout
         columns = layout.columns(lines)
         count = len(lines)
-        times = np.zeros(count) if layout.time is None else np.fromiter(map(float, columns[layout.time]), "f8", count)
-        # In this form the comparison is false for NaN too.
-        if not bool(((times >= 0) & (times <= LARGEST_TIME)).all()):
-            raise _LogLineError
+        times = np.zeros(count) if layout.time is None else _times(columns[layout.time])
         actions = np.zeros(count, "<u2")
         if layout.rating is not None:
             ratings = np.fromiter(map(float, columns[layout.rating]), "f8", count)
             if not bool(((ratings >= 0) & (ratings <= LARGEST_RATING)).all()):
                 raise _LogLineError
             actions = np.rint(ratings * 2).astype("<u2")
+        elif layout.codes is not None:
+            actions = np.fromiter(map(layout.map.code, columns[layout.codes]), "<u2", count)
         for column, bit in layout.flags:
             flags = np.fromiter(map(_FLAG.__getitem__, columns[column]), np.bool_, count)
             actions |= flags * np.uint16(bit)
         # Ids are added last, so that lines that fail above add none.
         items = np.fromiter(map(self.rows.items.__getitem__, columns[layout.item]), "<i8", count)
         users = np.fromiter(map(self.rows.users.__getitem__, columns[layout.user]), np.int32, count)
-        return Columns(numbers, users, items, times, actions)
+        return Columns(numbers, users, items, times, actions, file=self._file)
 
     def _explain(self, line: str) -> None:
         """Raises _LogLineError or csv.Error with the reason if the fields of the line are wrong."""
@@ -153,13 +172,30 @@ class _TextReader:
         fields = layout.split(line)
         if len(fields) != layout.column_count:
             raise _LogLineError(f"{len(fields)} fields, expected {layout.column_count}")
-        if layout.time is not None:
-            _number("timestamp", fields[layout.time], LARGEST_TIME)
+        try:
+            if layout.time is not None:
+                time_number(fields[layout.time])
+            if layout.codes is not None:
+                layout.map.code(fields[layout.codes])
+        except ValueError as error:
+            raise _LogLineError(str(error)) from error
         if layout.rating is not None:
             _number("rating", fields[layout.rating], LARGEST_RATING)
         for column, _ in layout.flags:
             if fields[column] not in _FLAG:
                 raise _LogLineError(f"flag is {fields[column][:40]!r}, expected 0 or 1")
+
+
+def _times(texts: Sequence[str]) -> NDArray[np.float64]:
+    """Raises ValueError."""
+    try:
+        times = np.fromiter(map(float, texts), "f8", len(texts))
+    except ValueError:
+        return np.fromiter(map(time_number, texts), "f8", len(texts))
+    # In this form the comparison is false for NaN too.
+    if not bool(((times >= 0) & (times <= LARGEST_TIME)).all()):
+        raise ValueError
+    return times
 
 
 def _number(what: str, text: str, maximum: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -11,6 +12,7 @@ import typer
 from numpy.typing import NDArray
 
 from relaygr.interactions.gather import Interactions
+from relaygr.interactions.mapping import LogMap, log_map
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, History, RankingRequest, RetrievalEvent
@@ -35,6 +37,16 @@ def codes_text(codes: Iterable[int]) -> str:
     known = sorted(codes)
     shown = ", ".join(map(str, known[:_SHOWN]))
     return f"{shown} and {len(known) - _SHOWN} more up to {known[-1]}" if len(known) > _SHOWN else shown
+
+
+def named_log(columns: str | None, actions: str | None, model: Path | None) -> LogMap:
+    """The map of the two options; without `--actions` a model's event names. Raises RelayError."""
+    names = log_map(columns, actions)
+    if names.actions or model is None:
+        return names
+    from relaygr.worker.model.inputs.known import read_action_names
+
+    return replace(names, actions=read_action_names(model))
 
 
 class KnownModel:

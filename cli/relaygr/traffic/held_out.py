@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relaygr.interactions import Limits, read_interactions
+from relaygr.interactions import read_interactions
+from relaygr.interactions.mapping import recorded_map
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.traffic.population import LogPopulation
@@ -66,7 +67,8 @@ def held_out_population(folder: Path, settings: TrafficSettings) -> HeldOutPopul
             "the ranker has to find: set traffic.suffix=0."
         )
     run = Run(folder)
-    log = usable(training_log([read_interactions(path, Limits()) for path in run.log_paths()]))
+    names = recorded_map(run.described())
+    log = usable(training_log([read_interactions(path, log_map=names) for path in run.log_paths()]))
     run.require_log(log)
     return HeldOutPopulation(split_log(log, run.options().protocol), log.times_ms, settings)
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.interactions import Interactions, read_interactions
+from relaygr.interactions.mapping import log_map
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.traffic.settings import TrafficSettings
@@ -168,6 +169,7 @@ def population_of(settings: TrafficSettings) -> Population:
     if settings.new_share:
         raise RelayError("traffic.new_share makes up users who come once: leave it out, or traffic.interactions.")
     try:
-        return longest_users(read_interactions(settings.interactions), settings)
+        names = log_map(settings.columns, settings.actions)
+        return longest_users(read_interactions(settings.interactions, log_map=names), settings)
     except ValueError as error:
         raise RelayError(f"{settings.interactions}: {error}") from error

@@ -6,7 +6,8 @@ the file where times are equal, and bounds the number of lines. A row here takes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final
 
@@ -35,6 +36,10 @@ class Log:
     has_times: bool
     has_ratings: bool
     """The action codes are ratings: twice the stars."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the column that has it, where the reader was told."""
+    action_names: Mapping[str, int] = field(default_factory=dict)
+    """Event name in the log -> action code; empty: the log has codes."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -80,12 +85,11 @@ def usable(log: Log) -> Log:
             "All behaviours of each user have the same time: the log has no order. Give a log with the time of each "
             "behaviour, and not that of the export or of the user."
         )
-    return Log(
-        [user for user, is_kept in zip(log.users, kept.tolist(), strict=True) if is_kept],
-        starts,
-        log.items[rows],
-        log.actions[rows],
-        times_ms,
-        log.has_times,
-        log.has_ratings,
+    return replace(
+        log,
+        users=[user for user, is_kept in zip(log.users, kept.tolist(), strict=True) if is_kept],
+        starts=starts,
+        items=log.items[rows],
+        actions=log.actions[rows],
+        times_ms=times_ms,
     )

@@ -21,6 +21,7 @@ from relaygr.training.runs import CARD_FILE, METRICS_FILE, Run, TrainingOptions,
 from relaygr.training.splits import Part, Split, split_log
 from relaygr.training.trainer import RankerModel, Trained, Watcher, train
 from relaygr.worker.model.checkpoint import load_checkpoint, save_checkpoint
+from relaygr.worker.model.inputs.known import write_action_names
 
 RANKER = "ranker"
 OnWork = Callable[[str, int], None]
@@ -82,6 +83,8 @@ def train_ranker(
     plot_training(run.folder / "training.png", trained.epochs)
     card = checkpoint_card(run.described(), finished, len(trained.epochs), load_checkpoint(run.checkpoint).revision)
     (run.checkpoint / CARD_FILE).write_text(card, encoding="utf-8")
+    if log.action_names:
+        write_action_names(run.checkpoint, log.action_names)
     # The last file: a run without it goes on.
     run.write_json(METRICS_FILE, metrics)
     run.remove_state()

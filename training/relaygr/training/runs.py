@@ -2,9 +2,9 @@
 
 | file | content |
 |---|---|
-| `run.json` | the options, the log (digest and sizes), versions |
+| `run.json` | the options, the log (digest, sizes, names of columns and events), versions |
 | `state.pt` | weights, optimizer and history after the last whole epoch; removed when training ends |
-| `checkpoint/` | the model as a worker loads it, and its card, `README.md` |
+| `checkpoint/` | the model as a worker loads it, its card, `README.md`, and the codes of event names, `actions.json` |
 | `metrics.json` | loss and validation of each epoch, test metrics of ranker and baselines |
 | `predictions/*.jsonl` | each model's ranking of each test user |
 | `training.png` | loss and validation NDCG@10 |
@@ -106,7 +106,12 @@ class Run:
         if self.folder.exists() and any(self.folder.iterdir()):
             raise RelayError(f"{self.folder} has files that are no run: give a new folder.")
         versions = {name: metadata.version(name) for name in ("torch", "numpy", "implicit", "torchmetrics")}
-        about = {"paths": [str(path.resolve()) for path in paths], "python": platform.python_version()}
+        about: dict[str, object] = {
+            "paths": [str(path.resolve()) for path in paths],
+            "columns": dict(log.columns),
+            "actions": dict(log.action_names),
+            "python": platform.python_version(),
+        }
         self.write_json(RUN_FILE, {**asked, "versions": {"relaygr": __version__, **versions}, **about})
         return False
 

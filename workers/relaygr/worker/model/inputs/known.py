@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +11,33 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import write_whole
 from relaygr.schemas.record import record
 from relaygr.worker.model.config import WEIGHTS_FILE, ModelConfig
 from relaygr.worker.model.options import InputForm
 
 IDS_TENSOR = "items.ids"
+ACTIONS_FILE = "actions.json"
+"""Beside the weights: the action code of each event name in the log that the model was trained on."""
 _LARGEST_CODE = int(np.iinfo(np.uint16).max)
 
 Int64Array = NDArray[np.int64]
 Codes = NDArray[np.uint16]
+
+
+def read_action_names(model: Path) -> dict[str, int]:
+    """Event name -> action code, as a checkpoint folder keeps them; empty: it keeps none. Raises RelayError."""
+    path = model / ACTIONS_FILE
+    try:
+        return {str(name): int(code) for name, code in json.loads(path.read_text(encoding="utf-8")).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RelayError(f"{path} is no object of event names and codes ({error}): correct or remove it.") from error
+
+
+def write_action_names(model: Path, names: Mapping[str, int]) -> None:
+    write_whole(model / ACTIONS_FILE, (json.dumps(dict(names), indent=1) + "\n").encode())
 
 
 def known_items(model: Path, config: ModelConfig) -> Int64Array:

@@ -1,0 +1,188 @@
+"""Logs as teams have them: columns and events of any name, JSON lines, times of ISO 8601, folders, repeated rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from relaygr.cli.app import app
+from relaygr.interactions import Interactions, LayoutKind, read_interactions
+from relaygr.interactions.gather import hashed_item
+from relaygr.interactions.mapping import log_map
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.inputs.known import write_action_names
+from tests.cli.test_interactions import of
+from tests.worlds.model import small_config
+
+T0 = 1_600_000_000_000
+COLUMNS = "user=uid,item=sku,time=at,action=event"
+ACTIONS = "view=1,click=2"
+ROWS: list[dict[str, Any]] = [
+    {"uid": "ann", "sku": "B00X", "at": "2020-09-13T12:26:41Z", "event": "click", "price": 3},
+    {"uid": "ann", "sku": "B00Y", "at": "2020-09-13T14:26:40+02:00", "event": "view", "price": 2.5},
+    {"uid": "7", "sku": "B00X", "at": "2020-09-13 12:26:40.250", "event": "view", "price": None},
+]
+WANTED = {
+    "ann": [(hashed_item("B00Y"), 1, T0), (hashed_item("B00X"), 2, T0 + 1000)],
+    "7": [(hashed_item("B00X"), 1, T0 + 250)],
+}
+
+
+def csv_text(separator: str = ",") -> str:
+    lines = [separator.join(ROWS[0]), *(separator.join(map(str, row.values())) for row in ROWS)]
+    return "\n".join(lines) + "\n"
+
+
+def json_text(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def parquet(path: Path) -> None:
+    pq.write_table(pa.table({name: [row[name] for row in ROWS] for name in ("uid", "sku", "at", "event")}), path)
+
+
+def read(path: Path, columns: str | None = COLUMNS, actions: str | None = ACTIONS) -> Interactions:
+    return read_interactions(path, log_map=log_map(columns, actions))
+
+
+def dry_run(path: Path, *options: str | Path) -> Result:
+    words = ["publish", "history", "--interactions", str(path), "--dry-run", *map(str, options)]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+
+
+@pytest.mark.parametrize(
+    ("write", "kind"),
+    [
+        (lambda path: path.write_text(csv_text()), LayoutKind.CSV),
+        (lambda path: path.write_text(csv_text("\t")), LayoutKind.CSV),
+        (lambda path: path.write_text(csv_text(";")), LayoutKind.CSV),
+        (lambda path: path.write_text(json_text(ROWS)), LayoutKind.JSON_LINES),
+        (lambda path: path.write_bytes(gzip.compress(json_text(ROWS).encode())), LayoutKind.JSON_LINES),
+        (parquet, LayoutKind.PARQUET),
+    ],
+    ids=["CSV", "tabs", "semicolons", "JSON lines", "JSON lines .gz", "Parquet"],
+)
+def test_every_layout_takes_own_columns_events_and_iso_times(
+    tmp_path: Path, write: Callable[[Path], Any], kind: LayoutKind
+) -> None:
+    write(tmp_path / "log")
+    found = read(tmp_path / "log")
+    assert found.report.layout.kind is kind
+    assert {user: of(found, user) for user in found.users} == WANTED
+
+
+def test_json_lines_with_known_names_need_no_options(tmp_path: Path) -> None:
+    rows = [{"userId": 5, "item_id": 2.0, "timestamp": T0 // 1000, "rating": 4}, {"item_id": 3, "userId": 5}]
+    (tmp_path / "log").write_text(json_text(rows) + '{"userId": 5, "item_id": [1], "timestamp": 1}\n{broken\n')
+    found = read(tmp_path / "log", None, None)
+    assert of(found, "5") == [(2, 8, T0)]
+    assert [(bad.number, bad.reason) for bad in found.report.bad_lines] == [
+        (2, "timestamp is '', expected a number or 2026-11-27T08:30:00Z"),
+        (3, "a field is a list, expected one value"),
+        (4, "not JSON: Expecting property name enclosed in double quotes at column 2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "actions", "said"),
+    [
+        ("user=uid,item=sku,time=when", None, "time=when: there is no such column among uid, sku, at, event"),
+        ("user=uid,item=skus", None, "item=skus: there is no such column; did you mean sku?"),
+        ("user=uid", None, "no column for the item among .*: name it by --columns item=NAME"),
+        ("user=uid,item=sku", ACTIONS, "no column for the action among .*: name it by --columns action=NAME"),
+        ("who=uid", None, "'who' is no role: give user, item, time, action, rating"),
+        ("user", None, "give NAME=VALUE between commas"),
+        ("user=a,user=b", None, "gives 'user' twice"),
+        ("action=a,rating=b", None, "comes from one of them"),
+        (None, "view=one", "the code of 'view' is 'one', expected 0 to 65535"),
+        (None, "view=65536", "expected 0 to 65535"),
+    ],
+)
+def test_a_wrong_map_is_refused_with_its_cure(
+    tmp_path: Path, columns: str | None, actions: str | None, said: str
+) -> None:
+    for write in (lambda path: path.write_text(csv_text()), lambda path: path.write_text(json_text(ROWS)), parquet):
+        write(tmp_path / "log")
+        with pytest.raises(RelayError, match=said):
+            read(tmp_path / "log", columns, actions)
+
+
+@pytest.mark.parametrize(
+    ("actions", "reason"),
+    [
+        ("click=2", "action is 'view', which --actions gives no code"),
+        (None, "action is 'click', expected a code of 0 to 65535: give names a code by --actions"),
+    ],
+)
+def test_an_event_without_a_code_is_a_counted_bad_line(tmp_path: Path, actions: str | None, reason: str) -> None:
+    (tmp_path / "log").write_text(json_text(ROWS))
+    found = read(tmp_path / "log", COLUMNS, actions)
+    assert len(found.report.bad_lines) == (2 if actions else 3)
+    assert found.report.bad_lines[0].reason == reason
+
+
+def test_a_headerless_file_cannot_have_own_columns(tmp_path: Path) -> None:
+    (tmp_path / "u.data").write_text("1\t2\t3\t900000000\n")
+    with pytest.raises(RelayError, match=r"no header with names .*: add one as its first line"):
+        read(tmp_path / "u.data")
+
+
+def test_a_folder_is_read_in_the_order_of_its_numbers(tmp_path: Path) -> None:
+    """Times are equal, so that the order of the files decides. Spark writes `_SUCCESS` and hidden files, too."""
+    for day, item in ((10, 3), (2, 2), (1, 1)):
+        folder = tmp_path / "log" / f"day={day}"
+        folder.mkdir(parents=True)
+        (folder / "part.csv").write_text(f"uid,sku,at\nann,{item},{T0}\n")
+    (tmp_path / "log" / "_SUCCESS").write_text("")
+    found = read(tmp_path / "log", "user=uid,item=sku,time=at", None)
+    assert [item for item, _, _ in of(found, "ann")] == [1, 2, 3]
+    (tmp_path / "log" / "day=10" / "part.csv").write_text("uid,sku\nann,3\n")
+    with pytest.raises(RelayError, match="there is no such column among uid, sku"):
+        read(tmp_path / "log", "user=uid,item=sku,time=at", None)
+
+
+def test_a_bad_line_of_a_folder_names_its_file(tmp_path: Path) -> None:
+    for name, time in (("a.csv", T0), ("b.csv", "noon")):
+        (tmp_path / name).write_text(f"user,item,time\nann,1,{time}\n")
+    (bad,) = read(tmp_path, None, None).report.bad_lines
+    assert bad.number == 2 and bad.reason.startswith("b.csv: timestamp is 'noon'")
+
+
+def test_repeated_rows_are_counted_and_said(tmp_path: Path) -> None:
+    rows = [f"ann,{item},{T0 + item % 2}" for item in (1, 2, 1, 3, 2, 1)] + [f"bob,1,{T0 + 1}"]
+    (tmp_path / "log").write_text("user,item,time\n" + "\n".join(rows) + "\n")
+    done = dry_run(tmp_path / "log")
+    assert "3 rows repeat another one exactly, and count like any other" in done.output
+    assert "7 interactions" in done.output
+
+
+def test_the_command_says_which_code_an_event_has(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(json_text(ROWS))
+    done = dry_run(tmp_path / "log", "--columns", COLUMNS, "--actions", ACTIONS)
+    assert done.exit_code == 0, done.output
+    assert "Layout       JSON lines (an object on each line, with uid and sku)" in done.output
+    assert "Actions      1, 2 (view=1, click=2)" in done.output
+    assert "columns not used: price" in done.output
+
+
+def test_a_model_that_keeps_the_codes_of_events_gives_them(tmp_path: Path) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path / "model", config, random_checkpoint(config, seed=1).tensors)
+    write_action_names(tmp_path / "model", {"view": 1, "click": 2})
+    rows = [row | {"sku": 1} for row in ROWS]
+    (tmp_path / "log").write_text(json_text(rows))
+    done = dry_run(tmp_path / "log", "--columns", COLUMNS, "--model", tmp_path / "model")
+    assert done.exit_code == 0, done.output
+    assert "Actions      1, 2 (view=1, click=2)" in done.output
+    (tmp_path / "model" / "actions.json").write_text("[1]")
+    done = dry_run(tmp_path / "log", "--columns", COLUMNS, "--model", tmp_path / "model")
+    assert "actions.json is no object of event names and codes" in done.output.replace("\n", " ")
