@@ -23,7 +23,7 @@ from relaygr.cli.model_check import check_compute_command, check_dram_command, c
 from relaygr.cli.model_compare import compare_command
 from relaygr.cli.model_convert import convert_command
 from relaygr.cli.model_deploy import deploy_command, rollback_command
-from relaygr.cli.options import JsonOption
+from relaygr.cli.options import JsonOption, is_given
 from relaygr.cli.texts import parse_task, print_json, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import KvDtype
@@ -146,7 +146,7 @@ def init(
             "max_suffix_behaviours": max_suffix,
             "max_candidates": max_candidates,
         }
-        | {name: value for name, value in form.items() if not _is_given(context, _OPTION_OF.get(name, name))}
+        | {name: value for name, value in form.items() if not is_given(context, _OPTION_OF.get(name, name))}
     )
     _save_random(out, made, seed, item_ids)
 
@@ -195,15 +195,10 @@ def _refuse_beside_config(context: typer.Context) -> None:
     given = [
         f"--{name.replace('_', '-')}"
         for name in context.params
-        if name not in _BESIDE_CONFIG and _is_given(context, name)
+        if name not in _BESIDE_CONFIG and is_given(context, name)
     ]
     if given:
         raise RelayError(f"--config defines the model: leave out {', '.join(given)}.")
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _save_random(out: Path, config: ModelConfig, seed: int, item_ids: NDArray[np.int64] | None) -> None:

@@ -60,6 +60,12 @@ ActionsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has this option."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def command_settings(
     config: Path | None = None, bootstrap: str | None = None, overrides: list[str] | None = None
 ) -> Settings:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, Final
 
 import typer
+from confluent_kafka import Message
 
 from relaygr.cli.options import (
     ActionsOption,
@@ -18,18 +19,29 @@ from relaygr.cli.options import (
     SetOption,
     command_settings,
 )
-from relaygr.cli.publish_history import behaviours_of_log, history, time_option
+from relaygr.cli.publish_history import (
+    UntilEndOption,
+    behaviours_of_log,
+    history,
+    refuse_beside_topic,
+    run_bridge,
+    time_option,
+)
 from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
+from relaygr.interactions.mapping import NO_MAP
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
-from relaygr.publishing.json_lines import Line
+from relaygr.publishing.bridge import time_of
+from relaygr.publishing.json_lines import Line, parse_object
 from relaygr.publishing.known import ModelOption, SentInputs, named_log
+from relaygr.publishing.mapped import MappedObjects
 from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
 from relaygr.publishing.outcomes import Outcomes
 from relaygr.publishing.sending import SendReport, opened, print_line, send_lines, wait_until, when_there_is_room
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.codec import encode
 from relaygr.schemas.messages import MAX_BUDGET_MS
 from relaygr.schemas.topics import Topic
 
@@ -164,9 +176,12 @@ def ranking(
 
 @app.command()
 def behaviours(
+    context: typer.Context,
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="FILE", help="JSON lines; - reads standard input.", show_default=False),
+        typer.Option(
+            "--from", metavar="SOURCE", help="JSON lines, - for standard input, or kafka:TOPIC.", show_default=False
+        ),
     ] = None,
     interactions: Annotated[
         list[Path] | None,
@@ -174,6 +189,7 @@ def behaviours(
     ] = None,
     columns: ColumnsOption = None,
     actions: ActionsOption = None,
+    until_end: UntilEndOption = False,
     after_ms: Annotated[
         int | None,
         typer.Option("--after-ms", help="Of a log: only behaviours after this time, ms since the epoch."),
@@ -187,11 +203,12 @@ def behaviours(
 ) -> None:
     """Publish new behaviours: those of each JSON line, or those of an interaction log with their positions.
 
-    Exits with 1 if a line was bad or a record was not delivered.
+    With --columns or --actions, and of a topic, objects have the fields of a log (docs/your-pipeline.md).
     """
     settings = command_settings(config, bootstrap, overrides)
     if (source is None) == (not interactions):
-        raise RelayError("give --from FILE (JSON lines) or --interactions FILE (a log), one of them")
+        raise RelayError("give --from SOURCE (JSON lines) or --interactions FILE (a log), one of them")
+    is_topic = refuse_beside_topic(context, source)
     if after_ms is not None:
         time_option("--after-ms", str(after_ms))
     require_topics(settings, Role.HISTORY_PUBLISHER)
@@ -201,13 +218,23 @@ def behaviours(
             raise typer.Exit(1)
         return
     assert source is not None
-    clock, inputs = SystemClock(), SentInputs(model)
+    clock, inputs, mapped = SystemClock(), SentInputs(model), MappedObjects(names)
+    if is_topic:
+
+        def convert(record: Message) -> tuple[bytes, bytes]:
+            event = mapped.event(parse_object(record.value() or b""), time_of(record))
+            inputs.take(event)
+            return event.user_id.encode(), encode(event)
+
+        run_bridge(settings, source, Topic.BEHAVIOURS, convert, until_end)
+        return
     with opened(source) as stream:
         publisher = EventPublisher(settings, "relaygr-publish-behaviours")
         publisher.start(Topic.BEHAVIOURS)
 
         def publish(line: Line) -> Publish:
-            event = behaviours_from_line(line.parse(), clock.wall_us() // 1000)
+            now_ms = clock.wall_us() // 1000
+            event = (behaviours_from_line if names == NO_MAP else mapped.event)(line.parse(), now_ms)
             inputs.take(event)
             return lambda report: publisher.publish_behaviours(event, report)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from confluent_kafka import Message
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -19,6 +20,7 @@ from relaygr.cli.options import (
     ConfigOption,
     SetOption,
     command_settings,
+    is_given,
 )
 from relaygr.cli.texts import plain_console
 from relaygr.interactions import Interactions, Layout, Limits, ReadReport, joined, log_bytes, read_interactions
@@ -34,10 +36,16 @@ from relaygr.interactions.publishing import (
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.publishing.known import KnownModel, ModelOption, codes_text, named_log
+from relaygr.publishing.bridge import SOURCE, Bridge, Convert, time_of
+from relaygr.publishing.json_lines import parse_object
+from relaygr.publishing.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
+from relaygr.publishing.mapped import MappedObjects
+from relaygr.publishing.sending import print_line
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER
+from relaygr.runtime.stop_signals import StopSignals
+from relaygr.schemas.codec import encode
+from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER, USER_ID_TEXT
 from relaygr.schemas.times import EARLIEST_MS, UNITS_MS, unit_of, wrong_unit
 from relaygr.schemas.topics import Topic
 
@@ -45,18 +53,30 @@ _SHOWN_BAD_LINES = 20
 _DAY_MS = 24 * 3600 * 1000
 
 
+UntilEndOption = Annotated[
+    bool, typer.Option("--until-end", help="Of a topic: stop at its end. Default: go on until SIGTERM or Ctrl-C.")
+]
+
+
 def history(
+    context: typer.Context,
     interactions: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             "--interactions",
             metavar="FILE",
             help="The log: CSV or JSON lines, plain or .gz, Parquet, or a folder of these. Its layout is detected. "
             "Several, in the order of time, are one log.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="kafka:TOPIC", help="JSON objects of a topic, a user each.", show_default=False),
+    ] = None,
     columns: ColumnsOption = None,
     actions: ActionsOption = None,
+    until_end: UntilEndOption = False,
     users: Annotated[
         int | None,
         typer.Option("--users", min=1, help="Publish only this many users, the first in the log.", show_default=False),
@@ -105,19 +125,25 @@ def history(
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Publish every user's history from a log of interactions.
+    """Publish every user's history from a log of interactions, or from a topic (docs/your-pipeline.md).
 
     The command reads all files first, and publishes nothing if there are too many bad lines. Otherwise it
-    reports bad lines with their numbers and skips them. Exits with 0 if the cluster acknowledged every history,
-    else with 1.
+    reports bad lines with their numbers and skips them.
     """
     settings = command_settings(config, bootstrap, overrides)
+    if (source is None) == (not interactions):
+        raise RelayError("give --interactions FILE (a log) or --from kafka:TOPIC, one of them")
+    refuse_beside_topic(context, source or "")
+    names = named_log(columns, actions, model)
     if not dry_run:
         # Fail before the log is read, which can take minutes.
         require_topics(settings, Role.HISTORY_PUBLISHER)
+    if source is not None:
+        _histories_of_topic(settings, source, names, model, until_end)
+        return
+    assert interactions
     console = plain_console(soft_wrap=True)
     cut_ms = None if cut is None else time_option("--cut", cut)
-    names = named_log(columns, actions, model)
     read = _read_all(console, interactions, Limits(max_bad_lines=max_bad_lines), model, names)
     if cut_ms is not None:
         if cut_ms > _now_ms() + _DAY_MS:
@@ -137,6 +163,39 @@ def history(
     _tell_published(console, report, "histories", settings.topic(Topic.HISTORY), settings)
     if not report.complete:
         raise typer.Exit(1)
+
+
+def _histories_of_topic(kafka: KafkaSettings, source: str, names: LogMap, model: Path | None, until_end: bool) -> None:
+    inputs, mapped = SentInputs(model), MappedObjects(names)
+
+    def convert(record: Message) -> tuple[bytes, bytes | None]:
+        content = record.value()
+        if content is None:
+            return USER_ID_TEXT.unpack((record.key() or b"").decode()).encode(), None
+        made = mapped.history(parse_object(content), time_of(record))
+        inputs.take(made)
+        return made.user_id.encode(), encode(made)
+
+    run_bridge(kafka, source, Topic.HISTORY, convert, until_end)
+
+
+def refuse_beside_topic(context: typer.Context, source: str | None) -> bool:
+    """Whether the source is a topic. Raises RelayError for options that are of the other kind of source."""
+    is_topic = (source or "").startswith(SOURCE)
+    of_others = ("rate", "after_ms", "users", "max_behaviours", "number", "cut", "item_map", "max_bad_lines", "dry_run")
+    if given := [name for name in (of_others if is_topic else ("until_end",)) if is_given(context, name)]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        where = "with another --from than kafka:TOPIC" if not is_topic else "with --from kafka:TOPIC"
+        raise RelayError(f"Leave out {names}: without effect {where}.")
+    return is_topic
+
+
+def run_bridge(kafka: KafkaSettings, source: str, target: Topic, convert: Convert, until_end: bool) -> None:
+    """Passes a topic on until SIGTERM, Ctrl-C or its end. Raises RelayError for a source that is none."""
+    stopping = StopSignals()
+    bridge = Bridge(kafka, source, kafka.topic(target), convert, print_line)
+    bridge.run(until_end, lambda: stopping.came)
+    print_line(f"{bridge.text()}, group {bridge.group}")
 
 
 def behaviours_of_log(

@@ -379,7 +379,7 @@ class NamedColumns:
         )
 
 
-def named_columns(path: Path, fields: Sequence[str], log_map: LogMap) -> NamedColumns:
+def named_columns(path: Path | str, fields: Sequence[str], log_map: LogMap) -> NamedColumns:
     """The columns that the map names, else by the names that are known. Raises RelayError with the cure."""
     log_map.require(path, fields)
     plain = [name.lower().replace("_", "") for name in fields]

@@ -1,0 +1,194 @@
+"""Passes the JSON objects of another topic on as behaviours or histories, for `relaygr publish --from kafka:TOPIC`.
+
+    other topic --> batch --> messages and the group's offsets, in one transaction --> behaviours or history topic
+
+The transaction makes each record count once: what was delivered and how far the topic was read are committed together,
+so a bridge that dies, or is fenced by another one of its group, leaves neither a gap nor a repeat. Workers read what is
+committed. A bad record is counted and left out. Records are read in the order of their partitions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from confluent_kafka import (
+    TIMESTAMP_NOT_AVAILABLE,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicPartition,
+)
+
+from relaygr.kafka.admin import is_embedded
+from relaygr.kafka.clients import READ_COMMITTED, ProducerKind, make_group_consumer, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+
+SOURCE: Final = "kafka:"
+_BATCH: Final = 1000
+_BATCH_S: Final = 0.2
+_TIMEOUT_S: Final = 30.0
+_TRANSACTION_MS: Final = 30_000
+"""A bridge that dies holds up readers of the target for this time at most, unless it is started again."""
+_ATTEMPTS: Final = 5
+"""Of one batch. Most aborts are a change of the group, or a broker that was away."""
+_SHOW_S: Final = 5.0
+_SHOWN_BAD: Final = 20
+
+Convert = Callable[[Message], tuple[bytes, bytes | None]]
+"""Key and value of the message for a record. Raises ValueError for a bad one."""
+
+
+@dataclass(slots=True)
+class BridgeReport:
+    """What a bridge has committed so far."""
+
+    published: int = 0
+    bad: int = 0
+    lag: int = 0
+    """Records that are not read yet."""
+
+
+def time_of(record: Message) -> int:
+    """The record's timestamp in ms; now, if it has none."""
+    kind, time_ms = record.timestamp()
+    return int(time_ms if kind != TIMESTAMP_NOT_AVAILABLE else time.time() * 1000)
+
+
+class Bridge:
+    """Raises RelayError if `kafka:TOPIC` names no topic that is there. The caller calls `run` once."""
+
+    def __init__(self, kafka: KafkaSettings, source: str, target: str, convert: Convert, tell: Callable[[str], None]):
+        if not source.startswith(SOURCE):
+            raise RelayError(f"--from is {source!r}, expected {SOURCE}TOPIC.")
+        source = source.removeprefix(SOURCE)
+        self.report = BridgeReport()
+        self.group = f"{kafka.group_prefix}.bridge.{source}.{target}"
+        self._source, self._target, self._convert, self._tell = source, target, convert, tell
+        if source == target:
+            raise RelayError(f"--from {SOURCE}{source} is the topic that is written: give the one of your pipeline.")
+        reading = {**READ_COMMITTED, "enable.auto.commit": False}
+        self._consumer: Consumer = make_group_consumer(kafka, self.group, "relaygr-bridge", options=reading)
+        cluster = self._consumer.list_topics(source, timeout=kafka.connect_timeout_s)
+        if (error := cluster.topics[source].error) is not None:
+            self._consumer.close()
+            raise RelayError(f"--from {SOURCE}{source}: {error.str()} Kafka at {kafka.bootstrap}.")
+        self._is_embedded = is_embedded(cluster)
+        writing = {
+            "transactional.id": self.group,
+            "transaction.timeout.ms": _TRANSACTION_MS,
+            "message.timeout.ms": _TRANSACTION_MS,
+        }
+        self._producer: Producer = make_producer(kafka, ProducerKind.DURABLE, "relaygr-bridge", options=writing)
+        self._next: dict[int, int] = {}
+        self._ended: set[int] = set()
+        """Partitions whose end was reached."""
+
+    def run(self, until_end: bool, stopping: Callable[[], bool]) -> BridgeReport:
+        """Passes records on until `stopping`, or until every partition's end was reached. Raises RelayError."""
+        shown_s = time.monotonic()
+        try:
+            self._producer.init_transactions(_TIMEOUT_S)
+            self._consumer.subscribe([self._source])
+            while not stopping() and not (until_end and self._is_at_end()):
+                if records := self._read():
+                    self._pass_on(records)
+                if time.monotonic() - shown_s >= _SHOW_S:
+                    shown_s = time.monotonic()
+                    self._note_lag()
+                    self._tell(self.text())
+        except KafkaException as error:
+            raise RelayError(
+                f"the bridge from {self._source} cannot go on: {error.args[0].str()}. Start it again: it goes on where "
+                "it stopped. It needs Read on the topic and its group, Write on the target, and Write on the "
+                f"transactional id {self.group}."
+            ) from error
+        finally:
+            self._note_lag()
+            self._consumer.close()
+        return self.report
+
+    def text(self) -> str:
+        """A line for people."""
+        done = self.report
+        return f"{done.published:,} records published, {done.bad:,} bad ones left out, lag {done.lag:,}"
+
+    def _read(self) -> list[Message]:
+        records = []
+        for message in self._consumer.consume(_BATCH, _BATCH_S):
+            error = message.error()
+            if error is None:
+                records.append(message)
+            elif error.code() == KafkaError._PARTITION_EOF:
+                partition, offset = _place(message)
+                self._ended.add(partition)
+                self._next[partition] = offset
+            elif not error.retriable():
+                raise KafkaException(error)
+        return records
+
+    def _pass_on(self, records: Sequence[Message]) -> None:
+        """One batch, in one transaction."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._producer.begin_transaction()
+            bad = sum(not self._produce(record, is_first=attempt == 1) for record in records)
+            ends = {partition: offset + 1 for partition, offset in map(_place, records)}
+            offsets = [TopicPartition(self._source, partition, offset) for partition, offset in ends.items()]
+            try:
+                group = self._consumer.consumer_group_metadata()
+                self._producer.send_offsets_to_transaction(offsets, group, _TIMEOUT_S)
+                self._producer.commit_transaction(_TIMEOUT_S)
+                if self._is_embedded:  # librdkafka's cluster keeps no offsets of transactions.
+                    self._consumer.commit(offsets=offsets, asynchronous=False)
+            except KafkaException as error:
+                if not error.args[0].txn_requires_abort() or attempt == _ATTEMPTS:
+                    raise
+                self._producer.abort_transaction(_TIMEOUT_S)
+                continue
+            self.report.bad += bad
+            self.report.published += len(records) - bad
+            self._next.update(ends)
+            return
+
+    def _produce(self, record: Message, is_first: bool) -> bool:
+        """Whether the record is a good one."""
+        try:
+            key, value = self._convert(record)
+            while True:
+                try:
+                    self._producer.produce(self._target, value, key)
+                    return True
+                except BufferError:
+                    self._producer.poll(_BATCH_S)
+        except ValueError as error:
+            reason = str(error).removeprefix(": ")
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
+                raise
+            reason = error.args[0].str()
+        if is_first and self.report.bad < _SHOWN_BAD:
+            self._tell(f"partition {record.partition()} offset {record.offset()}: {reason}")
+        return False
+
+    def _is_at_end(self) -> bool:
+        own = {each.partition for each in self._consumer.assignment()}
+        return bool(own) and own <= self._ended
+
+    def _note_lag(self) -> None:
+        lag = 0
+        for each in self._consumer.assignment():
+            low, high = self._consumer.get_watermark_offsets(each, cached=True)
+            lag += max(0, high - self._next.get(each.partition, max(low, 0)))
+        self.report.lag = lag
+
+
+def _place(message: Message) -> tuple[int, int]:
+    """Partition and offset of a message that was read."""
+    partition, offset = message.partition(), message.offset()
+    assert partition is not None and offset is not None
+    return partition, offset

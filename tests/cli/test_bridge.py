@@ -1,0 +1,166 @@
+"""`relaygr publish --from kafka:TOPIC`: the JSON of a pipeline becomes behaviours and histories, each record once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from confluent_kafka import TopicPartition
+from typer.testing import CliRunner, Result
+
+from relaygr.cli.app import app
+from relaygr.devbroker import LocalBroker
+from relaygr.interactions.gather import hashed_item
+from relaygr.kafka.clients import READ_COMMITTED, ProducerKind, make_assigned_consumer, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.schemas.codec import decode
+from relaygr.schemas.messages import BehaviourEvent, History
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
+from tests.echo_worker import read_topic
+
+pytestmark = pytest.mark.slow
+
+T0 = 1_600_000_000_000
+MAP = ["--columns", "user=uid,item=sku,time=at,action=event", "--actions", "view=1,buy=2"]
+KILLED_RECORDS = 30_000
+
+
+def source_of(kafka: KafkaSettings) -> str:
+    """A topic that the test has for itself: no trigger runs."""
+    return kafka.topic(Topic.RETRIEVAL)
+
+
+def write(kafka: KafkaSettings, records: Sequence[Any], key: str | None = None) -> None:
+    producer = make_producer(kafka, ProducerKind.DURABLE, "pipeline")
+    for number, record in enumerate(records):
+        if number % 5000 == 0:
+            assert producer.flush(30) == 0
+        value = record if isinstance(record, bytes | None) else json.dumps(record).encode()
+        producer.produce(source_of(kafka), value, key)
+    assert producer.flush(30) == 0
+
+
+def words(kafka: KafkaSettings, what: str, *options: str) -> list[str]:
+    given = [f"--set={name}={getattr(kafka, name)}" for name in ("topic_prefix", "group_prefix", "partitions")]
+    source = f"kafka:{source_of(kafka)}"
+    return ["publish", what, "--from", source, "--bootstrap", kafka.bootstrap, *given, *MAP, *options]
+
+
+def bridge(kafka: KafkaSettings, what: str = "behaviours", *options: str) -> Result:
+    return CliRunner().invoke(app, words(kafka, what, "--until-end", *options), catch_exceptions=False)
+
+
+def events(kafka: KafkaSettings, count: int) -> list[BehaviourEvent]:
+    found = read_topic(kafka, Topic.BEHAVIOURS, count)
+    assert [message.partition() for message in found] == [
+        partition_for(message.key() or b"", kafka.partitions) for message in found
+    ]
+    return [decode(BehaviourEvent, message.value() or b"") for message in found]
+
+
+def test_records_become_behaviours_and_a_second_run_goes_on(kafka_settings: KafkaSettings) -> None:
+    good = {"uid": "ann", "sku": "B00X", "at": "2020-09-13T12:26:40Z", "event": "buy", "price": 3}
+    bad = [b"{broken", {**good, "event": "gone"}, {"uid": "ann", "event": "buy"}, None]
+    write(kafka_settings, [good, *bad, {**good, "uid": 7, "at": T0 // 1000}])
+    done = bridge(kafka_settings)
+    assert done.exit_code == 0, done.output
+    assert "2 records published, 4 bad ones left out, lag 0" in done.output
+    assert "action is 'gone', which --actions gives no code" in done.output
+    assert "--columns item=sku: there is no such column" in done.output
+    first, second = sorted(events(kafka_settings, 2), key=lambda event: event.user_id)
+    assert (first.user_id, second.user_id) == ("7", "ann")
+    for event in (first, second):
+        behaviours = event.behaviours
+        assert (behaviours.items[0], behaviours.actions[0], behaviours.timestamps_ms[0]) == (hashed_item("B00X"), 2, T0)
+    write(kafka_settings, [{**good, "uid": "bob"}])
+    done = bridge(kafka_settings)
+    assert "1 records published, 0 bad ones left out, lag 0" in done.output
+    assert Counter(event.user_id for event in events(kafka_settings, 3)) == Counter(("7", "ann", "bob"))
+
+
+def test_a_pipe_of_the_same_objects_becomes_behaviours(kafka_settings: KafkaSettings) -> None:
+    line = json.dumps({"uid": "ann", "sku": "B00X", "at": T0, "event": "view"})
+    command = [word if not word.startswith("kafka:") else "-" for word in words(kafka_settings, "behaviours")]
+    done = CliRunner().invoke(app, command, input=f"{line}\n")
+    assert done.exit_code == 0, done.output
+    (event,) = events(kafka_settings, 1)
+    assert (event.user_id, event.behaviours.items.tolist()) == ("ann", [hashed_item("B00X")])
+
+
+def test_lists_become_histories_and_an_empty_record_deletes(kafka_settings: KafkaSettings) -> None:
+    lists = {"uid": "ann", "sku": [2, 1], "at": [T0 + 5, T0], "event": ["buy", "view"]}
+    write(kafka_settings, [lists, {**lists, "sku": [1]}], key="ann")
+    write(kafka_settings, [None], key="bob")
+    done = bridge(kafka_settings, "history")
+    assert "2 records published, 1 bad ones left out, lag 0" in done.output
+    assert "1 items, 2 actions, 2 times: give as many of each" in done.output
+    found = {message.key(): message.value() for message in read_topic(kafka_settings, Topic.HISTORY, 2)}
+    assert found[b"bob"] is None
+    history = decode(History, found[b"ann"] or b"")
+    assert (history.number, history.cut_ms) == (T0 + 5, T0 + 5)
+    assert history.behaviours.items.tolist() == [1, 2] and history.behaviours.actions.tolist() == [1, 2]
+
+
+def test_a_topic_that_is_not_there_is_a_sentence(kafka_settings: KafkaSettings) -> None:
+    for given, said in (
+        ("kafka:nowhere-at-all", "--from kafka:nowhere-at-all"),
+        (f"kafka:{kafka_settings.topic(Topic.HISTORY)}", "is the topic that is written"),
+        ("file.jsonl", "expected kafka:TOPIC"),
+    ):
+        done = CliRunner().invoke(app, [*words(kafka_settings, "history"), "--from", given])
+        assert done.exit_code == 1 and said in done.output.replace("\n", ""), done.output
+    done = CliRunner().invoke(app, words(kafka_settings, "behaviours", "--rate", "5"))
+    assert "Leave out --rate: without effect with --from kafka:TOPIC" in done.output.replace("\n", " ")
+
+
+@pytest.mark.kafka
+def test_a_bridge_that_is_killed_goes_on_and_each_record_counts_once(real_settings: KafkaSettings) -> None:
+    """Killed in the middle of its work, twice: what a reader of committed records sees has no gap and no repeat."""
+    kafka = real_settings
+    write(kafka, [{"uid": f"u{n % 50}", "sku": n, "at": T0 + n, "event": "view"} for n in range(KILLED_RECORDS)])
+    for least in (1, KILLED_RECORDS // 3):
+        process = subprocess.Popen([sys.executable, "-m", "relaygr", *words(kafka, "behaviours")])
+        try:
+            end_s = time.monotonic() + 120
+            while len(committed_items(kafka, least)) < least:
+                assert time.monotonic() < end_s and process.poll() is None
+        finally:
+            process.kill()
+            process.wait()
+    before = len(committed_items(kafka, KILLED_RECORDS, idle_s=2.0))
+    done = bridge(kafka)
+    assert done.exit_code == 0 and "lag 0" in done.output, done.output
+    assert sorted(committed_items(kafka, KILLED_RECORDS + 1, idle_s=5.0)) == list(range(KILLED_RECORDS))
+    assert before < KILLED_RECORDS, "the bridge had ended before it was killed: raise KILLED_RECORDS"
+
+
+@pytest.fixture
+def real_settings(real_broker: LocalBroker) -> Iterator[KafkaSettings]:
+    """The embedded cluster hands out records of aborted transactions, too."""
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=4))
+    real_broker.create_topics(kafka)
+    yield kafka
+    real_broker.delete_topics(kafka)
+
+
+def committed_items(kafka: KafkaSettings, count: int, idle_s: float = 1.0) -> list[int]:
+    """The items of committed behaviours: `count` at least, or what there is after a pause."""
+    name = kafka.topic(Topic.BEHAVIOURS)
+    consumer = make_assigned_consumer(kafka, "reader", options=READ_COMMITTED)
+    consumer.assign([TopicPartition(name, partition, 0) for partition in range(kafka.partitions)])
+    found: list[int] = []
+    while len(found) < count and (messages := consumer.consume(5000, idle_s)):
+        for message in messages:
+            if message.error() is None:
+                found += decode(BehaviourEvent, message.value() or b"").behaviours.items.tolist()
+    consumer.close()
+    return found
