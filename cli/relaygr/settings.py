@@ -384,7 +384,8 @@ def _from_command_line(overrides: Iterable[str]) -> dict[str, _Given]:
         field = setting_fields().get(key)
         if not equals:
             # Of an unknown text nothing is shown: it may be a secret.
-            raise RelayError(f"--set {key if field is not None else '...'} has no value: write --set KEY=VALUE.")
+            near = "" if field is not None else f" {_suggest(key, setting_fields())}"
+            raise RelayError(f"--set {key if field is not None else '...'} has no value: write --set KEY=VALUE.{near}")
         if field is None:
             # Only what looks like a key is shown: the rest may be a part of a secret.
             raise RelayError(_unknown("".join(_KEY.findall(key)[:1]), "--set"))

@@ -17,6 +17,8 @@ CASES: dict[str, tuple[str, str]] = {
     "no settings in it": ("settings --config {text}", "must hold `key: value` lines"),
     "unknown setting": ("settings --set worker.hbm=1", "is not a setting"),
     "no value": ("settings --set worker.hbm_bytes", "--set KEY=VALUE"),
+    "a setting without a value": ("settings --set ui.port", "Did you mean ui.http_port?"),
+    "a group without a name": ("lag --group=", "--group names no group"),
     "not a size": ("settings --set worker.hbm_bytes=many", "512MiB"),
     "not a truth": ("settings --set tracing.enabled=perhaps", "true or false"),
     "below the bound": ("settings --set partitions=0", "greater than or equal to 1"),

@@ -19,6 +19,7 @@ from relaygr.client import (
     ClientError,
     ClientSettings,
     DeliveryReport,
+    EventPublisher,
     LostRequest,
     MessageRefused,
     NotRunning,
@@ -561,6 +562,7 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
     assert [thread for thread in threading.enumerate() if "gw-0" in thread.name] == []
 
 
-def test_an_address_instead_of_settings_is_refused_with_what_to_give() -> None:
+@pytest.mark.parametrize("kind", [RelayClient, EventPublisher])
+def test_an_address_instead_of_settings_is_refused_with_what_to_give(kind: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"'kafka-1:9092': give settings, such as load_settings\(bootstrap="):
-        RelayClient("kafka-1:9092", "gw-0")  # type: ignore[arg-type]
+        kind("kafka-1:9092", "gw-0")

@@ -88,7 +88,7 @@ def retrieval(
 ) -> None:
     """Publish a retrieval event for each line.
 
-    Exits with 1 if a line was bad or an event was not delivered.
+    Exits with 1 if an event was not delivered, or for more bad lines than --max-bad-lines.
     """
     settings = command_settings(config, bootstrap, overrides)
     clock, inputs = SystemClock(), SentInputs(model)
@@ -130,8 +130,8 @@ def ranking(
 ) -> None:
     """Send a ranking request for each line, and print each outcome as a JSON line.
 
-    Exits with 1 if a line was bad, or with --no-wait if a request was not acknowledged. A request that was not
-    ranked is an outcome and not an error.
+    Exits with 1 for more bad lines than --max-bad-lines, or with --no-wait if a request was not acknowledged. A request
+    that was not ranked is an outcome and not an error.
     """
     settings = command_settings(config, bootstrap, overrides)
     clock, inputs = SystemClock(), SentInputs(model)
@@ -271,13 +271,13 @@ def _publish_lines(
 
 
 def _finish(run: SendReport, text: str, failed: bool = False) -> None:
-    """Prints the summary. Raises Exit(1) if a line was bad or a message failed."""
+    """Prints the summary. Raises Exit(1) for more bad lines than allowed, if all were bad, or if a message failed."""
     lines = "line" if run.bad == 1 else "lines"
     bad = f"; {run.bad} bad {lines} left out" if run.bad else ""
     if run.stopped:
         bad = f"; stopped after {run.bad} bad {lines} (--max-bad-lines)"
     print_line(f"{text} in {time.monotonic() - run.started_s:.1f} s{bad}")
-    if run.bad or failed:
+    if run.stopped or failed or (run.bad and not run.sent):
         raise typer.Exit(1)
 
 

@@ -209,6 +209,8 @@ def behaviours_of_log(
     """Publishes the behaviours of a log that are later than a time. Returns whether all were delivered."""
     console = plain_console(soft_wrap=True)
     read = _read_all(console, paths, Limits(max_bad_lines=max_bad_lines), model, names)
+    if not read.users:
+        raise RelayError(f"{_named(paths)} contains no interactions: there is nothing to publish")
     with _progress() as progress:
         task = progress.add_task("publishing", total=behaviours_count(read, after_ms))
         report = publish_behaviours(kafka, read, after_ms, lambda done: progress.update(task, completed=done))

@@ -112,7 +112,10 @@ def _resolve(content: dict[str, Any], relative: str, absolute: str, start: str, 
         return
     try:
         duration_ms = UInt("ms", MAX_BUDGET_MS).unpack(content.pop(relative, default_ms))
-        start_us = UInt("µs since the epoch").unpack(content[start])
     except FieldError as error:
         raise FieldError(f".{relative}: {error}") from error
+    try:
+        start_us = UInt("µs since the epoch").unpack(content[start])
+    except FieldError as error:
+        raise FieldError(f".{start}: {error}") from error
     content[absolute] = start_us + duration_ms * 1000

@@ -42,6 +42,7 @@ class EventPublisher:
         metrics: GatewayMetrics | None = None,
         note_error: NoteError | None = None,
     ) -> None:
+        require_settings(kafka)
         self._kafka = kafka
         self._client_id = client_id
         self._note_error = note_error or LimitedLog().note
@@ -149,6 +150,15 @@ def _encoded(message: History | BehaviourEvent) -> bytes:
     except FieldError as error:
         raise EncodeError(f"{type(message).__name__}{error}") from error
     return value
+
+
+def require_settings(kafka: object) -> None:
+    """Raises TypeError for the address of a broker, or anything else that is no settings."""
+    if not isinstance(kafka, KafkaSettings):
+        raise TypeError(
+            f"kafka is {kafka!r}: give settings, such as load_settings(bootstrap='host:9092') of relaygr.settings, "
+            "or KafkaSettings(bootstrap='host:9092')"
+        )
 
 
 def delivery_report(topic: str, error: KafkaError | None, message: Message | None) -> DeliveryReport:

@@ -45,7 +45,7 @@ from relaygr.client.metrics import ClientStatistics, gateway_metrics
 from relaygr.client.outcome import ClientError, DeliveryReport, NotRunning, RankOutcome
 from relaygr.client.pending import PendingRequest
 from relaygr.client.process import ProcessOfClient, refuse_green_threads
-from relaygr.client.publisher import OnDelivery
+from relaygr.client.publisher import OnDelivery, require_settings
 from relaygr.client.requests import RankFields, RequestIds, RetrievalFields, ranking_request, retrieval_event
 from relaygr.client.settings import ClientSettings
 from relaygr.kafka.settings import KafkaSettings
@@ -91,11 +91,7 @@ class RelayClient:
 
         `tracer`: of `relaygr.tracing.start_tracing`; the caller closes it after the client.
         """
-        if not isinstance(kafka, KafkaSettings):
-            raise TypeError(
-                f"kafka is {kafka!r}: give settings, such as load_settings(bootstrap='host:9092') of relaygr.settings, "
-                "or KafkaSettings(bootstrap='host:9092')"
-            )
+        require_settings(kafka)
         self._settings = settings or ClientSettings()
         self._clock = clock or SystemClock()
         self._partitions = kafka.partitions

@@ -49,7 +49,7 @@ def main(
     from relaygr.bench.headline.run import LiveBench, measured_machine
     from relaygr.bench.headline.search import Rows, Search, TimeIsUpError, progress_bar
     from relaygr.cli.texts import plain_console
-    from relaygr.devbroker import local_broker
+    from relaygr.devbroker import check_broker, local_broker
     from relaygr.runtime.logs import configure_logging
     from relaygr.runtime.settings import LogLevel, LogSettings
 
@@ -66,6 +66,7 @@ def main(
         write_report(console, out, rows, effort, page)
         return
     ends_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    check_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP"))  # Before the measurement, not after it.
     console.print(f"measuring the engine alone, unless {out} has its times")
     on = measured_machine(out, history, deadline)
     console.print(
