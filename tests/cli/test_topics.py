@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import Result
+from confluent_kafka import Message
 from typer.testing import CliRunner
 
 from relaygr.cli.topics import app
 from relaygr.devbroker import LocalBroker
+from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.rights import Resource, Role, rights_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
@@ -28,6 +30,27 @@ def run(kafka: KafkaSettings, *arguments: str) -> Result:
 
 def fresh(broker: LocalBroker) -> KafkaSettings:
     return broker.settings(KafkaSettings(topic_prefix=f"test-{uuid.uuid4().hex[:12]}", partitions=4))
+
+
+@pytest.mark.parametrize("with_bodies", [True, False])
+def test_dead_letters_are_shown_with_origin_reason_and_size(kafka_settings: KafkaSettings, with_bodies: bool) -> None:
+    kafka = kafka_settings.model_copy(update={"dead_letter_bodies": with_bodies})
+    assert "0 of 0 dead letters" in run(kafka, "dead-letters").stdout
+    writer = DeadLetterWriter(kafka, "test")
+    for offset in range(5):
+        message = Message("relaygr.ranking", 7, offset, key=b"ann", value=b"x" * 100)
+        writer.write(message, "undecodable", f"field {offset} is \x1b[31mred")
+    assert writer.flush(30) == 0
+    done = run(kafka, "dead-letters", "--last", "2")
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 0 and len(lines) == 5
+    assert lines[-1].startswith("2 of 5 dead letters in ")
+    shown = [line for line in lines if "relaygr.ranking[7]@" in line]
+    assert all(line.endswith("100 B, key ann" if with_bodies else "100 B") for line in shown)
+    assert next(line.strip() for line in lines if "undecodable" in line).endswith("is \\x1b[31mred")
+    listed = json.loads(run(kafka, "dead-letters", "--json").stdout)
+    assert sorted(each["offset"] for each in listed) == [0, 1, 2, 3, 4]
+    assert {each["key"] for each in listed} == {"ann" if with_bodies else None}
 
 
 def test_check_succeeds_where_all_topics_are_as_they_should_be(kafka_settings: KafkaSettings) -> None:

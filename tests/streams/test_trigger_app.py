@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+import structlog
 from confluent_kafka import OFFSET_END, Consumer, Message, Producer, TopicPartition
 from prometheus_client import CollectorRegistry
 
@@ -207,6 +208,13 @@ async def test_the_owners_latency_model_decides_while_its_status_is_fresh(kafka_
 
 @pytest.mark.asyncio
 async def test_garbage_goes_to_dead_letters_and_the_loop_goes_on(kafka_settings: KafkaSettings) -> None:
+    with structlog.testing.capture_logs() as logs:
+        await garbage_then_an_event(kafka_settings)
+    said = [each for each in logs if each["event"] == "an event goes to the dead letters"]
+    assert sorted(each["reason"] for each in said) == ["misrouted", "undecodable"], "equal events are logged once"
+
+
+async def garbage_then_an_event(kafka_settings: KafkaSettings) -> None:
     async with running(kafka_settings) as bench:
         bench.write(Topic.RETRIEVAL, b"user-1", b"garbage")
         bench.write(Topic.RETRIEVAL, b"somebody-else", encode(event("user-1", 4000)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from relaygr.cli.options import (
     command_settings,
     is_given,
 )
-from relaygr.cli.texts import plain_console
+from relaygr.cli.texts import plain_console, time_text
 from relaygr.interactions import Interactions, Layout, Limits, ReadReport, joined, log_bytes, read_interactions
 from relaygr.interactions.mapping import LogMap, iso_ms
 from relaygr.interactions.publishing import (
@@ -147,10 +146,12 @@ def history(
     read = _read_all(console, interactions, Limits(max_bad_lines=max_bad_lines), model, names)
     if cut_ms is not None:
         if cut_ms > _now_ms() + _DAY_MS:
-            raise RelayError(f"--cut is {_when(cut_ms)}, in the future: workers would keep nothing that the log lacks")
+            raise RelayError(
+                f"--cut is {time_text(cut_ms)}, in the future: workers would keep nothing that the log lacks"
+            )
         read = read.until(cut_ms)
     if not read.users:
-        until = "" if cut_ms is None else f" up to {_when(cut_ms)} (--cut)"
+        until = "" if cut_ms is None else f" up to {time_text(cut_ms)} (--cut)"
         raise RelayError(f"{_named(interactions)} contains no interactions{until}: there is nothing to publish")
     if cut_ms is None and read.report.layout.time is not None:
         cut_ms = _last_time_ms(read)
@@ -259,8 +260,8 @@ def _check_times(path: Path, report: ReadReport) -> None:
         return
     fits = unit_of(last_ms / UNITS_MS[report.time_unit])
     raise RelayError(
-        f"{path}: read as {report.time_unit}, all times are from {_when(first_ms)} to {_when(last_ms)}, and behaviours "
-        "are not before 1990 or after tomorrow. "
+        f"{path}: read as {report.time_unit}, all times are from {time_text(first_ms)} to {time_text(last_ms)}, and "
+        "behaviours are not before 1990 or after tomorrow. "
         + (f"As {fits} they would fit: give them in {fits}" if fits else "No unit fits: correct the column of the time")
         + (" and name the column `timestamp`" if report.layout.time_is_ms else "")
     )
@@ -305,7 +306,7 @@ def _tell_read(console: Console, report: ReadReport) -> None:
         f"{report.users:,} users, {report.items:,} items"
     )
     if report.first_ms is not None and report.last_ms is not None:
-        console.print(f"Time         {_when(report.first_ms)} to {_when(report.last_ms)}")
+        console.print(f"Time         {time_text(report.first_ms)} to {time_text(report.last_ms)}")
     if report.length_percentiles:
         lengths = ", ".join(f"P{p} {length:,}" for p, length in report.length_percentiles.items() if p < 100)
         console.print(f"Lengths      {lengths}, longest {report.length_percentiles[100]:,}")
@@ -337,13 +338,6 @@ def _meaning(layout: Layout) -> str:
     if layout.map.actions:
         return f" ({', '.join(f'{name}={code}' for name, code in layout.map.actions.items())})"[:200]
     return " (twice the rating)" if layout.has_ratings else ""
-
-
-def _when(time_ms: int) -> str:
-    try:
-        return datetime.datetime.fromtimestamp(time_ms / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return f"{time_ms} ms"
 
 
 def _write_item_map(path: Path, numbers: dict[str, int]) -> None:

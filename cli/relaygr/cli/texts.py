@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from typing import Final
@@ -64,6 +65,14 @@ def show_age(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h {whole % 3600 // 60:02}m"
     return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
+
+
+def time_text(time_ms: int) -> str:
+    """A time in UTC, to the second."""
+    try:
+        return datetime.datetime.fromtimestamp(time_ms / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return f"{time_ms} ms"
 
 
 def printable(text: str) -> str:

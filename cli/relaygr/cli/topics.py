@@ -1,4 +1,6 @@
-"""`relaygr topics`: creates the topics, compares them with the catalogue, and prints the rights (ACLs) on them."""
+"""`relaygr topics`: creates the topics, compares them with the catalogue, prints the rights (ACLs) on them, and shows
+dead letters.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ from rich.table import Table
 from rich.text import Text
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption, command_settings
-from relaygr.cli.texts import stdout_console
+from relaygr.cli.texts import print_json, printable, show_size, stdout_console, time_text
 from relaygr.kafka.admin import check_topics, create_topics
+from relaygr.kafka.dead_letters import read_dead_letters
 from relaygr.kafka.rights import Role, rights_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Severity, TopicReport, TopicRow
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Create or check the topics; print the rights on them."
+    no_args_is_help=True, add_completion=False, help="Create or check the topics; show dead letters; print rights."
 )
 
 _STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
@@ -63,6 +67,35 @@ def check(
     report = check_topics(settings, workers)
     _show(report, settings, as_json, "created")
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command("dead-letters")
+def dead_letters(
+    last: Annotated[int, typer.Option("--last", min=1, max=10_000, help="How many, the newest.")] = 20,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Show the newest messages that no process could use, and why. Needs Read on the dead-letter topic.
+
+    Keys are shown only with the setting dead_letter_bodies: without it dead letters have no byte of the message.
+    """
+    settings = command_settings(config, bootstrap, overrides)
+    found, kept = read_dead_letters(settings, last)
+    if as_json:
+        print_json([asdict(each) for each in found])
+        return
+    console = stdout_console()
+    for each in found:
+        size = "no value" if each.value_bytes is None else show_size(each.value_bytes)
+        console.print(
+            f"{time_text(each.written_at_ms)} {each.topic}[{each.partition}]@{each.offset} {size}"
+            + ("" if each.key is None else f", key {printable(each.key)}")
+        )
+        console.print(f"  {printable(each.reason)}: {printable(each.detail)}")
+    topic = settings.topic(Topic.DEAD_LETTERS)
+    console.print(f"{len(found):,} of {kept:,} dead letters in {topic} at {settings.bootstrap}")
 
 
 class AclForm(enum.StrEnum):

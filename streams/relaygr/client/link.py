@@ -37,6 +37,7 @@ from relaygr.kafka.clients import (
     fetch_metadata,
     make_assigned_consumer,
     make_producer,
+    read_watermarks,
     require_broker,
 )
 from relaygr.kafka.dead_letters import DeadLetterWriter
@@ -255,17 +256,13 @@ class GatewayLink:
     def _end_of_results(self, consumer: Consumer) -> int:
         """The next offset of our partition. It retries while the partition has no leader."""
         place = TopicPartition(self._results_topic, self.results_partition)
-        ends_s = time.monotonic() + self._kafka.connect_timeout_s
-        while True:
-            try:
-                return consumer.get_watermark_offsets(place, timeout=max(0.01, ends_s - time.monotonic()))[1]
-            except KafkaException as error:
-                if time.monotonic() >= ends_s:
-                    raise RelayError(
-                        f"the end of {self._results_topic} [{self.results_partition}] could not be read within "
-                        f"{self._kafka.connect_timeout_s:g} s: {error.args[0].str()}. Is its leader up?"
-                    ) from error
-            time.sleep(_PAUSE_AFTER_ERROR_S)
+        try:
+            return read_watermarks(consumer, place, self._kafka.connect_timeout_s)[1]
+        except KafkaException as error:
+            raise RelayError(
+                f"the end of {self._results_topic} [{self.results_partition}] could not be read within "
+                f"{self._kafka.connect_timeout_s:g} s: {error.args[0].str()}. Is its leader up?"
+            ) from error
 
     def _close_clients(self, timeout_s: float) -> None:
         self.refusals.close()

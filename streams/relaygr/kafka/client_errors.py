@@ -8,7 +8,7 @@ time out. While a broker is away librdkafka calls back up to 40 times a second. 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final
 
 import structlog
@@ -160,11 +160,11 @@ class LimitedLog:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._logged_at_us: dict[int, int] = {}
-        self._left_out: dict[int, int] = {}
+        self._logged_at_us: dict[Hashable, int] = {}
+        self._left_out: dict[Hashable, int] = {}
 
-    def warning(self, event: str, code: int, **fields: object) -> None:
-        """Events of one `code`, an error of Kafka, are equal."""
+    def warning(self, event: str, code: Hashable, **fields: object) -> None:
+        """Events of one `code`, such as an error of Kafka, are equal. Codes are of a small set."""
         now_us = self._clock.monotonic_us()
         logged_at_us = self._logged_at_us.get(code)
         if logged_at_us is not None and now_us - logged_at_us < LOG_INTERVAL_US:

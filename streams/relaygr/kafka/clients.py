@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ClusterMetadata
 
 from relaygr.kafka.client_errors import PERMANENT, ClientErrors, ErrorCallback
@@ -160,6 +160,7 @@ _ASSIGNED: Final[dict[str, Any]] = {"enable.auto.offset.store": False, "enable.a
 _SHARE_WITH_A_CAUSE: Final = 0.5
 _METADATA_TRY_S: Final = 0.5
 _LEADERS_S: Final = 2.0
+_LEADER_PAUSE_S: Final = 0.05
 # A wrong protocol is reported as a lost connection; only the text names the cause.
 _ABOUT_SECURITY: Final = re.compile(r"SSL|SASL|security\.protocol")
 
@@ -220,6 +221,21 @@ def learn_leaders(consumer: Consumer, topics: Iterable[str]) -> None:
     with suppress(KafkaException):  # The broker is away: librdkafka looks again by itself.
         for topic in topics:
             consumer.list_topics(topic, timeout=_LEADERS_S)
+
+
+def read_watermarks(consumer: Consumer, place: TopicPartition, timeout_s: float) -> tuple[int, int]:
+    """The first and the next offset of a partition. It retries while the partition has no leader.
+
+    Raises KafkaException with the last error in time.
+    """
+    ends_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return consumer.get_watermark_offsets(place, timeout=max(0.01, ends_s - time.monotonic()))
+        except KafkaException:
+            if time.monotonic() >= ends_s:
+                raise
+        time.sleep(_LEADER_PAUSE_S)
 
 
 def asking_fetch_wait_ms(kafka: KafkaSettings) -> int:

@@ -11,18 +11,21 @@ offset on `on_done(True)`; on `on_done(False)` the message is delivered to it ag
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
 import structlog
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 from prometheus_client import Counter
 
-from relaygr.kafka.client_errors import NoteError, no_note, why_undelivered
+from relaygr.kafka.client_errors import NoteError, cause_of, no_note, why_undelivered
+from relaygr.kafka.clients import make_assigned_consumer, read_watermarks
 from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.digest import DIGEST_BYTES
 from relaygr.schemas.headers import (
     DEAD_LETTER_DETAIL,
@@ -126,6 +129,87 @@ class DeadLetterWriter:
     def flush(self, timeout_s: float) -> int:
         """Waits for undelivered dead letters. Returns how many are left."""
         return self._producer.flush(timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """What a dead letter says of a message."""
+
+    written_at_ms: int
+    topic: str
+    partition: int
+    offset: int
+    """Of the message, like topic and partition."""
+    reason: str
+    detail: str
+    key: str | None
+    """None without `dead_letter_bodies`."""
+    value_bytes: int | None
+    """None for a message without a value."""
+
+
+def read_dead_letters(kafka: KafkaSettings, last: int) -> tuple[list[DeadLetter], int]:
+    """The newest dead letters, oldest first, and the number of those that the topic keeps. Raises RelayError."""
+    topic = kafka.topic(Topic.DEAD_LETTERS)
+    consumer = make_assigned_consumer(kafka, "relaygr-dead-letters", options={"enable.partition.eof": True})
+    try:
+        partitions = consumer.list_topics(topic, timeout=kafka.connect_timeout_s).topics[topic]
+        if partitions.error is not None:
+            raise KafkaException(partitions.error)
+        starts, kept = list[TopicPartition](), 0
+        for partition in partitions.partitions:
+            place = TopicPartition(topic, partition)
+            low, high = read_watermarks(consumer, place, kafka.connect_timeout_s)
+            kept += high - low
+            if high > low:
+                starts.append(TopicPartition(topic, partition, max(low, high - last)))
+        consumer.assign(starts)
+        found, ended = list[DeadLetter](), 0
+        while ended < len(starts):
+            message = consumer.poll(kafka.connect_timeout_s)
+            if message is None:
+                raise RelayError(f"Kafka at {kafka.bootstrap} does not answer any more: no dead letters were read.")
+            if (error := message.error()) is None:
+                found.append(_read(message))
+                if len(found) > 2 * last:
+                    found = _newest(found, last)
+            elif error.code() == KafkaError._PARTITION_EOF:
+                ended += 1
+            else:
+                raise KafkaException(error)
+    except KafkaException as error:
+        raise RelayError(f"{topic} cannot be read: {cause_of(error.args[0])}.") from error
+    finally:
+        consumer.close()
+    return _newest(found, last), kept
+
+
+def _newest(found: list[DeadLetter], last: int) -> list[DeadLetter]:
+    return sorted(found, key=lambda each: (each.written_at_ms, each.partition, each.offset))[-last:]
+
+
+def _read(message: Message) -> DeadLetter:
+    texts = {
+        name: value if isinstance(value, str) else (value or b"").decode(errors="replace")
+        for name, value in headers_of(message) or ()
+    }
+
+    def whole(name: str) -> int | None:
+        text = texts.get(name, "")
+        return int(text) if text.isdecimal() and text.isascii() else None
+
+    key, value, size = message.key(), message.value(), whole(ORIGIN_VALUE_BYTES)
+    partition, offset = whole(ORIGIN_PARTITION), whole(ORIGIN_OFFSET)
+    return DeadLetter(
+        (whole(DEAD_LETTERED_AT_US) or 0) // 1000,
+        texts.get(ORIGIN_TOPIC, "unknown"),
+        -1 if partition is None else partition,
+        -1 if offset is None else offset,
+        texts.get(DEAD_LETTER_REASON, "unknown"),
+        texts.get(DEAD_LETTER_DETAIL, ""),
+        None if key is None else key.decode(errors="replace"),
+        size if value is None else len(value),
+    )
 
 
 def dead_letter_headers(message: Message, reason: str, detail: str, now_us: int) -> Headers:

@@ -31,6 +31,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from relaygr.admission.policy import DecisionReason
 from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
+from relaygr.kafka.client_errors import LimitedLog
 from relaygr.kafka.clients import ProducerKind, make_producer, require_broker
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.refusals import Refusals
@@ -185,6 +186,7 @@ class TriggerApp:
         reporting = kafka_statistics(registry).options(kafka.statistics_interval_ms)
         self._producer = make_producer(kafka, ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error, reporting)
         self._refusals = Refusals(kafka, Role.TRIGGER)
+        self._limited_log = LimitedLog(self._clock)
         self._dead_letters = DeadLetterWriter(kafka, name, self._clock, self._refusals.note)
         self._reader = FleetReader(
             kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
@@ -348,6 +350,10 @@ class TriggerApp:
         return decision.reason
 
     def _dead_letter(self, message: Message, reason: DecisionReason, detail: str) -> None:
+        self._limited_log.warning(
+            "an event goes to the dead letters", reason, reason=reason.value, detail=detail, topic=message.topic(),
+            partition=message.partition(), offset=message.offset(),
+        )  # fmt: skip
         self._dead_letters.write(message, reason.value, detail)
 
     def _on_delivery(self, error: KafkaError | None, job: Message) -> None:
