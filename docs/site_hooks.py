@@ -23,6 +23,8 @@ PAGES = {
 }
 """Markdown outside `docs/`, by its path in the repository: its path in the site."""
 IMAGES = "benchmarks/results"
+ICON = "cli/relaygr/ui/static/icon.svg"
+"""The logo, which is that of the live page."""
 FENCE = re.compile(r"^(?P<open>```\w+) \w+$")
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
@@ -31,6 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages and images from outside `docs/`."""
     for source, target in PAGES.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "images/icon.svg", abs_src_path=str(ROOT / ICON)))
     for image in sorted((ROOT / IMAGES).rglob("*.png")):
         files.append(File.generated(config, image.relative_to(ROOT).as_posix(), abs_src_path=str(image)))
     return files

@@ -200,6 +200,13 @@ def test_the_site_has_none_of_what_makes_the_theme_fetch(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_site_has_the_products_logo_and_no_leftovers(site: Path) -> None:
+    icon = (ROOT / "cli/relaygr/ui/static/icon.svg").read_bytes()
+    assert (site / "images" / "icon.svg").read_bytes() == icon
+    assert 'href="images/icon.svg"' in (site / "index.html").read_text(encoding="utf-8")
+    assert list(site.rglob("__pycache__")) == []
+
+
 def test_every_link_of_the_site_resolves(site: Path) -> None:
     pages = dict(built(site))
     broken = []

@@ -60,6 +60,14 @@ worker:
 ```"""
 
 
+FIRST = (
+    "bootstrap", "security.protocol", "topic_prefix", "partitions", "replication_factor",
+    "worker.worker_id", "worker.model", "worker.device", "worker.calibration", "worker.hbm_bytes", "worker.dram_bytes",
+    "worker.history_path", "worker.history_max_bytes", "worker.http_port", "log.level",
+)  # fmt: skip
+"""The settings that most installations change first, in the order in which they come up."""
+
+
 def reference() -> str:
     """The whole page, Markdown."""
     return "\n".join(_lines()) + "\n"
@@ -67,6 +75,10 @@ def reference() -> str:
 
 def _lines() -> Iterator[str]:
     yield _INTRODUCTION
+    yield from ("", "## The first fifteen", "", "What most installations set; the rest can wait.", "")
+    yield from ("| key | default | meaning |", "|---|---|---|")
+    for field in map(setting_fields().__getitem__, FIRST):
+        yield _row(f"`{field.key}`", _default(field), field.info.description or "")
     section = None
     for field in setting_fields().values():
         current = field.key.rpartition(".")[0]

@@ -26,9 +26,9 @@ import org.apache.kafka.common.serialization.ByteArraySerializer;
 /**
  * A gateway in Java: one impression of one user. It needs kafka-clients and nothing else, Java 17 or newer:
  *
- *   java -cp "$KAFKA_HOME/libs/*" Gateway.java 127.0.0.1:9092 relaygr 1000 ann 101 102 103
+ *   java -cp "$KAFKA_HOME/libs/*" Gateway.java --prefix relaygr --budget-ms 1000 127.0.0.1:9092 ann 101 102 103
  *
- * The arguments are the bootstrap servers, the topic prefix, the budget in ms, the user and the candidates. The program
+ * The arguments are the bootstrap servers, the user and the candidates; the options may be left out. The program
  * publishes a retrieval event, sends the ranking request with a reply address in its headers, and reads the result from
  * its partition of the results topic. docs/messages.md has all fields. The default partitioner of a Java producer is
  * the murmur2 that the relay needs.
@@ -37,18 +37,23 @@ public class Gateway {
     static final byte SCHEMA_VERSION = 1;
 
     public static void main(String[] arguments) throws Exception {
-        if (arguments.length < 5) {
-            System.err.println("usage: Gateway BOOTSTRAP PREFIX BUDGET_MS USER CANDIDATE...");
+        Map<String, String> options = new LinkedHashMap<>(Map.of("--prefix", "relaygr", "--budget-ms", "1000"));
+        List<String> plain = new ArrayList<>(Arrays.asList(arguments));
+        while (plain.size() > 1 && options.containsKey(plain.get(0))) {
+            options.put(plain.remove(0), plain.remove(0));
+        }
+        if (plain.size() < 3) {
+            System.err.println("usage: Gateway [--prefix PREFIX] [--budget-ms MS] BOOTSTRAP USER CANDIDATE...");
             System.exit(2);
         }
-        String prefix = arguments[1], user = arguments[3], gatewayId = "java-gateway";
-        long budgetMs = Long.parseLong(arguments[2]);
-        long[] candidates = Arrays.stream(arguments, 4, arguments.length).mapToLong(Long::parseLong).toArray();
+        String prefix = options.get("--prefix"), user = plain.get(1), gatewayId = "java-gateway";
+        long budgetMs = Long.parseLong(options.get("--budget-ms"));
+        long[] candidates = plain.stream().skip(2).mapToLong(Long::parseLong).toArray();
         byte[] key = bytes(user);
         TopicPartition reply = new TopicPartition(prefix + ".results", 0);
 
         Properties common = new Properties();
-        common.put("bootstrap.servers", arguments[0]);
+        common.put("bootstrap.servers", plain.get(0));
         Properties reading = new Properties();
         reading.putAll(common);
         reading.put("fetch.max.wait.ms", "5");

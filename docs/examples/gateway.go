@@ -2,7 +2,7 @@
 // Check your port with the test vectors (relaygr/schemas/vectors/wire.json).
 //
 //	go mod init gateway && go get github.com/confluentinc/confluent-kafka-go/v2/kafka github.com/vmihailenco/msgpack/v5
-//	go run gateway.go 127.0.0.1:9092 ann 101 102 103
+//	go run gateway.go --prefix relaygr --budget-ms 1000 127.0.0.1:9092 ann 101 102 103
 package main
 
 import (
@@ -10,6 +10,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"encoding/hex"
+	"flag"
 	"fmt"
 	"os"
 	"strconv"
@@ -19,16 +20,7 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 )
 
-const (
-	gatewayID = "go-gateway"
-	budgetMs  = 1000
-)
-
-var (
-	retrieval = "relaygr.retrieval"
-	ranking   = "relaygr.ranking"
-	results   = "relaygr.results"
-)
+const gatewayID = "go-gateway"
 
 type behaviours struct {
 	Items        []byte `msgpack:"items"`
@@ -65,13 +57,17 @@ type rankingResult struct {
 }
 
 func main() {
-	if len(os.Args) < 4 {
-		fmt.Fprintln(os.Stderr, "usage: gateway BOOTSTRAP USER CANDIDATE...")
+	prefix := flag.String("prefix", "relaygr", "topic prefix")
+	budgetMs := flag.Int64("budget-ms", 1000, "deadline of the ranking request")
+	flag.Parse()
+	if flag.NArg() < 3 {
+		fmt.Fprintln(os.Stderr, "usage: gateway [--prefix PREFIX] [--budget-ms MS] BOOTSTRAP USER CANDIDATE...")
 		os.Exit(2)
 	}
-	user := os.Args[2]
+	retrieval, ranking, results := *prefix+".retrieval", *prefix+".ranking", *prefix+".results"
+	servers, user := flag.Arg(0), flag.Arg(1)
 	var candidates bytes.Buffer // little-endian 64-bit numbers
-	for _, text := range os.Args[3:] {
+	for _, text := range flag.Args()[2:] {
 		item, err := strconv.ParseInt(text, 10, 64)
 		check(err)
 		check(binary.Write(&candidates, binary.LittleEndian, item))
@@ -79,11 +75,11 @@ func main() {
 
 	// Every producer of the relay uses Java's murmur2: librdkafka's default is another hash.
 	producer, err := kafka.NewProducer(&kafka.ConfigMap{
-		"bootstrap.servers": os.Args[1], "partitioner": "murmur2_random", "linger.ms": 0})
+		"bootstrap.servers": servers, "partitioner": "murmur2_random", "linger.ms": 0})
 	check(err)
 	defer producer.Close()
 	consumer, err := kafka.NewConsumer(&kafka.ConfigMap{
-		"bootstrap.servers": os.Args[1], "group.id": "unused", "enable.auto.commit": false, "fetch.wait.max.ms": 5})
+		"bootstrap.servers": servers, "group.id": "unused", "enable.auto.commit": false, "fetch.wait.max.ms": 5})
 	check(err)
 	defer consumer.Close()
 	// The end is looked up before the request is sent, so that no answer is missed.
@@ -97,12 +93,12 @@ func main() {
 	began := time.Now()
 	id := fmt.Sprintf("%s.%x.1.%s", gatewayID, began.UnixMilli(), hex.EncodeToString(token))
 	send(producer, &retrieval, user, nil, retrievalEvent{id, user, began.UnixMicro(),
-		began.UnixMicro() + 150_000, budgetMs, int64(len(os.Args) - 3), 0})
+		began.UnixMicro() + 150_000, *budgetMs, int64(flag.NArg() - 2), 0})
 
 	// ... retrieval and pre-processing find the candidates; meanwhile the relay computes the user's prefix ...
 
 	sent := time.Now()
-	deadline := sent.Add(budgetMs * time.Millisecond)
+	deadline := sent.Add(time.Duration(*budgetMs) * time.Millisecond)
 	headers := []kafka.Header{
 		{Key: "request_id", Value: []byte(id)},
 		{Key: "gateway_id", Value: []byte(gatewayID)},

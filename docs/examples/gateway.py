@@ -1,7 +1,7 @@
 """A gateway in plain Python, without the package relaygr: one impression of one user.
 
     pip install confluent-kafka msgpack
-    python gateway.py 127.0.0.1:9092 ann 101 102 103
+    python gateway.py --prefix relaygr --budget-ms 1000 127.0.0.1:9092 ann 101 102 103
 
 It shows what a gateway in any language does: it publishes a retrieval event, sends the ranking request with a reply
 address in its headers, and reads the result from its partition of the results topic. `docs/messages.md` has all fields.

@@ -21,7 +21,7 @@ from relaygr.settings import (
     size_text,
     values,
 )
-from relaygr.settings_reference import reference
+from relaygr.settings_reference import FIRST, reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 GIB = 1024**3
@@ -269,6 +269,11 @@ def test_the_committed_page_is_what_the_classes_generate() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference(), (
         "run: python -m relaygr.settings_reference > docs/settings.md"
     )
+
+
+def test_the_help_names_the_settings_that_come_first() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["settings", "--help"], env={"COLUMNS": "200"}).output.split())
+    assert [key for key in FIRST if key.removeprefix("worker.") not in shown] == []
 
 
 def test_a_supervisor_gives_its_children_secrets_in_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:

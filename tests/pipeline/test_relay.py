@@ -421,8 +421,8 @@ def test_a_gateway_in_plain_python_gets_the_scores_that_the_client_gets(stack):
     example = EXAMPLES / "gateway.py"
     assert not re.search(r"^\s*(from|import) relaygr", example.read_text(encoding="utf-8"), re.MULTILINE)
     kafka = stack.relay.kafka
-    chosen = ["--prefix", kafka.topic_prefix, "--budget-ms", "20000"]
-    said = json.loads(run_example([sys.executable, str(example), kafka.bootstrap, user, *candidates, *chosen]))
+    arguments = ["--prefix", kafka.topic_prefix, "--budget-ms", "20000", kafka.bootstrap, user, *candidates]
+    said = json.loads(run_example([sys.executable, str(example), *arguments]))
     assert said["outcome"] == "ranked" and said["path"] in ("full", "pending", "hbm")
     assert said["scores"] == pytest.approx(scores, abs=TOLERANCE * max(map(abs, scores)))
 
@@ -437,7 +437,8 @@ def test_a_gateway_in_java_gets_the_scores_that_the_client_gets(stack, broker):
     kafka = stack.relay.kafka
     slf4j = jars[0].parent.glob("slf4j-api-*.jar")
     command = ["java", "-XX:TieredStopAtLevel=1", "-cp", os.pathsep.join(map(str, [*jars, *slf4j]))]
-    command += [str(EXAMPLES / "Gateway.java"), kafka.bootstrap, kafka.topic_prefix, "20000", user, *candidates]
+    command += [str(EXAMPLES / "Gateway.java"), "--prefix", kafka.topic_prefix, "--budget-ms", "20000"]
+    command += [kafka.bootstrap, user, *candidates]
     outcome, path, *found = run_example(command).split()
     assert outcome == "ranked" and path in ("full", "pending", "hbm")
     assert [float(score) for score in found] == pytest.approx(scores, abs=TOLERANCE * max(map(abs, scores)))

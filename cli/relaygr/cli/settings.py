@@ -24,7 +24,12 @@ def show(
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the effective settings and the origin of each. Secrets are masked."""
+    """Print the effective settings and the origin of each. Secrets are masked.
+
+    Most installations first set bootstrap, security.protocol, topic_prefix, partitions, replication_factor, and of
+    worker: worker_id, model, device, calibration, hbm_bytes, dram_bytes, history_path, history_max_bytes, http_port;
+    then log.level. docs/settings.md describes all.
+    """
     from relaygr.settings import load, values
 
     loaded = load(config, os.environ, overrides or (), bootstrap)

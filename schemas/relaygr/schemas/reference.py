@@ -52,7 +52,24 @@ _OTHER_LANGUAGES = """\
 digest chains, and the partitions of 50 user ids. Write what your implementation computes into a file of the same form,
 and check it with `python -m relaygr.schemas.vectors --against FILE`. Gateways of one file, which send an impression and
 read its result: [Python](examples/gateway.py) without this package, [Java](examples/Gateway.java) with kafka-clients
-alone (tests run both), and [Go](examples/gateway.go), which was not run."""
+alone (tests run both), and [Go](examples/gateway.go), which was not run. All take the same arguments.
+
+Clients of Kafka differ in two things: how a producer chooses the partition (murmur2 of the key is needed), and how a
+consumer reads one partition of the results without a group (`assign`).
+
+| client | partitioner | results |
+|---|---|---|
+| librdkafka (Python, Go, .NET, Rust, `@confluentinc/kafka-javascript`) | `partitioner=murmur2_random` | `assign` |
+| kafka-clients (Java, Kotlin, Scala) | the default | `assign` |
+| kafkajs 2 | the default, not `LegacyPartitioner` | has no `assign`: see below |
+| sarama (Go) | `NewCustomHashPartitioner` with a murmur2 | `ConsumePartition` |
+
+A client that reads only as a member of a group, such as kafkajs, gives each process a group of its own, which no other
+process joins: `consumer({groupId: "relaygr.gateway." + gatewayId})`, and
+`subscribe({topics: ["relaygr.results"], fromBeginning: false})`. It sends its first request after the event
+`GROUP_JOIN`, since earlier results are not read. It reads all partitions of the results and drops those whose header
+`gateway_id` is not its own, so its traffic grows with the whole fleet's. The user needs Read on that group. Beyond a
+few gateways use a client with `assign`, or the [HTTP gateway](publishing.md#http)."""
 
 
 def reference() -> str:
