@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from tests.echo_worker import read_topic
 
 pytestmark = pytest.mark.slow
 
+PAGE = Path(__file__).parents[2] / "docs" / "your-pipeline.md"
 T0 = 1_600_000_000_000
 MAP = ["--columns", "user=uid,item=sku,time=at,action=event", "--actions", "view=1,buy=2"]
 KILLED_RECORDS = 30_000
@@ -96,13 +99,19 @@ def test_a_pipe_of_the_same_objects_becomes_behaviours(kafka_settings: KafkaSett
 
 
 def test_lists_become_histories_and_an_empty_record_deletes(kafka_settings: KafkaSettings) -> None:
+    documented = re.search(
+        r"^```jsonl snapshot\n(.*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert documented is not None
     lists = {"uid": "ann", "sku": [2, 1], "at": [T0 + 5, T0], "event": ["buy", "view"]}
+    write(kafka_settings, [json.loads(documented[1]) | {"uid": "eve"}], key="eve")
     write(kafka_settings, [lists, {**lists, "sku": [1]}], key="ann")
     write(kafka_settings, [None], key="bob")
     done = bridge(kafka_settings, "history")
-    assert "2 records published, 1 bad ones left out, lag 0" in done.output
+    assert "3 records published, 1 bad ones left out, lag 0" in done.output
     assert "1 items, 2 actions, 2 times: give as many of each" in done.output
-    found = {message.key(): message.value() for message in read_topic(kafka_settings, Topic.HISTORY, 2)}
+    found = {message.key(): message.value() for message in read_topic(kafka_settings, Topic.HISTORY, 3)}
+    assert len(decode(History, found[b"eve"] or b"").behaviours) == 2
     assert found[b"bob"] is None
     history = decode(History, found[b"ann"] or b"")
     assert (history.number, history.cut_ms) == (T0 + 5, T0 + 5)

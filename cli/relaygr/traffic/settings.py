@@ -37,8 +37,10 @@ class TrafficSettings(Section):
     interactions: Path | None = Field(
         None, description="an interaction log, for real histories instead of synthetic ones"
     )
-    columns: str | None = Field(None, description="what that log calls its columns, as `relaygr publish --columns`")
-    actions: str | None = Field(None, description="codes of its event names, as `relaygr publish --actions`")
+    columns: str | None = Field(
+        None, description="what that log calls its columns, as `relaygr publish history --columns`"
+    )
+    actions: str | None = Field(None, description="codes of its event names, as `relaygr publish history --actions`")
     held_out: Path | None = Field(
         None,
         description="folder of a run of `relaygr train ranker`: its longest users' test behaviours are played, one an "
