@@ -66,8 +66,8 @@ consumer reads one partition of the results without a group (`assign`).
 
 A client that reads only as a member of a group, such as kafkajs, gives each process a group of its own, which no other
 process joins: `consumer({groupId: "relaygr.gateway." + gatewayId})`, and
-`subscribe({topics: ["relaygr.results"], fromBeginning: false})`. It sends its first request after the event
-`GROUP_JOIN`, since earlier results are not read. It reads all partitions of the results and drops those whose header
+`subscribe({topics: ["relaygr.results"], fromBeginning: false})`. It sends its first request after the first event
+`FETCH`, since results from before are not read. It reads all partitions of the results and drops those whose header
 `gateway_id` is not its own, so its traffic grows with the whole fleet's. The user needs Read on that group. Beyond a
 few gateways use a client with `assign`, or the [HTTP gateway](publishing.md#http)."""
 
