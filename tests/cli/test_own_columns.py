@@ -165,6 +165,13 @@ def test_repeated_rows_are_counted_and_said(tmp_path: Path) -> None:
     assert "7 interactions" in done.output
 
 
+def test_rows_that_two_files_share_are_counted_and_said(tmp_path: Path) -> None:
+    for name, items in (("a.csv", (1, 2, 3)), ("b.csv", (2, 3, 4))):
+        (tmp_path / name).write_text("user,item,time\n" + "".join(f"ann,{item},{T0 + item}\n" for item in items))
+    done = dry_run(tmp_path / "a.csv", "--interactions", tmp_path / "b.csv")
+    assert "2 rows of all files together repeat another one exactly" in done.output
+
+
 def test_the_command_says_which_code_an_event_has(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(json_text(ROWS))
     done = dry_run(tmp_path / "log", "--columns", COLUMNS, "--actions", ACTIONS)

@@ -247,7 +247,10 @@ def _read_all(console: Console, paths: list[Path], limits: Limits, model: Path |
             console.print(f"Note         {ahead:,} behaviours are dated after tomorrow: workers date them earlier")
         for note in known.check_log(parts[-1]) if known is not None else ():
             console.print(f"Note         {note}")
-    return joined(parts)
+    whole = joined(parts)
+    if len(parts) > 1 and (same := whole.repeats()):
+        console.print(f"Note         {same:,} rows of all files together repeat another one exactly")
+    return whole
 
 
 def _check_times(path: Path, report: ReadReport) -> None:

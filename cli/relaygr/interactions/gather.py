@@ -222,6 +222,13 @@ class Interactions:
         behaviours = Behaviours(shown.items[kept], shown.actions[kept], shown.timestamps_ms[kept])
         return replace(self, users=users, starts=starts, behaviours=behaviours)
 
+    def repeats(self) -> int:
+        """The number of rows that equal an earlier row in all columns; 0 without times."""
+        if not self.report.layout.has_times:
+            return 0
+        users, shown = np.repeat(np.arange(len(self.users)), np.diff(self.starts)), self.behaviours
+        return repeats(users, shown.timestamps_ms, shown.items, shown.actions, order=np.arange(len(users)))
+
     def of(self, index: int) -> Behaviours:
         """The behaviours of user `index`, a view."""
         return self.behaviours[int(self.starts[index]) : int(self.starts[index + 1])]

@@ -85,7 +85,7 @@ def parquet_files(path: Path) -> list[Path]:
     return files_of(path, _SUFFIXES)
 
 
-def recognise_parquet(path: Path, log_map: LogMap) -> Layout:
+def recognise_parquet(path: Path, log_map: LogMap = NO_MAP) -> Layout:
     """The layout of a Parquet file or folder. Raises RelayError if columns are missing or of unknown types."""
     require_pyarrow(str(path))
     if path.is_dir() and is_collected(path):
