@@ -16,8 +16,10 @@ from typer.testing import CliRunner, Result
 from relaygr.cli.app import app
 from relaygr.interactions import Interactions, LayoutKind, read_interactions
 from relaygr.interactions.gather import hashed_item
-from relaygr.interactions.mapping import log_map
+from relaygr.interactions.mapping import NO_MAP, log_map
+from relaygr.publishing.mapped import MappedObjects
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.inputs.known import write_action_names
 from tests.cli.test_interactions import of
@@ -170,6 +172,32 @@ def test_rows_that_two_files_share_are_counted_and_said(tmp_path: Path) -> None:
         (tmp_path / name).write_text("user,item,time\n" + "".join(f"ann,{item},{T0 + item}\n" for item in items))
     done = dry_run(tmp_path / "a.csv", "--interactions", tmp_path / "b.csv")
     assert "2 rows of all files together repeat another one exactly" in done.output
+
+
+@pytest.mark.parametrize(
+    ("fields", "behaviour"),
+    [
+        ({"time": T0 // 1000}, (1, 0, T0)),
+        ({"timestamp": T0 / 1000 + 0.25}, (1, 0, T0 + 250)),
+        ({"ts": "2020-09-13T12:26:40Z", "rating": 2.5}, (1, 5, T0)),
+        ({"time_ms": T0, "action": "7"}, (1, 7, T0)),
+        ({}, (1, 0, T0 + 9)),
+        ({"time_ms": T0 // 1000}, "a time in seconds: give it in milliseconds"),
+        ({"time": [T0, T0]}, "1 items, 1 actions, 2 times: give as many of each"),
+        ({"rating": "inf"}, "expected a code of 0 to 65535"),
+        ({"rating": {"stars": 1}}, "a field is an object, expected one value"),
+        ({"action": "click"}, "give names a code by --actions"),
+        ({"item": None}, "an id is empty"),
+    ],
+)
+def test_an_object_becomes_behaviours(fields: dict[str, Any], behaviour: tuple[int, int, int] | str) -> None:
+    content = {"user": 7, "item": 1, **fields}
+    if isinstance(behaviour, str):
+        with pytest.raises(ValueError, match=behaviour):
+            MappedObjects(NO_MAP).event(content, T0 + 9)
+        return
+    event = MappedObjects(NO_MAP).event(content, T0 + 9)
+    assert (event.user_id, event.behaviours) == ("7", Behaviours.of([behaviour]))
 
 
 def test_the_command_says_which_code_an_event_has(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class MappedObjects:
         behaviours = Behaviours(
             np.array(items, "<i8")[order], np.array(actions, "<u2")[order], np.array(times, "<i8")[order]
         )
+        behaviours.check_unit("")
         return whole_id(json_text(values[found.user])), behaviours
 
     def _columns(self, fields: tuple[str, ...]) -> NamedColumns:
