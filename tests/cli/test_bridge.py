@@ -26,7 +26,10 @@ from relaygr.schemas.codec import decode
 from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.inputs.known import write_action_names
 from tests.echo_worker import read_topic
+from tests.worlds.model import small_config
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +99,20 @@ def test_a_pipe_of_the_same_objects_becomes_behaviours(kafka_settings: KafkaSett
     assert done.exit_code == 0, done.output
     (event,) = events(kafka_settings, 1)
     assert (event.user_id, event.behaviours.items.tolist()) == ("ann", [hashed_item("B00X")])
+
+
+def test_lines_of_messages_stay_messages_beside_a_model_that_keeps_events(
+    kafka_settings: KafkaSettings, tmp_path: Path
+) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, seed=1).tensors)
+    write_action_names(tmp_path, {"view": 1})
+    command = [word if not word.startswith("kafka:") else "-" for word in words(kafka_settings, "behaviours")]
+    del command[command.index("--columns") :]
+    line = json.dumps({"user_id": "ann", "item": 55, "action": 1, "timestamp_ms": T0})
+    done = CliRunner().invoke(app, [*command, "--model", str(tmp_path)], input=f"{line}\n")
+    assert done.exit_code == 0, done.output
+    assert [event.behaviours.items.tolist() for event in events(kafka_settings, 1)] == [[55]]
 
 
 def test_lists_become_histories_and_an_empty_record_deletes(kafka_settings: KafkaSettings) -> None:

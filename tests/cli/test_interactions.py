@@ -281,6 +281,7 @@ def test_progress_ends_at_the_size_of_the_file(write: Write) -> None:
             "the layout is unknown, its first line is 'hello world'. Known are CSV",
         ),
         (b'{"user_id": 1}\n{"user_id": 2}\n', "no column for the item among user_id: name it by --columns item=NAME"),
+        (b'{\n "user_id": 1\n}\n', "no line is an object: write each on one line"),
         (b'[{"user_id": 1}]', "a list of JSON: write one object on each line"),
         (b"1\t2\t3\n4\t5\t6\n", "no column for the user and item among 1, 2, 3"),
         (gzip.compress(b"1::2::3::4\n" * 1000, mtime=0)[:-9], "broken gzip"),

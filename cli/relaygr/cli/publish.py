@@ -29,7 +29,6 @@ from relaygr.cli.publish_history import (
 )
 from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
-from relaygr.interactions.mapping import NO_MAP
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.publishing.bridge import time_of
@@ -203,7 +202,8 @@ def behaviours(
 ) -> None:
     """Publish new behaviours: those of each JSON line, or those of an interaction log with their positions.
 
-    With --columns or --actions, and of a topic, objects have the fields of a log (docs/your-pipeline.md).
+    With --columns or --actions, and of a topic, objects have the fields of a log (docs/your-pipeline.md). Exits with 1
+    for more bad lines than --max-bad-lines, or if a record was not delivered.
     """
     settings = command_settings(config, bootstrap, overrides)
     if (source is None) == (not interactions):
@@ -219,6 +219,7 @@ def behaviours(
         return
     assert source is not None
     clock, inputs, mapped = SystemClock(), SentInputs(model), MappedObjects(names)
+    is_mapped = columns is not None or actions is not None
     if is_topic:
 
         def convert(record: Message) -> tuple[bytes, bytes]:
@@ -234,7 +235,7 @@ def behaviours(
 
         def publish(line: Line) -> Publish:
             now_ms = clock.wall_us() // 1000
-            event = (behaviours_from_line if names == NO_MAP else mapped.event)(line.parse(), now_ms)
+            event = (mapped.event if is_mapped else behaviours_from_line)(line.parse(), now_ms)
             inputs.take(event)
             return lambda report: publisher.publish_behaviours(event, report)
 

@@ -272,6 +272,8 @@ def _json_lines(path: Path, lines: Sequence[str], log_map: LogMap) -> Layout:
     for line in lines:
         with contextlib.suppress(JsonLineError):  # A bad line, which the reader counts.
             fields |= dict.fromkeys(parse_object(line.encode("utf-8", "surrogateescape")))
+    if not fields:
+        raise RelayError(f"{path} begins with '{{', but no line is an object: write each on one line (jq -c .).")
     found = named_columns(path, list(fields), log_map)
     place = {column: at for at, column in enumerate(found.used)}
     return Layout(
