@@ -121,7 +121,7 @@ USES: dict[str, Use] = {
             "relaygr.cli.data",
             "relaygr.cli.train",
             "relaygr.interactions.parquet",
-            "relaygr.training.collect.collector",
+            "relaygr.training.collect",
             "relaygr.training.lengths",
             "relaygr.training.pipeline",
         ),

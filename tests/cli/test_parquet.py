@@ -9,17 +9,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.interactions import LayoutKind, Limits, joined, parquet, read_interactions, recognise
-from relaygr.interactions.gather import NO_POSITION, distinct, hashed_item
+from relaygr.interactions.gather import hashed_item
 from relaygr.runtime.errors import RelayError
 from tests.cli.test_interactions import of
 
@@ -255,61 +252,6 @@ def test_without_pyarrow_the_error_names_the_extra(write: Write, monkeypatch: py
         done = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
         assert done.exit_code == 1 and "pip install 'relaygr[training]'" in done.output
         assert not (path.parent / "folder").exists()
-
-
-# Rows that repeat others.
-
-
-def kept(*rows: tuple[int, int, int, int]) -> list[int]:
-    """Places of the distinct rows (user, position, item, time) by user and time."""
-    users, positions, items, times = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    found, ties = distinct(users.astype(np.int32), positions, items, times)
-    order = np.lexsort((ties, times[found], users[found]))
-    return [int(place) for place in found[order]]
-
-
-def test_one_position_is_one_behaviour_and_gives_the_order_of_equal_times() -> None:
-    assert kept((0, 1, 8, 5), (0, 0, 7, 5), (0, 1, 8, 5), (0, 2, 7, 5)) == [1, 2, 3]
-
-
-def test_of_one_position_the_time_of_the_last_row_counts() -> None:
-    """A worker raised the second time in its snapshot; the behaviours, which come after, have it as it was sent."""
-    assert kept((0, 0, 10, 500), (0, 1, 11, 500), (0, 2, 12, 600), (0, 0, 10, 500), (0, 1, 11, 400)) == [4, 3, 2]
-
-
-def test_a_count_that_begins_again_is_found_by_its_contents_where_no_position_repeats() -> None:
-    assert kept((0, 40, 7, 1), (0, 41, 8, 2), (0, 0, 7, 1), (0, 1, 8, 2), (1, 40, 7, 1), (1, 41, 8, 2)) == [0, 1, 4, 5]
-
-
-def test_where_a_count_begins_again_one_item_at_one_position_may_be_two_behaviours() -> None:
-    assert kept((0, 0, 7, 1), (0, 1, 8, 2), (0, 0, 7, 3), (0, 1, 9, 4)) == [0, 1, 2, 3]
-
-
-def test_where_a_count_begins_again_one_content_is_one_behaviour() -> None:
-    """The second log begins with the last behaviour of the first."""
-    assert kept((0, 0, 7, 1), (0, 1, 8, 2), (0, 0, 8, 2), (0, 1, 9, 3)) == [0, 1, 3]
-
-
-def test_behaviours_without_a_position_are_found_in_a_snapshot() -> None:
-    assert kept((0, 0, 7, 1), (0, 1, 8, 2), (0, NO_POSITION, 8, 2), (0, NO_POSITION, 9, 3)) == [0, 1, 3]
-
-
-def test_users_do_not_mix() -> None:
-    assert kept((0, 0, 7, 1), (1, 0, 7, 1), (1, 0, 8, 1), (0, 0, 7, 1)) == [3, 1, 2]
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.randoms(use_true_random=False), st.integers(1, 4))
-def test_a_log_that_is_read_several_times_in_any_order_is_the_log(items: list[int], random: Any, times: int) -> None:
-    rows = [(0, position, item, position // 3) for position, item in enumerate(items)]
-    several = rows * times
-    random.shuffle(several)
-    assert [several[place] for place in kept(*several)] == rows
-
-
-def test_no_rows() -> None:
-    empty = np.empty(0, np.int64)
-    found, ties = distinct(empty.astype(np.int32), empty, empty, empty)
-    assert found.size == ties.size == 0
 
 
 def test_memory_is_bounded_by_a_batch_and_the_columns(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,7 @@ from relaygr.processes import CommandProcess
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.topics import Topic
-from relaygr.training.collect.collector import Collector, FileLimits, manifest_of
-from relaygr.training.collect.files import opened
-from relaygr.worker.history.rules import TimeRules
+from relaygr.training.collect import collect
 from tests.worlds.own_broker import own_broker
 from tests.worlds.relay import Relay, candidates_of, environment, history_of, jobs_done, new_user, wait_until
 
@@ -271,8 +269,10 @@ def test_behaviours_are_collected_with_the_least_rights(guarded: GuardedBroker, 
     publish_history(guarded.settings(Role.HISTORY_PUBLISHER), user)
     kafka = guarded.settings(Role.COLLECTOR)
     require_topics(kafka, Role.COLLECTOR)
-    with opened(tmp_path / "collected", manifest_of(kafka, False), 1000) as folder:
-        found = Collector(kafka, folder, FileLimits(1000, 60), TimeRules(0), lambda: False).run(follow=False)
+    found = collect(
+        kafka, tmp_path / "collected", has_ratings=False, max_bytes=16 << 20, max_ahead_ms=0,
+        follow_s=None, is_stopping=lambda: False,
+    )  # fmt: skip
     assert found.reached_end and user in read_interactions(tmp_path / "collected").users
 
 

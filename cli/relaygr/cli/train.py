@@ -6,7 +6,6 @@ Commands import torch only when they run, so that `--help` answers without it.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +30,7 @@ from relaygr.runtime.stop_signals import StopSignals, exit_on_sigterm
 from relaygr.training_progress import EpochLines, progress_bars, read_training_log
 
 if TYPE_CHECKING:
-    from relaygr.training.collect.collector import Collected
+    from relaygr.training.collect import Collected
     from relaygr.training.lengths import Worth
     from relaygr.training.pipeline import Finished
 
@@ -180,6 +179,9 @@ def collect(
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until SIGTERM or Ctrl-C. Default: read to the end of the topics.")
     ] = False,
+    every_s: Annotated[
+        float, typer.Option("--every-s", min=0.1, help="With --follow: how often the files are written.")
+    ] = 600.0,
     ratings: Annotated[
         bool,
         typer.Option(
@@ -187,43 +189,41 @@ def collect(
             help="The action codes are ratings, twice the stars, as publish sends those of a log. The folder keeps it.",
         ),
     ] = False,
-    file_rows: Annotated[int, typer.Option(min=1, max=10_000_000, help="A file ends after so many rows.")] = 1_000_000,
-    file_s: Annotated[
-        float, typer.Option("--file-s", min=0.1, help="Write what was read at least every so many seconds.")
-    ] = 60.0,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Append the behaviours that the running system publishes to a folder of Parquet files.
+    """Copy the histories of the running system to a folder of Parquet files.
 
-    Such a folder is a log for `relaygr train ranker` and `relaygr publish`. Users that are deleted from the system are
-    deleted from the folder. The command goes on where the folder ends, after a crash too.
+    Such a folder is a log for `relaygr train ranker` and `relaygr publish`. It holds what a worker would rank with, and
+    nothing of users that were deleted. The command goes on where it was, after a crash too.
     """
     settings = command_settings(config, bootstrap, overrides)
     require_pyarrow("Collecting")
     from relaygr.kafka.admin import require_topics
     from relaygr.kafka.rights import Role
-    from relaygr.training.collect.collector import Collector, FileLimits, Progress, manifest_of
-    from relaygr.training.collect.files import opened
-    from relaygr.worker.history.rules import TimeRules
+    from relaygr.training.collect import Progress
+    from relaygr.training.collect import collect as collect_histories
 
     require_topics(settings, Role.COLLECTOR)
     stopping = StopSignals()
-    rules = TimeRules(int(settings.worker.history_max_ahead_s * 1000))
-    with opened(folder, manifest_of(settings, ratings), file_rows) as opened_folder, progress_bars() as bars:
-        started_s = time.monotonic()
+    with progress_bars() as bars:
 
         def show(seen: Progress) -> None:
-            per_s = seen.behaviours / (time.monotonic() - started_s)
-            bars.total(seen.total)
-            bars.share(min(seen.read, seen.total), f"{seen.behaviours:,} behaviours, {per_s:,.0f}/s")
+            bars.total(seen.partitions)
+            bars.share(seen.read_partitions, f"{seen.users:,} users")
 
-        collector = Collector(
-            settings, opened_folder, FileLimits(file_rows, file_s), rules, lambda: stopping.came, show
+        found = collect_histories(
+            settings,
+            folder,
+            has_ratings=ratings,
+            max_bytes=int(settings.worker.history_max_bytes),
+            max_ahead_ms=int(settings.worker.history_max_ahead_s * 1000),
+            follow_s=every_s if follow else None,
+            is_stopping=lambda: stopping.came,
+            on_progress=show,
         )
-        found = collector.run(follow)
     if as_json:
         print_json(asdict(found))
     else:
@@ -232,18 +232,16 @@ def collect(
 
 def _collected_text(found: Collected, folder: Path) -> str:
     """The last line of `collect`: one sentence, and one for each thing that is not as it should be."""
-    texts = [f"Collected {found.behaviours:,} behaviours of {found.records:,} records into {folder}"]
-    if found.repeats:
-        texts[0] += f", without {found.repeats:,} snapshots of workers that repeat them"
+    texts = [f"{folder} has {found.behaviours:,} behaviours of {found.users:,} users"]
+    if found.deleted_users:
+        texts.append(f"{found.deleted_users:,} deletions were read")
     if found.bad:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.bad.items()))
         texts.append(f"Skipped {found.bad.total():,} bad messages ({reasons})")
-    if found.deleted_users:
-        texts.append(f"Deleted {found.deleted_users:,} users, with {found.deleted_rows:,} rows")
-    texts += [
-        f"Kafka had deleted {count:,} offsets of {topic} before they were read: collect more often than its retention"
-        for topic, count in found.lost.items()
-    ]
+    if found.incomplete_users:
+        texts.append(f"Of {found.incomplete_users:,} users behaviours are missing, which Kafka has deleted")
+    if found.refused_users:
+        texts.append(f"{found.refused_users:,} records found no room: raise worker.history_max_bytes, and run it again")
     if not found.reached_end:
         texts.append("Stopped before the end: the same command goes on")
     return ". ".join(texts) + "."

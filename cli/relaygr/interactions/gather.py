@@ -26,7 +26,6 @@ LARGEST_RATING: Final = 32_767
 _SECONDS_BELOW: Final = 1e11
 _MILLISECONDS_BELOW: Final = 1e14
 _MICROSECONDS_BELOW: Final = 1e17
-NO_POSITION: Final = -1
 _SHOWN_BAD_LINES: Final = 5
 
 _S = TypeVar("_S", bound=np.generic)
@@ -242,8 +241,6 @@ class Columns:
     items: NDArray[np.int64]
     times: NDArray[np.float64]
     actions: NDArray[np.uint16]
-    positions: NDArray[np.int64] | None = None
-    """Of collected rows: the number of the user's behaviours before this one; `NO_POSITION`: not known."""
     file: str = ""
     """The name of the file, of a folder."""
 
@@ -256,7 +253,6 @@ class Columns:
             items=self.items[kept],
             times=self.times[kept],
             actions=self.actions[kept],
-            positions=None if self.positions is None else self.positions[kept],
         )
 
 
@@ -323,21 +319,12 @@ class Rows:
         items = _joined([chunk.items for chunk in chunks], np.dtype(np.int64))
         raw_times = _joined([chunk.times for chunk in chunks], np.dtype(np.float64))
         actions = _joined([chunk.actions for chunk in chunks], np.dtype(np.uint16))
-        positions = [chunk.positions for chunk in chunks if chunk.positions is not None]
         del chunks
         times_ms = np.rint(raw_times * factor_ms).astype("<i8")
         del raw_times
-        repeated = same = 0
-        if positions:
-            kept, ties = distinct(users, np.concatenate(positions), items, times_ms)
-            del positions
-            repeated = len(users) - len(kept)
-            users, items, times_ms, actions = users[kept], items[kept], times_ms[kept], actions[kept]
-            order = np.lexsort((ties, times_ms, users))
-        else:
-            # Both sorts are stable, so equal times stay in the order of the file.
-            order = np.lexsort((times_ms, users))
-            same = repeats(users, times_ms, items, actions, order=order) if self.layout.has_times else 0
+        # Both sorts are stable, so equal times stay in the order of the file.
+        order = np.lexsort((times_ms, users))
+        same = repeats(users, times_ms, items, actions, order=order) if self.layout.has_times else 0
         counts = np.bincount(users, minlength=len(self.users.names))
         del users
         # An id that occurs only in bad lines has no behaviours.
@@ -357,8 +344,6 @@ class Rows:
             if index.float_example:
                 whole = index.float_example.partition(".")[0]
                 notes.append(f"ids written as floats are read as whole numbers, {index.float_example} as {whole}")
-        if repeated:
-            notes.append(f"{repeated:,} rows repeat others and count once")
         if same:
             notes.append(f"{same:,} rows repeat another one exactly, and count like any other")
         if self.items.hashed_count:
@@ -378,32 +363,6 @@ class Rows:
             notes=tuple(notes),
         )
         return Interactions(names, starts, behaviours, dict(self.items), report)
-
-
-def distinct(
-    users: NDArray[np.int32], positions: NDArray[np.int64], items: NDArray[np.int64], times_ms: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The collected rows that do not repeat another one, and their order where a user has equal times.
-
-    Snapshots repeat behaviours, some with a time that a worker raised. Rows of one position and item are one behaviour,
-    of which the last row counts: files of behaviours come after those of snapshots. Positions give the order.
-    Otherwise a user has behaviours without positions, or the count began again at 0: one position has two items, or one
-    item and time has two positions and times decrease. Then rows of one item and time are one, in the files' order.
-    """
-    order = np.lexsort((items, positions, users))  # Stable, so that the last row of a group is the last of the files.
-    kept = order[np.roll(_changes(users, positions, items, order=order), -1)]
-    is_mixed = np.zeros(int(users.max(initial=-1)) + 1, bool)
-    is_mixed[users[kept[~_changes(users, positions, order=kept)]]] = True
-    is_mixed[users[positions == NO_POSITION]] = True
-    by_content = kept[np.lexsort((times_ms[kept], items[kept], users[kept]))]
-    repeating = users[by_content[~_changes(users, items, times_ms, order=by_content)]]
-    decreasing = users[kept[1:]][~_changes(users, order=kept)[1:] & (np.diff(times_ms[kept]) < 0)]
-    is_mixed[np.intersect1d(repeating, decreasing)] = True
-    mixed = np.flatnonzero(is_mixed[users])
-    mixed = mixed[np.lexsort((times_ms[mixed], items[mixed], users[mixed]))]
-    mixed = mixed[_changes(users, items, times_ms, order=mixed)]
-    kept = np.concatenate((kept[~is_mixed[users[kept]]], mixed))
-    return kept, np.where(is_mixed[users[kept]], kept, positions[kept])
 
 
 def repeats(users: NDArray[Any], times: NDArray[Any], *others: NDArray[Any], order: NDArray[np.int64]) -> int:

@@ -167,9 +167,6 @@ class Layout:
     map: LogMap = NO_MAP
     keys: tuple[str, ...] = ()
     """The columns of JSON lines: their names."""
-    codes_are_ratings: bool = False
-    is_collected: bool = False
-    """Whether `relaygr train collect` wrote it: rows have positions, and may repeat others."""
 
     @property
     def has_times(self) -> bool:
@@ -178,7 +175,7 @@ class Layout:
     @property
     def has_ratings(self) -> bool:
         """Whether the action codes are ratings: twice the stars."""
-        return self.rating is not None or self.codes_are_ratings
+        return self.rating is not None
 
     def split(self, line: str) -> list[str]:
         """The fields of a line. Raises csv.Error for broken quotes, JsonLineError for broken JSON."""

@@ -2,17 +2,15 @@
 
 * Columns are found by the names that CSV has (`relaygr.interactions.layouts`). Ids are integers, text, or floats that
   are whole. Times are timestamps, dates, texts of ISO 8601, or numbers, whose unit is found as in text.
-* A folder is read in the order of one of text. Of a folder that `relaygr train collect` writes, the files are read that
-  it counts as its own.
+* A folder is read in the order of one of text.
 * A batch of rows is in memory at a time. A row without a user, an item, a time or a rating is a bad line, whose number
   is that of the row in its file, from 1.
 """
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +21,6 @@ from numpy.typing import NDArray
 
 from relaygr.interactions.gather import (
     LARGEST_RATING,
-    NO_POSITION,
     BadIdError,
     Columns,
     ItemIndex,
@@ -40,7 +37,6 @@ from relaygr.interactions.layouts import (
 )
 from relaygr.interactions.mapping import LARGEST_CODE, LARGEST_TIME, NO_MAP, LogMap, time_number
 from relaygr.runtime.errors import RelayError
-from relaygr.training.collect.folder import METADATA_KEY, is_collected, parts_of, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +46,6 @@ _MAGIC: Final = b"PAR1"
 _SUFFIXES: Final = (".parquet", ".pq")
 _DAY_MS: Final = 24 * 3600 * 1000
 _NOT_A_ROW: Final = -1
-_TRIES: Final = 10
 _INFINITY: Final = float("inf")
 _EXACT_FLOATS: Final = {"halffloat": 2**11, "float": 2**24}
 """Up to which number small floats have all whole numbers. Of larger floats the text shows it."""
@@ -66,9 +61,9 @@ def require_pyarrow(what: str) -> None:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether this is a Parquet file, or a folder of collected behaviours or with Parquet files."""
+    """Whether this is a Parquet file, or a folder with such files."""
     if path.is_dir():
-        return is_collected(path) or bool(parquet_files(path))
+        return bool(parquet_files(path))
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -80,22 +75,12 @@ def parquet_files(path: Path) -> list[Path]:
     """The Parquet files of a folder, or the file itself, in the order of reading."""
     if not path.is_dir():
         return [path]
-    if is_collected(path):
-        return [path / part.name for part in parts_of(path).live]
     return files_of(path, _SUFFIXES)
 
 
 def recognise_parquet(path: Path, log_map: LogMap = NO_MAP) -> Layout:
     """The layout of a Parquet file or folder. Raises RelayError if columns are missing or of unknown types."""
     require_pyarrow(str(path))
-    if path.is_dir() and is_collected(path):
-        if log_map != NO_MAP:
-            raise RelayError(f"{path} was collected, so it needs no --columns and --actions.")
-        columns = ("user", "position", "item", "action", "time_ms")
-        return Layout(
-            LayoutKind.PARQUET, "", False, len(columns), 0, 2, 4, codes=3, time_is_ms=True, is_collected=True,
-            because="a folder of collected behaviours", codes_are_ratings=read_manifest(path).has_ratings,
-        )  # fmt: skip
     files = parquet_files(path)
     with _opened(files[0]) as file:
         layout = _layout(files[0], file.schema_arrow, log_map)
@@ -111,59 +96,28 @@ def read_parquet(path: Path, layout: Layout, limits: Limits, on_progress: Progre
     """The rows of all files. `on_progress` gets the number of bytes read so far. Raises RelayError."""
     rows = Rows(path, layout, limits)
     done_bytes = 0
-    with ExitStack() as stack:
-        held = _held(path, stack) if layout.is_collected else dict.fromkeys(parquet_files(path))
-        for each, handle in held.items():
-            with _opened(each, handle) as file:
-                reader = _FileReader(rows, file, each, is_one_of_several=path.is_dir())
-                size_bytes = each.stat().st_size if handle is None else handle.size()
-                total = max(1, file.metadata.num_rows)
-                for batch in file.iter_batches(BATCH_ROWS, columns=reader.names):
-                    reader.take(batch)
-                    if on_progress is not None:
-                        on_progress(done_bytes + size_bytes * reader.read // total)
-            done_bytes += size_bytes
+    for each in parquet_files(path):
+        with _opened(each) as file:
+            reader = _FileReader(rows, file, each, is_one_of_several=path.is_dir())
+            size_bytes = each.stat().st_size
+            total = max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(BATCH_ROWS, columns=reader.names):
+                reader.take(batch)
+                if on_progress is not None:
+                    on_progress(done_bytes + size_bytes * reader.read // total)
+        done_bytes += size_bytes
     return rows
 
 
-def _held(path: Path, stack: ExitStack) -> dict[Path, Any]:
-    """The files of a folder that `relaygr train collect` may join meanwhile: they stay readable while they are open.
-
-    A listing may lack a file that was written while it was made, and which replaced another; the next one has it.
-    """
-    import pyarrow as pa
-
-    for _ in range(_TRIES):
-        with ExitStack() as opened:
-            try:
-                listed = parquet_files(path)
-                found = {each: opened.enter_context(pa.OSFile(str(each), "rb")) for each in listed}
-                if parquet_files(path) != listed:
-                    continue
-            except FileNotFoundError:
-                continue  # It was joined with another one after the folder was listed.
-            except OSError as error:
-                advice = (
-                    f": all {len(listed):,} are open while they are read. Raise the limit (ulimit -n), or collect "
-                    "with a larger --file-rows"
-                    if error.errno == errno.EMFILE
-                    else ""
-                )
-                raise RelayError(f"The files of {path} cannot be opened: {error}{advice}.") from error
-            stack.push(opened.pop_all())
-            return found
-    raise RelayError(f"{path} changes all the time: stop what writes it, and read it again.")
-
-
 @contextmanager
-def _opened(path: Path, handle: Any = None) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[Any]:
     """The open file. Raises RelayError if it is broken, now or while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         # Old timestamps of 96 bits would overflow in nanoseconds.
-        with pq.ParquetFile(path if handle is None else handle, coerce_int96_timestamp_unit="ms") as file:
+        with pq.ParquetFile(path, coerce_int96_timestamp_unit="ms") as file:
             yield file
     except FileNotFoundError as error:
         raise RelayError(f"{path} is gone: the folder was changed while it was read. Read it again.") from error
@@ -180,12 +134,11 @@ def _layout(path: Path, schema: Any, log_map: LogMap) -> Layout:
     if not log_map.actions:
         numbers.append(("action", found.action))
     _check_types(path, schema, ("user", found.user), ("item", found.item), ("time", time), *numbers)
-    collected = METADATA_KEY in (schema.metadata or {}) and "position" in fields
     return Layout(
         LayoutKind.PARQUET, "", False, len(fields), found.user, found.item, time, found.rating, found.flags,
         found.time_is_ms or (time is not None and _is_calendar(schema.types[time])),
         because=f"a Parquet file with {found.shown}", codes=found.action, map=log_map,
-        notes=tuple(note for note in found.notes if not (collected and "not used" in note)), is_collected=collected,
+        notes=tuple(found.notes),
     )  # fmt: skip
 
 
@@ -244,9 +197,8 @@ class _FileReader:
         self._file = path.name if is_one_of_several else ""
         self._layout = own = _layout(path, file.schema_arrow, rows.layout.map)
         wanted = rows.layout
-        for what in ("time_is_ms", "is_collected"):
-            if getattr(own, what) != getattr(wanted, what):
-                raise RelayError(f"{path} has other columns than the first file of the folder: give one of them alone.")
+        if own.time_is_ms != wanted.time_is_ms:
+            raise RelayError(f"{path} has other columns than the first file of the folder: give one of them alone.")
         for what in ("time", "rating", "codes"):
             if (getattr(own, what) is None) != (getattr(wanted, what) is None):
                 raise RelayError(f"{path} lacks a column that other files of the folder have, or has one more: {what}.")
@@ -254,8 +206,6 @@ class _FileReader:
             raise RelayError(f"{path} has other flags than the first file of the folder: give one of them alone.")
         fields = file.schema_arrow.names
         columns = [own.user, own.item, own.time, own.rating, own.codes, *(column for column, _ in own.flags)]
-        if own.is_collected:
-            columns.append(fields.index("position"))
         self.names = [fields[at] for at in dict.fromkeys(columns) if at is not None]
         self._fields = fields
 
@@ -287,13 +237,9 @@ class _FileReader:
         # Ids are added last, so that rows that fail above add none.
         users = _mapped("user", column(layout.user), self._user, bad)
         items = _mapped("item", column(layout.item), self._item, bad)
-        positions = column(self._fields.index("position")).fill_null(NO_POSITION) if layout.is_collected else None
         numbers: Sequence[int] = range(self.read + 1, self.read + count + 1)
         self.read += count
-        chunk = Columns(
-            numbers, users.astype(np.int32), items, times, actions,
-            None if positions is None else positions.to_numpy().astype(np.int64), self._file,
-        )  # fmt: skip
+        chunk = Columns(numbers, users.astype(np.int32), items, times, actions, self._file)
         for at in sorted(bad):
             self.rows.reject(numbers[at], bad[at], self._file)
         self.rows.chunks.append(chunk.without(sorted(bad)) if bad else chunk)

@@ -18,8 +18,7 @@
   integer of more than 64 bits, which no message can carry.
 * A bad line is skipped and reported with its number and the reason. After more than `Limits.max_bad_lines` of them
   reading stops with RelayError. Nothing is published then, because the whole file is read first.
-* Of a folder that `relaygr train collect` wrote, rows that repeat others count once (`relaygr.interactions.gather`).
-* Reading takes about 70 bytes of memory a line at the peak (130 of collected rows), and the distinct ids.
+* Reading takes about 70 bytes of memory a line at the peak, and the distinct ids.
   `Limits.max_lines` bounds the memory: with 100 million lines MovieLens-32M and KuaiRand-1K fit; KuaiRand-27K (322
   million lines) has to be split by user.
 """

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import lmdb
 import structlog
@@ -36,7 +36,7 @@ from prometheus_client import Counter, Gauge
 
 from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.kafka.clients import READ_COMMITTED, asking_fetch_wait_ms, learn_leaders, make_assigned_consumer
-from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.dead_letters import OnDone
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
@@ -135,6 +135,16 @@ class _Invalid:
         return _place(self.message)[2]
 
 
+class DeadLetters(Protocol):
+    """Takes the records that cannot be used; `relaygr.kafka.dead_letters.DeadLetterWriter` is one."""
+
+    def write(self, message: Message, reason: str, detail: str, on_done: OnDone | None = None) -> None: ...
+
+    def poll(self, timeout_s: float = 0.0) -> int: ...
+
+    def flush(self, timeout_s: float) -> int: ...
+
+
 class HistoryFollower:
     """Implements the module's contract."""
 
@@ -142,7 +152,7 @@ class HistoryFollower:
         self,
         kafka: KafkaSettings,
         store: HistoryStore,
-        dead_letters: DeadLetterWriter,
+        dead_letters: DeadLetters,
         client_id: str,
         on_changed: Callable[[tuple[str, ...]], None],
         on_deleted: Callable[[str], None],

@@ -1,0 +1,417 @@
+"""Copies the histories of the running system into a folder of Parquet files, one for each partition.
+
+    FOLDER/histories-00007.parquet   the behaviours of the users of partition 7, each user's in order
+    FOLDER/collected.json            the topics that the folder is a copy of, and whether action codes are ratings
+    FOLDER/.store                    a history store, as a worker has one
+
+The store follows the topics with the code of a worker (`relaygr.worker.history.follower`). So the files hold what a
+worker would rank with: each behaviour once, corrected by later snapshots, and nothing of a deleted user. A file is
+written anew, as a whole, when its partition has read other records than the file's metadata say. A run may end
+anywhere: the next one goes on in the store, and writes the files that differ from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import lmdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import structlog
+from confluent_kafka import KafkaException, Message
+
+from relaygr.kafka.dead_letters import OnDone
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_identity import TopicIdentity, TopicIdentityWatch, identify_topics
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import lock_folder, partial_of, put_in_place, write_whole
+from relaygr.schemas.messages import Behaviours
+from relaygr.schemas.topics import Topic
+from relaygr.worker.history.apply import UNREAD
+from relaygr.worker.history.follower import HistoryFollower
+from relaygr.worker.history.store import HistoryStore
+
+_log = structlog.get_logger(__name__)
+
+CLIENT_ID: Final = "relaygr-collect"
+MANIFEST: Final = "collected.json"
+STORE: Final = ".store"
+LAYOUT: Final = 3
+_READ_TO: Final = b"relaygr.read_to"
+_COUNTS: Final = b"relaygr.counts"
+"""Keys in a file's metadata: which records are in it; its users, those of incomplete histories, and its rows."""
+_ROWS_WAITING: Final = 4_000_000
+"""Rows of all files that are being written, which wait for their row groups."""
+_FILES_AT_ONCE: Final = 256
+_WAIT_S: Final = 0.1
+_ANSWER_S: Final = 10.0
+_STOP_S: Final = 600.0
+"""The store must not be closed before its follower has ended."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """What a run did, and what the folder holds after it."""
+
+    behaviours: int = 0
+    users: int = 0
+    incomplete_users: int = 0
+    """Users of whose histories behaviours are missing, which Kafka deleted before they were read."""
+    refused_users: int = 0
+    """Users for whom the store had no room."""
+    written_files: int = 0
+    deleted_users: int = 0
+    """Tombstones that were read."""
+    bad: Counter[str] = field(default_factory=Counter)
+    """Bad messages by reason."""
+    reached_end: bool = False
+    """Every partition was read to an end of its logs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come."""
+
+    users: int
+    read_partitions: int
+    """Partitions that were read to an end of their logs, of `partitions`."""
+    partitions: int
+
+
+class _BadMessages:
+    """Counts bad messages in the place of writing dead letters: the workers write those."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+
+    def write(self, message: Message, reason: str, detail: str, on_done: OnDone | None = None) -> None:
+        self._counts[reason] += 1
+        if self._counts[reason] == 1:
+            place = {"topic": message.topic(), "partition": message.partition(), "offset": message.offset()}
+            _log.warning("a bad message was skipped; more of this reason are counted", cause=detail, **place)
+        if on_done is not None:
+            on_done(True)
+
+    def poll(self, timeout_s: float = 0.0) -> int:  # noqa: ARG002
+        return 0
+
+    def flush(self, timeout_s: float) -> int:  # noqa: ARG002
+        return 0
+
+
+def collect(
+    kafka: KafkaSettings,
+    folder: Path,
+    *,
+    has_ratings: bool,
+    max_bytes: int,
+    max_ahead_ms: int,
+    follow_s: float | None,
+    is_stopping: Callable[[], bool],
+    on_progress: Callable[[Progress], object] = lambda _: None,
+) -> Collected:
+    """Reads to the ends of the logs and writes the files.
+
+    `has_ratings`: the action codes are ratings, twice the stars; the folder keeps it. `max_bytes`: of the store.
+    `max_ahead_ms`: see `HistoryStore.open`. `follow_s`: go on until it shall stop, and write the files so often.
+
+    Raises RelayError if the folder is of other topics, in use, full or not to be written, or Kafka does not answer.
+    """
+    identity = _identified(kafka)
+    with _opened(folder) as path:
+        has_ratings = _agreed(path, identity, kafka.partitions, has_ratings)
+        store = HistoryStore.open(path / STORE, max_bytes, max_ahead_ms=max_ahead_ms)
+        try:
+            return _Run(kafka, path, store, identity, has_ratings, on_progress).run(follow_s, is_stopping)
+        except (OSError, pa.ArrowException, lmdb.Error) as error:
+            raise RelayError(
+                f"{folder} cannot be written ({error}): free space, or repair it, and run the command again. It goes "
+                "on where it was."
+            ) from error
+        finally:
+            store.close()
+
+
+class _Run:
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        folder: Path,
+        store: HistoryStore,
+        identity: TopicIdentity,
+        has_ratings: bool,
+        on_progress: Callable[[Progress], object],
+    ) -> None:
+        self._kafka = kafka
+        self._folder = folder
+        self._store = store
+        self._identity = identity
+        self._has_ratings = has_ratings
+        self._on_progress = on_progress
+        self._partitions = frozenset(range(kafka.partitions))
+        self._found = Collected()
+        self._renewed: frozenset[str] = frozenset()
+
+    def run(self, follow_s: float | None, is_stopping: Callable[[], bool]) -> Collected:
+        follower = HistoryFollower(
+            self._kafka,
+            self._store,
+            _BadMessages(self._found.bad),
+            CLIENT_ID,
+            on_changed=lambda _: None,
+            on_deleted=self._note_deleted,
+            on_missed=self._note_read_anew,
+        )
+        watch = TopicIdentityWatch(self._kafka, self._identity, f"{CLIENT_ID}-ids", self._note_renewed)
+        for partition in self._partitions:
+            if self._read_to(partition) < _read_to_of(_path(self._folder, partition)):
+                # The store was emptied, and its process died before it noted that.
+                _path(self._folder, partition).unlink()
+        watch.start()
+        follower.follow(self._partitions)
+        follower.start()
+        try:
+            self._read(follower, follow_s, is_stopping)
+        finally:
+            watch.stop()
+            follower.stop(_STOP_S)
+        if self._renewed:
+            # What was received last may be of the new log.
+            raise RelayError(
+                f"{', '.join(sorted(self._renewed))} was deleted and created again: collect into another folder."
+            )
+        self._write()
+        while self._store.removed_at_ms is not None and not self._store.compact():
+            pass  # No byte of a deleted user stays in the store.
+        return self._found
+
+    def _read(self, follower: HistoryFollower, follow_s: float | None, is_stopping: Callable[[], bool]) -> None:
+        write_at_s = 0.0
+        while not self._renewed:
+            loading = len(follower.loading)
+            self._found.reached_end = not loading
+            self._on_progress(Progress(self._store.user_count, len(self._partitions) - loading, len(self._partitions)))
+            if follower.fault:
+                raise RelayError(f"{follower.fault}. The same command goes on where it was.")
+            if is_stopping() or (follow_s is None and not loading):
+                return
+            if follow_s is not None and not loading and time.monotonic() >= write_at_s:
+                self._write()
+                write_at_s = time.monotonic() + follow_s
+            time.sleep(_WAIT_S)
+
+    def _note_deleted(self, _user_id: str) -> None:
+        self._found.deleted_users += 1
+
+    def _note_renewed(self, topics: frozenset[str]) -> None:
+        self._renewed = topics
+
+    def _note_read_anew(self, partitions: frozenset[int]) -> None:
+        """The follower has emptied these partitions, and reads their logs from the beginning, which may be other logs.
+
+        The files may have what the logs have lost, and offsets do not tell.
+        """
+        ids = _identified(self._kafka).topic_ids
+        renewed = frozenset(name for name, known in self._identity.topic_ids.items() if ids[name] != known)
+        if renewed:
+            self._renewed = renewed
+            return
+        for partition in partitions:
+            _path(self._folder, partition).unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        """Writes the files of the partitions that have read other records than their files say."""
+        read_to = {each: self._read_to(each) for each in sorted(self._partitions)}
+        stale = iter([each for each in read_to if self._is_stale(each, read_to[each])])
+        while group := list(islice(stale, _FILES_AT_ONCE)):
+            with ExitStack() as stack:
+                group_rows = max(1024, _ROWS_WAITING // len(group))
+                files = {
+                    each: stack.enter_context(
+                        _File(_path(self._folder, each), read_to[each], self._has_ratings, group_rows)
+                    )
+                    for each in group
+                }
+                after: bytes | None = b""
+                while after is not None:
+                    heads, after = self._store.heads_after(after, files)
+                    for head in heads:
+                        stored = self._store.get(head.user_id)
+                        if stored is not None and len(stored.history.behaviours):
+                            files[head.partition].add(head.user_id, stored.history.behaviours, stored.has_gap)
+            self._found.written_files += len(group)
+        self._found.refused_users = sum((self._store.state(each) or UNREAD).refused for each in self._partitions)
+        self._count()
+
+    def _is_stale(self, partition: int, read_to: tuple[int, int]) -> bool:
+        path = _path(self._folder, partition)
+        return _read_to_of(path) != read_to or ("rating" in pq.read_schema(path).names) != self._has_ratings
+
+    def _read_to(self, partition: int) -> tuple[int, int]:
+        state = self._store.state(partition) or UNREAD
+        return state.next_offset, state.next_event
+
+    def _count(self) -> None:
+        """Sums up the files, those of earlier runs included."""
+        found = self._found
+        found.behaviours = found.users = found.incomplete_users = 0
+        for partition in self._partitions:
+            users, incomplete, rows = _numbers(_path(self._folder, partition), _COUNTS)
+            found.users += users
+            found.incomplete_users += incomplete
+            found.behaviours += rows
+
+
+class _File:
+    """A file that is being written. It gets its name when the context ends without an exception."""
+
+    def __init__(self, path: Path, read_to: tuple[int, int], has_ratings: bool, group_rows: int) -> None:
+        self._path = path
+        self._read_to = read_to
+        self._has_ratings = has_ratings
+        self._group_rows = group_rows
+        self._schema = pa.schema(
+            [
+                pa.field("user", pa.string(), nullable=False),
+                pa.field("item", pa.int64(), nullable=False),
+                pa.field("rating", pa.float32(), nullable=False)
+                if has_ratings
+                else pa.field("action", pa.uint16(), nullable=False),
+                pa.field("time_ms", pa.int64(), nullable=False),
+            ]
+        )
+        self._waiting: list[tuple[str, Behaviours]] = []
+        self._rows_waiting = 0
+        self._users = self._incomplete = self._rows = 0
+
+    def __enter__(self) -> _File:
+        self._file = partial_of(self._path).open("wb")
+        self._writer = pq.ParquetWriter(self._file, self._schema)
+        return self
+
+    def add(self, user_id: str, behaviours: Behaviours, is_incomplete: bool) -> None:
+        """Adds a user's history."""
+        self._waiting.append((user_id, behaviours))
+        self._rows_waiting += len(behaviours)
+        self._users += 1
+        self._incomplete += is_incomplete
+        if self._rows_waiting >= self._group_rows:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        if not self._waiting:
+            return
+        lengths = [len(behaviours) for _, behaviours in self._waiting]
+        numbers = pa.array(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+        users = pa.DictionaryArray.from_arrays(numbers, pa.array([user for user, _ in self._waiting], pa.string()))
+        items, actions, times_ms = (
+            np.concatenate([getattr(behaviours, name) for _, behaviours in self._waiting])
+            for name in ("items", "actions", "timestamps_ms")
+        )
+        codes = (actions / 2).astype(np.float32) if self._has_ratings else actions
+        columns = [users.dictionary_decode(), pa.array(items), pa.array(codes), pa.array(times_ms)]
+        self._writer.write_table(pa.table(columns, schema=self._schema))
+        self._rows += self._rows_waiting
+        self._waiting, self._rows_waiting = [], 0
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._write_group()
+                counts = f"{self._users} {self._incomplete} {self._rows}"
+                self._writer.add_key_value_metadata({_READ_TO: " ".join(map(str, self._read_to)), _COUNTS: counts})
+            self._writer.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        if kind is None:
+            put_in_place(self._path)
+        else:
+            partial_of(self._path).unlink()
+
+
+def _path(folder: Path, partition: int) -> Path:
+    return folder / f"histories-{partition:05}.parquet"
+
+
+def _numbers(path: Path, key: bytes) -> tuple[int, ...]:
+    return tuple(map(int, pq.read_metadata(path).metadata[key].split()))
+
+
+def _read_to_of(path: Path) -> tuple[int, ...]:
+    """The offsets of both logs up to which a file has the records; (): there is no file."""
+    return _numbers(path, _READ_TO) if path.is_file() else ()
+
+
+def _identified(kafka: KafkaSettings) -> TopicIdentity:
+    names = kafka.topic(Topic.HISTORY), kafka.topic(Topic.BEHAVIOURS)
+    try:
+        found = identify_topics(kafka, names, CLIENT_ID, _ANSWER_S)
+    except KafkaException as error:
+        raise RelayError(
+            f"Kafka at {kafka.bootstrap} does not describe its topics: {error.args[0].str()}. Check that its "
+            "brokers run, and that the user has the rights of the role collector."
+        ) from error
+    if found.cluster_id in found.topic_ids.values():  # Both are made up.
+        raise RelayError(
+            "The ids of the topics cannot be asked for, since this process may start no other: a folder without them "
+            "could mix two logs. Raise the limit of processes (ulimit -u)."
+        )
+    return found
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Path]:
+    """Makes the folder, and keeps other processes off it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder)
+    except OSError as error:
+        raise RelayError(f"{folder} cannot be used ({error.strerror}): give a folder that you may write.") from error
+    if lock is None:
+        raise RelayError(f"{folder} is in use: another `relaygr train collect` writes it.")
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def _agreed(folder: Path, identity: TopicIdentity, partitions: int, has_ratings: bool) -> bool:
+    """Checks that the folder is a copy of these topics, or makes it one. Returns whether codes are ratings."""
+    path = folder / MANIFEST
+    if not path.is_file() and any(not each.name.startswith(".") for each in folder.iterdir()):
+        raise RelayError(f"{folder} has other files, and no {MANIFEST}: give an empty or a new folder.")
+    wanted = {
+        "layout": LAYOUT,
+        "cluster_id": identity.cluster_id,
+        "topic_ids": dict(sorted(identity.topic_ids.items())),
+        "partitions": partitions,
+    }
+    try:
+        if path.is_file():
+            found = json.loads(path.read_bytes())
+            has_ratings = has_ratings or bool(found.pop("has_ratings", False))
+            if found != wanted:
+                changed = ", ".join(
+                    f"{name}: {found.get(name)}, not {wanted[name]}"
+                    for name in wanted
+                    if found.get(name) != wanted[name]
+                )
+                raise RelayError(f"{folder} is a copy of other topics ({changed}): give another folder.")
+        write_whole(path, json.dumps({**wanted, "has_ratings": has_ratings}, indent=2).encode())
+    except OSError as error:
+        raise RelayError(
+            f"{path} cannot be used ({error.strerror}): free space, or give a folder that you may write."
+        ) from error
+    except ValueError as error:
+        raise RelayError(f"{path} cannot be read ({error}): collect into a new folder.") from error
+    return has_ratings
