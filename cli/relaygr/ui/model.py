@@ -4,7 +4,8 @@ Every call takes the time of the reader's monotonic clock or of its wall clock, 
 the reader received a message. A message that the reader skipped still counts, by the offsets around the skip.
 
     requests    a retrieval event, its job, its ranking request and its result, joined by the request id
-    late        the result left the worker after the deadline, or the request expired, failed or got no result
+    late        the result left the worker after the deadline, or the request was truncated, expired, failed or got no
+                result: what the demo and `relaygr traffic` count
     latency     from the gateway's send to the worker's answer, by the clocks of both; without the way back
 
 User ids are hashed with a key of this process. The random part of a request id, which protects its result, is cut off.
@@ -582,7 +583,7 @@ class LiveModel:
             self._ended.popitem(last=False)
         second = self._now(now_us)
         second.kinds[kind] += 1
-        late = kind in (Kind.EXPIRED, Kind.FAILED, Kind.UNANSWERED)
+        late = kind in (Kind.TRUNCATED, Kind.EXPIRED, Kind.FAILED, Kind.UNANSWERED)
         if result is not None and entry.sent_at_us:
             late = late or 0 < entry.deadline_us < result.sent_at_us
             latency_ms = max(0, result.sent_at_us - entry.sent_at_us) / 1000

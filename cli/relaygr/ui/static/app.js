@@ -221,13 +221,18 @@ function showComparison(state) {
   if (!runs.length) return;
   const [on, off] = runs, both = off !== undefined;
   say("comparison-note", both ? `the same schedule, deadline ${state.deadline_ms} ms` : `deadline ${state.deadline_ms} ms; the run without the relay follows`);
+  // Less is better in all of them; null is no answer at all.
   const tiles = [
-    ["late, cut or failed", (run) => share(run.offered ? run.late / run.offered : null)],
-    ["P50", (run) => ms(run.p50_ms)], ["P99 of answered", (run) => ms(run.p99_ms)],
-    ["P99 of all offered", (run) => (run.offered_p99_ms === null ? "no whole answer" : ms(run.offered_p99_ms))],
-    ["lost", (run) => `${run.lost} of ${run.offered}`], ["device seconds", (run) => run.device_s.toFixed(1)],
+    ["late, cut or failed", (run) => (run.offered ? run.late / run.offered : 0), (run, value) => share(value)],
+    ["P50", (run) => run.p50_ms, (run, value) => ms(value)], ["P99 of answered", (run) => run.p99_ms, (run, value) => ms(value)],
+    ["P99 of all offered", (run) => run.offered_p99_ms, (run, value) => (value === null ? "no whole answer" : ms(value))],
+    ["lost", (run) => run.lost, (run, value) => `${value} of ${run.offered}`], ["device seconds", (run) => run.device_s, (run, value) => value.toFixed(1)],
   ];
-  $("tiles").replaceChildren(...tiles.map(([label, of]) => node("div", { class: "tile" }, node("div", { class: "label" }, label), node("div", { class: /^\d/.test(of(on)) ? "on" : "on words" }, of(on)), node("div", { class: "off" }, both ? `${off.title}: ${of(off)}` : on.title))));
+  $("tiles").replaceChildren(...tiles.map(([label, of, words]) => {
+    const [mine, other] = [of(on), both ? of(off) : null].map((value) => value ?? Infinity), shown = words(on, of(on));
+    const tone = mine < other ? " better" : mine > other ? " worse" : "";
+    return node("div", { class: "tile" }, node("div", { class: "label" }, label), node("div", { class: `on${/^\d/.test(shown) ? "" : " words"}${both ? tone : ""}` }, shown), node("div", { class: "off" }, both ? `${off.title}: ${words(off, of(off))}` : on.title));
+  }));
   charts.distribution($("plot-distribution"), runs, state.deadline_ms, `Share of all offered requests by latency. ${runs.map((run) => `${run.title}: P50 ${ms(run.p50_ms)}, P99 ${ms(run.p99_ms)}`).join("; ")}`);
   charts.endings($("plot-endings"), runs, KINDS, runs.map((run) => `${run.title}: ${Object.entries(run.endings).map(([name, count]) => `${name} ${count}`).join(", ")}`).join("; "));
   charts.schedule($("plot-dots"), runs, state.deadline_ms, KINDS, `Latency of each request in the order of the schedule, for ${runs.map((run) => run.title).join(" and ")}`);
@@ -258,9 +263,14 @@ function show(state) {
   say("foot", notes.join(" "));
 }
 
+/** Whether nothing was published in the time that the page shows. */
+function isIdle(state) {
+  return Boolean(state?.live) && !state.ended && state.live.stages.every((stage) => stage.series.every((each) => !each));
+}
+
 function showLink() {
   const silent = performance.now() - heard > 5000;
-  const [words, tone] = ended ? ["ended; the last figures stay", ""] : !heard ? ["connecting", ""] : silent ? ["no answer; trying again", "bad"] : paused ? ["paused", "warn"] : last?.ended ? [last.gates.length ? "finished" : "between two runs", ""] : ["live", last?.live?.problems.length ? "warn" : "good"];
+  const [words, tone] = ended ? ["ended; the last figures stay", ""] : !heard ? ["connecting", ""] : silent ? ["no answer; trying again", "bad"] : paused ? ["paused", "warn"] : isIdle(last) ? ["live, no traffic", ""] : last?.ended ? [last.gates.length ? "finished" : "between two runs", ""] : ["live", last?.live?.problems.length ? "warn" : "good"];
   say("link", words);
   $("link").className = `pill ${tone}`;
 }

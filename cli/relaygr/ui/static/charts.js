@@ -78,6 +78,12 @@ function path(points, x, y) {
   return drawn;
 }
 
+/** The point of a request; above the axis, a triangle at its upper edge. */
+function dot(x, y, isAbove, fill) {
+  const above = `M${(x - 3.2).toFixed(1)} ${(y + 5).toFixed(1)}h6.4l-3.2 -5z`;
+  return isAbove ? svg("path", { d: above, fill }) : svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 2.1, fill, opacity: 0.72 });
+}
+
 function deadline(root, y, left, right, ms) {
   root.append(
     svg("line", { x1: left, x2: right, y1: y, y2: y, class: "deadline" }),
@@ -87,7 +93,7 @@ function deadline(root, y, left, right, ms) {
 
 export function latency(container, view, kinds, span, label) {
   const { root, width, height } = canvas(container, label);
-  const left = 34, bottom = height - 18, top = 6;
+  const left = 46, bottom = height - 18, top = 6;
   const tall = [...view.dots.map((dot) => dot[1])].sort((a, b) => a - b);
   const most = tall.length ? tall[Math.min(tall.length - 1, Math.floor(tall.length * 0.995))] : 0;
   const ticks = steps(Math.max(1.25 * (view.budget_ms ?? 0), 1.05 * most, 10));
@@ -95,14 +101,14 @@ export function latency(container, view, kinds, span, label) {
   const y = (ms) => Math.max(top, bottom - (ms / largest) * (bottom - top));
   const x = (age) => width - (Math.min(age, span) / span) * (width - left);
   for (const tick of ticks) {
-    root.append(svg("line", { x1: left, x2: width, y1: y(tick), y2: y(tick), class: "gridline" }), text(left - 6, y(tick) + 4, tick, { "text-anchor": "end" }));
+    root.append(svg("line", { x1: left, x2: width, y1: y(tick), y2: y(tick), class: "gridline" }), text(left - 6, y(tick) + (tick === largest ? 10 : 4), tick === largest ? `${tick} ms` : tick, { "text-anchor": "end" }));
   }
   for (const age of [span, (3 * span) / 4, span / 2, span / 4, 0]) {
     root.append(text(x(age), height - 3, age === 0 ? "now" : `−${age} s`, { "text-anchor": age === 0 ? "end" : age === span ? "start" : "middle" }));
   }
   for (const [age, ms, kind] of view.dots) {
     if (age > span) continue;
-    root.append(svg("circle", { cx: x(age).toFixed(1), cy: y(ms).toFixed(1), r: 2.1, fill: colour(kinds[kind].kind), opacity: 0.72 }));
+    root.append(dot(x(age), y(ms), ms > largest, colour(kinds[kind].kind)));
   }
   const age = (series) => (place) => x(series.length - place - 0.5);
   root.append(svg("path", { d: path(view.p50_series, age(view.p50_series), y), class: "p50" }));
@@ -258,7 +264,7 @@ export function schedule(container, runs, deadline_ms, known, label) {
     root.append(text(start, high - 7, `${run.title}, ms`, { "font-weight": 600 }));
     for (const [number, ms, kind] of run.dots) {
       const tone = colour(known.find((name) => kind.startsWith(name)) ?? "other");
-      root.append(svg("circle", { cx: (start + 3 + (number / last) * (wide - 6)).toFixed(1), cy: y(ms).toFixed(1), r: 2.2, fill: tone, opacity: 0.75 }));
+      root.append(dot(start + 3 + (number / last) * (wide - 6), y(ms), ms > largest, tone));
     }
     if (deadline_ms) deadline(root, y(deadline_ms), start, start + wide, deadline_ms);
   });
