@@ -126,7 +126,7 @@ class Stack:
         self.late: set[str] = set()
         self.lost: list[LostRequest] = []
         self.client = relay.client(
-            settings=ClientSettings(lost_after_ms=15_000),
+            settings=ClientSettings(lost_after_ms=60_000),
             on_late=lambda outcome: self.late.add(outcome.request_id),
             on_lost=self.lost.append,
         )
