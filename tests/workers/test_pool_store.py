@@ -1,0 +1,104 @@
+"""The contract of `relaygr.worker.pool.store`, kept by the store in this process and by Mooncake."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, Store, StoredObject
+from tests.worlds.pool import TwinStore, mooncake
+
+FOUND, ABSENT, UNREADABLE = GetOutcome.FOUND, GetOutcome.ABSENT, GetOutcome.UNREADABLE
+PAGE = 64 * 1024
+SMALL = 16 << 20
+
+
+@pytest.fixture(scope="module", params=["twin", pytest.param("mooncake", marks=pytest.mark.slow)])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Memory]]:
+    """A store with room for 16 MiB, and registered memory [64, PAGE]."""
+    memory = np.random.default_rng(1).integers(0, 255, (64, PAGE), np.uint8)
+    if request.param == "twin":
+        twin = TwinStore(SMALL)
+        twin.register(memory)
+        yield twin, memory
+        return
+    with mooncake(tmp_path_factory.mktemp("pool"), size_bytes=SMALL) as processes:
+        store = processes.client()
+        store.register(memory)
+        yield store, memory
+
+
+@pytest.fixture
+def store(shared: tuple[Store, Memory]) -> Store:
+    shared[0].forget("^")
+    return shared[0]
+
+
+@pytest.fixture
+def memory(shared: tuple[Store, Memory]) -> Memory:
+    return shared[1]
+
+
+def test_an_object_comes_back_in_other_pages_scattered(store: Store, memory: Memory) -> None:
+    assert store.put(StoredObject("a/1", (memory[0][:32], memory[5], memory[2]))) is PutOutcome.STORED
+    memory[40:44] = 0
+    assert store.get([StoredObject("a/1", (memory[40][:32], memory[43], memory[41]))]) == [FOUND]
+    assert (memory[40][:32] == memory[0][:32]).all()
+    assert (memory[43] == memory[5]).all() and (memory[41] == memory[2]).all()
+    assert not memory[40][32:].any() and not memory[42].any()
+
+
+def test_each_object_of_a_call_has_its_own_outcome(store: Store, memory: Memory) -> None:
+    store.put(StoredObject("a/1", (memory[0],)))
+    store.put(StoredObject("a/2", (memory[1],)))
+    assert store.has(["a/1", "a/0", "a/2"]) == [True, False, True]
+    asked = [StoredObject(key, (memory[40 + at],)) for at, key in enumerate(("a/1", "a/0", "a/2"))]
+    assert store.get(asked) == [FOUND, ABSENT, FOUND]
+    assert (memory[40] == memory[0]).all() and (memory[42] == memory[1]).all()
+
+
+def test_a_key_that_exists_is_not_written_again(store: Store, memory: Memory) -> None:
+    store.put(StoredObject("a/1", (memory[0],)))
+    assert store.put(StoredObject("a/1", (memory[1],))) is PutOutcome.STORED
+    assert store.get([StoredObject("a/1", (memory[40],))]) == [FOUND]
+    assert (memory[40] == memory[0]).all()
+
+
+@pytest.mark.parametrize("asked", [PAGE // 2, 2 * PAGE])
+def test_an_object_of_another_size_is_unreadable(store: Store, memory: Memory, asked: int) -> None:
+    store.put(StoredObject("a/1", (memory[0],)))
+    assert store.get([StoredObject("a/1", (memory.reshape(-1)[40 * PAGE : 40 * PAGE + asked],))]) == [UNREADABLE]
+
+
+def test_many_parts_are_read_in_several_calls(store: Store, memory: Memory) -> None:
+    parts = tuple(memory.reshape(-1, 64)[: 32 * 1024 : 64])
+    assert len(parts) == 512
+    for number in range(4):
+        assert store.put(StoredObject(f"many/{number}", parts)) is PutOutcome.STORED
+    assert store.get([StoredObject(f"many/{number}", parts) for number in range(4)]) == [FOUND] * 4
+
+
+def test_forgetting_removes_what_the_pattern_matches_at_the_beginning_at_once(store: Store, memory: Memory) -> None:
+    for key in ("p/m1/u1/a", "p/m2/u1/b", "p/m1/u2/c", "x/p/m1/u1/d"):
+        store.put(StoredObject(key, (memory[0],)))
+        assert store.has([key]) == [True]
+    store.get([StoredObject("p/m1/u1/a", (memory[40],))])
+    assert store.forget("^p/[^/]+/u1/") == 2
+    assert store.forget("^p/[^/]+/u1/") == 0
+    assert store.forget("p/m1/u2") == 1
+    assert store.has(["p/m1/u1/a", "p/m2/u1/b", "p/m1/u2/c", "x/p/m1/u1/d"]) == [False, False, False, True]
+
+
+def test_a_full_store_refuses_at_once_and_keeps_what_it_has_readable(store: Store, memory: Memory) -> None:
+    outcomes = []
+    for number in range(300):
+        began_s = time.monotonic()
+        outcomes.append(store.put(StoredObject(f"full/{number}", (memory[0],))))
+        assert time.monotonic() - began_s < 2
+        if outcomes[-1] is not PutOutcome.STORED:
+            break
+    assert outcomes[-1] is PutOutcome.NO_ROOM and len(outcomes) > 100
+    assert store.get([StoredObject("full/3", (memory[40],))]) in ([FOUND], [ABSENT])

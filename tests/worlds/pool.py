@@ -1,0 +1,189 @@
+"""Stores of the pool for tests: one in this process that passes the contract, and Mooncake's real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from relaygr.worker.pool.mooncake import MooncakeStore, connect, missing, program
+from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, StoredObject, StoreDownError
+
+HOLDER = """
+import sys, time
+from relaygr.worker.pool.mooncake import connect
+
+held = connect(sys.argv[1], "tcp", int(sys.argv[2]))
+print("up", flush=True)
+time.sleep(3600)
+"""
+
+
+def needs_mooncake() -> None:
+    """Skips the test on a machine without Mooncake."""
+    lack = missing()
+    if lack is not None:
+        pytest.skip(lack)
+
+
+class TwinStore:
+    """A `Store` in this process. `down`, `hung` and `capacity` are the faults that a test asks for."""
+
+    def __init__(self, capacity: int = 1 << 30) -> None:
+        self.objects: OrderedDict[str, bytes] = OrderedDict()
+        self.capacity = capacity
+        self.registered: list[tuple[int, int]] = []
+        self.down = False
+        self.running = threading.Event()
+        self.running.set()
+        self.waiting = 0
+        self.calls: list[str] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def hung(self) -> Iterator[None]:
+        """No call of `put` or `get` ends within the block."""
+        self.running.clear()
+        try:
+            yield
+        finally:
+            self.running.set()
+
+    def register(self, memory: Memory) -> None:
+        self.registered.append((memory.ctypes.data, memory.ctypes.data + memory.nbytes))
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        self._answer("has")
+        with self._lock:
+            return [key in self.objects for key in keys]
+
+    def put(self, object: StoredObject) -> PutOutcome:
+        self._answer("put")
+        self._wait()
+        written = b"".join(part.tobytes() for part in self._own(object))
+        with self._lock:
+            if object.key in self.objects:
+                return PutOutcome.STORED
+            if sum(map(len, self.objects.values())) + len(written) > self.capacity:
+                return PutOutcome.NO_ROOM
+            self.objects[object.key] = written
+            return PutOutcome.STORED
+
+    def get(self, objects: Sequence[StoredObject]) -> list[GetOutcome]:
+        self._answer("get")
+        self._wait()
+        return [self._read(each) for each in objects]
+
+    def forget(self, pattern: str) -> int:
+        self._answer("forget")
+        with self._lock:
+            gone = [key for key in self.objects if re.match(pattern, key)]
+            for key in gone:
+                del self.objects[key]
+            return len(gone)
+
+    def _read(self, object: StoredObject) -> GetOutcome:
+        with self._lock:
+            stored = self.objects.get(object.key)
+        if stored is None:
+            return GetOutcome.ABSENT
+        if len(stored) != sum(part.nbytes for part in self._own(object)):
+            return GetOutcome.UNREADABLE
+        at = 0
+        for part in object.parts:
+            part[:] = memoryview(stored)[at : at + part.nbytes]
+            at += part.nbytes
+        return GetOutcome.FOUND
+
+    def _answer(self, call: str) -> None:
+        self.calls.append(call)
+        if self.down:
+            raise StoreDownError("down")
+
+    def _wait(self) -> None:
+        self.waiting += 1
+        self.running.wait()
+        self.waiting -= 1
+
+    def _own(self, object: StoredObject) -> tuple[Memory, ...]:
+        for part in object.parts:
+            start = part.ctypes.data
+            assert any(low <= start and start + part.nbytes <= high for low, high in self.registered)
+            assert part.flags.c_contiguous
+        return object.parts
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@dataclass
+class Mooncake:
+    """A master and its holders on this machine."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start_master(self) -> subprocess.Popen[bytes]:
+        master = self._start(
+            program("mooncake_master"), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1",
+            f"--metrics_port={free_port()}", "--default_kv_lease_ttl=500", "--client_ttl=3",
+        )  # fmt: skip
+        until_s = time.monotonic() + 20
+        while time.monotonic() < until_s:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2):
+                return master
+            time.sleep(0.05)
+        raise AssertionError("the master did not start")
+
+    def start_holder(self, size_bytes: int = 64 << 20) -> subprocess.Popen[bytes]:
+        holder = self._start(sys.executable, "-c", HOLDER, self.address, str(size_bytes))
+        assert holder.stdout is not None and holder.stdout.readline() == b"up\n"
+        return holder
+
+    def client(self) -> MooncakeStore:
+        return connect(self.address, "tcp")
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
+        with (self.folder / "mooncake.log").open("ab") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=dict(os.environ))
+        self.processes.append(process)
+        return process
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def mooncake(folder: Path, holders: int = 1, size_bytes: int = 64 << 20) -> Iterator[Mooncake]:
+    """A running master with its holders."""
+    needs_mooncake()
+    folder.mkdir(exist_ok=True, parents=True)
+    store = Mooncake(folder)
+    try:
+        store.start_master()
+        for _ in range(holders):
+            store.start_holder(size_bytes)
+        yield store
+    finally:
+        store.stop()

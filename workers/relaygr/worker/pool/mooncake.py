@@ -1,0 +1,183 @@
+"""The pool's store on Mooncake Store (`relaygr[pool]`). This process is a client without a part of the store's memory.
+
+Seen with version 0.3.13: a call waits 30 s for a master or a holder that hangs, 4 s for a dead master, and 1 s to write
+to a dead holder; other threads run meanwhile. Only `setup` keeps the interpreter from running other threads, so another
+process tries it first (`connect`). A client outlives a restart of its master. It is never closed: that may take as long
+as a call, and the end of the process frees it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, StoredObject, StoreDownError
+
+LIBRARIES: Final = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4", "libnuma.so.1": "libnuma1"}
+"""System libraries that the wheel needs and does not carry, with their Debian packages."""
+_BUFFER_BYTES: Final = 16 * 1024 * 1024
+"""The client's own memory. It needs little, since objects are read and written in place."""
+_TRIAL_S: Final = 10.0
+_MOST_PARTS: Final = 1024
+"""Most parts of objects in one call: Mooncake refuses 4,096."""
+_NO_ROOM, _ABSENT = -200, -704
+_DOWN: Final = range(-999, -899)
+"""Codes of calls that the master did not answer."""
+
+
+def missing() -> str | None:
+    """What keeps this machine from using the store, and the remedy; None if nothing does."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "Mooncake is not installed: pip install 'relaygr[pool]' (Linux, Python below 3.14)"
+    lacking = [name for name in LIBRARIES if not _loads(name)]
+    if lacking:
+        packages = " ".join(LIBRARIES[name] for name in lacking)
+        return f"Mooncake needs {', '.join(lacking)}: apt-get install {packages}"
+    return None
+
+
+def program(name: str) -> str:
+    """The path of a program of the wheel, such as `mooncake_master`. Raises RelayError without the wheel."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or spec.origin is None:
+        raise RelayError(f"{missing()}.")
+    return str(Path(spec.origin).parent / name)
+
+
+def connect(address: str, protocol: str, memory_bytes: int = 0) -> MooncakeStore:
+    """A client of the master at `address` (HOST:PORT). With `memory_bytes` this process holds a part of the memory.
+
+    Raises StoreDownError if the master does not answer, RelayError if Mooncake can not be used here.
+    """
+    lack = missing()
+    if lack is not None:
+        raise RelayError(f"{lack}.")
+    options = _options(address, protocol, memory_bytes)
+    trial = {**options, "global_segment_size": "0"}
+    code = f"import os\nfrom mooncake.store import *\nos._exit(MooncakeDistributedStore().setup({trial!r}) != 0)"
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, timeout=_TRIAL_S, env=_environment(), check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StoreDownError(f"the master at {address} does not answer within {_TRIAL_S:.0f} s") from error
+    if tried.returncode != 0:
+        raise StoreDownError(f"the master at {address} does not answer")
+    os.environ.update(_environment())
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    if store.setup(_options(address, protocol, memory_bytes)) != 0:
+        raise StoreDownError(f"the master at {address} does not answer")
+    return MooncakeStore(store)
+
+
+class MooncakeStore:
+    """A `Store`. Made by `connect`. Its methods may be called from several threads."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def register(self, memory: Memory) -> None:
+        if self._store.register_buffer(memory.ctypes.data, memory.nbytes) != 0:
+            raise StoreDownError("Mooncake can not register the memory")
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        codes = self._store.batch_is_exist(list(keys))
+        if any(code < 0 for code in codes):
+            raise StoreDownError(f"is_exist: {min(codes)}")
+        return [code == 1 for code in codes]
+
+    def put(self, object: StoredObject) -> PutOutcome:
+        addresses, sizes = _parts(object)
+        (code,) = self._store.batch_put_from_multi_buffers([object.key], [addresses], [sizes])
+        _raise_if_down(code, "put")
+        return PutOutcome.STORED if code == 0 else PutOutcome.NO_ROOM if code == _NO_ROOM else PutOutcome.FAILED
+
+    def get(self, objects: Sequence[StoredObject]) -> list[GetOutcome]:
+        outcomes: list[GetOutcome] = []
+        for batch in _batches(objects):
+            parts = [_parts(each) for each in batch]
+            codes = self._store.batch_get_into_multi_buffers(
+                [each.key for each in batch], [each for each, _ in parts], [each for _, each in parts]
+            )
+            for code, (_, sizes) in zip(codes, parts, strict=True):
+                _raise_if_down(code, "get")
+                # A smaller object leaves a part of the memory as it was.
+                read = GetOutcome.FOUND if code == sum(sizes) else GetOutcome.UNREADABLE
+                outcomes.append(GetOutcome.ABSENT if code == _ABSENT else read)
+        return outcomes
+
+    def forget(self, pattern: str) -> int:
+        code = self._store.remove_by_regex(pattern if pattern.startswith("^") else f"^(?:{pattern})", True)
+        if code < 0:
+            raise StoreDownError(f"remove: {code}")
+        return int(code)
+
+
+def _raise_if_down(code: int, call: str) -> None:
+    if code in _DOWN:
+        raise StoreDownError(f"{call}: {code}")
+
+
+def _parts(object: StoredObject) -> tuple[list[int], list[int]]:
+    return [part.ctypes.data for part in object.parts], [part.nbytes for part in object.parts]
+
+
+def _batches(objects: Sequence[StoredObject]) -> list[list[StoredObject]]:
+    """The objects in order, in lists of at most `_MOST_PARTS` parts, or of one object."""
+    batches: list[list[StoredObject]] = []
+    parts = 0
+    for each in objects:
+        if not batches or parts + len(each.parts) > _MOST_PARTS:
+            batches.append([])
+            parts = 0
+        batches[-1].append(each)
+        parts += len(each.parts)
+    return batches
+
+
+def _options(address: str, protocol: str, memory_bytes: int) -> dict[str, str]:
+    return {
+        "local_hostname": _own_address(address),
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": str(memory_bytes),
+        "local_buffer_size": str(_BUFFER_BYTES),
+        "protocol": protocol,
+        "rdma_devices": "",
+        "master_server_addr": address,
+    }
+
+
+def _own_address(master: str) -> str:
+    """This machine's address towards the master, with a free port. Raises StoreDownError without a route."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route, socket.socket() as free:
+            route.connect((host, int(port)))
+            own = route.getsockname()[0]
+            free.bind((own, 0))
+            return f"{own}:{free.getsockname()[1]}"
+    except OSError as error:
+        raise StoreDownError(f"no route to the master at {master}: {error}") from error
+
+
+def _environment() -> dict[str, str]:
+    """Mooncake's log would mix with ours. What goes wrong there is a result here."""
+    return {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR", **os.environ}
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
