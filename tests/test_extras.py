@@ -293,7 +293,9 @@ def test_every_command_names_extras_that_exist() -> None:
 def test_all_is_every_extra_of_the_program_but_npu_and_pool() -> None:
     extras = PROJECT["optional-dependencies"]
     everything = {
-        str(requirement) for extra in extras.keys() - {"npu", "pool", "docs", "dev"} for requirement in requirements(extra)
+        str(requirement)
+        for extra in extras.keys() - {"npu", "pool", "docs", "dev"}
+        for requirement in requirements(extra)
     }
     assert {str(requirement) for requirement in requirements("all")} == everything
 

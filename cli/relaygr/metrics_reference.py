@@ -35,6 +35,7 @@ from relaygr.trigger.app import TriggerMetrics
 from relaygr.worker.cache.stats import CacheCollector, CacheStats, TierStats
 from relaygr.worker.history import follower, snapshots
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
+from relaygr.worker.pool import deletions, tier
 from relaygr.worker.process.reloading import reloads_counter
 from relaygr.worker.shared import dram_tier
 from relaygr.worker.supervisor.pages import Pages, View
@@ -88,7 +89,7 @@ def metrics_by_process() -> dict[str, list[MetricDefinition]]:
         "The HTTP gateway": _definitions(HttpMetrics),
         "Triggers": _definitions(TriggerMetrics),
         "Workers": _definitions(
-            _make_worker_metrics, of_modules=(health, loop, offsets, follower, snapshots, dram_tier)
+            _make_worker_metrics, of_modules=(health, loop, offsets, follower, snapshots, dram_tier, tier, deletions)
         ),
         "The supervisor of a worker with a standby": _definitions(_make_supervisor_metrics),
         "The lag monitor": _definitions(_make_lag_metrics),

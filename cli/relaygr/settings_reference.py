@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import annotated_types
-from pydantic import ByteSize, SecretStr
+from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic_core import PydanticUndefined
 
 from relaygr.admission.scenarios import ScenarioName, ScenarioSettings, VariantSettings
@@ -109,7 +109,9 @@ def _about(section: str) -> str:
     """The description of a section."""
     if not section:
         return "The Kafka cluster and its clients."
-    model = section_of(Settings.model_fields[section])
+    model: type[BaseModel] | None = Settings
+    for name in section.split("."):
+        model = section_of(model.model_fields[name]) if model else None
     return inspect.getdoc(model) or "" if model else ""
 
 

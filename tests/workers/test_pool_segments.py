@@ -16,9 +16,10 @@ from tests.worlds.real_executor import behaviours_of
 
 GEOMETRY = DramGeometry(KvGeometry(4, 2, 32, 32, 64, KvDtype.FLOAT32))
 FEATURES = np.array([1], "<i8")
+PLAIN = PrefixLayout(0, 1)
 
 
-def segments_of(layout: PrefixLayout = PrefixLayout(0, 1), geometry: DramGeometry = GEOMETRY, secret: bytes = b"s"):
+def segments_of(layout: PrefixLayout = PLAIN, geometry: DramGeometry = GEOMETRY, secret: bytes = b"s"):
     return Segments("relaygr", secret, geometry, layout, 48)
 
 
@@ -78,10 +79,10 @@ def test_the_patterns_of_a_user_and_of_a_partition_match_their_keys_and_no_other
     length = cut.behaviours
     users = [f"user-{number}" for number in range(200)]
     keys = {user: cut.of(key_of(length, user), length)[0].key for user in users}
-    of_ann = cut.pattern(cut.user_part("user-7"))
+    of_ann = cut.pattern([cut.user_part("user-7")])
     assert [user for user in users if re.match(of_ann, keys[user])] == ["user-7"]
     parts = {user: int(keys[user].split("/")[2].split("-")[0]) for user in users}
-    of_one = cut.pattern(cut.partition_part(1))
+    of_one = cut.pattern([cut.partition_part(1)])
     assert [user for user in users if re.match(of_one, keys[user])] == [user for user in users if parts[user] == 1]
     assert len(set(parts.values())) > 40
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from relaygr.training.dense import full_inference
 from relaygr.worker.cache import CacheConfig, Tier
 from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
+from relaygr.worker.cache.copies import PageGuard
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
@@ -36,6 +38,7 @@ from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
+from relaygr.worker.pool.tier import PoolTier
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.dram_tier import ArenaShape, SharedArena
 from relaygr.worker.shared.lock import ArenaLock
@@ -86,6 +89,7 @@ class OverRealEngine(DrivenExecutor):
         settings: WorkerSettings,
         admission: AdmissionSettings,
         outbox: Outbox,
+        pool: Callable[[], PoolTier] | None = None,
     ) -> None:
         """The pages of `built` after the HBM tier are scratch pages."""
         hbm_pages = built.cache.stats().hbm.capacity
@@ -94,6 +98,8 @@ class OverRealEngine(DrivenExecutor):
         self.outbox, self.settings = outbox, settings
         self.histories: dict[str, StoredHistory] = {}
         self.corrector = Corrector(LatencyModel(latency))
+        self.built = built
+        self.pool = pool() if pool is not None else None
         self.registry = CollectorRegistry()
         capacity = hbm_pages * engine.geometry.page_bytes
         self.executor = Executor(
@@ -111,6 +117,7 @@ class OverRealEngine(DrivenExecutor):
                 metrics=WorkerMetrics(self.registry),
                 clock=clock,
                 admission=JobAdmission(admission, capacity, engine.geometry, clock),
+                pool=self.pool,
             ),
         )
 
@@ -131,7 +138,14 @@ class RealExecutorWorld(OverRealEngine):
     """An executor over a real engine on the CPU."""
 
     def __init__(
-        self, kind: str, hbm_pages: int = HBM_PAGES, shared: Path | None = None, dram_pages: int = 0, **settings
+        self,
+        kind: str,
+        hbm_pages: int = HBM_PAGES,
+        shared: Path | None = None,
+        dram_pages: int = 0,
+        latency: LatencyCoefficients = COEFFICIENTS,
+        pool: Callable[[RealExecutorWorld, PageGuard | None], PoolTier] | None = None,
+        **settings,
     ) -> None:
         """`shared`: the folder of an arena for the DRAM tier, with the prefixes that an earlier world left there."""
         self.checkpoint: Checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=3)
@@ -154,7 +168,9 @@ class RealExecutorWorld(OverRealEngine):
         values = {"page_tokens": PAGE_TOKENS, "chunk_ms": 0.04, "longest_chunk_ms": 0.04} | tiers | settings
         admission = AdmissionSettings(load_limit=1.0, footprint_reserve=0.0, burst_ms=60_000)
         outbox = Outbox(may_expire=False)
-        self._assemble(engine, built, clock, COEFFICIENTS, WorkerSettings(**values), admission, outbox)
+        guard = memory.guard if memory is not None else None
+        make_pool = partial(pool, self, guard) if pool is not None else None
+        self._assemble(engine, built, clock, latency, WorkerSettings(**values), admission, outbox, make_pool)
 
     @contextmanager
     def erases(self, user_id: str) -> Iterator[None]:

@@ -20,6 +20,7 @@ from relaygr.tracing.settings import TracingSettings
 from relaygr.worker.cache.policies import DEFAULT_POLICY, PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.options import ComputeDtype
+from relaygr.worker.pool.settings import PoolSettings
 
 _MIB = 1024 * 1024
 
@@ -347,6 +348,7 @@ class WorkerSettings(Section):
             description="address of /metrics in the worker's status, for `relaygr ui`; none: http_host and the port",
         ),
     ] = None
+    pool: PoolSettings = PoolSettings()
 
     def metrics_url_at(self, port: int) -> str:
         """The address of the page `/metrics` that is served on `port`."""

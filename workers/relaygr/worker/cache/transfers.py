@@ -144,6 +144,54 @@ class TierTransfers:
                 ledger.dram.abort(work)
         return outcome
 
+    def begin_fetch(self, key: PrefixKey, pending: PendingPrefix) -> WorkInFlight | None:
+        """Takes DRAM pages for bytes of `key` from another source than HBM; None without room, or if DRAM has them.
+
+        `pending` ends with the work, or when the prefix is removed meanwhile. The pages stay the caller's until
+        `end_fetch`.
+        """
+        ledger, dram = self._ledger, self._ledger.dram
+        with ledger.lock:
+            stored = dram.index.find(key)
+            if ledger.refusal(key) is not None or (stored is not None and stored.behaviours == key.length):
+                return None
+            if dram.index.find_work(key) is not None:
+                return None
+            work = dram.begin(key, PendingKind.LOAD, Purpose.RANKING, None)
+            if isinstance(work, NoRoomReason):
+                return None
+            ledger.pending[work] = pending
+            return work
+
+    def end_fetch(self, work: WorkInFlight, is_filled: bool) -> bool:
+        """Publishes the pages if they hold every row and the prefix was not removed meanwhile, else frees them.
+        Returns whether they were published.
+        """
+        ledger = self._ledger
+        with ledger.section as after:
+            entry = None
+            if is_filled:
+                entry = ledger.dram.publish(work, ledger.latest_us, PrefixSource.DRAM)
+            else:
+                ledger.dram.abort(work)
+            ledger.finish(after, work, PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.FAILED)
+            return entry is not None
+
+    def pin_stored(self, key: PrefixKey) -> tuple[Pin, int] | None:
+        """Pins what DRAM has of `key`, and returns the number of its behaviours. None if it has nothing."""
+        dram = self._ledger.dram
+        with self._ledger.lock:
+            stored = dram.index.find(key)
+            if stored is None:
+                return None
+            tokens = dram.shape.layout.tokens(stored.behaviours)
+            return dram.pin(stored.entry, stored.entry.pages, tokens), stored.behaviours
+
+    def unpin_stored(self, pin: Pin) -> None:
+        """Ends a pin of `pin_stored`."""
+        with self._ledger.lock:
+            self._ledger.dram.unpin(pin)
+
     def close(self) -> None:
         """Completes the copies under way; those in the queue fail."""
         self._mover.close()

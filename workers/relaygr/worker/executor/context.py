@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     # The simulation runs the executor without torch.
     from relaygr.worker.device import Device, Event
     from relaygr.worker.divert import Diverter
+    from relaygr.worker.pool.tier import PoolTier
 
 W = TypeVar("W")
 
@@ -164,6 +165,8 @@ class ExecutorParts:
     scenarios: Scenarios = field(default_factory=lambda: ONLY_DEFAULT)
     diverter: Diverter | None = None
     """Passes requests on to other workers; None without `worker.divert`."""
+    pool: PoolTier | None = None
+    """A third tier of prefixes; None without `worker.pool`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 received -> refused: disabled | overtaken | expired | not_usable | undecodable | no_history
          -> waits for a version of its history
          -> already_cached
+         -> waits for the pool to bring it into DRAM
          -> reloaded from DRAM
          -> queued (or over_footprint | over_load | shed) -> computed | joined | overtaken | expired | no_room | failed
 """
@@ -14,7 +15,7 @@ from functools import partial
 import structlog
 
 from relaygr.admission.policy import MAX_JOB_LIFETIME_US
-from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
+from relaygr.worker.cache import Handle, Hit, Miss, PendingPrefix, Purpose, WasteReason
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.events import (
     HISTORY_MISSING,
@@ -121,6 +122,10 @@ class Jobs:
             self._lease(work, prefix)
             cache.release(handle)
             return self._end(work, JobOutcome.ALREADY_CACHED)
+        if self._fetch(work, prefix, found):
+            if handle is not None:
+                cache.release(handle)
+            return None
         # A job for a prefix in DRAM triggers its reload.
         pending = self._prefixes.reload(prefix, found, work.expected_ranking_us)
         if not isinstance(pending, PendingPrefix):
@@ -161,6 +166,22 @@ class Jobs:
         self._prefixes.begin_job(work)
         reloaded = partial(self.advance, work, PrefixReloaded(prefix))
         pending.add_done_callback(lambda _: self._context.post(reloaded))
+
+    def _fetch(self, work: JobWork, prefix: ResolvedPrefix, found: Hit | Miss) -> bool:
+        """Waits for the prefix from the pool, until it is time to compute it. Then the job is looked up again."""
+        fetch = self._prefixes.fetch(work, prefix, found, work.expected_ranking_us)
+        if fetch is None:
+            return False
+        goes_on = [partial(self.advance, work, PrefixLeft(prefix))]
+
+        def go_on() -> None:
+            timer.cancel()
+            if goes_on:
+                goes_on.pop()()
+
+        timer = self._context.timers.at(min(fetch.until_us, work.expires_us), go_on)
+        fetch.pending.add_done_callback(lambda _: self._context.post(go_on))
+        return True
 
     def _after_reload(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         if self._is_outdated(work, prefix):

@@ -58,6 +58,7 @@ from relaygr.worker.model.interface import PrefixChunk
 if TYPE_CHECKING:
     # The simulation runs the executor without torch.
     from relaygr.worker.device import Event
+    from relaygr.worker.pool.tier import Fetch
 
 log = structlog.get_logger()
 
@@ -159,18 +160,41 @@ class Prefixes:
 
         A ranking pass of `rank_us` may run beside the copy.
         """
-        if isinstance(found, Hit):
-            in_hbm, in_dram = found.handle.behaviours, self._parts.cache.dram_behaviours(prefix.key)
-        else:
-            in_hbm, in_dram = 0, found.dram_behaviours
+        in_hbm, in_dram = self._cached(prefix, found)
         if in_dram <= in_hbm:
             return None
-        layout = self._context.engine.layout
-        cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
-        saved_us = self._context.chunking.duration_us(cached, stored, self._parts.corrector.model_at(stored))
-        saved_us += self._context.scheduler.backlog.predicted_us
-        now_us = self._parts.clock.monotonic_us()
+        saved_us, now_us = self._computing_us(in_hbm, in_dram), self._parts.clock.monotonic_us()
         return self._parts.cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
+
+    def fetch(self, work: JobWork | RankingWork, prefix: ResolvedPrefix, found: Hit | Miss, at_us: int) -> Fetch | None:
+        """Starts, or joins, a fetch of the prefix from the pool to DRAM, if that is expected to end earlier than
+        computing what DRAM and HBM lack. The prefix is needed at `at_us`. None without a pool, or the second time.
+        """
+        pool = self._parts.pool
+        if pool is None or work.asked_pool or prefix.for_one_impression or self._context.deletions.cover(prefix):
+            return None
+        cached, covered = max(self._cached(prefix, found)), pool.covered(prefix.key)
+        if covered <= cached:
+            return None
+        fetch = pool.fetch(
+            prefix.key, cached, at_us, self._computing_us(cached, covered), self._parts.clock.monotonic_us()
+        )
+        work.asked_pool = fetch is not None
+        return fetch
+
+    def _cached(self, prefix: ResolvedPrefix, found: Hit | Miss) -> tuple[int, int]:
+        """The prefix's behaviours in HBM, and in DRAM."""
+        if isinstance(found, Hit):
+            return found.handle.behaviours, self._parts.cache.dram_behaviours(prefix.key)
+        return 0, found.dram_behaviours
+
+    def _computing_us(self, cached: int, wanted: int) -> float:
+        """Time until the behaviours after the first `cached` are computed, behind the ranking work on the device."""
+        layout = self._context.engine.layout
+        tokens = layout.tokens(wanted)
+        latency = self._parts.corrector.model_at(tokens)
+        computing_us = self._context.chunking.duration_us(layout.tokens(cached) if cached else 0, tokens, latency)
+        return computing_us + self._context.scheduler.backlog.predicted_us
 
     def is_behind(self, latest_start_us: int) -> bool:
         """Whether more urgent requests wait for room."""

@@ -271,7 +271,14 @@ class Requests:
         return self._plan(work, prefix, handle, now_us, is_new, room_us)
 
     def _reload(self, work: RankingWork, prefix: ResolvedPrefix, found: Hit | Miss) -> PendingPrefix | None:
-        """Starts a reload from DRAM, or waits for room to start it. None if the request has to go without."""
+        """Starts a fetch from the pool or a reload from DRAM, or waits for room to start it. None if the request has to
+        go without.
+        """
+        fetch = self._prefixes.fetch(work, prefix, found, work.latest_start_us)
+        if fetch is not None:
+            # The look-up after it reloads the prefix.
+            work.lookups = max(1, work.lookups - 1)
+            return fetch.pending
         in_dram = found.dram_behaviours if isinstance(found, Miss) else 0
         if in_dram and self._prefixes.is_behind(work.latest_start_us):
             return self._prefixes.wait_for_room(work, in_dram)
@@ -695,6 +702,8 @@ class Requests:
                 cache.demote([user_id])
             elif self._parts.settings.dram_bytes:
                 cache.transfers.spill(work.handle)
+                if self._parts.pool is not None:
+                    self._parts.pool.visited(work.handle.pin.entry.key, work.received.received_us)
         self._let_go(work)
 
     def refused(self, user_id: str, request_id: str) -> None:

@@ -74,6 +74,8 @@ class JobWork:
     expires_us: int
     begun_wall_us: int = 0
     """When its prefix was first computed, reloaded or found ready, by the wall clock; 0 before."""
+    asked_pool: bool = False
+    """Whether the pool was asked for its prefix. It is asked once."""
     is_charged: bool = False
     """Whether it was admitted. It may be queued again after that, for another model or another way to its prefix."""
     held_bytes: int = 0
@@ -225,6 +227,8 @@ class RankingWork:
     exemplar: dict[str, str] | None = None
     """Names the trace of its result, if one is recorded."""
     lookups: int = 0
+    asked_pool: bool = False
+    """Whether the pool was asked for its prefix. It is asked once."""
     was_announced: bool = False
     """Whether a job announced it."""
 

@@ -47,7 +47,7 @@ class Segments:
     def __init__(
         self, prefix: str, secret: bytes, geometry: DramGeometry, layout: PrefixLayout, partitions: int
     ) -> None:
-        self._prefix = prefix
+        self.prefix = prefix
         self._secret = hashlib.blake2b(secret).digest()
         self._page_tokens, self._page_bytes = geometry.kv.page_tokens, geometry.page_bytes
         self._layout = layout
@@ -76,7 +76,7 @@ class Segments:
         """The objects of the first `behaviours` behaviours of `key`, in order; none if they are not known to last."""
         if not (key.is_known and key.growable):
             return []
-        head = f"{self._prefix}/{self._model(key.namespace)}/{self.user_part(key.user_id)}"
+        head = f"{self.prefix}/{self._model(key.namespace)}/{self.user_part(key.user_id)}"
         segments, first_page = [], 0
         for end in range(self.behaviours, behaviours + 1, self.behaviours):
             digest, end_page = key.digest_at(end), self.pages(end)
@@ -95,9 +95,9 @@ class Segments:
         """The beginning of the part that names the user, for the users of a partition."""
         return f"{partition}-"
 
-    def pattern(self, part: str) -> str:
-        """The pattern of all keys, of every model, whose part that names the user begins with `part`."""
-        return f"^{re.escape(self._prefix)}/[0-9a-f]+/{re.escape(part)}"
+    def pattern(self, parts: Iterable[str]) -> str:
+        """The pattern of all keys, of every model, whose part that names the user begins with one of `parts`."""
+        return f"^{re.escape(self.prefix)}/[0-9a-f]+/(?:{'|'.join(map(re.escape, parts))})"
 
     def seal(self, key: str, pages: Iterable[Memory]) -> Memory:
         """The seal of an object, uint8 [SEAL_BYTES]."""
@@ -109,3 +109,8 @@ class Segments:
     @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the process
     def _model(self, namespace: bytes) -> str:
         return hashlib.blake2b(namespace + self._form, digest_size=16).hexdigest()
+
+
+def exactly(key: str) -> str:
+    """The pattern of this key alone."""
+    return f"^{re.escape(key)}$"

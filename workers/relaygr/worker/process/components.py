@@ -57,6 +57,7 @@ from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.snapshots import SnapshotLimits
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
+from relaygr.worker.pool.build import build_pool
 from relaygr.worker.process.allocation import AllocatedMemory
 from relaygr.worker.process.periodic import PeriodicWork
 from relaygr.worker.process.prepare import Prepared
@@ -125,6 +126,18 @@ class Components:
         self.metrics = WorkerMetrics(scenarios=config.scenarios)
         self.cache = memory.built.cache
         self.arena = memory.built.hbm_arena
+        dram = prepared.handover.dram
+        self._pool = build_pool(
+            settings.pool,
+            prepared.engine,
+            memory.built,
+            dram.guard if dram is not None else None,
+            prepared.corrector,
+            clock,
+            settings.history_path,
+            kafka.partitions,
+            self._owns,
+        )
         self.follower = self._make_follower()
         self.results = ResultWriter(
             prepared.producer,
@@ -195,8 +208,8 @@ class Components:
             f"{self._config.client_id}-history",
             on_changed=lambda users: self.executor.post(lambda: self.executor.histories_changed(users)),
             on_deleted=lambda user: self.executor.post(lambda: self.executor.user_deleted(user)),
-            on_deleting=self.cache.invalidate_user,
-            on_missed=lambda partitions: self.cache.invalidate_users(users_in(partitions, kafka.partitions)),
+            on_deleting=self._forget_user,
+            on_missed=self._forget_partitions,
             erase_within_s=settings.erase_within_s,
             snapshots=SnapshotLimits(
                 settings.snapshot_behaviours,
@@ -206,6 +219,22 @@ class Components:
             is_idle=lambda: self.executor.ranking_outstanding == 0,
             note_error=self._note_error,
         )
+
+    def _forget_user(self, user_id: str) -> None:
+        """A tombstone was read."""
+        self.cache.invalidate_user(user_id)
+        if self._pool is not None:
+            self._pool.forget_user(user_id)
+
+    def _forget_partitions(self, partitions: frozenset[int]) -> None:
+        """Tombstones of these partitions may have been missed."""
+        self.cache.invalidate_users(users_in(partitions, self._config.kafka.partitions))
+        if self._pool is not None:
+            self._pool.forget_partitions(partitions)
+
+    def _owns(self, user_id: str) -> bool:
+        """Whether the user's partition belongs to this worker now."""
+        return users_in(self.loop.status().partitions, self._config.kafka.partitions)(user_id)
 
     def _make_diverter(self, peers: Peers, histories: _FollowedHistories) -> Diverter:
         settings = self._config.worker
@@ -245,6 +274,7 @@ class Components:
                 clock=self._clock,
                 scenarios=config.scenarios,
                 diverter=self.diverter,
+                pool=self._pool,
             ),
         )
 
@@ -390,6 +420,8 @@ class Components:
         self._identities.start()
         self.device.start()
         self.follower.start()
+        if self._pool is not None:
+            self._pool.start()
 
     def flush(self) -> None:
         """After the loop has drained: ends the device thread, and sends the last status, results and dead letters."""
@@ -414,6 +446,8 @@ class Components:
         self.periodic.warm_up.stop()
         self.device.stop(2)
         self.follower.stop()
+        if self._pool is not None:
+            self._pool.close()
         self.cache.close()
 
     def readiness(self) -> Readiness:

@@ -1,0 +1,73 @@
+"""Builds the pool of a worker from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from relaygr.admission.latency import Corrector
+from relaygr.runtime.clock import Clock
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.cache.build import BuiltCache
+from relaygr.worker.cache.copies import PageGuard
+from relaygr.worker.model.interface import Engine
+from relaygr.worker.pool.deletions import Deletions
+from relaygr.worker.pool.mooncake import connect, missing
+from relaygr.worker.pool.segments import Segments
+from relaygr.worker.pool.settings import PoolSettings
+from relaygr.worker.pool.tier import PoolTier
+
+_LEAST_SECRET_BYTES = 16
+_FOLDER = "pool-deletions"
+
+
+def build_pool(
+    settings: PoolSettings,
+    engine: Engine,
+    built: BuiltCache,
+    guard: PageGuard | None,
+    corrector: Corrector,
+    clock: Clock,
+    history_path: Path,
+    partitions: int,
+    owns: Callable[[str], bool],
+) -> PoolTier | None:
+    """The pool, before `start`; None if the settings have no address. See `PoolTier` for `guard` and `owns`.
+
+    Raises RelayError if Mooncake can not be used here, or if there is no DRAM tier or no secret.
+    """
+    if settings.address is None or settings.secret_file is None:
+        return None
+    lack = missing()
+    if lack is not None:
+        raise RelayError(f"worker.pool.address is set, but {lack}.")
+    if built.dram_arena is None:
+        raise RelayError("worker.pool.address needs a DRAM tier, into which prefixes are read: set worker.dram_bytes.")
+    geometry = built.cache.geometry
+    segments = Segments(settings.prefix, read_secret(settings.secret_file), geometry, engine.layout, partitions)
+    return PoolTier(
+        partial(connect, settings.address, settings.protocol),
+        segments,
+        built.cache,
+        built.dram_arena.numpy(),
+        Deletions(history_path / _FOLDER),
+        corrector,
+        clock,
+        guard=guard,
+        owns=owns,
+        longest_behaviours=engine.limits.max_prefix_behaviours,
+        visits=settings.visits,
+        bytes_per_s=int(settings.bytes_per_s),
+    )
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in the file. Raises RelayError if it cannot be read, or is too short."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise RelayError(f"{path} (worker.pool.secret_file) cannot be read: {error.strerror}.") from error
+    if len(secret) < _LEAST_SECRET_BYTES:
+        raise RelayError(f"{path} (worker.pool.secret_file) has {len(secret)} bytes: at least {_LEAST_SECRET_BYTES}.")
+    return secret

@@ -1,0 +1,96 @@
+"""Deletions that the store has still to carry out. A file for each outlives the process, since the tombstone that asked
+for it is not read again.
+
+Each is carried out twice: at once, and after `SECOND_PASS_US` for objects that another process was writing then. A file
+has the name of the part of the keys that names the user, a keyed hash.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+from prometheus_client import Gauge
+
+from relaygr.runtime.private_files import private_folder
+
+log = structlog.get_logger()
+
+SECOND_PASS_US: Final = 90_000_000
+"""No put lasts as long."""
+MOST: Final = 65_536
+"""With more, everything is deleted."""
+_EVERYTHING: Final = ""
+_FILE_OF_EVERYTHING: Final = "everything"
+_AT_ONCE: Final = 32
+"""Deletions in one pattern."""
+_NEVER_US: Final = 2**62
+
+_WAITING = Gauge("relaygr_pool_deletions", "Deletions of users that the pool has still to carry out once or twice")
+
+
+@dataclass(slots=True, eq=False)
+class _Deletion:
+    due_us: int = 0
+    was_passed: bool = False
+
+
+class Deletions:
+    """Thread-safe. Parts end with `/` (a user) or `-` (a partition)."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RelayError if the folder cannot be used."""
+        private_folder(folder, "worker.history_path")
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._all: dict[str, _Deletion] = {_part(path.name): _Deletion() for path in folder.iterdir()}
+        _WAITING.set(len(self._all))
+
+    def add(self, part: str) -> None:
+        """Notes a deletion. It outlives the process unless the disk is full, which is logged."""
+        with self._lock:
+            if len(self._all) >= MOST and part not in self._all:
+                self._all = {_EVERYTHING: _Deletion()}
+                part = _EVERYTHING
+            self._all[part] = _Deletion()
+            _WAITING.set(len(self._all))
+            try:
+                (self._folder / _file(part)).touch(mode=0o600)
+            except OSError as error:
+                log.error("a deletion in the pool is not kept for a restart", error=str(error))
+
+    def take(self, now_us: int) -> dict[str, _Deletion]:
+        """Some deletions that are due, by part, for `passed`."""
+        with self._lock:
+            due = [(part, each) for part, each in self._all.items() if each.due_us <= now_us]
+            return dict(due[:_AT_ONCE])
+
+    def passed(self, carried_out: dict[str, _Deletion], now_us: int) -> None:
+        """The store has nothing of these any more."""
+        with self._lock:
+            for part, each in carried_out.items():
+                if self._all.get(part) is not each:
+                    continue  # Asked for again meanwhile.
+                if each.was_passed:
+                    del self._all[part]
+                    (self._folder / _file(part)).unlink(missing_ok=True)
+                each.was_passed, each.due_us = True, now_us + SECOND_PASS_US
+            _WAITING.set(len(self._all))
+
+    def due_us(self) -> int:
+        """When the next one is due; far in the future without any."""
+        with self._lock:
+            return min((each.due_us for each in self._all.values()), default=_NEVER_US)
+
+
+def _file(part: str) -> str:
+    return part.rstrip("/") or _FILE_OF_EVERYTHING
+
+
+def _part(file: str) -> str:
+    if file == _FILE_OF_EVERYTHING:
+        return _EVERYTHING
+    return file if file.endswith("-") else f"{file}/"

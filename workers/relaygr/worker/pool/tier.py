@@ -1,0 +1,548 @@
+"""The pool as a tier: objects are read into pages of the DRAM tier, and written from there.
+
+    fetch           a job or a request asks for a prefix that DRAM lacks; a reload brings it on to HBM
+    visited         a request was ranked: from the K-th visit on, its prefix is written behind
+    forget_user     a deletion
+
+The device thread and the history follower call these, and they never wait. One thread connects, writes and deletes, in
+this order of urgency: deletions first. Two threads read. A call to the store may hang for half a minute and cannot be
+cancelled, so whoever waits for a fetch has a time of its own, and the pages of a fetch stay taken until its call has
+returned. While both readers hang in calls that nobody waits for any more, or the store does not answer, the tier is
+away: `fetch` returns None at once.
+
+What arrived is published only if the seals, computed over the pages after the call has returned, are right.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import structlog
+from prometheus_client import Counter, Gauge, Histogram
+
+from relaygr.admission.latency import Corrector
+from relaygr.runtime.clock import Clock
+from relaygr.worker.cache.cache import PrefixCache
+from relaygr.worker.cache.copies import PageGuard
+from relaygr.worker.cache.entries import Pin
+from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.ledger import PendingPrefix
+from relaygr.worker.cache.results import PageArray, PendingKind, PendingOutcome
+from relaygr.worker.pool.deletions import Deletions
+from relaygr.worker.pool.segments import SEAL_BYTES, Segment, Segments, exactly
+from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, Store, StoredObject, StoreDownError
+
+log = structlog.get_logger()
+
+READERS: Final = 2
+MOST_FETCHES: Final = 64
+"""Fetches under way and waiting. Each has the time of one waiter, so a longer queue would end too late."""
+MOST_WRITES: Final = 1024
+"""Prefixes that wait to be written. They hold no pages meanwhile: what DRAM evicts before is not written."""
+MOST_USERS: Final = 65_536
+"""Users whose visits are counted."""
+VISIT_US: Final = 1_000_000
+"""All rankings of a user within a second are one visit."""
+SETTLE_US: Final = 500_000
+"""A prefix is written this long after its ranking, when its copy to DRAM has ended."""
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
+_PROBE_BYTES: Final = 1024 * 1024
+_PROBES: Final = 3
+_GUESS_US_PER_BYTE: Final = 1 / 128
+_GUESS_FIXED_US: Final = 2_000.0
+_NEWEST_WEIGHS: Final = 0.2
+_OLD_US: Final = 10_000_000
+_MOST_BROKEN: Final = 1024
+
+_FETCHES = Counter(
+    "relaygr_pool_fetches_total",
+    "Fetches of prefixes from the pool, by outcome: loaded, absent (the store has no more of it than this worker), "
+    "late (nobody waited any more), no_room (in DRAM), unreadable (the store has it and did not give it), torn (wrong "
+    "bytes arrived), failed (the store does not answer)",
+    ["outcome"],
+)
+_DECLINED = Counter(
+    "relaygr_pool_fetches_declined_total",
+    "Prefixes that were not asked for: away (the store hangs or does not answer), slow (computing is faster), full "
+    "(too many fetches wait)",
+    ["reason"],
+)
+_FETCH_SECONDS = Histogram(
+    "relaygr_pool_fetch_seconds",
+    "Time of a fetch that ended with its prefix in DRAM",
+    buckets=[*(each / 1000 for each in range(1, 21)), 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5],
+)
+_WRITES = Counter(
+    "relaygr_pool_objects_written_total",
+    "Objects that were written, by outcome: stored, no_room, failed, withdrawn (their user was deleted, or moved to "
+    "another worker, meanwhile)",
+    ["outcome"],
+)
+_DROPPED = Counter(
+    "relaygr_pool_writes_dropped_total",
+    "Prefixes that were not written: full (too many wait), gone (DRAM or this worker has the user no more), slow "
+    "(computing is faster than fetching), torn (its DRAM pages are)",
+    ["reason"],
+)
+_BYTES = Counter("relaygr_pool_bytes_total", "Bytes of pages read from the pool and written to it", ["direction"])
+_REMOVED = Counter(
+    "relaygr_pool_objects_removed_total",
+    "Objects removed: deletion (of a user), unreadable",
+    ["reason"],
+)
+_AWAY = Gauge("relaygr_pool_away", "Whether the pool is not used now, because the store hangs or does not answer")
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A prefix that is fetched: whoever wants it waits for `pending`, at most until `until_us`."""
+
+    key: PrefixKey
+    behind: int
+    """Behaviours that this worker has already."""
+    until_us: int
+    pending: PendingPrefix
+    started_us: int = 0
+
+
+@dataclass(slots=True)
+class Link:
+    """The time of a fetch, as measured: at the start, and by each fetch."""
+
+    us_per_byte: float = _GUESS_US_PER_BYTE
+    measured_at_start: float = _GUESS_US_PER_BYTE
+    measured_us: int = 0
+
+    def start(self, us_per_byte: float, now_us: int) -> None:
+        """The link was measured at the start."""
+        self.us_per_byte = self.measured_at_start = us_per_byte
+        self.measured_us = now_us
+
+    def observe(self, size_bytes: int, took_us: float, now_us: int) -> None:
+        """A fetch of so many bytes took so long."""
+        self.us_per_byte += _NEWEST_WEIGHS * (max(0.0, took_us - _GUESS_FIXED_US) / size_bytes - self.us_per_byte)
+        self.measured_us = now_us
+
+    def fetch_us(self, size_bytes: int, now_us: int) -> float:
+        """The expected time. A slow measurement that is old does not count: what does not pay is not measured again."""
+        is_old = now_us - self.measured_us > _OLD_US
+        rate = min(self.us_per_byte, self.measured_at_start) if is_old else self.us_per_byte
+        return _GUESS_FIXED_US + size_bytes * rate
+
+
+@dataclass(slots=True)
+class Visits:
+    """How often each user came lately. The least recent users are forgotten."""
+
+    needed: int
+    _counts: OrderedDict[str, tuple[int, int]] = field(default_factory=OrderedDict)
+
+    def add(self, user_id: str, now_us: int) -> bool:
+        """Counts a visit, at most one in `VISIT_US`. Whether the user has come often enough."""
+        count, last_us = self._counts.pop(user_id, (0, now_us - VISIT_US))
+        if now_us - last_us >= VISIT_US:
+            count, last_us = count + 1, now_us
+        self._counts[user_id] = count, last_us
+        if len(self._counts) > MOST_USERS:
+            self._counts.popitem(last=False)
+        return count >= self.needed
+
+
+class PoolTier:
+    """See the module. `memory` is the DRAM tier, uint8 [pages, page_bytes]."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        segments: Segments,
+        cache: PrefixCache,
+        memory: Memory,
+        deletions: Deletions,
+        corrector: Corrector,
+        clock: Clock,
+        *,
+        guard: PageGuard | None,
+        owns: Callable[[str], bool],
+        longest_behaviours: int,
+        visits: int,
+        bytes_per_s: int,
+    ) -> None:
+        """`guard`: of pages that outlive the process. `owns`: whether this worker owns a user, since only the owner
+        reads the user's deletion. `longest_behaviours`: of a prefix.
+        """
+        self._connect = connect
+        self._segments = segments
+        self._transfers = cache.transfers
+        self._memory = memory
+        self._deletions = deletions
+        self._corrector = corrector
+        self._clock = clock
+        self._guard = guard
+        self._owns = owns
+        self._bytes_per_s = bytes_per_s
+        self._visits = Visits(visits)
+        self._link = Link()
+        self._store: Store | None = None
+        self._changed = threading.Condition()
+        self._fetches: dict[tuple[str, bytes], Fetch] = {}
+        self._waiting: list[tuple[int, int, Fetch]] = []
+        self._running: set[Fetch] = set()
+        self._numbers = itertools.count()
+        self._writes: OrderedDict[str, tuple[int, PrefixKey]] = OrderedDict()
+        self._retry_s = FIRST_RETRY_S
+        self._is_down, self._retry_at_us = False, 0
+        self._broken: OrderedDict[str, None] = OrderedDict()
+        """Keys that were removed because they could not be read."""
+        self._closing = False
+        objects = max(1, longest_behaviours // segments.behaviours)
+        self._seals = np.zeros((READERS + 1, objects, SEAL_BYTES), np.uint8)
+        """The seals of the objects of one call, of each reader and of the writer."""
+        self._probe = np.zeros(_PROBE_BYTES, np.uint8)
+        self._threads = [threading.Thread(target=self._run_writer, name="pool-writer", daemon=True)]
+        for at in range(READERS):
+            reader = threading.Thread(target=self._run_reader, args=(at,), name=f"pool-reader-{at}", daemon=True)
+            self._threads.append(reader)
+        _AWAY.set(1)
+
+    # -- any thread, without waiting -------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def covered(self, key: PrefixKey) -> int:
+        """Behaviours of `key` that the pool could have."""
+        return self._segments.covered(key.length) if key.growable else 0
+
+    def fetch(self, key: PrefixKey, behind: int, needed_us: int, saved_us: float, now_us: int) -> Fetch | None:
+        """Fetches `key`, of which this worker has `behind` behaviours. None if that can not pay.
+
+        `needed_us`: when the prefix is needed; `saved_us`: the time of computing what the pool may have. If the fetch
+        ends with PUBLISHED, DRAM has more of the key.
+        """
+        expected_us = self._link.fetch_us(self._segments.size_bytes(key.length), now_us)
+        # As long as there is time to compute instead, or twice the time that it should take.
+        until_us = max(needed_us - int(saved_us), now_us + int(2 * expected_us))
+        with self._changed:
+            known = self._fetches.get(_name(key))
+            if known is not None and known.until_us >= now_us:
+                known.until_us = max(known.until_us, until_us)
+                return known
+            declined = self._why_declined(expected_us, saved_us, now_us) if known is None else "away"
+            if declined is not None:
+                _DECLINED.labels(declined).inc()
+                return None
+            fetch = Fetch(key, behind, until_us, PendingPrefix(PendingKind.LOAD, self.covered(key)))
+            self._fetches[_name(key)] = fetch
+            heapq.heappush(self._waiting, (until_us, next(self._numbers), fetch))
+            self._changed.notify_all()
+            return fetch
+
+    def visited(self, key: PrefixKey, now_us: int) -> None:
+        """A request was ranked on `key`, which holds no behaviours. The device thread calls it."""
+        covered = self.covered(key)
+        if not self._visits.add(key.user_id, now_us) or not covered:
+            return
+        computing_us = self._corrector.model_at(covered).append_us(0, covered)
+        if self._link.fetch_us(self._segments.size_bytes(key.length), now_us) >= computing_us:
+            _DROPPED.labels("slow").inc()
+            return
+        with self._changed:
+            if key.user_id not in self._writes and len(self._writes) >= MOST_WRITES:
+                _DROPPED.labels("full").inc()
+                return
+            self._writes.pop(key.user_id, None)
+            self._writes[key.user_id] = now_us + SETTLE_US, key
+            self._changed.notify_all()
+
+    def forget_user(self, user_id: str) -> None:
+        """Deletes the user's objects as soon as the store answers. DRAM has dropped the user's prefixes already."""
+        self._deletions.add(self._segments.user_part(user_id))
+        self._wake()
+
+    def forget_partitions(self, partitions: Iterable[int]) -> None:
+        """`forget_user` for all users of these partitions, whose deletions may have been missed."""
+        for partition in partitions:
+            self._deletions.add(self._segments.partition_part(partition))
+        self._wake()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends the threads. A call to the store that hangs is left to the end of the process."""
+        with self._changed:
+            self._closing = True
+            waiting, self._waiting = self._waiting, []
+            self._changed.notify_all()
+        for _, _, fetch in waiting:
+            fetch.pending.finish(PendingOutcome.FAILED)
+        until_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- under the condition ---------------------------------------------------------------------------
+
+    def _is_away(self, now_us: int) -> bool:
+        bound = sum(fetch.until_us < now_us for fetch in self._running)
+        is_away = self._store is None or self._is_down or bound >= READERS
+        _AWAY.set(is_away)
+        return is_away
+
+    def _why_declined(self, expected_us: float, saved_us: float, now_us: int) -> str | None:
+        if self._is_away(now_us):
+            return "away"
+        if expected_us >= saved_us:
+            return "slow"
+        return "full" if len(self._fetches) >= MOST_FETCHES else None
+
+    # -- whether the store answers ---------------------------------------------------------------------
+
+    def _answered(self) -> None:
+        with self._changed:
+            self._is_down, self._retry_s, self._retry_at_us = False, FIRST_RETRY_S, 0
+            self._is_away(self._clock.monotonic_us())
+
+    def _went_down(self, error: StoreDownError) -> None:
+        with self._changed:
+            self._is_down = True
+            self._retry_at_us = self._clock.monotonic_us() + int(self._retry_s * 1e6)
+            log.warning("the pool's store does not answer", error=str(error), again_in_s=self._retry_s)
+            self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+            _AWAY.set(1)
+
+    # -- the readers -----------------------------------------------------------------------------------
+
+    def _run_reader(self, reader: int) -> None:
+        while (fetch := self._next_fetch()) is not None:
+            outcome = "failed"
+            try:
+                outcome = self._load(fetch, self._seals[reader])
+                self._answered()
+            except StoreDownError as error:
+                self._went_down(error)
+            except Exception:
+                # The thread must go on: it has other prefixes to fetch.
+                log.exception("a prefix could not be fetched from the pool")
+            with self._changed:
+                self._running.discard(fetch)
+                self._fetches.pop(_name(fetch.key), None)
+                self._is_away(self._clock.monotonic_us())
+            _FETCHES.labels(outcome).inc()
+            fetch.pending.finish(PendingOutcome.FAILED)  # Has no effect after PUBLISHED.
+
+    def _next_fetch(self) -> Fetch | None:
+        with self._changed:
+            while not self._closing:
+                if self._waiting:
+                    fetch = heapq.heappop(self._waiting)[-1]
+                    fetch.started_us = self._clock.monotonic_us()
+                    self._running.add(fetch)
+                    return fetch
+                self._changed.wait()
+            return None
+
+    def _load(self, fetch: Fetch, seals: Memory) -> str:
+        """Brings the prefix into DRAM. Returns the outcome of the fetch."""
+        store, key = self._store, fetch.key
+        if store is None or fetch.started_us > fetch.until_us:
+            return "late"
+        found = self._segments.of(key, key.length)
+        there = store.has([segment.key for segment in found])
+        del found[there.index(False) if False in there else len(there) :]
+        covered = self._segments.covered(len(found) * self._segments.behaviours)
+        target = key.head(covered) if covered > fetch.behind else None
+        if target is None:
+            return "absent"
+        if self._clock.monotonic_us() > fetch.until_us:
+            return "late"
+        work = self._transfers.begin_fetch(target, fetch.pending)
+        if work is None:
+            return "no_room"
+        outcome, published = "failed", False
+        try:
+            # Until the call has returned, bytes may arrive in these pages: they stay taken.
+            objects = [self._object(each, work.new_pages, seals[at]) for at, each in enumerate(found)]
+            outcome = self._read(store, objects)
+            if outcome == "loaded" and self._guard is not None:
+                self._guard.seal(work.new_pages)
+        finally:
+            published = self._transfers.end_fetch(work, outcome == "loaded")
+        if published:
+            now_us, size_bytes = self._clock.monotonic_us(), int(work.new_pages.size) * self._memory.shape[1]
+            self._link.observe(size_bytes, now_us - fetch.started_us, now_us)
+            _FETCH_SECONDS.observe((now_us - fetch.started_us) / 1e6)
+            _BYTES.labels("read").inc(size_bytes)
+        return outcome if published or outcome != "loaded" else "late"
+
+    def _read(self, store: Store, objects: list[StoredObject]) -> str:
+        """Reads the objects, and looks at what is in the pages then. Returns the outcome."""
+        outcome = "loaded"
+        for each, got in zip(objects, store.get(objects), strict=True):
+            if got is GetOutcome.FOUND and self._is_whole(each):
+                continue
+            outcome = "absent" if got is GetOutcome.ABSENT else "torn" if got is GetOutcome.FOUND else "unreadable"
+            if got is not GetOutcome.ABSENT:
+                self._remove_once(store, each.key)
+        return outcome
+
+    def _is_whole(self, object: StoredObject) -> bool:
+        seal, *rows = object.parts
+        return bool((self._segments.seal(object.key, rows) == seal).all())
+
+    def _remove_once(self, store: Store, key: str) -> None:
+        """Removes an object that exists and can not be read, so that it is written anew; but not a second time."""
+        with self._changed:
+            if key in self._broken:
+                return
+            self._broken[key] = None
+            if len(self._broken) > _MOST_BROKEN:
+                self._broken.popitem(last=False)
+        _REMOVED.labels("unreadable").inc(store.forget(exactly(key)))
+
+    def _object(self, segment: Segment, pages: PageArray, seal: Memory) -> StoredObject:
+        """The segment in `pages` of the DRAM tier, after its seal."""
+        rows = (self._memory[page] for page in pages[segment.first_page : segment.end_page].tolist())
+        return StoredObject(segment.key, (seal, *rows))
+
+    # -- the writer ------------------------------------------------------------------------------------
+
+    def _run_writer(self) -> None:
+        while not self._closing:
+            try:
+                if self._clock.monotonic_us() >= self._retry_at_us:
+                    self._carry_out(self._store or self._begin())
+            except StoreDownError as error:
+                self._went_down(error)
+            except Exception:
+                # The thread must go on: deletions wait for it.
+                log.exception("the pool's writer failed")
+                time.sleep(FIRST_RETRY_S)
+            with self._changed:
+                if not self._closing:
+                    self._changed.wait(self._idle_s())
+
+    def _idle_s(self) -> float:
+        now_us = self._clock.monotonic_us()
+        if self._is_down:
+            return max(0, self._retry_at_us - now_us) / 1e6
+        due_us = [self._deletions.due_us(), now_us + int(LAST_RETRY_S * 1e6)]
+        due_us.extend(at_us for at_us, _ in itertools.islice(self._writes.values(), 1))
+        return max(0, min(due_us) - now_us) / 1e6
+
+    def _begin(self) -> Store:
+        """Connects, and measures the link."""
+        store = self._connect()
+        for memory in (self._memory, self._seals, self._probe):
+            store.register(memory)
+        key = f"{self._segments.prefix}/probe/{uuid.uuid4().hex}"
+        probe, took_s = StoredObject(key, (self._probe,)), []
+        if store.put(probe) is PutOutcome.STORED:
+            for _ in range(_PROBES):
+                began_s = time.perf_counter()
+                if store.get([probe]) == [GetOutcome.FOUND]:
+                    took_s.append(time.perf_counter() - began_s)
+            store.forget(exactly(key))
+        if took_s:
+            self._link.start(min(took_s) * 1e6 / _PROBE_BYTES, self._clock.monotonic_us())
+        log.info("the pool is ready", measured=bool(took_s), ms_per_mib=round(self._link.us_per_byte * 2**20 / 1e3, 2))
+        self._store = store
+        self._answered()
+        return store
+
+    def _carry_out(self, store: Store) -> None:
+        """Deletions, then the prefixes that are due."""
+        if self._is_down:
+            store.has([self._segments.prefix])
+            self._answered()
+        self._delete(store)
+        while not self._closing and (key := self._next_write()) is not None:
+            self._write(store, key)
+
+    def _delete(self, store: Store) -> None:
+        while parts := self._deletions.take(self._clock.monotonic_us()):
+            pattern, removed = self._segments.pattern(parts), 0
+            # An object may appear while the others are removed.
+            while (gone := store.forget(pattern)) and not self._closing:
+                removed += gone
+            self._deletions.passed(parts, self._clock.monotonic_us())
+            _REMOVED.labels("deletion").inc(removed)
+
+    def _next_write(self) -> PrefixKey | None:
+        with self._changed:
+            for user_id, (due_us, key) in self._writes.items():
+                if due_us <= self._clock.monotonic_us():
+                    del self._writes[user_id]
+                    return key
+                return None
+            return None
+
+    def _write(self, store: Store, key: PrefixKey) -> None:
+        """Writes the objects of the prefix that the store lacks."""
+        pinned = self._transfers.pin_stored(key) if self._owns(key.user_id) else None
+        if pinned is None:
+            _DROPPED.labels("gone").inc()
+            return
+        pin, behaviours = pinned
+        try:
+            found = self._segments.of(key, behaviours)
+            if found and not self._are_as_sealed(pin.pages[: found[-1].end_page]):
+                _DROPPED.labels("torn").inc()
+                return
+            for segment, exists in zip(found, store.has([each.key for each in found]), strict=True):
+                if not exists and (self._closing or not self._put(store, segment, pin)):
+                    return
+        finally:
+            self._transfers.unpin_stored(pin)
+
+    def _are_as_sealed(self, pages: PageArray) -> bool:
+        """Whether pages that an earlier process left have the bytes that it left. The next reload drops them if not."""
+        try:
+            if self._guard is not None:
+                self._guard.verify(pages)
+        except Exception as error:
+            log.warning("a prefix is not written to the pool", cause=str(error))
+            return False
+        return True
+
+    def _put(self, store: Store, segment: Segment, pin: Pin) -> bool:
+        """Writes one object. Withdraws it if its user was deleted or left meanwhile. Whether the next may follow."""
+        self._delete(store)
+        if not self._may_keep(pin):
+            _DROPPED.labels("gone").inc()
+            return False
+        seal = self._seals[READERS, 0]
+        object = self._object(segment, pin.pages, seal)
+        seal[:] = self._segments.seal(segment.key, object.parts[1:])
+        began_s = time.monotonic()
+        outcome: str = store.put(object)
+        if outcome == PutOutcome.STORED and not self._may_keep(pin):
+            store.forget(exactly(segment.key))
+            outcome = "withdrawn"
+        _WRITES.labels(outcome).inc()
+        if outcome != PutOutcome.STORED:
+            return False
+        size_bytes = sum(part.nbytes for part in object.parts)
+        _BYTES.labels("written").inc(size_bytes)
+        time.sleep(max(0.0, size_bytes / self._bytes_per_s - (time.monotonic() - began_s)))
+        return True
+
+    def _may_keep(self, pin: Pin) -> bool:
+        """Whether the prefix was not removed, as a deletion does, and a deletion of its user would be read here."""
+        return pin.entry.attached and self._owns(pin.entry.key.user_id)
+
+
+def _name(key: PrefixKey) -> tuple[str, bytes]:
+    return key.user_id, key.chain.digest
