@@ -94,7 +94,7 @@ class Processes:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 process_group=0,  # Ctrl-C in the terminal reaches only this process, which stops them in order.
-                preexec_fn=_die_with_the_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_the_parent if sys.platform == "linux" else None,
             )
         child = CommandProcess(name, process, log, port)
         self._children.append(child)
@@ -150,7 +150,7 @@ def is_ready(port: int) -> bool:
         return False
 
 
-def _die_with_the_parent() -> None:
+def die_with_the_parent() -> None:
     """Has the kernel send SIGTERM when the parent ends in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -16,6 +16,7 @@ import pytest
 from confluent_kafka import KafkaError
 
 from relaygr.client import RankOutcome, RankStatus, TimeOutReason
+from relaygr.devbroker.local import free_ports
 from relaygr.doctor import examine, judge, observe
 from relaygr.doctor.examine import Examination
 from relaygr.doctor.findings import Diagnosis, Verdict, exit_code
@@ -25,7 +26,7 @@ from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import GroupProtocol, KafkaSettings
 from relaygr.kafka.topic_check import Finding, Severity, TopicReport
 from relaygr.schemas.messages import FailureReason, WorkerState
-from relaygr.settings import Settings
+from relaygr.settings import Settings, load_settings
 from relaygr.worker.settings import WorkerSettings
 from tests.streams.test_trigger_fleet import NOW_US, status
 from tests.worlds.broker_proxy import broker_behind_proxy
@@ -157,6 +158,23 @@ def test_memory_shared_memory_and_open_files_that_do_not_suffice_are_warnings() 
     assert verdicts(judge.shared_memory(SeenFolder("/dev/shm", gib // 16, True), gib)) == [WARN]
     assert verdicts(judge.shared_memory(SeenFolder("/tmp", 9 * gib, False), gib)) == [WARN]
     assert verdicts(judge.open_files(1 << 16, 1024) + judge.open_files(1024, 1024)) == [OK, WARN]
+
+
+def test_a_pool_lacks_libraries_by_name_or_a_master_or_nothing() -> None:
+    lack = "Mooncake needs libibverbs.so.1, libnuma.so.1: apt-get install libibverbs1 libnuma1"
+    [found] = judge.pool("pool:50051", lack, True)
+    assert found.verdict is FAIL and "libibverbs.so.1, libnuma.so.1" in found.what
+    assert found.mend == "apt-get install libibverbs1 libnuma1"
+    assert verdicts(judge.pool("pool:50051", None, False)) == [WARN]
+    assert verdicts(judge.pool("pool:50051", None, True)) == [OK]
+
+
+def test_the_pool_is_looked_at_only_where_one_is_set() -> None:
+    (port,) = free_ports(1)
+    assert Examination(load_settings(environment={}))._pool() == []
+    pool = {"RELAYGR_WORKER__POOL__ADDRESS": f"127.0.0.1:{port}", "RELAYGR_WORKER__POOL__SECRET_FILE": "secret"}
+    [found] = Examination(load_settings(environment=pool))._pool()
+    assert found.check == "pool" and found.verdict in (FAIL, WARN)
 
 
 def test_partitions_without_an_owner_are_named() -> None:

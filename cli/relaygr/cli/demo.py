@@ -59,6 +59,13 @@ def demo(
             "--scenarios", help="Play home feed, search and ads at the same time, with the relay on, without the page."
         ),
     ] = False,
+    pool: Annotated[
+        bool,
+        typer.Option(
+            "--pool",
+            help="Play twice, the second time with new workers and the pool of the first ones, without the page.",
+        ),
+    ] = False,
     ui: Annotated[bool, typer.Option("--ui/--no-ui", help="Serve a live page of both runs.")] = True,
     stay: Annotated[
         bool | None,
@@ -70,6 +77,8 @@ def demo(
 
     With --data it trains a ranker for three minutes if DIR/ranker has none, and measures NDCG@10 of what was served.
 
+    With --pool it starts Mooncake Store, and fails unless new workers load prefixes that earlier workers computed.
+
     The exit code is 1 if a request is lost, if scores on cached prefixes differ from those of full inference, or if
     another gate fails.
     """
@@ -80,6 +89,8 @@ def demo(
     exit_on_sigterm()
     if data is not None and (interactions is not None or model is not None or scenarios):
         raise RelayError("--data has its own log and model: leave out --interactions, --model and --scenarios.")
+    if pool and (data is not None or scenarios):
+        raise RelayError("--pool plays synthetic or --interactions histories: leave out --data and --scenarios.")
     wanted = list(DEFAULTS)
     if interactions is not None:
         wanted.append(f"traffic.interactions={interactions}")
@@ -88,7 +99,7 @@ def demo(
     stays = console.is_terminal if stay is None else stay
     overridden = PlanOverrides(deadline_ms, lead_ms, rate, seconds)
     folder = None if data is None else data.resolve()
-    options = DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios, folder)
+    options = DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios, pool, folder)
     result = run_demo(console, settings, options)
     if not result.passed:
         raise typer.Exit(1)

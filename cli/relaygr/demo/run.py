@@ -23,6 +23,7 @@ from rich.prompt import Confirm
 from relaygr.demo.board import print_plan, print_summary
 from relaygr.demo.data import data_settings, deployed, locked, trained_run
 from relaygr.demo.plan import DemoPlan, PlanOverrides
+from relaygr.demo.pool import PoolDemo, require_pool, run_pool
 from relaygr.demo.prepare import (
     CALIBRATION_FILE,
     expected_count,
@@ -61,6 +62,8 @@ class DemoOptions:
     """Serve the page after the runs until Ctrl-C."""
     scenarios: bool = False
     """Play several scenarios with the relay on, instead of one schedule with and without the relay."""
+    pool: bool = False
+    """Play the schedule twice, with new workers and the pool of the first ones the second time."""
     data: Path | None = None
     """Play the log in this folder (`relaygr.demo.data`) with a trained ranker, instead of a random one."""
 
@@ -82,7 +85,7 @@ class DemoResult:
         return not any(gate.failed for gate in self.gates)
 
 
-def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult | ScenarioDemo:
+def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult | ScenarioDemo | PoolDemo:
     """Runs all phases and prints their progress. Raises RelayError for errors that the user can fix."""
     # Before the calibration, which takes a while and which a broker of ours would disturb.
     check_broker(options.broker, _known_bootstrap(settings), settings)
@@ -90,6 +93,8 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
         raise RelayError("traffic.held_out is for `relaygr traffic`: the demo has --data DIR.")
     if options.scenarios:
         return _run_scenarios(console, settings, options)
+    if options.pool:
+        return _run_pool(console, settings, options)
     if not options.serve_page:
         return _run(console, settings, options, None)
     page = Page("RelayGR demo")
@@ -115,6 +120,19 @@ def _run_scenarios(console: Console, settings: Settings, options: DemoOptions) -
         with _broker(console, settings, options) as broker:
             prefix = _own_prefix(console, broker, options.assume_yes)
             return run_scenarios(console, settings, broker, prefix, folder, population, deployments)
+
+
+def _run_pool(console: Console, settings: Settings, options: DemoOptions) -> PoolDemo:
+    require_pool()
+    with _folder(options.keep) as folder:
+        population, calibration = population_of(settings.traffic), folder / CALIBRATION_FILE
+        model = options.model or make_model(folder / "model", settings, population)
+        plan = plan_for_this_machine(console, calibration, model, settings, population, options.overrides)
+        print_plan(console, plan, population.size)
+        with _broker(console, settings, options) as broker:
+            prefix = _own_prefix(console, broker, options.assume_yes)
+            planned = planned_settings(settings, plan, model, calibration, broker, population.size)
+            return run_pool(console, planned, broker, prefix, folder, plan)
 
 
 def _run(console: Console, settings: Settings, options: DemoOptions, page: Page | None) -> DemoResult:

@@ -65,6 +65,7 @@ class Examination:
         yield from self._bounded("model", MODEL_S, lambda: observe.checkpoint(settings.worker.model))
         yield from self._bounded("memory", LOCAL_S, self._memory)
         yield from self._bounded("shared memory", LOCAL_S, self._shared_memory)
+        yield from self._bounded("pool", LOCAL_S, self._pool)
         yield from judge.open_files(observe.open_files(), settings.gateway.max_connections)
 
     # -- the checks ----------------------------------------------------------------------------------
@@ -124,6 +125,10 @@ class Examination:
     def _shared_memory(self) -> list[Diagnosis]:
         worker = self.settings.worker
         return judge.shared_memory(observe.shared_folder(worker, self.settings.workers_group), int(worker.dram_bytes))
+
+    def _pool(self) -> list[Diagnosis]:
+        address = self.settings.worker.pool.address
+        return judge.pool(address, *observe.pool(address)) if address is not None else []
 
     # -- bounds --------------------------------------------------------------------------------------
 

@@ -197,6 +197,17 @@ def shared_memory(seen: SeenFolder, dram_bytes: int) -> list[Diagnosis]:
     return [Diagnosis("shared memory", Verdict.OK, what)]
 
 
+def pool(address: str, lack: str | None, answers: bool) -> list[Diagnosis]:
+    """`lack`: what keeps this machine from using Mooncake. `answers`: whether something listens at the address."""
+    if lack is not None:
+        what, _, mend = lack.partition(": ")
+        return [Diagnosis("pool", Verdict.FAIL, what, mend)]
+    if not answers:
+        mend = "start mooncake_master there, and open its port to the workers; until then workers compute"
+        return [Diagnosis("pool", Verdict.WARN, f"nothing listens at {address} (worker.pool.address)", mend)]
+    return [Diagnosis("pool", Verdict.OK, f"a master listens at {address}")]
+
+
 def open_files(limit: int, connections: int) -> list[Diagnosis]:
     """`connections`: the most that the HTTP gateway accepts."""
     wanted = max(LEAST_FILES, 2 * connections)

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import resource
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import available_memory
 from relaygr.schemas.messages import WorkerState, WorkerStatus
 from relaygr.trigger.fleet import FleetReader
+from relaygr.worker.pool.mooncake import missing
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.lock import worker_folder
 
@@ -173,6 +175,16 @@ def requirements() -> list[str]:
         return importlib.metadata.requires("relaygr") or []
     except importlib.metadata.PackageNotFoundError:
         return []
+
+
+def pool(address: str) -> tuple[str | None, bool]:
+    """What keeps this machine from using the pool's store, and whether something listens at its address."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), _API_S):
+            return missing(), True
+    except OSError:
+        return missing(), False
 
 
 def shared_folder(settings: WorkerSettings, group: str) -> SeenFolder:
