@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from relaygr.worker.pool.mooncake import MooncakeStore, connect, missing, program
+from relaygr.worker.pool.settings import Protocol
 from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, StoredObject, StoreDownError
 
 HOLDER = """
@@ -160,7 +161,7 @@ class Mooncake:
         return holder
 
     def client(self) -> MooncakeStore:
-        return connect(self.address, "tcp")
+        return connect(self.address, Protocol.TCP)
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / "mooncake.log").open("ab") as log:

@@ -8,11 +8,13 @@ are new.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +41,8 @@ from relaygr.worker.pool.store import PutOutcome, StoredObject, StoreDownError
 HOLDERS = 2
 HOLDER_BYTES = 512 * 1024 * 1024
 _START_S = 30.0
+_WRITES = ("objects_written", "outcome"), ("writes_dropped", "reason")
+_FETCHES = ("fetches", "outcome"), ("fetches_declined", "reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +130,10 @@ def run_pool(
         console.print(f"pool       Mooncake Store at {pool.address}, {HOLDERS} holders")
         with stack("first", pooled) as running:
             running.play("first run: workers write to the pool", first_file)
+            console.print(f"           {_counts(running, *_WRITES)}")
         with stack("second", pooled) as running:
             run = running.play("second run: new workers", second_file)
+            console.print(f"           {_counts(running, *_FETCHES)}")
             told = [each.total("relaygr_pool_fetches_total", outcome="loaded") for each in running.worker_readings()]
         with stack("reference", settings, reuse=False) as running:
             running.play_reference(reference_file, second_file)
@@ -149,6 +155,15 @@ def run_pool(
         f"New workers loaded {loaded} prefixes of {users} users ({share:.0%}) from the pool instead of computing them."
     )
     return PoolDemo(run, comparison, loaded, users, judged)
+
+
+def _counts(stack: DemoStack, *counters: tuple[str, str]) -> str:
+    """The pool's counters with these names and labels, of all workers."""
+    found: Counter[str] = Counter()
+    for reading, (name, label) in itertools.product(stack.worker_readings(), counters):
+        for value, count in reading.by_label(f"relaygr_pool_{name}_total", label).items():
+            found[f"{name} {value}"] += int(count)
+    return ", ".join(f"{name} {count}" for name, count in found.items()) or "nothing was asked for"
 
 
 def _await_master(port: int) -> None:

@@ -26,6 +26,7 @@ LIBRARIES: Final = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"
 _BUFFER_BYTES: Final = 16 * 1024 * 1024
 """The client's own memory. It needs little, since objects are read and written in place."""
 _TRIAL_S: Final = 10.0
+_NO_ANSWER: Final = 3
 _MOST_PARTS: Final = 1024
 """Most parts of objects in one call: Mooncake refuses 4,096."""
 _NO_ROOM, _ABSENT = -200, -704
@@ -62,13 +63,17 @@ def connect(address: str, protocol: str, memory_bytes: int = 0) -> MooncakeStore
         raise RelayError(f"{lack}.")
     options = _options(address, protocol, memory_bytes)
     trial = {**options, "global_segment_size": "0"}
-    code = f"import os\nfrom mooncake.store import *\nos._exit(MooncakeDistributedStore().setup({trial!r}) != 0)"
+    code = (
+        f"import os, mooncake.store as s\nos._exit({_NO_ANSWER} * bool(s.MooncakeDistributedStore().setup({trial!r})))"
+    )
     try:
         tried = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, timeout=_TRIAL_S, env=_environment(), check=False
         )
     except subprocess.TimeoutExpired as error:
         raise StoreDownError(f"the master at {address} does not answer within {_TRIAL_S:.0f} s") from error
+    if tried.returncode not in (0, _NO_ANSWER):
+        raise RelayError(f"Mooncake can not run here: {tried.stderr.decode(errors='replace').strip()[-300:]}")
     if tried.returncode != 0:
         raise StoreDownError(f"the master at {address} does not answer")
     os.environ.update(_environment())
@@ -151,7 +156,7 @@ def _options(address: str, protocol: str, memory_bytes: int) -> dict[str, str]:
         "metadata_server": "P2PHANDSHAKE",
         "global_segment_size": str(memory_bytes),
         "local_buffer_size": str(_BUFFER_BYTES),
-        "protocol": protocol,
+        "protocol": str(protocol),
         "rdma_devices": "",
         "master_server_addr": address,
     }

@@ -276,8 +276,8 @@ class PoolTier:
             self._deletions.add(self._segments.partition_part(partition))
         self._wake()
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the threads. A call to the store that hangs is left to the end of the process."""
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Ends the threads. False if a call to the store hangs: its thread needs the memory until the process ends."""
         with self._changed:
             self._closing = True
             waiting, self._waiting = self._waiting, []
@@ -288,6 +288,7 @@ class PoolTier:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _wake(self) -> None:
         with self._changed:

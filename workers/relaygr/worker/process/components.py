@@ -196,6 +196,8 @@ class Components:
         PredictionCollector(prepared.corrector.quality, prepared.corrector.length_ratios)
         LeadTimeCollector(self.executor.lead_times)
         self._admin: AdminSocket | None = None
+        self.has_hung_calls = False
+        """After `close`: whether a thread is still in a call that can not be ended."""
 
     # Called by the constructor.
 
@@ -446,8 +448,7 @@ class Components:
         self.periodic.warm_up.stop()
         self.device.stop(2)
         self.follower.stop()
-        if self._pool is not None:
-            self._pool.close()
+        self.has_hung_calls = self._pool is not None and not self._pool.close()
         self.cache.close()
 
     def readiness(self) -> Readiness:

@@ -227,6 +227,9 @@ class WorkerProcess:
             self._tracer.close()
         self._probes.stop()
         log.info("stopped", worker_id=self._settings.worker_id, exit_code=int(self._exit))
+        if self._components is not None and self._components.has_hung_calls:
+            # The call would use memory that the end of the interpreter frees.
+            self._leave_at_once(self._exit)
 
     # -- reasons to end ----------------------------------------------------------------------------
 
