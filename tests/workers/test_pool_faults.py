@@ -98,7 +98,7 @@ def recover(world: PooledWorld) -> None:
         assert time.monotonic() < end_s
         world.clock.advance_us(100_000)
         world.run()
-        world.pool._wake()
+        world.wake()
         time.sleep(0.05)
 
 

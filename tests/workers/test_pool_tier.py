@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from relaygr.schemas.messages import Path as RankedOn
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import JobOutcome
+from relaygr.worker.kv import DramGeometry
 from relaygr.worker.pool import deletions, segments, tier
 from tests.worlds import real_executor
+from tests.worlds.cache import GEOMETRY, LAYOUT
 from tests.worlds.invariants import check_invariants
 from tests.worlds.pool import TwinStore
 from tests.worlds.pooled import PooledWorld
@@ -324,7 +327,7 @@ def test_a_deletion_waits_for_the_store_and_outlives_the_worker(store: TwinStore
     successor = PooledWorld(store, tmp_path / "writer")
     successor.until(lambda: not store.objects)
     # A second pass removes what another process was still writing.
-    store.objects["relaygr/0a/" + successor.pool._segments.user_part("ann") + "ff"] = b""
+    store.objects["relaygr/0a/" + successor.pool._segments.user_part("ann") + "/ff"] = b""
     successor.clock.advance_us(deletions.SECOND_PASS_US)
     successor.until(lambda: not store.objects)
     successor.until(lambda: not list((tmp_path / "writer" / "deletions").iterdir()))
@@ -379,3 +382,25 @@ def test_the_jobs_outcome_says_that_the_prefix_was_not_computed(store: TwinStore
     world.queue_job("ann", version, "r")
     world.until(lambda: bool(world.outbox.jobs))
     assert world.outbox.jobs == [JobOutcome.RELOADED]
+
+
+def test_more_deletions_than_the_bound_delete_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deletions, "MOST", 3)
+    noted = deletions.Deletions(tmp_path / "deletions")
+    for user in range(4):
+        noted.add(f"{user}")
+    cut = segments.Segments("relaygr", b"secret", DramGeometry(GEOMETRY), LAYOUT)
+    pattern = cut.pattern(noted.take(0))
+    assert re.match(pattern, f"relaygr/0a/{cut.user_part('anyone')}/ff") and not re.match(pattern, "relaygr/probe/ff")
+
+
+def test_a_deletion_that_is_asked_for_again_begins_anew(tmp_path: Path) -> None:
+    noted = deletions.Deletions(tmp_path / "deletions")
+    noted.add("ann")
+    taken = noted.take(0)
+    noted.add("ann")
+    noted.passed(taken, 0)
+    assert list(noted.take(0)) == ["ann"]
+    for now_us in (0, deletions.SECOND_PASS_US):
+        noted.passed(noted.take(now_us), now_us)
+    assert noted.take(2**61) == {} and not list((tmp_path / "deletions").iterdir())

@@ -34,7 +34,7 @@ class PooledWorld(RealExecutorWorld):
             engine = world.engine
             return PoolTier(
                 connect or (lambda: store),
-                Segments("relaygr", SECRET, DramGeometry(engine.geometry), engine.layout, 48),
+                Segments("relaygr", SECRET, DramGeometry(engine.geometry), engine.layout),
                 world.cache,
                 world.built.dram_arena.numpy(),
                 Deletions(folder / "deletions"),
@@ -69,9 +69,14 @@ class PooledWorld(RealExecutorWorld):
         while not holds():
             assert time.monotonic() < end_s
             self.run()
-            self.pool._wake()
+            self.wake()
             time.sleep(0.002)
         self.run()
+
+    def wake(self) -> None:
+        """The clock of the test has advanced."""
+        with self.pool._changed:
+            self.pool._changed.notify_all()
 
     def settle(self) -> None:
         """Runs until nothing is copied, fetched or due to be written."""

@@ -30,7 +30,6 @@ def build_pool(
     corrector: Corrector,
     clock: Clock,
     history_path: Path,
-    partitions: int,
     owns: Callable[[str], bool],
 ) -> PoolTier | None:
     """The pool, before `start`; None if the settings have no address. See `PoolTier` for `guard` and `owns`.
@@ -45,7 +44,7 @@ def build_pool(
     if built.dram_arena is None:
         raise RelayError("worker.pool.address needs a DRAM tier, into which prefixes are read: set worker.dram_bytes.")
     geometry = built.cache.geometry
-    segments = Segments(settings.prefix, read_secret(settings.secret_file), geometry, engine.layout, partitions)
+    segments = Segments(settings.prefix, read_secret(settings.secret_file), geometry, engine.layout)
     return PoolTier(
         partial(connect, settings.address, settings.protocol),
         segments,

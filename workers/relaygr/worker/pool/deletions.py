@@ -23,8 +23,7 @@ SECOND_PASS_US: Final = 90_000_000
 """No put lasts as long."""
 MOST: Final = 65_536
 """With more, everything is deleted."""
-_EVERYTHING: Final = ""
-_FILE_OF_EVERYTHING: Final = "everything"
+_EVERYTHING: Final = "[0-9a-f]+"
 _AT_ONCE: Final = 32
 """Deletions in one pattern."""
 _NEVER_US: Final = 2**62
@@ -39,14 +38,14 @@ class _Deletion:
 
 
 class Deletions:
-    """Thread-safe. Parts end with `/` (a user) or `-` (a partition)."""
+    """Thread-safe. A deletion is named by the part of the keys that names the user."""
 
     def __init__(self, folder: Path) -> None:
         """Raises RelayError if the folder cannot be used."""
         private_folder(folder, "worker.history_path")
         self._folder = folder
         self._lock = threading.Lock()
-        self._all: dict[str, _Deletion] = {_part(path.name): _Deletion() for path in folder.iterdir()}
+        self._all: dict[str, _Deletion] = {path.name: _Deletion() for path in folder.iterdir()}
         _WAITING.set(len(self._all))
 
     def add(self, part: str) -> None:
@@ -58,7 +57,7 @@ class Deletions:
             self._all[part] = _Deletion()
             _WAITING.set(len(self._all))
             try:
-                (self._folder / _file(part)).touch(mode=0o600)
+                (self._folder / part).touch(mode=0o600)
             except OSError as error:
                 log.error("a deletion in the pool is not kept for a restart", error=str(error))
 
@@ -76,7 +75,7 @@ class Deletions:
                     continue  # Asked for again meanwhile.
                 if each.was_passed:
                     del self._all[part]
-                    (self._folder / _file(part)).unlink(missing_ok=True)
+                    (self._folder / part).unlink(missing_ok=True)
                 each.was_passed, each.due_us = True, now_us + SECOND_PASS_US
             _WAITING.set(len(self._all))
 
@@ -84,13 +83,3 @@ class Deletions:
         """When the next one is due; far in the future without any."""
         with self._lock:
             return min((each.due_us for each in self._all.values()), default=_NEVER_US)
-
-
-def _file(part: str) -> str:
-    return part.rstrip("/") or _FILE_OF_EVERYTHING
-
-
-def _part(file: str) -> str:
-    if file == _FILE_OF_EVERYTHING:
-        return _EVERYTHING
-    return file if file.endswith("-") else f"{file}/"

@@ -3,7 +3,7 @@
 An object holds the DRAM pages that a run of `Segments.behaviours` behaviours completes, so it never changes: a history
 that grows adds objects and rewrites none. The pages of its last, incomplete run are in no object. The key is
 
-    <prefix>/<model and layout>/<partition>-<keyed hash of the user>/<chain digest at the end of the run>
+    <prefix>/<model and layout>/<keyed hash of the user>/<chain digest at the end of the run>
 
 so other weights, another layout and another history are other keys. An object begins with its seal: a keyed digest of
 its key and of the CRC-32 of each page. Whoever reads computes the seal over the pages that arrived.
@@ -22,7 +22,6 @@ from typing import Final
 import numpy as np
 
 from relaygr.schemas.digest import BLOCK
-from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.kv import DramGeometry, PrefixLayout
 from relaygr.worker.pool.store import Memory
@@ -42,16 +41,13 @@ class Segment:
 
 
 class Segments:
-    """The cut of all prefixes with one form of pages. `partitions`: of the topics, since a partition may be deleted."""
+    """The cut of all prefixes with one form of pages."""
 
-    def __init__(
-        self, prefix: str, secret: bytes, geometry: DramGeometry, layout: PrefixLayout, partitions: int
-    ) -> None:
+    def __init__(self, prefix: str, secret: bytes, geometry: DramGeometry, layout: PrefixLayout) -> None:
         self.prefix = prefix
         self._secret = hashlib.blake2b(secret).digest()
         self._page_tokens, self._page_bytes = geometry.kv.page_tokens, geometry.page_bytes
         self._layout = layout
-        self._partitions = partitions
         self._form = repr((geometry, layout)).encode()
         block_tokens = BLOCK * layout.tokens_per_behaviour
         tokens = max(1, -(-_LEAST_BYTES // self._page_bytes)) * self._page_tokens
@@ -76,7 +72,7 @@ class Segments:
         """The objects of the first `behaviours` behaviours of `key`, in order; none if they are not known to last."""
         if not (key.is_known and key.growable):
             return []
-        head = f"{self.prefix}/{self._model(key.namespace)}/{self.user_part(key.user_id)}"
+        head = f"{self.prefix}/{self._model(key.namespace)}/{self.user_part(key.user_id)}/"
         segments, first_page = [], 0
         for end in range(self.behaviours, behaviours + 1, self.behaviours):
             digest, end_page = key.digest_at(end), self.pages(end)
@@ -88,16 +84,11 @@ class Segments:
 
     def user_part(self, user_id: str) -> str:
         """The part of a key that names the user."""
-        hashed = hashlib.blake2b(user_id.encode(), key=self._secret, digest_size=16).hexdigest()
-        return f"{self.partition_part(partition_for(user_id.encode(), self._partitions))}{hashed}/"
+        return hashlib.blake2b(user_id.encode(), key=self._secret, digest_size=16).hexdigest()
 
-    def partition_part(self, partition: int) -> str:
-        """The beginning of the part that names the user, for the users of a partition."""
-        return f"{partition}-"
-
-    def pattern(self, parts: Iterable[str]) -> str:
-        """The pattern of all keys, of every model, whose part that names the user begins with one of `parts`."""
-        return f"^{re.escape(self.prefix)}/[0-9a-f]+/(?:{'|'.join(map(re.escape, parts))})"
+    def pattern(self, user_parts: Iterable[str]) -> str:
+        """The pattern of all keys of these users, for every model. A part may be a pattern itself."""
+        return f"^{re.escape(self.prefix)}/[0-9a-f]+/(?:{'|'.join(user_parts)})/"
 
     def seal(self, key: str, pages: Iterable[Memory]) -> Memory:
         """The seal of an object, uint8 [SEAL_BYTES]."""

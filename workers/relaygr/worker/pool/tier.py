@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,6 +31,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from relaygr.admission.latency import Corrector
 from relaygr.runtime.clock import Clock
+from relaygr.runtime.errors import RelayError
 from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.cache.copies import PageGuard
 from relaygr.worker.cache.entries import Pin
@@ -268,13 +269,8 @@ class PoolTier:
     def forget_user(self, user_id: str) -> None:
         """Deletes the user's objects as soon as the store answers. DRAM has dropped the user's prefixes already."""
         self._deletions.add(self._segments.user_part(user_id))
-        self._wake()
-
-    def forget_partitions(self, partitions: Iterable[int]) -> None:
-        """`forget_user` for all users of these partitions, whose deletions may have been missed."""
-        for partition in partitions:
-            self._deletions.add(self._segments.partition_part(partition))
-        self._wake()
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self, timeout_s: float = 2.0) -> bool:
         """Ends the threads. False if a call to the store hangs: its thread needs the memory until the process ends."""
@@ -289,10 +285,6 @@ class PoolTier:
             if thread.is_alive():
                 thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     # -- under the condition ---------------------------------------------------------------------------
 
@@ -316,7 +308,7 @@ class PoolTier:
             self._is_down, self._retry_s, self._retry_at_us = False, FIRST_RETRY_S, 0
             self._is_away(self._clock.monotonic_us())
 
-    def _went_down(self, error: StoreDownError) -> None:
+    def _went_down(self, error: Exception) -> None:
         with self._changed:
             self._is_down = True
             self._retry_at_us = self._clock.monotonic_us() + int(self._retry_s * 1e6)
@@ -425,7 +417,7 @@ class PoolTier:
             try:
                 if self._clock.monotonic_us() >= self._retry_at_us:
                     self._carry_out(self._store or self._begin())
-            except StoreDownError as error:
+            except (StoreDownError, RelayError) as error:
                 self._went_down(error)
             except Exception:
                 # The thread must go on: deletions wait for it.
@@ -499,9 +491,9 @@ class PoolTier:
         pin, behaviours = pinned
         try:
             found = self._segments.of(key, behaviours)
-            if found and not self._are_as_sealed(pin.pages[: found[-1].end_page]):
+            if not self._are_as_sealed(pin.pages):
                 _DROPPED.labels("torn").inc()
-                return
+                found = []
             for segment, exists in zip(found, store.has([each.key for each in found]), strict=True):
                 if not exists and (self._closing or not self._put(store, segment, pin)):
                     return

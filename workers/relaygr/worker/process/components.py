@@ -135,7 +135,6 @@ class Components:
             prepared.corrector,
             clock,
             settings.history_path,
-            kafka.partitions,
             self._owns,
         )
         self.follower = self._make_follower()
@@ -211,7 +210,7 @@ class Components:
             on_changed=lambda users: self.executor.post(lambda: self.executor.histories_changed(users)),
             on_deleted=lambda user: self.executor.post(lambda: self.executor.user_deleted(user)),
             on_deleting=self._forget_user,
-            on_missed=self._forget_partitions,
+            on_missed=lambda partitions: self.cache.invalidate_users(users_in(partitions, kafka.partitions)),
             erase_within_s=settings.erase_within_s,
             snapshots=SnapshotLimits(
                 settings.snapshot_behaviours,
@@ -227,12 +226,6 @@ class Components:
         self.cache.invalidate_user(user_id)
         if self._pool is not None:
             self._pool.forget_user(user_id)
-
-    def _forget_partitions(self, partitions: frozenset[int]) -> None:
-        """Tombstones of these partitions may have been missed."""
-        self.cache.invalidate_users(users_in(partitions, self._config.kafka.partitions))
-        if self._pool is not None:
-            self._pool.forget_partitions(partitions)
 
     def _owns(self, user_id: str) -> bool:
         """Whether the user's partition belongs to this worker now."""

@@ -221,15 +221,16 @@ class WorkerProcess:
         if self._components is not None:
             self._components.close()
         self._prepared.store.close()
+        if self._components is not None and self._components.has_hung_calls:
+            # The call may still write into the DRAM tier, which belongs to the next holder of the lock.
+            log.warning("stopped in a call to the pool that hangs", worker_id=self._settings.worker_id)
+            self._leave_at_once(self._exit)
         # A standby need not wait for the probe server, which may wait for its clients, nor for a trace collector.
         self._lock.release()
         if self._tracer is not None:
             self._tracer.close()
         self._probes.stop()
         log.info("stopped", worker_id=self._settings.worker_id, exit_code=int(self._exit))
-        if self._components is not None and self._components.has_hung_calls:
-            # The call would use memory that the end of the interpreter frees.
-            self._leave_at_once(self._exit)
 
     # -- reasons to end ----------------------------------------------------------------------------
 
