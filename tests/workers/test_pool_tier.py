@@ -168,12 +168,20 @@ def test_rankings_within_a_second_are_one_visit(store: TwinStore, tmp_path: Path
 
 def test_nothing_is_written_or_fetched_where_computing_is_faster(store: TwinStore, tmp_path: Path) -> None:
     world = writer(store, tmp_path)
-    world.pool._link.us_per_byte = world.pool._link.measured_at_start = 1e6
+    world.pool._link.us_per_byte = 1e6
     version = world.put("bob", LENGTH)
     calls = len(store.calls)
     for visit in range(3):
         world.visit("bob", version, f"b{visit}")
     assert len(store.calls) == calls
+
+
+def test_a_link_that_was_slow_is_measured_again(store: TwinStore, tmp_path: Path) -> None:
+    world = PooledWorld(store, tmp_path)
+    world.pool._link.us_per_byte = 1e6
+    world.clock.advance_us(2 * tier._OLD_US)
+    world.until(lambda: world.pool._link.us_per_byte < 1)
+    assert not store.objects
 
 
 @pytest.mark.parametrize("where", ["seal", "first page", "last page"])

@@ -61,7 +61,7 @@ _PROBES: Final = 3
 _GUESS_US_PER_BYTE: Final = 1 / 128
 _GUESS_FIXED_US: Final = 2_000.0
 _NEWEST_WEIGHS: Final = 0.2
-_OLD_US: Final = 10_000_000
+_OLD_US: Final = 60_000_000
 _MOST_BROKEN: Final = 1024
 
 _FETCHES = Counter(
@@ -117,27 +117,25 @@ class Fetch:
 
 @dataclass(slots=True)
 class Link:
-    """The time of a fetch, as measured: at the start, and by each fetch."""
+    """The time of a fetch. It is measured at the start, by each fetch, and again if there was none for a while: a fetch
+    that does not pay is not made.
+    """
 
     us_per_byte: float = _GUESS_US_PER_BYTE
-    measured_at_start: float = _GUESS_US_PER_BYTE
     measured_us: int = 0
 
-    def start(self, us_per_byte: float, now_us: int) -> None:
-        """The link was measured at the start."""
-        self.us_per_byte = self.measured_at_start = us_per_byte
-        self.measured_us = now_us
+    def measured(self, us_per_byte: float, now_us: int) -> None:
+        """The link was measured by itself."""
+        self.us_per_byte, self.measured_us = us_per_byte, now_us
 
     def observe(self, size_bytes: int, took_us: float, now_us: int) -> None:
         """A fetch of so many bytes took so long."""
-        self.us_per_byte += _NEWEST_WEIGHS * (max(0.0, took_us - _GUESS_FIXED_US) / size_bytes - self.us_per_byte)
-        self.measured_us = now_us
+        newest = max(0.0, took_us - _GUESS_FIXED_US) / size_bytes
+        self.measured(self.us_per_byte + _NEWEST_WEIGHS * (newest - self.us_per_byte), now_us)
 
-    def fetch_us(self, size_bytes: int, now_us: int) -> float:
-        """The expected time. A slow measurement that is old does not count: what does not pay is not measured again."""
-        is_old = now_us - self.measured_us > _OLD_US
-        rate = min(self.us_per_byte, self.measured_at_start) if is_old else self.us_per_byte
-        return _GUESS_FIXED_US + size_bytes * rate
+    def fetch_us(self, size_bytes: int) -> float:
+        """The expected time."""
+        return _GUESS_FIXED_US + size_bytes * self.us_per_byte
 
 
 @dataclass(slots=True)
@@ -231,7 +229,7 @@ class PoolTier:
         `needed_us`: when the prefix is needed; `saved_us`: the time of computing what the pool may have. If the fetch
         ends with PUBLISHED, DRAM has more of the key.
         """
-        expected_us = self._link.fetch_us(self._segments.size_bytes(key.length), now_us)
+        expected_us = self._link.fetch_us(self._segments.size_bytes(key.length))
         # As long as there is time to compute instead, or twice the time that it should take.
         until_us = max(needed_us - int(saved_us), now_us + int(2 * expected_us))
         with self._changed:
@@ -255,7 +253,7 @@ class PoolTier:
         if not self._visits.add(key.user_id, now_us) or not covered:
             return
         computing_us = self._corrector.model_at(covered).append_us(0, covered)
-        if self._link.fetch_us(self._segments.size_bytes(key.length), now_us) >= computing_us:
+        if self._link.fetch_us(self._segments.size_bytes(key.length)) >= computing_us:
             _DROPPED.labels("slow").inc()
             return
         with self._changed:
@@ -440,6 +438,14 @@ class PoolTier:
         store = self._connect()
         for memory in (self._memory, self._seals, self._probe):
             store.register(memory)
+        self._measure(store)
+        log.info("the pool is ready", ms_per_mib=round(self._link.us_per_byte * 2**20 / 1e3, 2))
+        self._store = store
+        self._answered()
+        return store
+
+    def _measure(self, store: Store) -> None:
+        """Measures the link with an object of its own; a full store leaves a guess."""
         key = f"{self._segments.prefix}/probe/{uuid.uuid4().hex}"
         probe, took_s = StoredObject(key, (self._probe,)), []
         if store.put(probe) is PutOutcome.STORED:
@@ -448,12 +454,8 @@ class PoolTier:
                 if store.get([probe]) == [GetOutcome.FOUND]:
                     took_s.append(time.perf_counter() - began_s)
             store.forget(exactly(key))
-        if took_s:
-            self._link.start(min(took_s) * 1e6 / _PROBE_BYTES, self._clock.monotonic_us())
-        log.info("the pool is ready", measured=bool(took_s), ms_per_mib=round(self._link.us_per_byte * 2**20 / 1e3, 2))
-        self._store = store
-        self._answered()
-        return store
+        us_per_byte = min(took_s) * 1e6 / _PROBE_BYTES if took_s else _GUESS_US_PER_BYTE
+        self._link.measured(us_per_byte, self._clock.monotonic_us())
 
     def _carry_out(self, store: Store) -> None:
         """Deletions, then the prefixes that are due."""
@@ -461,6 +463,8 @@ class PoolTier:
             store.has([self._segments.prefix])
             self._answered()
         self._delete(store)
+        if self._clock.monotonic_us() - self._link.measured_us > _OLD_US:
+            self._measure(store)
         while not self._closing and (key := self._next_write()) is not None:
             self._write(store, key)
 
