@@ -99,6 +99,7 @@ class FakeComponents:
 
     cache = None
     overflow: FakeLoop | None = None
+    has_hung_calls = False
 
     def __init__(self, loop: FakeLoop, on_end: OnEnd) -> None:
         self.loop = loop
@@ -345,6 +346,15 @@ def test_a_worker_records_its_phase_and_how_it_ended(world: ProcessWorld) -> Non
     phases: list[ChildPhase] = []
     assert world.process.run() is Exit.DONE
     assert phases == [ChildPhase.ACTIVE]
+    assert world.record.exit_code == Exit.DONE
+
+
+def test_a_worker_with_a_call_that_hangs_leaves_at_once_and_only_its_end_frees_the_lock(world: ProcessWorld) -> None:
+    """The call may still write into the DRAM tier, which belongs to the next holder."""
+    world.loop.on_start = lambda: setattr(world.components, "has_hung_calls", True)
+    with pytest.raises(LeftError, match=str(int(Exit.DONE))):
+        world.process.run()
+    assert world.components.flushed and world.process._lock.is_held()
     assert world.record.exit_code == Exit.DONE
 
 
