@@ -412,3 +412,21 @@ def test_a_deletion_that_is_asked_for_again_begins_anew(tmp_path: Path) -> None:
     for now_us in (0, deletions.SECOND_PASS_US):
         noted.passed(noted.take(now_us), now_us)
     assert noted.take(2**61) == {} and not list((tmp_path / "deletions").iterdir())
+
+
+def test_a_request_with_much_time_waits_for_a_hanging_store_only_twice_the_expected_time(
+    store: TwinStore, tmp_path: Path
+) -> None:
+    writer(store, tmp_path)
+    world = PooledWorld(store, tmp_path / "b")
+    version = world.put("ann", LENGTH)
+    began_us = world.clock.monotonic_us()
+    with store.hung():
+        world.submit("ann", version, "r", budget_us=60_000_000)
+        world.until(lambda: store.waiting == 1)
+        while "r" not in world.outbox.answered:
+            world.clock.advance_us(1_000)
+            world.run()
+            assert world.clock.monotonic_us() - began_us < 1_000_000
+    world.assert_exact(world.outbox.answered["r"][0], behaviours_of(LENGTH))
+    assert world.outbox.answered["r"][0].path is RankedOn.FULL

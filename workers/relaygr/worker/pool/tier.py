@@ -55,6 +55,10 @@ VISIT_US: Final = 1_000_000
 """All rankings of a user within a second are one visit."""
 SETTLE_US: Final = 500_000
 """A prefix is written this long after its ranking, when its copy to DRAM has ended."""
+PATIENCE: Final = 2.0
+"""A request waits for a fetch for so many times the time that it should take. A store that hangs would else have
+requests answered at the end of their time, and some of them late.
+"""
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 _PROBE_BYTES: Final = 1024 * 1024
 _PROBES: Final = 3
@@ -230,8 +234,8 @@ class PoolTier:
         ends with PUBLISHED, DRAM has more of the key.
         """
         expected_us = self._link.fetch_us(self._segments.size_bytes(key.length))
-        # As long as there is time to compute instead, or twice the time that it should take.
-        until_us = max(needed_us - int(saved_us), now_us + int(2 * expected_us))
+        # For half of the time until it would have to be computed instead, or for `PATIENCE`.
+        until_us = now_us + int(max((needed_us - saved_us - now_us) / 2, PATIENCE * expected_us))
         with self._changed:
             known = self._fetches.get(_name(key))
             if known is not None and known.until_us >= now_us:
@@ -241,7 +245,8 @@ class PoolTier:
             if declined is not None:
                 _DECLINED.labels(declined).inc()
                 return None
-            fetch = Fetch(key, behind, until_us, PendingPrefix(PendingKind.LOAD, self.covered(key)))
+            pending = PendingPrefix(PendingKind.LOAD, self.covered(key), patience_us=PATIENCE * expected_us)
+            fetch = Fetch(key, behind, until_us, pending)
             self._fetches[_name(key)] = fetch
             heapq.heappush(self._waiting, (until_us, next(self._numbers), fetch))
             self._changed.notify_all()

@@ -1,0 +1,93 @@
+"""Workers with a pool, on real stores: a new worker loads what a stopped one computed, and a store that hangs delays
+nobody, not even a stop.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ByteSize
+
+from relaygr.client import RankStatus, RelayClient
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess
+from relaygr.schemas.messages import History, PrefixSource, RankingResult
+from relaygr.worker.model.checkpoint import random_checkpoint
+from relaygr.worker.pool.settings import PoolSettings
+from tests.worlds.pool import mooncake
+from tests.worlds.relay import (
+    COEFFICIENTS,
+    Relay,
+    candidates_of,
+    history_of,
+    model_config,
+    new_user,
+    reading,
+    save_model,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTH = 1000
+SLOW_DEVICE = replace(COEFFICIENTS, b1=500)
+"""The calibration says that a prefix takes half a second, so that fetching pays on a busy machine, too."""
+
+
+def counted(worker: CommandProcess, name: str, **labels: str) -> float:
+    return reading(worker).total(f"relaygr_pool_{name}", **labels)
+
+
+def ranked(client: RelayClient, user: History) -> RankingResult:
+    """The result of a request with much time."""
+    outcome = client.rank(user.user_id, candidates_of(), history_version=user.version(), budget_ms=5_000)
+    assert outcome.status is RankStatus.RANKED, outcome
+    assert outcome.result is not None
+    return outcome.result
+
+
+def test_a_new_worker_loads_what_a_stopped_one_computed(module_kafka: KafkaSettings, tmp_path: Path) -> None:
+    config = model_config()
+    model = save_model(tmp_path / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef")
+    users = [history_of(new_user("pooled"), LENGTH, seed) for seed in range(3)]
+    with mooncake(tmp_path / "mooncake") as stores:
+        pool = PoolSettings(address=stores.address, secret_file=secret, visits=1)
+        with (
+            Relay(module_kafka, tmp_path / "relay", model, pool=pool, dram_bytes=ByteSize(16 << 20)) as relay,
+            relay.client() as client,
+        ):
+            first = relay.start_worker("worker-00")
+            relay.await_ready(first)
+            wait_until("the pool is there", lambda: counted(first, "away") == 0)
+            for user in users:
+                client.publish_history(user)
+            scores = [ranked(client, user).scores for user in users]
+            wait_until("written", lambda: counted(first, "objects_written_total", outcome="stored") >= len(users))
+            assert relay.stop(first) == 0
+            second = relay.start_worker("worker-01")
+            relay.await_ready(second)
+            wait_until("the pool is there", lambda: counted(second, "away") == 0)
+            result = ranked(client, users[0])
+            assert result.prefix_source is PrefixSource.DRAM and result.tokens_cached > 0
+            assert counted(second, "fetches_total", outcome="loaded") == 1
+            np.testing.assert_allclose(result.scores, scores[0], rtol=0, atol=2e-5 * np.abs(result.scores).max())
+
+            client.tombstone(users[1].user_id)
+            wait_until("deleted", lambda: counted(second, "objects_removed_total", reason="deletion") >= 1)
+
+            stores.processes[-1].send_signal(signal.SIGSTOP)
+            began_s = time.monotonic()
+            result = ranked(client, users[2])
+            assert result.prefix_source is PrefixSource.COMPUTED
+            np.testing.assert_allclose(result.scores, scores[2], rtol=0, atol=2e-5 * np.abs(result.scores).max())
+            assert time.monotonic() - began_s < 5
+            # The call still hangs.
+            assert relay.stop(second) == 0
+            assert time.monotonic() - began_s < 28
