@@ -22,7 +22,7 @@ from tests.worlds.pool import Mooncake, mooncake
 from tests.worlds.pooled import PooledWorld
 from tests.worlds.real_executor import behaviours_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.outage
 
 LENGTH = 200
 PAGES = 192 // 16
