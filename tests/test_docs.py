@@ -380,6 +380,7 @@ def test_a_target_of_make_exists(page: str, target: str) -> None:
 def test_settings_in_the_text_exist() -> None:
     keys = {*setting_fields()}
     sections = {key.partition(".")[0] for key in keys if "." in key}
+    keys |= {key.rpartition(".")[0] for key in keys}
     unknown = [
         (page, code)
         for page in PAGES
