@@ -1,4 +1,4 @@
-"""Parts of a machine that some tests need: a broker, Docker, a browser, Prometheus and its promtool.
+"""Parts of a machine that some tests need: a broker, Docker, a browser, Prometheus and its promtool, Mooncake.
 
 Without its part a test is skipped. Where the part is promised, the test fails: `RELAYGR_TEST_REQUIRE` names the
 promised parts, separated by commas. `RELAYGR_TEST_REQUIRE_BROKER=1` is another way to name the broker.
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-PARTS = frozenset({"broker", "docker", "browser", "prometheus", "promtool"})
+PARTS = frozenset({"broker", "docker", "browser", "prometheus", "promtool", "mooncake"})
 
 
 def promised(environment: Mapping[str, str] = os.environ) -> frozenset[str]:

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from relaygr.worker.pool.mooncake import MooncakeStore, connect, missing, program
 from relaygr.worker.pool.settings import Protocol
 from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, StoredObject, StoreDownError
+from tests.promised import unavailable
 
 HOLDER = """
 import sys, time
@@ -32,10 +31,10 @@ time.sleep(3600)
 
 
 def needs_mooncake() -> None:
-    """Skips the test on a machine without Mooncake."""
+    """Ends the test on a machine without Mooncake."""
     lack = missing()
     if lack is not None:
-        pytest.skip(lack)
+        unavailable("mooncake", lack)
 
 
 class TwinStore:

@@ -40,17 +40,17 @@ class PendingPrefix:
         arrival: LayerArrival | None = None,
         deadline: Deadline | None = None,
         expected_us: float | None = None,
-        patience_us: float | None = None,
+        longest_wait_us: float | None = None,
     ) -> None:
         """`arrival`: set for a reload that can be read before it ends. `deadline`: the deadline of its copy.
-        `expected_us`: when its copy should end, on the monotonic clock. `patience_us`: a request waits no longer,
+        `expected_us`: when its copy should end, on the monotonic clock. `longest_wait_us`: a request waits no longer,
         whatever time it has, because the work may hang.
         """
         self.kind = kind
         self.behaviours = behaviours
         self.arrival = arrival
         self.expected_us = expected_us
-        self.patience_us = patience_us
+        self.longest_wait_us = longest_wait_us
         self._deadline = deadline
         self._lock = threading.Lock()
         self._outcome = outcome

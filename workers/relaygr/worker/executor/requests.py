@@ -563,8 +563,8 @@ class Requests:
         spare_us = self._time_left_us(work, now_us) - int(
             self._full_us(prefix.tokens, work.scored_tokens) + self._chunk_us
         )
-        if pending.patience_us is not None:
-            spare_us = min(spare_us, int(pending.patience_us))
+        if pending.longest_wait_us is not None:
+            spare_us = min(spare_us, int(pending.longest_wait_us))
         until_us, received_us = now_us + max(0, spare_us), work.received.received_us
         # Counted from the receipt: a request that has given up does not wait again.
         longest_us = received_us + WAITED_PART * (work.latest_start_us - received_us)

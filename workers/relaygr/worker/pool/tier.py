@@ -55,7 +55,7 @@ VISIT_US: Final = 1_000_000
 """All rankings of a user within a second are one visit."""
 SETTLE_US: Final = 500_000
 """A prefix is written this long after its ranking, when its copy to DRAM has ended."""
-PATIENCE: Final = 2.0
+WAIT_FACTOR: Final = 2.0
 """A request waits for a fetch for so many times the time that it should take. A store that hangs would else have
 requests answered at the end of their time, and some of them late.
 """
@@ -234,8 +234,8 @@ class PoolTier:
         ends with PUBLISHED, DRAM has more of the key.
         """
         expected_us = self._link.fetch_us(self._segments.size_bytes(key.length))
-        # For half of the time until it would have to be computed instead, or for `PATIENCE`.
-        until_us = now_us + int(max((needed_us - saved_us - now_us) / 2, PATIENCE * expected_us))
+        # For half of the time until it would have to be computed instead, or for `WAIT_FACTOR`.
+        until_us = now_us + int(max((needed_us - saved_us - now_us) / 2, WAIT_FACTOR * expected_us))
         with self._changed:
             known = self._fetches.get(_name(key))
             if known is not None and known.until_us >= now_us:
@@ -245,7 +245,7 @@ class PoolTier:
             if declined is not None:
                 _DECLINED.labels(declined).inc()
                 return None
-            pending = PendingPrefix(PendingKind.LOAD, self.covered(key), patience_us=PATIENCE * expected_us)
+            pending = PendingPrefix(PendingKind.LOAD, self.covered(key), longest_wait_us=WAIT_FACTOR * expected_us)
             fetch = Fetch(key, behind, until_us, pending)
             self._fetches[_name(key)] = fetch
             heapq.heappush(self._waiting, (until_us, next(self._numbers), fetch))
