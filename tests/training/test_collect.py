@@ -21,8 +21,10 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.devbroker import LocalBroker
+from relaygr.devbroker.local import free_ports
 from relaygr.interactions import Interactions, read_interactions
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_identity import TopicIdentity
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.stop_signals import SIGNALS
 from relaygr.schemas.codec import encode
@@ -82,7 +84,7 @@ def collect(
     kafka: KafkaSettings,
     folder: Path,
     *,
-    ratings: bool = False,
+    ratings: bool | None = None,
     max_bytes: int = 16 * MIB,
     follow_s: float | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
@@ -156,6 +158,7 @@ def test_what_is_collected_is_the_log_that_was_published(kafka: KafkaSettings, f
     """Twice: the folder has each behaviour once."""
     log = write_inter(tmp_path / "log.inter", cyclic_log(users=20, length=60))
     publish(kafka, "behaviours", log)
+    assert "ratings" not in command(kafka, folder), "codes first"
     printed, wanted = command(kafka, folder, "--ratings"), read_interactions(log)
     assert printed == f"{folder} has {len(wanted.behaviours):,} behaviours of 20 users."
     found = read_interactions(folder)
@@ -163,7 +166,7 @@ def test_what_is_collected_is_the_log_that_was_published(kafka: KafkaSettings, f
     assert found.report.actions == wanted.report.actions
     assert found.report.layout.has_ratings and found.report.layout.has_times
     publish(kafka, "behaviours", log)
-    assert command(kafka, folder) == printed, "a folder of ratings stays one"
+    assert command(kafka, folder) == command(kafka, folder, "--ratings") == printed, "a folder of ratings stays one"
     publish(kafka, "history", folder, "--dry-run")
 
 
@@ -297,9 +300,10 @@ def test_a_copy_of_other_topics_is_refused(broker: LocalBroker, source: Source, 
     (tmp_path / "photos" / "cat.png").write_bytes(b"")
     with pytest.raises(RelayError, match="has other files"):
         collect(source.kafka, tmp_path / "photos")
-    (folder / MANIFEST).write_text("{")
-    with pytest.raises(RelayError, match="collect into a new folder"):
-        collect(source.kafka, folder)
+    for broken in ("{", "[]", '{"layout": 2}'):
+        (folder / MANIFEST).write_text(broken)
+        with pytest.raises(RelayError, match="collect into a new folder"):
+            collect(source.kafka, folder)
     assert items(folder, "ann") == list(range(5))
 
 
@@ -320,15 +324,43 @@ def test_topics_that_are_created_again_end_a_follower_and_are_refused_by_the_nex
         assert items(folder, "ann") == list(range(5))
 
 
-def test_a_folder_that_was_not_read_for_a_day_is_read_anew(
+def test_a_folder_that_may_have_missed_deletions_is_read_anew(
     source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have missed deletions, which Kafka keeps for a while only."""
+    """Kafka keeps tombstones for some days. Each run that reads to the end counts as current."""
     source.events("ann", 5)
     collect(source.kafka, folder)
-    monkeypatch.setattr("relaygr.worker.history.follower.MAX_STORE_AGE_MS", -1000)
+    monkeypatch.setattr(module, "_MAX_AGE_MS", 30_000)
+    assert collect(source.kafka, folder).written_files == 0
+    monkeypatch.setattr(module, "_MAX_AGE_MS", -1000)
     assert collect(source.kafka, folder) == Collected(behaviours=5, users=1, written_files=4, reached_end=True)
     assert items(folder, "ann") == list(range(5))
+
+
+def test_a_run_that_ends_before_the_end_writes_no_part_and_says_so(source: Source, folder: Path) -> None:
+    source.events("ann", 5)
+    collect(source.kafka, folder)
+    source.events("ann", 5, first=5)
+    assert not collect(source.kafka, folder, is_stopping=lambda: True).reached_end
+    assert items(folder, "ann") == list(range(5))
+    assert collect(source.kafka, folder).behaviours == 10
+
+
+def test_a_file_of_another_program_is_written_anew(source: Source, folder: Path) -> None:
+    source.events("ann", 5)
+    collect(source.kafka, folder)
+    path = folder / f"histories-{source.partition('ann'):05}.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert collect(source.kafka, folder) == Collected(behaviours=5, users=1, written_files=1, reached_end=True)
+    assert items(folder, "ann") == list(range(5))
+
+
+def test_a_run_whose_broker_is_gone_ends(source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SILENT_S", 1.0)
+    monkeypatch.setattr(module, "_identified", lambda _: TopicIdentity("c", {"history": "1", "behaviours": "2"}))
+    (port,) = free_ports(1)
+    with pytest.raises(RelayError, match="has sent nothing for 1 s"):
+        collect(source.kafka.model_copy(update={"bootstrap": f"127.0.0.1:{port}"}), folder)
 
 
 def test_one_process_uses_a_folder_at_a_time(source: Source, folder: Path) -> None:

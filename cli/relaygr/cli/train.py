@@ -21,7 +21,7 @@ from relaygr.cli.options import (
     SetOption,
     command_settings,
 )
-from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
+from relaygr.cli.texts import figures_table, parse_size, plain_console, print_json, stdout_console
 from relaygr.interactions import require_pyarrow
 from relaygr.interactions.mapping import log_map, recorded_map
 from relaygr.runtime.errors import RelayError
@@ -183,12 +183,16 @@ def collect(
         float, typer.Option("--every-s", min=0.1, help="With --follow: how often the files are written.")
     ] = 600.0,
     ratings: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--ratings",
-            help="The action codes are ratings, twice the stars, as publish sends those of a log. The folder keeps it.",
+            "--ratings/--no-ratings",
+            help="Whether the action codes are ratings, twice the stars, as publish sends those of a log. Default: as "
+            "before, at first not.",
         ),
-    ] = False,
+    ] = None,
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", metavar="SIZE", help="Largest size of the histories' store in the folder.")
+    ] = "64GiB",
     as_json: JsonOption = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
@@ -201,6 +205,7 @@ def collect(
     """
     settings = command_settings(config, bootstrap, overrides)
     require_pyarrow("Collecting")
+    store_bytes = parse_size("--max-bytes", max_bytes)
     from relaygr.kafka.admin import require_topics
     from relaygr.kafka.rights import Role
     from relaygr.training.collect import Progress
@@ -218,7 +223,7 @@ def collect(
             settings,
             folder,
             has_ratings=ratings,
-            max_bytes=int(settings.worker.history_max_bytes),
+            max_bytes=store_bytes,
             max_ahead_ms=int(settings.worker.history_max_ahead_s * 1000),
             follow_s=every_s if follow else None,
             is_stopping=lambda: stopping.came,
@@ -228,6 +233,8 @@ def collect(
         print_json(asdict(found))
     else:
         plain_console(soft_wrap=True).print(_collected_text(found, folder))
+    if found.refused_users or not (follow or found.reached_end):
+        raise typer.Exit(1)
 
 
 def _collected_text(found: Collected, folder: Path) -> str:
@@ -241,7 +248,7 @@ def _collected_text(found: Collected, folder: Path) -> str:
     if found.incomplete_users:
         texts.append(f"Of {found.incomplete_users:,} users behaviours are missing, which Kafka has deleted")
     if found.refused_users:
-        texts.append(f"{found.refused_users:,} records found no room: raise worker.history_max_bytes, and run it again")
+        texts.append(f"{found.refused_users:,} records found no room: raise --max-bytes, and run it again")
     if not found.reached_end:
         texts.append("Stopped before the end: the same command goes on")
     return ". ".join(texts) + "."

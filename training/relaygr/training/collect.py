@@ -1,13 +1,13 @@
 """Copies the histories of the running system into a folder of Parquet files, one for each partition.
 
     FOLDER/histories-00007.parquet   the behaviours of the users of partition 7, each user's in order
-    FOLDER/collected.json            the topics that the folder is a copy of, and whether action codes are ratings
+    FOLDER/collected.json            the topics that the folder is a copy of, and whether its action codes are ratings
     FOLDER/.store                    a history store, as a worker has one
 
 The store follows the topics with the code of a worker (`relaygr.worker.history.follower`). So the files hold what a
 worker would rank with: each behaviour once, corrected by later snapshots, and nothing of a deleted user. A file is
-written anew, as a whole, when its partition has read other records than the file's metadata say. A run may end
-anywhere: the next one goes on in the store, and writes the files that differ from it.
+written anew, as a whole, when its partition was read to the end and has other records than the file's metadata say. A
+run may end anywhere: the next one goes on in the store, and writes the files that differ from it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import lmdb
 import numpy as np
@@ -33,12 +33,13 @@ from confluent_kafka import KafkaException, Message
 from relaygr.kafka.dead_letters import OnDone
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import TopicIdentity, TopicIdentityWatch, identify_topics
+from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import lock_folder, partial_of, put_in_place, write_whole
 from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history.apply import UNREAD
-from relaygr.worker.history.follower import HistoryFollower
+from relaygr.worker.history.follower import DELETED_KEPT_MS, HistoryFollower
 from relaygr.worker.history.store import HistoryStore
 
 _log = structlog.get_logger(__name__)
@@ -47,14 +48,17 @@ CLIENT_ID: Final = "relaygr-collect"
 MANIFEST: Final = "collected.json"
 STORE: Final = ".store"
 LAYOUT: Final = 3
-_READ_TO: Final = b"relaygr.read_to"
-_COUNTS: Final = b"relaygr.counts"
-"""Keys in a file's metadata: which records are in it; its users, those of incomplete histories, and its rows."""
+_CONTENT: Final = b"relaygr.content"
+"""The key in a file's metadata of its `_Content`."""
 _ROWS_WAITING: Final = 4_000_000
 """Rows of all files that are being written, which wait for their row groups."""
 _FILES_AT_ONCE: Final = 256
 _WAIT_S: Final = 0.1
 _ANSWER_S: Final = 10.0
+_SILENT_S: Final = 120.0
+"""A run that does not follow ends if it reads nothing for so long."""
+_MAX_AGE_MS: Final = DELETED_KEPT_MS - 24 * 3600 * 1000
+"""A folder that was not read for so long is read anew: it may have missed tombstones, which Kafka drops a day later."""
 _STOP_S: Final = 600.0
 """The store must not be closed before its follower has ended."""
 
@@ -113,7 +117,7 @@ def collect(
     kafka: KafkaSettings,
     folder: Path,
     *,
-    has_ratings: bool,
+    has_ratings: bool | None,
     max_bytes: int,
     max_ahead_ms: int,
     follow_s: float | None,
@@ -122,17 +126,17 @@ def collect(
 ) -> Collected:
     """Reads to the ends of the logs and writes the files.
 
-    `has_ratings`: the action codes are ratings, twice the stars; the folder keeps it. `max_bytes`: of the store.
+    `has_ratings`: the action codes are ratings, twice the stars; None: as before. `max_bytes`: of the store.
     `max_ahead_ms`: see `HistoryStore.open`. `follow_s`: go on until it shall stop, and write the files so often.
 
     Raises RelayError if the folder is of other topics, in use, full or not to be written, or Kafka does not answer.
     """
     identity = _identified(kafka)
     with _opened(folder) as path:
-        has_ratings = _agreed(path, identity, kafka.partitions, has_ratings)
+        manifest = _agreed(path, identity, kafka.partitions, has_ratings)
         store = HistoryStore.open(path / STORE, max_bytes, max_ahead_ms=max_ahead_ms)
         try:
-            return _Run(kafka, path, store, identity, has_ratings, on_progress).run(follow_s, is_stopping)
+            return _Run(kafka, manifest, store, identity, on_progress).run(follow_s, is_stopping)
         except (OSError, pa.ArrowException, lmdb.Error) as error:
             raise RelayError(
                 f"{folder} cannot be written ({error}): free space, or repair it, and run the command again. It goes "
@@ -146,23 +150,22 @@ class _Run:
     def __init__(
         self,
         kafka: KafkaSettings,
-        folder: Path,
+        manifest: _Manifest,
         store: HistoryStore,
         identity: TopicIdentity,
-        has_ratings: bool,
         on_progress: Callable[[Progress], object],
     ) -> None:
         self._kafka = kafka
-        self._folder = folder
+        self._manifest = manifest
         self._store = store
         self._identity = identity
-        self._has_ratings = has_ratings
         self._on_progress = on_progress
         self._partitions = frozenset(range(kafka.partitions))
         self._found = Collected()
         self._renewed: frozenset[str] = frozenset()
 
     def run(self, follow_s: float | None, is_stopping: Callable[[], bool]) -> Collected:
+        began_ms = SystemClock().wall_us() // 1000
         follower = HistoryFollower(
             self._kafka,
             self._store,
@@ -171,17 +174,19 @@ class _Run:
             on_changed=lambda _: None,
             on_deleted=self._note_deleted,
             on_missed=self._note_read_anew,
+            max_age_ms=_MAX_AGE_MS,
         )
         watch = TopicIdentityWatch(self._kafka, self._identity, f"{CLIENT_ID}-ids", self._note_renewed)
-        for partition in self._partitions:
-            if self._read_to(partition) < _read_to_of(_path(self._folder, partition)):
-                # The store was emptied, and its process died before it noted that.
-                _path(self._folder, partition).unlink()
+        # The store may have been emptied by a process that died before it noted that.
+        self._manifest.note_read_anew(
+            each for each in self._partitions if (content := self._manifest.content(each)) and self._is_behind(content)
+        )
         watch.start()
         follower.follow(self._partitions)
         follower.start()
         try:
             self._read(follower, follow_s, is_stopping)
+            caught_up = {each for each in self._partitions if follower.caught_up(each)}
         finally:
             watch.stop()
             follower.stop(_STOP_S)
@@ -190,24 +195,32 @@ class _Run:
             raise RelayError(
                 f"{', '.join(sorted(self._renewed))} was deleted and created again: collect into another folder."
             )
-        self._write()
+        self._store.mark_current(caught_up, began_ms)
+        self._write(caught_up)
         while self._store.removed_at_ms is not None and not self._store.compact():
             pass  # No byte of a deleted user stays in the store.
         return self._found
 
     def _read(self, follower: HistoryFollower, follow_s: float | None, is_stopping: Callable[[], bool]) -> None:
-        write_at_s = 0.0
+        write_at_s, read_to, silent_since_s = 0.0, -1, time.monotonic()
         while not self._renewed:
-            loading = len(follower.loading)
+            loading, now_s = len(follower.loading), time.monotonic()
             self._found.reached_end = not loading
             self._on_progress(Progress(self._store.user_count, len(self._partitions) - loading, len(self._partitions)))
             if follower.fault:
                 raise RelayError(f"{follower.fault}. The same command goes on where it was.")
             if is_stopping() or (follow_s is None and not loading):
                 return
-            if follow_s is not None and not loading and time.monotonic() >= write_at_s:
-                self._write()
+            if follow_s is not None and not loading and now_s >= write_at_s:
+                self._write(self._partitions)
                 write_at_s = time.monotonic() + follow_s
+            if (now_read_to := sum(sum(self._read_to(each)) for each in self._partitions)) != read_to:
+                read_to, silent_since_s = now_read_to, now_s
+            elif follow_s is None and now_s - silent_since_s > _SILENT_S:
+                raise RelayError(
+                    f"Kafka at {self._kafka.bootstrap} has sent nothing for {_SILENT_S:.0f} s. The same command goes "
+                    "on where it was."
+                )
             time.sleep(_WAIT_S)
 
     def _note_deleted(self, _user_id: str) -> None:
@@ -217,29 +230,39 @@ class _Run:
         self._renewed = topics
 
     def _note_read_anew(self, partitions: frozenset[int]) -> None:
-        """The follower has emptied these partitions, and reads their logs from the beginning, which may be other logs.
-
-        The files may have what the logs have lost, and offsets do not tell.
-        """
+        """The follower has emptied these partitions and reads their logs, which may be others, from the beginning."""
         ids = _identified(self._kafka).topic_ids
-        renewed = frozenset(name for name, known in self._identity.topic_ids.items() if ids[name] != known)
-        if renewed:
-            self._renewed = renewed
-            return
-        for partition in partitions:
-            _path(self._folder, partition).unlink(missing_ok=True)
+        self._renewed = frozenset(name for name, known in self._identity.topic_ids.items() if ids[name] != known)
+        if not self._renewed:
+            self._manifest.note_read_anew(partitions)
 
-    def _write(self) -> None:
-        """Writes the files of the partitions that have read other records than their files say."""
-        read_to = {each: self._read_to(each) for each in sorted(self._partitions)}
-        stale = iter([each for each in read_to if self._is_stale(each, read_to[each])])
+    def _is_behind(self, content: _Content) -> bool:
+        next_offset, next_event = self._read_to(content.partition)
+        return next_offset < content.next_offset or next_event < content.next_event
+
+    def _read_to(self, partition: int) -> tuple[int, int]:
+        state = self._store.state(partition) or UNREAD
+        return state.next_offset, state.next_event
+
+    def _write(self, partitions: Iterable[int]) -> None:
+        """Writes the files of those of the partitions that have other records than their files."""
+        manifest = self._manifest
+        wanted = {
+            each: _Content(each, manifest.read_anew.get(each, 0), manifest.has_ratings, *self._read_to(each))
+            for each in sorted(partitions)
+        }
+        stale = iter(
+            [
+                each
+                for each in wanted.values()
+                if each != replace(manifest.content(each.partition) or _NONE, **_UNCOUNTED)
+            ]
+        )
         while group := list(islice(stale, _FILES_AT_ONCE)):
             with ExitStack() as stack:
                 group_rows = max(1024, _ROWS_WAITING // len(group))
                 files = {
-                    each: stack.enter_context(
-                        _File(_path(self._folder, each), read_to[each], self._has_ratings, group_rows)
-                    )
+                    each.partition: stack.enter_context(_File(manifest.path(each.partition), each, group_rows))
                     for each in group
                 }
                 after: bytes | None = b""
@@ -250,42 +273,85 @@ class _Run:
                         if stored is not None and len(stored.history.behaviours):
                             files[head.partition].add(head.user_id, stored.history.behaviours, stored.has_gap)
             self._found.written_files += len(group)
-        self._found.refused_users = sum((self._store.state(each) or UNREAD).refused for each in self._partitions)
         self._count()
-
-    def _is_stale(self, partition: int, read_to: tuple[int, int]) -> bool:
-        path = _path(self._folder, partition)
-        return _read_to_of(path) != read_to or ("rating" in pq.read_schema(path).names) != self._has_ratings
-
-    def _read_to(self, partition: int) -> tuple[int, int]:
-        state = self._store.state(partition) or UNREAD
-        return state.next_offset, state.next_event
 
     def _count(self) -> None:
         """Sums up the files, those of earlier runs included."""
-        found = self._found
-        found.behaviours = found.users = found.incomplete_users = 0
-        for partition in self._partitions:
-            users, incomplete, rows = _numbers(_path(self._folder, partition), _COUNTS)
-            found.users += users
-            found.incomplete_users += incomplete
-            found.behaviours += rows
+        files = [content for each in self._partitions if (content := self._manifest.content(each)) is not None]
+        self._found.users = sum(each.users for each in files)
+        self._found.incomplete_users = sum(each.incomplete_users for each in files)
+        self._found.behaviours = sum(each.rows for each in files)
+        self._found.refused_users = sum((self._store.state(each) or UNREAD).refused for each in self._partitions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What is in a file."""
+
+    partition: int
+    read_anew: int
+    """How often the partition had been read from its beginning again."""
+    has_ratings: bool
+    next_offset: int
+    """The records before this offset of the history topic are in it, and those before `next_event` of the other."""
+    next_event: int
+    users: int = 0
+    incomplete_users: int = 0
+    rows: int = 0
+
+
+_UNCOUNTED: Final[dict[str, Any]] = {"users": 0, "incomplete_users": 0, "rows": 0}
+_NONE: Final = _Content(-1, 0, False, 0, 0)
+
+
+@dataclass(slots=True)
+class _Manifest:
+    """`collected.json`."""
+
+    folder: Path
+    origin: dict[str, Any]
+    """The ids of the cluster and the topics."""
+    has_ratings: bool
+    read_anew: dict[int, int]
+    """How often each partition was read from its beginning again. Offsets do not tell what a log has lost since."""
+
+    def path(self, partition: int) -> Path:
+        """Of the file of a partition."""
+        return self.folder / f"histories-{partition:05}.parquet"
+
+    def content(self, partition: int) -> _Content | None:
+        """What is in the file of a partition; None: there is none, or another program wrote it."""
+        try:
+            found = pq.read_metadata(self.path(partition)).metadata or {}
+            return _Content(**json.loads(found[_CONTENT]))
+        except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
+            return None
+
+    def note_read_anew(self, partitions: Iterable[int]) -> None:
+        """The store reads these partitions from their beginning. Their files stay until it has caught up."""
+        for partition in partitions:
+            self.read_anew[partition] = self.read_anew.get(partition, 0) + 1
+        self.save()
+
+    def save(self) -> None:
+        """Raises OSError."""
+        content = {**self.origin, "has_ratings": self.has_ratings, "read_anew": self.read_anew}
+        write_whole(self.folder / MANIFEST, json.dumps(content, indent=2).encode())
 
 
 class _File:
     """A file that is being written. It gets its name when the context ends without an exception."""
 
-    def __init__(self, path: Path, read_to: tuple[int, int], has_ratings: bool, group_rows: int) -> None:
+    def __init__(self, path: Path, content: _Content, group_rows: int) -> None:
         self._path = path
-        self._read_to = read_to
-        self._has_ratings = has_ratings
+        self._content = content
         self._group_rows = group_rows
         self._schema = pa.schema(
             [
                 pa.field("user", pa.string(), nullable=False),
                 pa.field("item", pa.int64(), nullable=False),
                 pa.field("rating", pa.float32(), nullable=False)
-                if has_ratings
+                if content.has_ratings
                 else pa.field("action", pa.uint16(), nullable=False),
                 pa.field("time_ms", pa.int64(), nullable=False),
             ]
@@ -318,38 +384,28 @@ class _File:
             np.concatenate([getattr(behaviours, name) for _, behaviours in self._waiting])
             for name in ("items", "actions", "timestamps_ms")
         )
-        codes = (actions / 2).astype(np.float32) if self._has_ratings else actions
+        codes = (actions / 2).astype(np.float32) if self._content.has_ratings else actions
         columns = [users.dictionary_decode(), pa.array(items), pa.array(codes), pa.array(times_ms)]
         self._writer.write_table(pa.table(columns, schema=self._schema))
         self._rows += self._rows_waiting
         self._waiting, self._rows_waiting = [], 0
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
+        try:
+            with self._file, self._writer:
+                if kind is None:
+                    self._write_group()
+                    content = replace(
+                        self._content, users=self._users, incomplete_users=self._incomplete, rows=self._rows
+                    )
+                    self._writer.add_key_value_metadata({_CONTENT: json.dumps(asdict(content))})
+                    self._writer.close()
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
             if kind is None:
-                self._write_group()
-                counts = f"{self._users} {self._incomplete} {self._rows}"
-                self._writer.add_key_value_metadata({_READ_TO: " ".join(map(str, self._read_to)), _COUNTS: counts})
-            self._writer.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        if kind is None:
-            put_in_place(self._path)
-        else:
-            partial_of(self._path).unlink()
-
-
-def _path(folder: Path, partition: int) -> Path:
-    return folder / f"histories-{partition:05}.parquet"
-
-
-def _numbers(path: Path, key: bytes) -> tuple[int, ...]:
-    return tuple(map(int, pq.read_metadata(path).metadata[key].split()))
-
-
-def _read_to_of(path: Path) -> tuple[int, ...]:
-    """The offsets of both logs up to which a file has the records; (): there is no file."""
-    return _numbers(path, _READ_TO) if path.is_file() else ()
+                put_in_place(self._path)
+        finally:
+            partial_of(self._path).unlink(missing_ok=True)
 
 
 def _identified(kafka: KafkaSettings) -> TopicIdentity:
@@ -373,7 +429,7 @@ def _identified(kafka: KafkaSettings) -> TopicIdentity:
 def _opened(folder: Path) -> Iterator[Path]:
     """Makes the folder, and keeps other processes off it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = lock_folder(folder)
     except OSError as error:
         raise RelayError(f"{folder} cannot be used ({error.strerror}): give a folder that you may write.") from error
@@ -385,33 +441,40 @@ def _opened(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _agreed(folder: Path, identity: TopicIdentity, partitions: int, has_ratings: bool) -> bool:
-    """Checks that the folder is a copy of these topics, or makes it one. Returns whether codes are ratings."""
+def _agreed(folder: Path, identity: TopicIdentity, partitions: int, has_ratings: bool | None) -> _Manifest:
+    """Checks that the folder is a copy of these topics, or makes it one."""
     path = folder / MANIFEST
     if not path.is_file() and any(not each.name.startswith(".") for each in folder.iterdir()):
         raise RelayError(f"{folder} has other files, and no {MANIFEST}: give an empty or a new folder.")
-    wanted = {
+    origin = {
         "layout": LAYOUT,
         "cluster_id": identity.cluster_id,
         "topic_ids": dict(sorted(identity.topic_ids.items())),
         "partitions": partitions,
     }
+    manifest = _Manifest(folder, origin, bool(has_ratings), {})
     try:
         if path.is_file():
             found = json.loads(path.read_bytes())
-            has_ratings = has_ratings or bool(found.pop("has_ratings", False))
-            if found != wanted:
-                changed = ", ".join(
-                    f"{name}: {found.get(name)}, not {wanted[name]}"
-                    for name in wanted
-                    if found.get(name) != wanted[name]
-                )
-                raise RelayError(f"{folder} is a copy of other topics ({changed}): give another folder.")
-        write_whole(path, json.dumps({**wanted, "has_ratings": has_ratings}, indent=2).encode())
+            if found["layout"] != LAYOUT:
+                raise RelayError(f"{folder} was collected by another version: collect into a new folder.")
+            differing = [
+                f"{name}: {found.get(name)}, not {wanted}"
+                for name, wanted in origin.items()
+                if found.get(name) != wanted
+            ]
+            if differing:
+                raise RelayError(f"{folder} is a copy of other topics ({', '.join(differing)}): give another folder.")
+            if has_ratings is None:
+                manifest.has_ratings = bool(found["has_ratings"])
+            manifest.read_anew = {int(partition): int(count) for partition, count in found["read_anew"].items()}
+        for leftover in folder.glob(".*.partial"):
+            leftover.unlink()
+        manifest.save()
     except OSError as error:
         raise RelayError(
             f"{path} cannot be used ({error.strerror}): free space, or give a folder that you may write."
         ) from error
-    except ValueError as error:
-        raise RelayError(f"{path} cannot be read ({error}): collect into a new folder.") from error
-    return has_ratings
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RelayError(f"{path} cannot be read ({error!r}): collect into a new folder.") from error
+    return manifest

@@ -163,8 +163,12 @@ class HistoryFollower:
         snapshots: SnapshotLimits | None = None,
         is_idle: Callable[[], bool] = lambda: True,
         note_error: NoteError = no_note,
+        max_age_ms: int | None = None,
     ) -> None:
-        """`snapshots`: when histories are saved; None: never. `is_idle`: see `SnapshotWriter`."""
+        """`snapshots`: when histories are saved; None: never. `is_idle`: see `SnapshotWriter`. `max_age_ms`: a
+        partition that was current so long ago is read from the beginning; by default `MAX_STORE_AGE_MS`.
+        """
+        self._max_age_ms = MAX_STORE_AGE_MS if max_age_ms is None else max_age_ms
         self._kafka = kafka
         self._store = store
         self._dead_letters = dead_letters
@@ -410,7 +414,7 @@ class HistoryFollower:
         """Begins to follow a partition. Returns the position to read from."""
         now_ms = self._clock.wall_us() // 1000
         state = self._store.state(partition)
-        if state is not None and state.current_at_ms < now_ms - MAX_STORE_AGE_MS:
+        if state is not None and state.current_at_ms < now_ms - self._max_age_ms:
             self._restart(partition, "deletions_may_be_missing")
             state = None
         elif state is not None and state.refused and self._store.has_room:
