@@ -97,8 +97,8 @@ def decisions(trigger: CommandProcess) -> Counter[str]:
 def assert_all_meet(relay: Relay, trigger: CommandProcess, impressions: Impressions) -> None:
     """The worker that ranks a user's request is the one that prepared the user's prefix.
 
-    Not always at the first try: a worker that died had prepared a prefix, or the machine is busy. With another owner for
-    requests no try would succeed.
+    Not always at the first try: a worker that died had prepared a prefix, or the machine is busy. With another owner
+    for requests no try would succeed.
     """
     owned_by_known = "relaygr_trigger_fleet_owned_partitions"
     wait_until("the trigger knows every owner", lambda: reading(trigger).total(owned_by_known) == PARTITIONS)
