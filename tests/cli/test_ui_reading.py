@@ -24,7 +24,7 @@ from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import Outcome
 from relaygr.ui import scrape
 from relaygr.ui.reader import TopicReader
-from relaygr.ui.scrape import Scraper, check_url, parse_reading, read_page, wanted_lines
+from relaygr.ui.scrape import Scraper, check_url, pages_at, parse_reading, read_page, wanted_lines
 from tests.worlds.ui import UiWorld
 
 # Metrics pages
@@ -63,6 +63,32 @@ def test_of_a_metrics_page_only_the_wanted_metrics_are_parsed(target: str) -> No
     reading = read_page(f"{target}/metrics")
     assert reading is not None
     assert reading.samples == {"relaygr_cache_hits_total": {(("coverage", "complete"),): 3.0}}
+
+
+@pytest.mark.parametrize(
+    ("url", "addresses", "pages"),
+    [
+        ("http://triggers:81/metrics", ["10.0.0.2", "10.0.0.1", "fd00::1"], ["http://10.0.0.1:81/metrics", "http://10.0.0.2:81/metrics"]),
+        ("http://triggers/metrics", ["fd00::1", "fd00::2"], ["http://[fd00::1]/metrics", "http://[fd00::2]/metrics"]),
+        ("http://trigger:81/metrics", ["10.0.0.1"], ["http://trigger:81/metrics"]),
+        ("https://triggers/metrics", ["10.0.0.1", "10.0.0.2"], ["https://triggers/metrics"]),
+        ("http://localhost:81/metrics", ["::1", "127.0.0.1"], ["http://localhost:81/metrics"]),
+        ("http://unknown:81/metrics", [], ["http://unknown:81/metrics"]),
+        ("http://triggers:many/metrics", ["10.0.0.1", "10.0.0.2"], ["http://triggers:many/metrics"]),
+    ],
+)  # fmt: skip
+def test_a_name_of_many_processes_is_read_at_each(
+    monkeypatch: pytest.MonkeyPatch, url: str, addresses: list[str], pages: list[str]
+) -> None:
+    """The name of a Service leads to another process at each read, and their counters would be mixed."""
+
+    def found(*_: object, **__: object) -> list[Any]:
+        if not addresses:
+            raise socket.gaierror
+        return [(socket.AF_INET6 if ":" in each else socket.AF_INET, 1, 6, "", (each, 81)) for each in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    assert pages_at(url) == pages
 
 
 def test_a_redirect_is_not_followed(target: str) -> None:

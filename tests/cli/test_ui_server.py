@@ -85,6 +85,7 @@ def test_with_a_token_nothing_of_the_figures_is_seen_without_it(guarded: UiServe
     assert b'name="token"' in ask(guarded, "/").body  # type: ignore[attr-defined]
     assert status(guarded, "/state", {"authorization": "Bearer wrong"}) == 401
     assert status(guarded, "/state", {"authorization": f"Bearer {TOKEN}"}) == 200
+    assert [status(guarded, path) for path in ("/healthz", "/readyz")] == [200] * 2, "of a container"
 
 
 def test_the_token_in_the_form_gives_a_cookie_that_is_not_the_token(guarded: UiServer) -> None:

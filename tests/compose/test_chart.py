@@ -33,11 +33,18 @@ pytestmark = pytest.mark.skipif(not helm_is_installed(), reason="helm-python-sdk
 OLDEST, NEWEST = "1.27", "1.37"
 """Versions of Kubernetes: the oldest one that Chart.yaml allows, and the newest one with schemas."""
 CUSTOM = ("monitoring.coreos.com/", "kafka.strimzi.io/", "keda.sh/")
-PROCESSES = ("worker", "trigger", "lag")
+PROCESSES = ("worker", "trigger", "lag", "gateway", "ui")
 LIBRARIES_BYTES = 2**29
 EVERYTHING = {
     "monitoring": {"serviceMonitor": True, "prometheusRule": True},
-    "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
+    "networkPolicy": {
+        "enabled": True,
+        "metricsFrom": [{"namespaceSelector": {}}],
+        "callersFrom": [{"podSelector": {}}],
+    },
+    "gateway": {"enabled": True, "tokenSecret": "gateway-token"},
+    "ui": {"enabled": True, "tokenSecret": "ui-token"},
+    "strimzi": {"users": ["trigger", "worker", "lag", "gateway", "ui", "history-publisher"]},
     "keda": {"prometheus": "http://prometheus:9090", "trigger": {"enabled": True}, "worker": {"enabled": True}},
     "worker": {"accelerator": {"resource": "huawei.com/Ascend310P"}, "podAnnotations": {"a": "b"}},
     "extraEnv": [{"name": "RELAYGR_SECURITY__KEY_PASSWORD", "valueFrom": {"secretKeyRef": {"name": "k", "key": "p"}}}],
@@ -221,6 +228,10 @@ OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", 
         ({"settings": {"worker": {"worker_id": "worker-00"}}}, "settings.worker.worker_id"),
         ({"settings": {"lag": {"http_port": 1}}}, "settings.lag.http_port"),
         ({"settings": {"security": {"sasl_password": "x"}}}, "settings.security.sasl_password"),
+        ({"settings": {"gateway": {"token": "0123456789abcdef"}}}, "settings.gateway.token would be readable"),
+        ({"settings": {"ui": {"http_host": "::1"}}}, "settings.ui.http_host"),
+        ({"gateway": {"enabled": True}}, "gateway.tokenSecret"),
+        ({"ui": {"enabled": True}}, "ui.tokenSecret"),
         ({"settings": {"affinity": "consumer_protocol"}}, "worker.standby"),
         (
             {"settings": {"affinity": "one_topic"}, "strimzi": {"topics": True, "cluster": "c"}},
@@ -255,7 +266,7 @@ def test_values_that_cannot_work_are_refused_by_name(helm: Helm, changes: dict[s
 # What our processes get
 
 
-@pytest.mark.parametrize("role", ["trigger", "lag", "topics"])
+@pytest.mark.parametrize("role", ["trigger", "lag", "gateway", "ui", "topics"])
 def test_a_process_starts_with_its_settings(chart: Rendered, role: str, tmp_path: Path) -> None:
     """An unknown key, or a value out of bounds, would stop the process at its start."""
     if role not in pods(chart):
@@ -266,6 +277,40 @@ def test_a_process_starts_with_its_settings(chart: Rendered, role: str, tmp_path
     if role != "topics":
         own = getattr(settings, role)
         assert (own.http_host, own.http_port) == ("0.0.0.0", 8080)
+
+
+def test_gateway_and_live_page_serve_others_and_ask_for_the_token_of_a_secret(helm: Helm, tmp_path: Path) -> None:
+    chart = helm.render(CASES["everything"])
+    file = settings_file(chart, tmp_path)
+    gateway = load(file, environment(chart, "gateway")).settings.gateway
+    assert (gateway.listen_host, gateway.is_local, gateway.gateway_id) == ("0.0.0.0", False, "shop-relaygr-worker-7")
+    service = chart.named("Service", "-gateway")["spec"]
+    assert {port["name"]: port["port"] for port in service["ports"]} == {"http": 8080, "api": gateway.listen_port}
+    assert not service["publishNotReadyAddresses"], "callers would be sent to a gateway that drains"
+    assert pods(chart)["gateway"]["terminationGracePeriodSeconds"] > gateway.stop_delay_s + gateway.drain_s + 10
+    for role in ("gateway", "ui"):
+        [token] = [each for each in container(chart, role)["env"] if each["name"] == f"RELAYGR_{role.upper()}__TOKEN"]
+        assert token["valueFrom"] == {"secretKeyRef": {"name": f"{role}-token", "key": "token"}}
+
+
+def test_the_live_page_finds_and_may_read_the_metrics_of_each_process(helm: Helm, tmp_path: Path) -> None:
+    chart = helm.render(merged(CASES["everything"], {"settings": {"ui": {"scrape": ["http://mine:1/metrics"]}}}))
+    pages = load(settings_file(chart, tmp_path), environment(chart, "ui")).settings.ui.scrape
+    named = {
+        f"http://{chart.named('Service', f'-{role}')['metadata']['name']}:8080/metrics"
+        for role in ("trigger", "gateway")
+    }
+    assert set(pages) == {"http://mine:1/metrics", *named}
+    worker = chart.named("StatefulSet", "-worker")["spec"]
+    url = worker_settings(chart, tmp_path).worker.metrics_url_at(8080)
+    assert url == f"http://$(POD_NAME).{worker['serviceName']}:8080/metrics"
+    policy = chart.named("NetworkPolicy", "")["spec"]
+    [metrics, _] = policy["ingress"]
+    labels = chart.named("Deployment", "-ui")["spec"]["template"]["metadata"]["labels"]
+    assert {"podSelector": {"matchLabels": labels}} in metrics["from"]
+    assert [rule["ports"] for rule in policy["egress"] if "podSelector" in rule.get("to", [{}])[0]] == [
+        metrics["ports"]
+    ]
 
 
 def test_a_worker_starts_with_its_ordinal_as_its_id(chart: Rendered, tmp_path: Path) -> None:
@@ -296,7 +341,7 @@ def test_files_of_credentials_lie_in_mounted_secrets(chart: Rendered, tmp_path: 
 
 @pytest.mark.parametrize("role", PROCESSES)
 def test_a_user_of_its_own_logs_in_for_each_role(helm: Helm, role: str) -> None:
-    chart = helm.render(CASES["strimzi"])
+    chart = helm.render(CASES["everything"])
     user = f"shop-relaygr-{role}"
     assert environment(chart, role)["RELAYGR_SECURITY__SASL_USERNAME"] == user
     [secret] = [each["secret"] for each in pods(chart)[role]["volumes"] if each["name"] == "security"]
@@ -366,15 +411,16 @@ def test_a_disruption_takes_one_worker_at_a_time(chart: Rendered) -> None:
     [
         ({"trigger": {"lead_fraction": 0.5}}, ["trigger"]),
         ({"worker": {"max_batch_requests": 16}}, ["worker"]),
-        ({"gateway": {"max_in_flight": 9}, "traffic": {"users": 5}}, []),
-        ({"log": {"level": "debug"}}, ["worker", "trigger", "lag"]),
+        ({"gateway": {"max_requests": 9}, "traffic": {"users": 5}}, ["gateway"]),
+        ({"log": {"level": "debug"}}, list(PROCESSES)),
     ],
 )
 def test_a_changed_setting_restarts_the_roles_that_read_it(
     helm: Helm, changes: dict[str, Any], restarted: list[str]
 ) -> None:
-    before, after = helm.render(OK), helm.render(merged(OK, {"settings": changes}))
-    kinds = {"worker": "StatefulSet", "trigger": "Deployment", "lag": "Deployment"}
+    base = merged(OK, {role: EVERYTHING[role] for role in ("gateway", "ui")})
+    before, after = helm.render(base), helm.render(merged(base, {"settings": changes}))
+    kinds = dict.fromkeys(PROCESSES, "Deployment") | {"worker": "StatefulSet"}
     changed = [
         role
         for role, kind in kinds.items()
@@ -387,7 +433,7 @@ def test_the_probes_ask_the_port_of_the_process(chart: Rendered) -> None:
     assert {"worker", "trigger"} <= set(pods(chart))
     for role in set(PROCESSES) & set(pods(chart)):
         own = container(chart, role)
-        assert own["ports"] == [{"name": "http", "containerPort": 8080}]
+        assert own["ports"][0] == {"name": "http", "containerPort": 8080}
         assert own["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
         assert "/healthz" in str(own["livenessProbe"])
 
@@ -417,14 +463,17 @@ def test_alerts_link_to_the_runbooks_that_the_operator_serves(helm: Helm) -> Non
 def test_prometheus_finds_every_process_under_the_job_that_alerts_name(helm: Helm) -> None:
     chart = helm.render(CASES["everything"])
     monitor = chart.named("ServiceMonitor", "")["spec"]
+    [unwanted] = monitor["selector"]["matchExpressions"]
+    assert unwanted["operator"] == "NotIn"
     chosen = [
-        each["metadata"]["labels"]
+        each
         for each in chart.of("Service")
         if monitor["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
+        and each["metadata"]["labels"][unwanted["key"]] not in unwanted["values"]
     ]
-    assert {labels[monitor["jobLabel"]] for labels in chosen} == set(PROCESSES)
+    assert {each["metadata"]["labels"][monitor["jobLabel"]] for each in chosen} == set(PROCESSES) - {"ui"}
     [endpoint] = monitor["endpoints"]
-    assert {port["name"] for each in chart.of("Service") for port in each["spec"]["ports"]} == {endpoint["port"]}
+    assert all(endpoint["port"] in [port["name"] for port in each["spec"]["ports"]] for each in chosen)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_the_image_sets_nothing_but_settings() -> None:
     assert set(image_environment()) <= {field.variable for field in setting_fields().values()}
 
 
-@pytest.mark.parametrize("section", ["worker", "trigger", "traffic", "gateway", "lag"])
+@pytest.mark.parametrize("section", ["worker", "trigger", "traffic", "gateway", "lag", "ui"])
 def test_every_process_serves_its_probes_where_the_health_check_asks(section: str) -> None:
     settings = getattr(load(None, image_environment()).settings, section)
     assert (settings.http_host, settings.http_port) == ("0.0.0.0", 8080)
@@ -116,6 +116,13 @@ def test_the_gateway_asks_for_a_token_and_brings_none() -> None:
     assert int(services()["gateway"]["stop_grace_period"].removesuffix("s")) >= 2 * gateway.drain_s
 
 
+def test_the_live_page_brings_no_token_and_reads_the_trigger() -> None:
+    page = load(None, {key: str(value) for key, value in environment_of("ui").items()}).settings.ui
+    assert page.token is None
+    assert [port.rpartition(":")[2] for port in services()["ui"]["ports"]] == [str(page.http_port)]
+    assert page.scrape == ("http://trigger:8080/metrics",) and "trigger" in services()
+
+
 def test_the_traffic_is_given_time_to_drain_and_to_close_its_client() -> None:
     settings = load(None, {key: str(value) for key, value in environment_of("traffic").items()}).settings
     stops_s = settings.traffic.drain_s + settings.client.close_timeout_s
@@ -132,7 +139,7 @@ def test_processes_wait_for_topics_and_traffic_waits_for_those_that_answer_it() 
     done, healthy = "service_completed_successfully", "service_healthy"
     needs = {name: service.get("depends_on", {}) for name, service in services().items()}
     assert needs["topics"]["broker"]["condition"] == healthy
-    for name in ("trigger", "lag", "gateway", *WORKERS):
+    for name in ("trigger", "lag", "ui", "gateway", *WORKERS):
         assert needs[name]["topics"]["condition"] == done
     for name in WORKERS:
         assert needs[name]["model"]["condition"] == done

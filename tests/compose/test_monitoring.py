@@ -119,7 +119,7 @@ def test_the_queries_of_a_panel_have_names_of_their_own() -> None:
 def test_prometheus_scrapes_every_process_that_stays() -> None:
     jobs = yaml.safe_load(PROMETHEUS.read_text(encoding="utf-8"))["scrape_configs"]
     names = {name for job in jobs for discovery in job["dns_sd_configs"] for name in discovery["names"]}
-    assert names == set(our_services()) - {"topics", "model"}
+    assert names == set(our_services()) - {"topics", "model", "ui"}
 
 
 def alerts() -> list[Any]:

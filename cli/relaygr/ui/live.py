@@ -11,7 +11,7 @@ from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.ui.model import LiveModel, LiveSnapshot
 from relaygr.ui.reader import TopicReader
-from relaygr.ui.scrape import Reading, Scraper
+from relaygr.ui.scrape import Reading, Scraper, pages_at
 from relaygr.ui.settings import UiSettings
 
 LAG_INTERVAL_S = 2.0
@@ -89,8 +89,12 @@ class LiveCluster:
 
     def _targets(self) -> dict[str, str]:
         with self._lock:
+            pages = dict(self._pages)
+        # Outside the lock: a name server may be slow.
+        pages = {place: name if place == url else place for url, name in pages.items() for place in pages_at(url)}
+        with self._lock:
             named = self._model.metrics_urls(self._clock.wall_us()) if self._settings.scrape_workers else {}
-            targets = {**self._pages, **named}
+            targets = {**pages, **named}
             self._model.keep_pages(targets.values())
         return targets
 

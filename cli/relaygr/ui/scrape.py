@@ -102,6 +102,27 @@ def can_reach(url: str, host: str | None) -> bool:
     return not is_loopback(name) or host == socket.gethostname()
 
 
+def pages_at(url: str) -> list[str]:
+    """The page at each address of the name in `url`, such as of a Service that has many processes.
+
+    `url` alone if the name has one address, is unknown or this machine's, or if TLS asks for the name.
+    """
+    parts = urllib.parse.urlsplit(url)
+    name = parts.hostname or ""
+    if parts.scheme != "http" or is_loopback(name):
+        return [url]
+    try:
+        port = "" if parts.port is None else f":{parts.port}"
+        found = socket.getaddrinfo(name, parts.port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return [url]
+    # A process that has addresses of both versions is counted once.
+    version = min(family for family, *_ in found)
+    hosts = sorted({str(address[0]) for family, *_, address in found if family == version})
+    shown = [f"[{host}]" if ":" in host else host for host in hosts]
+    return [url] if len(hosts) == 1 else [parts._replace(netloc=host + port).geturl() for host in shown]
+
+
 def is_loopback(name: str) -> bool:
     """Whether a host's name or address is this machine's alone."""
     try:

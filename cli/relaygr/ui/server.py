@@ -2,7 +2,7 @@
 
     /              the page                    /assets/...   its style and script
     /events        server-sent events          /login        takes the token, and gives a cookie
-    /state         one document, as JSON
+    /state         one document, as JSON      /healthz, /readyz  whether it serves
 
 On a loopback address anyone on this machine may look. Then only requests for this machine's names are answered, so that
 a web page elsewhere cannot read it by a name of its own that leads here. On any other address a request needs the
@@ -69,6 +69,8 @@ class UiServer:
             Route("/state", self._guarded(self._serve_state)),
             Route("/events", self._guarded(self._serve_events)),
             Route("/login", self._login, methods=["POST"]),
+            Route("/healthz", self._serve_health),
+            Route("/readyz", self._serve_health),
         ]
         self._server = HttpServer("ui-server", host, port, Starlette(routes=routes), LIMITS)
 
@@ -151,6 +153,9 @@ class UiServer:
         return answer
 
     # -- what is served ----------------------------------------------------------------------------
+
+    async def _serve_health(self, _: Request) -> Response:
+        return _plain("ok", 200)
 
     async def _serve_page(self, _: Request) -> Response:
         return _html("index.html", 200)

@@ -22,7 +22,10 @@ class UiSettings(Section):
         "address, else a token that is made at the start and printed",
     )
     scrape: tuple[str, ...] = Field(
-        (), max_length=64, description="addresses of /metrics pages of triggers, gateways, supervisors and workers"
+        (),
+        max_length=64,
+        description="addresses of /metrics pages of triggers, gateways, supervisors and workers; a name with "
+        "several addresses is read at each",
     )
     scrape_workers: bool = Field(True, description="also read the /metrics pages that workers name in their statuses")
     scrape_interval_s: Annotated[float, Field(ge=0.2, le=600, description="time between two reads of a page")] = 2.0

@@ -46,19 +46,24 @@ limit: {{ add $tmpfs (div (add $dram 9) 10) $history (mul $processes $each) }}
 
 {{/* The roles that run with these values. */}}
 {{- define "relaygr.roles" -}}
-worker trigger{{ if .Values.lag.enabled }} lag{{ end }}{{ if and .Values.topics.job (not .Values.strimzi.topics) }} topics{{ end }}
+worker trigger{{ range $role := list "lag" "gateway" "ui" }}{{ if (get $.Values $role).enabled }} {{ $role }}{{ end }}{{ end }}{{ if and .Values.topics.job (not .Values.strimzi.topics) }} topics{{ end }}
 {{- end }}
 
 {{/* Stops with a message where values contradict each other. */}}
 {{- define "relaygr.check" -}}
 {{- $settings := .Values.settings -}}
 {{- if not $settings.bootstrap }}{{ fail "settings.bootstrap is empty: set it to HOST:PORT[,HOST:PORT...] of the Kafka cluster" }}{{ end -}}
-{{- range $key := list "worker.worker_id" "worker.model" "worker.history_path" "worker.shared_path" "worker.http_host" "worker.http_port" "trigger.instance_id" "trigger.http_host" "trigger.http_port" "lag.http_host" "lag.http_port" -}}
+{{- range $key := list "worker.worker_id" "worker.model" "worker.history_path" "worker.shared_path" "worker.http_host" "worker.http_port" "worker.metrics_url" "trigger.instance_id" "trigger.http_host" "trigger.http_port" "lag.http_host" "lag.http_port" "gateway.gateway_id" "gateway.listen_host" "gateway.listen_port" "gateway.http_host" "gateway.http_port" "ui.http_host" "ui.http_port" -}}
 {{- $path := splitList "." $key -}}
 {{- if hasKey (get $settings (first $path) | default dict) (last $path) }}{{ fail (printf "settings.%s is set by the chart: remove it" $key) }}{{ end -}}
 {{- end -}}
 {{- range $key := list "sasl_password" "key_password" -}}
 {{- if hasKey ($settings.security | default dict) $key }}{{ fail (printf "settings.security.%s would be readable in a ConfigMap: put it into a Secret, and set RELAYGR_SECURITY__%s from it by extraEnv (or name the file of a password in settings.security.sasl_password_file)" $key (upper $key)) }}{{ end -}}
+{{- end -}}
+{{- range $role := list "gateway" "ui" -}}
+{{- if hasKey (get $settings $role | default dict) "token" }}{{ fail (printf "settings.%s.token would be readable in a ConfigMap: put it into a Secret with the key `token`, and name the Secret in %s.tokenSecret" $role $role) }}{{ end -}}
+{{- $own := get $.Values $role -}}
+{{- if and $own.enabled (not $own.tokenSecret) }}{{ fail (printf "%s.tokenSecret is empty: name the Secret whose key `token` has the token that callers of the %s must give, at least 16 characters" $role $role) }}{{ end -}}
 {{- end -}}
 {{- if and (eq ($settings.affinity | default "range") "consumer_protocol") (or .Values.worker.standby .Values.worker.leaveOnStop) }}{{ fail "settings.affinity is consumer_protocol: set worker.standby and worker.leaveOnStop to false, or use another affinity" }}{{ end -}}
 {{- if and (eq ($settings.affinity | default "range") "one_topic") (or .Values.strimzi.topics .Values.strimzi.users) }}{{ fail "settings.affinity is one_topic: set strimzi.topics to false and strimzi.users to [], and grant the rights that `relaygr topics acls` prints" }}{{ end -}}
@@ -124,9 +129,9 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 
 {{/* A hash of the settings that a role reads: another role's settings do not restart it. */}}
 {{- define "relaygr.checksum" -}}
-{{- $others := dict "worker" (list "trigger" "lag") "trigger" (list "worker" "supervisor" "consumer" "lag") "lag" (list "worker" "supervisor" "consumer" "trigger" "admission") -}}
+{{- $reads := get (dict "worker" (list "worker" "supervisor" "consumer" "admission") "trigger" (list "trigger" "admission") "lag" (list "lag") "gateway" (list "gateway" "client") "ui" (list "ui")) .role -}}
 {{- $own := deepCopy .root.Values.settings -}}
-{{- range concat (get $others .role) (list "client" "gateway" "traffic" "ui") }}{{ $_ := unset $own . }}{{ end -}}
+{{- range list "worker" "supervisor" "consumer" "admission" "trigger" "lag" "client" "gateway" "traffic" "ui" }}{{ if not (has . $reads) }}{{ $_ := unset $own . }}{{ end }}{{ end -}}
 {{- toYaml $own | sha256sum -}}
 {{- end }}
 
@@ -178,12 +183,25 @@ securityContext:
 - {name: RELAYGR_{{ upper .role }}__HTTP_HOST, value: 0.0.0.0}
 - {name: RELAYGR_{{ upper .role }}__HTTP_PORT, value: "8080"}
 {{- end }}
+{{- if has .role (list "gateway" "ui") }}
+- name: RELAYGR_{{ upper .role }}__TOKEN
+  valueFrom: {secretKeyRef: {name: {{ (get .root.Values .role).tokenSecret }}, key: token}}
+{{- end }}
 {{- with include "relaygr.username" . }}
 - {name: RELAYGR_SECURITY__SASL_USERNAME, value: {{ . | quote }}}
 {{- end }}
 {{- with .root.Values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{/* The metrics pages that the live page reads, besides those of workers: JSON. */}}
+{{- define "relaygr.scraped" -}}
+{{- $pages := dig "ui" "scrape" list .Values.settings -}}
+{{- range $role := list "trigger" "gateway" -}}
+{{- if has $role (include "relaygr.roles" $ | splitList " ") }}{{ $pages = append $pages (printf "http://%s-%s:8080/metrics" (include "relaygr.fullname" $) $role) }}{{ end -}}
+{{- end -}}
+{{- toJson $pages -}}
 {{- end }}
 
 {{- define "relaygr.mounts" -}}
@@ -224,10 +242,26 @@ metadata:
   labels: {{ include "relaygr.labels" . | nindent 4 }}
 spec:
   clusterIP: None
-  # A process that is not ready is scraped too.
-  publishNotReadyAddresses: true
-  ports: [{name: http, port: 8080, targetPort: http}]
+  # A process that is not ready is scraped too, but callers must not find a gateway that stops.
+  publishNotReadyAddresses: {{ ne .role "gateway" }}
+  ports:
+    - {name: http, port: 8080, targetPort: http}
+    {{- if eq .role "gateway" }}
+    - {name: api, port: 8088, targetPort: api}
+    {{- end }}
   selector: {{ include "relaygr.selector" . | nindent 4 }}
+{{- with $values.maxUnavailable }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ $name }}
+  labels: {{ include "relaygr.labels" $ | nindent 4 }}
+spec:
+  maxUnavailable: {{ . }}
+  selector:
+    matchLabels: {{ include "relaygr.selector" $ | nindent 6 }}
+{{- end }}
 ---
 apiVersion: apps/v1
 kind: Deployment
@@ -251,17 +285,33 @@ spec:
         {{- end }}
     spec:
       {{- include "relaygr.podBase" . | trim | nindent 6 }}
+      {{- if eq .role "gateway" }}
+      {{- $own := .root.Values.settings.gateway }}
+      terminationGracePeriodSeconds: {{ addf ($own.stop_delay_s | default 0) ($own.drain_s | default 5) 25 | ceil | int }}
+      {{- end }}
       containers:
         - name: {{ .role }}
           {{- include "relaygr.image" .root | nindent 10 }}
           args: {{ toJson (concat .args (list "--config" "/etc/relaygr/settings/relaygr.yaml")) }}
           env:
             {{- include "relaygr.environment" . | nindent 12 }}
-            {{- if eq .role "trigger" }}
-            - name: RELAYGR_TRIGGER__INSTANCE_ID
+            {{- with get (dict "trigger" "TRIGGER__INSTANCE_ID" "gateway" "GATEWAY__GATEWAY_ID") .role }}
+            - name: RELAYGR_{{ . }}
               valueFrom: {fieldRef: {fieldPath: metadata.name}}
             {{- end }}
-          ports: [{name: http, containerPort: 8080}]
+            {{- if eq .role "gateway" }}
+            - {name: RELAYGR_GATEWAY__LISTEN_HOST, value: 0.0.0.0}
+            - {name: RELAYGR_GATEWAY__LISTEN_PORT, value: "8088"}
+            {{- else if eq .role "ui" }}
+            # A Service's name leads to each of its processes. Workers name their pages in their statuses.
+            - name: RELAYGR_UI__SCRAPE
+              value: {{ include "relaygr.scraped" .root | quote }}
+            {{- end }}
+          ports:
+            - {name: http, containerPort: 8080}
+            {{- if eq .role "gateway" }}
+            - {name: api, containerPort: 8088}
+            {{- end }}
           startupProbe:
             httpGet: {path: /healthz, port: http}
             periodSeconds: 5
