@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from relaygr.lag.report import GroupReport, LagReport, PartitionReport
+from relaygr.lag.status import LagStatus
 from relaygr.schemas.messages import Path as RankingPath
 from relaygr.ui.page import GateView, Page, RunView
 from relaygr.ui.scrape import parse_reading
@@ -44,6 +46,9 @@ def world() -> UiWorld:
         )
     world.status("worker-00", 0, 1, 2)
     world.status("worker-01", 3, 4)
+    rows = tuple(PartitionReport("t", each, None, None, 7 * each, None, None, LagStatus.WARN) for each in range(6))
+    group = GroupReport("relaygr.workers", "", "", "", 2, 105, 35, None, 0, (), LagStatus.WARN, (), rows)
+    world.model.note_lag(LagReport("c", 0, 0, True, (group,)), None)
     for count in (0, 40):
         world.model.note_metrics("trigger", parse_reading(DECISIONS % count), world.clock.monotonic_us())
     return world
@@ -120,6 +125,7 @@ def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page,
     assert "relay on" in text_of(tab, "#phase")
     assert "worker-01" in text_of(tab, "#workers") and "5 of 6 owned" in text_of(tab, "#partitions-note")
     assert "admitted" in text_of(tab, "#decisions")
+    assert tab.ask("document.querySelectorAll('#lag rect').length") == 6
     assert tab.ask("document.querySelectorAll('#late details').length") == 4
     world.ask("g.9.1.t")
     world.answer("g.9.1.t", latency_ms=333)
@@ -144,6 +150,21 @@ def test_the_page_is_used_with_the_keyboard(tab: Browser, server: UiServer, page
     assert text_of(tab, "#link") == "paused" and tab.ask("document.getElementById('pause').ariaPressed") == "true"
     press(tab, "p", 80)
     assert text_of(tab, "#link") == "live"
+
+
+def test_requests_are_found_in_the_page(tab: Browser, server: UiServer, world: UiWorld) -> None:
+    tab.complaints.clear()
+    tab.show(server.address, 390)
+    tab.until(SHOWN)
+    tab.ask("document.getElementById('wanted').focus()")
+    tab.call("Input.insertText", text="g.1.3")
+    press(tab, "p", 80)
+    tab.ask("document.getElementById('wanted').value = 'g.1.3'")
+    press(tab, "Enter", 13)
+    tab.until("document.getElementById('late-title').innerText == 'Requests found'")
+    tab.until("document.querySelectorAll('#late details').length == 11")
+    assert "12.0 ms" in text_of(tab, "#late") and text_of(tab, "#link") != "paused", "a letter in the field is text"
+    assert tab.ask("document.documentElement.scrollWidth") <= 390 and tab.complaints == []
 
 
 def test_nothing_moves_for_those_who_want_no_motion(tab: Browser, server: UiServer) -> None:

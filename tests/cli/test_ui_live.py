@@ -18,7 +18,7 @@ from confluent_kafka import TopicPartition
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
-from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
+from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import encode
@@ -139,6 +139,16 @@ def test_after_the_last_worker_the_page_says_that_nothing_is_ranked(kafka_settin
             traffic.request()
         assert until(lambda: status() == "stop")
         assert until(lambda: any("No worker is ready" in problem for problem in live.snapshot().problems))
+
+
+@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+def test_the_page_says_that_a_topic_has_gone(kafka_settings: KafkaSettings) -> None:
+    name = kafka_settings.topic(Topic.RESULTS)
+    with LiveCluster(kafka_settings, SETTINGS) as live:
+        assert until(lambda: live.snapshot().lag is not None)
+        admin = make_admin(kafka_settings, "test")
+        admin.delete_topics([name])[name].result(10)
+        assert until(lambda: any(f"has no topic {name}" in problem for problem in live.snapshot().problems))
 
 
 @pytest.mark.parametrize("broker", ["embedded"], indirect=True)

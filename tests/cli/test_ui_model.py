@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr.lag.report import GroupReport, LagReport, PartitionReport
+from relaygr.lag.status import LagStatus
 from relaygr.schemas.messages import FailureReason, Outcome, WorkerState
 from relaygr.schemas.topics import Topic
 from relaygr.ui import model
@@ -176,6 +178,7 @@ def test_old_seconds_leave_the_charts_and_the_totals() -> None:
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "MAX_OPEN", 100)
+    monkeypatch.setattr(model, "MAX_KEPT", 100)
     world = UiWorld()
     for number in range(1000):
         world.retrieve(f"g.1.{number}.t")
@@ -184,8 +187,8 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(500):
         world.status(f"worker-{number:03}", 0)
     shown = world.snapshot()
-    assert len(world.model._open) <= 100 and len(world.model._ended) == 100
-    assert len(shown.late) == model.SHOWN_LATE and len(shown.workers) == model.MAX_SHOWN_WORKERS
+    assert len(world.model._open) <= 100 and len(world.model._ended) == 100 == len(world.model._kept)
+    assert len(shown.late) == model.SHOWN_REQUESTS and len(shown.workers) == model.MAX_SHOWN_WORKERS
     assert len(shown.latency.dots) <= model.DOTS_PER_S * (model.SERIES_S + 1)
     assert len(world.model._workers) <= 4 * model.MAX_SHOWN_WORKERS
 
@@ -196,6 +199,76 @@ def test_the_newest_late_request_comes_first() -> None:
         world.ask(f"g.1.{number}.t")
         world.answer(f"g.1.{number}.t", latency_ms=60)
     assert [late.request for late in world.snapshot().late][:2] == ["g.1.29", "g.1.28"]
+
+
+def test_requests_are_found_by_user_and_by_id_the_good_ones_too() -> None:
+    world = UiWorld()
+    for number, user in enumerate((b"ann", b"bob", b"ann")):
+        world.ask(f"g.1.{number}.token", user)
+        world.answer(f"g.1.{number}.token", latency_ms=90 if number else 10)
+        world.retrieve(f"g.1.{number}.token")
+    first = world.find("g.1.0")[0]
+    assert (first.kind, first.latency_ms, first.decided_ms) == ("hbm", 10, 2), "its job was read after its result"
+    assert (
+        [each.request for each in world.find("ann")]
+        == ["g.1.2", "g.1.0"]
+        == [each.request for each in world.find(first.user)]
+    )
+    assert [each.request for each in world.find("g.1.")] == ["g.1.2", "g.1.1", "g.1.0"]
+    assert [each.request for each in world.find("g.1.1.token")] == ["g.1.1"]
+    for text in ("", "an", "g.1.1.", "g.1.1.tok", "g.1.1.token2"):
+        assert world.find(text) == [], "no guess of the random part, letter by letter"
+
+
+def test_of_many_good_requests_some_are_kept_and_of_late_ones_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "SHOWN_REQUESTS", 1000)
+    world = UiWorld()
+    for number in range(200):
+        world.ask(f"g.1.{number}.t")
+        world.answer(f"g.1.{number}.t", latency_ms=90 if number % 2 else 10)
+    kinds_found = [each.latency_ms for each in world.find("ann")]
+    assert (kinds_found.count(90), kinds_found.count(10)) == (100, model.KEPT_PER_S)
+
+
+def test_the_page_says_that_ready_workers_have_several_revisions() -> None:
+    world = UiWorld()
+    now_us = world.clock.wall_us()
+    for name, revision in (("worker-00", "a" * 32), ("worker-01", "b" * 32), ("worker-02", "a" * 32)):
+        world.model.note_status(name, worker_status(name, now_us, (), revision=revision), now_us)
+    shown = world.snapshot()
+    assert [worker.revision for worker in shown.workers] == ["aaaaaaaa", "bbbbbbbb", "aaaaaaaa"]
+    [problem] = shown.problems
+    assert "2 revisions" in problem and "aaaaaaaa on 2" in problem and "bbbbbbbb on 1, such as worker-01" in problem
+    world.model.note_status("worker-01", None, now_us)
+    assert world.snapshot().problems == []
+
+
+def test_a_worker_s_use_of_its_device_is_that_of_the_last_readings() -> None:
+    world = UiWorld()
+    for used_s, expected in ((5.0, None), (6.0, 0.5), (7.0, 0.5), (0.5, None), (2.5, 1.0)):
+        world.status("worker-00", 0)
+        page = f'relaygr_worker_device_seconds_total{{work_class="ranking"}} {used_s}\n'
+        world.model.note_metrics("worker-00", parse_reading(page), world.clock.monotonic_us())
+        assert world.snapshot().workers[0].device_share == expected, "a successor begins at 0"
+        world.wait(2)
+    world.model.note_metrics("worker-00", None, world.clock.monotonic_us())
+    assert world.snapshot().workers[0].device_share is None
+
+
+@pytest.mark.parametrize("partitions", [1, 96, 97, 1000])
+def test_the_lag_of_each_partition_is_that_of_its_worst_topic(partitions: int) -> None:
+    def row(topic: str, partition: int, lag: int | None, unread: int | None = None) -> PartitionReport:
+        return PartitionReport(topic, partition, None, None, lag, None, None, LagStatus.OK, unread=unread)
+
+    last = partitions - 1
+    rows = [row(topic, each, 0) for topic in ("preinfer", "ranking") for each in range(last)]
+    rows += [row("preinfer", last, 7), row("ranking", last, None, 3)]
+    report = GroupReport("g", "", "", "", 1, 7, 7, None, 0, (), LagStatus.OK, (), tuple(rows))
+    world = UiWorld()
+    world.model.note_lag(LagReport("c", 0, 0, True, (report,)), None)
+    [group] = world.snapshot().lag or ()
+    assert group.cells[-1] == 7 and sum(group.cells) == 7
+    assert len(group.cells) == -(-partitions // -(-partitions // model.MAX_CELLS)) <= model.MAX_CELLS
 
 
 def test_each_partition_has_the_place_of_its_owner() -> None:

@@ -88,6 +88,18 @@ def test_with_a_token_nothing_of_the_figures_is_seen_without_it(guarded: UiServe
     assert [status(guarded, path) for path in ("/healthz", "/readyz")] == [200] * 2, "of a container"
 
 
+def test_requests_are_searched_by_post_so_that_no_address_names_a_user(guarded: UiServer, page: Page) -> None:
+    world = UiWorld()
+    world.impression("g.1.1.secrettoken")
+    page.follow(world, "")
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/x-www-form-urlencoded"}
+    answer = ask(guarded, "/search", headers, form={"text": " ann "}).body  # type: ignore[attr-defined]
+    assert [each["request"] for each in json.loads(answer)] == ["g.1.1"] and b"secrettoken" not in answer
+    assert ask(guarded, "/search", form={"text": "ann"}).status == 401
+    assert ask(guarded, "/search", headers, form={"text": "x" * 10_000}).status == 413
+    assert status(guarded, "/search?text=ann", headers) == 405
+
+
 def test_the_token_in_the_form_gives_a_cookie_that_is_not_the_token(guarded: UiServer) -> None:
     answer = ask(guarded, "/login", form={"token": TOKEN})
     cookie = answer.headers["set-cookie"]

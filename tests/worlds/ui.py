@@ -21,7 +21,7 @@ from relaygr.schemas.messages import (
     WorkerStatus,
 )
 from relaygr.schemas.topics import Topic
-from relaygr.ui.model import LiveModel, LiveSnapshot
+from relaygr.ui.model import LiveModel, LiveSnapshot, RequestView
 from relaygr.ui.page import Page
 from relaygr.ui.server import UiServer
 
@@ -42,6 +42,9 @@ class UiWorld:
 
     def snapshot(self) -> LiveSnapshot:
         return self.model.snapshot(self.clock.monotonic_us(), self.clock.wall_us())
+
+    def find(self, text: str) -> list[RequestView]:
+        return self.model.find(text, self.clock.monotonic_us())
 
     def wait(self, seconds: float) -> None:
         """Time passes, and the reader sweeps."""
@@ -98,11 +101,11 @@ class UiWorld:
 
 
 def worker_status(
-    worker_id: str, written_at_us: int, partitions: tuple[int, ...], url: str | None = None
+    worker_id: str, written_at_us: int, partitions: tuple[int, ...], url: str | None = None, revision: str = "model-1"
 ) -> WorkerStatus:
     """A ready worker with 1 GiB of HBM, three quarters of it free or evictable."""
     return WorkerStatus(
-        worker_id, WorkerState.READY, written_at_us, 1, partitions, "model-1", 1024, 1, 1, 8192, 2**30, 3 * 2**28,
+        worker_id, WorkerState.READY, written_at_us, 1, partitions, revision, 1024, 1, 1, 8192, 2**30, 3 * 2**28,
         2**31, 2**30, 1500, 2500, LatencyCoefficients(*[1.0] * 13), ranking_backlog_us=700, host="machine-1",
         metrics_url=url,
     )  # fmt: skip

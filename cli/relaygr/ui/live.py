@@ -9,7 +9,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import SystemClock
-from relaygr.ui.model import LiveModel, LiveSnapshot
+from relaygr.ui.model import LiveModel, LiveSnapshot, RequestView
 from relaygr.ui.reader import TopicReader
 from relaygr.ui.scrape import Reading, Scraper, pages_at
 from relaygr.ui.settings import UiSettings
@@ -86,6 +86,11 @@ class LiveCluster:
         with self._lock:
             self._model.note_lag(state.report, state.error)
             return self._model.snapshot(self._clock.monotonic_us(), self._clock.wall_us())
+
+    def find(self, text: str) -> list[RequestView]:
+        """Kept requests of a user or with a request id: see `LiveModel.find`. Any thread may call it."""
+        with self._lock:
+            return self._model.find(text, self._clock.monotonic_us())
 
     def _targets(self) -> dict[str, str]:
         with self._lock:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import enum
 import hashlib
+import itertools
 import math
 import random
 import secrets
@@ -54,7 +55,13 @@ DOTS_PER_S: Final = 8
 MAX_OPEN: Final = 20_000
 """The most requests that wait for their result."""
 MAX_LATE: Final = 50
-SHOWN_LATE: Final = 12
+SHOWN_REQUESTS: Final = 12
+MAX_KEPT: Final = 2000
+"""Requests that can be searched for: the late ones, and of the others so many a second:"""
+KEPT_PER_S: Final = 16
+MAX_CELLS: Final = 96
+"""The bars of a group's lag. Of more partitions a bar shows the largest lag of neighbours."""
+DEVICE_READINGS: Final = 6
 MAX_SHOWN_WORKERS: Final = 64
 SILENT_S: Final = 60.0
 """A worker without a status for this long is not shown: the topic keeps the last status of each worker for ever."""
@@ -150,6 +157,10 @@ class WorkerView:
     queue_p99_ms: float
     backlog_ms: float | None
     hit_share: float | None
+    device_share: float | None
+    """Device seconds a second, over the last readings."""
+    revision: str
+    """The beginning of the model's."""
     standbys: int | None
     """Processes that are ready to take over; None: no supervisor's metrics."""
 
@@ -173,11 +184,13 @@ class LagView:
     members: int | None
     owner_split: int
     problem: str | None
+    cells: Sequence[int]
+    """The lag of each partition, of its topics the largest; at most `MAX_CELLS`, see there."""
 
 
 @dataclass(frozen=True, slots=True)
-class LateRequest:
-    """A late request. Times are ms since the start of retrieval, or since the ranking request without one."""
+class RequestView:
+    """A request that has ended. Times are ms since the start of retrieval, or since the ranking request without one."""
 
     age_s: float
     request: str
@@ -222,7 +235,7 @@ class LiveSnapshot:
     """None: no trigger's metrics."""
     lag: Sequence[LagView] | None
     """None: not measured yet."""
-    late: Sequence[LateRequest]
+    late: Sequence[RequestView]
     lost: int | None
     """Lost requests by the gateways' metrics, since their start; None: no gateway's metrics."""
     skipped: int
@@ -256,7 +269,7 @@ class _Second:
 
 @dataclass(slots=True)
 class _Ended:
-    """A late request, kept for the list."""
+    """A request that has ended, kept for the lists."""
 
     at_us: int
     request_id: str
@@ -270,6 +283,8 @@ class _Known:
     written_at_us: int
     """When the status was written; when it was read, if the worker's clock is ahead."""
     reading: Reading | None = None
+    device: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=DEVICE_READINGS))
+    """Device seconds by the time of their reading."""
 
 
 class LiveModel:
@@ -293,8 +308,8 @@ class LiveModel:
         self._ended: OrderedDict[str, None] = OrderedDict()
         """Requests that were counted, at most `MAX_OPEN`: a message of one may come twice, or after its time."""
         self._late: deque[_Ended] = deque(maxlen=MAX_LATE)
-        self._late_by_id: OrderedDict[str, _Request] = OrderedDict()
-        """Those of `_late`: their events and jobs may be read after their results."""
+        self._kept: OrderedDict[str, _Ended] = OrderedDict()
+        """By request id, at most `MAX_KEPT`. Their events and jobs may be read after their results."""
         self._budgets_ms: deque[float] = deque(maxlen=32)
         self._fleet = Fleet(STALE_MS)
         self._workers: dict[str, _Known] = {}
@@ -420,11 +435,17 @@ class LiveModel:
             self._silent_pages[name] = None
             if name in self._workers:
                 self._workers[name].reading = None
+                self._workers[name].device.clear()
             self._standbys.pop(name, None)
             return
         self._silent_pages.pop(name, None)
         if name in self._workers:
-            self._workers[name].reading = reading
+            known = self._workers[name]
+            known.reading = reading
+            used_s = reading.total("relaygr_worker_device_seconds_total")
+            if known.device and known.device[-1][1] > used_s:
+                known.device.clear()  # Another process.
+            known.device.append((now_us, used_s))
         if "relaygr_supervisor_children" in reading.samples:
             self._standbys[name] = int(reading.total("relaygr_supervisor_children", phase="standby"))
         if "relaygr_trigger_decisions_total" in reading.samples:
@@ -467,12 +488,23 @@ class LiveModel:
             owners=self._owners(shown, wall_us),
             decisions=self._decided(now_us),
             lag=self._lag,
-            late=[_late(each, now_us) for each in list(self._late)[: -SHOWN_LATE - 1 : -1]],
+            late=[_request_view(each, now_us) for each in list(self._late)[: -SHOWN_REQUESTS - 1 : -1]],
             lost=sum(self._lost.values()) if self._lost else None,
             skipped=self._skipped,
             unreadable=self._unreadable,
             problems=self._problems(now_us, wall_us),
         )
+
+    def find(self, text: str, now_us: int) -> list[RequestView]:
+        """The newest kept requests of a user (its id or hash) or with a request id (whole, or its shown beginning)."""
+        user = self._hashed(text.encode())
+        found = (
+            each
+            for name, each in reversed(self._kept.items())
+            # The random part is not searched by its beginning, else it could be guessed.
+            if text and (each.entry.user in (user, text) or name == text or name.rpartition(".")[0].startswith(text))
+        )
+        return [_request_view(each, now_us) for each in itertools.islice(found, SHOWN_REQUESTS)]
 
     def _problems(self, now_us: int, wall_us: int) -> list[str]:
         found = [text for text in (self._reader_problem, self._lag_problem) if text]
@@ -480,6 +512,15 @@ class LiveModel:
         was_read = now_us - self._started_us > STALE_MS * 1000 and not self._reader_problem
         if was_read and not any(_is_fresh(known, wall_us) for known in self._workers.values()):
             found.append("No worker is ready, so no request is ranked: start one, or see `/readyz` of those that run")
+        revisions: dict[str, list[str]] = {}
+        for name, known in sorted(self._workers.items()):
+            if _is_fresh(known, wall_us):
+                revisions.setdefault(known.status.model_revision[:8], []).append(name)
+        if len(revisions) > 1:
+            split = "; ".join(f"{each} on {len(names)}, such as {names[0]}" for each, names in revisions.items())
+            found.append(
+                f"Ready workers have {len(revisions)} revisions of the model, as while one is deployed: {split}"
+            )
         if self._silent_pages:
             names = ", ".join(list(self._silent_pages)[:4])
             found.append(f"{len(self._silent_pages)} metrics pages do not answer: {names}")
@@ -507,6 +548,8 @@ class LiveModel:
             queue_p99_ms=status.ranking_queue_p99_us / 1000,
             backlog_ms=None if status.ranking_backlog_us is None else status.ranking_backlog_us / 1000,
             hit_share=_hit_share(reading),
+            device_share=_device_share(known.device),
+            revision=status.model_revision[:8],
             standbys=self._standbys.get(name),
         )
 
@@ -555,7 +598,8 @@ class LiveModel:
         return self._seconds[-1]
 
     def _begun(self, request_id: str, now_us: int) -> _Request:
-        return self._late_by_id.get(request_id) or self._entry(request_id, now_us)
+        kept = self._kept.get(request_id)
+        return self._entry(request_id, now_us) if kept is None else kept.entry
 
     def _entry(self, request_id: str, now_us: int) -> _Request:
         entry = self._open.get(request_id)
@@ -591,12 +635,14 @@ class LiveModel:
             self._add_dot(second, (now_us / _US, latency_ms, _PLACES[kind]))
         if entry.deadline_us > entry.sent_at_us > 0:
             self._budgets_ms.append((entry.deadline_us - entry.sent_at_us) / 1000)
+        ended = _Ended(now_us, name, entry, kind)
         if late:
             second.late += 1
-            self._late.append(_Ended(now_us, name, entry, kind))
-            self._late_by_id[name] = entry
-            if len(self._late_by_id) > MAX_LATE:
-                self._late_by_id.popitem(last=False)
+            self._late.append(ended)
+        if late or sum(second.kinds.values()) - second.late <= KEPT_PER_S:
+            self._kept[name] = ended
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
 
     def _add_dot(self, second: _Second, dot: tuple[float, float, int]) -> None:
         """Keeps a random sample of the second's requests."""
@@ -692,8 +738,20 @@ def _hit_share(reading: Reading | None) -> float | None:
     return hits / (hits + others) if hits + others else None
 
 
+def _device_share(device: Sequence[tuple[int, float]]) -> float | None:
+    if len(device) < 2:
+        return None
+    (from_us, before_s), (to_us, after_s) = device[0], device[-1]
+    return (after_s - before_s) * _US / (to_us - from_us) if to_us > from_us and after_s else None
+
+
 def _lag_view(group: GroupReport) -> LagView:
     time_lag = group.max_time_lag
+    lags: dict[int, int] = {}
+    for each in group.partitions:
+        lags[each.partition] = max(lags.get(each.partition, 0), each.lag or each.unread or 0)
+    largest = [lags.get(partition, 0) for partition in range(max(lags, default=-1) + 1)]
+    step = -(-len(largest) // MAX_CELLS) or 1
     return LagView(
         group.group,
         group.lag,
@@ -702,10 +760,11 @@ def _lag_view(group: GroupReport) -> LagView:
         group.members,
         len(group.owner_split),
         group.problems[0] if group.problems else None,
+        [max(largest[first : first + step]) for first in range(0, len(largest), step)],
     )
 
 
-def _late(each: _Ended, now_us: int) -> LateRequest:
+def _request_view(each: _Ended, now_us: int) -> RequestView:
     entry, result = each.entry, each.entry.result
     timings = StageTimings() if result is None else result.timings
     sent_us = entry.sent_at_us
@@ -717,7 +776,7 @@ def _late(each: _Ended, now_us: int) -> LateRequest:
     def ms(duration_us: int) -> float:
         return round(duration_us / 1000, 2)
 
-    return LateRequest(
+    return RequestView(
         age_s=round((now_us - each.at_us) / _US, 1),
         request=each.request_id.rpartition(".")[0][:80],
         user=entry.user,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
 from relaygr.runtime.json_values import finite
-from relaygr.ui.model import LiveSnapshot
+from relaygr.ui.model import LiveSnapshot, RequestView
 
 REFRESH_S: Final = 1.0
 """Time between two events. All browsers get the same document."""
@@ -24,6 +24,8 @@ class Observed(Protocol):
     def has_ended(self) -> bool: ...
 
     def snapshot(self) -> LiveSnapshot: ...
+
+    def find(self, text: str) -> list[RequestView]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,11 @@ class Page:
                 self._document = json.dumps(finite(self._values()), separators=(",", ":"), allow_nan=False)
                 self._made_s = time.monotonic()
             return self._document
+
+    def found(self, text: str) -> str:
+        """The kept requests of a user or with a request id, as JSON."""
+        live = self._live
+        return json.dumps(finite([] if live is None else [asdict(each) for each in live.find(text)]), allow_nan=False)
 
     def _values(self) -> dict[str, Any]:
         live = self._live

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -22,6 +23,7 @@ from confluent_kafka import (
     Message,
     TopicPartition,
 )
+from confluent_kafka.admin import ClusterMetadata
 
 from relaygr.kafka.clients import make_assigned_consumer, require_broker
 from relaygr.kafka.message_headers import headers_of
@@ -42,6 +44,8 @@ BATCH: Final = 500
 PAUSE_S: Final = 0.1
 BEHIND_S: Final = 5.0
 """When the thread reads a message of this age, it skips to the ends of the topics."""
+LOOK_S: Final = 10.0
+"""Time between two looks for topics that are gone, of which a consumer is told nothing."""
 _SWEEP_S: Final = 0.5
 _RETRY_S: Final = 2.0
 _FETCH: Final = {
@@ -92,32 +96,31 @@ class TopicReader:
 
     def require_topics(self) -> None:
         """Raises RelayError, with what to do, if the cluster or one of the topics cannot be read."""
-        self._partitions()
+        self._partitions(require_broker(self._kafka, self._stopping))
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                assignment = self._partitions()
+                assignment = self._partitions(require_broker(self._kafka, self._stopping))
                 consumer = make_assigned_consumer(self._kafka, CLIENT_ID, options=_FETCH)
+                self._tell(None)
+                try:
+                    consumer.assign(assignment)
+                    self._read(consumer)
+                finally:
+                    consumer.close()
             except RelayError as error:
                 self._tell(str(error))
                 self._stopping.wait(_RETRY_S)
-                continue
-            self._tell(None)
-            try:
-                consumer.assign(assignment)
-                self._read(consumer)
             except KafkaException as error:
                 self._tell(f"The topics cannot be read: {error.args[0].str()}")
                 self._stopping.wait(_RETRY_S)
-            finally:
-                consumer.close()
 
-    def _partitions(self) -> list[TopicPartition]:
+    def _partitions(self, cluster: ClusterMetadata) -> list[TopicPartition]:
         """Every partition of the topics, with its start. Raises RelayError."""
-        known = require_broker(self._kafka, self._stopping).topics
+        known = cluster.topics
         missing, refused, found = [], [], []
         for name, topic in self._by_name.items():
             metadata = known.get(name)
@@ -139,7 +142,7 @@ class TopicReader:
         return found
 
     def _read(self, consumer: Consumer) -> None:
-        swept_s = 0.0
+        swept_s, looked_s = 0.0, time.monotonic()
         while not self._stopping.is_set():
             messages = consumer.consume(BATCH, timeout=PAUSE_S)
             started_s = time.monotonic()
@@ -152,6 +155,11 @@ class TopicReader:
             behind_ms = 0 if last_ms is None or len(messages) < BATCH else self._wall_us() // 1000 - last_ms
             if behind_ms > BEHIND_S * 1000:
                 self._go_to_the_ends(consumer)
+            if started_s - looked_s >= LOOK_S:
+                looked_s = started_s
+                # Without a broker nothing is known of the topics; the lag monitor says so.
+                with suppress(KafkaException):
+                    self._partitions(consumer.list_topics(timeout=PAUSE_S))
             self._stopping.wait(max(0.0, PAUSE_S - (time.monotonic() - started_s)))
 
     def _fold(self, messages: Sequence[Message]) -> int | None:

@@ -42,6 +42,7 @@ WANTED: Final = (
     "relaygr_gateway_lost_requests_total",
     "relaygr_supervisor_children",
     "relaygr_trigger_decisions_total",
+    "relaygr_worker_device_seconds_total",
 )
 
 

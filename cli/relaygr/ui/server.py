@@ -2,6 +2,7 @@
 
     /              the page                    /assets/...   its style and script
     /events        server-sent events          /login        takes the token, and gives a cookie
+    /search        requests of a user or an id, by POST, since addresses are logged
     /state         one document, as JSON      /healthz, /readyz  whether it serves
 
 On a loopback address anyone on this machine may look. Then only requests for this machine's names are answered, so that
@@ -68,6 +69,7 @@ class UiServer:
             Route("/assets/{name}", self._serve_asset),
             Route("/state", self._guarded(self._serve_state)),
             Route("/events", self._guarded(self._serve_events)),
+            Route("/search", self._guarded(self._search), methods=["POST"]),
             Route("/login", self._login, methods=["POST"]),
             Route("/healthz", self._serve_health),
             Route("/readyz", self._serve_health),
@@ -137,12 +139,9 @@ class UiServer:
         return f"relaygr_ui_{self._server.port}"
 
     async def _login(self, request: Request) -> Response:
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_FORM_BYTES:
-                return _plain("The form is too long.", 413)
-        given = urllib.parse.parse_qs(body.decode("latin-1")).get("token", [""])[0]
+        given = await _field(request, "token")
+        if given is None:
+            return _plain("The form is too long.", 413)
         if self.token is None:
             return RedirectResponse("/", 303, _HEADERS)
         if not _is_same(given, self.token):
@@ -170,6 +169,13 @@ class UiServer:
         document = await asyncio.to_thread(self._page.document)
         return Response(document, media_type="application/json", headers=_HEADERS)
 
+    async def _search(self, request: Request) -> Response:
+        text = await _field(request, "text")
+        if text is None:
+            return _plain("The form is too long.", 413)
+        found = await asyncio.to_thread(self._page.found, text.strip())
+        return Response(found, media_type="application/json", headers=_HEADERS)
+
     async def _serve_events(self, _: Request) -> Response:
         if self._watchers >= MAX_WATCHERS:
             return _plain(f"{MAX_WATCHERS} browsers watch this page already. Close one of them.", 503)
@@ -185,6 +191,16 @@ class UiServer:
             yield f"data: {await asyncio.to_thread(self._page.document)}\n\nevent: end\ndata: \n\n"
         finally:
             self._watchers -= 1
+
+
+async def _field(request: Request, name: str) -> str | None:
+    """A field of the form, "" without it; None if the form is longer than `MAX_FORM_BYTES`."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_FORM_BYTES:
+            return None
+    return urllib.parse.parse_qs(body.decode("latin-1")).get(name, [""])[0]
 
 
 def _static(name: str) -> bytes:

@@ -8,6 +8,7 @@ const STAGE_NAMES = { retrieval: "Retrieval events", preinfer: "Pre-infer jobs",
 const ADMITTED = new Set(["admitted", "no_status_threshold"]);
 const KINDS = ["hbm", "dram", "pending", "full", "truncated", "expired", "failed", "unanswered", "other"];
 let last = null, paused = false, heard = 0, ended = false;
+let query = "", found = [];
 
 // -- words ---------------------------------------------------------------------------------------
 
@@ -124,14 +125,15 @@ function showWorkers(live) {
     return node("tr", {},
       node("td", {}, node("div", {}, swatch(owner(place)), node("span", { class: "name" }, worker.worker_id), " ", node("span", { class: `pill ${state}` }, words)),
         node("div", { class: "small owns" }, worker.partitions ? `${worker.partitions} partitions: ${worker.owns.length > 60 ? `${worker.owns.slice(0, 57)}…` : worker.owns}` : "no partition"),
-        worker.host ? node("div", { class: "small owns" }, worker.host) : null),
+        node("div", { class: "small owns" }, [worker.host, `model ${worker.revision}`].filter(Boolean).join(", "))),
       tier("HBM", worker.hbm), tier("DRAM", worker.dram),
       node("td", { class: "num", "data-label": "Queue P99" }, ms(worker.queue_p99_ms)),
       node("td", { class: "num", "data-label": "Backlog" }, ms(worker.backlog_ms)),
       node("td", { class: "num", "data-label": "HBM hits" }, share(worker.hit_share)),
+      node("td", { class: "num", "data-label": "Device" }, share(worker.device_share)),
       node("td", { "data-label": "Standby" }, standby(worker)));
   });
-  if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "7", class: "muted" }, "No worker has written a status in the last minute.")));
+  if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "8", class: "muted" }, "No worker has written a status in the last minute.")));
   $("workers").tBodies[0].replaceChildren(...rows);
   say("workers-note", [`${live.workers.filter((worker) => worker.fresh).length} ready`, live.silent_workers ? `${live.silent_workers} silent or not shown` : ""].filter(Boolean).join(", "));
 }
@@ -166,24 +168,38 @@ function showDecisions(live) {
 
 const LAG_TONE = { ok: "good", no_commit: "", judging: "", unknown: "", warn: "warn" };
 
+/** The lag of each partition, drawn when its place has a size. */
+function strip(group, partitions, strips) {
+  const largest = Math.max(0, ...group.cells);
+  if (!largest) return null;
+  const box = node("div", { class: "chart strip" });
+  strips.push(() => charts.cells(box, group.cells, Math.ceil(partitions / group.cells.length), `${group.group}: lag by partition, at most ${whole(largest)} messages`));
+  return box;
+}
+
 function showLag(live) {
+  const strips = [];
   const rows = (live.lag ?? []).map((group) => node("tr", {},
-    node("td", { title: group.group }, group.group.startsWith(`${live.prefix}.`) ? group.group.slice(live.prefix.length + 1) : group.group, group.owner_split ? node("div", { class: "over" }, `owners of ${group.owner_split} partitions are split`) : null),
+    node("td", { title: group.group }, group.group.startsWith(`${live.prefix}.`) ? group.group.slice(live.prefix.length + 1) : group.group, group.owner_split ? node("div", { class: "over" }, `owners of ${group.owner_split} partitions are split`) : null, strip(group, live.partitions, strips)),
     node("td", {}, node("span", { class: `pill ${LAG_TONE[group.status] ?? "bad"}` }, plain(group.status))),
     node("td", { class: "num" }, group.messages === null ? "–" : whole(group.messages)), node("td", { class: "num" }, group.seconds === null ? "–" : group.seconds.toFixed(1)),
     node("td", { class: "num" }, group.members === null ? "–" : String(group.members))));
   if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "5", class: "muted" }, live.lag === null ? "Not measured yet." : "No group of this prefix.")));
   $("lag").tBodies[0].replaceChildren(...rows);
+  for (const draw of strips) draw();
   say("lag-note", [...new Set((live.lag ?? []).map((group) => group.problem).filter(Boolean))].join(" "));
 }
 
 function showLate(live) {
+  const shown = query ? found : live.late;
+  say("late-title", query ? "Requests found" : "Last late requests");
+  say("late-note", query ? "the newest; all late ones are kept for a while, and of the others up to 16 a second" : "late, truncated, expired, failed or unanswered");
   const box = $("late"), known = new Map([...box.querySelectorAll("details")].map((row) => [row.dataset.request, row]));
   if (!$("late-key").children.length) {
     $("late-key").append(...charts.STAGES.map(([, name, tone]) => node("span", {}, swatch(tone), name)), node("span", {}, swatch("var(--accent)"), "dot: job sent"), node("span", {}, swatch("var(--bad)"), "line: deadline"));
   }
-  $("late-key").hidden = !live.late.length;
-  const rows = live.late.map((late) => {
+  $("late-key").hidden = !shown.length;
+  const rows = shown.map((late) => {
     let row = known.get(late.request);
     if (!row) {
       row = node("details", { "data-request": late.request },
@@ -195,14 +211,14 @@ function showLate(live) {
     row.querySelector(".age").textContent = `${seconds(late.age_s)} ago`;
     return row;
   });
-  if (!rows.length) rows.push(node("p", { class: "muted" }, "None so far."));
+  if (!rows.length) rows.push(node("p", { class: "muted" }, query ? "No request that is kept." : "None so far."));
   // Rows that stay are not moved: a moved row loses the focus.
   const wanted = new Set(rows);
   for (const child of [...box.children]) if (!wanted.has(child)) child.remove();
   rows.forEach((row, place) => { if (box.children[place] !== row) box.insertBefore(row, box.children[place] ?? null); });
   const budget = live.latency.budget_ms ?? 100;
-  const span = Math.min(4 * budget, Math.max(budget, ...live.late.map(charts.reach)));
-  live.late.forEach((late, place) => charts.waterfall(rows[place].querySelector(".fall"), late, span));
+  const span = Math.min(4 * budget, Math.max(budget, ...shown.map(charts.reach)));
+  shown.forEach((late, place) => charts.waterfall(rows[place].querySelector(".fall"), late, span));
 }
 
 function details(late) {
@@ -277,9 +293,19 @@ function showLink() {
 
 // -- events --------------------------------------------------------------------------------------
 
+/** Asks for the wanted requests again, so that newer ones come and ages stay true. */
+async function find() {
+  const asked = query;
+  const answer = asked ? await fetch("/search", { method: "POST", body: new URLSearchParams({ text: asked }) }).catch(() => null) : null;
+  if (asked !== query) return;
+  found = answer?.ok ? await answer.json() : [];
+  if (last?.live && !paused) showLate(last.live);
+}
+
 function take(state) {
   heard = performance.now();
   last = state;
+  if (query && !paused) find();
   if (!paused) show(state);
   showLink();
 }
@@ -300,8 +326,10 @@ function toggle() {
 
 $("pause").addEventListener("click", toggle);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "p" && !event.ctrlKey && !event.metaKey && !event.altKey) toggle();
+  if (event.key === "p" && event.target.id !== "wanted" && !event.ctrlKey && !event.metaKey && !event.altKey) toggle();
 });
+$("search").addEventListener("submit", (event) => { event.preventDefault(); query = $("wanted").value.trim(); find(); });
+$("wanted").addEventListener("input", () => { if (!$("wanted").value) { query = ""; find(); } });
 let resized = 0;
 addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => { if (last) show(last); }, 150); });
 setInterval(showLink, 1000);

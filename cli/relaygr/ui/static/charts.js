@@ -44,6 +44,18 @@ export function spark(container, series, label) {
   root.append(svg("line", { x1: 0, x2: width, y1: height, y2: height, class: "axis" }), ...bars);
 }
 
+/** One bar for each `per` neighbours. */
+export function cells(container, values, per, label) {
+  const { root, width, height } = canvas(container, label);
+  const largest = Math.max(1, ...values), slot = width / values.length;
+  root.append(svg("line", { x1: 0, x2: width, y1: height, y2: height, class: "axis" }), ...values.map((value, place) => {
+    const tall = value ? Math.max(2, (value / largest) * height) : 0;
+    const bar = svg("rect", { x: place * slot, y: height - tall, width: Math.max(0.8, slot - 1), height: tall, fill: "var(--accent)" });
+    bar.append(svg("title", {}, `partition ${per > 1 ? `${place * per}–${(place + 1) * per - 1}` : place}: ${value}`));
+    return bar;
+  }));
+}
+
 export function stacked(container, kinds, label) {
   const { root, width, height } = canvas(container, label);
   const count = Math.max(0, ...kinds.map((kind) => kind.series.length));
