@@ -92,6 +92,32 @@ def test_records_become_behaviours_and_a_second_run_goes_on(kafka_settings: Kafk
     assert Counter(event.user_id for event in events(kafka_settings, 3)) == Counter(("7", "ann", "bob"))
 
 
+@pytest.mark.parametrize(("count", "until_end"), [(30, True), (1000, False)])
+def test_a_wrong_map_commits_nothing_and_the_right_one_publishes_all(
+    kafka_settings: KafkaSettings, count: int, until_end: bool
+) -> None:
+    good = {"uid": "ann", "sku": 1, "at": T0, "event": "buy"}
+    write(kafka_settings, [b"{broken", *[good] * count], key="ann")
+    wrong = [word.replace("sku", "skuu") for word in words(kafka_settings, "behaviours")]
+    done = CliRunner().invoke(app, [*wrong, *(["--until-end"] if until_end else [])], catch_exceptions=False)
+    said = " ".join(done.output.split())
+    assert done.exit_code == 1, done.output
+    assert re.search(r"all (31|1,00[01]) records .* offset 0: not JSON", said), done.output
+    assert f"move the offsets of the group {kafka_settings.group_prefix}.bridge." in said
+    assert said.count("did you mean sku?") == 19, "bad records that are shown, without the broken one"
+    done = bridge(kafka_settings)
+    assert f"{count:,} records published, 1 bad ones left out, lag 0" in done.output
+
+
+def test_bad_records_before_the_first_good_one_are_committed_with_it(kafka_settings: KafkaSettings) -> None:
+    write(kafka_settings, [b"{broken"], key="bob")
+    assert bridge(kafka_settings).exit_code == 1
+    write(kafka_settings, [{"uid": "ann", "sku": 1, "at": T0, "event": "buy"}], key="ann")
+    assert "1 records published, 1 bad ones left out, lag 0" in bridge(kafka_settings).output
+    done = bridge(kafka_settings)
+    assert done.exit_code == 0 and "0 records published, 0 bad ones left out, lag 0" in done.output, done.output
+
+
 def test_a_pipe_of_the_same_objects_becomes_behaviours(kafka_settings: KafkaSettings) -> None:
     line = json.dumps({"uid": "ann", "sku": "B00X", "at": T0, "event": "view"})
     command = [word if not word.startswith("kafka:") else "-" for word in words(kafka_settings, "behaviours")]

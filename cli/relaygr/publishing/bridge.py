@@ -4,7 +4,8 @@
 
 The transaction makes each record count once: what was delivered and how far the topic was read are committed together,
 so a bridge that dies, or is fenced by another one of its group, leaves neither a gap nor a repeat. Workers read what is
-committed. A bad record is counted and left out. Records are read in the order of their partitions.
+committed. A bad record is counted and left out. While all records are bad nothing is committed: the map may be wrong.
+Records are read in the order of their partitions.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _ATTEMPTS: Final = 5
 """Of one batch. Most aborts are a change of the group, or a broker that was away."""
 _SHOW_S: Final = 5.0
 _SHOWN_BAD: Final = 20
+_MOST_BAD_FIRST: Final = 1000
+"""A bridge ends after so many bad records without a good one."""
 
 Convert = Callable[[Message], tuple[bytes, bytes | None]]
 """Key and value of the message for a record. Raises ValueError for a bad one."""
@@ -88,9 +91,15 @@ class Bridge:
         self._next: dict[int, int] = {}
         self._ended: set[int] = set()
         """Partitions whose end was reached."""
+        self._read_to: dict[int, int] = {}
+        """The offset after the last record of each partition that was read."""
+        self._first_bad = ""
 
     def run(self, until_end: bool, stopping: Callable[[], bool]) -> BridgeReport:
-        """Passes records on until `stopping`, or until every partition's end was reached. Raises RelayError."""
+        """Passes records on until `stopping`, or until every partition's end was reached.
+
+        Raises RelayError if it cannot go on, or if all records are bad.
+        """
         shown_s = time.monotonic()
         try:
             self._producer.init_transactions(_TIMEOUT_S)
@@ -102,6 +111,8 @@ class Bridge:
                     shown_s = time.monotonic()
                     self._note_lag()
                     self._tell(self.text())
+            if self._first_bad and not self.report.published:
+                raise self._all_bad()
         except KafkaException as error:
             raise RelayError(
                 f"the bridge from {self._source} cannot go on: {error.args[0].str()}. Start it again: it goes on where "
@@ -133,12 +144,18 @@ class Bridge:
         return records
 
     def _pass_on(self, records: Sequence[Message]) -> None:
-        """One batch, in one transaction."""
+        """One batch, in one transaction, with the bad records before it."""
+        messages = [message for record in records if (message := self._converted(record)) is not None]
+        self._read_to |= {partition: offset + 1 for partition, offset in map(_place, records)}
+        if not (messages or self.report.published):
+            if self.report.bad >= _MOST_BAD_FIRST:
+                raise self._all_bad()
+            return
+        offsets = [TopicPartition(self._source, partition, offset) for partition, offset in self._read_to.items()]
         for attempt in range(1, _ATTEMPTS + 1):
             self._producer.begin_transaction()
-            bad = sum(not self._produce(record, is_first=attempt == 1) for record in records)
-            ends = {partition: offset + 1 for partition, offset in map(_place, records)}
-            offsets = [TopicPartition(self._source, partition, offset) for partition, offset in ends.items()]
+            for key, value in messages:
+                self._produce(key, value)
             try:
                 group = self._consumer.consumer_group_metadata()
                 self._producer.send_offsets_to_transaction(offsets, group, _TIMEOUT_S)
@@ -150,30 +167,38 @@ class Bridge:
                     raise
                 self._producer.abort_transaction(_TIMEOUT_S)
                 continue
-            self.report.bad += bad
-            self.report.published += len(records) - bad
-            self._next.update(ends)
+            self.report.published += len(messages)
+            self._next.update(self._read_to)
+            self._read_to.clear()
             return
 
-    def _produce(self, record: Message, is_first: bool) -> bool:
-        """Whether the record is a good one."""
+    def _converted(self, record: Message) -> tuple[bytes, bytes | None] | None:
+        """The message of a record; None for a bad one, which is counted."""
         try:
-            key, value = self._convert(record)
-            while True:
-                try:
-                    self._producer.produce(self._target, value, key)
-                    return True
-                except BufferError:
-                    self._producer.poll(_BATCH_S)
+            return self._convert(record)
         except ValueError as error:
-            reason = str(error).removeprefix(": ")
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
-                raise
-            reason = error.args[0].str()
-        if is_first and self.report.bad < _SHOWN_BAD:
-            self._tell(f"partition {record.partition()} offset {record.offset()}: {reason}")
-        return False
+            reason = f"partition {record.partition()} offset {record.offset()}: {str(error).removeprefix(': ')}"
+        self._first_bad = self._first_bad or reason
+        if self.report.bad < _SHOWN_BAD:
+            self._tell(reason)
+        self.report.bad += 1
+        return None
+
+    def _produce(self, key: bytes, value: bytes | None) -> None:
+        while True:
+            try:
+                self._producer.produce(self._target, value, key)
+                return
+            except BufferError:
+                self._producer.poll(_BATCH_S)
+
+    def _all_bad(self) -> RelayError:
+        return RelayError(
+            f"all {self.report.bad:,} records that the bridge read of {self._source} are bad, so the options are "
+            f"probably wrong. The first: {self._first_bad.rstrip('.?')}. Nothing was committed: correct --columns, "
+            f"--actions or --model and start it again. To skip these records, move the offsets of the group "
+            f"{self.group}."
+        )
 
     def _is_at_end(self) -> bool:
         own = {each.partition for each in self._consumer.assignment()}
