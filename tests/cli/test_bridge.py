@@ -161,6 +161,20 @@ def test_lists_become_histories_and_an_empty_record_deletes(kafka_settings: Kafk
     assert history.behaviours.items.tolist() == [1, 2] and history.behaviours.actions.tolist() == [1, 2]
 
 
+def test_a_snapshot_of_ten_thousand_texts_becomes_a_history(kafka_settings: KafkaSettings) -> None:
+    snapshot = {
+        "uid": "ann",
+        "sku": [f"B{number}" for number in range(10_000)],
+        "at": ["2020-09-13T12:26:40Z"] * 10_000,
+        "event": ["view"] * 10_000,
+    }
+    write(kafka_settings, [snapshot])
+    assert "1 records published, 0 bad ones left out" in bridge(kafka_settings, "history").output
+    (found,) = read_topic(kafka_settings, Topic.HISTORY, 1)
+    items = decode(History, found.value() or b"").behaviours.items
+    assert items.tolist() == [hashed_item(text) for text in snapshot["sku"]]
+
+
 def test_a_topic_that_is_not_there_is_a_sentence(kafka_settings: KafkaSettings) -> None:
     for given, said in (
         ("kafka:nowhere-at-all", "--from kafka:nowhere-at-all"),

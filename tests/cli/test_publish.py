@@ -303,6 +303,7 @@ def test_a_wrong_field_is_named_with_its_place(fields: dict[str, Any], reason: s
         (b'{"a": 1, "a": 2}', "a is given twice"),
         (b'{"a": NaN}', "NaN is not a number"),
         (b'{"a": "\xff"}', "not UTF-8"),
+        (b"{" + b",".join(b'"%d" : 0' % name for name in range(2_049)) + b"}", "not a message: more than 2048 names"),
         (b'{"a": ' + b"[" * 4_000, "nested too deeply"),
         (b'{"a": 1', "not JSON: Expecting ',' delimiter at column 8"),
         (b'{"a": ' + b"1" * 5_000 + b"}", "Exceeds the limit"),

@@ -32,7 +32,7 @@ from relaygr.client.requests import RequestIds
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.publishing.bridge import time_of
-from relaygr.publishing.json_lines import Line, parse_object
+from relaygr.publishing.json_lines import MAX_LIST_TEXTS, Line, parse_object
 from relaygr.publishing.known import ModelOption, SentInputs, named_log
 from relaygr.publishing.mapped import MappedObjects
 from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
@@ -223,7 +223,7 @@ def behaviours(
     if is_topic:
 
         def convert(record: Message) -> tuple[bytes, bytes]:
-            event = mapped.event(parse_object(record.value() or b""), time_of(record))
+            event = mapped.event(parse_object(record.value() or b"", MAX_LIST_TEXTS), time_of(record))
             inputs.take(event)
             return event.user_id.encode(), encode(event)
 

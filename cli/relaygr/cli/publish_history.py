@@ -36,7 +36,7 @@ from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.publishing.bridge import SOURCE, Bridge, Convert, time_of
-from relaygr.publishing.json_lines import parse_object
+from relaygr.publishing.json_lines import MAX_LIST_TEXTS, parse_object
 from relaygr.publishing.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
 from relaygr.publishing.mapped import MappedObjects
 from relaygr.publishing.sending import print_line
@@ -174,7 +174,7 @@ def _histories_of_topic(kafka: KafkaSettings, source: str, names: LogMap, model:
         content = record.value()
         if content is None:
             return USER_ID_TEXT.unpack((record.key() or b"").decode()).encode(), None
-        made = mapped.history(parse_object(content), time_of(record))
+        made = mapped.history(parse_object(content, MAX_LIST_TEXTS), time_of(record))
         inputs.take(made)
         return made.user_id.encode(), encode(made)
 

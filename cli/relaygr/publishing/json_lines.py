@@ -7,20 +7,24 @@ errors, because JSON readers interpret them differently.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
-from relaygr.schemas.limits import MAX_MESSAGE_BYTES
+from relaygr.schemas.limits import MAX_BEHAVIOURS, MAX_MESSAGE_BYTES
 
 MAX_LINE_BYTES: Final = 4 * MAX_MESSAGE_BYTES
 """Enough for a message of the largest size with its numbers as text."""
 MAX_BRACKETS: Final = 4096
 """The most opening brackets on a line, those in texts included. Ours have a dozen. An empty list takes three bytes on
 the line, 64 in memory, and 0.6 us."""
-MAX_QUOTES: Final = 4096
-"""The most quotation marks on a line. Ours have a hundred. Each name of an object takes 3 us, and arrays have none."""
+MAX_NAMES: Final = 2048
+"""The most names of objects on a line. Ours have a hundred. Each name takes 3 us."""
+MAX_LIST_TEXTS: Final = 4 * MAX_BEHAVIOURS
+"""The most names and texts of an object with lists of texts: ids, times and events of the longest history."""
+_NAME: Final = re.compile(rb'"\s*:')
 
 
 class JsonLineError(ValueError):
@@ -43,15 +47,17 @@ class Line:
         """The object on the line. Raises JsonLineError."""
         if len(self.content) > MAX_LINE_BYTES:
             raise JsonLineError(f"the line is longer than {MAX_LINE_BYTES} bytes")
-        return parse_object(self.content.rstrip())
+        return parse_object(self.content.rstrip(), MAX_LIST_TEXTS)
 
 
-def parse_object(content: bytes) -> dict[str, Any]:
-    """The JSON object in these bytes. Raises JsonLineError."""
+def parse_object(content: bytes, max_texts: int = MAX_NAMES) -> dict[str, Any]:
+    """The JSON object in these bytes, with at most this many names and texts. Raises JsonLineError."""
     if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
         raise JsonLineError(f"not a message: more than {MAX_BRACKETS} objects and lists")
-    if content.count(b'"') > MAX_QUOTES:
-        raise JsonLineError(f"not a message: more than {MAX_QUOTES // 2} names and texts")
+    if (quotes := content.count(b'"')) > 2 * max_texts:
+        raise JsonLineError(f"not a message: more than {max_texts} names and texts")
+    if quotes > 2 * MAX_NAMES and sum(1 for _ in _NAME.finditer(content)) > MAX_NAMES:
+        raise JsonLineError(f"not a message: more than {MAX_NAMES} names")
     try:
         parsed = _DECODER.decode(content.decode())
     except RecursionError as error:
