@@ -200,6 +200,13 @@ def test_an_object_becomes_behaviours(fields: dict[str, Any], behaviour: tuple[i
     assert (event.user_id, event.behaviours) == ("7", Behaviours.of([behaviour]))
 
 
+def test_a_history_has_a_list_of_items() -> None:
+    mapped = MappedObjects(NO_MAP)
+    assert mapped.history({"user": 7, "item": [1], "time": [T0]}, T0).number == T0
+    with pytest.raises(ValueError, match="item is no list, .* by `relaygr publish behaviours`"):
+        mapped.history({"user": 7, "item": 1, "time": T0}, T0)
+
+
 def test_the_command_says_which_code_an_event_has(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(json_text(ROWS))
     done = dry_run(tmp_path / "log", "--columns", COLUMNS, "--actions", ACTIONS)

@@ -30,6 +30,12 @@ class MappedObjects:
 
     def history(self, content: dict[str, Any], now_ms: int) -> History:
         """A snapshot up to its newest behaviour, whose time is its number, too. Raises ValueError."""
+        found = self._columns(tuple(content))
+        if not isinstance(content[found.fields[found.item]], list):
+            raise FieldError(
+                f"{found.fields[found.item]} is no list, so the object is one behaviour and no history: pass such a "
+                "topic on by `relaygr publish behaviours`"
+            )
         user, behaviours = self._take(content, now_ms)
         if not len(behaviours):
             raise FieldError("the object has no behaviours: delete a user by a record without a value")
