@@ -203,8 +203,38 @@ def test_an_object_becomes_behaviours(fields: dict[str, Any], behaviour: tuple[i
 def test_a_history_has_a_list_of_items() -> None:
     mapped = MappedObjects(NO_MAP)
     assert mapped.history({"user": 7, "item": [1], "time": [T0]}, T0).number == T0
-    with pytest.raises(ValueError, match="item is no list, .* by `relaygr publish behaviours`"):
+    with pytest.raises(ValueError, match=r"item is no list, .* by `relaygr publish behaviours`"):
         mapped.history({"user": 7, "item": 1, "time": T0}, T0)
+
+
+@pytest.mark.parametrize(
+    ("key", "user"),
+    [
+        (b"7", "7"),
+        (b" 7.0", "7"),
+        (b'"7"', "7"),
+        (b'{"uid": 7.0, "shop": 1}', "7"),
+        (b'"{7}"', "{7}"),
+        (b'"7", "8"', "Extra data"),
+        (b'{"user_id": 7}', "no field for the user among user_id: name it by --columns user=NAME"),
+        (b'"7', "Unterminated string"),
+        (b"{7", "not JSON: "),
+        (b"", "an id is empty"),
+        (b"\0\0\0\7", "user id: text contains control characters"),
+        (b"\xff", "not UTF-8"),
+    ],
+)
+def test_the_key_of_a_deletion_is_read_as_an_id_is(key: bytes, user: str) -> None:
+    mapped = MappedObjects(log_map(COLUMNS, ACTIONS))
+    if " " not in user:
+        assert mapped.deleted_user(key) == user
+        return
+    with pytest.raises(ValueError, match=f"^the key: {user}"):
+        mapped.deleted_user(key)
+
+
+def test_the_user_of_a_key_has_a_known_name_without_a_map() -> None:
+    assert MappedObjects(NO_MAP).deleted_user(b'{"userId": "ann"}') == "ann"
 
 
 def test_the_command_says_which_code_an_event_has(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.stop_signals import StopSignals
 from relaygr.schemas.codec import encode
-from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER, USER_ID_TEXT
+from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER
 from relaygr.schemas.times import EARLIEST_MS, UNITS_MS, unit_of, wrong_unit
 from relaygr.schemas.topics import Topic
 
@@ -173,7 +173,7 @@ def _histories_of_topic(kafka: KafkaSettings, source: str, names: LogMap, model:
     def convert(record: Message) -> tuple[bytes, bytes | None]:
         content = record.value()
         if content is None:
-            return USER_ID_TEXT.unpack((record.key() or b"").decode()).encode(), None
+            return mapped.deleted_user(record.key() or b"").encode(), None
         made = mapped.history(parse_object(content, MAX_LIST_TEXTS), time_of(record))
         inputs.take(made)
         return made.user_id.encode(), encode(made)

@@ -68,6 +68,16 @@ def item_number(text: str) -> int:
     return number
 
 
+def user_name(text: str) -> str:
+    """The user id of a log. Raises BadIdError."""
+    name = whole_id(text)
+    try:
+        _USER_ID.unpack(name)
+    except FieldError as error:
+        raise BadIdError(f"user id: {error}") from error
+    return name
+
+
 def whole_id(text: str, latin1: bool = False) -> str:
     """The id without surrounding white space, and without the fraction of a whole float. Raises BadIdError."""
     name = _cleaned(text, latin1)
@@ -106,11 +116,7 @@ class UserIndex(_Index):
         if (other := self._other_form(text)) is not None:
             place = self[text] = self[other]
             return place
-        name = text
-        try:
-            _USER_ID.unpack(name)
-        except FieldError as error:
-            raise BadIdError(f"user id: {error}") from error
+        name = user_name(text)
         place = self[name] = len(self.names)
         self.names.append(name)
         return place

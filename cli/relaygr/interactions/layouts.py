@@ -51,10 +51,13 @@ RECBOLE_TYPES: Final = ("token", "token_seq", "float", "float_seq")
 _SAMPLE_BYTES: Final = 256 * 1024
 _SAMPLE_LINES: Final = 20
 _RECBOLE_FIELD = re.compile(r"[^:\s]+:\w+")
-_USER_NAMES: Final = ("userid", "user")
-_ITEM_NAMES: Final = ("movieid", "itemid", "item", "movie", "videoid", "parentasin", "asin")
 _MS_NAMES: Final = ("timems", "timestampms")
-_TIME_NAMES: Final = ("timestamp", "ts", "time", *_MS_NAMES)
+_KNOWN_NAMES: Final = {
+    "user": ("userid", "user"),
+    "item": ("movieid", "itemid", "item", "movie", "videoid", "parentasin", "asin"),
+    "time": ("timestamp", "ts", "time", *_MS_NAMES),
+}
+"""Of a role, without case and underscores; a role that is not here has its own name only."""
 _SEPARATORS: Final = ",\t;|"
 _KNOWN: Final = (
     "Known are CSV with a header, JSON lines, RecBole .inter (tabs, header such as user_id:token), MovieLens u.data "
@@ -378,29 +381,35 @@ class NamedColumns:
         )
 
 
+def column_of(role: str, fields: Sequence[str], log_map: LogMap) -> int | None:
+    """The column that the map names for a role, else the first by the names that are known; None: there is none."""
+    if role in log_map.columns:
+        return fields.index(log_map.columns[role]) if log_map.columns[role] in fields else None
+    plain = [_plain(name) for name in fields]
+    return next((plain.index(name) for name in _KNOWN_NAMES.get(role, (role,)) if name in plain), None)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
 def named_columns(path: Path | str, fields: Sequence[str], log_map: LogMap) -> NamedColumns:
     """The columns that the map names, else by the names that are known. Raises RelayError with the cure."""
     log_map.require(path, fields)
-    plain = [name.lower().replace("_", "") for name in fields]
-
-    def first(role: str, known: Sequence[str]) -> int | None:
-        if role in log_map.columns:
-            return fields.index(log_map.columns[role])
-        return next((plain.index(name) for name in known if name in plain), None)
-
-    user, item, time = first("user", _USER_NAMES), first("item", _ITEM_NAMES), first("time", _TIME_NAMES)
+    user, item, time = (column_of(role, fields, log_map) for role in ("user", "item", "time"))
     seen = f"among {', '.join(fields)[:200]}"
     if user is None or item is None:
         lacking = [role for role, at in (("user", user), ("item", item)) if at is None]
         cure = ",".join(f"{role}=NAME" for role in lacking)
         raise RelayError(f"{path}: no column for the {' and '.join(lacking)} {seen}: name it by --columns {cure}.")
-    rating = None if log_map.wants_actions else first("rating", ("rating",))
+    rating = None if log_map.wants_actions else column_of("rating", fields, log_map)
     has_flags = "video_id" in fields and "time_ms" in fields and rating is None and not log_map.wants_actions
     flags = tuple((fields.index(name), bit) for name, bit in KUAIRAND_BITS.items() if name in fields and has_flags)
-    action = first("action", ("action",)) if rating is None and not flags else None
+    action = column_of("action", fields, log_map) if rating is None and not flags else None
     if log_map.actions and action is None:
         raise RelayError(f"{path}: no column for the action {seen}: name it by --columns action=NAME.")
-    found = NamedColumns(fields, user, item, time, rating, action, flags, time is not None and plain[time] in _MS_NAMES)
+    is_ms = time is not None and _plain(fields[time]) in _MS_NAMES
+    found = NamedColumns(fields, user, item, time, rating, action, flags, is_ms)
     if twice := sorted({fields[at] for at in found.used if fields.count(fields[at]) > 1}):
         raise RelayError(f"{path} has two columns {', '.join(twice)}: remove or rename one of them.")
     return found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 import numpy as np
 
-from relaygr.interactions.gather import item_number, whole_id
-from relaygr.interactions.layouts import NamedColumns, json_text, named_columns
+from relaygr.interactions.gather import item_number, user_name
+from relaygr.interactions.layouts import NamedColumns, column_of, json_text, named_columns
 from relaygr.interactions.mapping import LogMap, time_number
+from relaygr.publishing.json_lines import parse_object
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, History
@@ -42,6 +44,28 @@ class MappedObjects:
         newest_ms = int(behaviours.timestamps_ms[-1])
         return History(user, newest_ms, np.empty(0, "<i8"), behaviours, cut_ms=newest_ms)
 
+    def deleted_user(self, key: bytes) -> str:
+        """The user whom the key of a record without a value names: a text, a text of JSON, or an object of JSON.
+
+        Raises ValueError.
+        """
+        try:
+            named: Any = key.decode()
+            if key.lstrip().startswith(b"{"):
+                content = parse_object(key)
+                at = column_of("user", list(content), self._names)
+                if at is None:
+                    seen = ", ".join(content)[:200]
+                    raise FieldError(f"no field for the user among {seen}: name it by --columns user=NAME")
+                named = list(content.values())[at]
+            elif key.lstrip().startswith(b'"'):
+                named = json.loads(named)
+            return user_name(json_text(named))
+        except UnicodeDecodeError as error:
+            raise FieldError("the key: not UTF-8") from error
+        except ValueError as error:
+            raise FieldError(f"the key: {error}") from error
+
     def _take(self, content: dict[str, Any], now_ms: int) -> tuple[str, Behaviours]:
         found, values = self._columns(tuple(content)), list(content.values())
 
@@ -64,7 +88,7 @@ class MappedObjects:
             np.array(items, "<i8")[order], np.array(actions, "<u2")[order], np.array(times, "<i8")[order]
         )
         behaviours.check_unit("")
-        return whole_id(json_text(values[found.user])), behaviours
+        return user_name(json_text(values[found.user])), behaviours
 
     def _columns(self, fields: tuple[str, ...]) -> NamedColumns:
         if (found := self._found.get(fields)) is None:
