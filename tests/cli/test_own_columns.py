@@ -17,6 +17,7 @@ from relaygr.cli.app import app
 from relaygr.interactions import Interactions, LayoutKind, read_interactions
 from relaygr.interactions.gather import hashed_item
 from relaygr.interactions.mapping import NO_MAP, log_map
+from relaygr.publishing.known import named_log
 from relaygr.publishing.mapped import MappedObjects
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
@@ -244,6 +245,21 @@ def test_the_command_says_which_code_an_event_has(tmp_path: Path) -> None:
     assert "Layout       JSON lines (an object on each line, with uid and sku)" in done.output
     assert "Actions      1, 2 (view=1, click=2)" in done.output
     assert "columns not used: price" in done.output
+
+
+@pytest.mark.parametrize(
+    ("actions", "wrong"),
+    [("view=1", None), ("click=2,view=1", None), ("view=2,click=1", "view=2, click=1"), ("view=1,buy=3", "buy=3")],
+)
+def test_codes_of_events_are_compared_with_those_of_the_model(tmp_path: Path, actions: str, wrong: str | None) -> None:
+    write_action_names(tmp_path, {"view": 1, "click": 2})
+    if wrong is None:
+        assert named_log(None, actions, tmp_path).actions == log_map(None, actions).actions
+        return
+    with pytest.raises(RelayError, match=f"--actions gives {wrong}, but .* was trained with view=1,click=2"):
+        named_log(None, actions, tmp_path)
+    write_action_names(tmp_path, {})
+    assert named_log(None, actions, tmp_path).actions, "a model that keeps no names has none to compare"
 
 
 def test_a_model_that_keeps_the_codes_of_events_gives_them(tmp_path: Path) -> None:

@@ -40,13 +40,25 @@ def codes_text(codes: Iterable[int]) -> str:
 
 
 def named_log(columns: str | None, actions: str | None, model: Path | None) -> LogMap:
-    """The map of the two options; without `--actions` a model's event names. Raises RelayError."""
+    """The map of the two options; without `--actions` a model's event names.
+
+    Raises RelayError, also if `--actions` gives a name another code than the model has, or an unknown name.
+    """
     names = log_map(columns, actions)
-    if names.actions or model is None:
+    if model is None:
         return names
     from relaygr.worker.model.inputs.known import read_action_names
 
-    return replace(names, actions=read_action_names(model))
+    known = read_action_names(model)
+    if not names.actions:
+        return replace(names, actions=known)
+    if wrong := [f"{name}={code}" for name, code in names.actions.items() if known and known.get(name) != code]:
+        trained = ",".join(f"{name}={code}" for name, code in known.items())
+        raise RelayError(
+            f"--actions gives {', '.join(wrong)[:200]}, but {model} was trained with {trained[:400]}: leave --actions "
+            "out, or correct it."
+        )
+    return names
 
 
 class KnownModel:
