@@ -17,6 +17,7 @@ from relaygr.cli.app import app
 from relaygr.interactions import Interactions, LayoutKind, read_interactions
 from relaygr.interactions.gather import hashed_item
 from relaygr.interactions.mapping import NO_MAP, log_map
+from relaygr.publishing.json_lines import parse_object
 from relaygr.publishing.known import named_log
 from relaygr.publishing.mapped import MappedObjects
 from relaygr.runtime.errors import RelayError
@@ -90,7 +91,7 @@ def test_json_lines_with_known_names_need_no_options(tmp_path: Path) -> None:
     assert of(found, "5") == [(2, 8, T0)]
     assert [(bad.number, bad.reason) for bad in found.report.bad_lines] == [
         (2, "timestamp is '', expected a number or 2026-11-27T08:30:00Z"),
-        (3, "a field is a list, expected one value"),
+        (3, "item_id is a list, expected one value"),
         (4, "not JSON: Expecting property name enclosed in double quotes at column 2"),
     ]
 
@@ -186,7 +187,7 @@ def test_rows_that_two_files_share_are_counted_and_said(tmp_path: Path) -> None:
         ({"time_ms": T0 // 1000}, "a time in seconds: give it in milliseconds"),
         ({"time": [T0, T0]}, "1 items, 1 actions, 2 times: give as many of each"),
         ({"rating": "inf"}, "expected a code of 0 to 65535"),
-        ({"rating": {"stars": 1}}, "a field is an object, expected one value"),
+        ({"rating": {"stars": 1}}, "rating is an object, expected one value"),
         ({"action": "click"}, "give names a code by --actions"),
         ({"item": None}, "an id is empty"),
     ],
@@ -206,6 +207,51 @@ def test_a_history_has_a_list_of_items() -> None:
     assert mapped.history({"user": 7, "item": [1], "time": [T0]}, T0).number == T0
     with pytest.raises(ValueError, match=r"item is no list, .* by `relaygr publish behaviours`"):
         mapped.history({"user": 7, "item": 1, "time": T0}, T0)
+
+
+KUAIRAND: dict[str, Any] = {"user_id": 1, "video_id": 2, "time_ms": T0, "is_click": 1, "is_like": True, "long_view": 0}
+
+
+@pytest.mark.parametrize(
+    ("good", "other"),
+    [
+        (KUAIRAND, {**KUAIRAND, "is_like": 0, "long_view": None}),
+        (KUAIRAND, {**KUAIRAND, "is_like": 2}),
+        (KUAIRAND, {**KUAIRAND, "user_id": True}),
+        (KUAIRAND, {**KUAIRAND, "video_id": False}),
+        (KUAIRAND, {**KUAIRAND, "user_id": 1e400}),
+        (KUAIRAND, {**KUAIRAND, "video_id": {"id": 1}}),
+        ({"user": 1, "item": 2, "time": T0, "action": 3}, {"user": 1, "item": 2, "time": T0}),
+        ({"user": 1, "item": 2, "time": T0, "rating": 3}, {"user": 1, "item": 2, "time": T0}),
+    ],
+)
+def test_an_object_of_a_topic_is_read_as_the_line_of_a_log(
+    tmp_path: Path, good: dict[str, Any], other: dict[str, Any]
+) -> None:
+    lines = [json.dumps(each).replace("Infinity", "1e400") for each in (good, other)]
+    (tmp_path / "log").write_text("\n".join(lines) + "\n")
+    log, mapped = read(tmp_path / "log", None, None), MappedObjects(NO_MAP)
+    event = mapped.event(parse_object(lines[0].encode()), T0)
+    assert of(log, event.user_id)[0] == (event.behaviours.items[0], event.behaviours.actions[0], T0)
+    if not log.report.bad_lines:
+        event = mapped.event(parse_object(lines[1].encode()), T0)
+        assert of(log, event.user_id)[1] == (event.behaviours.items[0], event.behaviours.actions[0], T0)
+        return
+    with pytest.raises(ValueError, match=r"the object has no action|expected|too large"):
+        mapped.event(parse_object(lines[1].encode()), T0)
+
+
+@pytest.mark.parametrize("time", [0, 20_000, 20261127, "20261127", "1989-12-31T23:59:59Z", 5e18])
+def test_a_time_that_no_unit_brings_into_these_years_is_bad(time: object) -> None:
+    with pytest.raises(ValueError, match=r"timestamp is .*, expected"):
+        MappedObjects(NO_MAP).event({"user": 1, "item": [2, 3], "time": [T0, time]}, T0)
+
+
+def test_lists_of_flags_have_one_length() -> None:
+    lists = {"user_id": 1, "video_id": [2, 3], "time_ms": [T0, T0], "is_click": [1, 0], "is_like": [1, 1]}
+    assert MappedObjects(NO_MAP).history(lists, T0).behaviours.actions.tolist() == [3, 2]
+    with pytest.raises(ValueError, match="several lengths"):
+        MappedObjects(NO_MAP).history({**lists, "is_like": [1]}, T0)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import contextlib
 import csv
 import enum
 import gzip
+import math
 import re
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -46,6 +47,9 @@ KUAIRAND_BITS: Final = {
     "is_profile_enter": 128,
 }
 """A KuaiRand behaviour's action code is the sum of the bits of the flags that are set."""
+
+FLAG_VALUES: Final = {"0": False, "1": True, "0.0": False, "1.0": True, "": False}
+"""Texts of a flag. One that is missing is not set."""
 
 RECBOLE_TYPES: Final = ("token", "token_seq", "float", "float_seq")
 _SAMPLE_BYTES: Final = 256 * 1024
@@ -184,7 +188,8 @@ class Layout:
         """The fields of a line. Raises csv.Error for broken quotes, JsonLineError for broken JSON."""
         if self.keys:
             found = parse_object(line.encode("utf-8", "surrogateescape"))
-            return [json_text(found.get(key)) for key in self.keys]
+            ids = (self.user, self.item)
+            return [(id_text if at in ids else json_text)(found.get(key), key) for at, key in enumerate(self.keys)]
         if self.quoted and '"' in line:
             return next(csv.reader((line,), delimiter=self.separator, strict=True))
         return line.split(self.separator)
@@ -205,13 +210,22 @@ class Layout:
         return [fields[column :: self.column_count] for column in range(self.column_count)]
 
 
-def json_text(value: object) -> str:
-    """A value of JSON as the text that CSV would have. Raises JsonLineError for a list or an object."""
+def json_text(value: object, field: str) -> str:
+    """A value of JSON as the text that CSV would have. Raises JsonLineError for one that is no single value."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list | dict):
-        raise JsonLineError(f"a field is {'a list' if isinstance(value, list) else 'an object'}, expected one value")
+        raise JsonLineError(f"{field} is {'a list' if isinstance(value, list) else 'an object'}, expected one value")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise JsonLineError(f"{field} is too large a number")
     return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def id_text(value: object, field: str) -> str:
+    """The same of an id, which is not true or false."""
+    if isinstance(value, bool):
+        raise JsonLineError(f"{field} is {str(value).lower()}, expected an id")
+    return json_text(value, field)
 
 
 def files_of(folder: Path, suffixes: Collection[str] = ()) -> list[Path]:
@@ -364,6 +378,11 @@ class NamedColumns:
     def used(self) -> list[int]:
         every = (self.user, self.item, self.time, self.rating, self.action, *(column for column, _ in self.flags))
         return list(dict.fromkeys(column for column in every if column is not None))
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether any column gives the action."""
+        return bool(self.flags) or self.rating is not None or self.action is not None
 
     @property
     def shown(self) -> str:

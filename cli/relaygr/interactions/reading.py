@@ -43,14 +43,21 @@ from relaygr.interactions.gather import (
     Progress,
     Rows,
 )
-from relaygr.interactions.layouts import Layout, LayoutKind, LineBlock, files_of, read_blocks, recognise_text
+from relaygr.interactions.layouts import (
+    FLAG_VALUES,
+    Layout,
+    LayoutKind,
+    LineBlock,
+    files_of,
+    read_blocks,
+    recognise_text,
+)
 from relaygr.interactions.mapping import LARGEST_TIME, NO_MAP, LogMap, time_number
 from relaygr.interactions.parquet import is_parquet, parquet_files, read_parquet, recognise_parquet
 from relaygr.publishing.json_lines import JsonLineError
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 
-_FLAG: Final = {"0": False, "1": True, "0.0": False, "1.0": True, "": False}
 _SINGLY: Final = 16
 
 
@@ -158,7 +165,7 @@ class _TextReader:
         elif layout.codes is not None:
             actions = np.fromiter(map(layout.map.code, columns[layout.codes]), "<u2", count)
         for column, bit in layout.flags:
-            flags = np.fromiter(map(_FLAG.__getitem__, columns[column]), np.bool_, count)
+            flags = np.fromiter(map(FLAG_VALUES.__getitem__, columns[column]), np.bool_, count)
             actions |= flags * np.uint16(bit)
         # Ids are added last, so that lines that fail above add none.
         items = np.fromiter(map(self.rows.items.__getitem__, columns[layout.item]), "<i8", count)
@@ -181,7 +188,7 @@ class _TextReader:
         if layout.rating is not None:
             _number("rating", fields[layout.rating], LARGEST_RATING)
         for column, _ in layout.flags:
-            if fields[column] not in _FLAG:
+            if fields[column] not in FLAG_VALUES:
                 raise _LogLineError(f"flag is {fields[column][:40]!r}, expected 0 or 1")
 
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from relaygr.interactions.gather import item_number, user_name
-from relaygr.interactions.layouts import NamedColumns, column_of, json_text, named_columns
+from relaygr.interactions.layouts import FLAG_VALUES, NamedColumns, column_of, id_text, json_text, named_columns
 from relaygr.interactions.mapping import LogMap, time_number
 from relaygr.publishing.json_lines import parse_object
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, History
-from relaygr.schemas.times import UNITS_MS, unit_of
+from relaygr.schemas.times import UNITS_MS, unit_of, wrong_unit
 
 _KEPT_FORMS: Final = 64
 
 
 class MappedObjects:
-    """A field may be a list, which then has one value for each behaviour of the user."""
+    """A field may be a list, which then has one value for each behaviour of the user.
+
+    Values mean what they mean in a log; each time has a unit of its own, and is from 1990 to 2100.
+    """
 
     def __init__(self, names: LogMap) -> None:
         self._names = names
+        self._has_actions = False
+        """Whether an object had one: as in a log, then each has one."""
         self._found: dict[tuple[str, ...], NamedColumns] = {}
 
     def event(self, content: dict[str, Any], now_ms: int) -> BehaviourEvent:
@@ -60,7 +66,7 @@ class MappedObjects:
                 named = list(content.values())[at]
             elif key.lstrip().startswith(b'"'):
                 named = json.loads(named)
-            return user_name(json_text(named))
+            return user_name(id_text(named, "user"))
         except UnicodeDecodeError as error:
             raise FieldError("the key: not UTF-8") from error
         except ValueError as error:
@@ -69,18 +75,25 @@ class MappedObjects:
     def _take(self, content: dict[str, Any], now_ms: int) -> tuple[str, Behaviours]:
         found, values = self._columns(tuple(content)), list(content.values())
 
-        def texts(column: int) -> list[str]:
+        def texts(column: int, text_of: Callable[[object, str], str] = json_text) -> list[str]:
             value = values[column]
-            return [json_text(each) for each in (value if isinstance(value, list) else [value])]
+            return [text_of(each, found.fields[column]) for each in (value if isinstance(value, list) else [value])]
 
-        items = [item_number(text) for text in texts(found.item)]
+        items = [item_number(text) for text in texts(found.item, id_text)]
         times, actions = [now_ms] * len(items), [0] * len(items)
         if found.time is not None:
-            times = [_time_ms(time_number(text), found.time_is_ms) for text in texts(found.time)]
+            times = [_time_ms(text, found.time_is_ms) for text in texts(found.time)]
         if found.action is not None:
             actions = [self._names.code(text) for text in texts(found.action)]
         elif found.rating is not None:
             actions = [self._names.code(str(np.rint(2 * float(text)))) for text in texts(found.rating)]
+        elif found.flags:
+            flags = [[bit * _flag(text) for text in texts(column)] for column, bit in found.flags]
+            if len(set(map(len, flags))) > 1:
+                raise FieldError("the lists of flags have several lengths: give as many of each")
+            actions = list(map(sum, zip(*flags, strict=True)))
+        elif self._has_actions:
+            raise FieldError("the object has no action, and objects before it have one: give one to each")
         if not len(items) == len(times) == len(actions):
             raise FieldError(f"{len(items)} items, {len(actions)} actions, {len(times)} times: give as many of each")
         order = np.argsort(times, kind="stable")
@@ -88,7 +101,9 @@ class MappedObjects:
             np.array(items, "<i8")[order], np.array(actions, "<u2")[order], np.array(times, "<i8")[order]
         )
         behaviours.check_unit("")
-        return user_name(json_text(values[found.user])), behaviours
+        user = user_name(id_text(values[found.user], found.fields[found.user]))
+        self._has_actions |= found.has_actions
+        return user, behaviours
 
     def _columns(self, fields: tuple[str, ...]) -> NamedColumns:
         if (found := self._found.get(fields)) is None:
@@ -102,5 +117,17 @@ class MappedObjects:
         return found
 
 
-def _time_ms(value: float, is_ms: bool) -> int:
-    return round(value * UNITS_MS[(not is_ms and unit_of(value)) or "milliseconds"])
+def _time_ms(text: str, is_ms: bool) -> int:
+    value = time_number(text)
+    unit = unit_of(value)
+    if unit is None:
+        raise FieldError(f"timestamp is {text[:40]!r}, expected a time from 1990 to 2100 since the epoch")
+    if is_ms and (wrong := wrong_unit(round(value), "milliseconds")):
+        raise FieldError(wrong)
+    return round(value * UNITS_MS[unit])
+
+
+def _flag(text: str) -> bool:
+    if text not in FLAG_VALUES:
+        raise FieldError(f"flag is {text[:40]!r}, expected 0 or 1")
+    return FLAG_VALUES[text]
