@@ -141,6 +141,16 @@ def test_lines_of_messages_stay_messages_beside_a_model_that_keeps_events(
     assert [event.behaviours.items.tolist() for event in events(kafka_settings, 1)] == [[55]]
 
 
+def test_the_last_line_says_which_codes_and_how_many_unknown_items_were_published(
+    kafka_settings: KafkaSettings, tmp_path: Path
+) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, seed=1).tensors)
+    write(kafka_settings, [{"uid": "ann", "sku": [1, "B00X"], "at": [T0, T0], "event": ["view", "buy"]}])
+    done = bridge(kafka_settings, "behaviours", "--model", str(tmp_path))
+    assert "lag 0, action codes 1, 2, 1 of 2 items unknown to the model, group " in done.output, done.output
+
+
 def test_lists_become_histories_and_an_empty_record_deletes(kafka_settings: KafkaSettings) -> None:
     documented = re.search(
         r"^```jsonl snapshot\n(.*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE

@@ -227,7 +227,7 @@ def behaviours(
             inputs.take(event)
             return event.user_id.encode(), encode(event)
 
-        run_bridge(settings, source, Topic.BEHAVIOURS, convert, until_end)
+        run_bridge(settings, source, Topic.BEHAVIOURS, convert, until_end, inputs)
         return
     with opened(source) as stream:
         publisher = EventPublisher(settings, "relaygr-publish-behaviours")

@@ -178,7 +178,7 @@ def _histories_of_topic(kafka: KafkaSettings, source: str, names: LogMap, model:
         inputs.take(made)
         return made.user_id.encode(), encode(made)
 
-    run_bridge(kafka, source, Topic.HISTORY, convert, until_end)
+    run_bridge(kafka, source, Topic.HISTORY, convert, until_end, inputs)
 
 
 def refuse_beside_topic(context: typer.Context, source: str | None) -> bool:
@@ -192,12 +192,14 @@ def refuse_beside_topic(context: typer.Context, source: str | None) -> bool:
     return is_topic
 
 
-def run_bridge(kafka: KafkaSettings, source: str, target: Topic, convert: Convert, until_end: bool) -> None:
+def run_bridge(
+    kafka: KafkaSettings, source: str, target: Topic, convert: Convert, until_end: bool, inputs: SentInputs
+) -> None:
     """Passes a topic on until SIGTERM, Ctrl-C or its end. Raises RelayError for a source that is none."""
     stopping = StopSignals()
     bridge = Bridge(kafka, source, kafka.topic(target), convert, print_line)
     bridge.run(until_end, lambda: stopping.came)
-    print_line(f"{bridge.text()}, group {bridge.group}")
+    print_line(f"{bridge.text()}{inputs.text()}, group {bridge.group}")
 
 
 def behaviours_of_log(
