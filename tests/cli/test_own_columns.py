@@ -134,6 +134,20 @@ def test_an_event_without_a_code_is_a_counted_bad_line(tmp_path: Path, actions: 
     assert found.report.bad_lines[0].reason == reason
 
 
+@pytest.mark.parametrize("kind", ["int32", "float64", "string"])
+def test_actions_also_takes_the_codes_that_it_names(tmp_path: Path, kind: str) -> None:
+    """Logs of `relaygr train collect` have codes, and a model trained on them should keep the names."""
+    codes = pa.array([1, 2, 3]).cast(kind)
+    pq.write_table(
+        pa.table({"user": ["ann"] * 3, "item": [1, 2, 3], "time": [T0] * 3, "action": codes}), tmp_path / "log"
+    )
+    found = read(tmp_path / "log", None, ACTIONS)
+    assert of(found, "ann") == [(1, 1, T0), (2, 2, T0)]
+    (bad,) = found.report.bad_lines
+    assert bad.number == 3 and "which --actions gives no code" in bad.reason
+    assert log_map(None, "1=2,2=1").code("1") == 2, "a name goes before a code"
+
+
 def test_a_headerless_file_cannot_have_own_columns(tmp_path: Path) -> None:
     (tmp_path / "u.data").write_text("1\t2\t3\t900000000\n")
     with pytest.raises(RelayError, match=r"no header with names .*: add one as its first line"):

@@ -27,7 +27,7 @@ class LogMap:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Role -> column."""
     actions: Mapping[str, int] = field(default_factory=dict)
-    """Event name -> action code; empty: the column of the action has codes."""
+    """Event name -> action code; empty: the column of the action has codes. It may have these codes beside names."""
 
     @property
     def wants_actions(self) -> bool:
@@ -35,15 +35,15 @@ class LogMap:
         return bool(self.actions) or "action" in self.columns
 
     def code(self, event: str) -> int:
-        """The action code of an event. Raises ValueError with the cure."""
-        if self.actions:
-            if (code := self.actions.get(event)) is None:
-                raise ValueError(f"action is {event[:40]!r}, which --actions gives no code")
+        """The action code of an event, or of a code that is one of `actions`. Raises ValueError with the cure."""
+        if (code := self.actions.get(event)) is not None:
             return code
         try:
             value = float(event)
         except ValueError:
             value = -1.0
+        if self.actions and value not in self.actions.values():
+            raise ValueError(f"action is {event[:40]!r}, which --actions gives no code")
         if not 0 <= value <= LARGEST_CODE or value % 1:
             raise ValueError(
                 f"action is {event[:40]!r}, expected a code of 0 to {LARGEST_CODE}: give names a code by --actions"
