@@ -185,6 +185,14 @@ def test_a_snapshot_of_ten_thousand_texts_becomes_a_history(kafka_settings: Kafk
     assert items.tolist() == [hashed_item(text) for text in snapshot["sku"]]
 
 
+def test_the_documented_flink_job_has_no_column_of_a_reserved_name() -> None:
+    (job,) = re.findall(
+        r"^```\n(CREATE TABLE events.*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    names = set(re.findall(r"[(,]\s*(\w+) (?:STRING|TIMESTAMP|ARRAY<)", job))
+    assert names == {"uid", "sku", "event", "ts"}, "at is a keyword of Flink SQL"
+
+
 def test_a_topic_that_is_not_there_is_a_sentence(kafka_settings: KafkaSettings) -> None:
     for given, said in (
         ("kafka:nowhere-at-all", "--from kafka:nowhere-at-all"),
