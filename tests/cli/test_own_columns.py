@@ -200,7 +200,11 @@ def test_rows_that_two_files_share_are_counted_and_said(tmp_path: Path) -> None:
         ({}, (1, 0, T0 + 9)),
         ({"time_ms": T0 // 1000}, "a time in seconds: give it in milliseconds"),
         ({"time": [T0, T0]}, "1 items, 1 actions, 2 times: give as many of each"),
-        ({"rating": "inf"}, "expected a code of 0 to 65535"),
+        ({"time": None}, (1, 0, T0 + 9)),
+        ({"rating": "inf"}, "rating is 'inf', expected 0 to 32767"),
+        ({"rating": "abc"}, "rating is 'abc', expected a number"),
+        ({"rating": -1}, "rating is '-1', expected 0 to 32767"),
+        ({"time": [None]}, "timestamp is '', expected a number"),
         ({"rating": {"stars": 1}}, "rating is an object, expected one value"),
         ({"action": "click"}, "give names a code by --actions"),
         ({"item": None}, "an id is empty"),
@@ -214,6 +218,13 @@ def test_an_object_becomes_behaviours(fields: dict[str, Any], behaviour: tuple[i
         return
     event = MappedObjects(NO_MAP).event(content, T0 + 9)
     assert (event.user_id, event.behaviours) == ("7", Behaviours.of([behaviour]))
+
+
+def test_an_envelope_of_kafka_connect_names_the_setting() -> None:
+    with pytest.raises(ValueError, match=r"value\.converter\.schemas\.enable=false"):
+        MappedObjects(NO_MAP).event({"schema": {}, "payload": {"user": 7, "item": 1}}, T0)
+    event = MappedObjects(NO_MAP).event({"schema": 1, "payload": 2, "user": 7, "item": 1}, T0)
+    assert event.user_id == "7"
 
 
 def test_a_history_has_a_list_of_items() -> None:

@@ -22,7 +22,6 @@ from relaygr.schemas.fields import FieldError, Text
 from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.times import EARLIEST_MS, LATEST_MS, UNITS_MS, unit_of
 
-LARGEST_RATING: Final = 32_767
 _SECONDS_BELOW: Final = 1e11
 _MILLISECONDS_BELOW: Final = 1e14
 _MICROSECONDS_BELOW: Final = 1e17

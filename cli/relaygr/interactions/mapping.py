@@ -15,6 +15,7 @@ from relaygr.runtime.errors import RelayError
 
 ROLES: Final = ("user", "item", "time", "action", "rating")
 LARGEST_CODE: Final = 65_535
+LARGEST_RATING: Final = 32_767
 LARGEST_TIME: Final = 4e18
 """Larger times are no nanoseconds of this century."""
 _EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -95,6 +96,17 @@ def _pairs(option: str, text: str | None, example: str) -> dict[str, str]:
             raise RelayError(f"{option} gives {name!r} twice.")
         found[name] = value
     return found
+
+
+def rating_code(text: str) -> int:
+    """The action code of a rating: twice its stars. Raises ValueError, with the reason."""
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ValueError(f"rating is {text[:40]!r}, expected a number") from error
+    if not 0 <= value <= LARGEST_RATING:  # In this form the comparison is false for NaN too.
+        raise ValueError(f"rating is {text[:40]!r}, expected 0 to {LARGEST_RATING}")
+    return round(2 * value)
 
 
 def time_number(text: str) -> float:

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.interactions.gather import (
-    LARGEST_RATING,
     BadIdError,
     Columns,
     ItemIndex,
@@ -35,7 +34,7 @@ from relaygr.interactions.layouts import (
     files_of,
     named_columns,
 )
-from relaygr.interactions.mapping import LARGEST_CODE, LARGEST_TIME, NO_MAP, LogMap, time_number
+from relaygr.interactions.mapping import LARGEST_CODE, LARGEST_RATING, LARGEST_TIME, NO_MAP, LogMap, time_number
 from relaygr.runtime.errors import RelayError
 
 if TYPE_CHECKING:

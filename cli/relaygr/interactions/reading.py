@@ -34,7 +34,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.interactions.gather import (
-    LARGEST_RATING,
     BadIdError,
     Columns,
     Interactions,
@@ -52,7 +51,7 @@ from relaygr.interactions.layouts import (
     read_blocks,
     recognise_text,
 )
-from relaygr.interactions.mapping import LARGEST_TIME, NO_MAP, LogMap, time_number
+from relaygr.interactions.mapping import LARGEST_RATING, LARGEST_TIME, NO_MAP, LogMap, rating_code, time_number
 from relaygr.interactions.parquet import is_parquet, parquet_files, read_parquet, recognise_parquet
 from relaygr.publishing.json_lines import JsonLineError
 from relaygr.runtime.errors import RelayError
@@ -183,10 +182,10 @@ class _TextReader:
                 time_number(fields[layout.time])
             if layout.codes is not None:
                 layout.map.code(fields[layout.codes])
+            if layout.rating is not None:
+                rating_code(fields[layout.rating])
         except ValueError as error:
             raise _LogLineError(str(error)) from error
-        if layout.rating is not None:
-            _number("rating", fields[layout.rating], LARGEST_RATING)
         for column, _ in layout.flags:
             if fields[column] not in FLAG_VALUES:
                 raise _LogLineError(f"flag is {fields[column][:40]!r}, expected 0 or 1")
@@ -202,15 +201,6 @@ def _times(texts: Sequence[str]) -> NDArray[np.float64]:
     if not bool(((times >= 0) & (times <= LARGEST_TIME)).all()):
         raise ValueError
     return times
-
-
-def _number(what: str, text: str, maximum: float) -> None:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise _LogLineError(f"{what} is {text[:40]!r}, expected a number") from error
-    if not 0 <= value <= maximum:
-        raise _LogLineError(f"{what} is {text[:40]!r}, expected 0 to {maximum:.0f}")
 
 
 def joined(parts: Sequence[Interactions]) -> Interactions:

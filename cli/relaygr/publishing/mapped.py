@@ -10,7 +10,7 @@ import numpy as np
 
 from relaygr.interactions.gather import item_number, user_name
 from relaygr.interactions.layouts import FLAG_VALUES, NamedColumns, column_of, id_text, json_text, named_columns
-from relaygr.interactions.mapping import LogMap, time_number
+from relaygr.interactions.mapping import LogMap, rating_code, time_number
 from relaygr.publishing.json_lines import parse_object
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.fields import FieldError
@@ -33,7 +33,7 @@ class MappedObjects:
         self._found: dict[tuple[str, ...], NamedColumns] = {}
 
     def event(self, content: dict[str, Any], now_ms: int) -> BehaviourEvent:
-        """New behaviours; `now_ms` is their time if the object has none. Raises ValueError."""
+        """New behaviours; `now_ms` is their time if the object has none, or null. Raises ValueError."""
         return BehaviourEvent(*self._take(content, now_ms))
 
     def history(self, content: dict[str, Any], now_ms: int) -> History:
@@ -81,12 +81,12 @@ class MappedObjects:
 
         items = [item_number(text) for text in texts(found.item, id_text)]
         times, actions = [now_ms] * len(items), [0] * len(items)
-        if found.time is not None:
+        if found.time is not None and values[found.time] is not None:
             times = [_time_ms(text, found.time_is_ms) for text in texts(found.time)]
         if found.action is not None:
             actions = [self._names.code(text) for text in texts(found.action)]
         elif found.rating is not None:
-            actions = [self._names.code(str(np.rint(2 * float(text)))) for text in texts(found.rating)]
+            actions = [rating_code(text) for text in texts(found.rating)]
         elif found.flags:
             flags = [[bit * _flag(text) for text in texts(column)] for column, bit in found.flags]
             if len(set(map(len, flags))) > 1:
@@ -110,6 +110,11 @@ class MappedObjects:
             try:
                 found = named_columns("the object", fields, self._names)
             except RelayError as error:
+                if {"schema", "payload"} <= set(fields):
+                    raise FieldError(
+                        "the object is an envelope of Kafka Connect (schema, payload): set "
+                        "value.converter.schemas.enable=false in the connector"
+                    ) from error
                 raise FieldError(str(error)) from error
             if len(self._found) >= _KEPT_FORMS:
                 self._found.clear()
