@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
@@ -13,16 +16,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Message, TopicPartition
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
-from relaygr.devbroker import LocalBroker
+from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
 from relaygr.interactions.gather import hashed_item
+from relaygr.interactions.mapping import log_map
 from relaygr.kafka.clients import READ_COMMITTED, ProducerKind, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.schemas.codec import decode
+from relaygr.publishing.bridge import Bridge, Convert
+from relaygr.publishing.json_lines import parse_object
+from relaygr.publishing.mapped import MappedObjects
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
@@ -224,6 +233,75 @@ def test_a_bridge_that_is_killed_goes_on_and_each_record_counts_once(real_settin
     assert done.exit_code == 0 and "lag 0" in done.output, done.output
     assert sorted(committed_items(kafka, KILLED_RECORDS + 1, idle_s=5.0)) == list(range(KILLED_RECORDS))
     assert before < KILLED_RECORDS, "the bridge had ended before it was killed: raise KILLED_RECORDS"
+
+
+def direct(kafka: KafkaSettings, convert: Convert) -> Bridge:
+    return Bridge(kafka, f"kafka:{source_of(kafka)}", kafka.topic(Topic.BEHAVIOURS), convert, print)
+
+
+def ten_records(kafka: KafkaSettings) -> None:
+    write(kafka, [{"uid": "ann", "sku": n, "at": T0 + n, "event": "view"} for n in range(10)], key="ann")
+
+
+@pytest.mark.kafka
+def test_a_broker_that_is_away_for_longer_than_a_call_may_take_does_not_end_a_bridge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("relaygr.publishing.bridge._TIMEOUT_S", 0.2)
+    paused: list[int] = []
+    resumed = threading.Event()
+
+    def convert(record: Message) -> tuple[bytes, bytes]:
+        if not paused:
+            paused.append(broker_pid)
+            os.kill(broker_pid, signal.SIGSTOP)
+            threading.Timer(2.0, lambda: (os.kill(broker_pid, signal.SIGCONT), resumed.set())).start()
+        return b"ann", record.value() or b""
+
+    before = set(psutil.Process().children(recursive=True))
+    with local_broker(BrokerChoice.KAFKA) as broker:
+        started = set(psutil.Process().children(recursive=True)) - before
+        (broker_pid,) = (child.pid for child in started if child.name() == "java")
+        kafka = broker.settings(KafkaSettings(topic_prefix="away", group_prefix="away", partitions=2))
+        broker.create_topics(kafka)
+        ten_records(kafka)
+        done = direct(kafka, convert).run(until_end=True, stopping=lambda: False)
+    assert resumed.is_set() and (done.published, done.lag) == (10, 0)
+
+
+@pytest.mark.kafka
+def test_a_bridge_that_the_group_has_removed_joins_again_and_counts_each_record_once(
+    real_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a broker that was away for longer than the session of the group."""
+    monkeypatch.setattr("relaygr.kafka.clients._REBALANCE_MS", 6000)
+    ten_records(real_settings)
+    mapped, slow = MappedObjects(log_map(MAP[1], MAP[3])), [8.0]
+
+    def convert(record: Message) -> tuple[bytes, bytes]:
+        time.sleep(slow.pop() if slow else 0)
+        event = mapped.event(parse_object(record.value() or b""), T0)
+        return event.user_id.encode(), encode(event)
+
+    done = direct(real_settings, convert).run(until_end=True, stopping=lambda: False)
+    assert (done.published, done.lag) == (10, 0)
+    assert committed_items(real_settings, 11, idle_s=3.0) == list(range(10))
+
+
+@pytest.mark.kafka
+def test_a_bridge_that_another_one_fences_says_so(real_settings: KafkaSettings) -> None:
+    def convert(record: Message) -> tuple[bytes, bytes]:
+        if not second:
+            second.append(direct(real_settings, convert))
+            second[0].run(until_end=False, stopping=lambda: True)
+        return b"ann", record.value() or b""
+
+    second: list[Bridge] = []
+    ten_records(real_settings)
+    first = direct(real_settings, convert)
+    with pytest.raises(RelayError, match=f"another bridge from .* runs, with the same group {first.group}") as caught:
+        first.run(until_end=True, stopping=lambda: False)
+    assert "It needs Read" not in str(caught.value)
 
 
 @pytest.fixture

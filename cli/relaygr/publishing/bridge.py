@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from confluent_kafka import (
@@ -33,15 +34,30 @@ from relaygr.runtime.errors import RelayError
 SOURCE: Final = "kafka:"
 _BATCH: Final = 1000
 _BATCH_S: Final = 0.2
-_TIMEOUT_S: Final = 30.0
+_TIMEOUT_S: Final = 5.0
+"""Of one call, which is repeated while the broker is away."""
 _TRANSACTION_MS: Final = 30_000
 """A bridge that dies holds up readers of the target for this time at most, unless it is started again."""
 _ATTEMPTS: Final = 5
-"""Of one batch. Most aborts are a change of the group, or a broker that was away."""
+"""Of one batch whose transaction is aborted."""
 _SHOW_S: Final = 5.0
 _SHOWN_BAD: Final = 20
 _MOST_BAD_FIRST: Final = 1000
 """A bridge ends after so many bad records without a good one."""
+
+_FENCED: Final = frozenset((KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH))
+_GROUP_CHANGED: Final = frozenset(
+    (KafkaError.UNKNOWN_MEMBER_ID, KafkaError.ILLEGAL_GENERATION, KafkaError.REBALANCE_IN_PROGRESS)
+)
+"""The group has removed this member, for example while the broker was away."""
+_REFUSED: Final = frozenset(
+    (
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+        KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    )
+)
 
 Convert = Callable[[Message], tuple[bytes, bytes | None]]
 """Key and value of the message for a record. Raises ValueError for a bad one."""
@@ -102,11 +118,11 @@ class Bridge:
         """
         shown_s = time.monotonic()
         try:
-            self._producer.init_transactions(_TIMEOUT_S)
-            self._consumer.subscribe([self._source])
+            _repeated(self._producer.init_transactions, stopping)
+            self._subscribe()
             while not stopping() and not (until_end and self._is_at_end()):
                 if records := self._read():
-                    self._pass_on(records)
+                    self._pass_on(records, stopping)
                 if time.monotonic() - shown_s >= _SHOW_S:
                     shown_s = time.monotonic()
                     self._note_lag()
@@ -114,11 +130,7 @@ class Bridge:
             if self._first_bad and not self.report.published:
                 raise self._all_bad()
         except KafkaException as error:
-            raise RelayError(
-                f"the bridge from {self._source} cannot go on: {error.args[0].str()}. Start it again: it goes on where "
-                "it stopped. It needs Read on the topic and its group, Write on the target, and Write on the "
-                f"transactional id {self.group}."
-            ) from error
+            raise self._ended_by(error.args[0]) from error
         finally:
             self._note_lag()
             self._consumer.close()
@@ -128,6 +140,16 @@ class Bridge:
         """A line for people."""
         done = self.report
         return f"{done.published:,} records published, {done.bad:,} bad ones left out, lag {done.lag:,}"
+
+    def _subscribe(self) -> None:
+        """Reading goes on at what is committed, here and after each change of the group."""
+
+        def begin(*_: object) -> None:
+            self._read_to.clear()
+            self._ended.clear()
+
+        begin()
+        self._consumer.subscribe([self._source], on_assign=begin)
 
     def _read(self) -> list[Message]:
         records = []
@@ -139,11 +161,11 @@ class Bridge:
                 partition, offset = _place(message)
                 self._ended.add(partition)
                 self._next[partition] = offset
-            elif not error.retriable():
+            elif not error.retriable() and error.code() != KafkaError._MAX_POLL_EXCEEDED:
                 raise KafkaException(error)
         return records
 
-    def _pass_on(self, records: Sequence[Message]) -> None:
+    def _pass_on(self, records: Sequence[Message], stopping: Callable[[], bool]) -> None:
         """One batch, in one transaction, with the bad records before it."""
         messages = [message for record in records if (message := self._converted(record)) is not None]
         self._read_to |= {partition: offset + 1 for partition, offset in map(_place, records)}
@@ -158,14 +180,18 @@ class Bridge:
                 self._produce(key, value)
             try:
                 group = self._consumer.consumer_group_metadata()
-                self._producer.send_offsets_to_transaction(offsets, group, _TIMEOUT_S)
-                self._producer.commit_transaction(_TIMEOUT_S)
+                _repeated(partial(self._producer.send_offsets_to_transaction, offsets, group), stopping)
+                _repeated(self._producer.commit_transaction, stopping)
                 if self._is_embedded:  # librdkafka's cluster keeps no offsets of transactions.
                     self._consumer.commit(offsets=offsets, asynchronous=False)
             except KafkaException as error:
                 if not error.args[0].txn_requires_abort() or attempt == _ATTEMPTS:
                     raise
-                self._producer.abort_transaction(_TIMEOUT_S)
+                _repeated(self._producer.abort_transaction, stopping)
+                if error.args[0].code() in _GROUP_CHANGED:
+                    self._consumer.unsubscribe()
+                    self._subscribe()
+                    return
                 continue
             self.report.published += len(messages)
             self._next.update(self._read_to)
@@ -200,6 +226,21 @@ class Bridge:
             f"{self.group}."
         )
 
+    def _ended_by(self, error: KafkaError) -> RelayError:
+        if error.code() in _FENCED:
+            return RelayError(
+                f"another bridge from {self._source} runs, with the same group {self.group}, and took over (or this "
+                f"one had no broker for {_TRANSACTION_MS // 1000} s): let only one run."
+            )
+        rights = (
+            " It needs Read on the topic and its group, Write on the target, and Write on the transactional id "
+            f"{self.group}."
+        )
+        return RelayError(
+            f"the bridge from {self._source} cannot go on: {error.str()}. Start it again: it goes on where it stopped."
+            + (rights if error.code() in _REFUSED else "")
+        )
+
     def _is_at_end(self) -> bool:
         own = {each.partition for each in self._consumer.assignment()}
         return bool(own) and own <= self._ended
@@ -210,6 +251,17 @@ class Bridge:
             low, high = self._consumer.get_watermark_offsets(each, cached=True)
             lag += max(0, high - self._next.get(each.partition, max(low, 0)))
         self.report.lag = lag
+
+
+def _repeated(call: Callable[[float], object], stopping: Callable[[], bool]) -> None:
+    """Calls with a time-out, and again after an error that a repeat may mend. Raises KafkaException."""
+    while True:
+        try:
+            call(_TIMEOUT_S)
+            return
+        except KafkaException as error:
+            if not error.args[0].retriable() or stopping():
+                raise
 
 
 def _place(message: Message) -> tuple[int, int]:
