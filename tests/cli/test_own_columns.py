@@ -272,6 +272,12 @@ def test_a_time_that_no_unit_brings_into_these_years_is_bad(time: object) -> Non
         MappedObjects(NO_MAP).event({"user": 1, "item": [2, 3], "time": [T0, time]}, T0)
 
 
+def test_only_the_first_objects_decide_whether_each_has_an_action() -> None:
+    mapped, plain = MappedObjects(NO_MAP), {"user": 1, "item": 2, "time": T0}
+    for content in (*[plain] * 20, {**plain, "action": 3}, plain):
+        mapped.event(content, T0)
+
+
 def test_lists_of_flags_have_one_length() -> None:
     lists = {"user_id": 1, "video_id": [2, 3], "time_ms": [T0, T0], "is_click": [1, 0], "is_like": [1, 1]}
     assert MappedObjects(NO_MAP).history(lists, T0).behaviours.actions.tolist() == [3, 2]

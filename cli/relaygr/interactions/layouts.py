@@ -53,7 +53,8 @@ FLAG_VALUES: Final = {"0": False, "1": True, "0.0": False, "1.0": True, "": Fals
 
 RECBOLE_TYPES: Final = ("token", "token_seq", "float", "float_seq")
 _SAMPLE_BYTES: Final = 256 * 1024
-_SAMPLE_LINES: Final = 20
+SAMPLE_LINES: Final = 20
+"""The first lines, which decide what columns a log has."""
 _RECBOLE_FIELD = re.compile(r"[^:\s]+:\w+")
 _MS_NAMES: Final = ("timems", "timestampms")
 _KNOWN_NAMES: Final = {
@@ -278,7 +279,7 @@ def _first_lines(path: Path) -> list[str]:
         raise RelayError(f"{path} is UTF-16 text: convert it to UTF-8 (iconv -f utf-16 -t utf-8)")
     if "\x00" in text:
         raise RelayError(f"{path} is not text. {_KNOWN}")
-    return [line for line in text.split("\n") if line.strip()][:_SAMPLE_LINES]
+    return [line for line in text.split("\n") if line.strip()][:SAMPLE_LINES]
 
 
 def _json_lines(path: Path, lines: Sequence[str], log_map: LogMap) -> Layout:

@@ -9,7 +9,15 @@ from typing import Any, Final
 import numpy as np
 
 from relaygr.interactions.gather import item_number, user_name
-from relaygr.interactions.layouts import FLAG_VALUES, NamedColumns, column_of, id_text, json_text, named_columns
+from relaygr.interactions.layouts import (
+    FLAG_VALUES,
+    SAMPLE_LINES,
+    NamedColumns,
+    column_of,
+    id_text,
+    json_text,
+    named_columns,
+)
 from relaygr.interactions.mapping import LogMap, rating_code, time_number
 from relaygr.publishing.json_lines import parse_object
 from relaygr.runtime.errors import RelayError
@@ -28,8 +36,9 @@ class MappedObjects:
 
     def __init__(self, names: LogMap) -> None:
         self._names = names
+        self._sampled = 0
         self._has_actions = False
-        """Whether an object had one: as in a log, then each has one."""
+        """Whether one of the first objects had an action: as in a log, then each has one."""
         self._found: dict[tuple[str, ...], NamedColumns] = {}
 
     def event(self, content: dict[str, Any], now_ms: int) -> BehaviourEvent:
@@ -93,7 +102,7 @@ class MappedObjects:
                 raise FieldError("the lists of flags have several lengths: give as many of each")
             actions = list(map(sum, zip(*flags, strict=True)))
         elif self._has_actions:
-            raise FieldError("the object has no action, and objects before it have one: give one to each")
+            raise FieldError("the object has no action, and the first objects have one: give one to each")
         if not len(items) == len(times) == len(actions):
             raise FieldError(f"{len(items)} items, {len(actions)} actions, {len(times)} times: give as many of each")
         order = np.argsort(times, kind="stable")
@@ -102,7 +111,9 @@ class MappedObjects:
         )
         behaviours.check_unit("")
         user = user_name(id_text(values[found.user], found.fields[found.user]))
-        self._has_actions |= found.has_actions
+        if self._sampled < SAMPLE_LINES:  # A stray object later must not make all others bad.
+            self._sampled += 1
+            self._has_actions |= found.has_actions
         return user, behaviours
 
     def _columns(self, fields: tuple[str, ...]) -> NamedColumns:
