@@ -102,3 +102,46 @@ def test_a_new_worker_loads_what_a_stopped_one_computed(module_kafka: KafkaSetti
             # The call still hangs.
             assert relay.stop(second) == 0
             assert time.monotonic() - began_s < HANGS_S
+
+
+def test_a_worker_that_joins_has_the_prefixes_of_the_users_that_move_to_it(
+    module_kafka: KafkaSettings, tmp_path: Path
+) -> None:
+    """Its warm-up fetches them. Without a pool it would compute them, or their next visits would."""
+    config = model_config()
+    model = save_model(tmp_path / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef")
+    users = [history_of(new_user("moves"), LENGTH, seed) for seed in range(12)]
+    with mooncake(tmp_path / "mooncake") as stores:
+        pool = PoolSettings(address=stores.address, secret_file=secret, visits=1)
+        settings = {"pool": pool, "dram_bytes": ByteSize(64 << 20), "warm_up_users": 100}
+        with Relay(module_kafka, tmp_path / "relay", model, **settings) as relay, relay.client() as client:
+            first = relay.start_worker("worker-00")
+            relay.await_ready(first)
+            wait_until("the pool is there", lambda: counted(first, "away") == 0)
+            for user in users:
+                client.publish_history(user)
+            scores = {user.user_id: ranked(client, user).scores for user in users}
+
+            def is_written() -> bool:
+                for user in users:
+                    ranked(client, user)
+                return counted(first, "objects_written_total", outcome="stored") >= len(users)
+
+            wait_until("written", is_written, 180)
+            second = relay.start_worker("worker-01")
+            relay.await_ready(second)
+
+            def warmed(outcome: str) -> float:
+                return reading(second).total("relaygr_worker_warm_ups_total", outcome=outcome)
+
+            # The first worker keeps half of the partitions, and has computed all prefixes of the others.
+            wait_until("it is warm", lambda: warmed("fetched") + warmed("computed") >= len(users) / 4)
+            wait_until("nothing is fetched", lambda: counted(second, "fetches_total") == warmed("fetched"))
+            results = {user.user_id: ranked(client, user) for user in users}
+            for user_id, result in results.items():
+                assert_equal(result, scores[user_id])
+            moved = [result for result in results.values() if result.worker_id == "worker-01"]
+            loaded = [result for result in moved if result.prefix_source is PrefixSource.DRAM]
+            assert len(loaded) >= 0.9 * len(moved) > 0, [(each.path, each.prefix_source) for each in moved]

@@ -430,3 +430,25 @@ def test_a_request_with_much_time_waits_for_a_hanging_store_only_twice_the_expec
             assert world.clock.monotonic_us() - began_us < 1_000_000
     world.assert_exact(world.outbox.answered["r"][0], behaviours_of(LENGTH))
     assert world.outbox.answered["r"][0].path is RankedOn.FULL
+
+
+def test_a_warm_up_fetches_what_the_pool_has_and_computes_the_rest(store: TwinStore, tmp_path: Path) -> None:
+    """So the next owner of a partition has the prefixes of its users before they return."""
+    writer(store, tmp_path)
+    world = PooledWorld(store, tmp_path / "b", warm_up_users=10)
+    version = world.put("ann", LENGTH)
+    world.put("bob", LENGTH, seed=1)
+    before = fetched()
+    world.executor.begin_warm_up()
+    world.executor.offer_warm_ups(["ann", "bob"])
+
+    def warmed(outcome: str) -> float | None:
+        world.clock.advance_us(1_000)
+        return world.registry.get_sample_value("relaygr_worker_warm_ups_total", {"outcome": outcome})
+
+    world.until(lambda: (warmed("fetched"), warmed("computed")) == (1, 1))
+    assert fetched() == before + 1 and len(world.cache.ledger.hbm.index.of_user("bob")) == 1
+    work = world.visit("ann", version, "r")
+    assert work.path is RankedOn.DRAM
+    world.assert_exact(work, behaviours_of(LENGTH))
+    check_invariants(world.cache)

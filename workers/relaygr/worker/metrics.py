@@ -170,7 +170,8 @@ class WorkerMetrics:
         )
         self.warm_ups = Counter(
             "relaygr_worker_warm_ups_total",
-            "Users of a warm-up by outcome: computed, skipped (cached, or without a history), no_room or failed",
+            "Users of a warm-up by outcome: computed, fetched (from the pool), skipped (cached, or without a history), "
+            "no_room or failed",
             ["outcome"],
             registry=registry,
         )

@@ -246,8 +246,8 @@ class WorkerSettings(Section):
         Field(
             ge=0,
             le=1_000_000,
-            description="most users whose prefixes are computed on an idle device after a start, an assignment or a "
-            "new model, those with the newest behaviours first; 0: no warm-up",
+            description="most users whose prefixes are computed on an idle device, or fetched from the pool, after a "
+            "start, an assignment or a new model, those with the newest behaviours first; 0: no warm-up",
         ),
     ] = 0
     warm_up_s: Annotated[float, Field(gt=0, description="time after which a warm-up ends")] = 60.0

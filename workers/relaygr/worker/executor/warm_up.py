@@ -1,9 +1,10 @@
-"""What an idle device computes for nobody yet: the prefixes of a warm-up, and behaviours that follow cached prefixes.
+"""What is done for nobody yet: the prefixes of a warm-up, and behaviours that follow cached prefixes.
 
-After a start, an assignment or a new model every prefix is cold at once. The process then offers the users with the
-newest behaviours (`relaygr.worker.process.warm_up_offers`). For each, one after the other:
+After a start, an assignment or a new model every prefix is cold at once. The process offers the users with the newest
+behaviours (`relaygr.worker.process.warm_up_offers`). For each, one after the other:
 
     offered -> skipped: cached already, under computation, or without a history
+            -> fetched from the pool into DRAM, where that is faster than computing
             -> no_room: HBM has too few free pages; ends the warm-up
             -> computed, and copied to DRAM | joined by a job or a request
 
@@ -21,21 +22,26 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import structlog
 
-from relaygr.worker.cache import Handle
+from relaygr.worker.cache import Handle, PendingOutcome, PendingPrefix
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
-from relaygr.worker.executor.work import PrefixWork
+from relaygr.worker.executor.work import PrefixWork, ResolvedPrefix
 from relaygr.worker.settings import FollowBehaviours
 
 log = structlog.get_logger()
 
 _NOTHING = Scored(0, 0)
+_CONNECTING_US: Final = 50_000
+"""How often a warm-up asks whether the pool has its first connection."""
+FETCHED_WITHIN_US: Final = 60_000_000
+"""So late a warm-up needs what it fetches, so that all others are served first."""
 FIXED_PARTS: Final = 8
 """New behaviours are appended once that takes this many times the fixed part of a forward: each append pays it."""
 MOST_FOLLOWED: Final = 4096
@@ -59,11 +65,14 @@ class WarmUps:
         self._users: deque[str] = deque()
         self._tried: set[str] = set()
         self._is_full = False
+        self._is_fetching = False
+        self._not_fetched: set[str] = set()
 
     def begin(self) -> None:
         """A new warm-up: forgets the users of an earlier one."""
         self._users.clear()
         self._tried.clear()
+        self._not_fetched.clear()
         self._is_full = False
 
     def offer(self, user_ids: Sequence[str]) -> None:
@@ -74,12 +83,16 @@ class WarmUps:
     def next_in_us(self, now_us: int) -> int | None:
         """Time until the next piece of warm-up may begin; None if nothing is left."""
         scheduler = self._context.scheduler
-        return scheduler.warm_up_in_us(now_us) if self._users or len(scheduler.warm_up) else None
+        if len(scheduler.warm_up) or (self._users and not self._is_fetching):
+            return max(scheduler.warm_up_in_us(now_us), _CONNECTING_US if self._is_connecting else 0)
+        return None
 
     def begin_next(self, now_us: int) -> bool:
         """Queues the prefix of the next user if the device is idle. False if there is nothing to queue now."""
         scheduler = self._context.scheduler
-        if not self._users or len(scheduler.warm_up) or scheduler.warm_up_in_us(now_us):
+        if not self._users or self._is_fetching or self._is_connecting:
+            return False
+        if len(scheduler.warm_up) or scheduler.warm_up_in_us(now_us):
             return False
         user_id = self._users.popleft()
         if user_id in self._tried:
@@ -98,6 +111,10 @@ class WarmUps:
             self._parts.metrics.warm_ups.labels(outcome).inc()
         return True
 
+    @property
+    def _is_connecting(self) -> bool:
+        return self._parts.pool is not None and self._parts.pool.is_connecting
+
     def computed(self, handle: Handle) -> None:
         """The prefix was published. Its copy in DRAM stays when HBM needs the pages."""
         self._parts.metrics.warm_ups.labels("computed").inc()
@@ -114,14 +131,43 @@ class WarmUps:
         presence = self._parts.cache.peek(prefix.key)
         if prefix.tokens == 0 or prefix.for_one_impression or presence.hbm_behaviours or presence.dram_behaviours:
             return "skipped"
+        latency = self._parts.corrector.model_at(prefix.tokens)
+        prepare_us = context.chunking.duration_us(0, prefix.tokens, latency)
+        if self._fetch(prefix, prepare_us):
+            return None
         if not self._has_room(prefix.tokens):
             self._is_full = True
             self._users.clear()
             return "no_room"
-        latency = self._parts.corrector.model_at(prefix.tokens)
-        prepare_us = context.chunking.duration_us(0, prefix.tokens, latency)
         self._prefixes.compute(prefix, None, prepare_us, idle_class=WorkClass.WARM_UP)
         return None
+
+    def _fetch(self, prefix: ResolvedPrefix, prepare_us: float) -> bool:
+        """Begins to bring a prefix from the pool into free pages of DRAM, behind what jobs and requests ask for. False
+        if there is none, or if computing it is faster.
+        """
+        pool, user_id, now_us = self._parts.pool, prefix.key.user_id, self._parts.clock.monotonic_us()
+        if pool is None or user_id in self._not_fetched or not pool.covered(prefix.key):
+            return False
+        if self._context.engine.geometry.pages_for(prefix.tokens) > self._parts.cache.stats().dram.free:
+            return False
+        fetch = pool.fetch(prefix.key, 0, now_us + FETCHED_WITHIN_US, prepare_us, now_us)
+        if fetch is None:
+            return False
+        self._is_fetching = True
+        fetched = partial(self._fetched, user_id, fetch.pending)
+        fetch.pending.add_done_callback(lambda _: self._context.post(fetched))
+        return True
+
+    def _fetched(self, user_id: str, pending: PendingPrefix) -> None:
+        self._is_fetching = False
+        if pending.outcome is PendingOutcome.PUBLISHED:
+            self._parts.metrics.warm_ups.labels("fetched").inc()
+            return
+        # Next it is computed.
+        self._not_fetched.add(user_id)
+        self._tried.discard(user_id)
+        self._users.appendleft(user_id)
 
     def _has_room(self, tokens: int) -> bool:
         """Whether free pages suffice, and leave the reserve of the admission free."""

@@ -223,6 +223,11 @@ class PoolTier:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def is_connecting(self) -> bool:
+        """Whether the store has neither answered nor failed to."""
+        return self._store is None and not self._is_down
+
     def covered(self, key: PrefixKey) -> int:
         """Behaviours of `key` that the pool could have."""
         return self._segments.covered(key.length) if key.growable else 0
