@@ -142,7 +142,8 @@ def test_after_the_last_worker_the_page_says_that_nothing_is_ranked(kafka_settin
 
 
 @pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
-def test_the_page_says_that_a_topic_has_gone(kafka_settings: KafkaSettings) -> None:
+def test_the_page_says_that_a_topic_has_gone(kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "LOOK_S", 0.5)
     name = kafka_settings.topic(Topic.RESULTS)
     with LiveCluster(kafka_settings, SETTINGS) as live:
         assert until(lambda: live.snapshot().lag is not None)

@@ -46,6 +46,7 @@ BEHIND_S: Final = 5.0
 """When the thread reads a message of this age, it skips to the ends of the topics."""
 LOOK_S: Final = 10.0
 """Time between two looks for topics that are gone, of which a consumer is told nothing."""
+_ANSWER_S: Final = 0.5
 _SWEEP_S: Final = 0.5
 _RETRY_S: Final = 2.0
 _FETCH: Final = {
@@ -142,7 +143,7 @@ class TopicReader:
         return found
 
     def _read(self, consumer: Consumer) -> None:
-        swept_s, looked_s = 0.0, time.monotonic()
+        swept_s, look_at_s = 0.0, time.monotonic() + LOOK_S
         while not self._stopping.is_set():
             messages = consumer.consume(BATCH, timeout=PAUSE_S)
             started_s = time.monotonic()
@@ -155,11 +156,12 @@ class TopicReader:
             behind_ms = 0 if last_ms is None or len(messages) < BATCH else self._wall_us() // 1000 - last_ms
             if behind_ms > BEHIND_S * 1000:
                 self._go_to_the_ends(consumer)
-            if started_s - looked_s >= LOOK_S:
-                looked_s = started_s
+            if started_s >= look_at_s:
+                look_at_s = started_s + _RETRY_S
                 # Without a broker nothing is known of the topics; the lag monitor says so.
                 with suppress(KafkaException):
-                    self._partitions(consumer.list_topics(timeout=PAUSE_S))
+                    self._partitions(consumer.list_topics(timeout=_ANSWER_S))
+                    look_at_s = started_s + LOOK_S
             self._stopping.wait(max(0.0, PAUSE_S - (time.monotonic() - started_s)))
 
     def _fold(self, messages: Sequence[Message]) -> int | None:
