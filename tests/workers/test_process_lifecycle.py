@@ -351,7 +351,12 @@ def test_a_worker_records_its_phase_and_how_it_ended(world: ProcessWorld) -> Non
 
 def test_a_worker_with_a_call_that_hangs_leaves_at_once_and_only_its_end_frees_the_lock(world: ProcessWorld) -> None:
     """The call may still write into the DRAM tier, which belongs to the next holder."""
-    world.loop.on_start = lambda: setattr(world.components, "has_hung_calls", True)
+
+    def stop_with_a_hung_call() -> None:
+        world.components.has_hung_calls = True
+        stop()
+
+    world.loop.on_start = stop_with_a_hung_call
     with pytest.raises(LeftError, match=str(int(Exit.DONE))):
         world.process.run()
     assert world.components.flushed and world.process._lock.is_held()
