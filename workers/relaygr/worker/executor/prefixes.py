@@ -167,20 +167,25 @@ class Prefixes:
         return self._parts.cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
 
     def fetch(self, work: JobWork | RankingWork, prefix: ResolvedPrefix, found: Hit | Miss, at_us: int) -> Fetch | None:
-        """Starts, or joins, a fetch of the prefix from the pool to DRAM, if that is expected to end earlier than
-        computing what DRAM and HBM lack. The prefix is needed at `at_us`. None without a pool, or the second time.
-        """
-        pool = self._parts.pool
-        if pool is None or work.asked_pool or prefix.for_one_impression or self._context.deletions.cover(prefix):
+        """As `fetch_missing`, once for each job and request."""
+        if self._parts.pool is None or work.asked_pool:
             return None
-        cached, covered = max(self._cached(prefix, found)), pool.covered(prefix.key)
-        if covered <= cached:
-            return None
-        fetch = pool.fetch(
-            prefix.key, cached, at_us, self._computing_us(cached, covered), self._parts.clock.monotonic_us()
-        )
+        fetch = self.fetch_missing(prefix, max(self._cached(prefix, found)), at_us)
         work.asked_pool = fetch is not None
         return fetch
+
+    def fetch_missing(self, prefix: ResolvedPrefix, cached: int, at_us: int) -> Fetch | None:
+        """Starts, or joins, a fetch of the prefix from the pool to DRAM, if that is expected to end earlier than
+        computing what follows its first `cached` behaviours. It is needed at `at_us`. None without a pool.
+        """
+        pool = self._parts.pool
+        if pool is None or prefix.for_one_impression or self._context.deletions.cover(prefix):
+            return None
+        covered = pool.covered(prefix.key)
+        if covered <= cached:
+            return None
+        saved_us = self._computing_us(cached, covered)
+        return pool.fetch(prefix.key, cached, at_us, saved_us, self._parts.clock.monotonic_us())
 
     def _cached(self, prefix: ResolvedPrefix, found: Hit | Miss) -> tuple[int, int]:
         """The prefix's behaviours in HBM, and in DRAM."""

@@ -131,27 +131,27 @@ class WarmUps:
         presence = self._parts.cache.peek(prefix.key)
         if prefix.tokens == 0 or prefix.for_one_impression or presence.hbm_behaviours or presence.dram_behaviours:
             return "skipped"
-        latency = self._parts.corrector.model_at(prefix.tokens)
-        prepare_us = context.chunking.duration_us(0, prefix.tokens, latency)
-        if self._fetch(prefix, prepare_us):
+        if self._fetch(prefix):
             return None
         if not self._has_room(prefix.tokens):
             self._is_full = True
             self._users.clear()
             return "no_room"
+        latency = self._parts.corrector.model_at(prefix.tokens)
+        prepare_us = context.chunking.duration_us(0, prefix.tokens, latency)
         self._prefixes.compute(prefix, None, prepare_us, idle_class=WorkClass.WARM_UP)
         return None
 
-    def _fetch(self, prefix: ResolvedPrefix, prepare_us: float) -> bool:
+    def _fetch(self, prefix: ResolvedPrefix) -> bool:
         """Begins to bring a prefix from the pool into free pages of DRAM, behind what jobs and requests ask for. False
         if there is none, or if computing it is faster.
         """
-        pool, user_id, now_us = self._parts.pool, prefix.key.user_id, self._parts.clock.monotonic_us()
-        if pool is None or user_id in self._not_fetched or not pool.covered(prefix.key):
+        user_id = prefix.key.user_id
+        if self._parts.pool is None or user_id in self._not_fetched:
             return False
         if self._context.engine.geometry.pages_for(prefix.tokens) > self._parts.cache.stats().dram.free:
             return False
-        fetch = pool.fetch(prefix.key, 0, now_us + FETCHED_WITHIN_US, prepare_us, now_us)
+        fetch = self._prefixes.fetch_missing(prefix, 0, self._parts.clock.monotonic_us() + FETCHED_WITHIN_US)
         if fetch is None:
             return False
         self._is_fetching = True
