@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from relaygr.devbroker.local import free_ports
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import load_settings
 from relaygr.worker.pool import build, mooncake
 from relaygr.worker.pool.build import build_pool, read_secret
 from relaygr.worker.pool.settings import PoolSettings, Protocol
 from relaygr.worker.pool.store import StoreDownError
-from tests.worlds.pool import free_port, needs_mooncake
+from tests.worlds.pool import needs_mooncake
 from tests.worlds.real_executor import RealExecutorWorld
 
 
@@ -81,7 +82,7 @@ def test_libraries_that_are_missing_are_named_with_their_packages(monkeypatch: p
 def test_a_master_that_does_not_answer_stops_no_other_thread(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_mooncake()
     monkeypatch.setattr(mooncake, "_TRIAL_S", 8.0)
-    port = free_port()
+    (port,) = free_ports(1)
     with socket.socket() as silent:
         if listens:
             silent.bind(("127.0.0.1", port))

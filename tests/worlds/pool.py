@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from relaygr.devbroker.local import free_ports
 from relaygr.worker.pool.mooncake import MooncakeStore, connect, missing, program
 from relaygr.worker.pool.settings import Protocol
 from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, StoredObject, StoreDownError
@@ -22,9 +23,11 @@ from tests.promised import unavailable
 
 HOLDER = """
 import sys, time
-from relaygr.worker.pool.mooncake import connect
+from mooncake.store import MooncakeDistributedStore
+from relaygr.worker.pool.mooncake import client_options
 
-held = connect(sys.argv[1], "tcp", int(sys.argv[2]))
+holder = MooncakeDistributedStore()
+assert holder.setup({**client_options(sys.argv[1], "tcp"), "global_segment_size": sys.argv[2]}) == 0
 print("up", flush=True)
 time.sleep(3600)
 """
@@ -124,18 +127,12 @@ class TwinStore:
         return object.parts
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @dataclass
 class Mooncake:
     """A master and its holders on this machine."""
 
     folder: Path
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=lambda: free_ports(1)[0])
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -145,7 +142,7 @@ class Mooncake:
     def start_master(self) -> subprocess.Popen[bytes]:
         master = self._start(
             program("mooncake_master"), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1",
-            f"--metrics_port={free_port()}", "--default_kv_lease_ttl=500", "--client_ttl=3",
+            f"--metrics_port={free_ports(1)[0]}", "--default_kv_lease_ttl=500", "--client_ttl=3",
         )  # fmt: skip
         until_s = time.monotonic() + 20
         while time.monotonic() < until_s:

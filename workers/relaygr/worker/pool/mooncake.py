@@ -53,16 +53,15 @@ def program(name: str) -> str:
     return str(Path(spec.origin).parent / name)
 
 
-def connect(address: str, protocol: str, memory_bytes: int = 0) -> MooncakeStore:
-    """A client of the master at `address` (HOST:PORT). With `memory_bytes` this process holds a part of the memory.
+def connect(address: str, protocol: str) -> MooncakeStore:
+    """A client of the master at `address` (HOST:PORT).
 
     Raises StoreDownError if the master does not answer, RelayError if Mooncake can not be used here.
     """
     lack = missing()
     if lack is not None:
         raise RelayError(f"{lack}.")
-    options = _options(address, protocol, memory_bytes)
-    trial = {**options, "global_segment_size": "0"}
+    trial = client_options(address, protocol)
     code = (
         f"import os, mooncake.store as s\nos._exit({_NO_ANSWER} * bool(s.MooncakeDistributedStore().setup({trial!r})))"
     )
@@ -80,7 +79,7 @@ def connect(address: str, protocol: str, memory_bytes: int = 0) -> MooncakeStore
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    if store.setup(_options(address, protocol, memory_bytes)) != 0:
+    if store.setup(client_options(address, protocol)) != 0:
         raise StoreDownError(f"the master at {address} does not answer")
     return MooncakeStore(store)
 
@@ -150,11 +149,12 @@ def _batches(objects: Sequence[StoredObject]) -> list[list[StoredObject]]:
     return batches
 
 
-def _options(address: str, protocol: str, memory_bytes: int) -> dict[str, str]:
+def client_options(address: str, protocol: str) -> dict[str, str]:
+    """Mooncake's settings of a client that holds no part of the store's memory. Raises StoreDownError."""
     return {
         "local_hostname": _own_address(address),
         "metadata_server": "P2PHANDSHAKE",
-        "global_segment_size": str(memory_bytes),
+        "global_segment_size": "0",
         "local_buffer_size": str(_BUFFER_BYTES),
         "protocol": str(protocol),
         "rdma_devices": "",
