@@ -163,6 +163,9 @@ class _Run:
         self._partitions = frozenset(range(kafka.partitions))
         self._found = Collected()
         self._renewed: frozenset[str] = frozenset()
+        self._looked_s = self._progress_s = time.monotonic()
+        self._read_offsets = -1
+        """The offsets that were read at `_looked_s`, summed up."""
 
     def run(self, follow_s: float | None, is_stopping: Callable[[], bool]) -> Collected:
         began_ms = SystemClock().wall_us() // 1000
@@ -202,7 +205,7 @@ class _Run:
         return self._found
 
     def _read(self, follower: HistoryFollower, follow_s: float | None, is_stopping: Callable[[], bool]) -> None:
-        write_at_s, read_to, silent_since_s = 0.0, -1, time.monotonic()
+        write_at_s = 0.0
         while not self._renewed:
             loading, now_s = len(follower.loading), time.monotonic()
             self._found.reached_end = not loading
@@ -214,14 +217,23 @@ class _Run:
             if follow_s is not None and not loading and now_s >= write_at_s:
                 self._write(self._partitions)
                 write_at_s = time.monotonic() + follow_s
-            if (now_read_to := sum(sum(self._read_to(each)) for each in self._partitions)) != read_to:
-                read_to, silent_since_s = now_read_to, now_s
-            elif follow_s is None and now_s - silent_since_s > _SILENT_S:
-                raise RelayError(
-                    f"Kafka at {self._kafka.bootstrap} has sent nothing for {_SILENT_S:.0f} s. The same command goes "
-                    "on where it was."
-                )
+            if follow_s is None:
+                self._require_progress(now_s)
             time.sleep(_WAIT_S)
+
+    def _require_progress(self, now_s: float) -> None:
+        """Raises RelayError if nothing was read for long. Looks each second, since it asks the store."""
+        if now_s - self._looked_s < 1:
+            return
+        self._looked_s, before = now_s, self._read_offsets
+        self._read_offsets = sum(sum(self._read_to(each)) for each in self._partitions)
+        if self._read_offsets != before:
+            self._progress_s = now_s
+        elif now_s - self._progress_s > _SILENT_S:
+            raise RelayError(
+                f"Kafka at {self._kafka.bootstrap} has sent nothing for {_SILENT_S:.0f} s. The same command goes "
+                "on where it was."
+            )
 
     def _note_deleted(self, _user_id: str) -> None:
         self._found.deleted_users += 1
@@ -251,13 +263,7 @@ class _Run:
             each: _Content(each, manifest.read_anew.get(each, 0), manifest.has_ratings, *self._read_to(each))
             for each in sorted(partitions)
         }
-        stale = iter(
-            [
-                each
-                for each in wanted.values()
-                if each != replace(manifest.content(each.partition) or _NONE, **_UNCOUNTED)
-            ]
-        )
+        stale = iter([each for each in wanted.values() if each != manifest.content(each.partition)])
         while group := list(islice(stale, _FILES_AT_ONCE)):
             with ExitStack() as stack:
                 group_rows = max(1024, _ROWS_WAITING // len(group))
@@ -295,13 +301,9 @@ class _Content:
     next_offset: int
     """The records before this offset of the history topic are in it, and those before `next_event` of the other."""
     next_event: int
-    users: int = 0
-    incomplete_users: int = 0
-    rows: int = 0
-
-
-_UNCOUNTED: Final[dict[str, Any]] = {"users": 0, "incomplete_users": 0, "rows": 0}
-_NONE: Final = _Content(-1, 0, False, 0, 0)
+    users: int = field(default=0, compare=False)
+    incomplete_users: int = field(default=0, compare=False)
+    rows: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
