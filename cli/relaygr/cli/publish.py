@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, Final
 
 import typer
-from confluent_kafka import Message
 
 from relaygr.cli.options import (
     ActionsOption,
@@ -31,8 +30,7 @@ from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
-from relaygr.publishing.bridge import time_of
-from relaygr.publishing.json_lines import MAX_LIST_TEXTS, Line, parse_object
+from relaygr.publishing.json_lines import Line
 from relaygr.publishing.known import ModelOption, SentInputs, named_log
 from relaygr.publishing.mapped import MappedObjects
 from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
@@ -40,7 +38,6 @@ from relaygr.publishing.outcomes import Outcomes
 from relaygr.publishing.sending import SendReport, opened, print_line, send_lines, wait_until, when_there_is_room
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.codec import encode
 from relaygr.schemas.messages import MAX_BUDGET_MS
 from relaygr.schemas.topics import Topic
 
@@ -218,17 +215,11 @@ def behaviours(
             raise typer.Exit(1)
         return
     assert source is not None
+    if is_topic:
+        run_bridge(settings, source, Topic.BEHAVIOURS, names, model, until_end)
+        return
     clock, inputs, mapped = SystemClock(), SentInputs(model), MappedObjects(names)
     is_mapped = columns is not None or actions is not None
-    if is_topic:
-
-        def convert(record: Message) -> tuple[bytes, bytes]:
-            event = mapped.event(parse_object(record.value() or b"", MAX_LIST_TEXTS), time_of(record))
-            inputs.take(event)
-            return event.user_id.encode(), encode(event)
-
-        run_bridge(settings, source, Topic.BEHAVIOURS, convert, until_end, inputs)
-        return
     with opened(source) as stream:
         publisher = EventPublisher(settings, "relaygr-publish-behaviours")
         publisher.start(Topic.BEHAVIOURS)

@@ -35,7 +35,7 @@ from relaygr.interactions.publishing import (
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.publishing.bridge import SOURCE, Bridge, Convert, time_of
+from relaygr.publishing.bridge import SOURCE, Bridge, time_of
 from relaygr.publishing.json_lines import MAX_LIST_TEXTS, parse_object
 from relaygr.publishing.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
 from relaygr.publishing.mapped import MappedObjects
@@ -139,7 +139,7 @@ def history(
         # Fail before the log is read, which can take minutes.
         require_topics(settings, Role.HISTORY_PUBLISHER)
     if source is not None:
-        _histories_of_topic(settings, source, names, model, until_end)
+        run_bridge(settings, source, Topic.HISTORY, names, model, until_end)
         return
     assert interactions
     console = plain_console(soft_wrap=True)
@@ -167,20 +167,6 @@ def history(
         raise typer.Exit(1)
 
 
-def _histories_of_topic(kafka: KafkaSettings, source: str, names: LogMap, model: Path | None, until_end: bool) -> None:
-    inputs, mapped = SentInputs(model), MappedObjects(names)
-
-    def convert(record: Message) -> tuple[bytes, bytes | None]:
-        content = record.value()
-        if content is None:
-            return mapped.deleted_user(record.key() or b"").encode(), None
-        made = mapped.history(parse_object(content, MAX_LIST_TEXTS), time_of(record))
-        inputs.take(made)
-        return made.user_id.encode(), encode(made)
-
-    run_bridge(kafka, source, Topic.HISTORY, convert, until_end, inputs)
-
-
 def refuse_beside_topic(context: typer.Context, source: str | None) -> bool:
     """Whether the source is a topic. Raises RelayError for options that are of the other kind of source."""
     is_topic = (source or "").startswith(SOURCE)
@@ -193,10 +179,20 @@ def refuse_beside_topic(context: typer.Context, source: str | None) -> bool:
 
 
 def run_bridge(
-    kafka: KafkaSettings, source: str, target: Topic, convert: Convert, until_end: bool, inputs: SentInputs
+    kafka: KafkaSettings, source: str, target: Topic, names: LogMap, model: Path | None, until_end: bool
 ) -> None:
-    """Passes a topic on until SIGTERM, Ctrl-C or its end. Raises RelayError for a source that is none."""
-    stopping = StopSignals()
+    """Passes a topic on as behaviours or histories until SIGTERM, Ctrl-C or its end. Raises RelayError."""
+    stopping, inputs, mapped = StopSignals(), SentInputs(model), MappedObjects(names)
+    made_of = mapped.history if target is Topic.HISTORY else mapped.event
+
+    def convert(record: Message) -> tuple[bytes, bytes | None]:
+        content = record.value()
+        if content is None and target is Topic.HISTORY:
+            return mapped.deleted_user(record.key() or b"").encode(), None
+        made = made_of(parse_object(content or b"", MAX_LIST_TEXTS), time_of(record))
+        inputs.take(made)
+        return made.user_id.encode(), encode(made)
+
     bridge = Bridge(kafka, source, kafka.topic(target), convert, print_line)
     bridge.run(until_end, lambda: stopping.came)
     print_line(f"{bridge.text()}{inputs.text()}, group {bridge.group}")
