@@ -16,7 +16,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.settings import load_settings
 from relaygr.worker.pool import build, mooncake
 from relaygr.worker.pool.build import build_pool, read_secret
-from relaygr.worker.pool.settings import PoolSettings, Protocol
+from relaygr.worker.pool.settings import PoolSettings, Transport
 from relaygr.worker.pool.store import StoreDownError
 from tests.worlds.pool import needs_mooncake
 from tests.worlds.real_executor import RealExecutorWorld
@@ -91,7 +91,7 @@ def test_a_master_that_does_not_answer_stops_no_other_thread(listens: bool, monk
 
         def run() -> None:
             try:
-                mooncake.connect(f"127.0.0.1:{port}", Protocol.TCP)
+                mooncake.connect(f"127.0.0.1:{port}", Transport.TCP)
             except StoreDownError as error:
                 found.append(error)
 

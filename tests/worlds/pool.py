@@ -17,7 +17,7 @@ from pathlib import Path
 
 from relaygr.devbroker.local import free_ports
 from relaygr.worker.pool.mooncake import MooncakeStore, connect, missing, program
-from relaygr.worker.pool.settings import Protocol
+from relaygr.worker.pool.settings import Transport
 from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, StoredObject, StoreDownError
 from tests.promised import unavailable
 
@@ -157,7 +157,7 @@ class Mooncake:
         return holder
 
     def client(self) -> MooncakeStore:
-        return connect(self.address, Protocol.TCP)
+        return connect(self.address, Transport.TCP)
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / "mooncake.log").open("ab") as log:

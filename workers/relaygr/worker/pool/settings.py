@@ -11,7 +11,7 @@ from pydantic import ByteSize, Field, model_validator
 from relaygr.runtime.settings import Section
 
 
-class Protocol(enum.StrEnum):
+class Transport(enum.StrEnum):
     """How bytes travel between workers and holders."""
 
     TCP = "tcp"
@@ -27,7 +27,7 @@ class PoolSettings(Section):
         pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$",
         description="HOST:PORT of the Mooncake master; none: no pool. Needs `relaygr[pool]` and a DRAM tier",
     )
-    protocol: Protocol = Field(Protocol.TCP, description="how bytes travel, the same as for the holders")
+    protocol: Transport = Field(Transport.TCP, description="how bytes travel, the same as for the holders")
     prefix: str = Field(
         "relaygr",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",

@@ -488,13 +488,13 @@ class PoolTier:
             _REMOVED.labels("deletion").inc(removed)
 
     def _next_write(self) -> PrefixKey | None:
+        """The prefix that waits the longest, if it is due."""
         with self._changed:
-            for user_id, (due_us, key) in self._writes.items():
-                if due_us <= self._clock.monotonic_us():
-                    del self._writes[user_id]
-                    return key
+            user_id, (due_us, key) = next(iter(self._writes.items()), (None, (0, None)))
+            if user_id is None or due_us > self._clock.monotonic_us():
                 return None
-            return None
+            del self._writes[user_id]
+            return key
 
     def _write(self, store: Store, key: PrefixKey) -> None:
         """Writes the objects of the prefix that the store lacks."""
