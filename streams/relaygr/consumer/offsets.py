@@ -58,6 +58,8 @@ class Offsets:
         self._finished: deque[Token] = deque()
         self._is_sealed = False
         self._log = structlog.get_logger().bind(loop=name)
+        # It counts from 0, so that a process whose predecessor left nothing says so.
+        _TAKEN_UP.labels(name)
 
     def finish(self, token: Token) -> None:
         """Marks a message as finished at the next `take_finished`. Any thread may call it."""
