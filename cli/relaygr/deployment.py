@@ -107,6 +107,11 @@ def rollback(folder: Path) -> str:
     return before
 
 
+def deployed_revision(folder: Path) -> str | None:
+    """The revision that serves; None before the first deployment."""
+    return _target(folder, CURRENT)
+
+
 def _target(folder: Path, name: str) -> str | None:
     link = folder / name
     return str(link.readlink()) if link.is_symlink() else None

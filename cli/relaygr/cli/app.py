@@ -19,6 +19,7 @@ from relaygr.schemas.version import __version__
 
 OPTIONAL = {
     "matplotlib": "bench",
+    "mlflow": "mlflow",
     "mooncake": "pool",
     "opentelemetry": "tracing",
     "pyarrow": "bench",

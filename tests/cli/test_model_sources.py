@@ -1,0 +1,152 @@
+"""`relaygr model deploy` from a registry or from object storage: the same revision, and what serves if it is away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from relaygr.cli.app import app
+from relaygr.worker.model.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint, verify_checkpoint
+from tests.worlds.model import small_config
+
+BUCKET = "memory://bucket/ranker"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    save_checkpoint(folder, small_config(), random_checkpoint(small_config(), 1).tensors)
+    return folder
+
+
+@pytest.fixture
+def bucket(checkpoint: Path) -> Iterator[fsspec.AbstractFileSystem]:
+    files = fsspec.filesystem("memory")
+    files.put(str(checkpoint), "/bucket/ranker", recursive=True)
+    yield files
+    files.rm("/bucket", recursive=True)
+
+
+def deploy(source: str, folder: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["model", "deploy", source, str(folder), "--calibrate-at-start", *options])
+
+
+def said(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def serving(folder: Path) -> str:
+    return load_checkpoint(folder / "current").revision
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_checkpoint_in_object_storage_serves_with_its_revision_and_its_digests_are_trusted(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    assert deploy(BUCKET, tmp_path / "served").exit_code == 0
+    assert serving(tmp_path / "served") == load_checkpoint(checkpoint).revision
+    assert verify_checkpoint(tmp_path / "served" / "current", trust=False).is_trusted
+    mode = (tmp_path / "served" / "current").resolve().stat().st_mode
+    assert mode & 0o777 == checkpoint.stat().st_mode & 0o777, "a worker of another user can read it"
+    assert {path.name for path in (tmp_path / "served").iterdir()} == {"current", serving(tmp_path / "served")}
+
+
+def test_weights_that_were_changed_in_the_store_are_refused(tmp_path: Path, bucket: fsspec.AbstractFileSystem) -> None:
+    weights = bytearray(bucket.cat("/bucket/ranker/model.safetensors"))
+    weights[-1] ^= 1
+    bucket.pipe("/bucket/ranker/model.safetensors", bytes(weights))
+    result = deploy(BUCKET, tmp_path / "served", "--keep-current")
+    assert result.exit_code == 1 and "differ" in said(result)
+    assert not list((tmp_path / "served").iterdir())
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_fetched_is_refused(
+    tmp_path: Path, bucket: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_file = type(bucket).get_file
+
+    def get_and_replace(self: fsspec.AbstractFileSystem, source: str, *arguments: object, **options: object) -> None:
+        get_file(self, source, *arguments, **options)
+        self.pipe(source, self.cat(source))
+
+    monkeypatch.setattr(type(bucket), "get_file", get_and_replace)
+    result = deploy(BUCKET, tmp_path / "served")
+    assert result.exit_code == 1 and "was replaced while it was read" in said(result)
+
+
+def test_without_the_store_the_deployed_revision_serves_and_the_command_says_so(
+    tmp_path: Path, bucket: fsspec.AbstractFileSystem
+) -> None:
+    served = tmp_path / "served"
+    deploy(BUCKET, served)
+    revision = serving(served)
+    bucket.rm("/bucket/ranker/config.json")
+    for options, code in (((), 1), (("--keep-current",), 0)):
+        result = deploy(BUCKET, served, *options)
+        assert result.exit_code == code
+        assert "has no config.json" in said(result) and f"{revision}, which was deployed before, serves" in said(result)
+    assert serving(served) == revision
+    result = deploy(BUCKET, tmp_path / "other", "--keep-current")
+    assert result.exit_code == 1, "there is nothing to keep"
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_calibration_is_asked_for_at_the_source(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["model", "deploy", BUCKET, str(tmp_path / "served")])
+    assert result.exit_code == 1 and f"{BUCKET} has no calibration.json" in said(result)
+
+
+def test_an_unknown_scheme_is_an_error_though_a_revision_serves(tmp_path: Path, checkpoint: Path) -> None:
+    deploy(str(checkpoint), tmp_path / "served")
+    result = deploy("bucket://ranker", tmp_path / "served", "--keep-current")
+    assert result.exit_code == 1 and "Protocol not known: bucket" in said(result)
+
+
+REGISTER = """
+import sys, mlflow
+
+client = mlflow.MlflowClient()
+run = client.create_run(client.create_experiment("ranker")).info.run_id
+client.log_artifacts(run, sys.argv[1], "checkpoint")
+client.create_registered_model("ranker")
+client.create_model_version("ranker", f"runs:/{run}/checkpoint", run)
+client.set_registered_model_alias("ranker", "champion", "1")
+print(run)
+"""
+
+
+@pytest.mark.slow
+def test_a_version_of_mlflow_s_registry_serves_by_its_alias_and_by_its_run(tmp_path: Path, checkpoint: Path) -> None:
+    pytest.importorskip("mlflow")
+    # A registry needs a server, or this store of files, of which MLflow warns.
+    environment = os.environ | {
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_TRACKING_URI": (tmp_path / "store").as_uri(),
+    }
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    def deployed(source: str, *options: str) -> str:
+        served = str(tmp_path / "served")
+        done = run("-m", "relaygr.cli", "model", "deploy", source, served, "--calibrate-at-start", *options)
+        assert done.returncode == 0, done.stderr
+        return " ".join((done.stdout + done.stderr).split())
+
+    run_id = run("-c", REGISTER, str(checkpoint)).stdout.strip().splitlines()[-1]
+    revision = load_checkpoint(checkpoint).revision
+    for source in ("models:/ranker@champion", f"runs:/{run_id}/"):
+        assert f"{revision} serves from" in deployed(source)
+        assert serving(tmp_path / "served") == revision
+    shutil.rmtree(tmp_path / "store")
+    assert f"{revision}, which was deployed before, serves" in deployed("models:/ranker@champion", "--keep-current")
