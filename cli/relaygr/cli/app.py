@@ -18,6 +18,7 @@ from relaygr.runtime.stop_signals import exit_on_sigterm
 from relaygr.schemas.version import __version__
 
 OPTIONAL = {
+    "fastavro": "avro",
     "matplotlib": "bench",
     "mlflow": "mlflow",
     "mooncake": "pool",

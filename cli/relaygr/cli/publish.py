@@ -19,6 +19,7 @@ from relaygr.cli.options import (
     command_settings,
 )
 from relaygr.cli.publish_history import (
+    RegistryOption,
     UntilEndOption,
     behaviours_of_log,
     history,
@@ -185,6 +186,7 @@ def behaviours(
     ] = None,
     columns: ColumnsOption = None,
     actions: ActionsOption = None,
+    schema_registry: RegistryOption = None,
     until_end: UntilEndOption = False,
     after_ms: Annotated[
         int | None,
@@ -216,7 +218,7 @@ def behaviours(
         return
     assert source is not None
     if is_topic:
-        run_bridge(settings, source, Topic.BEHAVIOURS, names, model, until_end)
+        run_bridge(settings, source, Topic.BEHAVIOURS, names, model, until_end, schema_registry)
         return
     clock, inputs, mapped = SystemClock(), SentInputs(model), MappedObjects(names)
     is_mapped = columns is not None or actions is not None

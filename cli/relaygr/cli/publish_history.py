@@ -35,6 +35,7 @@ from relaygr.interactions.publishing import (
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.publishing.avro import AvroValues
 from relaygr.publishing.bridge import SOURCE, Bridge, time_of
 from relaygr.publishing.json_lines import MAX_LIST_TEXTS, parse_object
 from relaygr.publishing.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
@@ -56,6 +57,13 @@ UntilEndOption = Annotated[
     bool, typer.Option("--until-end", help="Of a topic: stop at its end. Default: go on until SIGTERM or Ctrl-C.")
 ]
 
+RegistryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--schema-registry", metavar="URL", help="Of a topic: values are Avro, with schemas there.", show_default=False
+    ),
+]
+
 
 def history(
     context: typer.Context,
@@ -75,6 +83,7 @@ def history(
     ] = None,
     columns: ColumnsOption = None,
     actions: ActionsOption = None,
+    schema_registry: RegistryOption = None,
     until_end: UntilEndOption = False,
     users: Annotated[
         int | None,
@@ -139,7 +148,7 @@ def history(
         # Fail before the log is read, which can take minutes.
         require_topics(settings, Role.HISTORY_PUBLISHER)
     if source is not None:
-        run_bridge(settings, source, Topic.HISTORY, names, model, until_end)
+        run_bridge(settings, source, Topic.HISTORY, names, model, until_end, schema_registry)
         return
     assert interactions
     console = plain_console(soft_wrap=True)
@@ -171,7 +180,9 @@ def refuse_beside_topic(context: typer.Context, source: str | None) -> bool:
     """Whether the source is a topic. Raises RelayError for options that are of the other kind of source."""
     is_topic = (source or "").startswith(SOURCE)
     of_others = ("rate", "after_ms", "users", "max_behaviours", "number", "cut", "item_map", "max_bad_lines", "dry_run")
-    if given := [name for name in (of_others if is_topic else ("until_end",)) if is_given(context, name)]:
+    if given := [
+        name for name in (of_others if is_topic else ("until_end", "schema_registry")) if is_given(context, name)
+    ]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         where = "with another --from than kafka:TOPIC" if not is_topic else "with --from kafka:TOPIC"
         raise RelayError(f"Leave out {names}: without effect {where}.")
@@ -179,17 +190,26 @@ def refuse_beside_topic(context: typer.Context, source: str | None) -> bool:
 
 
 def run_bridge(
-    kafka: KafkaSettings, source: str, target: Topic, names: LogMap, model: Path | None, until_end: bool
+    kafka: KafkaSettings,
+    source: str,
+    target: Topic,
+    names: LogMap,
+    model: Path | None,
+    until_end: bool,
+    schema_registry: str | None,
 ) -> None:
     """Passes a topic on as behaviours or histories until SIGTERM, Ctrl-C or its end. Raises RelayError."""
     stopping, inputs, mapped = StopSignals(), SentInputs(model), MappedObjects(names)
+    avro = None if schema_registry is None else AvroValues(schema_registry)
     made_of = mapped.history if target is Topic.HISTORY else mapped.event
 
     def convert(record: Message) -> tuple[bytes, bytes | None]:
         content = record.value()
         if content is None and target is Topic.HISTORY:
-            return mapped.deleted_user(record.key() or b"").encode(), None
-        made = made_of(parse_object(content or b"", MAX_LIST_TEXTS), time_of(record))
+            key = record.key() or b""
+            return mapped.deleted_user(key if avro is None else avro.key_text(key)).encode(), None
+        parsed = avro.object(content or b"") if avro is not None else parse_object(content or b"", MAX_LIST_TEXTS)
+        made = made_of(parsed, time_of(record))
         inputs.take(made)
         return made.user_id.encode(), encode(made)
 
