@@ -112,14 +112,26 @@ def test_a_wrong_model_is_refused_though_no_broker_answers(tmp_path):
     assert "a model is a folder with config.json" in said
 
 
+def without_weights(model, folder, *, empty=False):
+    """A copy of the model without its weights, or with an empty file of them."""
+    copy = folder / "without weights"
+    copy.mkdir()
+    shutil.copy(model / "config.json", copy)
+    if empty:
+        (copy / "model.safetensors").touch()
+    return copy
+
+
+def test_a_model_without_weights_is_refused_though_no_broker_answers(model, tmp_path):
+    said = refusal(run_worker(None, without_weights(model, tmp_path), tmp_path, "bootstrap=127.0.0.1:1"))
+    assert "model.safetensors does not exist" in said
+
+
 def test_the_history_store_of_another_worker_is_refused_before_the_model_is_loaded(kafka_with_topics, model, tmp_path):
     private_folder(tmp_path / "history", "worker.history_path")
     held = claim(tmp_path / "history", "worker-07")
-    without_weights = tmp_path / "without weights"
-    without_weights.mkdir()
-    shutil.copy(model / "config.json", without_weights)
     try:
-        said = refusal(run_worker(kafka_with_topics, without_weights, tmp_path))
+        said = refusal(run_worker(kafka_with_topics, without_weights(model, tmp_path, empty=True), tmp_path))
     finally:
         os.close(held)
     assert "worker-07" in said and "worker.history_path" in said

@@ -255,6 +255,13 @@ def read_config(folder: Path) -> ModelConfig:
     return read_config_file(folder / CONFIG_FILE)
 
 
+def require_model(folder: Path) -> None:
+    """Raises RelayError for a folder that is no model. Reads the configuration alone."""
+    config, weights = read_config(folder), folder / WEIGHTS_FILE
+    if config.family is not Family.NULL and not weights.is_file():
+        raise RelayError(f"{weights} does not exist: a model is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}.")
+
+
 def read_config_file(path: Path) -> ModelConfig:
     """The configuration in a file. Raises RelayError if the file is missing or invalid."""
     try:
