@@ -120,6 +120,15 @@ def test_a_path_in_the_text_is_there(page: str, path: str) -> None:
     assert (ROOT / path).exists() or path in MADE_BY_USERS or (page == TESTS and (ROOT / "tests" / path).exists())
 
 
+def test_the_index_lists_every_page_and_the_architecture_every_package() -> None:
+    index, architecture = text_of("docs/index.md"), text_of("docs/architecture.md")
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert {page for page in pages if f"]({page}" not in index} == set()
+    packages = {place.parent.name for place in ROOT.glob("*/relaygr/*/__init__.py")} - {"worker"}
+    packages |= {f"worker.{place.parent.name}" for place in ROOT.glob("workers/relaygr/worker/*/__init__.py")}
+    assert {package for package in packages if f"`relaygr.{package}`" not in architecture} == set()
+
+
 def test_a_bare_file_name_in_the_text_is_there() -> None:
     names = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     found = {(page, code) for page in PAGES for code in CODE.findall(prose_of(page)) if re.fullmatch(r"\w+\.py", code)}

@@ -66,7 +66,7 @@ _SERVICE_VARIABLE = re.compile(
     r"RELAYGR(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
 )
 _KEY = re.compile(r"^[\w.]+")
-_OF_LANE = ("topic_prefix", "group_prefix", "history_prefix")
+_OF_EACH_SCENARIO = ("topic_prefix", "group_prefix", "history_prefix")
 """What a scenario with a prefix sets, whatever else is given: topics and groups of two scenarios would mix."""
 
 
@@ -218,7 +218,7 @@ def load(
         own = _of_scenario(settings)
         if own:
             first = _from_environment(environment) | _from_command_line(overrides)
-            given.update({key: entry for key, entry in own.items() if key in _OF_LANE or key not in first})
+            given.update({key: entry for key, entry in own.items() if key in _OF_EACH_SCENARIO or key not in first})
             settings = _validated(given)
     except ValidationError as error:
         raise RelayError(_explain(error, given)) from None

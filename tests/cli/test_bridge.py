@@ -210,8 +210,22 @@ def test_a_topic_that_is_not_there_is_a_sentence(kafka_settings: KafkaSettings) 
     ):
         done = CliRunner().invoke(app, [*words(kafka_settings, "history"), "--from", given])
         assert done.exit_code == 1 and said in done.output.replace("\n", ""), done.output
-    done = CliRunner().invoke(app, words(kafka_settings, "behaviours", "--rate", "5"))
-    assert "Leave out --rate: without effect with --from kafka:TOPIC" in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("source", "option", "where"),
+    [
+        (["--from", "kafka:there"], "--rate", "--from kafka:TOPIC"),
+        (["--from", "kafka:there"], "--after-ms", "--from kafka:TOPIC"),
+        (["--from", "lines.jsonl"], "--after-ms", "--from FILE"),
+        (["--from", "lines.jsonl"], "--schema-registry", "--from FILE"),
+        (["--interactions", "log.csv"], "--rate", "--interactions"),
+    ],
+)
+def test_an_option_of_another_kind_of_source_is_refused(source: list[str], option: str, where: str) -> None:
+    done = CliRunner().invoke(app, ["publish", "behaviours", *source, option, "5"])
+    assert done.exit_code == 1
+    assert f"Leave out {option}: without effect with {where}." in done.output.replace("\n", " ")
 
 
 @pytest.mark.kafka
@@ -276,6 +290,7 @@ def test_a_bridge_that_the_group_has_removed_joins_again_and_counts_each_record_
     """As after a broker that was away for longer than the session of the group."""
     monkeypatch.setattr("relaygr.kafka.clients._REBALANCE_MS", 6000)
     ten_records(real_settings)
+    write(real_settings, [b"{broken"], key="ann")
     mapped, slow = MappedObjects(log_map(MAP[1], MAP[3])), [8.0]
 
     def convert(record: Message) -> tuple[bytes, bytes]:
@@ -284,7 +299,7 @@ def test_a_bridge_that_the_group_has_removed_joins_again_and_counts_each_record_
         return event.user_id.encode(), encode(event)
 
     done = direct(real_settings, convert).run(until_end=True, stopping=lambda: False)
-    assert (done.published, done.lag) == (10, 0)
+    assert (done.published, done.bad, done.lag) == (10, 1, 0)
     assert committed_items(real_settings, 11, idle_s=3.0) == list(range(10))
 
 

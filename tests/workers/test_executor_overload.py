@@ -642,8 +642,17 @@ def test_the_poll_thread_refuses_what_has_no_room_even_if_the_longest_work_is_di
     put(backlog, long)
     backlog.own_us[Path.HBM] = 1_000.0
     assert backlog.is_hopeless(must_end_us, 0), "without displacement"
-    backlog.displaceable = backlog.entry(long)
+    backlog.note_displaceable(long)
     assert backlog.is_hopeless(must_end_us, 0) is is_hopeless
+
+
+def test_work_that_may_be_displaced_counts_with_what_is_left_of_it_while_a_chunk_runs() -> None:
+    backlog, long = Backlog(), Promise(1_000_000, 100_000)
+    put(backlog, long)
+    backlog.note_displaceable(long)
+    backlog.begin_chunk(long, 40_000, 0)
+    # Not 60,000, as if its whole demand were gone. The chunk ends at 40,000 whatever is displaced.
+    assert backlog.room_us(60_000, 0, displacing=True) == 20_000
 
 
 def test_of_the_chunk_that_the_device_computes_only_the_rest_counts():

@@ -23,7 +23,7 @@ from relaygr.cli.publish_history import (
     UntilEndOption,
     behaviours_of_log,
     history,
-    refuse_beside_topic,
+    refuse_misplaced,
     run_bridge,
     time_option,
 )
@@ -207,7 +207,7 @@ def behaviours(
     settings = command_settings(config, bootstrap, overrides)
     if (source is None) == (not interactions):
         raise RelayError("give --from SOURCE (JSON lines) or --interactions FILE (a log), one of them")
-    is_topic = refuse_beside_topic(context, source)
+    is_topic = refuse_misplaced(context, source)
     if after_ms is not None:
         time_option("--after-ms", str(after_ms))
     require_topics(settings, Role.HISTORY_PUBLISHER)

@@ -142,7 +142,7 @@ def history(
     settings = command_settings(config, bootstrap, overrides)
     if (source is None) == (not interactions):
         raise RelayError("give --interactions FILE (a log) or --from kafka:TOPIC, one of them")
-    refuse_beside_topic(context, source or "")
+    refuse_misplaced(context, source)
     names = named_log(columns, actions, model)
     if not dry_run:
         # Fail before the log is read, which can take minutes.
@@ -176,16 +176,20 @@ def history(
         raise typer.Exit(1)
 
 
-def refuse_beside_topic(context: typer.Context, source: str | None) -> bool:
-    """Whether the source is a topic. Raises RelayError for options that are of the other kind of source."""
+_OF_LOGS = ("after_ms", "users", "max_behaviours", "number", "cut", "item_map", "dry_run")
+_OF_TOPICS = ("until_end", "schema_registry")
+
+
+def refuse_misplaced(context: typer.Context, source: str | None) -> bool:
+    """Whether the source is a topic. Raises RelayError for options that are of another kind of source."""
     is_topic = (source or "").startswith(SOURCE)
-    of_others = ("rate", "after_ms", "users", "max_behaviours", "number", "cut", "item_map", "max_bad_lines", "dry_run")
-    if given := [
-        name for name in (of_others if is_topic else ("until_end", "schema_registry")) if is_given(context, name)
-    ]:
+    of_others: tuple[str, ...] = (*_OF_LOGS, "rate", "max_bad_lines") if is_topic else (*_OF_TOPICS, "rate")
+    where = "--from kafka:TOPIC" if is_topic else "--interactions"
+    if source is not None and not is_topic:
+        of_others, where = (*_OF_TOPICS, *_OF_LOGS), "--from FILE"
+    if given := [name for name in of_others if is_given(context, name)]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        where = "with another --from than kafka:TOPIC" if not is_topic else "with --from kafka:TOPIC"
-        raise RelayError(f"Leave out {names}: without effect {where}.")
+        raise RelayError(f"Leave out {names}: without effect with {where}.")
     return is_topic
 
 

@@ -203,7 +203,7 @@ class Board:
                 f"{len(partitions)}: {ranges(partitions)}" if partitions else "none",
                 _used(reading, "hbm"),
                 _used(reading, "dram"),
-                _hit_ratio(reading),
+                "-" if reading.hit_share is None else f"{reading.hit_share:.0%}",
                 f"{reading.total('relaygr_worker_device_seconds_total'):.1f}",
             )
         return table
@@ -222,13 +222,6 @@ def _decisions(reading: Reading) -> Text:
 def _latency(latency_ms: float) -> str:
     """The latency; a dash for NaN, the percentile of no answers."""
     return "-" if math.isnan(latency_ms) else f"{latency_ms:.1f} ms"
-
-
-def _hit_ratio(reading: Reading) -> str:
-    """The share of the worker's look-ups for ranking that found the prefix, or its beginning, in HBM."""
-    hits = reading.total("relaygr_cache_hits_total")
-    others = reading.total("relaygr_cache_misses_total") + reading.total("relaygr_cache_joins_total")
-    return f"{hits / (hits + others):.0%}" if hits + others else "-"
 
 
 def _used(reading: Reading, tier: str) -> str:

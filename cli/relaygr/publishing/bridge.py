@@ -167,6 +167,7 @@ class Bridge:
 
     def _pass_on(self, records: Sequence[Message], stopping: Callable[[], bool]) -> None:
         """One batch, in one transaction, with the bad records before it."""
+        bad_before = self.report.bad
         messages = [message for record in records if (message := self._converted(record)) is not None]
         self._read_to |= {partition: offset + 1 for partition, offset in map(_place, records)}
         if not (messages or self.report.published):
@@ -189,6 +190,8 @@ class Bridge:
                     raise
                 _repeated(self._producer.abort_transaction, stopping)
                 if error.args[0].code() in _GROUP_CHANGED:
+                    # The batch is read again.
+                    self.report.bad = bad_before
                     self._consumer.unsubscribe()
                     self._subscribe()
                     return

@@ -547,7 +547,7 @@ class LiveModel:
             dram=_fill("dram", status.dram_capacity_bytes, status.dram_free_bytes, reading),
             queue_p99_ms=status.ranking_queue_p99_us / 1000,
             backlog_ms=None if status.ranking_backlog_us is None else status.ranking_backlog_us / 1000,
-            hit_share=_hit_share(reading),
+            hit_share=None if reading is None else reading.hit_share,
             device_share=_device_share(known.device),
             revision=status.model_revision[:8],
             standbys=self._standbys.get(name),
@@ -728,14 +728,6 @@ def _fill(tier: str, capacity_bytes: int, free_bytes: int, reading: Reading | No
         busy = sum(held.values())
         return TierFill(free + evictable + busy, busy, evictable)
     return TierFill(capacity_bytes, max(0, capacity_bytes - free_bytes), None)
-
-
-def _hit_share(reading: Reading | None) -> float | None:
-    if reading is None:
-        return None
-    hits = reading.total("relaygr_cache_hits_total")
-    others = reading.total("relaygr_cache_misses_total") + reading.total("relaygr_cache_joins_total")
-    return hits / (hits + others) if hits + others else None
 
 
 def _device_share(device: Sequence[tuple[int, float]]) -> float | None:

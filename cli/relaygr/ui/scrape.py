@@ -65,6 +65,13 @@ class Reading:
             totals[key] = totals.get(key, 0.0) + value
         return totals
 
+    @property
+    def hit_share(self) -> float | None:
+        """The share of look-ups for ranking that found the prefix, or its beginning, in HBM; None without any."""
+        hits = self.total("relaygr_cache_hits_total")
+        others = self.total("relaygr_cache_misses_total") + self.total("relaygr_cache_joins_total")
+        return hits / (hits + others) if hits + others else None
+
 
 def parse_reading(text: str) -> Reading:
     """The samples of a page in Prometheus's text format. Raises ValueError if it is not one."""

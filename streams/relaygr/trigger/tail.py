@@ -119,9 +119,10 @@ class JobsTail:
             message = consumer.poll(_POLL_S)
             if message is None:
                 continue
+            # An error that is of no partition has none.
             error, partition = message.error(), message.partition()
-            assert partition is not None
             if error is None:
+                assert partition is not None
                 if self._has_requests and not is_job(headers_of(message)):
                     continue
                 try:
@@ -132,7 +133,7 @@ class JobsTail:
                     self._jobs.append((job, partition))
                     count += 1
             elif error.code() == KafkaError._PARTITION_EOF:
-                partitions.discard(partition)
+                partitions -= {partition}
             elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
                 self._note_error(self._topic, error)
                 log.warning("earlier jobs are not read", cause="this user has no right to read the topic of the jobs")

@@ -148,8 +148,8 @@ class Backlog:
         """When the first request of this step was looked up; 0 if none was."""
         self.idle_since_us: int | None = None
         """Since when the device thread has had nothing to do; None while it has."""
-        self.displaceable: tuple[float, int, float] | None = None
-        """The entry of the longest queued work that may be displaced by shorter work."""
+        self._displaceable: int | None = None
+        """The `id` of the longest queued work that may be displaced by shorter work."""
         self.computes_until_us = 0
         """When the device ends the chunk that it computes, as predicted; when it ended the last one that was part of
         admitted work."""
@@ -182,6 +182,15 @@ class Backlog:
     def entry(self, work: SchedulableWork) -> tuple[float, int, float] | None:
         """When the work must have ended, its `id`, and the demand that counts; None if it is not there."""
         return self._entries.get(id(work))
+
+    def note_displaceable(self, work: SchedulableWork | None) -> None:
+        """Notes the longest queued work that may be displaced by shorter work."""
+        self._displaceable = None if work is None else id(work)
+
+    @property
+    def displaceable(self) -> tuple[float, int, float] | None:
+        """The present entry of that work: its demand falls with each chunk."""
+        return None if self._displaceable is None else self._entries.get(self._displaceable)
 
     def begin_chunk(self, work: SchedulableWork, chunk_us: float, now_us: int) -> None:
         """Notes that the device begins a chunk of this work, which may be admitted now, later or never. While it is,
@@ -447,8 +456,7 @@ class DeadlineQueue(Generic[W]):
 
     def _note_longest(self) -> None:
         assert self._backlog is not None
-        longest = self.longest()
-        self._backlog.displaceable = self._backlog.entry(longest) if longest is not None else None
+        self._backlog.note_displaceable(self.longest())
 
     def peek(self) -> W | None:
         """The work with the earliest deadline."""
