@@ -152,7 +152,7 @@ def test_relaygr_lag_runs_without_numpy_and_torch() -> None:
         ("relaygr.worker.cache", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.cli.cache", ("torch", "faust", "aiokafka", "lmdb", "matplotlib")),
         ("relaygr.worker.executor.order", ("torch", "faust", "confluent_kafka", "lmdb")),
-        ("relaygr.worker.executor.plan", ("torch", "faust", "confluent_kafka", "lmdb")),
+        ("relaygr.worker.executor.routes", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.gateway.server", ("torch", "faust", "aiokafka", "lmdb", "typer", "rich", "matplotlib")),
         ("relaygr.worker.executor.executor", ("torch", "faust", "lmdb")),
         ("relaygr.worker.calibration", ("torch", "faust", "lmdb")),

@@ -30,8 +30,8 @@ from relaygr.schemas.messages import (
 )
 from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.divert import Diverter, DivertParts
+from relaygr.worker.executor.backlog import Backlog
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.order import Backlog
 from relaygr.worker.handler import HandlerSettings, OverflowHandler, WorkerHandler
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.results import ResultWriter

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.executor.plan import (
-    LEAST_CHUNK_CUTS,
-    MOST_COUNTED,
-    PREDICTION_MARGIN,
-    Chunking,
-    ExpectedArrivals,
-    chunk_bound_us,
-)
+from relaygr.worker.executor.arrivals import ExpectedArrivals
+from relaygr.worker.executor.chunks import LEAST_CHUNK_CUTS, MOST_COUNTED, PREDICTION_MARGIN, Chunking, chunk_bound_us
 from tests.worlds.executor import TOKEN_US, ExecutorWorld
 
 LATENCY = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=0, c1=0, c2=0, d0=0, d1=0))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.worker.executor.order import IDLE_CHUNKS, IDLE_CLASSES, DeadlineQueue, Scheduler, ShareAccount, WorkClass
+from relaygr.worker.executor.order import IDLE_CHUNKS, DeadlineQueue, Scheduler, ShareAccount
+from relaygr.worker.executor.schedulable import IDLE_CLASSES, WorkClass
 
 CHUNK_US = 5_000
 

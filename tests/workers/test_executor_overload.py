@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import FailureReason, HistoryVersion, LatencyCoefficients, Path
+from relaygr.worker.executor.backlog import Backlog
 from relaygr.worker.executor.executor import POSTED_PER_STEP
-from relaygr.worker.executor.order import Backlog, Scheduler, WorkClass
+from relaygr.worker.executor.order import Scheduler
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.work import JobOutcome, RankingWork
 from relaygr.worker.model.interface import PrefixChunk, RankOutputs
 from tests.worlds.executor import ExecutorWorld, world_with_a_in_dram

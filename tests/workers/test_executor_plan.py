@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.executor.plan import BatchPlan, BatchRequest, Chunking, Route, plan_ranking, plan_truncation
+from relaygr.worker.executor.batches import BatchPlan, BatchRequest
+from relaygr.worker.executor.chunks import Chunking
+from relaygr.worker.executor.routes import Route, plan_ranking, plan_truncation
 
 PAGE = 16
 WHOLE = Chunking(1e9, 10**9, PAGE)

@@ -14,17 +14,21 @@ from relaygr.schemas.messages import Path as AnswerPath
 from relaygr.worker.cache.results import PendingOutcome
 from relaygr.worker.executor.context import MAX_UNCOUNTED_PASSES, ExecutorContext, Timers
 from relaygr.worker.executor.events import Change, ComputedTooLate, DeviceFailed, PrefixComputed, PrefixLeft
-from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import ChunkReadiness, Prefixes
 from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import StoredHistory
 from tests.worlds.executor import ExecutorWorld, history_of
 
 FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
 ORDER = (
+    "schedulable",
+    "backlog",
     "order",
-    "plan",
+    "chunks",
+    "arrivals",
+    "routes",
     "timers",
     "work",
     "accounts",

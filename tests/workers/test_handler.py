@@ -26,7 +26,7 @@ from relaygr.schemas.messages import (
     RankingResult,
 )
 from relaygr.schemas.partitioner import partition_for
-from relaygr.worker.executor.order import Backlog
+from relaygr.worker.executor.backlog import Backlog
 from relaygr.worker.executor.work import JobWork, RankingWork
 from relaygr.worker.handler import HandlerSettings, WorkerHandler
 from relaygr.worker.metrics import WorkerMetrics

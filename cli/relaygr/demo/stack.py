@@ -24,7 +24,7 @@ from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.ui.live import LiveCluster
 from relaygr.ui.page import Page
 from relaygr.ui.scrape import Reading
-from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.shared.lock import memory_folder
 

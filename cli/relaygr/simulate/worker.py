@@ -36,7 +36,7 @@ from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.status import status_of
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory

@@ -32,7 +32,7 @@ from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, encode
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import Behaviours, Diverted, History, RankingRequest
-from relaygr.worker.executor.order import Backlog
+from relaygr.worker.executor.backlog import Backlog
 from relaygr.worker.executor.resolver import HistoryReader, longest_anchor
 from relaygr.worker.history.resolve import HistoryMismatchError, ResolvedHistory, resolve, wanted_by, window_start
 from relaygr.worker.metrics import DivertOutcome, WorkerMetrics

@@ -15,7 +15,7 @@ from relaygr.admission.lead import LeadQuantiles
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.runtime.quantile_metric import QuantilesMetricFamily
 from relaygr.schemas.messages import DEFAULT_SCENARIO, FailureReason, Path
-from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.work import JobOutcome
 
 

@@ -1,7 +1,7 @@
 """Ranking passes: which ready requests are ranked together, and which chunk of pre-infer runs in the same forward.
 
 A batch takes ready requests in the order of their deadlines, as long as none of them misses its deadline because of
-the others, and the batch pays (`plan.BatchPlan`). If the earliest of its deadlines leaves time, the next chunk of
+the others, and the batch pays (`BatchPlan`). If the earliest of its deadlines leaves time, the next chunk of
 pre-infer runs in the same forward (`worker.mix_chunks`). A few candidates do not fill an accelerator, so both together
 take little longer than one.
 """
@@ -13,16 +13,65 @@ from dataclasses import dataclass
 import structlog
 
 from relaygr.admission.latency import Stage
+from relaygr.schemas.record import record
+from relaygr.worker.executor.backlog import SLOWDOWN_SAMPLE_US
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.events import SENT, DeviceFailed, NoTimeLeft, Ranked
-from relaygr.worker.executor.order import SLOWDOWN_SAMPLE_US, WorkClass
-from relaygr.worker.executor.plan import BatchPlan, BatchRequest
 from relaygr.worker.executor.prefixes import Chunk, Prefixes
 from relaygr.worker.executor.requests import Requests
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.work import PrefixWork, RankingWork, RequestState
 from relaygr.worker.model.interface import RankOutputs
 
 log = structlog.get_logger()
+
+
+@record(frozen=True, slots=True)
+class BatchRequest:
+    """A ready request. Predicted times in µs, the writing of its result included."""
+
+    alone_us: float
+    further_us: float
+    """What it adds to a batch that has another request."""
+    rows: int
+    answer_by_us: int
+
+
+@dataclass(slots=True)
+class BatchPlan:
+    """The requests of one ranking pass: one at first, others are taken. Times are on the worker's monotonic clock."""
+
+    ends_us: float
+    must_end_us: float
+    """When the first of the batch, or other work that follows it, would be late."""
+    rows: int
+    max_rows: int
+    requests: int = 1
+
+    def end_before(self, time_us: float) -> None:
+        """Other work must start by then."""
+        self.must_end_us = min(self.must_end_us, time_us)
+
+    def take(self, request: BatchRequest, behind: int, *, must_pay: bool) -> bool:
+        """Takes one more request, or returns false and changes nothing.
+
+        `behind`: waiting work after the request. `must_pay` false: each request that ends in time is taken.
+        """
+        ends_us = self.ends_us + request.further_us
+        must_end_us = min(self.must_end_us, request.answer_by_us)
+        rows = self.rows + request.rows
+        if ends_us > must_end_us or rows > self.max_rows or (must_pay and not self._pays(request, behind)):
+            return False
+        self.requests += 1
+        self.ends_us, self.must_end_us, self.rows = ends_us, must_end_us, rows
+        return True
+
+    def _pays(self, request: BatchRequest, behind: int) -> bool:
+        """Whether the mean time of all requests falls: those of the batch end `further_us` later, the request and those
+        behind it end earlier by what a pass of its own takes more.
+        """
+        saved_us = request.alone_us - request.further_us
+        return saved_us * (1 + behind) > self.requests * request.further_us
 
 
 @dataclass(slots=True)

@@ -24,9 +24,11 @@ from relaygr.worker.cache import Handle, PageCopy, PrefixCache, Tier
 from relaygr.worker.cache.results import PageArray
 from relaygr.worker.executor.accounts import Deletions, HeldMemory, JobPrefixes, RecentIds
 from relaygr.worker.executor.admission import JobAdmission
-from relaygr.worker.executor.order import Scheduler, WorkClass
-from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
+from relaygr.worker.executor.arrivals import ExpectedArrivals
+from relaygr.worker.executor.chunks import Chunking, chunk_bound_us
+from relaygr.worker.executor.order import Scheduler
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.timers import Timer, Timers
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import WorkerMetrics

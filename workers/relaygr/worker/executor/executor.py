@@ -17,9 +17,9 @@ from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
 from relaygr.worker.executor.events import TAKEN, ModelChanged, PrefixComputed
 from relaygr.worker.executor.jobs import Jobs
-from relaygr.worker.executor.order import IDLE_CLASSES, WorkClass
 from relaygr.worker.executor.prefixes import ROOM_INTERVAL_US, ChunkReadiness, Prefixes
 from relaygr.worker.executor.requests import Requests
+from relaygr.worker.executor.schedulable import IDLE_CLASSES, WorkClass
 from relaygr.worker.executor.warm_up import Follows, WarmUps
 from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine

@@ -39,6 +39,7 @@ from relaygr.worker.cache import (
     Purpose,
 )
 from relaygr.worker.cache.identity import common_behaviours
+from relaygr.worker.executor.chunks import Chunking
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.events import (
     Change,
@@ -49,8 +50,7 @@ from relaygr.worker.executor.events import (
     PrefixComputed,
     PrefixLeft,
 )
-from relaygr.worker.executor.order import IDLE_CLASSES, WorkClass
-from relaygr.worker.executor.plan import Chunking
+from relaygr.worker.executor.schedulable import IDLE_CLASSES, WorkClass
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import DiscardedWork
 from relaygr.worker.model.interface import PrefixChunk

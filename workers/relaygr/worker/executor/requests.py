@@ -33,6 +33,7 @@ from relaygr.worker.cache import (
     Purpose,
     WasteReason,
 )
+from relaygr.worker.executor.backlog import OWN_WEIGHT
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.events import (
     HISTORY_CHANGED,
@@ -54,10 +55,9 @@ from relaygr.worker.executor.events import (
     WaitedTooLong,
 )
 from relaygr.worker.executor.observations import Observations
-from relaygr.worker.executor.order import OWN_WEIGHT
-from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_truncation
 from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.routes import Route, RoutePlan, plan_ranking, plan_truncation
 from relaygr.worker.executor.work import (
     NO_MEMORY,
     NO_PAGES,

@@ -29,9 +29,9 @@ import structlog
 
 from relaygr.worker.cache import Handle, PendingOutcome, PendingPrefix
 from relaygr.worker.executor.context import ExecutorContext
-from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.work import PrefixWork, ResolvedPrefix
 from relaygr.worker.settings import FollowBehaviours
 

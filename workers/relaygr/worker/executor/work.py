@@ -23,8 +23,8 @@ from relaygr.schemas.messages import (
     RankingRequest,
 )
 from relaygr.worker.cache import Fill, Handle, PendingPrefix, PrefixKey
-from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.executor.plan import Impression
+from relaygr.worker.executor.arrivals import Impression
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.timers import Timer
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
 
