@@ -103,6 +103,12 @@ CASES = {
         "topics": {"job": False},
         "model": {"volume": {"csi": {"driver": "models.example.com"}}},
     },
+    "a model from a bucket": {
+        "settings": {"bootstrap": "kafka:9092", "worker": {"calibration": "/model/current/calibration.json"}},
+        "model": {"source": "s3://models/ranker", "size": "8Gi", "storageClass": "fast"},
+        "networkPolicy": {"enabled": True, "egress": [{"ports": [{"protocol": "TCP", "port": 443}]}]},
+        "extraEnv": [{"name": "AWS_ENDPOINT_URL", "value": "https://store.example.com"}],
+    },
     "sizes in bytes": merged(example("cuda"), {"settings": {"worker": {"dram_bytes": 8_589_934_592}}}),
 }
 
@@ -163,6 +169,12 @@ def worker_settings(chart: Rendered, folder: Path) -> Settings:
     return load(settings_file(chart, folder), environment(chart, "worker"), overrides).settings
 
 
+def claims_of(chart: Rendered, name: str) -> list[Any]:
+    """The claims of each worker with a name."""
+    claims = chart.named("StatefulSet", "-worker")["spec"].get("volumeClaimTemplates", [])
+    return [each for each in claims if each["metadata"]["name"] == name]
+
+
 def mebibytes(text: str) -> int:
     return int(TypeAdapter(ByteSize).validate_python(f"{text}B")) // 2**20
 
@@ -220,6 +232,11 @@ OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", 
     [
         ({"settings": {"bootstrap": ""}}, "settings.bootstrap"),
         ({"model": {"random": []}}, "model.volume"),
+        ({"model": {"source": "hf://team/ranker"}}, "model.source and model.random are set"),
+        (
+            {"model": {"random": [], "source": "hf://team/ranker"}, "networkPolicy": {"enabled": True}},
+            "networkPolicy.egress",
+        ),
         ({"wroker": {}}, "wroker"),
         ({"worker": {"replicas": 49}}, "49 workers"),
         ({"worker": {"replicas": "two"}}, "replicas"),
@@ -328,7 +345,7 @@ def test_a_worker_writes_only_where_a_volume_is_mounted(chart: Rendered, tmp_pat
     assert own["securityContext"]["readOnlyRootFilesystem"] is True
     assert settings.worker.history_path.is_relative_to("/history") and "readOnly" not in mounts["/history"]
     assert settings.worker.shared_path == Path("/shared") and "readOnly" not in mounts["/shared"]
-    assert str(settings.worker.model) in mounts
+    assert {str(settings.worker.model), str(settings.worker.model.parent)} & set(mounts)
     assert "/tmp" in mounts and environment(chart, "worker")["HOME"] == "/tmp"
 
 
@@ -374,10 +391,31 @@ def test_a_workers_container_holds_what_the_worker_states(chart: Rendered, tmp_p
 
 def test_a_history_volume_has_room_for_a_copy(chart: Rendered, tmp_path: Path) -> None:
     most = worker_settings(chart, tmp_path).worker.history_max_bytes
-    claims = chart.named("StatefulSet", "-worker")["spec"].get("volumeClaimTemplates", [])
+    claims = claims_of(chart, "history")
     folders = [each["emptyDir"] for each in pods(chart)["worker"]["volumes"] if each["name"] == "history"]
     [size] = [each["spec"]["resources"]["requests"]["storage"] for each in claims] + [x["sizeLimit"] for x in folders]
     assert mebibytes(size) * 2**20 >= 2 * most
+
+
+def test_a_workers_own_volume_gets_the_model_of_the_source_before_the_worker_starts(helm: Helm, tmp_path: Path) -> None:
+    """By the container's own words, with folders of this machine in the place of the bucket and the volume."""
+    chart = helm.render(CASES["a model from a bucket"])
+    [init] = pods(chart)["worker"]["initContainers"]
+    assert {"name": "AWS_ENDPOINT_URL", "value": "https://store.example.com"} in init["env"]
+    [claim] = claims_of(chart, "model")
+    assert claim["spec"]["storageClassName"] == "fast"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "8Gi"
+
+    store, volume = tmp_path / "store", tmp_path / "volume"
+    here = {"s3://models/ranker": store.as_uri(), "/model": str(volume)}
+    words = [here.get(word, word) for word in init["args"]]
+    assert CliRunner().invoke(app, ["model", "init", str(store), "--layers", "1"]).exit_code == 0
+    assert "has no calibration.json" in CliRunner().invoke(app, words).stderr, "the workers' settings name it"
+    assert CliRunner().invoke(app, [*words, "--calibrate-at-start"]).exit_code == 0
+    assert (volume / "current").is_dir() and worker_settings(chart, tmp_path).worker.model == Path("/model/current")
+
+    store.rename(tmp_path / "elsewhere")
+    assert CliRunner().invoke(app, words).exit_code == 0, "the copy serves while the source cannot be read"
 
 
 def test_a_worker_is_given_time_to_drain(chart: Rendered, tmp_path: Path) -> None:

@@ -73,8 +73,13 @@ worker trigger{{ range $role := list "lag" "gateway" "ui" }}{{ if (get $.Values 
 {{- $most := .Values.worker.replicas -}}
 {{- if .Values.keda.worker.enabled }}{{ $most = .Values.keda.worker.max }}{{ end -}}
 {{- if gt (int $most) (int $settings.partitions) }}{{ fail (printf "%d workers share settings.partitions = %d partitions: plan at least 8 partitions for each worker" (int $most) (int $settings.partitions)) }}{{ end -}}
-{{- if and (not .Values.model.volume) (not .Values.model.random) }}{{ fail "model.volume is empty: name the volume with the checkpoint (config.json, model.safetensors), or set model.random to try the chart with a random model" }}{{ end -}}
-{{- if and .Values.model.volume .Values.model.random }}{{ fail "model.volume and model.random are both set: set one of them" }}{{ end -}}
+{{- $models := list -}}
+{{- range $key := list "volume" "source" "random" -}}
+{{- if get $.Values.model $key }}{{ $models = append $models (printf "model.%s" $key) }}{{ end -}}
+{{- end -}}
+{{- if not $models }}{{ fail "model.volume is empty: name the volume with the checkpoint (config.json, model.safetensors), set model.source to a URL of it, or set model.random to try the chart with a random model" }}{{ end -}}
+{{- if gt (len $models) 1 }}{{ fail (printf "%s are set: set one of them" (join " and " $models)) }}{{ end -}}
+{{- if and .Values.networkPolicy.enabled .Values.model.source (not .Values.networkPolicy.egress) }}{{ fail "model.source is set, but networkPolicy would keep workers from it: allow its address in networkPolicy.egress" }}{{ end -}}
 {{- range $key := list "ca_file" "certificate_file" "key_file" "sasl_password_file" "sasl_token_file" -}}
 {{- $file := get ($settings.security | default dict) $key | default "" -}}
 {{- if and (hasPrefix "/etc/relaygr/ca/" $file) (not $.Values.security.caSecret) }}{{ fail (printf "settings.security.%s is %s, but security.caSecret is empty: name the Secret with that file" $key $file) }}{{ end -}}
@@ -339,4 +344,19 @@ spec:
 {{ $key }}: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* A claim of each worker: name, class, size. */}}
+{{- define "relaygr.claim" -}}
+- metadata:
+    name: {{ .name }}
+    labels: {{ include "relaygr.selector" (dict "root" .root "role" "worker") | nindent 6 }}
+  spec:
+    accessModes: [ReadWriteOnce]
+    {{- with .class }}
+    storageClassName: {{ . }}
+    {{- end }}
+    resources:
+      requests:
+        storage: {{ .size }}
 {{- end }}
