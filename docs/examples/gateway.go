@@ -1,4 +1,4 @@
-// A gateway in Go: one impression of one user. NOT RUN: no Go tool chain was at hand when it was written.
+// A gateway in Go: one impression of one user.
 // Check your port with the test vectors (relaygr/schemas/vectors/wire.json).
 //
 //	go mod init gateway && go get github.com/confluentinc/confluent-kafka-go/v2/kafka github.com/vmihailenco/msgpack/v5

@@ -51,6 +51,7 @@ from tests.worlds.relay import (
 pytestmark = pytest.mark.slow
 
 EXAMPLES = FilePath(__file__).parents[2] / "docs" / "examples"
+GO_LIBRARIES = FilePath("/usr/share/gocode")
 ATTEMPTS = 10
 BUDGET_MS = 5_000
 BURST_BUDGET_MS = 30_000
@@ -439,7 +440,28 @@ def test_a_gateway_in_java_gets_the_scores_that_the_client_gets(stack, broker):
     command = ["java", "-XX:TieredStopAtLevel=1", "-cp", os.pathsep.join(map(str, [*jars, *slf4j]))]
     command += [str(EXAMPLES / "Gateway.java"), "--prefix", kafka.topic_prefix, "--budget-ms", "20000"]
     command += [kafka.bootstrap, user, *candidates]
-    outcome, path, *found = run_example(command).split()
+    assert_ranked_as_text(run_example(command), scores)
+
+
+def test_a_gateway_in_go_gets_the_scores_that_the_client_gets(stack, tmp_path):
+    """With Debian's libraries, whose older client has another import path and the same functions."""
+    libraries = GO_LIBRARIES / "src" / "github.com"
+    client = "confluentinc/confluent-kafka-go"
+    if shutil.which("go") is None or not (libraries / client).is_dir() or not (libraries / "vmihailenco").is_dir():
+        pytest.skip(f"Go and Debian's golang-github-{client.replace('/', '-')}-dev and msgpack.v5-dev are needed")
+    source, program = tmp_path / "gateway.go", tmp_path / "gateway"
+    example = (EXAMPLES / "gateway.go").read_text(encoding="utf-8")
+    source.write_text(example.replace(f"{client}/v2/kafka", f"{client}/kafka"), encoding="utf-8")
+    built = {"GO111MODULE": "off", "GOPATH": str(GO_LIBRARIES), "GOCACHE": str(tmp_path / "cache")}
+    subprocess.run(["go", "build", "-o", program, source], env={**os.environ, **built}, check=True, timeout=120)
+    user, candidates, scores = as_other_programs_see_it(stack)
+    kafka = stack.relay.kafka
+    arguments = ["--prefix", kafka.topic_prefix, "--budget-ms", "20000", kafka.bootstrap, user, *candidates]
+    assert_ranked_as_text(run_example([str(program), *arguments]), scores)
+
+
+def assert_ranked_as_text(said: str, scores: list[float]) -> None:
+    outcome, path, *found = said.replace("[", " ").replace("]", " ").split()
     assert outcome == "ranked" and path in ("full", "pending", "hbm")
     assert [float(score) for score in found] == pytest.approx(scores, abs=TOLERANCE * max(map(abs, scores)))
 

