@@ -249,6 +249,23 @@ def test_behaviours_between_the_visits_are_appended_before_the_next_one():
     assert cached.device_s > off.device_s, "some users do not return"
 
 
+def test_new_weights_empty_the_caches_and_a_warm_up_fills_them_again_for_those_who_came_last():
+    """Ten users, who all come again within seconds, and new weights every four."""
+    settings = ("traffic.users=10", "traffic.zipf_exponent=0")
+    never, cold, warmed = (
+        outcome(replace(case(*settings, *more, system=System.CACHE), refresh_s=every))
+        for more, every in (([], None), ([], 4.0), (["worker.warm_up_users=10", "traffic.settle_s=1"], 4.0))
+    )
+
+    def found(one: PartOutcome) -> float:
+        return one.found["hbm"] / sum(one.found.values())
+
+    assert found(never) == 1.0
+    assert 0.8 < found(cold) < 0.95, "in four seconds each user comes eight times, and misses once"
+    assert found(cold) < found(warmed) < 1.0
+    assert share(cold, Ending.LOST) == share(warmed, Ending.LOST) == 0
+
+
 # -- demand ---------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,6 +72,12 @@ def run(
     day: Annotated[
         float | None, typer.Option(min=1, help="The load follows a day's curve of so many seconds; --qps is its peak.")
     ] = None,
+    refresh: Annotated[
+        float | None,
+        typer.Option(
+            min=1, help="Seconds between two changes of the weights, which empty the caches.", show_default="never"
+        ),
+    ] = None,
     sample: SampleOption = 8,
     seeds: SeedsOption = 4,
     jobs: JobsOption = None,
@@ -98,7 +105,7 @@ def run(
     with Runner(jobs) as runner, progress_bar() as (progress, task):
         for each in _systems(system):
             progress.reset(task, total=1.0, description=f"simulating: {each}")
-            case = fleet.case(each, day)
+            case = replace(fleet.case(each, day), refresh_s=refresh)
             results[each] = simulate(case, size, runner, lambda share: progress.update(task, completed=share))
     traffic = fleet.settings.traffic
     title = f"{workers:,} workers, {traffic.rate_per_s:g} impressions a second, {traffic.budget_ms} ms"
@@ -112,6 +119,7 @@ def run(
         "workers": workers,
         "seconds": traffic.duration_s,
         "day_s": day,
+        "refresh_s": refresh,
     }
     if json_out is not None:
         write_json(json_out, to_json(results, described))

@@ -41,6 +41,8 @@ class Case:
     times: MeasuredTimes
     relay: bool
     """Whether gateways send retrieval events."""
+    refresh_s: float | None = None
+    """The time between two changes of the weights, each of which empties the caches."""
 
     @property
     def longest_history(self) -> int:

@@ -8,6 +8,7 @@ on, and an event completes with them. A forward with a chunk and requests takes 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -123,16 +124,22 @@ class _Chunk:
 class SimulatedEngine:
     """An `Engine` whose forwards take time and compute nothing."""
 
-    namespace = b"simulated"
     revision = "simulated"
 
     def __init__(self, model: SimulatedModel, device: SimulatedDevice, hits: Draws, prefixes: Draws) -> None:
+        self.namespace = b"simulated"
         self.geometry: KvGeometry = model.geometry.kv
         self.layout, self.limits, self.rules = model.layout, model.limits, model.rules
         self.device = device
         self._latency = model.device_latency
         self._hits, self._prefixes = hits, prefixes
         self._outputs = RankOutputs(np.zeros((1, 1), np.float32))
+
+    def with_new_weights(self) -> SimulatedEngine:
+        """The same with weights whose K,V are others."""
+        engine = copy.copy(self)
+        engine.namespace = self.namespace + b"+"
+        return engine
 
     def shown_features(self, features: NDArray[np.int64], behaviours: int, candidates: int) -> NDArray[np.int64]:  # noqa: ARG002
         return features

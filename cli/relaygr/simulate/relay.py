@@ -110,6 +110,8 @@ class RelaySimulation:
         if self._case.relay:
             # Only the trigger reads statuses.
             env.process(self._report_statuses())
+        if self._case.refresh_s is not None:
+            env.process(self._refresh(self._case.refresh_s))
         cold_us = self._begins_us + self._case.demand.cold_s * 1e6
         self._after(cold_us, self._begin_counting)
         self._after(self._ends_us, self._end_counting)
@@ -140,7 +142,8 @@ class RelaySimulation:
         number, user_id = len(self._endings), self._part.user_id(impression.user)
         self._endings.append(_OPEN)
         self._latencies_us.append(NO_LATENCY)
-        before, length = self._histories.lengths.get(user_id, 0), impression.history_length
+        # The last one in the order of the dictionary is the last one who came: `_refresh` warms up for those.
+        before, length = self._histories.lengths.pop(user_id, 0), impression.history_length
         self._histories.lengths[user_id] = length
         partition = self._part.partition_of[impression.user]
         if length < before:
@@ -218,6 +221,12 @@ class RelaySimulation:
         for user, name in zip(users, names, strict=True):
             self._histories.lengths[name] = self._part.first_length(user)
         self._worker.warm_up(names)
+
+    def _refresh(self, every_s: float) -> Generator[simpy.Event, None, None]:
+        while True:
+            yield self._env.timeout(every_s * 1e6)
+            recent = itertools.islice(reversed(self._histories.lengths), self._case.settings.worker.warm_up_users)
+            self._worker.take_new_weights(list(recent))
 
     # -- the trigger -------------------------------------------------------------------------------
 

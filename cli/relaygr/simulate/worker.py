@@ -170,6 +170,7 @@ class SimulatedWorker:
         longest = kv.pages_for(model.layout.tokens(model.limits.max_prefix_behaviours))
         self._registry = CollectorRegistry()
         results: Any = self._results
+        self._engine: SimulatedEngine = engine
         self.executor = Executor(
             engine,
             ExecutorParts(
@@ -239,6 +240,20 @@ class SimulatedWorker:
         self.executor.post(self.executor.begin_warm_up)
         self.executor.post(partial(self.executor.offer_warm_ups, users))
         self._wake()
+
+    def take_new_weights(self, users: list[str]) -> None:
+        """Replaces the model, which empties the cache, and offers these users to the warm-up."""
+        self.executor.post(partial(self._replace_model, users))
+        self._wake()
+
+    def _replace_model(self, users: list[str]) -> None:
+        engine: Any = self._engine.with_new_weights()
+        self._engine = engine
+        self.executor.serve_with(engine)
+        self.cache.keep_only(engine.namespace)
+        if users:
+            self.executor.begin_warm_up()
+            self.executor.offer_warm_ups(users)
 
     def histories_changed(self, users: list[str]) -> None:
         """The store has new behaviours of these users."""
