@@ -33,7 +33,8 @@ from relaygr.runtime.clock import SystemClock
 from relaygr.tracing.tracer import TracerMetrics
 from relaygr.trigger.app import TriggerMetrics
 from relaygr.worker.cache.stats import CacheCollector, CacheStats, TierStats
-from relaygr.worker.history import follower, snapshots
+from relaygr.worker.history import metrics as history_metrics
+from relaygr.worker.history import snapshots
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
 from relaygr.worker.pool import deletions, tier
 from relaygr.worker.process.reloading import reloads_counter
@@ -89,7 +90,8 @@ def metrics_by_process() -> dict[str, list[MetricDefinition]]:
         "The HTTP gateway": _definitions(HttpMetrics),
         "Triggers": _definitions(TriggerMetrics),
         "Workers": _definitions(
-            _make_worker_metrics, of_modules=(health, loop, offsets, follower, snapshots, dram_tier, tier, deletions)
+            _make_worker_metrics,
+            of_modules=(health, loop, offsets, history_metrics, snapshots, dram_tier, tier, deletions),
         ),
         "The supervisor of a worker with a standby": _definitions(_make_supervisor_metrics),
         "The lag monitor": _definitions(_make_lag_metrics),

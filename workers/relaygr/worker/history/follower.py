@@ -18,8 +18,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import lmdb
 import structlog
@@ -32,11 +31,9 @@ from confluent_kafka import (
     Message,
     TopicPartition,
 )
-from prometheus_client import Counter, Gauge
 
 from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.kafka.clients import READ_COMMITTED, asking_fetch_wait_ms, learn_leaders, make_assigned_consumer
-from relaygr.kafka.dead_letters import OnDone
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
@@ -44,9 +41,12 @@ from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import check_room
 from relaygr.schemas.topics import CATALOGUE, Topic
+from relaygr.worker.history import metrics
 from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryRecord, StoreFullError
-from relaygr.worker.history.decode import Rejected, read_event, read_record
-from relaygr.worker.history.partitions import FollowedLog, FollowedPartition, LogEnds, Stage
+from relaygr.worker.history.decode import read_event, read_record
+from relaygr.worker.history.erasure import Erasure
+from relaygr.worker.history.letters import RETRY_S, DeadLetters, UndeliveredLetters
+from relaygr.worker.history.partitions import FollowedPartition, LogEnds, Stage
 from relaygr.worker.history.snapshots import SnapshotLimits, SnapshotWriter
 from relaygr.worker.history.store import HistoryStore, StoreOrigin
 from relaygr.worker.history.tombstones import TombstoneReader
@@ -57,7 +57,6 @@ POLL_S: Final = 0.1
 # Poll interval between the slices of a compaction, and while no partition is followed: a new worker must notice its
 # first partitions quickly.
 IDLE_POLL_S: Final = 0.01
-RETRY_S: Final = 1.0
 BATCH_RECORDS: Final = 2048
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_UNDELIVERED: Final = 256
@@ -72,7 +71,6 @@ EXPIRY_US: Final = 24 * 3600 * 1_000_000
 GAUGE_INTERVAL_US: Final = 1_000_000
 REFUSED_INTERVAL_US: Final = 10_000_000
 METADATA_S: Final = 2.0
-ERASE_RETRY_US: Final = 30_000_000
 
 _CONSUMER_OPTIONS: Final = {
     # Offsets alone do not show the end of a compacted log.
@@ -84,65 +82,6 @@ _CONSUMER_OPTIONS: Final = {
 }
 # A reader of tombstones alone may read those of a new log from the beginning.
 _TOMBSTONE_OPTIONS: Final = {**_CONSUMER_OPTIONS, "auto.offset.reset": "earliest"}
-
-_RECORDS = Counter(
-    "relaygr_history_records_total",
-    "Records read from the history topic: applied, deleted (tombstones), older or repeated (skipped; of both topics), "
-    "superseded (written by a worker, but overtaken), refused (the store is full), rejected (to dead letters)",
-    ["outcome"],
-)
-_EVENTS = Counter(
-    "relaygr_behaviour_records_total",
-    "Records read from the behaviours topic: appended, after_gap (appended, though earlier ones are missing), late "
-    "(left out, since later ones are stored), covered (by a snapshot or a deletion), duplicate, too_long (the history "
-    "is full), rejected (to dead letters)",
-    ["outcome"],
-)
-_AHEAD = Counter(
-    "relaygr_history_ahead_total",
-    "Stored records of both topics with the time of a behaviour that lies further ahead of the record's timestamp than "
-    "worker.history_max_ahead_s: that time is not used",
-)
-_FAILURES = Counter(
-    "relaygr_history_failures_total", "Failures after which the follower read again from the stored offsets"
-)
-_PARTITIONS = Gauge("relaygr_history_partitions", "Followed history partitions by state", ["state"])
-_USERS = Gauge("relaygr_history_users", "Users in the history store")
-_BYTES = Gauge("relaygr_history_bytes", "Bytes in use in the history store")
-_CAPACITY_BYTES = Gauge("relaygr_history_capacity_bytes", "Size limit of the history store")
-_UNERASED_SECONDS = Gauge(
-    "relaygr_history_unerased_seconds",
-    "Time since the first deletion of a user whose bytes may still be in the files of the history store",
-)
-_BEHIND = Gauge(
-    "relaygr_history_behind_offsets",
-    "Offsets between the last record that was read and the end of the followed logs, by topic (history or behaviours). "
-    "It grows while a transaction is open: what is behind its first record is read when it ends",
-    ["topic"],
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Invalid:
-    """A record whose dead letter is not delivered yet."""
-
-    log: FollowedLog
-    message: Message
-    rejected: Rejected
-
-    @property
-    def offset(self) -> int:
-        return _place(self.message)[2]
-
-
-class DeadLetters(Protocol):
-    """Takes the records that cannot be used; `relaygr.kafka.dead_letters.DeadLetterWriter` is one."""
-
-    def write(self, message: Message, reason: str, detail: str, on_done: OnDone | None = None) -> None: ...
-
-    def poll(self, timeout_s: float = 0.0) -> int: ...
-
-    def flush(self, timeout_s: float) -> int: ...
 
 
 class HistoryFollower:
@@ -171,15 +110,14 @@ class HistoryFollower:
         self._max_age_ms = MAX_STORE_AGE_MS if max_age_ms is None else max_age_ms
         self._kafka = kafka
         self._store = store
-        self._dead_letters = dead_letters
         self._note_error = note_error
         self._client_id = client_id
         self._on_changed = on_changed
         self._on_deleted = on_deleted
         self._on_deleting = on_deleting
         self._on_missed = on_missed
-        self._erase_after_ms = int(erase_within_s * 1000 / 2)
         self._clock = clock or SystemClock()
+        self._erasure = Erasure(store, erase_within_s, self._clock)
         self._snapshots = (
             SnapshotWriter(kafka, store, client_id, snapshots, self._clock, is_idle, note_error)
             if snapshots is not None
@@ -198,8 +136,7 @@ class HistoryFollower:
         self._to_forget: deque[frozenset[int]] = deque()
         # Only the thread uses the attributes below.
         self._followed: dict[int, FollowedPartition] = {}
-        self._reports: deque[tuple[_Invalid, bool]] = deque()
-        self._failed: list[_Invalid] = []
+        self._letters = UndeliveredLetters(dead_letters, self._clock)
         self._has_read = False
         """Whether it has followed a partition since it identified the logs."""
         self._left_at: dict[int, tuple[int, int]] = {}
@@ -207,12 +144,10 @@ class HistoryFollower:
         self._tombstones = TombstoneReader(kafka, store, self._take_tombstone)
         self._missed: set[int] = set()
         """Partitions that `on_missed` has to get."""
-        self._retry_at_us = 0
         self._current_at_us = self._clock.monotonic_us()
         self._gauges_at_us = 0
         self._refused = 0
         self._refused_at_us = 0
-        self._erase_at_us = 0
 
     def start(self) -> None:
         """Starts the thread, which waits for the broker."""
@@ -271,17 +206,16 @@ class HistoryFollower:
                     self._turn(consumer)
                 if not self._is_identified:
                     continue  # What was received is of the old logs.
-                self._dead_letters.flush(RETRY_S)
-                self._collect_reports()
+                self._letters.flush()
                 self._flush(consumer)
                 if self._snapshots is not None:
                     self._snapshots.close(RETRY_S)
             except (lmdb.Error, StoreFullError) as error:
-                _FAILURES.inc()
+                metrics.count_failure()
                 self._note_fault(error)
             except Exception:
                 log.exception("history follower failed: it reads again from the stored offsets")
-                _FAILURES.inc()
+                metrics.count_failure()
                 self._stopping.wait(RETRY_S)
             finally:
                 for followed in self._followed.values():
@@ -371,8 +305,7 @@ class HistoryFollower:
 
     def _turn(self, consumer: Consumer) -> None:
         self._apply_wanted(consumer)
-        self._collect_reports()
-        self._retry_dead_letters()
+        self._letters.turn()
         if self._undelivered < MAX_UNDELIVERED:
             may_wait = self._followed and not self._store.is_compacting
             for message in _drain(consumer, POLL_S if may_wait else IDLE_POLL_S):
@@ -382,7 +315,8 @@ class HistoryFollower:
         self._flush(consumer)
         self._do_periodic_work(consumer)
         self._forget_moved()
-        self._erase_deleted()
+        if not self._is_standby:
+            self._erasure.turn()
         if self._snapshots is not None:
             self._snapshots.turn(self._caught_up & self._wanted)
 
@@ -477,9 +411,8 @@ class HistoryFollower:
         elif isinstance(entry, HistoryRecord):
             followed.records.append(entry)
         else:
-            read.undelivered.add(offset)
-            (_EVENTS if is_event else _RECORDS).labels("rejected").inc()
-            self._write_dead_letter(_Invalid(read, message, entry))
+            metrics.count_rejected(Topic.BEHAVIOURS if is_event else Topic.HISTORY)
+            self._letters.write(read, message, offset, entry)
 
     def _receive_error(
         self, consumer: Consumer, message: Message, error: KafkaError, followed: FollowedPartition | None
@@ -528,18 +461,7 @@ class HistoryFollower:
         self._note_ends(consumer)
 
     def _report(self, outcome: ApplyOutcome) -> None:
-        for name, count in (
-            ("applied", outcome.snapshots),
-            ("deleted", len(outcome.deleted)),
-            ("refused", len(outcome.refused)),
-            ("older", outcome.older),
-            ("superseded", outcome.superseded),
-            ("repeated", outcome.repeated),
-        ):
-            _RECORDS.labels(name).inc(count)
-        _AHEAD.inc(outcome.ahead)
-        for added, count in outcome.added.items():
-            _EVENTS.labels(added.value).inc(count)
+        metrics.count_applied(outcome)
         self._refused += len(outcome.refused)
         for user_id in outcome.deleted:
             self._on_deleted(user_id)
@@ -570,16 +492,9 @@ class HistoryFollower:
             return
         self._gauges_at_us = now_us
         loading = len(self.loading)
-        _PARTITIONS.labels("loading").set(loading)
-        _PARTITIONS.labels("caught_up").set(len(self._wanted) - loading)
-        _USERS.set(self._store.user_count)
-        _BYTES.set(self._store.bytes_used)
-        _CAPACITY_BYTES.set(self._store.max_bytes)
-        removed_at_ms = self._store.removed_at_ms
-        unerased_ms = 0 if removed_at_ms is None else self._clock.wall_us() // 1000 - removed_at_ms
-        _UNERASED_SECONDS.set(max(0, unerased_ms) / 1000)
-        _BEHIND.labels("history").set(self._behind(consumer, self._topic))
-        _BEHIND.labels("behaviours").set(self._behind(consumer, self._behaviours))
+        metrics.show_store(self._store, self._clock)
+        behind = (self._behind(consumer, topic) for topic in (self._topic, self._behaviours))
+        metrics.show_reading(loading, len(self._wanted) - loading, *behind)
 
     def _do_periodic_work(self, consumer: Consumer) -> None:
         """Work at intervals: gauges, the warning of refused records, the ends of the logs. Marks current partitions."""
@@ -621,27 +536,6 @@ class HistoryFollower:
             # Not before: on a full disk it is tried again.
             self._to_forget.popleft()
 
-    def _erase_deleted(self) -> None:
-        """Compacts the store a slice at a time, so that requests and new histories need not wait."""
-        now_us = self._clock.monotonic_us()
-        if self._is_standby or now_us < self._erase_at_us:
-            return
-        if not self._store.is_compacting:
-            removed_at_ms = self._store.removed_at_ms
-            # A time in the future means that the clock was set back.
-            if removed_at_ms is None or 0 <= self._clock.wall_us() // 1000 - removed_at_ms < self._erase_after_ms:
-                return
-        try:
-            if self._store.compact():
-                log.info("history store compacted: no byte of deleted users is left in it", path=str(self._store.path))
-        except (OSError, RelayError, lmdb.Error) as error:
-            self._erase_at_us = now_us + ERASE_RETRY_US
-            log.warning(
-                "bytes of deleted users are still in the history store: it needs free disk space for its live records",
-                path=str(self._store.path),
-                cause=str(error),
-            )
-
     def _ask_ends(self, consumer: Consumer) -> None:
         """Asks the broker for the ends of both logs, of partitions that are stored up to their earlier ends."""
         asked_ms = self._clock.wall_us() // 1000
@@ -677,31 +571,6 @@ class HistoryFollower:
         for asked_ms, partitions in current.items():
             self._store.mark_current(partitions, asked_ms)
 
-    def _write_dead_letter(self, invalid: _Invalid) -> None:
-        def report(delivered: bool) -> None:
-            self._reports.append((invalid, delivered))
-
-        self._dead_letters.write(invalid.message, invalid.rejected.reason, invalid.rejected.detail, report)
-
-    def _collect_reports(self) -> None:
-        self._dead_letters.poll()
-        while self._reports:
-            invalid, delivered = self._reports.popleft()
-            if delivered:
-                invalid.log.undelivered.discard(invalid.offset)
-            else:
-                if not self._failed:
-                    self._retry_at_us = self._clock.monotonic_us() + int(RETRY_S * 1e6)
-                self._failed.append(invalid)
-
-    def _retry_dead_letters(self) -> None:
-        if not self._failed or self._clock.monotonic_us() < self._retry_at_us:
-            return
-        failed, self._failed = self._failed, []
-        for invalid in failed:
-            if invalid.offset in invalid.log.undelivered:
-                self._write_dead_letter(invalid)
-
     @property
     def _undelivered(self) -> int:
         return sum(len(each.undelivered) for followed in self._followed.values() for each in followed.logs)
@@ -722,9 +591,3 @@ def _drain(consumer: Consumer, timeout_s: float) -> list[Message]:
         messages += more
         size_bytes += sum(len(message.value() or b"") for message in more)
     return messages
-
-
-def _place(message: Message) -> tuple[str, int, int]:
-    topic, partition, offset = message.topic(), message.partition(), message.offset()
-    assert topic is not None and partition is not None and offset is not None
-    return topic, partition, offset
