@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relaygr.admission.latency import LatencyModel
@@ -31,6 +31,16 @@ class System(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """A store that the workers share (docs/pool.md), and workers that take the pre-infer jobs of the others."""
+
+    us_per_byte: float
+    """Of the network."""
+    workers: int = 0
+    """0: the owners of users take their jobs."""
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """A system under a load."""
 
@@ -43,11 +53,19 @@ class Case:
     """Whether gateways send retrieval events."""
     refresh_s: float | None = None
     """The time between two changes of the weights, each of which empties the caches."""
+    pool: Pool | None = None
 
     @property
     def longest_history(self) -> int:
         """Behaviours of the longest history, as far as the model takes them."""
         return min(self.demand.traffic.history_max, self.model.limits.max_prefix_behaviours)
+
+    def with_pool(self, pool: Pool) -> Case:
+        """The same with a pool. Slots bound the load of workers for jobs, and no bound for one worker counts."""
+        admission = self.settings.admission
+        if pool.workers:
+            admission = admission.model_copy(update={"load_limit": 1.0 + pool.workers})
+        return replace(self, pool=pool, settings=self.settings.model_copy(update={"admission": admission}))
 
     def visit(self) -> VisitTimes:
         """The device work of a visit with the median history."""

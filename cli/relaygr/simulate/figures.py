@@ -37,6 +37,8 @@ ENDINGS: Final = tuple(Ending)
 CODE: Final = {ending: code for code, ending in enumerate(ENDINGS)}
 _WHOLE: Final = [CODE[each] for each in (Ending.HBM, Ending.DRAM, Ending.PENDING, Ending.FULL)]
 RANKED: Final = [*_WHOLE, CODE[Ending.TRUNCATED]]
+_HITS: Final = [CODE[Ending.HBM]]
+_NOT_READY: Final = [CODE[each] for each in (Ending.PENDING, Ending.FULL, Ending.TRUNCATED)]
 NO_LATENCY: Final = -1
 HIGHEST_LOAD: Final = 0.8
 """The highest load of a worker at which a simulation is in range: beyond, small errors of the times become large ones
@@ -78,6 +80,10 @@ class PartOutcome:
     """Simulated impressions, those of the cold beginning included."""
     took_s: float
     """CPU time of the simulation."""
+    asked: int = 0
+    """Requests with a pre-infer job."""
+    ready: int = 0
+    """Those that found their prefix in HBM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,14 @@ class Figures:
     """Simulations behind the sampling errors."""
     p50_ms: Estimate
     p99_ms: Estimate
+    hit_p99_ms: Estimate
+    """Of requests that found their prefix in HBM."""
+    ready_share: Estimate
+    """Requests that found their prefix in HBM, of those with a pre-infer job."""
+    answer_ms: Estimate
+    """Mean time of an answer. A request without scores counts with the time limit."""
+    prefix_share: Estimate
+    """The part of the time of ranked requests that belongs to those whose prefix was not ready."""
     late_share: Estimate
     """Requests without an answer over the whole history within the time limit."""
     mix: dict[Ending, Estimate]
@@ -172,6 +186,12 @@ def figures_of(
         parts=len(parts),
         p50_ms=estimate(lambda some: _percentile_ms(some, 0.50)),
         p99_ms=estimate(lambda some: _percentile_ms(some, 0.99)),
+        hit_p99_ms=estimate(lambda some: _percentile_ms(some, 0.99, _HITS)),
+        ready_share=estimate(lambda some: _share(some, lambda each: each.ready, lambda each: each.asked)),
+        answer_ms=estimate(lambda some: _share(some, lambda each: _answer_ms(each, budget_ms), _count)),
+        prefix_share=estimate(
+            lambda some: _share(some, lambda each: _time_us(each, _NOT_READY), lambda each: _time_us(each, RANKED))
+        ),
         late_share=estimate(
             lambda some: 1 - _share(some, lambda each: int(each.requests.in_time(budget_us).sum()), _count)
         ),
@@ -214,14 +234,14 @@ def _jackknife(strata: Sequence[_Stratum], statistic: Callable[[_Weighted], floa
     return Estimate(value, float(stdtrit(freedom, _TWO_SIDED)) * math.sqrt(variance))
 
 
-def _percentile_ms(parts: _Weighted, share: float) -> float:
-    """The latency that this share of the ranked requests does not exceed. A refusal is fast, and would make an
+def _percentile_ms(parts: _Weighted, share: float, codes: Sequence[int] = RANKED) -> float:
+    """The latency that this share of the requests with these ends does not exceed. A refusal is fast, and would make an
     overloaded fleet look fast.
     """
     latencies = np.concatenate([part.requests.latencies_us for _, part in parts])
     weights = np.concatenate([np.full(len(part.requests), weight) for weight, part in parts])
-    is_ranked = np.isin(np.concatenate([part.requests.endings for _, part in parts]), RANKED)
-    return weighted_quantile(latencies[is_ranked], weights[is_ranked], share) / 1000
+    is_counted = np.isin(np.concatenate([part.requests.endings for _, part in parts]), codes)
+    return weighted_quantile(latencies[is_counted], weights[is_counted], share) / 1000
 
 
 def weighted_quantile(values: NDArray[np.int64], weights: NDArray[np.float64], share: float) -> float:
@@ -245,6 +265,15 @@ def _count(part: PartOutcome) -> int:
 
 def _with_code(part: PartOutcome, code: int) -> int:
     return int((part.requests.endings == code).sum())
+
+
+def _time_us(part: PartOutcome, codes: Sequence[int]) -> int:
+    """The latencies of the requests with these ends, in sum."""
+    return int(part.requests.latencies_us[np.isin(part.requests.endings, codes)].sum())
+
+
+def _answer_ms(part: PartOutcome, budget_ms: float) -> float:
+    return _time_us(part, RANKED) / 1000 + budget_ms * (_count(part) - _ranked(part))
 
 
 def _ranked(part: PartOutcome) -> int:

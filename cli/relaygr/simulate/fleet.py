@@ -46,6 +46,8 @@ class FleetSize:
 class _Task:
     case: Case
     partitions: range
+    owned: tuple[range, ...] = ()
+    """The partitions of each worker, of several in one simulation."""
 
 
 def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
@@ -53,11 +55,7 @@ def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress)
     parts = parts_of(case.demand.partitions, size.workers)
     busiest, share = busiest_part(case.demand, parts)
     tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, busiest, seed)]
-    outcomes = runner.run(tasks, on_progress)
-    if not any(len(outcome.requests) for outcome in outcomes):
-        raise RelayError(
-            "No request was counted: simulate longer, or raise traffic.rate_per_s, traffic.users or --sample."
-        )
+    outcomes = _outcomes(tasks, runner, on_progress)
     budget_ms, highest_share = case.demand.traffic.budget_ms, share * size.workers
     if size.sample >= len(parts):
         # The parts of one seed are one sample of the whole fleet.
@@ -68,6 +66,28 @@ def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress)
     others = [outcome for number, outcome in enumerate(outcomes) if number % count]
     figures = figures_of(others, budget_ms, len(parts), outcomes[::count])
     return replace(figures, highest_share=highest_share)
+
+
+def simulate_as_one(case: Case, owners: int, seeds: int, runner: Runner, on_progress: Progress) -> Figures:
+    """The figures of a fleet whose workers share a pool. `owners`: the workers that own partitions.
+
+    Raises as `simulate`.
+    """
+    demand, owned = case.demand, tuple(parts_of(case.demand.partitions, owners))
+    cases = (replace(case, demand=replace(demand, seed=demand.seed + seed)) for seed in range(seeds))
+    outcomes = _outcomes([_Task(each, range(demand.partitions), owned) for each in cases], runner, on_progress)
+    highest_share = busiest_part(demand, owned)[1] * owners
+    return replace(figures_of(outcomes, demand.traffic.budget_ms), highest_share=highest_share)
+
+
+def _outcomes(tasks: list[_Task], runner: Runner, on_progress: Progress) -> list[PartOutcome]:
+    """Raises RelayError if no request is counted."""
+    outcomes = runner.run(tasks, on_progress)
+    if not any(len(outcome.requests) for outcome in outcomes):
+        raise RelayError(
+            "No request was counted: simulate longer, or raise traffic.rate_per_s, traffic.users or --sample."
+        )
+    return outcomes
 
 
 def busiest_part(demand: Demand, parts: Sequence[range]) -> tuple[int, float]:
@@ -117,6 +137,8 @@ def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
         worker_s=sum(part.worker_s for part in parts),
         impressions=sum(part.impressions for part in parts),
         took_s=sum(part.took_s for part in parts),
+        asked=sum(part.asked for part in parts),
+        ready=sum(part.ready for part in parts),
     )
 
 
@@ -177,4 +199,4 @@ class Runner:
 
 
 def _run(task: _Task) -> PartOutcome:
-    return RelaySimulation(task.case, task.partitions).run()
+    return RelaySimulation(task.case, task.partitions, task.owned).run()

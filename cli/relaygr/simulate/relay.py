@@ -1,9 +1,9 @@
-"""The relay of one worker as a discrete-event model: gateway, trigger, hops over Kafka, and the worker.
+"""The relay of one worker, or of several, as a discrete-event model: gateway, trigger, hops over Kafka, and workers.
 
     retrieval event --hop--> trigger --hop--> worker: pre-infer job
     ranking request ---------hop-----------> worker --hop--> result
 
-The worker owns some partitions of the fleet, and shares nothing with the others. The time is in µs.
+A worker owns some partitions of the fleet, and shares nothing with the others, but for a pool. The time is in µs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import simpy
@@ -23,6 +23,8 @@ from relaygr.schemas.messages import RankingRequest, RetrievalEvent
 from relaygr.simulate.case import Case
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
 from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests
+from relaygr.simulate.pool import PoolJob, PreInferWorkers
+from relaygr.simulate.store import SharedStore, StoreTimes
 from relaygr.simulate.times import Draws
 from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.schedule import Impression
@@ -58,9 +60,9 @@ class _TriggerClock:
 
 
 class RelaySimulation:
-    """One worker of a fleet, which owns `partitions`."""
+    """One worker of a fleet, which owns `partitions`; or all workers, which own these parts of them."""
 
-    def __init__(self, case: Case, partitions: range) -> None:
+    def __init__(self, case: Case, partitions: range, owned: Sequence[range] = ()) -> None:
         self._case = case
         self._env = simpy.Environment()
         self._part = case.demand.part(frozenset(partitions))
@@ -82,25 +84,39 @@ class RelaySimulation:
         """The one hop of each request, there and back."""
         self._latencies_us: list[int] = []
         self._endings = bytearray()
+        self._has_job = bytearray()
+        """Whether a job was sent for each request."""
         self._jobs: Counter[str] = Counter()
+        self._told: set[int] = set()
+        """Jobs of the pool that their owners were told of: the pool counts them."""
         self._found: Counter[str] = Counter()
         self._prepared: Counter[str] = Counter()
         self._used_before = self._used_after = _Used(0.0, 0.0)
         warms_up = settings.worker.warm_up_users and settings.worker.reuse_prefixes
         self._begins_us = round(traffic.settle_s * 1e6) if warms_up else 0
         self._ends_us = self._begins_us + traffic.duration_s * 1e6
-        self._worker = SimulatedWorker(
+        pool = case.pool
+        store = self._store = None if pool is None else SharedStore(StoreTimes(case.model, pool.us_per_byte))
+        make: Any = partial(
+            SimulatedWorker,
             self._env,
-            f"worker-{partitions.start:05d}",
-            frozenset(partitions),
-            case,
-            self._histories,
-            random,
-            self._on_ranked,
-            self._on_job,
-            self._on_look_up,
+            case=case,
+            histories=self._histories,
+            random=random,
+            on_ranked=self._on_ranked,
+            store=store,
         )
-        self._take_status()
+        owner = partial(make, on_job=self._on_job, on_look_up=self._on_look_up)
+        self._owners: list[SimulatedWorker] = [
+            owner(f"worker-{each.start:05d}", frozenset(each)) for each in owned or [partitions]
+        ]
+        self._owner_of = {number: owner for owner in self._owners for number in owner.partitions}
+        self._pool: PreInferWorkers | None = None
+        if pool is not None and store is not None and pool.workers:
+            in_pool = partial(make, partitions=frozenset(), on_look_up=_ignore)
+            self._pool = PreInferWorkers(self._env, store, in_pool, pool.workers, self._stored)
+        self._workers = [*self._owners, *(self._pool.workers if self._pool is not None else ())]
+        self._take_statuses()
 
     def run(self) -> PartOutcome:
         """Plays the impressions. A part whose partitions have no user has none."""
@@ -141,13 +157,17 @@ class RelaySimulation:
         env, traffic = self._env, self._traffic
         number, user_id = len(self._endings), self._part.user_id(impression.user)
         self._endings.append(_OPEN)
+        self._has_job.append(False)
         self._latencies_us.append(NO_LATENCY)
         # The last one in the order of the dictionary is the last one who came: `_refresh` warms up for those.
         before, length = self._histories.lengths.pop(user_id, 0), impression.history_length
         self._histories.lengths[user_id] = length
         partition = self._part.partition_of[impression.user]
+        owner = self._owner_of[partition]
         if length < before:
-            self._worker.executor.post(partial(self._worker.executor.user_deleted, user_id))
+            if self._store is not None:
+                self._store.behaviours.pop(user_id, None)
+            owner.executor.post(partial(owner.executor.user_deleted, user_id))
         version = self._histories.version(length)
         now_us = int(env.now)
         request_id = str(number)
@@ -181,7 +201,7 @@ class RelaySimulation:
         # and fewer long times than were measured.
         hop_us = self._hops.next()
         self._hops_us.append(hop_us)
-        self._after(ranking_us - now_us + hop_us, partial(self._worker.receive_ranking, number, request, partition))
+        self._after(ranking_us - now_us + hop_us, partial(owner.receive_ranking, number, request, partition))
         return ranking_us
 
     def _behaviours(self, known: list[Impression]) -> list[tuple[float, str, int]]:
@@ -211,22 +231,26 @@ class RelaySimulation:
         for at_us, user_id, length in behaviours:
             yield self._env.timeout(max(0.0, self._begins_us + at_us - self._env.now))
             self._histories.lengths[user_id] = max(length, self._histories.lengths[user_id])
-            self._worker.histories_changed([user_id])
+            for owner in self._owners:
+                owner.histories_changed([user_id])
 
     def _warm_up(self) -> None:
         if not self._begins_us:
             return
-        users = self._part.users.tolist()[: self._case.settings.worker.warm_up_users]
-        names = [self._part.user_id(user) for user in users]
-        for user, name in zip(users, names, strict=True):
+        names: dict[SimulatedWorker, list[str]] = {owner: [] for owner in self._owners}
+        for user in self._part.users.tolist()[: self._case.settings.worker.warm_up_users]:
+            name = self._part.user_id(user)
             self._histories.lengths[name] = self._part.first_length(user)
-        self._worker.warm_up(names)
+            names[self._owner_of[self._part.partition_of[user]]].append(name)
+        for owner, own in names.items():
+            owner.warm_up(own)
 
     def _refresh(self, every_s: float) -> Generator[simpy.Event, None, None]:
         while True:
             yield self._env.timeout(every_s * 1e6)
             recent = itertools.islice(reversed(self._histories.lengths), self._case.settings.worker.warm_up_users)
-            self._worker.take_new_weights(list(recent))
+            (owner,) = self._owners  # A pool is not simulated with new weights.
+            owner.take_new_weights(list(recent))
 
     # -- the trigger -------------------------------------------------------------------------------
 
@@ -234,18 +258,31 @@ class RelaySimulation:
         wall_us = EPOCH_US + int(self._env.now)
         decision = self._handler.admit(event, partition, wall_us)
         if decision.admit:
-            job = job_of(event, wall_us)
-            self._after(self._hops.next(), partial(self._worker.receive_job, number, job, partition))
+            job = PoolJob(number, job_of(event, wall_us), partition)
+            self._has_job[number] = True
+            # An owner that has a part of the prefix needs less time than a worker that has none.
+            is_new = decision.estimate is not None and not decision.estimate.cached_tokens
+            receive = self._pool.offer if self._pool is not None and is_new else self._tell
+            self._after(self._hops.next(), partial(receive, job))
+
+    def _tell(self, job: PoolJob) -> None:
+        """Gives the job to the owner of its user."""
+        self._owner_of[job.partition].receive_job(job.number, job.job, job.partition)
+
+    def _stored(self, job: PoolJob) -> None:
+        self._told.add(job.number)
+        self._after(self._hops.next(), partial(self._tell, job))
 
     def _report_statuses(self) -> Generator[simpy.Event, None, None]:
         interval_us = self._case.settings.worker.status_interval_ms * 1000
         while True:
-            self._take_status()
+            self._take_statuses()
             self._handler.take_reports()
             yield self._env.timeout(interval_us)
 
-    def _take_status(self) -> None:
-        self._fleet.apply(self._worker.worker_id, self._worker.status(), EPOCH_US + int(self._env.now))
+    def _take_statuses(self) -> None:
+        for owner in self._owners:
+            self._fleet.apply(owner.worker_id, owner.status(), EPOCH_US + int(self._env.now))
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -260,12 +297,15 @@ class RelaySimulation:
         self._endings[number] = CODE[ending]
         self._latencies_us[number] = at_us + round(self._hops_us[number]) - self._ranking_us[number]
 
-    def _on_job(self, _number: int, outcome: JobOutcome) -> None:
-        self._jobs[outcome.value] += 1
+    def _on_job(self, number: int, outcome: JobOutcome) -> None:
+        if number not in self._told:
+            self._jobs[outcome.value] += 1
 
     def _on_look_up(self, purpose: Purpose, user_id: str, found: Hit | PendingPrefix | Miss) -> None:
         """Counts where the first look-up of an impression found its prefix."""
         if purpose is Purpose.PRE_INFER:
+            if self._store is not None and self._prepared[user_id]:
+                return  # A job looks again after its fetch.
             self._prepared[user_id] += 1
         elif purpose is Purpose.AGAIN:
             return
@@ -284,6 +324,8 @@ class RelaySimulation:
         """The cold beginning is over."""
         self._used_before = self._used()
         self._jobs.clear()
+        if self._pool is not None:
+            self._pool.jobs.clear()
         self._found.clear()
 
     def _end_counting(self) -> None:
@@ -291,21 +333,30 @@ class RelaySimulation:
         self._used_after = self._used()
 
     def _used(self) -> _Used:
-        return _Used(self._worker.device_s(), self._worker.thread_us / 1e6)
+        return _Used(
+            sum(each.device_s() for each in self._workers), sum(each.thread_us for each in self._workers) / 1e6
+        )
 
     def _outcome(self, cold_us: float, took_s: float) -> PartOutcome:
         endings = np.frombuffer(bytes(self._endings), np.uint8).copy()
         endings[endings == _OPEN] = CODE[Ending.LOST]
         ranking_us = np.array(self._ranking_us, np.int64)
         counted = (ranking_us >= cold_us) & (ranking_us < self._ends_us)
+        has_job = np.frombuffer(bytes(self._has_job), np.bool_)[counted]
         before, after = self._used_before, self._used_after
         return PartOutcome(
             requests=Requests(np.array(self._latencies_us, np.int64)[counted], endings[counted]),
             found=dict(self._found),
-            jobs=dict(self._jobs),
+            jobs=dict(self._jobs if self._pool is None else self._jobs + self._pool.jobs),
+            asked=int(has_job.sum()),
+            ready=int((has_job & (endings[counted] == CODE[Ending.HBM])).sum()),
             device_s=after.device_s - before.device_s,
             thread_s=after.thread_s - before.thread_s,
-            worker_s=(self._ends_us - cold_us) / 1e6,
+            worker_s=len(self._workers) * (self._ends_us - cold_us) / 1e6,
             impressions=endings.size,
             took_s=took_s,
         )
+
+
+def _ignore(*_: object) -> None:
+    """Of the look-ups in the cache of a worker for jobs."""

@@ -30,6 +30,7 @@ from relaygr.simulate.device import (
     SimulatedLink,
 )
 from relaygr.simulate.figures import Ending
+from relaygr.simulate.store import SharedStore, SimulatedPool
 from relaygr.simulate.times import Draws, MeasuredTimes
 from relaygr.worker.cache import CacheConfig, Hit, Miss, PendingPrefix, PrefixCache, PrefixKey, Purpose
 from relaygr.worker.cache.policies import TierPolicies
@@ -144,9 +145,10 @@ class SimulatedWorker:
         on_ranked: OnRanked,
         on_job: OnJob,
         on_look_up: OnLookUp,
+        store: SharedStore | None = None,
     ) -> None:
         self.worker_id = worker_id
-        self._partitions = partitions
+        self.partitions = partitions
         self.thread_us = 0
         """Time in which the device thread was busy: device work, and the worker's own."""
         self._env, self._case, self._on_ranked = env, case, on_ranked
@@ -171,6 +173,9 @@ class SimulatedWorker:
         self._registry = CollectorRegistry()
         results: Any = self._results
         self._engine: SimulatedEngine = engine
+        pool: Any = None
+        if store is not None:
+            pool = SimulatedPool(env, store, self.cache, clock, settings.pool, self._wake)
         self.executor = Executor(
             engine,
             ExecutorParts(
@@ -185,6 +190,7 @@ class SimulatedWorker:
                 results=results,
                 metrics=WorkerMetrics(self._registry),
                 clock=clock,
+                pool=pool,
             ),
         )
         self._schedule(0)
@@ -292,6 +298,11 @@ class SimulatedWorker:
 
     # -- figures -----------------------------------------------------------------------------------
 
+    @property
+    def now_us(self) -> int:
+        """Until when the device thread has worked. It may lie ahead of the simulation's time."""
+        return self._clock.now_us
+
     def device_s(self) -> float:
         """Device time of all work."""
         name = "relaygr_worker_device_seconds_total"
@@ -307,7 +318,7 @@ class SimulatedWorker:
             state=WorkerState.READY,
             written_at_us=EPOCH_US + int(self._env.now),
             assignment_epoch=_EPOCH,
-            partitions=self._partitions,
+            partitions=self.partitions,
             ranking_queue_p99_us=self._results.waits.p99_us(),
             active_since_us=self._active_since_us,
         )
