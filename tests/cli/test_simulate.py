@@ -856,7 +856,7 @@ def test_with_one_seed_the_sampling_error_is_said_to_be_unknown(calibration: Pat
         arguments = ("--workers", workers, "--seconds", "2")
         said = simulated(calibration, *arguments)
         assert unknown in said and "± ? %" in said
-        known = simulated(calibration, *arguments, "--seeds", "2", "--sample", "2")
+        known = simulated(calibration, *arguments, "--seeds", "2", "--sample", "2", "--slo-ms", "11")
         assert unknown not in known and "± ?" not in known
 
 

@@ -46,6 +46,9 @@ ImpressionsOption = Annotated[
     int, typer.Option(min=600, help="Simulated for each number of workers, and more where it is not clear.")
 ]
 JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="cores")]
+LinkOption = Annotated[
+    float, typer.Option("--link-gbit-s", min=0.01, help="Network between workers and the store of a pool, Gbit/s.")
+]
 SECONDS = 60.0
 """The simulated time by default."""
 _USERS_PER_WORKER = 10
@@ -148,6 +151,10 @@ def _check_lengths(traffic: TrafficSettings) -> None:
             f"{FIRST_SHARE:.0%} of the longest one, which is {traffic.history_max}. Set the longest to at least "
             f"{needed}, as in {traffic.history_median}:{needed}."
         )
+
+
+def us_per_byte(link_gbit_s: float) -> float:
+    return 8 / (1000 * link_gbit_s)
 
 
 def parse_pair(option: str, text: str) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from relaygr.simulate.case import System
 from relaygr.simulate.figures import HIGHEST_LOAD, Ending, Estimate, Figures
 from relaygr.simulate.plan import CapacityPlan, Probe, partitions_for, prefixes_for
 
-Results = Mapping[System, Figures]
+Results = Mapping[System, Figures] | Mapping[str, Figures]
+"""By system, or by the name of another kind of fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,12 @@ class PlanRow:
 
 def table_of(results: Results, title: str) -> Table:
     """A row for each figure, a column for each system."""
-    table = figures_table(f"Simulated: {title}", *(NAMES[system] for system in results))
+    table = figures_table(f"Simulated: {title}", *(NAMES.get(each, each) for each in results))
     columns = list(results.values())
     table.add_row("P50", *(_ms(each.p50_ms) for each in columns))
     table.add_row("P99", *(_ms(each.p99_ms) for each in columns))
+    table.add_row("P99 on prefixes in HBM", *(_ms(each.hit_p99_ms) for each in columns))
+    table.add_row("jobs ready in time", *(_share(each.ready_share) for each in columns))
     table.add_row("late, truncated or refused", *(_share(each.late_share) for each in columns))
     for ending in Ending:
         if any(each.mix[ending].value for each in columns):
@@ -49,7 +52,7 @@ def table_of(results: Results, title: str) -> Table:
     table.add_row("prefix found in HBM", *(_share(each.found_hbm) for each in columns))
     table.add_row("prefix found in DRAM", *(_share(each.found_dram) for each in columns))
     table.add_row(
-        "device seconds per 1,000 rankings",
+        "device s per 1,000 rankings",
         *(f"{each.device_s_per_1000.value:.2f}{_error(each.device_s_per_1000.error, 2)}" for each in columns),
     )
     table.add_row("device load", *(_share(each.device_load) for each in columns))
@@ -92,7 +95,7 @@ def plan_table(rows: list[PlanRow], title: str) -> Table:
 
 def run_sentence(results: Results) -> str:
     """The result of a simulation in one sentence."""
-    late = [f"{_share(each.late_share)} with {NAMES[system]}" for system, each in results.items()]
+    late = [f"{_share(each.late_share)} with {NAMES.get(name, name)}" for name, each in results.items()]
     return f"Late, truncated or refused: {', '.join(late)}."
 
 
@@ -104,7 +107,7 @@ def plan_sentence(rows: Sequence[PlanRow], title: str) -> str:
 
 def to_json(results: Results, described: Mapping[str, Any]) -> dict[str, Any]:
     """The figures by system, with the description of what was simulated."""
-    return {"simulated": True, **described, "systems": {each.value: plain(results[each]) for each in results}}
+    return {"simulated": True, **described, "systems": {str(name): plain(each) for name, each in results.items()}}
 
 
 def plan_json(rows: list[PlanRow], described: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,10 +150,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         raise RelayError(f"--json {path} cannot be written: {error.strerror}.") from error
 
 
-NAMES = {System.RELAY: "relay", System.CACHE: "cache only", System.OFF: "full inference"}
+NAMES: Mapping[str, str] = {System.RELAY: "relay", System.CACHE: "cache only", System.OFF: "full inference"}
 _RANGE_TITLE = f"in range (thread load up to {HIGHEST_LOAD:.0%})"
 _RANGE = {True: "yes", False: "no"}
-_BUSIEST_TITLE = "impressions of the busiest worker / mean"
+_BUSIEST_TITLE = "busiest worker / mean worker"
 
 
 def _ms(estimate: Estimate) -> str:

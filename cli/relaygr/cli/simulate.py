@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from relaygr.cli.fleet_options import (
     ImpressionsOption,
     JobsOption,
     LengthsOption,
+    LinkOption,
     ModelOption,
     QpsOption,
     SloOption,
@@ -25,6 +27,7 @@ from relaygr.cli.fleet_options import (
     plan_caveats,
     plan_systems,
     progress_bar,
+    us_per_byte,
     users_caveat,
 )
 from relaygr.cli.options import ConfigOption, SetOption
@@ -50,6 +53,14 @@ SeedsOption = Annotated[int, typer.Option(min=1, help="Seeds.")]
 SystemOption = Annotated[
     str, typer.Option(metavar="both|relay|cache|off", help="Systems to simulate; both: relay and off.")
 ]
+RunSystemOption = Annotated[
+    str,
+    typer.Option(
+        metavar="both|relay|cache|off|pool",
+        help="Systems to simulate; both: relay and off; pool: the relay alone, with a store, and with a pool of "
+        "pre-infer workers (docs/pool.md), all workers in one simulation.",
+    ),
+]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures.")]
 
 
@@ -68,7 +79,8 @@ def run(
     lengths: LengthsOption = None,
     users: UsersOption = None,
     times: TimesOption = None,
-    system: SystemOption = "both",
+    system: RunSystemOption = "both",
+    link_gbit_s: LinkOption = 10.0,
     day: Annotated[
         float | None, typer.Option(min=1, help="The load follows a day's curve of so many seconds; --qps is its peak.")
     ] = None,
@@ -91,6 +103,8 @@ def run(
     Traffic, tiers, policies and admission are those of the settings (--set traffic.*, worker.*, admission.*).
     """
     from relaygr.cli.fleet_output import NAMES, run_sentence, table_of, to_json, write_json
+    from relaygr.simulate.case import System
+    from relaygr.simulate.compare import compare
     from relaygr.simulate.fleet import FleetSize, Runner, simulate
 
     if plot is not None:
@@ -103,10 +117,17 @@ def run(
     )  # fmt: skip
     size, console, results = FleetSize(workers, sample, seeds), stdout_console(), {}
     with Runner(jobs) as runner, progress_bar() as (progress, task):
-        for each in _systems(system):
-            progress.reset(task, total=1.0, description=f"simulating: {each}")
-            case = replace(fleet.case(each, day), refresh_s=refresh)
-            results[each] = simulate(case, size, runner, lambda share: progress.update(task, completed=share))
+
+        def show(name: str, share: float) -> None:
+            progress.update(task, completed=share, description=f"simulating: {name}")
+
+        if system == "pool":
+            case = replace(fleet.case(System.RELAY, day), refresh_s=refresh)
+            results = compare(case, workers, us_per_byte(link_gbit_s), seeds, runner, show)
+        else:
+            for each in _systems(system, "pool"):
+                case = replace(fleet.case(each, day), refresh_s=refresh)
+                results[each] = simulate(case, size, runner, partial(show, each))
     traffic = fleet.settings.traffic
     title = f"{workers:,} workers, {traffic.rate_per_s:g} impressions a second, {traffic.budget_ms} ms"
     console.print(table_of(results, title))
@@ -120,13 +141,14 @@ def run(
         "seconds": traffic.duration_s,
         "day_s": day,
         "refresh_s": refresh,
+        "link_gbit_s": link_gbit_s,
     }
     if json_out is not None:
         write_json(json_out, to_json(results, described))
     if plot is not None:
         from relaygr.cli.plots import plot_figures
 
-        plot_figures(plot, {NAMES[each]: found for each, found in results.items()}, title)
+        plot_figures(plot, {NAMES.get(each, each): found for each, found in results.items()}, title)
 
 
 @app.command()
@@ -208,11 +230,13 @@ def learn_command(
         )
 
 
-def _systems(text: str) -> list[System]:
+def _systems(text: str, *other: str) -> list[System]:
+    """The systems of `--system`. `other`: what else the command takes."""
     from relaygr.simulate.case import System
 
     if text == "both":
         return [System.RELAY, System.OFF]
     if text not in set(System):
-        raise RelayError(f"--system {text}: write both, {', '.join(list(System)[:-1])} or {list(System)[-1]}.")
+        names = ["both", *System, *other]
+        raise RelayError(f"--system {text}: write {', '.join(names[:-1])} or {names[-1]}.")
     return [System(text)]

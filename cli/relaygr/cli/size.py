@@ -13,17 +13,20 @@ from relaygr.cli.fleet_options import (
     CalibrationOption,
     ImpressionsOption,
     JobsOption,
+    LinkOption,
     ModelOption,
     TimesOption,
     TokenBytesOption,
     fleet_of,
     plan_caveats,
     plan_systems,
+    us_per_byte,
 )
 from relaygr.cli.options import ConfigOption, SetOption
 from relaygr.cli.texts import figures_table, show_age, show_size, stdout_console
 
 if TYPE_CHECKING:
+    from relaygr.simulate.ratio import Ratio
     from relaygr.simulate.size import Sizing
 
 _SAMPLE, _SEEDS = 2, 4
@@ -59,6 +62,7 @@ def size(
         float | None,
         typer.Option(min=0, max=1, help="Share of impressions whose user returns so soon.", show_default="calculated"),
     ] = None,
+    link_gbit_s: LinkOption = 10.0,
     times: TimesOption = None,
     impressions: ImpressionsOption = 4_000,
     jobs: JobsOption = None,
@@ -74,6 +78,7 @@ def size(
     from relaygr.cli.fleet_output import plan_json, plan_sentence, plan_table
     from relaygr.simulate.case import System
     from relaygr.simulate.plan import least_workers
+    from relaygr.simulate.ratio import ratio_of
     from relaygr.simulate.size import size_of
 
     options = {
@@ -90,9 +95,13 @@ def size(
     rows = plan_systems(fleet, [System.RELAY, System.OFF], jobs, impressions=impressions, sample=_SAMPLE, seeds=_SEEDS)
     case = fleet.case(System.RELAY)
     sizing = size_of(case, rows[0].plan.workers or least_workers(case), keep_s, reuse)
+    ratio = ratio_of(case, sizing, us_per_byte(link_gbit_s))
+    together = rows[0].plan.workers
+    in_pool = ratio.workers(together) if together else None
     if as_json:
         content = plan_json(rows, fleet.described(_SAMPLE, _SEEDS))
-        typer.echo(json.dumps({**content, "calculated": as_plain(sizing)}, indent=2))
+        pool = asdict(ratio) | {"pre_per_rank": ratio.pre_per_rank, "workers": in_pool}
+        typer.echo(json.dumps({**content, "calculated": as_plain(sizing), "pool": pool}, indent=2))
         return
     console, title = stdout_console(), f"{qps:g} impressions a second, 99 % within {case.demand.traffic.budget_ms} ms"
     console.print(plan_table(rows, title))
@@ -101,12 +110,25 @@ def size(
     console.print()
     console.print(_savings(sizing))
     console.print()
+    console.print(_pool(ratio, in_pool, together))
+    console.print()
     console.print(fleet.caveat())
     for note in plan_caveats(rows, users):
         console.print(note, style="yellow")
     if not sizing.hbm_is_enough:
         console.print("The HBM of the settings does not hold the prefixes that wait: raise --hbm.", style="yellow")
     console.print(plan_sentence(rows, title))
+
+
+def _pool(ratio: Ratio, workers: tuple[int, int] | None, together: int) -> Table:
+    """The ratio of a pool (docs/pool.md), its workers beside those together, and the lengths at which it loses."""
+    table = figures_table("Calculated, with pre-infer in a pool", "")
+    table.add_row("pre-infer workers for each that ranks", f"{ratio.pre_per_rank:.2g}")
+    if workers is not None:
+        table.add_row(f"pre-infer + ranking workers for the work of {together:,}", f"{workers[0]:,} + {workers[1]:,}")
+    lengths = f"below {ratio.pays_from:,} behaviours" if ratio.pays_from else "every length"
+    table.add_row("loses, as a fetch takes longer than computing", lengths)
+    return table
 
 
 def as_plain(sizing: Sizing) -> dict[str, object]:
