@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relaygr.lag.report import GroupReport, LagReport, PartitionReport
 from relaygr.lag.status import LagStatus
-from relaygr.schemas.messages import FailureReason, Outcome, WorkerState
+from relaygr.schemas.messages import FailureReason, Outcome, Path, WorkerState
 from relaygr.schemas.topics import Topic
 from relaygr.ui import model
 from relaygr.ui.model import Kind, LiveSnapshot, ranges
@@ -67,6 +67,18 @@ def test_a_request_that_was_not_ranked_is_late(outcome: Outcome, reason: Failure
     world.answer("g.1.1.t", path=None, outcome=outcome, reason=reason)
     (late,) = world.snapshot().late
     assert (late.kind, late.reason) == (kind, reason)
+
+
+def test_the_mean_latency_has_a_part_for_prefixes_that_were_not_ready() -> None:
+    world = UiWorld()
+    assert (world.snapshot().latency.mean_ms, world.snapshot().latency.not_ready_share) == (None, None)
+    for number, (path, latency_ms) in enumerate([(Path.HBM, 10), (Path.DRAM, 15), (Path.FULL, 30), (Path.PENDING, 45)]):
+        world.ask(f"g.1.{number}.t")
+        world.answer(f"g.1.{number}.t", latency_ms, path)
+    world.ask("g.1.9.t")
+    world.answer("g.1.9.t", 90, path=None, outcome=Outcome.EXPIRED)
+    shown = world.snapshot().latency
+    assert (shown.mean_ms, shown.not_ready_share) == (25, 0.75)
 
 
 def test_a_request_without_a_result_is_late_some_time_after_its_deadline() -> None:

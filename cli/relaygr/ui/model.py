@@ -91,6 +91,8 @@ class Kind(enum.StrEnum):
 STAGES: Final = (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS)
 _KINDS: Final = {str(path): Kind(path.value) for path in Path}
 _PLACES: Final = {kind: place for place, kind in enumerate(Kind)}
+_NOT_READY: Final = frozenset({Kind.PENDING, Kind.FULL, Kind.TRUNCATED})
+_RANKED: Final = _NOT_READY | {Kind.HBM, Kind.DRAM}
 
 # Latencies are counted in steps of 2 %, from 0.1 ms to a minute.
 _STEP: Final = 1.02
@@ -123,6 +125,10 @@ class LatencyView:
 
     p50_ms: float | None
     p99_ms: float | None
+    mean_ms: float | None
+    """Of ranked requests."""
+    not_ready_share: float | None
+    """The part of the time of ranked requests that belongs to those whose prefix was not ready."""
     budget_ms: float | None
     late: int
     ended: int
@@ -259,6 +265,11 @@ class _Second:
     counts: dict[Topic, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
     kinds: Counter[Kind] = field(default_factory=Counter)
     bins: Counter[int] = field(default_factory=Counter)
+    ranked: int = 0
+    """Ranked requests of known latency."""
+    ranked_ms: float = 0.0
+    """Their latencies in sum, and those of requests whose prefix was not ready:"""
+    not_ready_ms: float = 0.0
     late: int = 0
     dots: list[tuple[float, float, int]] = field(default_factory=list)
     """At s of the monotonic clock, ms, kind."""
@@ -568,6 +579,7 @@ class LiveModel:
 
     def _latency(self, window: Sequence[_Second], seconds: Sequence[_Second], ended: int, now_us: int) -> LatencyView:
         bins = _merged(window)
+        ranked, ranked_ms = sum(each.ranked for each in window), sum(each.ranked_ms for each in window)
         dots = [
             (round(now_us / _US - at_s, 2), round(ms, 2), place)
             for each in self._seconds
@@ -576,6 +588,8 @@ class LiveModel:
         return LatencyView(
             p50_ms=_percentile(bins, 0.50),
             p99_ms=_percentile(bins, 0.99),
+            mean_ms=ranked_ms / ranked if ranked else None,
+            not_ready_share=sum(each.not_ready_ms for each in window) / ranked_ms if ranked_ms else None,
             budget_ms=statistics.median(self._budgets_ms) if self._budgets_ms else None,
             late=sum(each.late for each in window),
             ended=ended,
@@ -632,6 +646,10 @@ class LiveModel:
             late = late or 0 < entry.deadline_us < result.sent_at_us
             latency_ms = max(0, result.sent_at_us - entry.sent_at_us) / 1000
             second.bins[bisect.bisect_left(_EDGES, latency_ms)] += 1
+            if kind in _RANKED:
+                second.ranked += 1
+                second.ranked_ms += latency_ms
+                second.not_ready_ms += latency_ms if kind in _NOT_READY else 0.0
             self._add_dot(second, (now_us / _US, latency_ms, _PLACES[kind]))
         if entry.deadline_us > entry.sent_at_us > 0:
             self._budgets_ms.append((entry.deadline_us - entry.sent_at_us) / 1000)

@@ -85,6 +85,7 @@ function showLatency(live) {
   const lateShare = view.ended ? view.late / view.ended : null;
   const figures = [
     ["P50, last minute", ms(view.p50_ms), ""], ["P99, last minute", ms(view.p99_ms), within],
+    ["mean", ms(view.mean_ms), ""], ["of it, prefix not ready", view.not_ready_share === null ? "–" : share(view.not_ready_share), ""],
     ["deadline", ms(view.budget_ms, 0), ""], ["late", lateShare === null ? "–" : `${share(lateShare)}`, lateShare ? "bad" : ""],
   ];
   if (live.lost !== null) figures.push(["lost, by the gateways", whole(live.lost), live.lost ? "bad" : ""]);
