@@ -14,7 +14,7 @@ from relaygr.lag.status import LagStatus
 from relaygr.schemas.messages import FailureReason, Outcome, Path, WorkerState
 from relaygr.schemas.topics import Topic
 from relaygr.ui import model
-from relaygr.ui.model import Kind, LiveSnapshot, ranges
+from relaygr.ui.model import Kind, LiveSnapshot, PoolView, ranges
 from relaygr.ui.scrape import Reading, parse_reading
 from tests.worlds.ui import BUDGET_MS, UiWorld, worker_status
 
@@ -328,6 +328,22 @@ def test_the_fill_of_a_tier_comes_from_the_metrics_or_else_from_the_status() -> 
     assert shown.problems == ["1 metrics pages do not answer: worker-00"]
     world.model.keep_pages([])
     assert world.snapshot().problems == []
+
+
+def test_a_pool_is_shown_beside_the_tiers_and_told_when_it_is_away() -> None:
+    world = UiWorld()
+    for name in ("worker-00", "worker-01"):
+        world.status(name, 0)
+    now_us = world.clock.monotonic_us()
+    world.model.note_metrics("worker-00", parse_reading("relaygr_pool_away 0\n"), now_us)
+    page = 'relaygr_pool_away {}\nrelaygr_pool_fetches_total{{outcome="loaded"}} 7\n'
+    world.model.note_metrics("worker-01", parse_reading(page.format(0)), now_us)
+    shown = world.snapshot()
+    assert [worker.pool for worker in shown.workers] == [None, PoolView(away=False, loaded=7)]
+    assert shown.problems == []
+    world.model.note_metrics("worker-01", parse_reading(page.format(1)), now_us)
+    [problem] = world.snapshot().problems
+    assert problem == "The pool is away for 1 workers, such as worker-01: they compute all prefixes"
 
 
 def test_decisions_are_those_of_the_last_minute_over_all_triggers() -> None:

@@ -148,6 +148,14 @@ class TierFill:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolView:
+    """The pool by a worker's metrics. `loaded`: prefixes that the worker loaded from it, since its start."""
+
+    away: bool
+    loaded: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     """A worker by its last status and its metrics."""
 
@@ -160,6 +168,8 @@ class WorkerView:
     partitions: int
     hbm: TierFill
     dram: TierFill
+    pool: PoolView | None
+    """None: no pool, or no metrics."""
     queue_p99_ms: float
     backlog_ms: float | None
     hit_share: float | None
@@ -532,6 +542,9 @@ class LiveModel:
             found.append(
                 f"Ready workers have {len(revisions)} revisions of the model, as while one is deployed: {split}"
             )
+        away = [name for name, known in sorted(self._workers.items()) if (pool := _pool(known.reading)) and pool.away]
+        if away:
+            found.append(f"The pool is away for {len(away)} workers, such as {away[0]}: they compute all prefixes")
         if self._silent_pages:
             names = ", ".join(list(self._silent_pages)[:4])
             found.append(f"{len(self._silent_pages)} metrics pages do not answer: {names}")
@@ -556,6 +569,7 @@ class LiveModel:
             partitions=len(status.partitions),
             hbm=_fill("hbm", status.hbm_capacity_bytes, status.hbm_free_bytes, reading),
             dram=_fill("dram", status.dram_capacity_bytes, status.dram_free_bytes, reading),
+            pool=_pool(reading),
             queue_p99_ms=status.ranking_queue_p99_us / 1000,
             backlog_ms=None if status.ranking_backlog_us is None else status.ranking_backlog_us / 1000,
             hit_share=None if reading is None else reading.hit_share,
@@ -746,6 +760,13 @@ def _fill(tier: str, capacity_bytes: int, free_bytes: int, reading: Reading | No
         busy = sum(held.values())
         return TierFill(free + evictable + busy, busy, evictable)
     return TierFill(capacity_bytes, max(0, capacity_bytes - free_bytes), None)
+
+
+def _pool(reading: Reading | None) -> PoolView | None:
+    loaded = {} if reading is None else reading.by_label("relaygr_pool_fetches_total", "outcome")
+    if reading is None or "loaded" not in loaded:
+        return None
+    return PoolView(reading.total("relaygr_pool_away") > 0, int(loaded["loaded"]))
 
 
 def _device_share(device: Sequence[tuple[int, float]]) -> float | None:

@@ -114,6 +114,11 @@ function tier(label, fill) {
   return node("td", { "data-label": label }, meter, node("span", { class: "small" }, words));
 }
 
+function pool(view) {
+  if (view === null) return node("span", { class: "small" }, "none");
+  return view.away ? node("span", { class: "pill warn" }, "away") : `${whole(view.loaded)} loaded`;
+}
+
 function standby(worker) {
   if (worker.standbys === null) return node("span", { class: "small" }, "–");
   return worker.standbys ? node("span", { class: "pill good" }, "ready") : node("span", { class: "pill warn" }, "none");
@@ -127,14 +132,15 @@ function showWorkers(live) {
       node("td", {}, node("div", {}, swatch(owner(place)), node("span", { class: "name" }, worker.worker_id), " ", node("span", { class: `pill ${state}` }, words)),
         node("div", { class: "small owns" }, worker.partitions ? `${worker.partitions} partitions: ${worker.owns.length > 60 ? `${worker.owns.slice(0, 57)}…` : worker.owns}` : "no partition"),
         node("div", { class: "small owns" }, [worker.host, `model ${worker.revision}`].filter(Boolean).join(", "))),
-      tier("HBM", worker.hbm), tier("DRAM", worker.dram),
+      tier("HBM", worker.hbm), tier("DRAM", worker.dram), node("td", { class: "pool", "data-label": "Pool" }, pool(worker.pool)),
       node("td", { class: "num", "data-label": "Queue P99" }, ms(worker.queue_p99_ms)),
       node("td", { class: "num", "data-label": "Backlog" }, ms(worker.backlog_ms)),
       node("td", { class: "num", "data-label": "HBM hits" }, share(worker.hit_share)),
       node("td", { class: "num", "data-label": "Device" }, share(worker.device_share)),
       node("td", { "data-label": "Standby" }, standby(worker)));
   });
-  if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "8", class: "muted" }, "No worker has written a status in the last minute.")));
+  if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "9", class: "muted" }, "No worker has written a status in the last minute.")));
+  $("workers").classList.toggle("pooled", live.workers.some((worker) => worker.pool !== null));
   $("workers").tBodies[0].replaceChildren(...rows);
   say("workers-note", [`${live.workers.filter((worker) => worker.fresh).length} ready`, live.silent_workers ? `${live.silent_workers} silent or not shown` : ""].filter(Boolean).join(", "));
 }

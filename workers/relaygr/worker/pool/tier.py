@@ -215,6 +215,8 @@ class PoolTier:
             reader = threading.Thread(target=self._run_reader, args=(at,), name=f"pool-reader-{at}", daemon=True)
             self._threads.append(reader)
         _AWAY.set(1)
+        # The metric of a worker with a pool has this outcome before its first fetch: the live page tells by it.
+        _FETCHES.labels("loaded")
 
     # -- any thread, without waiting -------------------------------------------------------------------
 
