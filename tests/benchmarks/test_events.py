@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from relaygr.bench.events import Event, run
+from relaygr.bench.events import Event, Plan, run
 from relaygr.bench.events.__main__ import main
-from relaygr.bench.events.figures import Happened, Phase, lost_outside, row_of
+from relaygr.bench.events.figures import HandOver, Happened, Joined, Phase, lost_outside, row_of
 from relaygr.bench.events.judge import Account, Ends, Growth, Judged, Life, Resource, Sample, accounts, growths
-from relaygr.bench.events.run import Plan, play_events
+from relaygr.bench.events.run import play_events
 from relaygr.bench.events.stack import Stack
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
@@ -63,6 +64,24 @@ def test_a_single_bad_request_or_as_many_as_before_are_no_change() -> None:
     assert row_with({101.0: "late", 110.0: "late"}).back_s == 0
     always = {80 + number: "late" for number in range(50)}
     assert row_with(always).back_s == 0
+
+
+def test_a_hand_over_counts_the_first_visits_of_users_who_had_come_to_another_worker() -> None:
+    def visit(user: str, worker: str, **changes: str) -> ImpressionRecord:
+        return replace(RECORD, user_id=user, worker_id=worker, scheduled_us=next(times), **changes)
+
+    times = itertools.count()
+    records = [
+        visit("ann", "worker-00", prefix_source="computed"),
+        visit("bob", "worker-00", prefix_source="computed"),
+        visit("cid", "worker-00", prefix_source="computed"),
+        visit("ann", "worker-02", prefix_source="dram"),
+        visit("bob", "worker-02", path="full"),
+        visit("bob", "worker-02", prefix_source="dram"),
+        visit("new", "worker-02", prefix_source="computed"),
+    ]
+    row = row_of(Happened("join", AT_S, READY_S, Joined("worker-02", 105.5, 1.5, 0.25)), records[::-1], WINDOW_S, 0.0)
+    assert row.hand_over == HandOver(0.5, 1.5, 0.25, {"dram": 1, "full": 1})
 
 
 def test_a_lost_request_is_excused_only_while_the_broker_was_away() -> None:
@@ -204,7 +223,7 @@ def test_an_unknown_event_is_refused_with_those_that_there_are() -> None:
 
 
 def plan_of(*events: Event, seconds: float = 0.0) -> Plan:
-    return Plan(events, seconds, 10.0, 20.0, 20, budget_ms=10_000, window_s=2.0, seed=1)
+    return Plan(events, seconds, 10.0, 20.0, 20, 512, budget_ms=10_000, window_s=2.0, seed=1)
 
 
 def test_a_folder_with_files_of_others_is_refused_and_keeps_them(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ is away, and when one user sends many requests.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 
 class Event(enum.StrEnum):
@@ -25,3 +26,20 @@ class Event(enum.StrEnum):
     """kill -9 of the broker, or of one of --brokers, which is started again."""
     HOT_USER = "hot-user"
     """One user sends --hot-rate impressions a second for ten seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is played. `seconds` is 0 if each event is played once."""
+
+    events: tuple[Event, ...]
+    seconds: float
+    rate_per_s: float
+    hot_rate_per_s: float
+    users: int
+    history: int
+    budget_ms: int
+    window_s: float
+    seed: int
+    warm_up_users: int = 0
+    pool: bool = False

@@ -28,6 +28,9 @@ def main(
     rate: Annotated[float, typer.Option(min=1, help="Impressions a second.")] = 20.0,
     hot_rate: Annotated[float, typer.Option(min=1, help="Impressions of the hot user a second.")] = 100.0,
     users: Annotated[int, typer.Option(min=10, help="Users of the traffic.")] = 100,
+    history: Annotated[int, typer.Option(min=64, help="Behaviours of the longest history.")] = 512,
+    warm_up_users: Annotated[int, typer.Option(min=0, help="worker.warm_up_users.")] = 0,
+    pool: Annotated[bool, typer.Option("--pool", help="Workers share a pool (relaygr[pool]).")] = False,
     budget_ms: Annotated[int, typer.Option(min=100, help="Deadline of a ranking request.")] = 2_000,
     window: Annotated[float, typer.Option(min=1, help="Seconds before and after each event.")] = 8.0,
     seed: Annotated[int, typer.Option(help="--minutes: fixes the order of the events.")] = 1,
@@ -37,14 +40,15 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Writes the rows and the verdicts to this file.")] = None,
 ) -> None:
     """Measure what kills, take-overs, reloads, outages and a hot user cost a relay under load."""
-    from relaygr.bench.events.run import Plan, play_events
+    from relaygr.bench.events import Plan
+    from relaygr.bench.events.run import play_events
     from relaygr.runtime.errors import RelayError
 
     unknown = [name for name in events.split(",") if name not in [*Event]]
     if unknown:
         raise RelayError(f"--events {', '.join(unknown)}: there are {', '.join(Event)}")
     chosen = tuple(Event(name) for name in events.split(","))
-    plan = Plan(chosen, minutes * 60, rate, hot_rate, users, budget_ms, window, seed)
+    plan = Plan(chosen, minutes * 60, rate, hot_rate, users, history, budget_ms, window, seed, warm_up_users, pool)
     if not play_events(plan, broker, brokers, out, json):
         raise typer.Exit(1)
 

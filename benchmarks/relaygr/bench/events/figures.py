@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relaygr.traffic.records import LOST, NOT_SENT, OPEN, UNDELIVERED, ImpressionRecord, in_time, is_whole
 
 BACK_WINDOW_S = 3.0
 """The level of before is back once no window of this length is worse."""
+DEVICE_S = 10.0
+"""Device seconds are counted for so long after a worker has joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,34 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker that joined. `owned_s`: when it had its first partitions, by the monotonic clock."""
+
+    worker_id: str
+    owned_s: float
+    pre_infer_s: float
+    """Device seconds of all workers in the `DEVICE_S` after that, for jobs and requests."""
+    warm_up_s: float
+    """The same for warm-ups."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """What it took to hand users over to a worker that joined."""
+
+    histories_s: float
+    """From its first partitions until it had their histories, and each partition an owner."""
+    pre_infer_s: float
+    warm_up_s: float
+    sources: Mapping[str, int]
+    """The first visits to it of users who had come to another worker, by the source of their prefix."""
+
+    def __str__(self) -> str:
+        sources = ", ".join(f"{count} {source}" for source, count in sorted(self.sources.items()))
+        return f"{sources}; {self.pre_infer_s:.1f} + {self.warm_up_s:.1f} s; {self.histories_s:.2f} s"
+
+
+@dataclass(frozen=True, slots=True)
 class EventRow:
     """What one event cost. Times are in seconds of the run, or from the event on."""
 
@@ -48,6 +79,8 @@ class EventRow:
     """The longest wait for an answer, of the requests during and after the event."""
     back_s: float
     """Until the share of bad requests was that of before; 0 if it never was higher."""
+    hand_over: HandOver | None
+    """None: no worker joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +90,7 @@ class Happened:
     event: str
     at_s: float
     ready_s: float
+    joined: Joined | None = None
 
 
 def is_lost(record: ImpressionRecord) -> bool:
@@ -80,7 +114,20 @@ def row_of(happened: Happened, records: Sequence[ImpressionRecord], window_s: fl
         after=_phase(after),
         longest_ms=max(waits_us, default=0) / 1000,
         back_s=round(_back_s(at_s, _phase(before), [*during, *after]), 2),
+        hand_over=_hand_over(happened.joined, ready_s, records) if happened.joined else None,
     )
+
+
+def _hand_over(joined: Joined, ready_s: float, records: Sequence[ImpressionRecord]) -> HandOver:
+    before: set[str] = set()
+    moved: dict[str, str] = {}
+    for record in sorted(records, key=lambda record: record.scheduled_us):
+        if record.worker_id != joined.worker_id:
+            before.add(record.user_id)
+        elif record.user_id in before:
+            moved.setdefault(record.user_id, record.prefix_source or record.path or record.status)
+    histories_s = round(ready_s - joined.owned_s, 2)
+    return HandOver(histories_s, joined.pre_infer_s, joined.warm_up_s, dict(Counter(moved.values())))
 
 
 def _between(records: Sequence[ImpressionRecord], from_s: float, to_s: float) -> list[ImpressionRecord]:

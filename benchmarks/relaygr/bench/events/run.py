@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.bench.events import Event
-from relaygr.bench.events.figures import EventRow, Happened, is_lost, lost_outside, not_sent, row_of
+from relaygr.bench.events import Event, Plan
+from relaygr.bench.events.figures import DEVICE_S, EventRow, Happened, Joined, is_lost, lost_outside, not_sent, row_of
 from relaygr.bench.events.judge import BOUNDS, Account, Ends, Growth, Judged, Sample, accounts, growths
 from relaygr.bench.events.stack import VOCABULARY, Stack, settings_of
 from relaygr.bench.rows import machine, now
+from relaygr.demo.pool import local_pool, require_pool
 from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, local_broker
 from relaygr.devbroker.kafka import KafkaCluster
 from relaygr.kafka.admin import create_topics, delete_topics
@@ -33,6 +34,8 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from relaygr.traffic.player import WARM_UP_REQUESTS
 from relaygr.traffic.records import ImpressionRecord, read_records
+from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.pool.settings import PoolSettings
 from relaygr.worker.shared.lock import memory_folder
 
 NAME: Final = "events"
@@ -52,20 +55,6 @@ KEPT: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is played. `seconds` is 0 if each event is played once."""
-
-    events: tuple[Event, ...]
-    seconds: float
-    rate_per_s: float
-    hot_rate_per_s: float
-    users: int
-    budget_ms: int
-    window_s: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
 class Played:
     """The rows and the verdicts of a run."""
 
@@ -82,6 +71,8 @@ def play_events(plan: Plan, broker: str, brokers: int, out: Path, json_out: Path
     """Plays, prints and writes everything. Returns whether the run passed."""
     console = Console(highlight=False)
     _refuse_other_files(out)
+    if plan.pool:
+        require_pool()
     with (
         tempfile.TemporaryDirectory(prefix="relaygr-events-", dir=memory_folder(), ignore_cleanup_errors=True) as name,
         _open(broker, brokers) as started,
@@ -147,9 +138,10 @@ def _open(choice: str, brokers: int) -> Iterator[LocalBroker]:
 
 def _play(console: Console, broker: LocalBroker, folder: Path, plan: Plan, replicas: int) -> Played:
     name = NAME if broker.ours else f"{NAME}-{secrets.token_hex(3)}"
-    settings = settings_of(broker, name, folder, replicas, plan.users, plan.rate_per_s, plan.budget_ms)
-    with Stack(broker, folder, settings, max(plan.rate_per_s, plan.hot_rate_per_s)) as stack:
-        return _Run(console, broker, folder, plan, stack).play()
+    with local_pool(folder / "pool") if plan.pool else nullcontext(PoolSettings()) as pool:
+        settings = settings_of(broker, name, folder, replicas, plan, pool)
+        with Stack(broker, folder, settings, max(plan.rate_per_s, plan.hot_rate_per_s)) as stack:
+            return _Run(console, broker, folder, plan, stack).play()
 
 
 class _Run:
@@ -164,6 +156,7 @@ class _Run:
         self._happened: list[Happened] = []
         self._outages: list[tuple[float, float]] = []
         self._hot: list[Path] = []
+        self._owned_s, self._device_s = 0.0, [0.0]
 
     def play(self) -> Played:
         plan, stack, records = self._plan, self._stack, self._folder / "records.jsonl"
@@ -204,7 +197,8 @@ class _Run:
         self._make(event)
         self._stack.await_calm()
         ready_s = time.monotonic()
-        self._happened.append(Happened(event, at_s, ready_s))
+        joined = self._joined() if event is Event.JOIN else None
+        self._happened.append(Happened(event, at_s, ready_s, joined))
         self._console.print(f"{event}: ready again after {ready_s - at_s:.1f} s")
 
     def _prepare(self, event: Event) -> None:
@@ -235,6 +229,8 @@ class _Run:
                 stack.start("trigger", ["trigger"])
             case Event.JOIN:
                 self._join()
+                self._stack.await_partitions(JOINED)
+                self._owned_s, self._device_s = time.monotonic(), self._device_seconds()
             case Event.LEAVE:
                 self._leave()
             case Event.RELOAD:
@@ -250,6 +246,15 @@ class _Run:
 
     def _join(self) -> None:
         self._stack.start(JOINED, ["worker", "--leave-on-stop"])
+
+    def _joined(self) -> Joined:
+        time.sleep(max(0.0, self._owned_s + DEVICE_S - time.monotonic()))
+        used_s = [now_s - then_s for now_s, then_s in zip(self._device_seconds(), self._device_s, strict=True)]
+        return Joined(JOINED, self._owned_s, *used_s)
+
+    def _device_seconds(self) -> list[float]:
+        """Of all workers, for jobs and requests, and for warm-ups."""
+        return [self._stack.device_seconds(each) for each in (WorkClass.PREINFER, WorkClass.WARM_UP)]
 
     def _leave(self) -> None:
         self._stack.end(JOINED, signal.SIGTERM)
@@ -355,6 +360,9 @@ def _print(console: Console, plan: Plan, played: Played) -> None:
         times = (f"{row.ready_s:.1f} s", f"{row.longest_ms:.0f} ms", f"{row.back_s:.1f} s")
         table.add_row(row.event, *map(str, (row.before, row.during, row.after)), *times)
     wide.print(table)
+    for row in played.rows:
+        if row.hand_over is not None:
+            wide.print(f"{row.event}: {row.hand_over}")
     for growth in played.growths:
         unit, _ = BOUNDS[growth.resource]
         if not growth.is_flat:

@@ -15,6 +15,7 @@ from typing import Final
 
 import psutil
 
+from relaygr.bench.events import Plan
 from relaygr.bench.events.judge import Life, Resource, Sample
 from relaygr.bench.rows import now
 from relaygr.devbroker import LocalBroker
@@ -24,13 +25,14 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import Settings
 from relaygr.worker.calibration import Calibration, describe, save_calibration
+from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
+from relaygr.worker.pool.settings import PoolSettings
 
 PARTITIONS: Final = 12
-HISTORY_MAX: Final = 512
 SUFFIX: Final = 16
 CANDIDATES: Final = 64
 VOCABULARY: Final = 10_000
@@ -124,7 +126,7 @@ class Stack:
         """Gives all workers another model, and waits until they have it."""
         before = {page[1]: self._swapped(page[2]) for page in self._worker_pages()}
         self._models += 1
-        self.revision = save_model(self.folder / "model", self._models).revision
+        self.revision = save_model(self.folder / "model", self._models, self.settings.traffic.history_max).revision
         for name, child in self._commands.items():
             if name.startswith("worker"):
                 child.process.send_signal(signal.SIGHUP)
@@ -136,6 +138,17 @@ class Stack:
     def await_calm(self) -> None:
         """Waits until every process is ready, the pair is whole, and each partition has an owner."""
         self._await("all processes are ready, and own all partitions", self._is_calm)
+
+    def await_partitions(self, name: str) -> None:
+        """Waits until a worker owns partitions."""
+        self._await(f"{name} owns partitions", lambda: _owned(self._commands[name].port) > 0)
+
+    def device_seconds(self, work_class: WorkClass) -> float:
+        """The device seconds of all workers for one class of work."""
+        return sum(
+            read_metrics(port).total("relaygr_worker_device_seconds_total", work_class=work_class)
+            for _, _, port in self._worker_pages()
+        )
 
     def await_end(self, name: str) -> int:
         """Waits until a gateway has ended. Its metrics are read as late as possible. Returns its exit code."""
@@ -176,11 +189,7 @@ class Stack:
             return False
         if not {"active", "standby"} <= read_children(self._commands[PAIR].port).keys():
             return False
-        owned = sum(
-            read_metrics(child.port).total("relaygr_consumer_owned_partitions")
-            for name, child in self._commands.items()
-            if name.startswith("worker")
-        )
+        owned = sum(_owned(child.port) for name, child in self._commands.items() if name.startswith("worker"))
         return owned == PARTITIONS
 
     def _pair_pids(self) -> set[int]:
@@ -267,6 +276,10 @@ class Stack:
         self.samples += [Sample(second, "files", 0, resource, _bytes_of(paths)) for resource, paths in files.items()]
 
 
+def _owned(port: int) -> float:
+    return read_metrics(port).total("relaygr_consumer_owned_partitions")
+
+
 def _bytes_of(paths: Iterable[Path]) -> int:
     """The bytes that files take. An arena has holes, which take none."""
     total = 0
@@ -276,7 +289,7 @@ def _bytes_of(paths: Iterable[Path]) -> int:
     return total
 
 
-def save_model(folder: Path, seed: int) -> Engine:
+def save_model(folder: Path, seed: int, history_max: int) -> Engine:
     """Writes a model with its calibration, which is made up: by it every event is at risk."""
     config = ModelConfig(
         embedding_dim=64,
@@ -284,10 +297,10 @@ def save_model(folder: Path, seed: int) -> Engine:
         attention_dim=32,
         hidden_dim=32,
         num_layers=4,
-        normalizer=float(HISTORY_MAX),
+        normalizer=float(history_max),
         vocabulary_size=VOCABULARY,
-        num_positions=HISTORY_MAX + 128,
-        max_prefix_behaviours=HISTORY_MAX,
+        num_positions=history_max + 128,
+        max_prefix_behaviours=history_max,
         max_suffix_behaviours=SUFFIX,
         max_candidates=CANDIDATES,
     )
@@ -301,11 +314,11 @@ def save_model(folder: Path, seed: int) -> Engine:
 
 
 def settings_of(
-    broker: LocalBroker, name: str, folder: Path, replicas: int, users: int, rate_per_s: float, budget_ms: int
+    broker: LocalBroker, name: str, folder: Path, replicas: int, plan: Plan, pool: PoolSettings
 ) -> Settings:
     """The settings of all processes. Both tiers hold a part of the prefixes."""
-    engine = save_model(folder / "model", seed=1)
-    prefix_bytes = engine.geometry.pages_for(engine.layout.tokens(HISTORY_MAX)) * engine.geometry.page_bytes
+    engine = save_model(folder / "model", 1, plan.history)
+    prefix_bytes = engine.geometry.pages_for(engine.layout.tokens(plan.history)) * engine.geometry.page_bytes
     kafka = broker.settings(KafkaSettings(topic_prefix=name, group_prefix=name, partitions=PARTITIONS))
     kafka = kafka.model_copy(update={"replication_factor": replicas} if replicas > 1 else {})
     return Settings.model_validate(
@@ -316,24 +329,26 @@ def settings_of(
                 "calibration": folder / "model" / "calibration.json",
                 "shared_path": folder / "shared",
                 "history_max_bytes": 64 << 20,
-                "hbm_bytes": max(1 << 20, users // 5 * prefix_bytes),
-                "dram_bytes": max(1 << 20, users // 2 * prefix_bytes),
+                "hbm_bytes": max(1 << 20, plan.users // 5 * prefix_bytes),
+                "dram_bytes": max(1 << 20, plan.users // 2 * prefix_bytes),
+                "warm_up_users": plan.warm_up_users,
+                "pool": pool,
             },
             # Kills must not use up the limit of restarts.
             "supervisor": {"restarts_max": 1_000, "restart_window_s": 1.0},
             # A bound on memory is reached early.
             "client": {"remembered_answers": 1_000},
             "traffic": {
-                "rate_per_s": rate_per_s,
-                "users": users,
+                "rate_per_s": plan.rate_per_s,
+                "users": plan.users,
                 "items": VOCABULARY,
-                "history_median": HISTORY_MAX // 3,
-                "history_max": HISTORY_MAX,
+                "history_median": plan.history // 3,
+                "history_max": plan.history,
                 "growth": 16,
                 "start_again": True,
                 "suffix": SUFFIX,
                 "candidates": CANDIDATES,
-                "budget_ms": budget_ms,
+                "budget_ms": plan.budget_ms,
                 # Longer than client.lost_after_ms: a request without an answer is to be counted as lost.
                 "drain_s": 60,
             },
