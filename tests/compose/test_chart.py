@@ -23,10 +23,12 @@ from relaygr.client import __version__
 from relaygr.kafka.rights import Role, rights_of
 from relaygr.schemas.topics import CATALOGUE
 from relaygr.settings import Settings, load
+from relaygr.worker.pool.mooncake import program
 from relaygr.worker.process.allocation import queues_bytes
 from relaygr.worker.supervisor.supervisor import STANDBY_STOP_S
 from tests.worlds.chart import CHART, EXAMPLES, Helm, Rendered, example, helm_is_installed, merged
 from tests.worlds.compose import ALERTS, exported_metrics, image_environment, metrics_in
+from tests.worlds.pool import needs_mooncake
 
 pytestmark = pytest.mark.skipif(not helm_is_installed(), reason="helm-python-sdk has no wheel for this machine")
 
@@ -44,6 +46,7 @@ EVERYTHING = {
     },
     "gateway": {"enabled": True, "tokenSecret": "gateway-token"},
     "ui": {"enabled": True, "tokenSecret": "ui-token"},
+    "pool": {"enabled": True, "secret": "pool-key"},
     "strimzi": {"users": ["trigger", "worker", "lag", "gateway", "ui", "history-publisher"]},
     "keda": {"prometheus": "http://prometheus:9090", "trigger": {"enabled": True}, "worker": {"enabled": True}},
     "worker": {"accelerator": {"resource": "huawei.com/Ascend310P"}, "podAnnotations": {"a": "b"}},
@@ -109,6 +112,19 @@ CASES = {
         "networkPolicy": {"enabled": True, "egress": [{"ports": [{"protocol": "TCP", "port": 443}]}]},
         "extraEnv": [{"name": "AWS_ENDPOINT_URL", "value": "https://store.example.com"}],
     },
+    "a pool": merged(
+        example("try"),
+        {
+            "settings": {"worker": {"pool": {"protocol": "rdma", "prefix": "shop", "visits": 3}}},
+            "networkPolicy": {"enabled": True},
+            "pool": {
+                "enabled": True,
+                "secret": "pool-key",
+                "holder": {"replicas": 3, "bytes": "3.5GB", "nodeSelector": {"memory": "much"}},
+                "master": {"tolerations": [{"key": "a", "operator": "Exists"}]},
+            },
+        },
+    ),
     "sizes in bytes": merged(example("cuda"), {"settings": {"worker": {"dram_bytes": 8_589_934_592}}}),
 }
 
@@ -249,6 +265,12 @@ OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", 
         ({"settings": {"ui": {"http_host": "::1"}}}, "settings.ui.http_host"),
         ({"gateway": {"enabled": True}}, "gateway.tokenSecret"),
         ({"ui": {"enabled": True}}, "ui.tokenSecret"),
+        ({"pool": {"enabled": True}}, "pool.secret"),
+        (
+            {"settings": {"worker": {"pool": {"address": "m:1"}}}, "pool": {"enabled": True, "secret": "s"}},
+            "settings.worker.pool.address is set by the chart",
+        ),
+        ({"pool": {"enabled": True, "secret": "s", "holder": {"bytes": "many"}}}, "pool.holder.bytes"),
         ({"settings": {"affinity": "consumer_protocol"}}, "worker.standby"),
         (
             {"settings": {"affinity": "one_topic"}, "strimzi": {"topics": True, "cluster": "c"}},
@@ -474,6 +496,77 @@ def test_the_probes_ask_the_port_of_the_process(chart: Rendered) -> None:
         assert own["ports"][0] == {"name": "http", "containerPort": 8080}
         assert own["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
         assert "/healthz" in str(own["livenessProbe"])
+
+
+# The pool
+
+
+def test_workers_find_the_master_and_the_secret_of_the_pool(helm: Helm, tmp_path: Path) -> None:
+    chart = helm.render(CASES["a pool"])
+    pool = worker_settings(chart, tmp_path).worker.pool
+    service = chart.named("Service", "-pool-master")
+    assert pool.address == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert pool.secret_file is not None
+    [mount] = [x for x in container(chart, "worker")["volumeMounts"] if x["mountPath"] == str(pool.secret_file.parent)]
+    [volume] = [each for each in pods(chart)["worker"]["volumes"] if each["name"] == mount["name"]]
+    assert (volume["secret"]["secretName"], pool.secret_file.name) == ("pool-key", "secret")
+    others = set(pods(chart)) - {"worker"}
+    assert [role for role in others if "POOL__" in str(container(chart, role))] == []
+
+
+def test_a_holder_joins_the_master_and_has_memory_beside_its_part_of_the_store(helm: Helm, tmp_path: Path) -> None:
+    chart = helm.render(CASES["a pool"])
+    pool, holder = worker_settings(chart, tmp_path).worker.pool, container(chart, "pool-holder")
+    flags = dict(each.removeprefix("--").partition("=")[::2] for each in holder["args"])
+    assert (flags["master_server_address"], flags["protocol"]) == (pool.address, pool.protocol)
+    assert flags["port"] == str(holder["ports"][0]["containerPort"])
+    size, limit = int(flags["global_segment_size"]), holder["resources"]["limits"]["memory"]
+    assert 3_500_000_000 <= size <= mebibytes(limit) * 2**20 - LIBRARIES_BYTES
+    assert chart.named("StatefulSet", "-pool-holder")["spec"]["replicas"] == 3
+    assert pods(chart)["pool-holder"]["nodeSelector"] == {"memory": "much"}
+
+
+@pytest.mark.parametrize("name", ["master", "client"])
+def test_mooncakes_programs_know_the_options_that_they_get(helm: Helm, name: str) -> None:
+    needs_mooncake()
+    listed = subprocess.run([program(f"mooncake_{name}"), "--help"], capture_output=True, text=True, check=False).stdout
+    [own] = [
+        each for pod in pods(helm.render(CASES["a pool"])).values() for each in pod["containers"]
+        if each.get("command") == [f"mooncake_{name}"]
+    ]  # fmt: skip
+    assert [flag for each in own["args"] if f" -{(flag := each[2:].partition('=')[0])} " not in listed] == []
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_only_workers_and_the_pools_own_parts_reach_the_pool(helm: Helm, others: bool) -> None:
+    """`others`: whether the other processes have a policy, too. It must not let more in, and lets workers out."""
+    chart = helm.render(merged(CASES["a pool"], {"networkPolicy": {"enabled": others}}))
+    found = [
+        each["spec"]["template"]["metadata"]["labels"] for each in chart.of("StatefulSet") + chart.of("Deployment")
+    ]
+    labels = {own["app.kubernetes.io/component"]: own for own in found}
+    labels["another"] = {**labels["worker"], "app.kubernetes.io/instance": "another"}
+    parts, pool = {"pool-master", "pool-holder"}, chart.named("NetworkPolicy", "-pool")["spec"]
+    [[peer]] = [rule["from"] for rule in pool["ingress"]]
+    assert chosen(pool["podSelector"], labels) == parts
+    assert chosen(peer["podSelector"], labels) == {*parts, "worker"}
+    rest = [each["spec"] for each in chart.of("NetworkPolicy") if each["spec"] != pool]
+    assert len(rest) == others
+    for policy in rest:
+        assert chosen(policy["podSelector"], labels) == set(labels) - parts - {"another"}
+        peers = [peer["podSelector"] for rule in policy["egress"] for peer in rule.get("to", [])]
+        assert parts in [chosen(peer, labels) for peer in peers]
+
+
+def chosen(selector: Any, labels: dict[str, dict[str, str]]) -> set[str]:
+    """The names of those labels that a selector of the chart matches."""
+    [rule] = selector["matchExpressions"]
+    return {
+        name
+        for name, own in labels.items()
+        if selector["matchLabels"].items() <= own.items()
+        and (own[rule["key"]] in rule["values"]) == (rule["operator"] == "In")
+    }
 
 
 # Custom resources

@@ -65,6 +65,12 @@ worker trigger{{ range $role := list "lag" "gateway" "ui" }}{{ if (get $.Values 
 {{- $own := get $.Values $role -}}
 {{- if and $own.enabled (not $own.tokenSecret) }}{{ fail (printf "%s.tokenSecret is empty: name the Secret whose key `token` has the token that callers of the %s must give, at least 16 characters" $role $role) }}{{ end -}}
 {{- end -}}
+{{- if .Values.pool.enabled -}}
+{{- if not .Values.pool.secret }}{{ fail "pool.secret is empty: name the Secret whose key `secret` has at least 16 random bytes" }}{{ end -}}
+{{- range $key := list "address" "secret_file" -}}
+{{- if hasKey ($settings.worker.pool | default dict) $key }}{{ fail (printf "settings.worker.pool.%s is set by the chart with pool.enabled: remove one of them" $key) }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq ($settings.affinity | default "range") "consumer_protocol") (or .Values.worker.standby .Values.worker.leaveOnStop) }}{{ fail "settings.affinity is consumer_protocol: set worker.standby and worker.leaveOnStop to false, or use another affinity" }}{{ end -}}
 {{- if and (eq ($settings.affinity | default "range") "one_topic") (or .Values.strimzi.topics .Values.strimzi.users) }}{{ fail "settings.affinity is one_topic: set strimzi.topics to false and strimzi.users to [], and grant the rights that `relaygr topics acls` prints" }}{{ end -}}
 {{- $protocol := ($settings.security | default dict).protocol | default "PLAINTEXT" -}}
@@ -192,6 +198,10 @@ securityContext:
 - name: RELAYGR_{{ upper .role }}__TOKEN
   valueFrom: {secretKeyRef: {name: {{ (get .root.Values .role).tokenSecret }}, key: token}}
 {{- end }}
+{{- if and (eq .role "worker") .root.Values.pool.enabled }}
+- {name: RELAYGR_WORKER__POOL__ADDRESS, value: "{{ include "relaygr.poolAddress" .root }}"}
+- {name: RELAYGR_WORKER__POOL__SECRET_FILE, value: /etc/relaygr/pool/secret}
+{{- end }}
 {{- with include "relaygr.username" . }}
 - {name: RELAYGR_SECURITY__SASL_USERNAME, value: {{ . | quote }}}
 {{- end }}
@@ -218,6 +228,9 @@ securityContext:
 {{- if .root.Values.security.caSecret }}
 - {name: ca, mountPath: /etc/relaygr/ca, readOnly: true}
 {{- end }}
+{{- if and (eq .role "worker") .root.Values.pool.enabled }}
+- {name: pool, mountPath: /etc/relaygr/pool, readOnly: true}
+{{- end }}
 {{- end }}
 
 {{/* dict "root" "role" "configMap". */}}
@@ -233,6 +246,10 @@ securityContext:
 {{- with .root.Values.security.caSecret }}
 - name: ca
   secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if and (eq .role "worker") .root.Values.pool.enabled }}
+- name: pool
+  secret: {secretName: {{ .root.Values.pool.secret }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 
@@ -336,6 +353,27 @@ spec:
           volumeMounts: {{ include "relaygr.mounts" . | nindent 12 }}
       volumes: {{ include "relaygr.volumes" (merge (dict "configMap" (include "relaygr.fullname" .root)) .) | nindent 8 }}
       {{- include "relaygr.placement" $values | nindent 6 }}
+{{- end }}
+
+{{/* The master's HOST:PORT. */}}
+{{- define "relaygr.poolAddress" -}}
+{{ include "relaygr.fullname" . }}-pool-master:50051
+{{- end }}
+
+{{/* What the containers of master and holders share. */}}
+{{- define "relaygr.poolContainer" -}}
+readinessProbe:
+  tcpSocket: {port: rpc}
+  periodSeconds: 5
+{{ include "relaygr.containerSecurity" . }}
+volumeMounts: [{name: tmp, mountPath: /tmp}]
+{{- end }}
+
+{{/* A selector of the pods of some roles: JSON. dict "root" "roles". */}}
+{{- define "relaygr.pods" -}}
+{{- $labels := dict "app.kubernetes.io/name" "relaygr" "app.kubernetes.io/instance" .root.Release.Name -}}
+{{- $roles := dict "key" "app.kubernetes.io/component" "operator" (.operator | default "In") "values" .roles -}}
+{{- dict "matchLabels" $labels "matchExpressions" (list $roles) | toJson -}}
 {{- end }}
 
 {{- define "relaygr.placement" -}}
