@@ -23,12 +23,11 @@ from relaygr.client import __version__
 from relaygr.kafka.rights import Role, rights_of
 from relaygr.schemas.topics import CATALOGUE
 from relaygr.settings import Settings, load
-from relaygr.worker.pool.mooncake import program
 from relaygr.worker.process.allocation import queues_bytes
 from relaygr.worker.supervisor.supervisor import STANDBY_STOP_S
 from tests.worlds.chart import CHART, EXAMPLES, Helm, Rendered, example, helm_is_installed, merged
 from tests.worlds.compose import ALERTS, exported_metrics, image_environment, metrics_in
-from tests.worlds.pool import needs_mooncake
+from tests.worlds.pool import needs_mooncake, unknown_options
 
 pytestmark = pytest.mark.skipif(not helm_is_installed(), reason="helm-python-sdk has no wheel for this machine")
 
@@ -333,7 +332,8 @@ def test_gateway_and_live_page_serve_others_and_ask_for_the_token_of_a_secret(he
 
 
 def test_the_live_page_finds_and_may_read_the_metrics_of_each_process(helm: Helm, tmp_path: Path) -> None:
-    chart = helm.render(merged(CASES["everything"], {"settings": {"ui": {"scrape": ["http://mine:1/metrics"]}}}))
+    changes = {"settings": {"ui": {"scrape": ["http://mine:1/metrics"]}}, "pool": {"enabled": False}}
+    chart = helm.render(merged(CASES["everything"], changes))
     pages = load(settings_file(chart, tmp_path), environment(chart, "ui")).settings.ui.scrape
     named = {
         f"http://{chart.named('Service', f'-{role}')['metadata']['name']}:8080/metrics"
@@ -526,15 +526,11 @@ def test_a_holder_joins_the_master_and_has_memory_beside_its_part_of_the_store(h
     assert pods(chart)["pool-holder"]["nodeSelector"] == {"memory": "much"}
 
 
-@pytest.mark.parametrize("name", ["master", "client"])
-def test_mooncakes_programs_know_the_options_that_they_get(helm: Helm, name: str) -> None:
+@pytest.mark.parametrize("part", ["master", "holder"])
+def test_mooncakes_programs_know_the_options_that_they_get(helm: Helm, part: str) -> None:
     needs_mooncake()
-    listed = subprocess.run([program(f"mooncake_{name}"), "--help"], capture_output=True, text=True, check=False).stdout
-    [own] = [
-        each for pod in pods(helm.render(CASES["a pool"])).values() for each in pod["containers"]
-        if each.get("command") == [f"mooncake_{name}"]
-    ]  # fmt: skip
-    assert [flag for each in own["args"] if f" -{(flag := each[2:].partition('=')[0])} " not in listed] == []
+    own = container(helm.render(CASES["a pool"]), f"pool-{part}")
+    assert unknown_options(*own["command"], own["args"]) == []
 
 
 @pytest.mark.parametrize("others", [True, False])

@@ -10,11 +10,13 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.settings import load, setting_fields
+from relaygr.worker.pool.mooncake import LIBRARIES
 from relaygr.worker.process.allocation import queues_bytes
 from tests.worlds.compose import (
     COMPOSE,
     COMPOSE_FILE,
     DOCKERFILE,
+    POOL_FILE,
     ROOT,
     compose_file,
     dot_env,
@@ -23,6 +25,7 @@ from tests.worlds.compose import (
     our_services,
     services,
 )
+from tests.worlds.pool import needs_mooncake, unknown_options
 
 WORKERS = ("worker-00", "worker-01", "worker-cuda", "worker-npu")
 BESIDE_BYTES = 2**29
@@ -35,7 +38,8 @@ def size_bytes(text: str) -> int:
 
 
 def test_no_line_of_dot_env_is_unused_and_none_is_missing() -> None:
-    named = set(re.findall(r"\$\{(\w+)\}", COMPOSE_FILE.read_text(encoding="utf-8")))
+    files = COMPOSE_FILE.read_text(encoding="utf-8") + POOL_FILE.read_text(encoding="utf-8")
+    named = set(re.findall(r"\$\{(\w+)\}", files))
     assert named == set(dot_env()) - {"COMPOSE_PROJECT_NAME"}
 
 
@@ -105,6 +109,43 @@ def test_a_worker_with_a_standby_has_room_for_the_tier_that_they_share() -> None
     for name in paired:
         worker = load(None, {key: str(value) for key, value in environment_of(name).items()}).settings.worker
         assert size_bytes(services()[name]["shm_size"]) >= 1.1 * worker.dram_bytes
+
+
+def test_workers_get_the_address_of_the_master_and_the_secret() -> None:
+    pooled = compose_file(POOL_FILE)
+    for name in ("worker-00", "worker-01", "worker-cuda"):
+        own = pooled["services"][name]
+        values = {**environment_of(name), **own["environment"]}
+        pool = load(None, {key: str(value) for key, value in values.items()}).settings.worker.pool
+        host, _, port = str(pool.address).partition(":")
+        assert f"--rpc_port={port}" in pooled["services"][host]["command"]
+        assert str(pool.secret_file) in [f"/run/secrets/{secret}" for secret in own["secrets"]]
+    assert "worker-npu" not in pooled["services"], "its image has no apt-get"
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert f"compose/{pooled['secrets']['pool']['file']}" in ignored
+
+
+def test_a_holder_joins_the_master_and_has_memory_beside_its_part_of_the_store() -> None:
+    holder = compose_file(POOL_FILE)["services"]["pool-holder"]
+    flags = dict(each.removeprefix("--").partition("=")[::2] for each in holder["command"])
+    assert (flags["host"], flags["master_server_address"]) == ("pool-holder", "pool-master:50051")
+    assert size_bytes(holder["mem_limit"]) >= size_bytes(flags["global_segment_size"]) + BESIDE_BYTES
+
+
+def test_an_image_with_the_pool_has_the_extra_and_the_libraries_of_debian() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    [extras] = re.findall(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
+    for name, service in compose_file(POOL_FILE)["services"].items():
+        assert service["build"]["args"]["EXTRAS"] == f"{extras},pool", name
+    [install] = re.findall(r"apt-get install (.*) \\", text)
+    assert {word for word in install.split() if not word.startswith("-")} == set(LIBRARIES.values())
+
+
+@pytest.mark.parametrize("name", ["pool-master", "pool-holder"])
+def test_mooncakes_programs_know_the_options_that_they_get(name: str) -> None:
+    needs_mooncake()
+    own = compose_file(POOL_FILE)["services"][name]
+    assert unknown_options(*own["entrypoint"], own["command"]) == []
 
 
 def test_the_gateway_asks_for_a_token_and_brings_none() -> None:

@@ -14,6 +14,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
 COMPOSE_FILE = COMPOSE / "compose.yaml"
+POOL_FILE = COMPOSE / "pool.yaml"
+"""It is laid over compose.yaml."""
 DOCKERFILE = COMPOSE / "Dockerfile"
 ALERTS = COMPOSE / "prometheus" / "alerts.yaml"
 PROMETHEUS = COMPOSE / "prometheus" / "prometheus.yaml"
@@ -43,10 +45,10 @@ def dot_env() -> dict[str, str]:
 
 
 @cache
-def compose_file() -> Any:
-    """compose.yaml with the variables of `.env` in it, read once. Raises KeyError for one that `.env` lacks."""
+def compose_file(path: Path = COMPOSE_FILE) -> Any:
+    """The file with the variables of `.env` in it, read once. Raises KeyError for one that `.env` lacks."""
     given = dot_env()
-    return yaml.safe_load(_VARIABLE.sub(lambda match: given[match[1]], COMPOSE_FILE.read_text(encoding="utf-8")))
+    return yaml.safe_load(_VARIABLE.sub(lambda match: given[match[1]], path.read_text(encoding="utf-8")))
 
 
 def services() -> dict[str, Any]:

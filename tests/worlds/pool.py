@@ -40,6 +40,12 @@ def needs_mooncake() -> None:
         unavailable("mooncake", lack)
 
 
+def unknown_options(name: str, arguments: Sequence[str]) -> list[str]:
+    """The options that a program of Mooncake does not know."""
+    done = subprocess.run([program(name), "--help"], capture_output=True, text=True, check=False)
+    return [each for each in arguments if f" -{each[2:].partition('=')[0]} " not in done.stdout]
+
+
 class TwinStore:
     """A `Store` in this process. `down`, `hung` and `capacity` are the faults that a test asks for."""
 
