@@ -1,13 +1,16 @@
-"""Workers with a pool, on real stores: a new worker loads what a stopped one computed, and a store that hangs delays
-nobody, not even a stop.
+"""Workers with a pool, on real stores: a new worker loads what another one computed, and a store that hangs delays
+nobody, neither in a warm-up nor at a stop.
 """
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import History, PrefixSource, RankingResult
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.pool.settings import PoolSettings
-from tests.worlds.pool import mooncake
+from tests.worlds.pool import Mooncake, mooncake
 from tests.worlds.relay import (
     COEFFICIENTS,
     Relay,
@@ -57,91 +60,112 @@ def ranked(client: RelayClient, user: History) -> RankingResult:
     return outcome.result
 
 
-def test_a_new_worker_loads_what_a_stopped_one_computed(module_kafka: KafkaSettings, tmp_path: Path) -> None:
+@contextmanager
+def pooled(kafka: KafkaSettings, folder: Path, **settings: Any) -> Iterator[tuple[Mooncake, Relay, RelayClient]]:
+    """A store, a relay whose workers share it, and a client."""
     config = model_config()
-    model = save_model(tmp_path / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
-    secret = tmp_path / "secret"
+    model = save_model(folder / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
+    secret = folder / "secret"
     secret.write_bytes(b"0123456789abcdef")
-    *users, last = [history_of(new_user("pooled"), LENGTH, seed) for seed in range(5)]
-    with mooncake(tmp_path / "mooncake") as stores:
+    with mooncake(folder / "mooncake") as stores:
         pool = PoolSettings(address=stores.address, secret_file=secret, visits=1)
-        with (
-            Relay(module_kafka, tmp_path / "relay", model, pool=pool, dram_bytes=ByteSize(16 << 20)) as relay,
-            relay.client() as client,
-        ):
-            first = relay.start_worker("worker-00")
-            relay.await_ready(first)
-            wait_until("the pool is there", lambda: counted(first, "away") == 0)
-            for user in (*users, last):
-                client.publish_history(user)
-            scores = {user.user_id: ranked(client, user).scores for user in (*users, last)}
+        own = {"pool": pool, "dram_bytes": ByteSize(64 << 20), **settings}
+        with Relay(kafka, folder / "relay", model, **own) as relay, relay.client() as client:
+            yield stores, relay, client
 
-            def is_written() -> bool:
-                """On a busy machine a visit may find the link too slow."""
-                for user in (*users, last):
-                    ranked(client, user)
-                return counted(first, "objects_written_total", outcome="stored") > len(users)
 
-            wait_until("written", is_written, 180)
-            assert relay.stop(first) == 0
-            second = relay.start_worker("worker-01")
-            relay.await_ready(second)
-            wait_until("the pool is there", lambda: counted(second, "away") == 0)
-            for user in users:
-                assert_equal(ranked(client, user), scores[user.user_id])
-            wait_until("loaded", lambda: counted(second, "fetches_total", outcome="loaded") > 0)
+def started(relay: Relay, worker_id: str) -> CommandProcess:
+    """A worker that is ready and has the pool."""
+    worker = relay.start_worker(worker_id)
+    relay.await_ready(worker)
+    wait_until("the pool is there", lambda: counted(worker, "away") == 0)
+    return worker
 
-            client.tombstone(users[0].user_id)
-            wait_until("deleted", lambda: counted(second, "objects_removed_total", reason="deletion") > 0)
 
-            stores.processes[-1].send_signal(signal.SIGSTOP)
-            began_s = time.monotonic()
-            result = ranked(client, last)
-            assert time.monotonic() - began_s < HANGS_S / 2 and result.prefix_source is PrefixSource.COMPUTED
-            assert_equal(result, scores[last.user_id])
-            # The call still hangs.
-            assert relay.stop(second) == 0
-            assert time.monotonic() - began_s < HANGS_S
+def written(client: RelayClient, users: Sequence[History], worker: CommandProcess) -> dict[str, np.ndarray]:
+    """Publishes the users, and ranks them until the store has their prefixes. Returns their scores."""
+    for user in users:
+        client.publish_history(user)
+    scores = {user.user_id: ranked(client, user).scores for user in users}
+
+    def is_written() -> bool:
+        """On a busy machine a visit may find the link too slow."""
+        for user in users:
+            ranked(client, user)
+        return counted(worker, "objects_written_total", outcome="stored") >= len(users)
+
+    wait_until("written", is_written, 180)
+    return scores
+
+
+def warmed(worker: CommandProcess, **outcome: str) -> float:
+    """Users of its warm-ups, by their outcome."""
+    return reading(worker).total("relaygr_worker_warm_ups_total", **outcome)
+
+
+def test_a_new_worker_loads_what_a_stopped_one_computed(module_kafka: KafkaSettings, tmp_path: Path) -> None:
+    *users, last = [history_of(new_user("pooled"), LENGTH, seed) for seed in range(5)]
+    with pooled(module_kafka, tmp_path) as (stores, relay, client):
+        first = started(relay, "worker-00")
+        scores = written(client, (*users, last), first)
+        assert relay.stop(first) == 0
+        second = started(relay, "worker-01")
+        for user in users:
+            assert_equal(ranked(client, user), scores[user.user_id])
+        wait_until("loaded", lambda: counted(second, "fetches_total", outcome="loaded") > 0)
+
+        client.tombstone(users[0].user_id)
+        wait_until("deleted", lambda: counted(second, "objects_removed_total", reason="deletion") > 0)
+
+        stores.processes[-1].send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        result = ranked(client, last)
+        assert time.monotonic() - began_s < HANGS_S / 2 and result.prefix_source is PrefixSource.COMPUTED
+        assert_equal(result, scores[last.user_id])
+        # The call still hangs.
+        assert relay.stop(second) == 0
+        assert time.monotonic() - began_s < HANGS_S
 
 
 def test_a_worker_that_joins_has_the_prefixes_of_the_users_that_move_to_it(
     module_kafka: KafkaSettings, tmp_path: Path
 ) -> None:
     """Its warm-up fetches them. Without a pool it would compute them, or their next visits would."""
-    config = model_config()
-    model = save_model(tmp_path / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"0123456789abcdef")
     users = [history_of(new_user("moves"), LENGTH, seed) for seed in range(12)]
-    with mooncake(tmp_path / "mooncake") as stores:
-        pool = PoolSettings(address=stores.address, secret_file=secret, visits=1)
-        settings = {"pool": pool, "dram_bytes": ByteSize(64 << 20), "warm_up_users": 100}
-        with Relay(module_kafka, tmp_path / "relay", model, **settings) as relay, relay.client() as client:
-            first = relay.start_worker("worker-00")
-            relay.await_ready(first)
-            wait_until("the pool is there", lambda: counted(first, "away") == 0)
-            for user in users:
-                client.publish_history(user)
-            scores = {user.user_id: ranked(client, user).scores for user in users}
+    with pooled(module_kafka, tmp_path, warm_up_users=100) as (_, relay, client):
+        scores = written(client, users, started(relay, "worker-00"))
+        second = relay.start_worker("worker-01")
+        relay.await_ready(second)
+        # The first worker keeps half of the partitions, and has computed all prefixes of the others.
+        wait_until(
+            "it is warm",
+            lambda: warmed(second, outcome="fetched") + warmed(second, outcome="computed") >= len(users) / 4,
+        )
+        wait_until("nothing is fetched", lambda: counted(second, "fetches_total") == warmed(second, outcome="fetched"))
+        results = {user.user_id: ranked(client, user) for user in users}
+        for user_id, result in results.items():
+            assert_equal(result, scores[user_id])
+        moved = [result for result in results.values() if result.worker_id == "worker-01"]
+        loaded = [result for result in moved if result.prefix_source is PrefixSource.DRAM]
+        assert len(loaded) >= 0.9 * len(moved) > 0, [(each.path, each.prefix_source) for each in moved]
 
-            def is_written() -> bool:
-                for user in users:
-                    ranked(client, user)
-                return counted(first, "objects_written_total", outcome="stored") >= len(users)
 
-            wait_until("written", is_written, 180)
-            second = relay.start_worker("worker-01")
-            relay.await_ready(second)
-
-            def warmed(outcome: str) -> float:
-                return reading(second).total("relaygr_worker_warm_ups_total", outcome=outcome)
-
-            # The first worker keeps half of the partitions, and has computed all prefixes of the others.
-            wait_until("it is warm", lambda: warmed("fetched") + warmed("computed") >= len(users) / 4)
-            wait_until("nothing is fetched", lambda: counted(second, "fetches_total") == warmed("fetched"))
-            results = {user.user_id: ranked(client, user) for user in users}
-            for user_id, result in results.items():
-                assert_equal(result, scores[user_id])
-            moved = [result for result in results.values() if result.worker_id == "worker-01"]
-            loaded = [result for result in moved if result.prefix_source is PrefixSource.DRAM]
-            assert len(loaded) >= 0.9 * len(moved) > 0, [(each.path, each.prefix_source) for each in moved]
+def test_a_pool_that_hangs_at_a_warm_up_delays_nobody(module_kafka: KafkaSettings, tmp_path: Path) -> None:
+    """The holder is stopped. A worker that joins is ready and answers; once the holder goes on, so does the warm-up."""
+    users = [history_of(new_user("hangs"), LENGTH, seed) for seed in range(12)]
+    with pooled(module_kafka, tmp_path, warm_up_users=100) as (stores, relay, client):
+        scores = written(client, users, started(relay, "worker-00"))
+        stores.processes[-1].send_signal(signal.SIGSTOP)
+        second = relay.start_worker("worker-01")
+        relay.await_ready(second)
+        ready_s = time.monotonic()
+        assert counted(second, "away") == 1
+        results = {user.user_id: ranked(client, user) for user in users}
+        assert time.monotonic() - ready_s < HANGS_S
+        for user_id, result in results.items():
+            assert_equal(result, scores[user_id])
+        assert "worker-01" in {result.worker_id for result in results.values()}
+        stores.processes[-1].send_signal(signal.SIGCONT)
+        wait_until("the pool is there", lambda: counted(second, "away") == 0, 2 * HANGS_S)
+        wait_until("the warm-up goes on", lambda: warmed(second) > 0)
+        assert relay.stop(second) == 0

@@ -432,6 +432,27 @@ def test_a_request_with_much_time_waits_for_a_hanging_store_only_twice_the_expec
     assert world.outbox.answered["r"][0].path is RankedOn.FULL
 
 
+def test_a_warm_up_whose_fetch_hangs_delays_no_request_and_goes_on_afterwards(store: TwinStore, tmp_path: Path) -> None:
+    writer(store, tmp_path)
+    world = PooledWorld(store, tmp_path / "b", warm_up_users=10)
+    versions = {user: world.put(user, LENGTH) for user in ("ann", "bob", "cid")}
+    world.executor.begin_warm_up()
+    world.executor.offer_warm_ups(["ann", "bob"])
+    with store.hung():
+        world.until(lambda: store.waiting == 1)
+        began_us = world.clock.monotonic_us()
+        for user in ("ann", "cid"):
+            world.submit(user, versions[user], user, budget_us=200_000)
+        while world.outbox.answered.keys() != {"ann", "cid"}:
+            world.clock.advance_us(1_000)
+            world.run()
+            assert world.clock.monotonic_us() - began_us < 200_000
+        world.assert_exact(world.outbox.answered["ann"][0], behaviours_of(LENGTH))
+    world.until(lambda: world.clock.advance_us(1_000) or world.cache.ledger.hbm.index.of_user("bob"))
+    world.settle()
+    check_invariants(world.cache)
+
+
 def test_a_warm_up_fetches_what_the_pool_has_and_computes_the_rest(store: TwinStore, tmp_path: Path) -> None:
     """So the next owner of a partition has the prefixes of its users before they return."""
     writer(store, tmp_path)
