@@ -65,7 +65,10 @@ _PROBES: Final = 3
 _GUESS_US_PER_BYTE: Final = 1 / 128
 _GUESS_FIXED_US: Final = 2_000.0
 _NEWEST_WEIGHS: Final = 0.2
-_OLD_US: Final = 60_000_000
+_OLD_US: Final = 10_000_000
+"""After so long without a fetch the link is measured again: while processes start, it looks slower than it is, and what
+does not pay is neither fetched nor written.
+"""
 _MOST_BROKEN: Final = 1024
 
 _FETCHES = Counter(
@@ -441,7 +444,7 @@ class PoolTier:
         now_us = self._clock.monotonic_us()
         if self._is_down:
             return max(0, self._retry_at_us - now_us) / 1e6
-        due_us = [self._deletions.due_us(), now_us + int(LAST_RETRY_S * 1e6)]
+        due_us = [self._deletions.due_us(), self._link.measured_us + _OLD_US]
         due_us.extend(at_us for at_us, _ in itertools.islice(self._writes.values(), 1))
         return max(0, min(due_us) - now_us) / 1e6
 
@@ -475,7 +478,7 @@ class PoolTier:
             store.has([self._segments.prefix])
             self._answered()
         self._delete(store)
-        if self._clock.monotonic_us() - self._link.measured_us > _OLD_US:
+        if self._clock.monotonic_us() - self._link.measured_us >= _OLD_US:
             self._measure(store)
         while not self._closing and (key := self._next_write()) is not None:
             self._write(store, key)
