@@ -22,6 +22,7 @@ pytestmark = pytest.mark.browser
 
 TOKEN = "a token of 20 chars!"
 SHOWN = "document.getElementById('live')?.hidden === false"
+POOL = 'relaygr_pool_away 0\nrelaygr_pool_fetches_total{outcome="loaded"} 7\n'
 DECISIONS = 'relaygr_trigger_decisions_total{reason="admitted"} %d\n'
 NAMED = (
     "[...document.querySelectorAll('svg')].filter(each => !each.closest('[aria-hidden=true]'))"
@@ -49,6 +50,7 @@ def world() -> UiWorld:
     rows = tuple(PartitionReport("t", each, None, None, 7 * each, None, None, LagStatus.WARN) for each in range(6))
     group = GroupReport("relaygr.workers", "", "", "", 2, 105, 35, None, 0, (), LagStatus.WARN, (), rows)
     world.model.note_lag(LagReport("c", 0, 0, True, (group,)), None)
+    world.model.note_metrics("worker-01", parse_reading(POOL), world.clock.monotonic_us())
     for count in (0, 40):
         world.model.note_metrics("trigger", parse_reading(DECISIONS % count), world.clock.monotonic_us())
     return world
@@ -123,6 +125,7 @@ def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page,
     tab.show(server.address, 1280)
     tab.until(SHOWN)
     assert "relay on" in text_of(tab, "#phase")
+    assert text_of(tab, "#workers").count("pool: 7 loaded") == text_of(tab, "#workers").count("pool") == 1
     assert "worker-01" in text_of(tab, "#workers") and "5 of 6 owned" in text_of(tab, "#partitions-note")
     assert "admitted" in text_of(tab, "#decisions")
     assert tab.ask("document.querySelectorAll('#lag rect').length") == 6

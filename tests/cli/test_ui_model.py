@@ -343,7 +343,7 @@ def test_a_pool_is_shown_beside_the_tiers_and_told_when_it_is_away() -> None:
     assert shown.problems == []
     world.model.note_metrics("worker-01", parse_reading(page.format(1)), now_us)
     [problem] = world.snapshot().problems
-    assert problem == "The pool is away for 1 workers, such as worker-01: they compute all prefixes"
+    assert problem == "The pool hangs or does not answer for 1 workers, such as worker-01: they compute instead"
 
 
 def test_decisions_are_those_of_the_last_minute_over_all_triggers() -> None:

@@ -544,7 +544,9 @@ class LiveModel:
             )
         away = [name for name, known in sorted(self._workers.items()) if (pool := _pool(known.reading)) and pool.away]
         if away:
-            found.append(f"The pool is away for {len(away)} workers, such as {away[0]}: they compute all prefixes")
+            found.append(
+                f"The pool hangs or does not answer for {len(away)} workers, such as {away[0]}: they compute instead"
+            )
         if self._silent_pages:
             names = ", ".join(list(self._silent_pages)[:4])
             found.append(f"{len(self._silent_pages)} metrics pages do not answer: {names}")

@@ -103,7 +103,7 @@ function showPaths(live) {
   $("paths").tBodies[0].replaceChildren(...rows);
 }
 
-function tier(label, fill) {
+function tier(label, fill, pool = null) {
   if (!fill.capacity_bytes) return node("td", { "data-label": label }, node("span", { class: "small" }, "none"));
   const held = fill.held_bytes / fill.capacity_bytes, cached = (fill.cached_bytes ?? 0) / fill.capacity_bytes;
   const used = Math.min(1, held + cached);
@@ -111,12 +111,8 @@ function tier(label, fill) {
   meter.children[0].style.width = `${100 * Math.min(1, held)}%`;
   meter.children[1].style.width = `${100 * Math.min(1 - held, cached)}%`;
   const words = fill.cached_bytes === null ? `${share(held)} held of ${bytes(fill.capacity_bytes)}` : `${share(used)} of ${bytes(fill.capacity_bytes)}`;
-  return node("td", { "data-label": label }, meter, node("span", { class: "small" }, words));
-}
-
-function pool(view) {
-  if (view === null) return node("span", { class: "small" }, "none");
-  return view.away ? node("span", { class: "pill warn" }, "away") : `${whole(view.loaded)} loaded`;
+  const loaded = pool && node("div", { class: "small" }, "pool: ", pool.away ? node("span", { class: "pill warn" }, "away") : `${whole(pool.loaded)} loaded`);
+  return node("td", { "data-label": label }, meter, node("span", { class: "small" }, words), loaded);
 }
 
 function standby(worker) {
@@ -132,15 +128,14 @@ function showWorkers(live) {
       node("td", {}, node("div", {}, swatch(owner(place)), node("span", { class: "name" }, worker.worker_id), " ", node("span", { class: `pill ${state}` }, words)),
         node("div", { class: "small owns" }, worker.partitions ? `${worker.partitions} partitions: ${worker.owns.length > 60 ? `${worker.owns.slice(0, 57)}…` : worker.owns}` : "no partition"),
         node("div", { class: "small owns" }, [worker.host, `model ${worker.revision}`].filter(Boolean).join(", "))),
-      tier("HBM", worker.hbm), tier("DRAM", worker.dram), node("td", { class: "pool", "data-label": "Pool" }, pool(worker.pool)),
+      tier("HBM", worker.hbm), tier("DRAM", worker.dram, worker.pool),
       node("td", { class: "num", "data-label": "Queue P99" }, ms(worker.queue_p99_ms)),
       node("td", { class: "num", "data-label": "Backlog" }, ms(worker.backlog_ms)),
       node("td", { class: "num", "data-label": "HBM hits" }, share(worker.hit_share)),
       node("td", { class: "num", "data-label": "Device" }, share(worker.device_share)),
       node("td", { "data-label": "Standby" }, standby(worker)));
   });
-  if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "9", class: "muted" }, "No worker has written a status in the last minute.")));
-  $("workers").classList.toggle("pooled", live.workers.some((worker) => worker.pool !== null));
+  if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "8", class: "muted" }, "No worker has written a status in the last minute.")));
   $("workers").tBodies[0].replaceChildren(...rows);
   say("workers-note", [`${live.workers.filter((worker) => worker.fresh).length} ready`, live.silent_workers ? `${live.silent_workers} silent or not shown` : ""].filter(Boolean).join(", "));
 }
