@@ -369,7 +369,7 @@ readinessProbe:
 volumeMounts: [{name: tmp, mountPath: /tmp}]
 {{- end }}
 
-{{/* A selector of the pods of some roles: JSON. dict "root" "roles". */}}
+{{/* A selector of the pods of some roles, or of all others: JSON. dict "root" "roles" "operator" (In, or NotIn). */}}
 {{- define "relaygr.pods" -}}
 {{- $labels := dict "app.kubernetes.io/name" "relaygr" "app.kubernetes.io/instance" .root.Release.Name -}}
 {{- $roles := dict "key" "app.kubernetes.io/component" "operator" (.operator | default "In") "values" .roles -}}
