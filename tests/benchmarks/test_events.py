@@ -13,7 +13,7 @@ import pytest
 
 from relaygr.bench.events import Event, Plan, run
 from relaygr.bench.events.__main__ import main
-from relaygr.bench.events.figures import HandOver, Happened, Joined, Phase, lost_outside, row_of
+from relaygr.bench.events.figures import HandOver, Happened, Phase, lost_outside, row_of
 from relaygr.bench.events.judge import Account, Ends, Growth, Judged, Life, Resource, Sample, accounts, growths
 from relaygr.bench.events.run import play_events
 from relaygr.bench.events.stack import Stack
@@ -80,8 +80,9 @@ def test_a_hand_over_counts_the_first_visits_of_users_who_had_come_to_another_wo
         visit("bob", "worker-02", prefix_source="dram"),
         visit("new", "worker-02", prefix_source="computed"),
     ]
-    row = row_of(Happened("join", AT_S, READY_S, Joined("worker-02", 105.5, 1.5, 0.25)), records[::-1], WINDOW_S, 0.0)
-    assert row.hand_over == HandOver(0.5, 1.5, 0.25, {"dram": 1, "full": 1})
+    joined = HandOver("worker-02", 0.5, 1.5, 0.25)
+    row = row_of(Happened("join", AT_S, READY_S, joined), records[::-1], WINDOW_S, 0.0)
+    assert row.hand_over == replace(joined, sources={"dram": 1, "full": 1})
 
 
 def test_a_lost_request_is_excused_only_while_the_broker_was_away() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from relaygr.traffic.records import LOST, NOT_SENT, OPEN, UNDELIVERED, ImpressionRecord, in_time, is_whole
 
@@ -36,31 +36,23 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A worker that joined. `owned_s`: when it had its first partitions, by the monotonic clock."""
-
-    worker_id: str
-    owned_s: float
-    pre_infer_s: float
-    """Device seconds of all workers in the `DEVICE_S` after that, for jobs and requests."""
-    warm_up_s: float
-    """The same for warm-ups."""
-
-
-@dataclass(frozen=True, slots=True)
 class HandOver:
     """What it took to hand users over to a worker that joined."""
 
+    worker_id: str
     histories_s: float
     """From its first partitions until it had their histories, and each partition an owner."""
     pre_infer_s: float
+    """Device seconds of all workers in the first `DEVICE_S`, for jobs and requests."""
     warm_up_s: float
-    sources: Mapping[str, int]
+    """The same for warm-ups."""
+    sources: Mapping[str, int] = field(default_factory=dict)
     """The first visits to it of users who had come to another worker, by the source of their prefix."""
 
     def __str__(self) -> str:
         sources = ", ".join(f"{count} {source}" for source, count in sorted(self.sources.items()))
-        return f"{sources}; {self.pre_infer_s:.1f} + {self.warm_up_s:.1f} s; {self.histories_s:.2f} s"
+        device = f"{self.pre_infer_s:.1f} s of pre-infer and {self.warm_up_s:.1f} s of warm-up in {DEVICE_S:.0f} s"
+        return f"prefixes of moved users: {sources}; {device}; histories after {self.histories_s:.2f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +82,8 @@ class Happened:
     event: str
     at_s: float
     ready_s: float
-    joined: Joined | None = None
+    hand_over: HandOver | None = None
+    """Without `sources`."""
 
 
 def is_lost(record: ImpressionRecord) -> bool:
@@ -114,20 +107,19 @@ def row_of(happened: Happened, records: Sequence[ImpressionRecord], window_s: fl
         after=_phase(after),
         longest_ms=max(waits_us, default=0) / 1000,
         back_s=round(_back_s(at_s, _phase(before), [*during, *after]), 2),
-        hand_over=_hand_over(happened.joined, ready_s, records) if happened.joined else None,
+        hand_over=_with_sources(happened.hand_over, records) if happened.hand_over else None,
     )
 
 
-def _hand_over(joined: Joined, ready_s: float, records: Sequence[ImpressionRecord]) -> HandOver:
+def _with_sources(hand_over: HandOver, records: Sequence[ImpressionRecord]) -> HandOver:
     before: set[str] = set()
     moved: dict[str, str] = {}
     for record in sorted(records, key=lambda record: record.scheduled_us):
-        if record.worker_id != joined.worker_id:
+        if record.worker_id != hand_over.worker_id:
             before.add(record.user_id)
         elif record.user_id in before:
             moved.setdefault(record.user_id, record.prefix_source or record.path or record.status)
-    histories_s = round(ready_s - joined.owned_s, 2)
-    return HandOver(histories_s, joined.pre_infer_s, joined.warm_up_s, dict(Counter(moved.values())))
+    return replace(hand_over, sources=dict(Counter(moved.values())))
 
 
 def _between(records: Sequence[ImpressionRecord], from_s: float, to_s: float) -> list[ImpressionRecord]:

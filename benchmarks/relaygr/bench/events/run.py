@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.bench.events import Event, Plan
-from relaygr.bench.events.figures import DEVICE_S, EventRow, Happened, Joined, is_lost, lost_outside, not_sent, row_of
+from relaygr.bench.events.figures import DEVICE_S, EventRow, HandOver, Happened, is_lost, lost_outside, not_sent, row_of
 from relaygr.bench.events.judge import BOUNDS, Account, Ends, Growth, Judged, Sample, accounts, growths
 from relaygr.bench.events.stack import VOCABULARY, Stack, settings_of
 from relaygr.bench.rows import machine, now
@@ -197,8 +197,8 @@ class _Run:
         self._make(event)
         self._stack.await_calm()
         ready_s = time.monotonic()
-        joined = self._joined() if event is Event.JOIN else None
-        self._happened.append(Happened(event, at_s, ready_s, joined))
+        hand_over = self._hand_over(ready_s) if event is Event.JOIN else None
+        self._happened.append(Happened(event, at_s, ready_s, hand_over))
         self._console.print(f"{event}: ready again after {ready_s - at_s:.1f} s")
 
     def _prepare(self, event: Event) -> None:
@@ -247,10 +247,10 @@ class _Run:
     def _join(self) -> None:
         self._stack.start(JOINED, ["worker", "--leave-on-stop"])
 
-    def _joined(self) -> Joined:
+    def _hand_over(self, ready_s: float) -> HandOver:
         time.sleep(max(0.0, self._owned_s + DEVICE_S - time.monotonic()))
         used_s = [now_s - then_s for now_s, then_s in zip(self._device_seconds(), self._device_s, strict=True)]
-        return Joined(JOINED, self._owned_s, *used_s)
+        return HandOver(JOINED, round(ready_s - self._owned_s, 2), *used_s)
 
     def _device_seconds(self) -> list[float]:
         """Of all workers, for jobs and requests, and for warm-ups."""
