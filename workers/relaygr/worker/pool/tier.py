@@ -206,6 +206,7 @@ class PoolTier:
         self._writes: OrderedDict[str, tuple[int, PrefixKey]] = OrderedDict()
         self._retry_s = FIRST_RETRY_S
         self._is_down, self._retry_at_us = False, 0
+        self._was_tried = threading.Event()
         self._broken: OrderedDict[str, None] = OrderedDict()
         """Keys that were removed because they could not be read."""
         self._closing = False
@@ -231,7 +232,11 @@ class PoolTier:
     @property
     def is_connecting(self) -> bool:
         """Whether the store has neither answered nor failed to."""
-        return self._store is None and not self._is_down
+        return not self._was_tried.is_set()
+
+    def await_connection(self, timeout_s: float) -> None:
+        """Waits until the store has answered or failed to, at most so long."""
+        self._was_tried.wait(timeout_s)
 
     def covered(self, key: PrefixKey) -> int:
         """Behaviours of `key` that the pool could have."""
@@ -320,6 +325,7 @@ class PoolTier:
         with self._changed:
             self._is_down, self._retry_s, self._retry_at_us = False, FIRST_RETRY_S, 0
             self._is_away(self._clock.monotonic_us())
+        self._was_tried.set()
 
     def _went_down(self, error: Exception) -> None:
         with self._changed:
@@ -328,6 +334,7 @@ class PoolTier:
             log.warning("the pool's store does not answer", error=str(error), again_in_s=self._retry_s)
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
             _AWAY.set(1)
+        self._was_tried.set()
 
     # -- the readers -----------------------------------------------------------------------------------
 

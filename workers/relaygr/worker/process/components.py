@@ -77,6 +77,8 @@ _UNREADY_SILENCE_MS = 10_000
 """A worker whose poll thread has not polled for this long answers nothing."""
 _STALE_STATUSES = 3
 """A worker without a status for this many status intervals counts as dead: no request is diverted to it."""
+_POOL_CONNECT_S = 2.0
+"""The longest time that a worker that starts waits for its pool. To connect takes half a second to one second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +405,11 @@ class Components:
             loop.read_anew(topics)
 
     def start_loops(self) -> None:
-        """Joins the groups."""
+        """Joins the groups, after the pool has connected or had its time: the first requests of the users of new
+        partitions come at once. A standby's pool has connected before.
+        """
+        if self._pool is not None:
+            self._pool.await_connection(_POOL_CONNECT_S)
         self.loop.start()
         if self.overflow is not None and self._peer_reader is not None:
             self.overflow.start()
