@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.pool import deletions, segments, tier
+from relaygr.worker.pool.store import Store, StoreDownError
 from tests.worlds import real_executor
 from tests.worlds.cache import GEOMETRY, LAYOUT
 from tests.worlds.invariants import check_invariants
@@ -430,6 +432,27 @@ def test_a_request_with_much_time_waits_for_a_hanging_store_only_twice_the_expec
             assert world.clock.monotonic_us() - began_us < 1_000_000
     world.assert_exact(world.outbox.answered["r"][0], behaviours_of(LENGTH))
     assert world.outbox.answered["r"][0].path is RankedOn.FULL
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_worker_that_starts_waits_until_the_store_has_answered_or_failed_to_or_the_time_is_over(
+    store: TwinStore, tmp_path: Path, is_up: bool
+) -> None:
+    answers = threading.Event()
+
+    def connect() -> Store:
+        answers.wait()
+        if not is_up:
+            raise StoreDownError("the master does not answer")
+        return store
+
+    pool = PooledWorld(store, tmp_path, connect=connect).pool
+    pool.await_connection(0.05)
+    assert pool.is_connecting
+    threading.Timer(0.05, answers.set).start()
+    began_s = time.monotonic()
+    pool.await_connection(60)
+    assert not pool.is_connecting and time.monotonic() - began_s < 30
 
 
 def test_a_warm_up_whose_fetch_hangs_delays_no_request_and_goes_on_afterwards(store: TwinStore, tmp_path: Path) -> None:

@@ -26,8 +26,16 @@ class PooledWorld(RealExecutorWorld):
     opened: ClassVar[list[PooledWorld]] = []
 
     def __init__(
-        self, store: Store, folder: Path, kind: str = "plain", dram_pages: int = 64, *, connect=None, **settings
+        self,
+        store: Store,
+        folder: Path,
+        kind: str = "plain",
+        dram_pages: int = 64,
+        *,
+        connect: Callable[[], Store] | None = None,
+        **settings,
     ) -> None:
+        """With `connect`, the test waits for the connection."""
         self.owned: Callable[[str], bool] = lambda _user: True
 
         def pool(world: RealExecutorWorld, guard) -> PoolTier:
@@ -50,7 +58,8 @@ class PooledWorld(RealExecutorWorld):
         super().__init__(kind, dram_pages=dram_pages, latency=SLOW_DEVICE, pool=pool, **settings)
         self.opened.append(self)
         self.pool.start()
-        self.until(lambda: self.pool._store is not None)
+        if connect is None:
+            self.until(lambda: self.pool._store is not None)
 
     def close(self) -> None:
         """Ends the threads, as a worker does."""

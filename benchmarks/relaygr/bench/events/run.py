@@ -34,7 +34,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from relaygr.traffic.player import WARM_UP_REQUESTS
 from relaygr.traffic.records import ImpressionRecord, read_records
-from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.pool.settings import PoolSettings
 from relaygr.worker.shared.lock import memory_folder
 
@@ -156,7 +156,7 @@ class _Run:
         self._happened: list[Happened] = []
         self._outages: list[tuple[float, float]] = []
         self._hot: list[Path] = []
-        self._owned_s, self._device_s = 0.0, [0.0]
+        self._owned_s, self._device_s = 0.0, (0.0, 0.0)
 
     def play(self) -> Played:
         plan, stack, records = self._plan, self._stack, self._folder / "records.jsonl"
@@ -249,12 +249,14 @@ class _Run:
 
     def _hand_over(self, ready_s: float) -> HandOver:
         time.sleep(max(0.0, self._owned_s + DEVICE_S - time.monotonic()))
-        used_s = [now_s - then_s for now_s, then_s in zip(self._device_seconds(), self._device_s, strict=True)]
-        return HandOver(JOINED, round(ready_s - self._owned_s, 2), *used_s)
+        (pre_infer_s, warm_up_s), (pre_infer_before_s, warm_up_before_s) = self._device_seconds(), self._device_s
+        return HandOver(
+            JOINED, round(ready_s - self._owned_s, 2), pre_infer_s - pre_infer_before_s, warm_up_s - warm_up_before_s
+        )
 
-    def _device_seconds(self) -> list[float]:
+    def _device_seconds(self) -> tuple[float, float]:
         """Of all workers, for jobs and requests, and for warm-ups."""
-        return [self._stack.device_seconds(each) for each in (WorkClass.PREINFER, WorkClass.WARM_UP)]
+        return self._stack.device_seconds(WorkClass.PREINFER), self._stack.device_seconds(WorkClass.WARM_UP)
 
     def _leave(self) -> None:
         self._stack.end(JOINED, signal.SIGTERM)

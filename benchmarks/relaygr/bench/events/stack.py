@@ -25,7 +25,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import Settings
 from relaygr.worker.calibration import Calibration, describe, save_calibration
-from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine

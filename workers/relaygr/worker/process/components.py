@@ -78,7 +78,7 @@ _UNREADY_SILENCE_MS = 10_000
 _STALE_STATUSES = 3
 """A worker without a status for this many status intervals counts as dead: no request is diverted to it."""
 _POOL_CONNECT_S = 2.0
-"""The longest time that a worker that starts waits for its pool. To connect takes half a second to one second."""
+"""How long the first worker of an id waits for its pool, at most. To connect takes half a second to one second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,10 +405,10 @@ class Components:
             loop.read_anew(topics)
 
     def start_loops(self) -> None:
-        """Joins the groups, after the pool has connected or had its time: the first requests of the users of new
-        partitions come at once. A standby's pool has connected before.
-        """
-        if self._pool is not None:
+        """Joins the groups."""
+        # Requests come as soon as this worker has partitions. A worker without a predecessor has none until it joins,
+        # so nobody waits meanwhile. With a predecessor its partitions are without an owner.
+        if self._pool is not None and self._lock.arena_epoch == 1:
             self._pool.await_connection(_POOL_CONNECT_S)
         self.loop.start()
         if self.overflow is not None and self._peer_reader is not None:
