@@ -476,6 +476,27 @@ def test_a_warm_up_whose_fetch_hangs_delays_no_request_and_goes_on_afterwards(st
     check_invariants(world.cache)
 
 
+def test_a_warm_up_reads_no_faster_than_its_share_of_the_link(store: TwinStore, tmp_path: Path) -> None:
+    first = writer(store, tmp_path)
+    version = first.put("bob", LENGTH, seed=1)
+    for visit in range(2):
+        first.visit("bob", version, f"b{visit}")
+    world = PooledWorld(store, tmp_path / "b", warm_up_users=10)
+    world.put("ann", LENGTH)
+    world.put("bob", LENGTH, seed=1)
+    before = fetched()
+    world.executor.begin_warm_up()
+    world.executor.offer_warm_ups(["ann", "bob"])
+    world.until(lambda: fetched() == before + 1 and not world.pool._fetches)
+    size_bytes = world.engine.geometry.pages_for(LENGTH) * world.cache.stats().dram_page_bytes
+    world.clock.advance_us(size_bytes * 1_000_000 // int(world.settings.pool.bytes_per_s) - 1)
+    for _ in range(10):
+        world.run()
+    assert not world.pool._fetches and fetched() == before + 1
+    world.clock.advance_us(1)
+    world.until(lambda: fetched() == before + 2)
+
+
 def test_a_warm_up_fetches_what_the_pool_has_and_computes_the_rest(store: TwinStore, tmp_path: Path) -> None:
     """So the next owner of a partition has the prefixes of its users before they return."""
     writer(store, tmp_path)

@@ -66,6 +66,8 @@ class WarmUps:
         self._tried: set[str] = set()
         self._is_full = False
         self._is_fetching = False
+        self._fetch_from_us = 0
+        """When the next user may be served: fetches take no more than `worker.pool.bytes_per_s` of the link."""
         self._not_fetched: set[str] = set()
 
     def begin(self) -> None:
@@ -82,15 +84,17 @@ class WarmUps:
 
     def next_in_us(self, now_us: int) -> int | None:
         """Time until the next piece of warm-up may begin; None if nothing is left."""
-        scheduler = self._context.scheduler
-        if len(scheduler.warm_up) or (self._users and not self._is_fetching):
-            return max(scheduler.warm_up_in_us(now_us), _CONNECTING_US if self._is_connecting else 0)
+        idle_in_us = self._context.scheduler.warm_up_in_us(now_us)
+        if len(self._context.scheduler.warm_up):
+            return idle_in_us
+        if self._users and not self._is_fetching:
+            return max(idle_in_us, self._fetch_from_us - now_us, _CONNECTING_US if self._is_connecting else 0)
         return None
 
     def begin_next(self, now_us: int) -> bool:
         """Queues the prefix of the next user if the device is idle. False if there is nothing to queue now."""
         scheduler = self._context.scheduler
-        if not self._users or self._is_fetching or self._is_connecting:
+        if not self._users or self._is_fetching or self._is_connecting or now_us < self._fetch_from_us:
             return False
         if len(scheduler.warm_up) or scheduler.warm_up_in_us(now_us):
             return False
@@ -146,15 +150,18 @@ class WarmUps:
         """Begins to bring a prefix from the pool into free pages of DRAM, behind what jobs and requests ask for. False
         if there is none, or if computing it is faster.
         """
-        user_id = prefix.key.user_id
+        user_id, now_us = prefix.key.user_id, self._parts.clock.monotonic_us()
         if self._parts.pool is None or user_id in self._not_fetched:
             return False
-        if self._context.engine.geometry.pages_for(prefix.tokens) > self._parts.cache.stats().dram.free:
+        pages, stats = self._context.engine.geometry.pages_for(prefix.tokens), self._parts.cache.stats()
+        if pages > stats.dram.free:
             return False
-        fetch = self._prefixes.fetch_missing(prefix, 0, self._parts.clock.monotonic_us() + FETCHED_WITHIN_US)
+        fetch = self._prefixes.fetch_missing(prefix, 0, now_us + FETCHED_WITHIN_US)
         if fetch is None:
             return False
         self._is_fetching = True
+        bytes_per_us = int(self._parts.settings.pool.bytes_per_s) / 1e6
+        self._fetch_from_us = now_us + int(pages * stats.dram_page_bytes / bytes_per_us)
         fetched = partial(self._fetched, user_id, fetch.pending)
         fetch.pending.add_done_callback(lambda _: self._context.post(fetched))
         return True
@@ -165,6 +172,7 @@ class WarmUps:
             self._parts.metrics.warm_ups.labels("fetched").inc()
             return
         # Next it is computed.
+        self._fetch_from_us = 0
         self._not_fetched.add(user_id)
         self._tried.discard(user_id)
         self._users.appendleft(user_id)

@@ -43,7 +43,9 @@ class PoolSettings(Section):
         Field(ge=1, le=100, description="the visit of a user to a worker from which on the prefix is written"),
     ] = 2
     bytes_per_s: ByteSize = Field(
-        ByteSize(32 * 1024 * 1024), ge=1024 * 1024, description="rate at which a worker writes to the store"
+        ByteSize(32 * 1024 * 1024),
+        ge=1024 * 1024,
+        description="rate at which a worker writes to the store, and at which its warm-ups read",
     )
 
     @model_validator(mode="after")
