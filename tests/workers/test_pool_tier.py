@@ -170,12 +170,23 @@ def test_rankings_within_a_second_are_one_visit(store: TwinStore, tmp_path: Path
 
 def test_nothing_is_written_or_fetched_where_computing_is_faster(store: TwinStore, tmp_path: Path) -> None:
     world = writer(store, tmp_path)
-    world.pool._link.us_per_byte = 1e6
+    world.pool._link.us_per_byte = world.pool._link.fastest_us_per_byte = 1e6
     version = world.put("bob", LENGTH)
     calls = len(store.calls)
     for visit in range(3):
         world.visit("bob", version, f"b{visit}")
     assert len(store.calls) == calls
+
+
+def test_a_link_that_is_slow_for_now_is_not_read_but_written_to(store: TwinStore, tmp_path: Path) -> None:
+    """Another worker reads it later: a user who came once while the machine was busy had nothing in the pool."""
+    world = writer(store, tmp_path)
+    written, calls = len(store.objects), len(store.calls)
+    world.pool._link.us_per_byte = 1e6
+    version = world.put("bob", LENGTH)
+    for visit in range(2):
+        world.visit("bob", version, f"b{visit}")
+    assert len(store.objects) > written and "get" not in store.calls[calls:]
 
 
 def test_a_link_that_was_slow_is_measured_again(store: TwinStore, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 import time
 import uuid
@@ -61,7 +62,7 @@ requests answered at the end of their time, and some of them late.
 """
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 _PROBE_BYTES: Final = 1024 * 1024
-_PROBES: Final = 3
+_PROBES: Final = 8
 _GUESS_US_PER_BYTE: Final = 1 / 128
 _GUESS_FIXED_US: Final = 2_000.0
 _NEWEST_WEIGHS: Final = 0.2
@@ -129,20 +130,27 @@ class Link:
     """
 
     us_per_byte: float = _GUESS_US_PER_BYTE
+    fastest_us_per_byte: float = math.inf
     measured_us: int = 0
 
     def measured(self, us_per_byte: float, now_us: int) -> None:
         """The link was measured by itself."""
         self.us_per_byte, self.measured_us = us_per_byte, now_us
+        self.fastest_us_per_byte = min(self.fastest_us_per_byte, us_per_byte)
 
     def observe(self, size_bytes: int, took_us: float, now_us: int) -> None:
         """A fetch of so many bytes took so long."""
         newest = max(0.0, took_us - _GUESS_FIXED_US) / size_bytes
-        self.measured(self.us_per_byte + _NEWEST_WEIGHS * (newest - self.us_per_byte), now_us)
+        self.us_per_byte += _NEWEST_WEIGHS * (newest - self.us_per_byte)
+        self.measured_us = now_us
 
     def fetch_us(self, size_bytes: int) -> float:
         """The expected time."""
         return _GUESS_FIXED_US + size_bytes * self.us_per_byte
+
+    def least_fetch_us(self, size_bytes: int) -> float:
+        """The expected time when the link is as fast as it ever was."""
+        return _GUESS_FIXED_US + size_bytes * min(self.fastest_us_per_byte, self.us_per_byte)
 
 
 @dataclass(slots=True)
@@ -273,7 +281,8 @@ class PoolTier:
         if not self._visits.add(key.user_id, now_us) or not covered:
             return
         computing_us = self._corrector.model_at(covered).append_us(0, covered)
-        if self._link.fetch_us(self._segments.size_bytes(key.length)) >= computing_us:
+        # Another worker will fetch it at another time: that the link is slow now says little.
+        if self._link.least_fetch_us(self._segments.size_bytes(key.length)) >= computing_us:
             _DROPPED.labels("slow").inc()
             return
         with self._changed:
