@@ -512,6 +512,8 @@ def test_a_warm_up_fetches_what_the_pool_has_and_computes_the_rest(store: TwinSt
     """So the next owner of a partition has the prefixes of its users before they return."""
     writer(store, tmp_path)
     world = PooledWorld(store, tmp_path / "b", warm_up_users=10)
+    # Nobody waits for a warm-up.
+    world.pool._link.us_per_byte = 1
     version = world.put("ann", LENGTH)
     world.put("bob", LENGTH, seed=1)
     before = fetched()

@@ -174,9 +174,12 @@ class Prefixes:
         work.asked_pool = fetch is not None
         return fetch
 
-    def fetch_missing(self, prefix: ResolvedPrefix, cached: int, at_us: int) -> Fetch | None:
-        """Starts, or joins, a fetch of the prefix from the pool to DRAM, if that is expected to end earlier than
-        computing what follows its first `cached` behaviours. It is needed at `at_us`. None without a pool.
+    def fetch_missing(
+        self, prefix: ResolvedPrefix, cached: int, at_us: int, *, saved_us: float | None = None
+    ) -> Fetch | None:
+        """Starts, or joins, a fetch of the prefix from the pool to DRAM, if that is expected to take less than
+        `saved_us`: by default the time of computing what follows its first `cached` behaviours. It is needed at
+        `at_us`. None without a pool.
         """
         pool = self._parts.pool
         if pool is None or prefix.for_one_impression or self._context.deletions.cover(prefix):
@@ -184,7 +187,7 @@ class Prefixes:
         covered = pool.covered(prefix.key)
         if covered <= cached:
             return None
-        saved_us = self._computing_us(cached, covered)
+        saved_us = self._computing_us(cached, covered) if saved_us is None else saved_us
         return pool.fetch(prefix.key, cached, at_us, saved_us, self._parts.clock.monotonic_us())
 
     def _cached(self, prefix: ResolvedPrefix, found: Hit | Miss) -> tuple[int, int]:

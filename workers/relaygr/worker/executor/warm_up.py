@@ -4,7 +4,7 @@ After a start, an assignment or a new model every prefix is cold at once. The pr
 behaviours (`relaygr.worker.process.warm_up_offers`). For each, one after the other:
 
     offered -> skipped: cached already, under computation, or without a history
-            -> fetched from the pool into DRAM, where that is faster than computing
+            -> fetched from the pool into DRAM, if the pool has it
             -> no_room: HBM has too few free pages; ends the warm-up
             -> computed, and copied to DRAM | joined by a job or a request
 
@@ -148,7 +148,7 @@ class WarmUps:
 
     def _fetch(self, prefix: ResolvedPrefix) -> bool:
         """Begins to bring a prefix from the pool into free pages of DRAM, behind what jobs and requests ask for. False
-        if there is none, or if computing it is faster.
+        if there is none.
         """
         user_id, now_us = prefix.key.user_id, self._parts.clock.monotonic_us()
         if self._parts.pool is None or user_id in self._not_fetched:
@@ -156,7 +156,9 @@ class WarmUps:
         pages, stats = self._context.engine.geometry.pages_for(prefix.tokens), self._parts.cache.stats()
         if pages > stats.dram.free:
             return False
-        fetch = self._prefixes.fetch_missing(prefix, 0, now_us + FETCHED_WITHIN_US)
+        # Nobody waits for it, and it takes no device time: what the pool has is fetched, even if that takes longer than
+        # computing it. The worker that wrote it found that fetching pays.
+        fetch = self._prefixes.fetch_missing(prefix, 0, now_us + FETCHED_WITHIN_US, saved_us=FETCHED_WITHIN_US / 2)
         if fetch is None:
             return False
         self._is_fetching = True
