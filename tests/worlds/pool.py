@@ -138,6 +138,8 @@ class Mooncake:
     """A master and its holders on this machine."""
 
     folder: Path
+    forgets_s: int
+    """How long the master keeps a holder that is silent."""
     port: int = field(default_factory=lambda: free_ports(1)[0])
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -148,7 +150,7 @@ class Mooncake:
     def start_master(self) -> subprocess.Popen[bytes]:
         master = self._start(
             program("mooncake_master"), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1",
-            f"--metrics_port={free_ports(1)[0]}", "--default_kv_lease_ttl=500", "--client_ttl=3",
+            f"--metrics_port={free_ports(1)[0]}", "--default_kv_lease_ttl=500", f"--client_ttl={self.forgets_s}",
         )  # fmt: skip
         until_s = time.monotonic() + 20
         while time.monotonic() < until_s:
@@ -178,11 +180,11 @@ class Mooncake:
 
 
 @contextlib.contextmanager
-def mooncake(folder: Path, holders: int = 1, size_bytes: int = 64 << 20) -> Iterator[Mooncake]:
+def mooncake(folder: Path, holders: int = 1, size_bytes: int = 64 << 20, forgets_s: int = 3) -> Iterator[Mooncake]:
     """A running master with its holders."""
     needs_mooncake()
     folder.mkdir(exist_ok=True, parents=True)
-    store = Mooncake(folder)
+    store = Mooncake(folder, forgets_s)
     try:
         store.start_master()
         for _ in range(holders):
