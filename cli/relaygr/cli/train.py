@@ -1,5 +1,5 @@
 """`relaygr train`: `ranker` trains on a log of interactions, `evaluate` says what longer histories are worth, `collect`
-reads such a log from Kafka.
+reads such a log from Kafka, `retrieval` trains on two domains.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
@@ -31,6 +31,7 @@ from relaygr.training_progress import EpochLines, progress_bars, read_training_l
 
 if TYPE_CHECKING:
     from relaygr.training.collect import Collected
+    from relaygr.training.comparison import Compared
     from relaygr.training.lengths import Worth
     from relaygr.training.pipeline import Finished
 
@@ -119,6 +120,43 @@ def ranker(
         print_json(finite(asdict(finished)))
     else:
         _print_finished(finished, out)
+
+
+@app.command()
+def retrieval(
+    target: Annotated[Path, typer.Argument(metavar="LOG_A", help="The log of the domain that is judged.")],
+    source: Annotated[Path, typer.Argument(metavar="LOG_B", help="The log of another domain with common users.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run. A run that was interrupted there goes on.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each arm. More of them go on with the same run.")] = 5,
+    intra_steps: Annotated[int, typer.Option(min=1, help="Steps of stage 1, in each domain by itself.")] = 100,
+    inter_steps: Annotated[int, typer.Option(min=1, help="Steps of stage 2, across the domains.")] = 80,
+    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 5e-3,
+    cold_share: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Share of the common users whose rows of LOG_A are left out.")
+    ] = 0.1,
+    threads: ThreadsOption = 1,
+    max_bad_lines: BadLinesOption = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Train retrieval over two domains in the way of SCCDR, and compare its parts over several seeds.
+
+    Writes the model of the first seed, retrieval.safetensors, and metrics.json into the run's folder.
+    """
+    from relaygr.training.comparison import compare
+    from relaygr.training.contrastive import RetrievalOptions
+    from relaygr.training.domains import join_logs
+    from relaygr.training.runs import Run
+
+    exit_on_sigterm()
+    console = plain_console(stderr=as_json, soft_wrap=True)
+    logs = join_logs(*(read_training_log([path], max_bad_lines, console) for path in (target, source)))
+    options = RetrievalOptions(intra_steps, inter_steps, learning_rate, cold_share, threads)
+    with progress_bars() as bars:
+        compared = compare(logs, [target, source], options, seeds, Run(out), bars.began, bars.stepped)
+    if as_json:
+        print_json(finite(asdict(compared)))
+    else:
+        _print_compared(compared)
 
 
 @app.command()
@@ -265,6 +303,20 @@ def _print_finished(finished: Finished, out: Path) -> None:
     for name, gain in finished.gains.items():
         console.print(f"NDCG@10 of the ranker less that of {name}: {gain.with_interval()}")
     console.print(f"Checkpoint and card: {out / 'checkpoint'}; metrics and plot: {out}")
+
+
+def _print_compared(compared: Compared) -> None:
+    console = stdout_console()
+    names = list(next(iter(compared.arms.values()))["warm"])
+    table = figures_table(f"Target domain, means over {compared.seeds} seeds with 95 % intervals", "users", *names)
+    for arm, groups in compared.arms.items():
+        for group in ("warm", "cold"):
+            table.add_row(arm, group, *(groups[group][name].with_half_width() for name in names))
+    console.print(table)
+    for each in compared.differences:
+        gain = f"{each.metric}, {each.group}: {each.value.with_interval()}"
+        console.print(f"separated against {each.other}, {gain}: {each.verdict}")
+    console.print(compared.sentence())
 
 
 def _print_worth(worth: Worth) -> None:

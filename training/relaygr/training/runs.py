@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from relaygr.schemas.version import __version__
 from relaygr.training.logs import Log
 from relaygr.training.ranking import MOST_RANKED
 from relaygr.training.splits import Protocol, Split
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 RUN_FILE: Final = "run.json"
 METRICS_FILE: Final = "metrics.json"
@@ -89,7 +92,7 @@ class Run:
         """Whether the folder has a run, finished or not."""
         return (self.folder / RUN_FILE).exists()
 
-    def begin(self, options: TrainingOptions, log: Log, paths: list[Path]) -> bool:
+    def begin(self, options: DataclassInstance, log: Log, paths: list[Path]) -> bool:
         """Makes the folder, or finds the same run in it. Returns whether it was there.
 
         Raises RelayError if the folder has another run or other files.

@@ -1,0 +1,229 @@
+"""Graph encoders of two domains with common users, trained in the way of SCCDR (arXiv 2502.16239).
+
+    stage 1, intra   in each domain: a user and an item of theirs, against random items
+    stage 2, inter   for common users, in both directions: a user's row in one domain, against their row in the other
+                     (alignment) and against the row of an item of theirs there (neighbourhood), with negatives that are
+                     drawn from the easy ones first; no gradient reaches the other domain's rows
+
+The paper's formulas are not public: docs/training.md lists what was chosen here. Encoders are GraphSAGE with means of
+sampled neighbours. Users have no weights of their own: a row is computed from any history, and of none it is 0.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from numpy.typing import NDArray
+
+from relaygr.runtime.errors import RelayError
+from relaygr.training.domains import DIM, Domains
+
+TEMPERATURE: Final = 0.1
+EASY_SHARE: Final = 0.2
+"""Of the negatives, by Katz centrality, from which stage 2 draws at first."""
+ALL_FROM: Final = 0.6
+"""The share of the inter-domain steps after which all negatives are drawn."""
+_KEPT_EDGES: Final = 0.3
+"""The share of the edges in each step's graph. The others are what a step predicts."""
+BATCH: Final = 2048
+NEGATIVES: Final = 512
+"""Of a step, shared by the batch."""
+_EXCLUDED: Final = -1e9
+
+
+class Arm(enum.StrEnum):
+    """What is compared."""
+
+    SEPARATED = "separated"
+    JOINT = "joint"
+    NO_STOP = "no stop-gradient"
+    RANDOM = "random negatives"
+    ALONE = "one domain"
+    POPULARITY = "popularity"
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalOptions:
+    """What decides the result, beside the logs."""
+
+    intra_steps: int = 100
+    inter_steps: int = 80
+    """Stage 2: one half is on the inter-domain loss, the other on the intra-domain ones."""
+    learning_rate: float = 5e-3
+    cold_share: float = 0.1
+    """Of the common users, those whose behaviours in the target domain are left out."""
+    threads: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Of every arm."""
+        return self.intra_steps + self.inter_steps
+
+
+TARGET: Final = 0
+SOURCE: Final = 1
+"""Places of the domains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inter:
+    """How a step takes the inter-domain loss."""
+
+    share: float
+    """Of the negatives, the easiest ones, that are drawn from."""
+    weight: float = 1.0
+    stops: bool = True
+    """No gradient reaches the other domain's rows."""
+
+
+OnStep = Callable[[], None]
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Two tables, float32 [users or items, dim]."""
+
+
+class Encoder(torch.nn.Module):
+    """GraphSAGE over one domain, two hops, without biases: a user without neighbours has a row of 0."""
+
+    def __init__(self, features: torch.Tensor) -> None:
+        super().__init__()
+        width = features.shape[1]
+        self.items = torch.nn.Parameter(features.clone())
+        self.user_hop = torch.nn.Linear(width, DIM, bias=False)
+        self.item_hop = torch.nn.Linear(width + DIM, DIM, bias=False)
+        self.user_out = torch.nn.Linear(2 * DIM, DIM, bias=False)
+        self.item_out = torch.nn.Linear(width + DIM, DIM, bias=False)
+
+    def forward(self, to_users: torch.Tensor, to_items: torch.Tensor) -> Rows:
+        hidden = self.hidden(to_users, to_items)
+        return self.user_rows(to_users, hidden), self.item_rows(hidden)
+
+    def hidden(self, to_users: torch.Tensor, to_items: torch.Tensor) -> torch.Tensor:
+        """[items, dim]: items after one hop, of the means over their users."""
+        users = F.relu(self.user_hop(torch.sparse.mm(to_users, self.items)))
+        return F.relu(self.item_hop(torch.cat((self.items, torch.sparse.mm(to_items, users)), 1)))
+
+    def user_rows(self, to_users: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """`to_users`: means over each user's history."""
+        own = F.relu(self.user_hop(torch.sparse.mm(to_users, self.items)))
+        return F.normalize(self.user_out(torch.cat((own, torch.sparse.mm(to_users, hidden)), 1)), dim=1)
+
+    def item_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.normalize(self.item_out(torch.cat((self.items, hidden), 1)), dim=1)
+
+
+def contrastive_loss(
+    anchors: torch.Tensor, positives: torch.Tensor, others: torch.Tensor, is_own: torch.Tensor
+) -> torch.Tensor:
+    """InfoNCE: the mean of -log(e^(a p / t) / (e^(a p / t) + sum of e^(a o / t))).
+
+    anchors, positives: [n, dim]. others: [m, dim], shared negatives. is_own: bool [n, m], a negative that is none.
+    """
+    wanted = (anchors * positives).sum(1, keepdim=True)
+    unwanted = (anchors @ others.T).masked_fill(is_own, _EXCLUDED)
+    logits = torch.cat((wanted, unwanted), 1) / TEMPERATURE
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+
+
+def drawn_share(progress: float) -> float:
+    """The share of the negatives, the easiest ones, that are drawn from at this share of the steps."""
+    return min(1.0, EASY_SHARE + (1 - EASY_SHARE) * progress / ALL_FROM)
+
+
+class Training:
+    """The encoders of target and source while they are trained."""
+
+    def __init__(self, domains: Domains, options: RetrievalOptions, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.domains, self.options = domains, options
+        self.encoders = tuple(Encoder(torch.from_numpy(graph.features)) for graph in domains.graphs)
+        weights = [weight for encoder in self.encoders for weight in encoder.parameters()]
+        self._optimizer = torch.optim.Adam(weights, lr=options.learning_rate)
+        self._random = np.random.default_rng([seed, 1])
+        self.steps = 0
+
+    def step(self, intra: Sequence[int], inter: Inter | None) -> float:
+        """One step on the intra-domain losses of these domains and the inter-domain loss. Returns the latter, or 0.
+
+        Raises RelayError if the loss is not finite.
+        """
+        graphs = self.domains.graphs
+        kept = [self._random.random(graph.users.size) < _KEPT_EDGES for graph in graphs]
+        used = range(len(graphs)) if inter else intra
+        rows = {place: self.encoders[place](*graphs[place].means(kept[place])) for place in used}
+        loss = torch.stack([self._intra(place, rows[place], kept[place]) for place in intra] or [torch.zeros(())]).sum()
+        between = torch.zeros(()) if inter is None else self._inter(rows[TARGET], rows[SOURCE], inter)
+        loss = loss + (inter.weight if inter else 0.0) * between
+        if not bool(torch.isfinite(loss)):
+            raise RelayError(f"The loss is {loss.item()}: give a lower --learning-rate.")
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.param_groups[0]["lr"] = self.options.learning_rate * (1 - self.steps / self.options.steps)
+        self._optimizer.step()
+        self.steps += 1
+        return float(between)
+
+    def tables(self, place: int) -> Rows:
+        """A domain's items after one hop and after both, over all its edges."""
+        graph, encoder = self.domains.graphs[place], self.encoders[place]
+        hidden = encoder.hidden(*graph.means(np.ones(graph.users.size, dtype=bool)))
+        return hidden, encoder.item_rows(hidden)
+
+    def _intra(self, place: int, rows: Rows, kept: NDArray[np.bool_]) -> torch.Tensor:
+        graph = self.domains.graphs[place]
+        edges = self._random.choice(np.flatnonzero(~kept), BATCH)
+        others = self._random.integers(0, graph.num_items, NEGATIVES)
+        return _loss(rows[0], graph.users[edges], rows[1], graph.items[edges], others)
+
+    def _inter(self, target: Rows, source: Rows, inter: Inter) -> torch.Tensor:
+        users = self._random.choice(self.domains.common, min(BATCH, self.domains.common.size), False)
+        losses = []
+        for place, (here, there) in ((SOURCE, (target, source)), (TARGET, (source, target))):
+            if inter.stops:
+                there = there[0].detach(), there[1].detach()
+            other_users, other_items = (
+                self._random.choice(each[: math.ceil(inter.share * each.size)], NEGATIVES)
+                for each in self.domains.easy_first[place]
+            )
+            items = self.domains.graphs[place].neighbours(users, self._random)
+            losses.append(_loss(here[0], users, there[0], users, other_users))
+            losses.append(_loss(here[0], users, there[1], items, other_items))
+        return torch.stack(losses).mean()
+
+
+def _loss(
+    anchors: torch.Tensor,
+    own: NDArray[np.int64],
+    table: torch.Tensor,
+    positives: NDArray[np.int64],
+    others: NDArray[np.int64],
+) -> torch.Tensor:
+    is_own = torch.from_numpy(positives[:, None] == others)
+    return contrastive_loss(anchors[own], table[positives], table[others], is_own)
+
+
+def advance(training: Training, arm: Arm, weight: float, until: int, on_step: OnStep) -> list[float]:
+    """Trains up to this step of an arm. Returns its inter-domain losses. `weight`: of these in the joint arm.
+
+    Every arm has the same number of steps. In stage 2 inter-domain steps take turns with intra-domain ones.
+    """
+    options, losses = training.options, []
+    for number in range(training.steps, until):
+        both, stage = (TARGET, SOURCE), number - options.intra_steps
+        if arm is Arm.ALONE:
+            training.step((TARGET,), None)
+        elif arm is Arm.JOINT:
+            losses.append(training.step(both, Inter(drawn_share(number / options.steps), weight)))
+        elif stage < 0 or stage % 2:
+            training.step(both, None)
+        else:
+            share = 1.0 if arm is Arm.RANDOM else drawn_share(stage / options.inter_steps)
+            losses.append(training.step((), Inter(share, stops=arm is not Arm.NO_STOP)))
+        on_step()
+    return losses
