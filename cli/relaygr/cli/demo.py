@@ -39,6 +39,12 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    retrieval: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --data: retrieve with this file of `relaygr train retrieval`.", exists=True, show_default=False
+        ),
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint to use.", show_default="a random one")] = None,
     deadline_ms: Annotated[
         int | None, typer.Option(min=1, help="Deadline of ranking.", show_default="from the calibration")
@@ -89,6 +95,8 @@ def demo(
     exit_on_sigterm()
     if data is not None and (interactions is not None or model is not None or scenarios):
         raise RelayError("--data has its own log and model: leave out --interactions, --model and --scenarios.")
+    if retrieval is not None and data is None:
+        raise RelayError("--retrieval finds candidates for what users did next in a log: give --data DIR, too.")
     if pool and (data is not None or scenarios):
         raise RelayError("--pool plays synthetic or --interactions histories: leave out --data and --scenarios.")
     wanted = list(DEFAULTS)
@@ -98,8 +106,8 @@ def demo(
     console = stdout_console()
     stays = console.is_terminal if stay is None else stay
     overridden = PlanOverrides(deadline_ms, lead_ms, rate, seconds)
-    folder = None if data is None else data.resolve()
-    options = DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios, pool, folder)
+    folder, file = (None if path is None else path.resolve() for path in (data, retrieval))
+    options = DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios, pool, folder, file)
     result = run_demo(console, settings, options)
     if not result.passed:
         raise typer.Exit(1)

@@ -306,16 +306,17 @@ def _print_finished(finished: Finished, out: Path) -> None:
 
 
 def _print_compared(compared: Compared) -> None:
+    from relaygr.training.comparison import CHOSEN
+
     console = stdout_console()
-    names = list(next(iter(compared.arms.values()))["warm"])
-    table = figures_table(f"Target domain, means over {compared.seeds} seeds with 95 % intervals", "users", *names)
+    metrics = list(next(iter(compared.arms.values()))["warm"])
+    title = f"Target domain, means over {compared.seeds} seeds with 95 % intervals; gain: of separated over this"
+    table = figures_table(title, "users", *metrics, f"gain in {CHOSEN}")
     for arm, groups in compared.arms.items():
         for group in ("warm", "cold"):
-            table.add_row(arm, group, *(groups[group][name].with_half_width() for name in names))
+            gain = compared.gains[arm][group][CHOSEN].with_interval()
+            table.add_row(arm, group, *(groups[group][name].with_half_width() for name in metrics), gain)
     console.print(table)
-    for each in compared.differences:
-        gain = f"{each.metric}, {each.group}: {each.value.with_interval()}"
-        console.print(f"separated against {each.other}, {gain}: {each.verdict}")
     console.print(compared.sentence())
 
 

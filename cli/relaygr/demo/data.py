@@ -95,9 +95,9 @@ def _log_in(folder: Path) -> Path:
     return found[0]
 
 
-def data_settings(settings: Settings, run: Path) -> Settings:
+def data_settings(settings: Settings, run: Path, retrieval: Path | None) -> Settings:
     """The settings of a run on held-out behaviours: all of them, each published after its impression."""
-    traffic = settings.traffic.model_copy(update={"held_out": run, "suffix": 0})
+    traffic = settings.traffic.model_copy(update={"held_out": run, "retrieval": retrieval, "suffix": 0})
     worker = settings.worker.model_copy(update={"model_poll_s": settings.worker.model_poll_s or _MODEL_POLL_S})
     return settings.model_copy(update={"traffic": traffic, "worker": worker})
 

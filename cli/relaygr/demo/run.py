@@ -66,6 +66,8 @@ class DemoOptions:
     """Play the schedule twice, with new workers and the pool of the first ones the second time."""
     data: Path | None = None
     """Play the log in this folder (`relaygr.demo.data`) with a trained ranker, instead of a random one."""
+    retrieval: Path | None = None
+    """With `data`: the file of `relaygr train retrieval` that retrieves, instead of the ranker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def _run(console: Console, settings: Settings, options: DemoOptions, page: Page 
         if options.data is not None:
             _show_phase(page, "training a ranker, if the folder has none")
             run = trained_run(console, options.data)
-            settings, checkpoint = data_settings(settings, run.folder), run.checkpoint
+            settings, checkpoint = data_settings(settings, run.folder, options.retrieval), run.checkpoint
             _show_phase(page, "measuring this machine")
         population = population_of(settings.traffic)
         checkpoint = checkpoint or make_model(folder / "model", settings, population)

@@ -1,7 +1,8 @@
 """The test part of a training run as traffic, with the candidates that its ranker retrieves.
 
 Each test behaviour is one impression: its request is ranked on the behaviours before it, and the behaviour is published
-after it. The candidates are found by exact search over the ranker's item embeddings, from the retrieval event on.
+after it. The candidates are found by exact search over the ranker's item embeddings, or those of `traffic.retrieval`,
+from the retrieval event on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from relaygr.traffic.population import LogPopulation
 from relaygr.traffic.schedule import Impression
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.training.logs import usable
-from relaygr.training.retrieval import ItemSearch
+from relaygr.training.retrieval import GraphSearch, ItemSearch
 from relaygr.training.runs import Run
 from relaygr.training.splits import Split, split_log
 from relaygr.training_progress import training_log
@@ -82,8 +83,10 @@ class FoundCandidates:
     """The candidates of each impression, found by a thread that starts with the retrieval event."""
 
     def __init__(self, folder: Path, settings: TrafficSettings, population: HeldOutPopulation) -> None:
-        """Raises RelayError for a run without a checkpoint."""
-        self._search = ItemSearch(Run(folder).checkpoint)
+        """Raises RelayError for a run without a checkpoint, or a file that is no retrieval."""
+        self._search = (
+            ItemSearch(Run(folder).checkpoint) if settings.retrieval is None else GraphSearch(settings.retrieval)
+        )
         self._count, self._population = settings.candidates, population
         self._thread = ThreadPoolExecutor(1, "retrieval")
         self._begun: dict[int, Future[NDArray[np.int64]]] = {}

@@ -46,6 +46,9 @@ class TrafficSettings(Section):
         description="folder of a run of `relaygr train ranker`: its longest users' test behaviours are played, one an "
         "impression, with candidates that its ranker retrieves; then duration_s 0 means all of them",
     )
+    retrieval: Path | None = Field(
+        None, description="with held_out: a file of `relaygr train retrieval`, which retrieves instead of the ranker"
+    )
     items: Annotated[int, Field(ge=1, description="synthetic histories: item ids are below this")] = 10_000
     history_median: Annotated[int, Field(ge=1, le=MAX_BEHAVIOURS, description="synthetic histories: median length")] = (
         1024

@@ -8,13 +8,12 @@ finished arm of a seed is a file in the run's folder `arms`, so that an interrup
 
 from __future__ import annotations
 
-import enum
 import math
 import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -24,18 +23,19 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.training.contrastive import SOURCE, TARGET, Arm, OnStep, RetrievalOptions, Training, advance
-from relaygr.training.domains import Domains, TwoLogs
+from relaygr.training.domains import Domains
 from relaygr.training.ranking import TOP, Estimate, estimate_in_groups
 from relaygr.training.retrieval import MODEL_FILE, save_retrieval
 from relaygr.training.runs import METRICS_FILE, Run
 from relaygr.training.splits import Part
 
 SAMPLED: Final = 99
-JOINT_WEIGHTS: Final = (0.1, 0.3, 1.0)
+JOINT_WEIGHTS: Final = (0.3, 1.0, 3.0)
 """Of the inter-domain loss in the joint arm: the best by validation NDCG@10 of the first seed is taken."""
 CHOSEN: Final = "full ndcg@10"
 """The metric by which the directions are judged."""
-SPREAD: Final = "loss spread"
+LOSS: Final = "loss"
+SPREAD: Final = "spread of the loss"
 DIRECTIONS: Final = {
     Arm.JOINT: "separated stages rank better than one joint loss",
     Arm.NO_STOP: "stop-gradient narrows the spread of the loss",
@@ -43,17 +43,11 @@ DIRECTIONS: Final = {
 }
 """What the paper claims, by the arm that the separated one is compared with."""
 OnWork = Callable[[str, int], None]
+Result = dict[str, dict[str, Any]]
+"""Group -> metric -> value. The group `loss` is of the last inter-domain steps, with the CPU time."""
 _LAST_SHARE: Final = 0.25
 """Of the inter-domain steps, whose losses' standard deviation is the spread."""
 _QUERIES: Final = 4096
-
-
-class Verdict(enum.StrEnum):
-    """Of a direction, by the 95 % interval of the difference."""
-
-    HELD = "held"
-    NOT_HELD = "not held"
-    UNDECIDED = "undecided"
 
 
 class Queries:
@@ -61,11 +55,11 @@ class Queries:
 
     def __init__(self, domains: Domains, part: Part, seed: int) -> None:
         split, items = domains.split, domains.num_target
-        is_held_out = domains.in_part(part) & domains.is_target
-        self.users, own = np.unique(domains.owners[is_held_out], return_inverse=True)
+        held_out = domains.held_out(part)
+        self.users, own = np.unique(domains.owners[held_out], return_inverse=True)
         self.is_cold = domains.is_cold[self.users]
         self._own = torch.from_numpy(own)
-        self._items = torch.from_numpy(split.rows[is_held_out].astype(np.int64).clip(max=items))
+        self._items = torch.from_numpy(split.rows[held_out].astype(np.int64).clip(max=items))
         self.histories = domains.histories(part, self.users)
         # The last column is that of items outside the vocabulary.
         is_out = torch.zeros(len(self.users), items + 1, dtype=torch.bool)
@@ -99,7 +93,7 @@ class Queries:
         places = [
             (rows > own[:, None]).sum(1) + 0.5 * (rows == own[:, None]).sum(1)
             for own, rows in (
-                (wanted[part], table[self._own[part]]) for part in torch.arange(len(wanted)).split(_QUERIES)
+                (wanted[part], table[self._own[part]]) for part in torch.split(torch.arange(len(wanted)), _QUERIES)
             )
         ]
         return torch.cat(places).double().masked_fill(self._is_missed, math.inf)
@@ -120,130 +114,113 @@ def target_scores(training: Training, queries: Queries, arm: Arm) -> torch.Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """Between the separated arm and another one, over seeds."""
-
-    other: Arm
-    group: str
-    metric: str
-    value: Estimate
-    """By how much the separated arm is better: higher in a metric, lower in the spread of the loss."""
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
 class Compared:
-    """The result."""
+    """Means over seeds, by arm, group and metric. The group `loss` is of the last inter-domain steps."""
 
     arms: dict[Arm, dict[str, dict[str, Estimate]]]
-    """Arm -> group -> metric -> mean over seeds. The group `loss` is of the last inter-domain steps."""
-    differences: list[Difference]
+    gains: dict[Arm, dict[str, dict[str, Estimate]]]
+    """By how much the separated arm is better than another: higher in a metric, lower in the loss and its spread."""
     joint_weights: dict[float, float]
     """Weight of the inter-domain loss -> validation NDCG@10 of the first seed."""
     seeds: int
-    cpu_s: float
 
     def sentence(self) -> str:
         """What came out, in one sentence."""
-        found = {(each.other, each.metric): each for each in self.differences if each.group != "cold"}
         said = []
         for arm, claim in DIRECTIONS.items():
-            each = found[arm, SPREAD if arm is Arm.NO_STOP else CHOSEN]
-            said.append(f"{claim}: {each.verdict} ({each.value.with_interval()})")
+            gain = self.gains[arm]["loss"][SPREAD] if arm is Arm.NO_STOP else self.gains[arm]["warm"][CHOSEN]
+            said.append(f"{claim}: {verdict(gain)}, {gain.with_interval()}")
         return f"Over {self.seeds} seeds, by {CHOSEN} of warm users and the spread of the loss: {'; '.join(said)}."
 
 
+def verdict(gain: Estimate) -> str:
+    """Undecided if the 95 % interval holds 0, and with one seed."""
+    if gain.low > 0:
+        return "held"
+    return "not held" if gain.high < 0 else "undecided"
+
+
 def compare(
-    logs: TwoLogs, paths: list[Path], options: RetrievalOptions, seeds: int, run: Run, began: OnWork, stepped: OnStep
+    logs: Domains, paths: list[Path], options: RetrievalOptions, seeds: int, run: Run, began: OnWork, stepped: OnStep
 ) -> Compared:
     """Trains the arms that the run's folder does not have. Raises RelayError if it has another run."""
     torch.set_num_threads(options.threads)
     run.begin(options, logs.log, paths)
-    arms, weights, results = Run(run.folder / "arms"), {}, []
-
-    def kept(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        file = f"{name.replace(' ', '-')}.json"
-        if not (arms.folder / file).exists():
-            began(name, options.steps)
-            started_s = time.process_time()
-            arms.write_json(file, {**make(), "cpu_s": round(time.process_time() - started_s, 1)})
-        return arms.read_json(file)
-
+    weights: dict[float, float] = {}
+    results = []
     for seed in range(seeds):
-        trial = _Trial(logs, options, seed, run.folder, stepped)
-        if not seed:
-            for weight in JOINT_WEIGHTS:
-                found = kept(f"joint {weight}", partial(trial.judged, Arm.JOINT, weight, Part.VALIDATION))
-                weights[weight] = found["warm"][CHOSEN]
+        trial = _Trial(logs.with_cold(options.cold_share, seed), options, seed, run.folder, began, stepped)
+        weights = weights or {
+            weight: trial.kept(f"weight {weight}", Arm.JOINT, weight, Part.VALIDATION)["warm"][CHOSEN]
+            for weight in JOINT_WEIGHTS
+        }
         best = max(weights, key=weights.__getitem__)
-        results.append({arm: kept(f"{arm} {seed}", partial(trial.judged, arm, best, Part.TEST)) for arm in Arm})
+        results.append({arm: trial.kept(arm, arm, best, Part.TEST) for arm in Arm})
     compared = _compared(results, weights)
     run.write_json(METRICS_FILE, {**asdict(compared), "sentence": compared.sentence()})
     return compared
 
 
+@dataclass
 class _Trial:
     """The arms of one seed."""
 
-    def __init__(self, logs: TwoLogs, options: RetrievalOptions, seed: int, folder: Path, stepped: OnStep) -> None:
-        self._logs, self._options, self._seed, self._folder, self._stepped = logs, options, seed, folder, stepped
+    domains: Domains
+    options: RetrievalOptions
+    seed: int
+    folder: Path
+    began: OnWork
+    stepped: OnStep
 
-    @cached_property
-    def _domains(self) -> Domains:
-        return self._logs.domains(self._options.cold_share, self._seed)
+    def kept(self, name: str, arm: Arm, weight: float, part: Part) -> Result:
+        """What the folder has under this name, or else what the arm now gives."""
+        arms, file = Run(self.folder / "arms"), f"{name.replace(' ', '-')}-{self.seed}.json"
+        if not (arms.folder / file).exists():
+            self.began(f"{name}, seed {self.seed}", self.options.steps)
+            arms.write_json(file, self._judged(arm, weight, part))
+        return arms.read_json(file)
 
-    @cached_property
-    def _after_stage_1(self) -> Training:
-        training = Training(self._domains, self._options, self._seed)
-        advance(training, Arm.SEPARATED, 1.0, self._options.intra_steps, self._stepped)
-        return training
-
-    def judged(self, arm: Arm, weight: float, part: Part) -> dict[str, Any]:
-        """Metrics by group, and the loss of the last inter-domain steps, if the arm has it.
-
-        The separated arm of the first seed is written as the model.
-        """
+    def _judged(self, arm: Arm, weight: float, part: Part) -> Result:
+        """Metrics by group. The separated arm of the first seed is written as the model."""
+        started_s = time.process_time()
         training, losses = self._trained(arm, weight)
-        queries = Queries(self._domains, part, self._seed)
+        queries = Queries(self.domains, part, self.seed)
+        found = queries.metrics(target_scores(training, queries, arm))
         last = losses[-math.ceil(_LAST_SHARE * len(losses)) :]
-        loss = {"loss": float(np.mean(last)), SPREAD: float(np.std(last))} if losses else {}
-        if arm is Arm.SEPARATED and not self._seed:
-            save_retrieval(self._folder / MODEL_FILE, training)
-        return {**queries.metrics(target_scores(training, queries, arm)), "loss": loss}
+        loss = {LOSS: float(np.mean(last)), SPREAD: float(np.std(last))} if losses else {}
+        if arm is Arm.SEPARATED and not self.seed:
+            save_retrieval(self.folder / MODEL_FILE, training)
+        return {**found, "loss": {**loss, "cpu_s": time.process_time() - started_s}}
 
     def _trained(self, arm: Arm, weight: float) -> tuple[Training, list[float]]:
         """After all steps. Arms that have stage 1 in common begin with its result."""
         begins_anew = arm in (Arm.JOINT, Arm.ALONE, Arm.POPULARITY)
-        training = Training(self._domains, self._options, self._seed) if begins_anew else deepcopy(self._after_stage_1)
-        steps = 0 if arm is Arm.POPULARITY else self._options.steps
-        return training, advance(training, arm, weight, steps, self._stepped)
+        training = Training(self.domains, self.options, self.seed) if begins_anew else deepcopy(self._after_stage_1)
+        steps = 0 if arm is Arm.POPULARITY else self.options.steps
+        return training, advance(training, arm, weight, steps, self.stepped)
+
+    @cached_property
+    def _after_stage_1(self) -> Training:
+        training = Training(self.domains, self.options, self.seed)
+        advance(training, Arm.SEPARATED, 1.0, self.options.intra_steps, self.stepped)
+        return training
 
 
-def _compared(results: list[dict[Arm, dict[str, Any]]], weights: dict[float, float]) -> Compared:
-    seeds = [str(seed) for seed in range(len(results))]
-
-    def values(arm: Arm, group: str, metric: str) -> NDArray[np.float64]:
-        return np.array([result[arm][group][metric] for result in results], dtype=np.float64)
-
+def _compared(results: list[dict[Arm, Result]], weights: dict[float, float]) -> Compared:
     arms: dict[Arm, dict[str, dict[str, Estimate]]] = {arm: {} for arm in Arm}
-    differences = []
-    for arm, group in product(Arm, ("warm", "cold", "loss")):
-        arms[arm][group] = {
-            metric: estimate_in_groups(values(arm, group, metric), seeds) for metric in results[0][arm][group]
-        }
-        # Joint steps are other ones than those of stage 2, so their losses are no pair.
-        if arm is Arm.SEPARATED or (group == "loss" and arm is Arm.JOINT):
-            continue
-        for metric in arms[arm][group]:
-            gain = values(Arm.SEPARATED, group, metric) - values(arm, group, metric)
-            value = estimate_in_groups(-gain if group == "loss" else gain, seeds)
-            differences.append(Difference(arm, group, metric, value, verdict(value)))
-    cpu_s = sum(each["cpu_s"] for result in results for each in result.values())
-    return Compared(arms, differences, weights, len(seeds), cpu_s)
+    gains = deepcopy(arms)
+    for arm, group in product(Arm, results[0][Arm.SEPARATED]):
+        arms[arm][group], gains[arm][group] = {}, {}
+        for metric in results[0][arm][group]:
+            # JSON has no NaN, so None: without cold users.
+            values, ours = (
+                np.array([result[each].get(group, {}).get(metric) for result in results], dtype=np.float64)
+                for each in (arm, Arm.SEPARATED)
+            )
+            arms[arm][group][metric] = _over_seeds(values)
+            gains[arm][group][metric] = _over_seeds(values - ours if group == "loss" else ours - values)
+    return Compared(arms, gains, weights, len(results))
 
 
-def verdict(value: Estimate) -> Verdict:
-    """Undecided if the interval holds 0, and with one seed."""
-    if value.low > 0:
-        return Verdict.HELD
-    return Verdict.NOT_HELD if value.high < 0 else Verdict.UNDECIDED
+def _over_seeds(values: NDArray[np.float64]) -> Estimate:
+    return estimate_in_groups(values, [str(seed) for seed in range(len(values))])

@@ -1,15 +1,14 @@
 """Two logs with common users: one split by time, and a graph of users and items for each log.
 
 A user's behaviours of both logs are split together, so that no behaviour of the other domain is later than what is
-held out. Vocabulary, graphs and Katz centrality come from the training part only. The target's graph
-has nothing of some common users, the *cold* ones.
+held out. Vocabulary, features, graphs and Katz centrality come from the training part only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -53,9 +52,10 @@ class Graph:
     def features(self) -> NDArray[np.float32]:
         """[items, at most `DIM`]: singular vectors of the edges, each weighed by 1 / sqrt(its ends' degrees)."""
         degrees = np.bincount(self.users)[self.users] * np.bincount(self.items)[self.items]
-        edges = self._matrix(degrees**-0.5)
+        edges = self._matrix(1 / np.sqrt(degrees))
         _, values, vectors = svds(edges, k=min(DIM, *(size - 1 for size in edges.shape)), v0=np.ones(min(edges.shape)))
-        return (vectors.T * values * self.num_items**0.5).astype(np.float32)
+        found: NDArray[np.float32] = (vectors.T * values * self.num_items**0.5).astype(np.float32)
+        return found
 
     def katz(self, beta: NDArray[np.float64]) -> NDArray[np.float64]:
         """x = alpha A x + beta over users, then items, with alpha = KATZ_SHARE / lambda_max."""
@@ -72,7 +72,7 @@ class Graph:
         return csr_matrix((weights, (self.users, self.items)), (self.num_users, self.num_items))
 
     def means(self, kept: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sparse [users, items] and [items, users]: the means over the neighbours by the kept edges."""
+        """Sparse [users, items] and [items, users]: products are means over the neighbours by the kept edges."""
         of_items = self.by_item[kept[self.by_item]]
         return (
             mean_matrix(self.users[kept], self.items[kept], (self.num_users, self.num_items)),
@@ -82,10 +82,11 @@ class Graph:
     def neighbours(self, users: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
         """A random item of each user; each must have one."""
         first = self.starts[users]
-        return self.items[first + random.integers(0, self.starts[users + 1] - first)]
+        found: NDArray[np.int64] = self.items[first + random.integers(0, self.starts[users + 1] - first)]
+        return found
 
 
-def mean_matrix(rows: NDArray[np.int64], columns: NDArray[np.int64], shape: tuple[int, int]) -> torch.Tensor:
+def mean_matrix(rows: NDArray[np.int64], columns: NDArray[np.integer[Any]], shape: tuple[int, int]) -> torch.Tensor:
     """Sparse float32 of this shape, whose product is the mean over each row's columns. `rows` ascend."""
     weights = (1.0 / np.bincount(rows, minlength=shape[0]).clip(1))[rows].astype(np.float32)
     places = torch.from_numpy(np.stack((rows, columns)))
@@ -94,8 +95,9 @@ def mean_matrix(rows: NDArray[np.int64], columns: NDArray[np.int64], shape: tupl
 
 @dataclass(frozen=True)
 class Domains:
-    """The target domain and the source domain. Items are rows of the vocabulary: first those of the target."""
+    """Two logs as one, split by time. Items are rows of the vocabulary, first those of the target."""
 
+    log: Log
     split: Split
     item_ids: NDArray[np.int64]
     """[vocabulary]: as in messages."""
@@ -104,13 +106,34 @@ class Domains:
     num_target: int
     """Items of the target in the vocabulary."""
     is_cold: NDArray[np.bool_]
-    graphs: tuple[Graph, Graph]
-    """Of target and source; the items of each begin at 0."""
+    """[users]: whose behaviours in the target are in no graph and no history."""
+
+    def with_cold(self, share: float, seed: int) -> Domains:
+        """The same logs, with this share of the common users cold."""
+        is_cold = np.zeros(len(self.split.users), dtype=bool)
+        common = np.random.default_rng([seed, 0]).permutation(self.common)
+        is_cold[common[: int(share * common.size)]] = True
+        return replace(self, is_cold=is_cold)
+
+    @cached_property
+    def owners(self) -> NDArray[np.int64]:
+        """The user of each behaviour."""
+        return np.repeat(np.arange(len(self.split.users)), np.diff(self.split.starts))
+
+    @cached_property
+    def graphs(self) -> tuple[Graph, ...]:
+        """Of target and source, from the training part; the items of each begin at 0."""
+        found, trained = [], self.split.training_places()
+        for is_own, first, end in self._own():
+            pairs = np.unique(self.owners[trained & is_own] * np.int64(end) + self.split.rows[trained & is_own])
+            users, rows = np.divmod(pairs, end)
+            found.append(Graph(len(self.split.users), end - first, users, rows - first))
+        return tuple(found)
 
     @cached_property
     def common(self) -> NDArray[np.int64]:
         """Users with edges in both graphs."""
-        return np.intersect1d(*(graph.users for graph in self.graphs))
+        return np.intersect1d(self.graphs[0].users, self.graphs[1].users)
 
     @cached_property
     def easy_first(self) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...]:
@@ -124,86 +147,33 @@ class Domains:
             found.append((own[np.argsort(users[own], kind="stable")], np.argsort(items, kind="stable")))
         return tuple(found)
 
-    @cached_property
-    def owners(self) -> NDArray[np.int64]:
-        """The user of each behaviour."""
-        return owners_of(self.split)
-
-    def in_part(self, part: Part) -> NDArray[np.bool_]:
-        """Whether each behaviour is of this part."""
-        split, places = self.split, np.arange(len(self.owners))
-        ends = split.validation_ends if part is Part.VALIDATION else split.starts[1:]
-        return ~self._is_before(part) & (places < ends[self.owners])
+    def held_out(self, part: Part) -> NDArray[np.int64]:
+        """The places of the target's behaviours of this part."""
+        ends = self.split.validation_ends if part is Part.VALIDATION else self.split.starts[1:]
+        places = np.arange(len(self.owners))
+        return np.flatnonzero(self.is_target & ~self._is_before(part) & (places < ends[self.owners]))
 
     def histories(self, part: Part, users: NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
-        """Sparse [these users, items] of target and source: the means over the histories that predict this part."""
+        """Sparse [these users, items] of target and source: products are means over histories that predict the part."""
         is_read = self._is_before(part) & (self.split.rows < self.split.num_items) & np.isin(self.owners, users)
         found = []
-        for graph, first, is_own in zip(
-            self.graphs,
-            (0, self.num_target),
-            (self.is_target & ~self.is_cold[self.owners], ~self.is_target),
-            strict=True,
-        ):
-            kept = is_read & is_own
-            rows = np.searchsorted(users, self.owners[kept])
-            found.append(mean_matrix(rows, self.split.rows[kept] - first, (len(users), graph.num_items)))
+        for is_own, first, end in self._own():
+            rows = np.searchsorted(users, self.owners[is_read & is_own])
+            found.append(mean_matrix(rows, self.split.rows[is_read & is_own] - first, (len(users), end - first)))
         return tuple(found)
 
     def _is_before(self, part: Part) -> NDArray[np.bool_]:
         ends = self.split.train_ends if part is Part.VALIDATION else self.split.validation_ends
         return np.arange(len(self.owners)) < ends[self.owners]
 
-
-@dataclass(frozen=True)
-class TwoLogs:
-    """The logs of target and source as one, split by time. Its items are numbers, first those of the target."""
-
-    log: Log
-    split: Split
-    ids: NDArray[np.int64]
-    """The item id of each number."""
-    target_numbers: int
-
-    @cached_property
-    def is_target(self) -> NDArray[np.bool_]:
-        """[behaviours]"""
-        return self.log.items < self.target_numbers
-
-    @cached_property
-    def common(self) -> NDArray[np.int64]:
-        """Users with behaviours of both logs in the training part."""
-        trained, owners = self.split.training_places(), owners_of(self.split)
-        return np.intersect1d(owners[trained & self.is_target], owners[trained & ~self.is_target])
-
-    def domains(self, cold_share: float, seed: int) -> Domains:
-        """Both domains, with this share of the common users cold."""
-        split, common = self.split, np.random.default_rng([seed, 0]).permutation(self.common)
-        is_cold = np.zeros(len(split.users), dtype=bool)
-        is_cold[common[: int(cold_share * common.size)]] = True
-        num_target = int((split.item_ids < self.target_numbers).sum())
-        owners, trained = owners_of(split), split.training_places()
-        target = trained & self.is_target & ~is_cold[owners]
-        source = trained & ~self.is_target
-        graphs = (
-            _graph(owners[target], split.rows[target], len(split.users), num_target),
-            _graph(owners[source], split.rows[source] - num_target, len(split.users), split.num_items - num_target),
-        )
-        return Domains(split, self.ids[split.item_ids], self.is_target, num_target, is_cold, graphs)
+    def _own(self) -> tuple[tuple[NDArray[np.bool_], int, int], ...]:
+        """Of target and source: which behaviours can be read, and the domain's first row and end in the vocabulary."""
+        target = self.is_target & ~self.is_cold[self.owners]
+        return (target, 0, self.num_target), (~self.is_target, self.num_target, self.split.num_items)
 
 
-def owners_of(split: Split) -> NDArray[np.int64]:
-    """The user of each behaviour."""
-    return np.repeat(np.arange(len(split.users)), np.diff(split.starts))
-
-
-def _graph(users: NDArray[np.int64], items: NDArray[np.int32], num_users: int, num_items: int) -> Graph:
-    pairs = np.unique(users * np.int64(num_items) + items)
-    return Graph(num_users, num_items, *np.divmod(pairs, num_items))
-
-
-def join_logs(target: Log, source: Log) -> TwoLogs:
-    """Equal times keep the order of the files, first the target's. Raises RelayError without common users."""
+def join_logs(target: Log, source: Log) -> Domains:
+    """Equal times keep the order of the files, first the target's. Raises RelayError for logs that cannot be used."""
     ids, numbers = zip(*(np.unique(log.items, return_inverse=True) for log in (target, source)), strict=True)
     users, places = np.unique(target.users + source.users, return_inverse=True)
     owners = np.repeat(places, np.concatenate((target.lengths, source.lengths)))
@@ -214,7 +184,9 @@ def join_logs(target: Log, source: Log) -> TwoLogs:
     actions = np.concatenate((target.actions, source.actions))
     has_times, has_ratings = target.has_times and source.has_times, target.has_ratings and source.has_ratings
     log = usable(Log(users.tolist(), starts, items[order], actions[order], times[order], has_times, has_ratings))
-    found = TwoLogs(log, split_log(log, Protocol.TIME), np.concatenate(ids), ids[0].size)
+    split, is_cold = split_log(log, Protocol.TIME), np.zeros(len(log.users), dtype=bool)
+    num_target = int((split.item_ids < ids[0].size).sum())
+    found = Domains(log, split, np.concatenate(ids)[split.item_ids], log.items < ids[0].size, num_target, is_cold)
     if found.common.size < LEAST_COMMON:
         raise RelayError(
             f"The logs have {found.common.size} common users with behaviours of both in the training part, and at "

@@ -1,4 +1,4 @@
-"""Candidates for a user: exact search over item embeddings, of a ranker, or of `relaygr train retrieval`.
+"""Candidates for a user: exact search over the items of a ranker, or of `relaygr train retrieval`.
 
 The trainer's retrieval loss makes the product of a history's last row and an item's embedding large for the behaviour
 that came next (`trainer.py`). The last row is computed by the dense model from the newest behaviours only: on
@@ -7,9 +7,8 @@ MovieLens, more of them found no more of the next items.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -19,27 +18,28 @@ from safetensors.torch import load_file, save_file
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
-from relaygr.training.contrastive import Encoder
+from relaygr.training.contrastive import Encoder, Training
 from relaygr.training.dense.small import layer_norm
 from relaygr.training.domains import mean_matrix
 from relaygr.training.ranker import Batch, forward
 from relaygr.worker.model.checkpoint import load_checkpoint
 
-if TYPE_CHECKING:
-    from relaygr.training.contrastive import Training
-
 MODEL_FILE: Final = "retrieval.safetensors"
-_DOMAINS: Final = ("target", "source")
+_DOMAINS: Final = ("target.", "source.")
+"""Prefixes of the tensors."""
 NEWEST: Final = 64
 """Behaviours from which the last row is computed."""
 
 
-class ExactSearch:
-    """Searches a table of items by the row of a history."""
+class ItemSearch:
+    """Searches the items of one checkpoint that `relaygr train ranker` wrote."""
 
-    def __init__(self, ids: NDArray[np.int64], table: torch.Tensor) -> None:
-        """`ids` ascend; `table`: float32 [ids, D]."""
-        self._ids, self._table = ids, table
+    def __init__(self, checkpoint: Path) -> None:
+        """Raises RelayError for a folder that is no checkpoint."""
+        found = load_checkpoint(checkpoint)
+        self._config, self._tensors = found.config, dict(found.tensors)
+        self._ids: NDArray[np.int64] = self._tensors["items.ids"].numpy()
+        self._table = self._tensors["items.weight"][: len(self._ids)]
 
     def find(self, history: Behaviours, count: int, leave_out: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids of the `count` best items, the best first: fewer if there are fewer. `leave_out` is no longer left
@@ -47,108 +47,79 @@ class ExactSearch:
 
         `history`: the user's behaviours, oldest first; at least one.
         """
-        rows, is_known = self._rows_of(leave_out)
-        is_left = np.ones(len(self._ids), dtype=bool)
-        is_left[rows[is_known]] = False
-        left = np.flatnonzero(is_left if is_left.any() else ~is_left)
-        logits = (self._table @ self._row(history)).numpy()[left]
-        best = np.argsort(-logits, kind="stable")[:count]
-        found: NDArray[np.int64] = self._ids[left[best]]
-        return found
+        return _best(self._ids, self._table @ self._last_row(history[-NEWEST:]), count, leave_out)
 
-    def _row(self, history: Behaviours) -> torch.Tensor:
+    def _last_row(self, newest: Behaviours) -> torch.Tensor:
         """[D]"""
-        raise NotImplementedError
-
-    def _rows_of(self, items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The row of each item in the table, and whether it is in it (else the row means nothing)."""
-        return rows_of(self._ids, items)
-
-
-def rows_of(ids: NDArray[np.int64], items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The place of each item in the ascending ids, and whether it is there (else the place means nothing)."""
-    rows = np.minimum(np.searchsorted(ids, items), len(ids) - 1)
-    return rows, ids[rows] == items
-
-
-class ItemSearch(ExactSearch):
-    """Searches the items of one checkpoint that `relaygr train ranker` wrote."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        """Raises RelayError for a folder that is no checkpoint."""
-        found = load_checkpoint(checkpoint)
-        self._config, self._tensors = found.config, dict(found.tensors)
-        ids = self._tensors["items.ids"].numpy()
-        super().__init__(ids, self._tensors["items.weight"][: len(ids)])
-
-    def _row(self, history: Behaviours) -> torch.Tensor:
-        """[D]"""
-        newest = history[-NEWEST:]
-        rows, is_known = self._rows_of(newest.items)
+        rows, is_known = _rows_of(self._ids, newest.items)
         items = torch.from_numpy(np.where(is_known, rows, self._config.vocabulary_size))[None]
         actions = torch.from_numpy(newest.actions.astype(np.int64))[None]
         nothing = torch.zeros(1, 1, 0, dtype=torch.int64)
         place, first = torch.tensor([[len(newest)]]), torch.zeros(1, dtype=torch.int64)
         with torch.inference_mode():
-            _, rows_of_history = forward(
+            _, history = forward(
                 self._config, self._tensors, Batch(items, actions, nothing, place, first), 0.0, reads_history=True
             )
             weight, bias = self._tensors["readout.norm.weight"], self._tensors["readout.norm.bias"]
-            return layer_norm(rows_of_history[0, -1], weight, bias, self._config.norm_eps)
+            return layer_norm(history[0, -1], weight, bias, self._config.norm_eps)
 
 
-class GraphSearch(ExactSearch):
-    """Searches the items of both domains of a file that `relaygr train retrieval` wrote, by all of a history."""
+class GraphSearch:
+    """Searches the items of both domains in a file that `relaygr train retrieval` wrote."""
 
     def __init__(self, path: Path) -> None:
         """Raises RelayError for another file."""
+        self._domains, tables = [], []
         try:
             found = load_file(path)
-            self._domains = [_domain(found, name) for name in _DOMAINS]
+            for domain in _DOMAINS:
+                own = {key.removeprefix(domain): value for key, value in found.items() if key.startswith(domain)}
+                ids, hidden, rows = (own.pop(name) for name in ("ids", "hidden", "rows"))
+                encoder = Encoder(own["items"])
+                encoder.load_state_dict(own)
+                self._domains.append((ids.numpy(), encoder, hidden))
+                tables.append(rows)
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise RelayError(f"{path} is no {MODEL_FILE} of `relaygr train retrieval` ({error}).") from error
-        ids = torch.cat([domain.ids for domain in self._domains]).numpy()
-        # Of an id that is in both domains, the target's row.
-        ids, first = np.unique(ids, return_index=True)
-        super().__init__(ids, torch.cat([domain.rows for domain in self._domains])[first])
+        # Of an item that is in both domains, the target's row.
+        self._ids, first = np.unique(np.concatenate([ids for ids, _, _ in self._domains]), return_index=True)
+        self._table = torch.cat(tables)[first]
 
-    def _row(self, history: Behaviours) -> torch.Tensor:
+    def find(self, history: Behaviours, count: int, leave_out: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `ItemSearch.find`, by the sum of the history's rows in both domains."""
+        row = torch.zeros(self._table.shape[1])
         with torch.inference_mode():
-            return torch.stack([self._row_of(domain, history) for domain in self._domains]).sum(0)
-
-    @staticmethod
-    def _row_of(domain: _Domain, history: Behaviours) -> torch.Tensor:
-        rows, is_known = rows_of(domain.ids.numpy(), history.items)
-        items = np.unique(rows[is_known])
-        means = mean_matrix(np.zeros_like(items), items, (1, len(domain.ids)))
-        return domain.encoder.user_rows(means, domain.hidden)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Domain:
-    """`ids` ascend; `hidden` and `rows` are the tables of the encoder."""
-
-    ids: torch.Tensor
-    encoder: Encoder
-    hidden: torch.Tensor
-    rows: torch.Tensor
+            for ids, encoder, hidden in self._domains:
+                rows, is_known = _rows_of(ids, history.items)
+                items = np.unique(rows[is_known])
+                means = mean_matrix(np.zeros_like(items), items, (1, len(ids)))
+                row += encoder.user_rows(means, hidden)[0]
+            return _best(self._ids, self._table @ row, count, leave_out)
 
 
 def save_retrieval(path: Path, training: Training) -> None:
-    """Writes what `GraphSearch` reads: encoders and tables of both domains, and the ids of their items."""
-    tensors, domains = {}, training.domains
-    ids = np.split(domains.item_ids, [domains.num_target])
-    for place, name in enumerate(_DOMAINS):
-        with torch.no_grad():
+    """Writes what `GraphSearch` reads: of both domains the encoder, its tables and the ids of the items."""
+    ids = np.split(training.domains.item_ids, [training.domains.num_target])
+    tensors = {}
+    with torch.no_grad():
+        for place, domain in enumerate(_DOMAINS):
             hidden, rows = training.tables(place)
-        weights = {f"encoder.{key}": value for key, value in training.encoders[place].state_dict().items()}
-        for key, value in {"ids": torch.from_numpy(ids[place]), "hidden": hidden, "rows": rows, **weights}.items():
-            tensors[f"{name}.{key}"] = value.contiguous()
+            own = {"ids": torch.from_numpy(ids[place].copy()), "hidden": hidden, "rows": rows}
+            own |= training.encoders[place].state_dict()
+            tensors |= {f"{domain}{name}": value.contiguous() for name, value in own.items()}
     save_file(tensors, path)
 
 
-def _domain(tensors: dict[str, torch.Tensor], name: str) -> _Domain:
-    encoder = Encoder(tensors[f"{name}.encoder.items"])
-    own = f"{name}.encoder."
-    encoder.load_state_dict({key.removeprefix(own): value for key, value in tensors.items() if key.startswith(own)})
-    return _Domain(tensors[f"{name}.ids"], encoder, tensors[f"{name}.hidden"], tensors[f"{name}.rows"])
+def _best(ids: NDArray[np.int64], scores: torch.Tensor, count: int, leave_out: NDArray[np.int64]) -> NDArray[np.int64]:
+    rows, is_known = _rows_of(ids, leave_out)
+    is_left = np.ones(len(ids), dtype=bool)
+    is_left[rows[is_known]] = False
+    left = np.flatnonzero(is_left if is_left.any() else ~is_left)
+    found: NDArray[np.int64] = ids[left[np.argsort(-scores.numpy()[left], kind="stable")[:count]]]
+    return found
+
+
+def _rows_of(ids: NDArray[np.int64], items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The place of each item in the ascending ids, and whether it is there (else the place means nothing)."""
+    rows = np.minimum(np.searchsorted(ids, items), len(ids) - 1)
+    return rows, ids[rows] == items
