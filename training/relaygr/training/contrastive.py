@@ -167,7 +167,7 @@ class Training:
         self._optimizer.param_groups[0]["lr"] = self.options.learning_rate * (1 - self.steps / self.options.steps)
         self._optimizer.step()
         self.steps += 1
-        return float(between)
+        return float(between.detach())
 
     def tables(self, place: int) -> Rows:
         """A domain's items after one hop and after both, over all its edges."""

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
-from scipy.sparse.linalg import svds
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.logs import Log, usable
@@ -26,6 +25,7 @@ DIM: Final = 32
 """The width of all rows."""
 LEAST_COMMON: Final = 10
 """Common users: of fewer, hardly any is a negative."""
+_ITERATIONS: Final = 20
 _KATZ_ERROR: Final = 1e-6
 
 
@@ -52,15 +52,14 @@ class Graph:
     def features(self) -> NDArray[np.float32]:
         """[items, at most `DIM`]: singular vectors of the edges, each weighed by 1 / sqrt(its ends' degrees)."""
         degrees = np.bincount(self.users)[self.users] * np.bincount(self.items)[self.items]
-        edges = self._matrix(1 / np.sqrt(degrees))
-        _, values, vectors = svds(edges, k=min(DIM, *(size - 1 for size in edges.shape)), v0=np.ones(min(edges.shape)))
-        found: NDArray[np.float32] = (vectors.T * values * self.num_items**0.5).astype(np.float32)
+        values, vectors = _largest(self._matrix(1 / np.sqrt(degrees)), DIM)
+        found: NDArray[np.float32] = (vectors * values * self.num_items**0.5).astype(np.float32)
         return found
 
     def katz(self, beta: NDArray[np.float64]) -> NDArray[np.float64]:
         """x = alpha A x + beta over users, then items, with alpha = KATZ_SHARE / lambda_max."""
         edges = self._matrix(np.ones(self.users.size))
-        alpha = KATZ_SHARE / float(svds(edges, k=1, return_singular_vectors=False, v0=np.ones(min(edges.shape)))[0])
+        alpha = KATZ_SHARE / float(_largest(edges, 1)[0][0])
         found, before = beta, np.zeros_like(beta)
         while np.abs(found - before).max() > _KATZ_ERROR:
             before = found
@@ -84,6 +83,17 @@ class Graph:
         first = self.starts[users]
         found: NDArray[np.int64] = self.items[first + random.integers(0, self.starts[users + 1] - first)]
         return found
+
+
+def _largest(edges: csr_matrix, most: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The largest singular values and their vectors [items, at most so many], by subspace iteration.
+
+    ARPACK draws random vectors where a graph falls apart, so that a run would not be repeatable.
+    """
+    vectors = np.random.default_rng(0).normal(size=(edges.shape[1], min(most, *edges.shape)))
+    for _ in range(_ITERATIONS):
+        vectors = np.linalg.qr(edges.T @ (edges @ vectors))[0]
+    return np.linalg.norm(edges @ vectors, axis=0), vectors
 
 
 def mean_matrix(rows: NDArray[np.int64], columns: NDArray[np.integer[Any]], shape: tuple[int, int]) -> torch.Tensor:

@@ -100,7 +100,7 @@ class GraphSearch:
 def save_retrieval(path: Path, training: Training) -> None:
     """Writes what `GraphSearch` reads: of both domains the encoder, its tables and the ids of the items."""
     ids = np.split(training.domains.item_ids, [training.domains.num_target])
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for place, domain in enumerate(_DOMAINS):
             hidden, rows = training.tables(place)
