@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -14,7 +16,12 @@ from typer.testing import CliRunner
 from relaygr.cli.app import app
 from relaygr.demo.data import locked, trained_run
 from relaygr.runtime.errors import RelayError
+from relaygr.traffic.held_out import FoundCandidates, HeldOutPopulation
+from relaygr.traffic.population import population_of
 from relaygr.traffic.records import read_records
+from relaygr.traffic.schedule import impressions
+from relaygr.traffic.settings import TrafficSettings
+from relaygr.training.logs import Log
 from relaygr.training.pipeline import Progress, train_ranker
 from relaygr.training.runs import Run
 from tests.training.made_logs import QUICK, Recorder, cyclic_log, write_inter
@@ -30,6 +37,14 @@ def trained(folder: Path, log: Path, seed: int) -> Path:
     progress = Progress(Recorder(), lambda name, steps: None, lambda: None)
     train_ranker(LOG, [log], replace(QUICK, seed=seed, epochs=2), Run(folder), progress, with_baselines=False)
     return folder / "checkpoint"
+
+
+def with_items(log: Log, are_kept: Callable[[np.ndarray], np.ndarray]) -> Log:
+    """The behaviours of these items."""
+    kept = are_kept(log.items)
+    owners = np.repeat(np.arange(len(log.users)), log.lengths)[kept]
+    starts = np.searchsorted(owners, np.arange(len(log.users) + 1))
+    return replace(log, starts=starts, items=log.items[kept], actions=log.actions[kept], times_ms=log.times_ms[kept])
 
 
 def relaygr(*command: str | Path) -> str:
@@ -71,6 +86,42 @@ def test_a_checkpoint_is_deployed_into_the_running_demo_and_no_request_is_lost(t
     for gate in ("no request lost:", "cached scores equal full scores:", "requests compared:"):
         assert next(line for line in said.splitlines() if gate in line).startswith("yes"), said
     assert "were answered by different models, and are left out" in said
+
+
+def test_a_retrieval_file_finds_the_candidates(tmp_path: Path) -> None:
+    data, kept = tmp_path / "data", tmp_path / "kept"
+    data.mkdir()
+    trained(data / "ranker", write_inter(data / "log.inter", LOG), seed=1)
+    halves = [
+        write_inter(tmp_path / f"{name}.inter", with_items(LOG, lambda items: items % 4 // 2 == half))
+        for half, name in enumerate(("target", "source"))
+    ]
+    relaygr(
+        "train", "retrieval", *halves, "--out", tmp_path / "run", "--seeds", "1", "--intra-steps", "2",
+        "--inter-steps", "2",
+    )  # fmt: skip
+    file = tmp_path / "run" / "retrieval.safetensors"
+    said = relaygr(
+        "demo", "--broker", "embedded", "--no-ui", "--data", data, "--keep", kept, "--retrieval", file, "--rate", "8",
+        "--deadline-ms", "5000", "--set", "traffic.users=3", "--set", "traffic.candidates=20",
+    )  # fmt: skip
+    assert "NDCG@10" in said
+    records = list(read_records(kept / "relay.jsonl"))
+    settings = TrafficSettings(held_out=data / "ranker", retrieval=file, users=3, suffix=0, candidates=20)
+    population = population_of(settings)
+    assert isinstance(population, HeldOutPopulation)
+    of_file = FoundCandidates(data / "ranker", settings, population)
+    expected = {each.number: each.next_item in of_file.of(each) for each in impressions(settings, population)}
+    assert {each.number: each.next_retrieved for each in records} == expected
+    own = FoundCandidates(data / "ranker", settings.model_copy(update={"retrieval": None}), population)
+    first = next(iter(impressions(settings, population)))
+    assert not np.array_equal(own.of(first), of_file.of(first))
+
+
+def test_a_retrieval_file_without_a_log_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["demo", "--retrieval", str(tmp_path / "file")])
+    assert done.exit_code == 1 and "give --data DIR" in done.output
 
 
 def test_the_ranker_is_trained_within_the_time_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

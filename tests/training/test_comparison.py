@@ -1,4 +1,4 @@
-"""`relaygr train retrieval`: what is judged, a run that goes on, the command, and the file that the demo retrieves with."""
+"""`relaygr train retrieval`: what is judged, a run that goes on, the command, and the file that is searched."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ def domains() -> Domains:
 
 def places(domains: Domains, queries: Queries, scores: torch.Tensor) -> dict[int, list[float]]:
     """User -> the place of each held-out item, item by item."""
+    held_out = domains.held_out(Part.TEST)
     found: dict[int, list[float]] = {}
-    for at in domains.held_out(Part.TEST):
-        user = domains.owners[at]
-        held_out = {
-            int(domains.split.rows[each]) for each in domains.held_out(Part.TEST) if domains.owners[each] == user
-        }
-        row, own = scores[np.searchsorted(queries.users, user)].tolist(), int(domains.split.rows[at])
-        others = [score for item, score in enumerate(row) if item not in held_out]
-        place = sum(score > row[own] for score in others) if own < domains.num_target else math.inf
-        found.setdefault(int(user), []).append(place)
+    for user in queries.users.tolist():
+        row = scores[queries.users.tolist().index(user)].tolist()
+        own = domains.split.rows[held_out[domains.owners[held_out] == user]].tolist()
+        others = [score for item, score in enumerate(row) if item not in own]
+        found[user] = [
+            sum(score > row[item] for score in others) if item < domains.num_target else math.inf for item in own
+        ]
     return found
 
 
@@ -141,9 +140,8 @@ def test_the_file_finds_what_the_training_ranked_best(domains: Domains, tmp_path
     at = int(np.flatnonzero(~queries.is_cold)[0])
     user = queries.users[at]
     read = slice(domains.log.starts[user], domains.split.validation_ends[user])
-    ids = np.where(domains.is_target, 0, 0)  # Ids of the history, as in messages.
-    numbers = np.concatenate([np.unique(log.items) for log in (TARGET_LOG, SOURCE_LOG)])
-    ids = numbers[domains.log.items[read]]
+    known = np.concatenate([np.unique(log.items) for log in (TARGET_LOG, SOURCE_LOG)])
+    ids = known[domains.log.items[read]]
     history = Behaviours(ids.astype("<i8"), np.zeros(ids.size, "<u2"), np.zeros(ids.size, "<i8"))
     found = GraphSearch(tmp_path / "file").find(history, 10_000, domains.item_ids[domains.num_target :])
     best = target_scores(training, queries, Arm.SEPARATED)[at].argsort(descending=True)

@@ -1,9 +1,9 @@
 """Graph encoders of two domains with common users, trained in the way of SCCDR (arXiv 2502.16239).
 
     stage 1, intra   in each domain: a user and an item of theirs, against random items
-    stage 2, inter   for common users, in both directions: a user's row in one domain, against their row in the other
-                     (alignment) and against the row of an item of theirs there (neighbourhood), with negatives that are
-                     drawn from the easy ones first; no gradient reaches the other domain's rows
+    stage 2, inter   also, for common users and in both directions: a user's row in one domain, against the row of the
+                     same user (alignment) or of an item of theirs (neighbourhood) in the other, with negatives drawn
+                     from the easy ones first; no gradient reaches the other domain's rows
 
 The paper's formulas are not public: docs/training.md lists what was chosen here. Encoders are GraphSAGE with means of
 sampled neighbours. Users have no weights of their own: a row is computed from any history, and of none it is 0.
@@ -53,9 +53,8 @@ class Arm(enum.StrEnum):
 class RetrievalOptions:
     """What decides the result, beside the logs."""
 
-    intra_steps: int = 100
-    inter_steps: int = 80
-    """Stage 2: one half is on the inter-domain loss, the other on the intra-domain ones."""
+    intra_steps: int = 80
+    inter_steps: int = 50
     learning_rate: float = 5e-3
     cold_share: float = 0.1
     """Of the common users, those whose behaviours in the target domain are left out."""
@@ -69,6 +68,7 @@ class RetrievalOptions:
 
 TARGET: Final = 0
 SOURCE: Final = 1
+BOTH: Final = (TARGET, SOURCE)
 """Places of the domains."""
 
 
@@ -148,8 +148,13 @@ class Training:
         self._random = np.random.default_rng([seed, 1])
         self.steps = 0
 
-    def step(self, intra: Sequence[int], inter: Inter | None) -> float:
-        """One step on the intra-domain losses of these domains and the inter-domain loss. Returns the latter, or 0.
+    def begin_step(self) -> None:
+        """The learning rate falls to 0 with the steps."""
+        self._optimizer.param_groups[0]["lr"] = self.options.learning_rate * (1 - self.steps / self.options.steps)
+        self.steps += 1
+
+    def update(self, intra: Sequence[int], inter: Inter | None) -> float:
+        """By the intra-domain losses of these domains and the inter-domain loss. Returns the latter, or 0.
 
         Raises RelayError if the loss is not finite.
         """
@@ -164,9 +169,7 @@ class Training:
             raise RelayError(f"The loss is {loss.item()}: give a lower --learning-rate.")
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.param_groups[0]["lr"] = self.options.learning_rate * (1 - self.steps / self.options.steps)
         self._optimizer.step()
-        self.steps += 1
         return float(between.detach())
 
     def tables(self, place: int) -> Rows:
@@ -211,19 +214,20 @@ def _loss(
 def advance(training: Training, arm: Arm, weight: float, until: int, on_step: OnStep) -> list[float]:
     """Trains up to this step of an arm. Returns its inter-domain losses. `weight`: of these in the joint arm.
 
-    Every arm has the same number of steps. In stage 2 inter-domain steps take turns with intra-domain ones.
+    Every arm has the same number of steps. In stage 2 a step has two updates: the intra-domain losses go on.
     """
     options, losses = training.options, []
     for number in range(training.steps, until):
-        both, stage = (TARGET, SOURCE), number - options.intra_steps
+        training.begin_step()
+        progress = (number - options.intra_steps) / options.inter_steps
         if arm is Arm.ALONE:
-            training.step((TARGET,), None)
+            training.update((TARGET,), None)
         elif arm is Arm.JOINT:
-            losses.append(training.step(both, Inter(drawn_share(number / options.steps), weight)))
-        elif stage < 0 or stage % 2:
-            training.step(both, None)
+            losses.append(training.update(BOTH, Inter(drawn_share(number / options.steps), weight)))
         else:
-            share = 1.0 if arm is Arm.RANDOM else drawn_share(stage / options.inter_steps)
-            losses.append(training.step((), Inter(share, stops=arm is not Arm.NO_STOP)))
+            training.update(BOTH, None)
+            if progress >= 0:
+                share = 1.0 if arm is Arm.RANDOM else drawn_share(progress)
+                losses.append(training.update((), Inter(share, stops=arm is not Arm.NO_STOP)))
         on_step()
     return losses
