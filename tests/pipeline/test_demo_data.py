@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,9 +38,7 @@ def trained(folder: Path, log: Path, seed: int) -> Path:
     return folder / "checkpoint"
 
 
-def with_items(log: Log, are_kept: Callable[[np.ndarray], np.ndarray]) -> Log:
-    """The behaviours of these items."""
-    kept = are_kept(log.items)
+def part_of(log: Log, kept: np.ndarray) -> Log:
     owners = np.repeat(np.arange(len(log.users)), log.lengths)[kept]
     starts = np.searchsorted(owners, np.arange(len(log.users) + 1))
     return replace(log, starts=starts, items=log.items[kept], actions=log.actions[kept], times_ms=log.times_ms[kept])
@@ -93,7 +90,7 @@ def test_a_retrieval_file_finds_the_candidates(tmp_path: Path) -> None:
     data.mkdir()
     trained(data / "ranker", write_inter(data / "log.inter", LOG), seed=1)
     halves = [
-        write_inter(tmp_path / f"{name}.inter", with_items(LOG, lambda items: items % 4 // 2 == half))
+        write_inter(tmp_path / f"{name}.inter", part_of(LOG, LOG.items % 2 == half))
         for half, name in enumerate(("target", "source"))
     ]
     relaygr(

@@ -160,11 +160,13 @@ class Training:
         """
         graphs = self.domains.graphs
         kept = [self._random.random(graph.users.size) < _KEPT_EDGES for graph in graphs]
-        used = range(len(graphs)) if inter else intra
-        rows = {place: self.encoders[place](*graphs[place].means(kept[place])) for place in used}
-        loss = torch.stack([self._intra(place, rows[place], kept[place]) for place in intra] or [torch.zeros(())]).sum()
-        between = torch.zeros(()) if inter is None else self._inter(rows[TARGET], rows[SOURCE], inter)
-        loss = loss + (inter.weight if inter else 0.0) * between
+        rows = {place: self.encoders[place](*graphs[place].means(kept[place])) for place in (BOTH if inter else intra)}
+        losses = [self._intra(place, rows[place], np.flatnonzero(~kept[place])) for place in intra]
+        between = torch.zeros(())
+        if inter is not None:
+            between = self._inter(rows[TARGET], rows[SOURCE], inter)
+            losses.append(inter.weight * between)
+        loss = torch.stack(losses).sum()
         if not bool(torch.isfinite(loss)):
             raise RelayError(f"The loss is {loss.item()}: give a lower --learning-rate.")
         self._optimizer.zero_grad(set_to_none=True)
@@ -178,9 +180,9 @@ class Training:
         hidden = encoder.hidden(*graph.means(np.ones(graph.users.size, dtype=bool)))
         return hidden, encoder.item_rows(hidden)
 
-    def _intra(self, place: int, rows: Rows, kept: NDArray[np.bool_]) -> torch.Tensor:
+    def _intra(self, place: int, rows: Rows, predicted: NDArray[np.int64]) -> torch.Tensor:
         graph = self.domains.graphs[place]
-        edges = self._random.choice(np.flatnonzero(~kept), BATCH)
+        edges = self._random.choice(predicted, BATCH)
         others = self._random.integers(0, graph.num_items, NEGATIVES)
         return _loss(rows[0], graph.users[edges], rows[1], graph.items[edges], others)
 
