@@ -73,7 +73,9 @@ def test_equal_scores_are_in_the_middle(domains: Domains) -> None:
     [(0.1, 0.3, "held"), (-0.3, -0.1, "not held"), (-0.1, 0.1, "undecided"), (math.nan, math.nan, "undecided")],
 )
 def test_a_direction_is_decided_if_the_interval_is_on_one_side_of_zero(low: float, high: float, said: str) -> None:
-    assert verdict(Estimate((low + high) / 2, low, high, 5)) == said
+    gain, sure = (Estimate(0.0, *each, 5) for each in ((low, high), (0.1, 0.2)))
+    assert verdict([gain]) == said
+    assert verdict([gain, sure]) == ("held" if said == "held" else "undecided"), "all intervals must say it"
 
 
 def compared(domains: Domains, folder: Path, seeds: int, stop_after: int | None = None) -> tuple[dict, int]:
@@ -121,7 +123,14 @@ def test_the_command_compares_all_arms_and_ends_with_a_sentence(logs: tuple[Path
     last = done.output.strip().splitlines()[-1]
     assert last == metrics["sentence"] and last.startswith("Over 2 seeds") and last.endswith(".")
     shown = json.loads(train(*logs, *quick, "--json").stdout)
-    assert shown["arms"] == metrics["arms"] and set(shown["joint_weights"]) == {"0.3", "1.0", "3.0"}
+    assert shown["arms"] == metrics["arms"]
+    assert {arm: len(found) for arm, found in shown["searched"].items()} == {
+        "separated": 3, "joint": 9, "one domain": 3,
+    }  # fmt: skip
+    trained = {file.name for file in (tmp_path / "run" / "arms").iterdir()}
+    for arm, found in shown["searched"].items():
+        best = f"{arm}, {max(found, key=found.__getitem__)}, test, seed 1".replace(", ", "_").replace(" ", "-")
+        assert f"{best}.json" in trained
     GraphSearch(tmp_path / "run" / "retrieval.safetensors")
 
 
@@ -133,7 +142,7 @@ def test_logs_of_different_users_are_refused(logs: tuple[Path, Path], tmp_path: 
 
 
 def test_the_file_finds_what_the_training_ranked_best(domains: Domains, tmp_path: Path) -> None:
-    training = Training(domains, OPTIONS, seed=0)
+    training = Training(domains, OPTIONS, 5e-3, seed=0)
     advance(training, Arm.SEPARATED, 1.0, OPTIONS.steps, lambda: None)
     save_retrieval(tmp_path / "file", training)
     queries = Queries(domains, Part.TEST, 0)

@@ -129,8 +129,7 @@ def retrieval(
     out: Annotated[Path, typer.Option(help="Folder of the run. A run that was interrupted there goes on.")],
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each arm. More of them go on with the same run.")] = 5,
     intra_steps: Annotated[int, typer.Option(min=1, help="Steps of stage 1, in each domain by itself.")] = 80,
-    inter_steps: Annotated[int, typer.Option(min=1, help="Steps of stage 2, across the domains.")] = 50,
-    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 5e-3,
+    inter_steps: Annotated[int, typer.Option(min=2, help="Steps of stage 2, every second one across domains.")] = 100,
     cold_share: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of the common users whose rows of LOG_A are left out.")
     ] = 0.1,
@@ -150,7 +149,7 @@ def retrieval(
     exit_on_sigterm()
     console = plain_console(stderr=as_json, soft_wrap=True)
     logs = join_logs(*(read_training_log([path], max_bad_lines, console) for path in (target, source)))
-    options = RetrievalOptions(intra_steps, inter_steps, learning_rate, cold_share, threads)
+    options = RetrievalOptions(intra_steps, inter_steps, cold_share, threads)
     with progress_bars() as bars:
         compared = compare(logs, [target, source], options, seeds, Run(out), bars.began, bars.stepped)
     if as_json:
@@ -306,16 +305,17 @@ def _print_finished(finished: Finished, out: Path) -> None:
 
 
 def _print_compared(compared: Compared) -> None:
-    from relaygr.training.comparison import CHOSEN
+    from relaygr.training.comparison import CHOSEN, SPREAD
 
     console = stdout_console()
     metrics = list(next(iter(compared.arms.values()))["warm"])
     title = f"Target domain, means over {compared.seeds} seeds with 95 % intervals; gain: of separated over this"
-    table = figures_table(title, "users", *metrics, f"gain in {CHOSEN}")
+    table = figures_table(title, "users", *metrics, f"gain in {CHOSEN}", SPREAD)
     for arm, groups in compared.arms.items():
+        spread = groups["loss"][SPREAD].with_half_width() if groups["loss"] else ""
         for group in ("warm", "cold"):
             gain = compared.gains[arm][group][CHOSEN].with_interval()
-            table.add_row(arm, group, *(groups[group][name].with_half_width() for name in metrics), gain)
+            table.add_row(arm, group, *(groups[group][name].with_half_width() for name in metrics), gain, spread)
     console.print(table)
     console.print(compared.sentence())
 

@@ -2,18 +2,16 @@
 
 Each held-out behaviour is one query: its item is ranked among the target's items that are neither in the user's history
 nor held out (*full*), and among 99 random ones of these, the same for every arm (*sampled*). A metric is the mean over
-a user's queries, then over users: *warm* ones, and *cold* ones, whose behaviours in the target were left out. Each
-finished arm of a seed is a file in the run's folder `arms`, so that an interrupted comparison goes on.
+a user's queries, then over users: *warm* ones, and *cold* ones, whose behaviours in the target were left out. The
+learning rate of each arm, and the weight of the joint one, are those with the best validation NDCG@10 of the first
+seed. Each finished training is a file in the run's folder `arms`, so that an interrupted comparison goes on.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -24,16 +22,18 @@ from numpy.typing import NDArray
 
 from relaygr.training.contrastive import SOURCE, TARGET, Arm, OnStep, RetrievalOptions, Training, advance
 from relaygr.training.domains import Domains
-from relaygr.training.ranking import TOP, Estimate, estimate_in_groups
+from relaygr.training.ranking import TOP, Estimate, estimate, estimate_in_groups
 from relaygr.training.retrieval import MODEL_FILE, save_retrieval
 from relaygr.training.runs import METRICS_FILE, Run
 from relaygr.training.splits import Part
 
 SAMPLED: Final = 99
+LEARNING_RATES: Final = (2e-3, 5e-3, 1e-2)
 JOINT_WEIGHTS: Final = (0.3, 1.0, 3.0)
-"""Of the inter-domain loss in the joint arm: the best by validation NDCG@10 of the first seed is taken."""
+"""Of the inter-domain loss in the joint arm."""
 CHOSEN: Final = "full ndcg@10"
 """The metric by which the directions are judged."""
+USERS: Final = "users"
 LOSS: Final = "loss"
 SPREAD: Final = "spread of the loss"
 DIRECTIONS: Final = {
@@ -43,8 +43,8 @@ DIRECTIONS: Final = {
 }
 """What the paper claims, by the arm that the separated one is compared with."""
 OnWork = Callable[[str, int], None]
-Result = dict[str, dict[str, Any]]
-"""Group -> metric -> value. The group `loss` is of the last inter-domain steps, with the CPU time."""
+Result = dict[str, Any]
+"""Group -> metric -> value. The group `loss` is of the last inter-domain steps. `USERS` -> each user's `CHOSEN`."""
 _LAST_SHARE: Final = 0.25
 """Of the inter-domain steps, whose losses' standard deviation is the spread."""
 _QUERIES: Final = 4096
@@ -65,7 +65,7 @@ class Queries:
         is_out = torch.zeros(len(self.users), items + 1, dtype=torch.bool)
         is_out[:, items] = True
         if split.leaves_out_seen:
-            users, seen = self.histories[TARGET].coalesce().indices()
+            users, seen = self.histories[TARGET].nonzero()
             is_out[users, seen] = True
         self._is_missed = is_out[self._own, self._items]
         is_out[self._own, self._items] = True
@@ -73,11 +73,11 @@ class Queries:
         keys = torch.rand(self._is_out.shape, generator=torch.Generator().manual_seed(seed))
         self._sampled = keys.masked_fill(self._is_out, -1.0).topk(min(SAMPLED, items)).indices
 
-    def metrics(self, scores: torch.Tensor) -> dict[str, dict[str, float]]:
-        """Group -> metric -> mean over users. `scores`: float32 [users, target items]."""
+    def metrics(self, scores: torch.Tensor) -> Result:
+        """Means over users, and the users' values (NaN: cold). `scores`: float32 [users, target items]."""
         wanted = torch.cat((scores, torch.zeros(len(scores), 1)), 1)[self._own, self._items]
         others = scores.masked_fill(self._is_out, -math.inf)
-        found: dict[str, dict[str, float]] = {"warm": {}, "cold": {}}
+        found: Result = {"warm": {}, "cold": {}}
         for name, table in (("full", others), ("sampled", others.gather(1, self._sampled))):
             places = self._places(wanted, table)
             hits = (places < TOP).double()
@@ -86,6 +86,8 @@ class Queries:
                 means = sums / np.bincount(self._own.numpy())
                 for group, kept in (("warm", ~self.is_cold), ("cold", self.is_cold)):
                     found[group][f"{name} {metric}"] = float(means[kept].mean()) if kept.any() else math.nan
+                if f"{name} {metric}" == CHOSEN:
+                    found[USERS] = np.where(self.is_cold, math.nan, means).tolist()
         return found
 
     def _places(self, wanted: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -106,11 +108,31 @@ def target_scores(training: Training, queries: Queries, arm: Arm) -> torch.Tenso
         counts = np.bincount(graph.items, minlength=graph.num_items).astype(np.float32)
         return torch.from_numpy(counts).expand(len(queries.users), -1)
     with torch.inference_mode():
-        hidden, rows = training.tables(TARGET)
+        rows, hidden = training.tables(TARGET)
         users = training.encoders[TARGET].user_rows(queries.histories[TARGET], hidden)
         if arm is not Arm.ALONE:
-            users = users + training.encoders[SOURCE].user_rows(queries.histories[SOURCE], training.tables(SOURCE)[0])
+            users = users + training.encoders[SOURCE].user_rows(queries.histories[SOURCE], training.tables(SOURCE)[1])
         return users @ rows.T
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is searched for an arm."""
+
+    learning_rate: float
+    weight: float = 1.0
+    """Of the inter-domain loss in the joint arm."""
+
+    def __str__(self) -> str:
+        return f"learning rate {self.learning_rate:g}, weight {self.weight:g}"
+
+
+_CHOICES: Final = {
+    Arm.SEPARATED: [Choice(rate) for rate in LEARNING_RATES],
+    Arm.JOINT: [Choice(*each) for each in product(LEARNING_RATES, JOINT_WEIGHTS)],
+    Arm.ALONE: [Choice(rate) for rate in LEARNING_RATES],
+}
+"""The other arms differ from the separated one in one thing, so they have its learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,106 +142,102 @@ class Compared:
     arms: dict[Arm, dict[str, dict[str, Estimate]]]
     gains: dict[Arm, dict[str, dict[str, Estimate]]]
     """By how much the separated arm is better than another: higher in a metric, lower in the loss and its spread."""
-    joint_weights: dict[float, float]
-    """Weight of the inter-domain loss -> validation NDCG@10 of the first seed."""
+    gains_over_users: dict[Arm, Estimate]
+    """The same in `CHOSEN` of warm users, with the users as the sample: of each, the mean over the seeds."""
+    searched: dict[Arm, dict[str, float]]
+    """Choice -> validation NDCG@10 of the first seed."""
     seeds: int
 
     def sentence(self) -> str:
         """What came out, in one sentence."""
         said = []
         for arm, claim in DIRECTIONS.items():
-            gain = self.gains[arm]["loss"][SPREAD] if arm is Arm.NO_STOP else self.gains[arm]["warm"][CHOSEN]
-            said.append(f"{claim}: {verdict(gain)}, {gain.with_interval()}")
+            gains = {"seeds": self.gains[arm]["warm"][CHOSEN], "users": self.gains_over_users[arm]}
+            if arm is Arm.NO_STOP:
+                gains = {"seeds": self.gains[arm]["loss"][SPREAD]}
+            shown = " and ".join(f"{gain.with_interval()} over {sample}" for sample, gain in gains.items())
+            said.append(f"{claim}: {verdict(list(gains.values()))}, {shown}")
         return f"Over {self.seeds} seeds, by {CHOSEN} of warm users and the spread of the loss: {'; '.join(said)}."
 
 
-def verdict(gain: Estimate) -> str:
-    """Undecided if the 95 % interval holds 0, and with one seed."""
-    if gain.low > 0:
+def verdict(gains: list[Estimate]) -> str:
+    """Undecided if a 95 % interval holds 0, and with one seed."""
+    if all(gain.low > 0 for gain in gains):
         return "held"
-    return "not held" if gain.high < 0 else "undecided"
+    return "not held" if all(gain.high < 0 for gain in gains) else "undecided"
 
 
 def compare(
     logs: Domains, paths: list[Path], options: RetrievalOptions, seeds: int, run: Run, began: OnWork, stepped: OnStep
 ) -> Compared:
-    """Trains the arms that the run's folder does not have. Raises RelayError if it has another run."""
+    """Trains what the run's folder does not have. Raises RelayError if it has another run."""
     torch.set_num_threads(options.threads)
     run.begin(options, logs.log, paths)
-    weights: dict[float, float] = {}
-    results = []
-    for seed in range(seeds):
-        trial = _Trial(logs.with_cold(options.cold_share, seed), options, seed, run.folder, began, stepped)
-        weights = weights or {
-            weight: trial.kept(f"weight {weight}", Arm.JOINT, weight, Part.VALIDATION)["warm"][CHOSEN]
-            for weight in JOINT_WEIGHTS
-        }
-        best = max(weights, key=weights.__getitem__)
-        results.append({arm: trial.kept(arm, arm, best, Part.TEST) for arm in Arm})
-    compared = _compared(results, weights)
+    trials = [_Trial(logs, options, seed, run.folder, began, stepped) for seed in range(seeds)]
+    searched = {
+        arm: {choice: trials[0].kept(arm, choice, Part.VALIDATION)["warm"][CHOSEN] for choice in choices}
+        for arm, choices in _CHOICES.items()
+    }
+    best = {arm: max(found, key=found.__getitem__) for arm, found in searched.items()}
+    results = [{arm: trial.kept(arm, best.get(arm, best[Arm.SEPARATED]), Part.TEST) for arm in Arm} for trial in trials]
+    compared = _compared(results, {arm: {str(each): found[each] for each in found} for arm, found in searched.items()})
     run.write_json(METRICS_FILE, {**asdict(compared), "sentence": compared.sentence()})
     return compared
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Trial:
-    """The arms of one seed."""
+    """The trainings of one seed."""
 
-    domains: Domains
+    logs: Domains
     options: RetrievalOptions
     seed: int
     folder: Path
     began: OnWork
     stepped: OnStep
 
-    def kept(self, name: str, arm: Arm, weight: float, part: Part) -> Result:
-        """What the folder has under this name, or else what the arm now gives."""
-        arms, file = Run(self.folder / "arms"), f"{name.replace(' ', '-')}-{self.seed}.json"
+    def kept(self, arm: Arm, choice: Choice, part: Part) -> Result:
+        """What the folder has of this training, or else what it now gives."""
+        name = f"{arm}, {choice}, {part}, seed {self.seed}"
+        arms, file = Run(self.folder / "arms"), f"{name.replace(', ', '_').replace(' ', '-')}.json"
         if not (arms.folder / file).exists():
-            self.began(f"{name}, seed {self.seed}", self.options.steps)
-            arms.write_json(file, self._judged(arm, weight, part))
+            self.began(name, self.options.steps)
+            arms.write_json(file, self._judged(arm, choice, part))
         return arms.read_json(file)
 
-    def _judged(self, arm: Arm, weight: float, part: Part) -> Result:
-        """Metrics by group. The separated arm of the first seed is written as the model."""
-        started_s = time.process_time()
-        training, losses = self._trained(arm, weight)
-        queries = Queries(self.domains, part, self.seed)
-        found = queries.metrics(target_scores(training, queries, arm))
+    def _judged(self, arm: Arm, choice: Choice, part: Part) -> Result:
+        """Trains. The separated arm of the first seed is written as the model."""
+        domains = self.logs.with_cold(self.options.cold_share, self.seed)
+        training = Training(domains, self.options, choice.learning_rate, self.seed)
+        steps = 0 if arm is Arm.POPULARITY else self.options.steps
+        losses = advance(training, arm, choice.weight, steps, self.stepped)
         last = losses[-math.ceil(_LAST_SHARE * len(losses)) :]
         loss = {LOSS: float(np.mean(last)), SPREAD: float(np.std(last))} if losses else {}
-        if arm is Arm.SEPARATED and not self.seed:
+        if arm is Arm.SEPARATED and part is Part.TEST and not self.seed:
             save_retrieval(self.folder / MODEL_FILE, training)
-        return {**found, "loss": {**loss, "cpu_s": time.process_time() - started_s}}
-
-    def _trained(self, arm: Arm, weight: float) -> tuple[Training, list[float]]:
-        """After all steps. Arms that have stage 1 in common begin with its result."""
-        begins_anew = arm in (Arm.JOINT, Arm.ALONE, Arm.POPULARITY)
-        training = Training(self.domains, self.options, self.seed) if begins_anew else deepcopy(self._after_stage_1)
-        steps = 0 if arm is Arm.POPULARITY else self.options.steps
-        return training, advance(training, arm, weight, steps, self.stepped)
-
-    @cached_property
-    def _after_stage_1(self) -> Training:
-        training = Training(self.domains, self.options, self.seed)
-        advance(training, Arm.SEPARATED, 1.0, self.options.intra_steps, self.stepped)
-        return training
+        queries = Queries(domains, part, self.seed)
+        return {**queries.metrics(target_scores(training, queries, arm)), "loss": loss}
 
 
-def _compared(results: list[dict[Arm, Result]], weights: dict[float, float]) -> Compared:
-    arms: dict[Arm, dict[str, dict[str, Estimate]]] = {arm: {} for arm in Arm}
-    gains = deepcopy(arms)
-    for arm, group in product(Arm, results[0][Arm.SEPARATED]):
-        arms[arm][group], gains[arm][group] = {}, {}
-        for metric in results[0][arm][group]:
-            # JSON has no NaN, so None: without cold users.
-            values, ours = (
-                np.array([result[each].get(group, {}).get(metric) for result in results], dtype=np.float64)
-                for each in (arm, Arm.SEPARATED)
-            )
-            arms[arm][group][metric] = _over_seeds(values)
-            gains[arm][group][metric] = _over_seeds(values - ours if group == "loss" else ours - values)
-    return Compared(arms, gains, weights, len(results))
+def _compared(results: list[dict[Arm, Result]], searched: dict[Arm, dict[str, float]]) -> Compared:
+    arms: dict[Arm, dict[str, dict[str, Estimate]]] = {}
+    gains: dict[Arm, dict[str, dict[str, Estimate]]] = {}
+    over_users: dict[Arm, Estimate] = {}
+    # JSON has no NaN, so None: of cold users, or without them.
+    users = {arm: np.array([each[arm][USERS] for each in results], dtype=np.float64) for arm in Arm}
+    for arm in Arm:
+        over_users[arm] = estimate(np.ma.masked_invalid(users[Arm.SEPARATED] - users[arm]).mean(0).filled(math.nan))
+        arms[arm], gains[arm] = {}, {}
+        for group in ("warm", "cold", "loss"):
+            arms[arm][group], gains[arm][group] = {}, {}
+            for metric in results[0][arm][group]:
+                values, ours = (
+                    np.array([result[each][group][metric] for result in results], dtype=np.float64)
+                    for each in (arm, Arm.SEPARATED)
+                )
+                arms[arm][group][metric] = _over_seeds(values)
+                gains[arm][group][metric] = _over_seeds(values - ours if group == "loss" else ours - values)
+    return Compared(arms, gains, over_users, searched, len(results))
 
 
 def _over_seeds(values: NDArray[np.float64]) -> Estimate:

@@ -1,9 +1,9 @@
 """Graph encoders of two domains with common users, trained in the way of SCCDR (arXiv 2502.16239).
 
     stage 1, intra   in each domain: a user and an item of theirs, against random items
-    stage 2, inter   also, for common users and in both directions: a user's row in one domain, against the row of the
-                     same user (alignment) or of an item of theirs (neighbourhood) in the other, with negatives drawn
-                     from the easy ones first; no gradient reaches the other domain's rows
+    stage 2, inter   every second step, for common users and in both directions: a user's row in one domain, against the
+                     row of the same user (alignment) or of an item of theirs (neighbourhood) in the other, with
+                     negatives drawn from the easy ones first; no gradient reaches the other domain's rows
 
 The paper's formulas are not public: docs/training.md lists what was chosen here. Encoders are GraphSAGE with means of
 sampled neighbours. Users have no weights of their own: a row is computed from any history, and of none it is 0.
@@ -15,12 +15,13 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.domains import DIM, Domains
@@ -32,7 +33,7 @@ ALL_FROM: Final = 0.6
 """The share of the inter-domain steps after which all negatives are drawn."""
 _KEPT_EDGES: Final = 0.3
 """The share of the edges in each step's graph. The others are what a step predicts."""
-BATCH: Final = 2048
+BATCH: Final = 1024
 NEGATIVES: Final = 512
 """Of a step, shared by the batch."""
 _EXCLUDED: Final = -1e9
@@ -54,8 +55,9 @@ class RetrievalOptions:
     """What decides the result, beside the logs."""
 
     intra_steps: int = 80
-    inter_steps: int = 50
-    learning_rate: float = 5e-3
+    """Of stage 1. A step is one update of the weights."""
+    inter_steps: int = 100
+    """Of stage 2: intra-domain and inter-domain in turns."""
     cold_share: float = 0.1
     """Of the common users, those whose behaviours in the target domain are left out."""
     threads: int = 1
@@ -88,6 +90,24 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """Two tables, float32 [users or items, dim]."""
 
 
+class _Product(torch.autograd.Function):
+    """A constant sparse matrix times rows. torch's own takes ten times as long for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: csr_matrix, rows: torch.Tensor) -> torch.Tensor:
+        ctx.matrix = matrix
+        return torch.from_numpy(matrix @ rows.detach().numpy())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, torch.from_numpy(ctx.matrix.T @ gradient.numpy())
+
+
+def product(matrix: csr_matrix, rows: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _Product.apply(matrix, rows)  # type: ignore[no-untyped-call]
+    return found
+
+
 class Encoder(torch.nn.Module):
     """GraphSAGE over one domain, two hops, without biases: a user without neighbours has a row of 0."""
 
@@ -100,22 +120,23 @@ class Encoder(torch.nn.Module):
         self.user_out = torch.nn.Linear(2 * DIM, DIM, bias=False)
         self.item_out = torch.nn.Linear(width + DIM, DIM, bias=False)
 
-    def forward(self, to_users: torch.Tensor, to_items: torch.Tensor) -> Rows:
-        hidden = self.hidden(to_users, to_items)
-        return self.user_rows(to_users, hidden), self.item_rows(hidden)
+    def forward(self, to_users: csr_matrix, to_items: csr_matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Users, items, and items after one hop. `to_users`, `to_items`: means over the neighbours."""
+        users = self._users(to_users)
+        hidden = F.relu(self.item_hop(torch.cat((self.items, product(to_items, users)), 1)))
+        items = F.normalize(self.item_out(torch.cat((self.items, hidden), 1)), dim=1)
+        return self._user_rows(to_users, users, hidden), items, hidden
 
-    def hidden(self, to_users: torch.Tensor, to_items: torch.Tensor) -> torch.Tensor:
-        """[items, dim]: items after one hop, of the means over their users."""
-        users = F.relu(self.user_hop(torch.sparse.mm(to_users, self.items)))
-        return F.relu(self.item_hop(torch.cat((self.items, torch.sparse.mm(to_items, users)), 1)))
+    def user_rows(self, to_users: csr_matrix, hidden: torch.Tensor) -> torch.Tensor:
+        """`to_users`: means over each user's history. `hidden`: items after one hop."""
+        return self._user_rows(to_users, self._users(to_users), hidden)
 
-    def user_rows(self, to_users: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """`to_users`: means over each user's history."""
-        own = F.relu(self.user_hop(torch.sparse.mm(to_users, self.items)))
-        return F.normalize(self.user_out(torch.cat((own, torch.sparse.mm(to_users, hidden)), 1)), dim=1)
+    def _users(self, to_users: csr_matrix) -> torch.Tensor:
+        """[users, dim]: after one hop."""
+        return F.relu(self.user_hop(product(to_users, self.items)))
 
-    def item_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.normalize(self.item_out(torch.cat((self.items, hidden), 1)), dim=1)
+    def _user_rows(self, to_users: csr_matrix, users: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return F.normalize(self.user_out(torch.cat((users, product(to_users, hidden)), 1)), dim=1)
 
 
 def contrastive_loss(
@@ -139,28 +160,27 @@ def drawn_share(progress: float) -> float:
 class Training:
     """The encoders of target and source while they are trained."""
 
-    def __init__(self, domains: Domains, options: RetrievalOptions, seed: int) -> None:
+    def __init__(self, domains: Domains, options: RetrievalOptions, learning_rate: float, seed: int) -> None:
         torch.manual_seed(seed)
-        self.domains, self.options = domains, options
+        self.domains, self.options, self.learning_rate = domains, options, learning_rate
         self.encoders = tuple(Encoder(torch.from_numpy(graph.features)) for graph in domains.graphs)
         weights = [weight for encoder in self.encoders for weight in encoder.parameters()]
-        self._optimizer = torch.optim.Adam(weights, lr=options.learning_rate)
+        self._optimizer = torch.optim.Adam(weights)
         self._random = np.random.default_rng([seed, 1])
         self.steps = 0
 
-    def begin_step(self) -> None:
-        """The learning rate falls to 0 with the steps."""
-        self._optimizer.param_groups[0]["lr"] = self.options.learning_rate * (1 - self.steps / self.options.steps)
-        self.steps += 1
-
     def update(self, intra: Sequence[int], inter: Inter | None) -> float:
-        """By the intra-domain losses of these domains and the inter-domain loss. Returns the latter, or 0.
+        """One step, by the intra-domain losses of these domains and the inter-domain loss. Returns the latter, or 0.
 
-        Raises RelayError if the loss is not finite.
+        The learning rate falls to 0 with the steps. Raises RelayError if the loss is not finite.
         """
+        self._optimizer.param_groups[0]["lr"] = self.learning_rate * (1 - self.steps / self.options.steps)
+        self.steps += 1
         graphs = self.domains.graphs
         kept = [self._random.random(graph.users.size) < _KEPT_EDGES for graph in graphs]
-        rows = {place: self.encoders[place](*graphs[place].means(kept[place])) for place in (BOTH if inter else intra)}
+        rows = {
+            place: self.encoders[place](*graphs[place].means(kept[place]))[:2] for place in (BOTH if inter else intra)
+        }
         losses = [self._intra(place, rows[place], np.flatnonzero(~kept[place])) for place in intra]
         between = torch.zeros(())
         if inter is not None:
@@ -168,17 +188,20 @@ class Training:
             losses.append(inter.weight * between)
         loss = torch.stack(losses).sum()
         if not bool(torch.isfinite(loss)):
-            raise RelayError(f"The loss is {loss.item()}: give a lower --learning-rate.")
+            raise RelayError(
+                f"The loss is {loss.item()} at a learning rate of {self.learning_rate:g}: give fewer --intra-steps "
+                "and --inter-steps."
+            )
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return float(between.detach())
 
     def tables(self, place: int) -> Rows:
-        """A domain's items after one hop and after both, over all its edges."""
-        graph, encoder = self.domains.graphs[place], self.encoders[place]
-        hidden = encoder.hidden(*graph.means(np.ones(graph.users.size, dtype=bool)))
-        return hidden, encoder.item_rows(hidden)
+        """A domain's items after both hops and after one, over all its edges."""
+        graph = self.domains.graphs[place]
+        _, rows, hidden = self.encoders[place](*graph.means(np.ones(graph.users.size, dtype=bool)))
+        return rows, hidden
 
     def _intra(self, place: int, rows: Rows, predicted: NDArray[np.int64]) -> torch.Tensor:
         graph = self.domains.graphs[place]
@@ -216,20 +239,19 @@ def _loss(
 def advance(training: Training, arm: Arm, weight: float, until: int, on_step: OnStep) -> list[float]:
     """Trains up to this step of an arm. Returns its inter-domain losses. `weight`: of these in the joint arm.
 
-    Every arm has the same number of steps. In stage 2 a step has two updates: the intra-domain losses go on.
+    Every arm has the same number of steps. A step of the joint arm has all losses.
     """
     options, losses = training.options, []
-    for number in range(training.steps, until):
-        training.begin_step()
-        progress = (number - options.intra_steps) / options.inter_steps
+    for step in range(training.steps, until):
+        of_stage_2 = step - options.intra_steps
         if arm is Arm.ALONE:
             training.update((TARGET,), None)
         elif arm is Arm.JOINT:
-            losses.append(training.update(BOTH, Inter(drawn_share(number / options.steps), weight)))
-        else:
+            losses.append(training.update(BOTH, Inter(drawn_share(step / options.steps), weight)))
+        elif of_stage_2 < 0 or of_stage_2 % 2 == 0:
             training.update(BOTH, None)
-            if progress >= 0:
-                share = 1.0 if arm is Arm.RANDOM else drawn_share(progress)
-                losses.append(training.update((), Inter(share, stops=arm is not Arm.NO_STOP)))
+        else:
+            share = 1.0 if arm is Arm.RANDOM else drawn_share(of_stage_2 / options.inter_steps)
+            losses.append(training.update((), Inter(share, stops=arm is not Arm.NO_STOP)))
         on_step()
     return losses

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
@@ -37,11 +36,6 @@ class Graph:
     num_items: int
     users: NDArray[np.int64]
     items: NDArray[np.int64]
-
-    @cached_property
-    def by_item(self) -> NDArray[np.int64]:
-        """The order of the edges by item."""
-        return np.argsort(self.items, kind="stable")
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -70,13 +64,11 @@ class Graph:
     def _matrix(self, weights: NDArray[np.float64]) -> csr_matrix:
         return csr_matrix((weights, (self.users, self.items)), (self.num_users, self.num_items))
 
-    def means(self, kept: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sparse [users, items] and [items, users]: products are means over the neighbours by the kept edges."""
-        of_items = self.by_item[kept[self.by_item]]
-        return (
-            mean_matrix(self.users[kept], self.items[kept], (self.num_users, self.num_items)),
-            mean_matrix(self.items[of_items], self.users[of_items], (self.num_items, self.num_users)),
-        )
+    def means(self, kept: NDArray[np.bool_]) -> tuple[csr_matrix, csr_matrix]:
+        """[users, items] and [items, users]: products are means over the neighbours by the kept edges."""
+        users, items = self.users[kept], self.items[kept]
+        shape = self.num_users, self.num_items
+        return mean_matrix(users, items, shape), mean_matrix(items, users, shape[::-1])
 
     def neighbours(self, users: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
         """A random item of each user; each must have one."""
@@ -96,11 +88,10 @@ def _largest(edges: csr_matrix, most: int) -> tuple[NDArray[np.float64], NDArray
     return np.linalg.norm(edges @ vectors, axis=0), vectors
 
 
-def mean_matrix(rows: NDArray[np.int64], columns: NDArray[np.integer[Any]], shape: tuple[int, int]) -> torch.Tensor:
-    """Sparse float32 of this shape, whose product is the mean over each row's columns. `rows` ascend."""
+def mean_matrix(rows: NDArray[np.int64], columns: NDArray[np.integer[Any]], shape: tuple[int, int]) -> csr_matrix:
+    """float32 of this shape, whose product is the mean over each row's columns, and 0 of none."""
     weights = (1.0 / np.bincount(rows, minlength=shape[0]).clip(1))[rows].astype(np.float32)
-    places = torch.from_numpy(np.stack((rows, columns)))
-    return torch.sparse_coo_tensor(places, torch.from_numpy(weights), shape, check_invariants=False)
+    return csr_matrix((weights, (rows, columns)), shape)
 
 
 @dataclass(frozen=True)
@@ -163,8 +154,8 @@ class Domains:
         places = np.arange(len(self.owners))
         return np.flatnonzero(self.is_target & ~self._is_before(part) & (places < ends[self.owners]))
 
-    def histories(self, part: Part, users: NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
-        """Sparse [these users, items] of target and source: products are means over histories that predict the part."""
+    def histories(self, part: Part, users: NDArray[np.int64]) -> tuple[csr_matrix, ...]:
+        """[these users, items] of target and source: products are means over histories that predict the part."""
         is_read = self._is_before(part) & (self.split.rows < self.split.num_items) & np.isin(self.owners, users)
         found = []
         for is_own, first, end in self._own():

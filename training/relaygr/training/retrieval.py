@@ -103,7 +103,7 @@ def save_retrieval(path: Path, training: Training) -> None:
     tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for place, domain in enumerate(_DOMAINS):
-            hidden, rows = training.tables(place)
+            rows, hidden = training.tables(place)
             own = {"ids": torch.from_numpy(ids[place].copy()), "hidden": hidden, "rows": rows}
             own |= training.encoders[place].state_dict()
             tensors |= {f"{domain}{name}": value.contiguous() for name, value in own.items()}
@@ -115,7 +115,10 @@ def _best(ids: NDArray[np.int64], scores: torch.Tensor, count: int, leave_out: N
     is_left = np.ones(len(ids), dtype=bool)
     is_left[rows[is_known]] = False
     left = np.flatnonzero(is_left if is_left.any() else ~is_left)
-    found: NDArray[np.int64] = ids[left[np.argsort(-scores.numpy()[left], kind="stable")[:count]]]
+    # Only the best are sorted. With all of a million items that would take twenty times as long as their scores.
+    keys, last = -scores.numpy()[left], min(count, left.size) - 1
+    best = np.flatnonzero(keys <= np.partition(keys, last)[last])
+    found: NDArray[np.int64] = ids[left[best[np.argsort(keys[best], kind="stable")[:count]]]]
     return found
 
 
