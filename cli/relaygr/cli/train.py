@@ -128,8 +128,8 @@ def retrieval(
     source: Annotated[Path, typer.Argument(metavar="LOG_B", help="The log of another domain with common users.")],
     out: Annotated[Path, typer.Option(help="Folder of the run. A run that was interrupted there goes on.")],
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each arm. More of them go on with the same run.")] = 5,
-    intra_steps: Annotated[int, typer.Option(min=1, help="Steps of stage 1, in each domain by itself.")] = 80,
-    inter_steps: Annotated[int, typer.Option(min=2, help="Steps of stage 2, every second one across domains.")] = 100,
+    intra_steps: Annotated[int, typer.Option(min=1, help="Steps of stage 1, in each domain by itself.")] = 150,
+    inter_steps: Annotated[int, typer.Option(min=2, help="Steps of stage 2, every second one across domains.")] = 250,
     cold_share: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of the common users whose rows of LOG_A are left out.")
     ] = 0.1,

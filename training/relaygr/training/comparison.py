@@ -28,7 +28,7 @@ from relaygr.training.runs import METRICS_FILE, Run
 from relaygr.training.splits import Part
 
 SAMPLED: Final = 99
-LEARNING_RATES: Final = (2e-3, 5e-3, 1e-2)
+LEARNING_RATES: Final = (3e-3, 1e-2, 3e-2)
 JOINT_WEIGHTS: Final = (0.3, 1.0, 3.0)
 """Of the inter-domain loss in the joint arm."""
 CHOSEN: Final = "full ndcg@10"

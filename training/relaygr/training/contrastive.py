@@ -54,9 +54,9 @@ class Arm(enum.StrEnum):
 class RetrievalOptions:
     """What decides the result, beside the logs."""
 
-    intra_steps: int = 80
+    intra_steps: int
     """Of stage 1. A step is one update of the weights."""
-    inter_steps: int = 100
+    inter_steps: int
     """Of stage 2: intra-domain and inter-domain in turns."""
     cold_share: float = 0.1
     """Of the common users, those whose behaviours in the target domain are left out."""
