@@ -42,7 +42,10 @@ def demo(
     retrieval: Annotated[
         Path | None,
         typer.Option(
-            help="With --data: retrieve with this file of `relaygr train retrieval`.", exists=True, show_default=False
+            help="With --data: retrieve with this file of `relaygr train retrieval`.",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
         ),
     ] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint to use.", show_default="a random one")] = None,

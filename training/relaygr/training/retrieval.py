@@ -80,7 +80,9 @@ class GraphSearch:
                 self._domains.append((ids.numpy(), encoder, hidden))
                 tables.append(rows)
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-            raise RelayError(f"{path} is no {MODEL_FILE} of `relaygr train retrieval` ({error}).") from error
+            raise RelayError(
+                f"{path} is no {MODEL_FILE} of `relaygr train retrieval` ({error}): give the one in its --out folder."
+            ) from error
         # Of an item that is in both domains, the target's row.
         self._ids, first = np.unique(np.concatenate([ids for ids, _, _ in self._domains]), return_index=True)
         self._table = torch.cat(tables)[first]
