@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -53,6 +54,16 @@ def weights(domains: Domains) -> list[torch.Tensor]:
     return [weight for encoder in training.encoders for weight in encoder.parameters()]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """More of them add the parts of a gradient in any order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_held_out_behaviours_of_either_domain_change_nothing_that_is_trained() -> None:
     domains = join_logs(TARGET_LOG, SOURCE_LOG)
     first_held_out = domains.log.times_ms[domains.split.train_ends]
