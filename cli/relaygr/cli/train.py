@@ -1,5 +1,6 @@
 """`relaygr train`: `ranker` trains on a log of interactions, `evaluate` says what longer histories are worth, `collect`
-reads such a log from Kafka, `retrieval` trains on two domains.
+reads such a log from Kafka, `retrieval` trains on two domains, `post-train` (`post_train.py`) compares ways to train a
+ranker on.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
@@ -21,6 +22,7 @@ from relaygr.cli.options import (
     SetOption,
     command_settings,
 )
+from relaygr.cli.post_train import post_train_command
 from relaygr.cli.texts import figures_table, parse_size, plain_console, print_json, stdout_console
 from relaygr.interactions import require_pyarrow
 from relaygr.interactions.mapping import log_map, recorded_map
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train a ranker; measure what longer histories are worth."
 )
+app.command("post-train")(post_train_command)
 
 LogArgument = Annotated[
     list[Path],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +45,23 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revisi
         *(f"* {name}: {gain.with_interval()}" for name, gain in finished.gains.items()),
         "",
         "The figures hold for this log and split. Users and items that are not in the log were not judged.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def post_trained_card(about: str, options: Mapping[str, object], test: dict[str, Estimate]) -> str:
+    """Markdown for a checkpoint of `relaygr train post-train`."""
+    lines = [
+        "# Ranker, post-trained",
+        "",
+        f"By `relaygr train post-train`: {about}. It began with the ranker of revision `{options['start']}`, "
+        f"whose card describes log, split and scores. {WEAK_ORDER}",
+        "",
+        f"* Options: {', '.join(f'{name} {value}' for name, value in options.items())}.",
+        "",
+        *metrics_table({"post-trained": test}),
+        "",
+        "Means over users of the test part with 95 % intervals. `metrics.json` of the whole folder compares the arms.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from relaygr.runtime.errors import RelayError
 
 if TYPE_CHECKING:
     from relaygr.training.lengths import LengthPoint
+    from relaygr.training.post_training import Validation
     from relaygr.training.trainer import EpochRecord
 
 
@@ -51,6 +52,20 @@ def plot_lengths(path: Path, points: Sequence[LengthPoint], title: str) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)
         axes.set_xlabel("newest behaviours served")
+    _save(figure, path)
+
+
+def plot_post_training(path: Path, arms: Mapping[str, Sequence[Sequence[Validation]]]) -> None:
+    """Validation NDCG@10 by the CPU time of training: a line for each seed of each arm. Raises RelayError."""
+    figure = _figure(7, 3.8)
+    axes = figure.subplots()
+    for number, (arm, seeds) in enumerate(arms.items()):
+        for seed, validations in enumerate(seeds):
+            at, ndcg = [each.cpu_s for each in validations], [each.ndcg for each in validations]
+            axes.plot(at, ndcg, color=f"C{number}", marker="o", markersize=3, label=None if seed else arm)
+    axes.set_xlabel("CPU seconds of training")
+    axes.set_ylabel("validation NDCG@10")
+    axes.legend()
     _save(figure, path)
 
 

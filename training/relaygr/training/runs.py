@@ -72,6 +72,23 @@ class TrainingOptions:
     the machine."""
 
 
+@dataclass(frozen=True, slots=True)
+class PostTrainingOptions:
+    """What decides the result of post-training, beside the log and the run that it starts from."""
+
+    start: str
+    """Revision of the ranker."""
+    steps: int = 400
+    """Batches of each arm and seed."""
+    seeds: int = 5
+    group: int = 16
+    """Slates drawn for a request."""
+    negatives: int = 127
+    """Random candidates of a request, beside the behaviour that came next."""
+    learning_rate: float = 1e-4
+    kl_weight: float = 0.01
+
+
 class Run:
     """A run's folder."""
 

@@ -130,7 +130,7 @@ def train(split: Split, options: TrainingOptions, run: Run, watcher: Watcher) ->
         of_next, of_liked, of_retrieval = losses.tolist()
         record = EpochRecord(
             epoch,
-            float(_WEIGHTS @ losses),
+            float(LOSS_WEIGHTS @ losses),
             of_next,
             of_liked,
             of_retrieval,
@@ -146,7 +146,7 @@ def train(split: Split, options: TrainingOptions, run: Run, watcher: Watcher) ->
     return Trained(config, state.best, state.epochs, state.best_epoch)
 
 
-_WEIGHTS = np.array([1.0, LIKED_WEIGHT, 1.0])
+LOSS_WEIGHTS = np.array([1.0, LIKED_WEIGHT, 1.0])
 """Of the losses of next, liked and retrieval."""
 
 
@@ -187,20 +187,17 @@ def _train_epoch(
     ):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, epoch, number, limit.used_share)
-        losses = _losses(config, tensors, batch, options.dropout)
-        loss = losses @ torch.from_numpy(_WEIGHTS).float()
+        losses = supervised_losses(config, tensors, batch, options.dropout)
+        loss = losses @ torch.from_numpy(LOSS_WEIGHTS).float()
         if not bool(torch.isfinite(loss)):
             raise RelayError(
                 f"The loss is {loss.item()} in batch {number} of epoch {epoch}: the learning rate "
                 f"{options.learning_rate:g} is too high for this log. Train in a new folder with --learning-rate "
                 f"{options.learning_rate / 4:g}."
             )
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(list(tensors.values()), _LARGEST_GRADIENT)
-        optimizer.step()
+        take_step(optimizer, tensors, loss)
         total += losses.detach().numpy()
-        watcher.step(epoch, share, float(_WEIGHTS @ total) / (number + 1))
+        watcher.step(epoch, share, float(LOSS_WEIGHTS @ total) / (number + 1))
         if limit.used_share >= 1:
             break
     return total / (number + 1)
@@ -215,16 +212,38 @@ def learning_rate(options: TrainingOptions, epoch: int, step: int, used_share: f
     return options.learning_rate * warm * (1 - (1 - _LAST_RATE) * done)
 
 
-def _losses(config: ModelConfig, tensors: Tensors, batch: TrainingBatch, dropout: float) -> torch.Tensor:
-    """[3]: of next, liked and retrieval."""
+def take_step(optimizer: torch.optim.Optimizer, tensors: Tensors, loss: torch.Tensor) -> None:
+    """One step of the optimizer, with gradients of a bounded length."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(list(tensors.values()), _LARGEST_GRADIENT)
+    optimizer.step()
+
+
+def supervised_losses(
+    config: ModelConfig,
+    tensors: Tensors,
+    batch: TrainingBatch,
+    dropout: float,
+    request_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[3]: of next, liked and retrieval. `request_weights` [requests]: of each target in `next`, with sum 1; None: the
+    same for all.
+    """
     logits, history = forward(config, tensors, batch.inputs, dropout, reads_history=True)
-    scores = logits[..., NEXT].masked_fill(batch.is_excluded, _EXCLUDED)[batch.is_target]
-    found = F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64))
+    scores = target_scores(logits, batch)
+    each = F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64), reduction="none")
+    found = each.mean() if request_weights is None else request_weights @ each
     liked = torch.zeros(())
     if len(config.tasks) > LIKED:
         of_next = logits[:, :, 0, LIKED][batch.is_target]
         liked = F.binary_cross_entropy_with_logits(of_next, batch.liked[batch.is_target])
     return torch.stack((found, liked, _retrieval_loss(config, tensors, history, batch.inputs.items)))
+
+
+def target_scores(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
+    """Scores of `next` [requests, candidates] of the places that are trained; the first candidate came next."""
+    return logits[..., NEXT].masked_fill(batch.is_excluded, _EXCLUDED)[batch.is_target]
 
 
 def _retrieval_loss(config: ModelConfig, tensors: Tensors, history: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

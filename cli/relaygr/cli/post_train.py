@@ -1,0 +1,93 @@
+"""`relaygr train post-train`: a ranker trained on in three ways, which are compared."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from relaygr.cli.options import JsonOption
+from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
+from relaygr.interactions.mapping import recorded_map
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.json_values import finite
+from relaygr.runtime.stop_signals import exit_on_sigterm
+from relaygr.training_progress import progress_bars, read_training_log
+
+if TYPE_CHECKING:
+    from relaygr.training.post_training import Compared, Validation
+
+
+def post_train_command(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run of `train ranker`.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results. A run that was interrupted there goes on.")],
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option("--log", help="The run's log, if it was moved; may be repeated.", show_default=False),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=5, help="Batches of each arm and seed.")] = 400,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Each arm is trained so often.")] = 5,
+    group: Annotated[int, typer.Option(min=2, max=256, help="Slates drawn for a request.")] = 16,
+    negatives: Annotated[int, typer.Option(min=1, help="Random candidates of a request, beside the next item.")] = 127,
+    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 1e-4,
+    kl_weight: Annotated[float, typer.Option(min=0.0, help="Weight of the divergence from the ranker of RUN.")] = 0.01,
+    max_bad_lines: Annotated[int, typer.Option(min=0, help="Bad lines are skipped; stop if there are more.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a ranker on in three ways: supervised, weighted by exp(reward), and group-relative.
+
+    All have the same batches and steps. The last line recommends supervision, unless group-relative is better in pairs.
+    Other options are those of RUN.
+    """
+    from relaygr.training.logs import usable
+    from relaygr.training.post_training import Progress, Start, post_train
+    from relaygr.training.runs import PostTrainingOptions, Run
+    from relaygr.training.splits import split_log
+    from relaygr.worker.model.checkpoint import load_checkpoint
+
+    exit_on_sigterm()
+    run = Run(folder)
+    described, trained_with = run.described(), run.options()
+    if not run.is_finished:
+        raise RelayError(f"The run in {folder} is not finished: the command that began it goes on with it.")
+    if Run(out).is_finished:
+        raise RelayError(f"{out} has a finished run: see metrics.json in it, or give another folder.")
+    console = plain_console(stderr=as_json, soft_wrap=True)
+    paths = logs or run.log_paths()
+    log = usable(read_training_log(paths, max_bad_lines, console, recorded_map(described)))
+    run.require_log(log)
+    start = Start(log, split_log(log, trained_with.protocol), load_checkpoint(run.checkpoint), trained_with)
+    options = PostTrainingOptions(start.checkpoint.revision, steps, seeds, group, negatives, learning_rate, kl_weight)
+
+    def validated(name: str, found: Validation) -> None:
+        console.print(
+            f"{name}: step {found.step}, validation NDCG@10 {found.ndcg:.4f}, {found.cpu_s:.0f} s of CPU time"
+        )
+
+    with progress_bars() as bars:
+        compared = post_train(start, paths, options, out, Progress(bars.began, bars.stepped, validated))
+    if as_json:
+        print_json(finite(asdict(compared)))
+    else:
+        _print_compared(compared)
+
+
+def _print_compared(compared: Compared) -> None:
+    console = stdout_console()
+    names = list(compared.start)
+    table = figures_table(
+        "Test part, means over seeds", "checkpoint", *names, "steps", "CPU s", "groups without spread"
+    )
+    table.add_row("start", "", *(f"{compared.start[name]:.4f}" for name in names), "0", "0", "")
+    less = figures_table("Less supervised, 95 % intervals over seeds", "checkpoint", *names)
+    for row in compared.rows:
+        cells = [f"{row.metrics[name]:.4f}" for name in names]
+        without = f"{row.without_spread:.1%}" if row.arm == "group-relative" else ""
+        table.add_row(row.arm, row.kept, *cells, f"{row.steps:.0f}", f"{row.cpu_s:.0f}", without)
+        if row.arm != "supervised":
+            less.add_row(row.arm, row.kept, *(row.less_supervised[name].with_interval() for name in names))
+    console.print(table)
+    console.print(less)
+    plain_console(soft_wrap=True).print(compared.sentence())

@@ -1,0 +1,170 @@
+"""`relaygr train post-train`: the arms, what is recommended, and what comes out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from relaygr.cli.app import app
+from relaygr.compare.running import Scorer
+from relaygr.deployment import CURRENT
+from relaygr.training.logs import Log
+from relaygr.training.post_training import (
+    BEST,
+    FINAL,
+    Arm,
+    ArmResult,
+    Progress,
+    Start,
+    Validation,
+    _compared,
+    post_train,
+)
+from relaygr.training.ranking import NDCG
+from relaygr.training.runs import STATE_FILE, PostTrainingOptions, Run
+from relaygr.training.splits import Part, Protocol, split_log
+from relaygr.worker.device import open_device
+from relaygr.worker.model.checkpoint import load_checkpoint
+from tests.training.made_logs import QUICK, revision_of, with_test_behaviours, write_inter
+from tests.training.test_runs import LOG, TOLERANCE, requests_of, trained
+
+pytestmark = pytest.mark.slow  # They train.
+
+
+def results(*ndcg: float) -> list[ArmResult]:
+    validations = [Validation(5, 1.0, value) for value in (0.3, 0.2)]
+    return [ArmResult(validations, 0, 10, 4, {kept: {NDCG: each} for kept in (BEST, FINAL)}, [each - 0.1, each + 0.1])
+            for each in ndcg]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gains", "recommended"),
+    [([0.03, 0.04, 0.05], Arm.GROUP_RELATIVE), ([-0.05, 0.04, 0.05], Arm.SUPERVISED), ([0.04], Arm.SUPERVISED)],
+    ids=["above zero", "holds zero", "one seed has no interval"],
+)
+def test_supervision_is_recommended_unless_group_relative_is_better(gains: list[float], recommended: Arm) -> None:
+    found = {Arm.SUPERVISED: results(*[0.2] * len(gains)), Arm.WEIGHTED: results(*[0.2] * len(gains)),
+             Arm.GROUP_RELATIVE: results(*[0.2 + gain for gain in gains])}  # fmt: skip
+    compared = _compared({NDCG: 0.2}, found, Path("out"))
+    assert compared.recommended is recommended
+    assert compared.sentence().startswith(f"The {recommended} arm is recommended (out/seed-0/{recommended}/checkpoint)")
+    assert compared.over_seeds.mean == pytest.approx(np.mean(gains))
+    assert next(row for row in compared.rows if row.arm is Arm.GROUP_RELATIVE).without_spread == 0.4
+
+
+SMALL = PostTrainingOptions("start", steps=10, seeds=1, group=4, negatives=15, learning_rate=5e-4)
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("start") / "run"
+    trained(folder, options=replace(QUICK, epochs=2))
+    return Run(folder)
+
+
+def start_of(ranker: Run, log: Log = LOG) -> Start:
+    return Start(log, split_log(log, Protocol.TIME), load_checkpoint(ranker.checkpoint), ranker.options())
+
+
+def post_trained(ranker: Run, folder: Path, log: Log = LOG, stop_after: int = -1) -> None:
+    """A negative `stop_after` is never reached; else the command is killed in a step after so many."""
+    steps = itertools.count(1)
+
+    def stepped() -> None:
+        if next(steps) == stop_after:
+            raise KeyboardInterrupt
+
+    progress = Progress(lambda name, steps: None, stepped, lambda name, found: None)
+    post_train(start_of(ranker, log), [], SMALL, folder, progress)
+
+
+def revisions(folder: Path) -> list[str]:
+    return [revision_of(Run(folder / "seed-0" / arm)) for arm in Arm]
+
+
+@pytest.fixture(scope="module")
+def done(ranker: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("post") / "out"
+    post_trained(ranker, folder)
+    return folder
+
+
+@pytest.mark.parametrize("stop_after", [5, 17, 29])
+def test_a_killed_command_goes_on_to_the_same_checkpoints(
+    ranker: Run, done: Path, tmp_path: Path, stop_after: int
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        post_trained(ranker, tmp_path / "cut", stop_after=stop_after)
+    assert list((tmp_path / "cut").rglob(STATE_FILE)), "it was killed inside an arm"
+    post_trained(ranker, tmp_path / "cut")
+    assert revisions(tmp_path / "cut") == revisions(done)
+    assert len({*revisions(done), load_checkpoint(ranker.checkpoint).revision}) == 4, "each arm learns something else"
+    assert not list((tmp_path / "cut").rglob(STATE_FILE))
+
+
+def test_other_test_behaviours_change_no_weights(ranker: Run, done: Path, tmp_path: Path) -> None:
+    items = np.where(np.arange(len(LOG.items)) % 2, 10**6, LOG.items.min())
+    post_trained(ranker, tmp_path / "changed", with_test_behaviours(LOG, split_log(LOG, Protocol.TIME), items))
+    assert revisions(tmp_path / "changed") == revisions(done)
+    one, other = (Run(folder).read_json("metrics.json") for folder in (done, tmp_path / "changed"))
+    assert one["start"][NDCG] != other["start"][NDCG]
+
+
+def test_requests_and_rewards_are_of_the_training_part(ranker: Run) -> None:
+    """Each behaviour has an item of its own, so that an item says from which part it is."""
+    log = replace(LOG, items=np.arange(len(LOG.items), dtype=np.int64))
+    start = start_of(ranker, log)
+    known = set(start.split.item_ids.tolist())
+    held_out = {
+        item for part in Part for user in range(len(log.users)) for item in log.items[start.split.targets(user, part)]
+    }
+    assert not known & held_out
+    for batch in itertools.islice(start.batches(0, 15), 20):
+        assert int(batch.inputs.candidates.max()) < len(known)
+
+
+def test_full_and_cached_scores_of_the_worker_agree_for_what_comes_out(done: Path) -> None:
+    requests = requests_of(LOG)
+    for arm in Arm:
+        scorer = Scorer(load_checkpoint(done / "seed-0" / arm / "checkpoint"), open_device("cpu"), requests)
+        for full, cached in zip(scorer.full(requests).scores, scorer.cached(requests).scores, strict=True):
+            assert np.abs(cached - full).max() <= TOLERANCE * np.abs(full).max()
+
+
+def relaygr(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+
+
+def test_the_command_compares_the_arms_and_its_checkpoint_is_deployed(tmp_path: Path) -> None:
+    log, run, out = write_inter(tmp_path / "made.inter", LOG), tmp_path / "run", tmp_path / "out"
+    made = relaygr(
+        "train", "ranker", log, "--out", run, "--dim", 16, "--epochs", 1, "--threads", 1, "--no-baselines",
+        "--max-history", 64,
+    )  # fmt: skip
+    assert made.exit_code == 0, made.output
+    command = ["train", "post-train", run, "--out", out, "--steps", 5, "--seeds", 2, "--negatives", 15, "--group", 4]
+    said = relaygr(*command)
+    assert said.exit_code == 0, said.output
+    last = said.output.strip().splitlines()[-1]
+    found = json.loads((out / "metrics.json").read_text())
+    assert last.startswith(f"The {found['recommended']} arm is recommended ({out}") and last.endswith("users.")
+    assert {row["arm"] for row in found["rows"]} == set(Arm)
+    assert {"ndcg@10", "hr@10", "auc", "log_loss", "calibration_error"} == set(found["start"])
+    assert (out / "post-training.png").stat().st_size > 5000
+    again = relaygr(*command)
+    assert again.exit_code == 1 and "has a finished run" in again.output
+    (out / "metrics.json").unlink()
+    other = relaygr(*command[:-1], 8)
+    assert other.exit_code == 1 and "group is 4 there and 8 here" in other.output.replace("\n", " ")
+    for arm in Arm:
+        checkpoint = out / "seed-1" / arm / "checkpoint"
+        assert "post-trained" in (checkpoint / "README.md").read_text()
+        deployed = relaygr("model", "deploy", checkpoint, tmp_path / "deployed", "--calibrate-at-start")
+        assert deployed.exit_code == 0, deployed.output
+        assert load_checkpoint(tmp_path / "deployed" / CURRENT).revision == load_checkpoint(checkpoint).revision
