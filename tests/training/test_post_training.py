@@ -58,7 +58,7 @@ def test_supervision_is_recommended_unless_group_relative_is_better(gains: list[
     assert next(row for row in compared.rows if row.arm is Arm.GROUP_RELATIVE).without_spread == 0.4
 
 
-SMALL = PostTrainingOptions("start", steps=10, seeds=1, group=4, negatives=15, learning_rate=5e-4)
+SMALL = PostTrainingOptions("start", steps=10, group=4, negatives=15, learning_rate=5e-4, kl_weight=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def post_trained(ranker: Run, folder: Path, log: Log = LOG, stop_after: int = -1
             raise KeyboardInterrupt
 
     progress = Progress(lambda name, steps: None, stepped, lambda name, found: None)
-    post_train(start_of(ranker, log), [], SMALL, folder, progress)
+    post_train(start_of(ranker, log), [], SMALL, 1, folder, progress)
 
 
 def revisions(folder: Path) -> list[str]:
@@ -157,9 +157,6 @@ def test_the_command_compares_the_arms_and_its_checkpoint_is_deployed(tmp_path: 
     assert {row["arm"] for row in found["rows"]} == set(Arm)
     assert {"ndcg@10", "hr@10", "auc", "log_loss", "calibration_error"} == set(found["start"])
     assert (out / "post-training.png").stat().st_size > 5000
-    again = relaygr(*command)
-    assert again.exit_code == 1 and "has a finished run" in again.output
-    (out / "metrics.json").unlink()
     other = relaygr(*command[:-1], 8)
     assert other.exit_code == 1 and "group is 4 there and 8 here" in other.output.replace("\n", " ")
     for arm in Arm:

@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 
 def post_train_command(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run of `train ranker`.")],
-    out: Annotated[Path, typer.Option(help="Folder for the results. A run that was interrupted there goes on.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the results. A run that was interrupted there goes on, also with more seeds."),
+    ],
     logs: Annotated[
         list[Path] | None,
         typer.Option("--log", help="The run's log, if it was moved; may be repeated.", show_default=False),
     ] = None,
-    steps: Annotated[int, typer.Option(min=5, help="Batches of each arm and seed.")] = 400,
+    steps: Annotated[int, typer.Option(min=3, help="Batches of each arm and seed.")] = 400,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Each arm is trained so often.")] = 5,
     group: Annotated[int, typer.Option(min=2, max=256, help="Slates drawn for a request.")] = 16,
     negatives: Annotated[int, typer.Option(min=1, help="Random candidates of a request, beside the next item.")] = 127,
-    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 1e-4,
+    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 4e-4,
     kl_weight: Annotated[float, typer.Option(min=0.0, help="Weight of the divergence from the ranker of RUN.")] = 0.01,
     max_bad_lines: Annotated[int, typer.Option(min=0, help="Bad lines are skipped; stop if there are more.")] = 100,
     as_json: JsonOption = False,
@@ -52,14 +55,12 @@ def post_train_command(
     described, trained_with = run.described(), run.options()
     if not run.is_finished:
         raise RelayError(f"The run in {folder} is not finished: the command that began it goes on with it.")
-    if Run(out).is_finished:
-        raise RelayError(f"{out} has a finished run: see metrics.json in it, or give another folder.")
     console = plain_console(stderr=as_json, soft_wrap=True)
     paths = logs or run.log_paths()
     log = usable(read_training_log(paths, max_bad_lines, console, recorded_map(described)))
     run.require_log(log)
     start = Start(log, split_log(log, trained_with.protocol), load_checkpoint(run.checkpoint), trained_with)
-    options = PostTrainingOptions(start.checkpoint.revision, steps, seeds, group, negatives, learning_rate, kl_weight)
+    options = PostTrainingOptions(start.checkpoint.revision, steps, group, negatives, learning_rate, kl_weight)
 
     def validated(name: str, found: Validation) -> None:
         console.print(
@@ -67,7 +68,7 @@ def post_train_command(
         )
 
     with progress_bars() as bars:
-        compared = post_train(start, paths, options, out, Progress(bars.began, bars.stepped, validated))
+        compared = post_train(start, paths, options, seeds, out, Progress(bars.began, bars.stepped, validated))
     if as_json:
         print_json(finite(asdict(compared)))
     else:

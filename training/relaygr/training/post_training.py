@@ -42,7 +42,7 @@ CALIBRATION: Final = "calibration_error"
 """Mean distance between the probability of `liked` and the share that was liked, over ten bins of the probability."""
 BEST: Final = "best"
 FINAL: Final = "final"
-_VALIDATIONS: Final = 5
+_VALIDATIONS: Final = 3
 _RENEWED: Final = 8
 """Steps after which slates are drawn from the newest policy."""
 
@@ -157,14 +157,14 @@ class Compared:
 
 
 def post_train(
-    start: Start, paths: list[Path], options: PostTrainingOptions, folder: Path, progress: Progress
+    start: Start, paths: list[Path], options: PostTrainingOptions, seeds: int, folder: Path, progress: Progress
 ) -> Compared:
-    """Trains all arms, or goes on, and compares them. Raises RelayError for a folder with another run."""
+    """Trains the arms that `folder` lacks, and compares all. Raises RelayError for a folder with another run."""
     torch.set_num_threads(start.options.threads)
     run = Run(folder)
     run.begin(options, start.log, paths)
     found: dict[Arm, list[ArmResult]] = {arm: [] for arm in Arm}
-    for seed, arm in itertools.product(range(options.seeds), Arm):
+    for seed, arm in itertools.product(range(seeds), Arm):
         own = Run(folder / f"seed-{seed}" / arm)
         if not own.is_finished:
             _Training(start, options, own, seed, arm).finish(progress)

@@ -78,15 +78,14 @@ class PostTrainingOptions:
 
     start: str
     """Revision of the ranker."""
-    steps: int = 400
-    """Batches of each arm and seed."""
-    seeds: int = 5
-    group: int = 16
+    steps: int
+    """Batches that each arm is trained on."""
+    group: int
     """Slates drawn for a request."""
-    negatives: int = 127
+    negatives: int
     """Random candidates of a request, beside the behaviour that came next."""
-    learning_rate: float = 1e-4
-    kl_weight: float = 0.01
+    learning_rate: float
+    kl_weight: float
 
 
 class Run:
