@@ -17,7 +17,7 @@ from relaygr.runtime.stop_signals import exit_on_sigterm
 from relaygr.training_progress import progress_bars, read_training_log
 
 if TYPE_CHECKING:
-    from relaygr.training.post_training import Compared, Validation
+    from relaygr.training.post_training import Compared
 
 
 def post_train_command(
@@ -45,7 +45,7 @@ def post_train_command(
     Other options are those of RUN.
     """
     from relaygr.training.logs import usable
-    from relaygr.training.post_training import Progress, Start, post_train
+    from relaygr.training.post_training import Job, post_train
     from relaygr.training.runs import PostTrainingOptions, Run
     from relaygr.training.splits import split_log
     from relaygr.worker.model.checkpoint import load_checkpoint
@@ -59,16 +59,12 @@ def post_train_command(
     paths = logs or run.log_paths()
     log = usable(read_training_log(paths, max_bad_lines, console, recorded_map(described)))
     run.require_log(log)
-    start = Start(log, split_log(log, trained_with.protocol), load_checkpoint(run.checkpoint), trained_with)
-    options = PostTrainingOptions(start.checkpoint.revision, steps, group, negatives, learning_rate, kl_weight)
-
-    def validated(name: str, found: Validation) -> None:
-        console.print(
-            f"{name}: step {found.step}, validation NDCG@10 {found.ndcg:.4f}, {found.cpu_s:.0f} s of CPU time"
-        )
-
+    checkpoint = load_checkpoint(run.checkpoint)
+    options = PostTrainingOptions(checkpoint.revision, steps, group, negatives, learning_rate, kl_weight)
+    split = split_log(log, trained_with.protocol)
     with progress_bars() as bars:
-        compared = post_train(start, paths, options, seeds, out, Progress(bars.began, bars.stepped, validated))
+        job = Job(log, split, checkpoint, trained_with, options, bars.began, bars.stepped)
+        compared = post_train(job, paths, seeds, out)
     if as_json:
         print_json(finite(asdict(compared)))
     else:

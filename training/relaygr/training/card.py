@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from relaygr.training.pipeline import Finished
     from relaygr.training.ranking import Estimate
+    from relaygr.training.runs import PostTrainingOptions
 
 WEAK_ORDER = (
     "The order of ratings within one evening is weak evidence about sequences: a log of ratings says when an item was "
@@ -49,15 +50,15 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revisi
     return "\n".join(lines) + "\n"
 
 
-def post_trained_card(about: str, options: Mapping[str, object], test: dict[str, Estimate]) -> str:
+def post_trained_card(about: str, options: PostTrainingOptions, test: dict[str, Estimate]) -> str:
     """Markdown for a checkpoint of `relaygr train post-train`."""
     lines = [
         "# Ranker, post-trained",
         "",
-        f"By `relaygr train post-train`: {about}. It began with the ranker of revision `{options['start']}`, "
+        f"By `relaygr train post-train`: {about}. It began with the ranker of revision `{options.start}`, "
         f"whose card describes log, split and scores. {WEAK_ORDER}",
         "",
-        f"* Options: {', '.join(f'{name} {value}' for name, value in options.items())}.",
+        f"* Options: {', '.join(f'{name} {value}' for name, value in asdict(options).items())}.",
         "",
         *metrics_table({"post-trained": test}),
         "",

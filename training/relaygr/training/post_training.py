@@ -5,8 +5,8 @@
     group-relative  group-relative policy optimisation (`group_relative.py`), without these losses
 
 The last two draw slates from a copy of the ranker that is renewed every few steps. Requests, and so rewards, are of the
-training part. Each arm of each seed has the folder of a run: `seed-0/supervised`, ... Its state is saved at each
-validation, and batches and draws depend on the seed and the step alone, so that an interrupted command goes on.
+training part. Each arm of each seed has the folder of a run: `seed-0/supervised`, ... An
+interrupted command goes on with the first arm that was not finished.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torchmetrics.functional.classification import binary_calibration_error
 
-from relaygr.runtime.errors import RelayError
 from relaygr.training.card import post_trained_card
 from relaygr.training.dense.layers import Tensors
 from relaygr.training.group_relative import draw_slates, group_relative_loss, has_spread, slate_rewards
@@ -66,33 +65,28 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How post-training is followed. Each may do nothing."""
-
-    began: Callable[[str, int], None]
-    stepped: Callable[[], None]
-    validated: Callable[[str, Validation], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The ranker to begin with, and what it is trained and judged on."""
+class Job:
+    """The ranker to begin with, what it is trained and judged on, and how that is followed."""
 
     log: Log
     split: Split
     checkpoint: Checkpoint
-    options: TrainingOptions
+    trained_with: TrainingOptions
+    options: PostTrainingOptions
+    began: Callable[[str, int], None]
+    """(name of the work, its steps): a new piece of work begins."""
+    stepped: Callable[[], None]
 
-    def judged(self, tensors: Tensors, part: Part) -> Judged:
-        most = self.options.test_users if part is Part.TEST else self.options.validation_users
-        users = chosen_users(self.split, most, self.options.seed)
-        return judge(
-            self.split, RankerModel(self.split, self.checkpoint.config, tensors), part, users, keeps_predictions=True
-        )
+    def judged(self, tensors: Tensors, part: Part, name: str) -> Judged:
+        most = self.trained_with.test_users if part is Part.TEST else self.trained_with.validation_users
+        users = chosen_users(self.split, most, self.trained_with.seed)
+        model = RankerModel(self.split, self.checkpoint.config, tensors)
+        self.began(f"{name}, {part}", len(users))
+        return judge(self.split, model, part, users, keeps_predictions=True, on_user=self.stepped)
 
-    def batches(self, seed: int, negatives: int) -> Iterator[TrainingBatch]:
+    def batches(self, seed: int) -> Iterator[TrainingBatch]:
         """Without end; of epochs that the ranker was not trained on."""
-        known = self.options
+        known, negatives = self.trained_with, self.options.negatives
         for epoch in itertools.count(known.epochs):
             for _, batch in training_batches(self.split, seed, epoch, known.places, negatives, known.max_history):
                 yield batch
@@ -156,154 +150,107 @@ class Compared:
         )
 
 
-def post_train(
-    start: Start, paths: list[Path], options: PostTrainingOptions, seeds: int, folder: Path, progress: Progress
-) -> Compared:
+def post_train(job: Job, paths: list[Path], seeds: int, folder: Path) -> Compared:
     """Trains the arms that `folder` lacks, and compares all. Raises RelayError for a folder with another run."""
-    torch.set_num_threads(start.options.threads)
+    torch.set_num_threads(job.trained_with.threads)
     run = Run(folder)
-    run.begin(options, start.log, paths)
+    run.begin(job.options, job.log, paths)
     found: dict[Arm, list[ArmResult]] = {arm: [] for arm in Arm}
     for seed, arm in itertools.product(range(seeds), Arm):
         own = Run(folder / f"seed-{seed}" / arm)
         if not own.is_finished:
-            _Training(start, options, own, seed, arm).finish(progress)
+            _train(job, own, seed, arm)
         content = own.read_json(METRICS_FILE)
-        found[arm].append(
-            ArmResult(**{**content, "validations": [Validation(**each) for each in content["validations"]]})
-        )
-    progress.began("judging the start", 0)
-    compared = _compared(judged_metrics(start.judged(dict(start.checkpoint.tensors), Part.TEST)), found, folder)
+        validations = [Validation(**each) for each in content.pop("validations")]
+        found[arm].append(ArmResult(validations, **content))
+    at_start = job.judged(dict(job.checkpoint.tensors), Part.TEST, "start")
+    compared = _compared(_test_metrics(at_start), found, folder)
     plot_post_training(folder / "post-training.png", {arm: [one.validations for one in found[arm]] for arm in Arm})
     run.write_json(METRICS_FILE, asdict(compared))
     return compared
 
 
-class _Training:
-    """One arm with one seed, which goes on with the state in its folder."""
+def _train(job: Job, run: Run, seed: int, arm: Arm) -> None:
+    """One arm with one seed. It ends with the folder's metrics: without them it is trained again."""
+    torch.manual_seed(seed)
+    name, policy, batches = f"seed {seed}, {arm}", _Policy(job, arm), job.batches(seed)
+    rate = job.options.learning_rate
+    optimizer = torch.optim.Adam(policy.tensors.values(), lr=rate, betas=(0.9, 0.98))
+    validations: list[Validation] = []
+    kept: list[Tensors] = []
+    cpu_s = 0.0
+    for number in range(_VALIDATIONS):
+        first, end = (job.options.steps * each // _VALIDATIONS for each in (number, number + 1))
+        job.began(f"{name}, steps to {end}", end - first)
+        cpu_s -= time.process_time()
+        for step in range(first, end):
+            take_step(optimizer, policy.tensors, policy.loss(next(batches), step), f"step {step} of {arm}", rate)
+            job.stepped()
+        cpu_s += time.process_time()
+        kept.append(_copied(policy.tensors))
+        ndcg = job.judged(kept[-1], Part.VALIDATION, name).summary()[NDCG].mean
+        validations.append(Validation(end, round(cpu_s, 2), ndcg))
+    best = int(np.argmax([each.ndcg for each in validations]))
+    at_best = job.judged(kept[best], Part.TEST, name)
+    at_end = at_best if best == _VALIDATIONS - 1 else job.judged(kept[-1], Part.TEST, name)
+    _write_checkpoint(job, run.checkpoint, kept[best], f"{name}, step {validations[best].step}", at_best)
+    test = {BEST: _test_metrics(at_best), FINAL: _test_metrics(at_end)}
+    ndcg_of_users = at_best.values[NDCG].tolist()
+    result = ArmResult(validations, best, policy.groups, policy.without_spread, test, ndcg_of_users)
+    run.write_json(METRICS_FILE, asdict(result))
 
-    def __init__(self, start: Start, options: PostTrainingOptions, run: Run, seed: int, arm: Arm) -> None:
-        self._start, self._options, self._run, self._seed, self._arm = start, options, run, seed, arm
-        self._config = start.checkpoint.config
-        self._first = {name: each for name, each in start.checkpoint.tensors.items() if name != IDS_TENSOR}
-        self._tensors = {name: each.clone().requires_grad_(True) for name, each in self._first.items()}
-        self._drawing = self._best = self._first
-        self._optimizer = torch.optim.Adam(self._tensors.values(), lr=options.learning_rate, betas=(0.9, 0.98))
-        self._validations: list[Validation] = []
-        self._groups = self._without_spread = 0
-        self._restore()
 
-    def finish(self, progress: Progress) -> None:
-        """Trains to the last step, judges, and writes the files of the folder."""
-        name, steps = f"seed {self._seed}, {self._arm}", self._options.steps
-        ends = [steps * (number + 1) // _VALIDATIONS for number in range(_VALIDATIONS)]
-        for end in ends[len(self._validations) :]:
-            first = self._validations[-1].step if self._validations else 0
-            progress.began(f"{name}, steps to {end}", end - first)
-            cpu_s = self._train(range(first, end), progress.stepped)
-            progress.began(f"{name}, validation", 0)
-            self._validate(end, cpu_s)
-            progress.validated(name, self._validations[-1])
-        progress.began(f"{name}, test", 0)
-        self._write()
+def _write_checkpoint(job: Job, folder: Path, tensors: Tensors, name: str, judged: Judged) -> None:
+    ids = torch.from_numpy(job.split.item_ids.copy())
+    save_checkpoint(folder, job.checkpoint.config, {**tensors, IDS_TENSOR: ids})
+    (folder / CARD_FILE).write_text(post_trained_card(name, job.options, judged.summary()), encoding="utf-8")
+    if job.log.action_names:
+        write_action_names(folder, job.log.action_names)
 
-    def _train(self, steps: range, stepped: Callable[[], None]) -> float:
-        torch.manual_seed(self._seed * 1_000_003 + steps.start)
-        batches = itertools.islice(self._start.batches(self._seed, self._options.negatives), *(steps.start, steps.stop))
-        started_s = time.process_time()
-        for step, batch in zip(steps, batches, strict=True):
-            if (step - steps.start) % _RENEWED == 0:
-                self._drawing = _copied(self._tensors)
-            loss = self._loss(batch)
-            if not bool(torch.isfinite(loss)):
-                raise RelayError(
-                    f"The loss of {self._arm} is {loss.item()} in step {step}: begin in a new folder with "
-                    f"--learning-rate {self._options.learning_rate / 4:g}."
-                )
-            take_step(self._optimizer, self._tensors, loss)
-            stepped()
-        return time.process_time() - started_s
 
-    def _loss(self, batch: TrainingBatch) -> torch.Tensor:
+class _Policy:
+    """The weights of one arm, and their loss."""
+
+    def __init__(self, job: Job, arm: Arm) -> None:
+        self._job, self._arm = job, arm
+        self._first = {name: each for name, each in job.checkpoint.tensors.items() if name != IDS_TENSOR}
+        self._drawing = self._first
+        self.tensors = {name: each.requires_grad_(True) for name, each in _copied(self._first).items()}
+        self.groups = self.without_spread = 0
+
+    def loss(self, batch: TrainingBatch, step: int) -> torch.Tensor:
         if self._arm is Arm.SUPERVISED:
             return self._supervised_loss(batch, None)
-        drawn = self._scores(self._drawing, batch)
-        slates = draw_slates(drawn, self._options.group)
+        if step % _RENEWED == 0:
+            self._drawing = _copied(self.tensors)
+        drawn = self._fixed_scores(self._drawing, batch)
+        slates = draw_slates(drawn, self._job.options.group)
         rewards = slate_rewards(slates)
         if self._arm is Arm.WEIGHTED:
             return self._supervised_loss(batch, rewards.mean(1).softmax(0))
-        self._groups += len(rewards)
-        self._without_spread += int((~has_spread(rewards)).sum())
-        scores = target_scores(candidate_logits(self._config, self._tensors, batch.inputs), batch)
-        return group_relative_loss(
-            scores, drawn, self._scores(self._first, batch), slates, rewards, self._options.kl_weight
-        )
+        self.groups += len(rewards)
+        self.without_spread += int((~has_spread(rewards)).sum())
+        scores, first = self._scores(self.tensors, batch), self._fixed_scores(self._first, batch)
+        return group_relative_loss(scores, drawn, first, slates, rewards, self._job.options.kl_weight)
 
     def _supervised_loss(self, batch: TrainingBatch, request_weights: torch.Tensor | None) -> torch.Tensor:
-        losses = supervised_losses(self._config, self._tensors, batch, self._start.options.dropout, request_weights)
+        config, dropout = self._job.checkpoint.config, self._job.trained_with.dropout
+        losses = supervised_losses(config, self.tensors, batch, dropout, request_weights)
         return losses @ torch.from_numpy(LOSS_WEIGHTS).float()
 
-    @torch.no_grad()
     def _scores(self, tensors: Tensors, batch: TrainingBatch) -> torch.Tensor:
-        return target_scores(candidate_logits(self._config, tensors, batch.inputs), batch)
+        return target_scores(candidate_logits(self._job.checkpoint.config, tensors, batch.inputs), batch)
 
-    def _validate(self, step: int, cpu_s: float) -> None:
-        before_s = self._validations[-1].cpu_s if self._validations else 0.0
-        ndcg = self._start.judged(self._tensors, Part.VALIDATION).summary()[NDCG].mean
-        if ndcg > max((each.ndcg for each in self._validations), default=-1.0):
-            self._best = _copied(self._tensors)
-        self._validations.append(Validation(step, round(before_s + cpu_s, 2), ndcg))
-        self._run.folder.mkdir(parents=True, exist_ok=True)
-        self._run.save_state(
-            {
-                "tensors": _copied(self._tensors),
-                "best": self._best,
-                "optimizer": self._optimizer.state_dict(),
-                "validations": [asdict(each) for each in self._validations],
-                "groups": (self._groups, self._without_spread),
-            }
-        )
-
-    def _restore(self) -> None:
-        found = self._run.load_state()
-        if found is None:
-            return
-        with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                tensor.copy_(found["tensors"][name])
-        self._optimizer.load_state_dict(found["optimizer"])
-        self._best, self._validations = found["best"], [Validation(**each) for each in found["validations"]]
-        self._groups, self._without_spread = found["groups"]
-
-    def _write(self) -> None:
-        best = max(range(_VALIDATIONS), key=lambda place: self._validations[place].ndcg)
-        judged = {BEST: self._start.judged(self._best, Part.TEST)}
-        is_last = best == _VALIDATIONS - 1
-        judged[FINAL] = judged[BEST] if is_last else self._start.judged(self._tensors, Part.TEST)
-        ids = torch.from_numpy(self._start.split.item_ids.copy())
-        save_checkpoint(self._run.checkpoint, self._config, {**self._best, IDS_TENSOR: ids})
-        about = f"arm {self._arm}, seed {self._seed}, step {self._validations[best].step}"
-        card = post_trained_card(about, asdict(self._options), judged[BEST].summary())
-        (self._run.checkpoint / CARD_FILE).write_text(card, encoding="utf-8")
-        if names := self._start.log.action_names:
-            write_action_names(self._run.checkpoint, names)
-        result = ArmResult(
-            self._validations,
-            best,
-            self._groups,
-            self._without_spread,
-            {kept: judged_metrics(each) for kept, each in judged.items()},
-            judged[BEST].values[NDCG].tolist(),
-        )
-        self._run.write_json(METRICS_FILE, asdict(result))
-        self._run.remove_state()
+    @torch.no_grad()
+    def _fixed_scores(self, tensors: Tensors, batch: TrainingBatch) -> torch.Tensor:
+        return self._scores(tensors, batch)
 
 
 def _copied(tensors: Tensors) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def judged_metrics(judged: Judged) -> dict[str, float]:
+def _test_metrics(judged: Judged) -> dict[str, float]:
     """Means over users, and the calibration error of `liked` over all held-out behaviours."""
     found = {name: each.mean for name, each in judged.summary().items()}
     probabilities = [each for one in judged.predictions for each in one.liked_probabilities]

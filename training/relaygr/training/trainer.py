@@ -189,13 +189,7 @@ def _train_epoch(
             group["lr"] = learning_rate(options, epoch, number, limit.used_share)
         losses = supervised_losses(config, tensors, batch, options.dropout)
         loss = losses @ torch.from_numpy(LOSS_WEIGHTS).float()
-        if not bool(torch.isfinite(loss)):
-            raise RelayError(
-                f"The loss is {loss.item()} in batch {number} of epoch {epoch}: the learning rate "
-                f"{options.learning_rate:g} is too high for this log. Train in a new folder with --learning-rate "
-                f"{options.learning_rate / 4:g}."
-            )
-        take_step(optimizer, tensors, loss)
+        take_step(optimizer, tensors, loss, f"batch {number} of epoch {epoch}", options.learning_rate)
         total += losses.detach().numpy()
         watcher.step(epoch, share, float(LOSS_WEIGHTS @ total) / (number + 1))
         if limit.used_share >= 1:
@@ -212,8 +206,15 @@ def learning_rate(options: TrainingOptions, epoch: int, step: int, used_share: f
     return options.learning_rate * warm * (1 - (1 - _LAST_RATE) * done)
 
 
-def take_step(optimizer: torch.optim.Optimizer, tensors: Tensors, loss: torch.Tensor) -> None:
-    """One step of the optimizer, with gradients of a bounded length."""
+def take_step(
+    optimizer: torch.optim.Optimizer, tensors: Tensors, loss: torch.Tensor, where: str, learning_rate: float
+) -> None:
+    """One step, with gradients of a bounded length. Raises RelayError if the loss is not finite."""
+    if not bool(torch.isfinite(loss)):
+        raise RelayError(
+            f"The loss is {loss.item()} in {where}: the learning rate {learning_rate:g} is too high for this log. "
+            f"Train in a new folder with --learning-rate {learning_rate / 4:g}."
+        )
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(list(tensors.values()), _LARGEST_GRADIENT)
