@@ -52,17 +52,12 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revisi
 
 def post_trained_card(about: str, options: PostTrainingOptions, test: dict[str, Estimate]) -> str:
     """Markdown for a checkpoint of `relaygr train post-train`."""
+    asked = ", ".join(f"{name} {value}" for name, value in asdict(options).items())
     lines = [
-        "# Ranker, post-trained",
-        "",
-        f"By `relaygr train post-train`: {about}. It began with the ranker of revision `{options.start}`, "
-        f"whose card describes log, split and scores. {WEAK_ORDER}",
-        "",
-        f"* Options: {', '.join(f'{name} {value}' for name, value in asdict(options).items())}.",
-        "",
+        f"# Ranker, post-trained\n\nBy `relaygr train post-train`: {about}. The card of the ranker that it began with, "
+        f"revision `{options.start}`, describes log, split and scores. {WEAK_ORDER} Options: {asked}.\n",
         *metrics_table({"post-trained": test}),
-        "",
-        "Means over users of the test part with 95 % intervals. `metrics.json` of the whole folder compares the arms.",
+        "\nMeans over users of the test part with 95 % intervals.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -5,8 +5,8 @@
     group-relative  group-relative policy optimisation (`group_relative.py`), without these losses
 
 The last two draw slates from a copy of the ranker that is renewed every few steps. Requests, and so rewards, are of the
-training part. Each arm of each seed has the folder of a run: `seed-0/supervised`, ... An
-interrupted command goes on with the first arm that was not finished.
+training part. Each arm of each seed has a folder, such as `seed-0/supervised`. An interrupted command goes on with
+the first arm that was not finished.
 """
 
 from __future__ import annotations
@@ -223,14 +223,14 @@ class _Policy:
             return self._supervised_loss(batch, None)
         if step % _RENEWED == 0:
             self._drawing = _copied(self.tensors)
-        drawn = self._fixed_scores(self._drawing, batch)
+        drawn = self._scores(self._drawing, batch)
         slates = draw_slates(drawn, self._job.options.group)
         rewards = slate_rewards(slates)
         if self._arm is Arm.WEIGHTED:
             return self._supervised_loss(batch, rewards.mean(1).softmax(0))
         self.groups += len(rewards)
         self.without_spread += int((~has_spread(rewards)).sum())
-        scores, first = self._scores(self.tensors, batch), self._fixed_scores(self._first, batch)
+        scores, first = self._scores(self.tensors, batch), self._scores(self._first, batch)
         return group_relative_loss(scores, drawn, first, slates, rewards, self._job.options.kl_weight)
 
     def _supervised_loss(self, batch: TrainingBatch, request_weights: torch.Tensor | None) -> torch.Tensor:
@@ -240,10 +240,6 @@ class _Policy:
 
     def _scores(self, tensors: Tensors, batch: TrainingBatch) -> torch.Tensor:
         return target_scores(candidate_logits(self._job.checkpoint.config, tensors, batch.inputs), batch)
-
-    @torch.no_grad()
-    def _fixed_scores(self, tensors: Tensors, batch: TrainingBatch) -> torch.Tensor:
-        return self._scores(tensors, batch)
 
 
 def _copied(tensors: Tensors) -> Tensors:
@@ -263,10 +259,8 @@ def _test_metrics(judged: Judged) -> dict[str, float]:
 def _compared(start: dict[str, float], found: Mapping[Arm, Sequence[ArmResult]], folder: Path) -> Compared:
     rows = [_row(arm, kept, found) for arm in Arm for kept in (BEST, FINAL)]
     over_seeds = next(row for row in rows if row.arm is Arm.GROUP_RELATIVE and row.kept == BEST).less_supervised[NDCG]
-    ours, theirs = (
-        np.mean([one.user_ndcg for one in found[arm]], axis=0) for arm in (Arm.GROUP_RELATIVE, Arm.SUPERVISED)
-    )
-    over_users = estimate(ours - theirs)
+    of_users = {arm: np.mean([one.user_ndcg for one in found[arm]], axis=0) for arm in Arm}
+    over_users = estimate(of_users[Arm.GROUP_RELATIVE] - of_users[Arm.SUPERVISED])
     recommended = Arm.GROUP_RELATIVE if over_seeds.low > 0 and over_users.low > 0 else Arm.SUPERVISED
     seed = int(np.argmax([one.validation(BEST).ndcg for one in found[recommended]]))
     checkpoint = Run(folder / f"seed-{seed}" / recommended).checkpoint
