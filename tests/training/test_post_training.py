@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
@@ -23,11 +24,13 @@ from relaygr.training.post_training import (
     Job,
     Validation,
     _compared,
+    _Policy,
     post_train,
 )
 from relaygr.training.ranking import NDCG
 from relaygr.training.runs import PostTrainingOptions, Run
 from relaygr.training.splits import Part, Protocol, split_log
+from relaygr.training.trainer import supervised_losses
 from relaygr.worker.device import open_device
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.training.made_logs import QUICK, revision_of, with_test_behaviours, write_inter
@@ -121,6 +124,30 @@ def test_requests_and_rewards_are_of_the_training_part(ranker: Run) -> None:
     assert not known & held_out
     for batch in itertools.islice(job.batches(0), 20):
         assert int(batch.inputs.candidates.max()) < len(known)
+
+
+def test_at_the_start_the_group_relative_loss_is_zero_and_its_gradient_is_not(ranker: Run) -> None:
+    """Advantages cancel out, ratios are 1, and nothing diverges from the start."""
+    job = job_of(ranker)
+    policy = _Policy(job, Arm.GROUP_RELATIVE)
+    loss = policy.loss(next(job.batches(0)), 0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == pytest.approx(0.0, abs=1e-6)
+    assert policy.tensors["items.weight"].grad is not None and policy.tensors["items.weight"].grad.abs().max() > 1e-4
+    assert 0 <= policy.without_spread < policy.groups
+
+
+def test_requests_of_equal_rewards_weigh_as_without_weights(ranker: Run) -> None:
+    job = job_of(ranker)
+    tensors, batch = dict(job.checkpoint.tensors), next(job.batches(0))
+    count = int(batch.is_target.sum())
+    weights = torch.zeros(count).softmax(0)
+    plain, weighted, one = (
+        supervised_losses(job.checkpoint.config, tensors, batch, 0.0, each)
+        for each in (None, weights, torch.eye(count)[0])
+    )
+    assert torch.allclose(plain, weighted, rtol=1e-5)
+    assert not torch.allclose(plain[0], one[0], rtol=1e-3) and torch.equal(plain[1:], one[1:])
 
 
 def test_full_and_cached_scores_of_the_worker_agree_for_what_comes_out(done: Path) -> None:
