@@ -60,7 +60,9 @@ def test_supervision_is_recommended_unless_group_relative_is_better(gains: list[
     assert next(row for row in compared.rows if row.arm is Arm.GROUP_RELATIVE).without_spread == 0.4
 
 
-SMALL = PostTrainingOptions("start", steps=10, group=4, negatives=15, learning_rate=5e-4, kl_weight=0.01)
+SMALL = PostTrainingOptions(
+    "start", 10, group=4, negatives=15, learning_rate=5e-4, kl_weight=0.01, validation_users=0, test_users=0
+)
 
 
 @pytest.fixture(scope="module")

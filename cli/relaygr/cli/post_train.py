@@ -36,6 +36,8 @@ def post_train_command(
     negatives: Annotated[int, typer.Option(min=1, help="Random candidates of a request, beside the next item.")] = 127,
     learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 4e-4,
     kl_weight: Annotated[float, typer.Option(min=0.0, help="Weight of the divergence from the ranker of RUN.")] = 0.01,
+    validation_users: Annotated[int, typer.Option(min=0, help="The most users of a validation; 0: all.")] = 500,
+    test_users: Annotated[int, typer.Option(min=0, help="The most users of the test; 0: all.")] = 0,
     max_bad_lines: Annotated[int, typer.Option(min=0, help="Bad lines are skipped; stop if there are more.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
@@ -60,7 +62,9 @@ def post_train_command(
     log = usable(read_training_log(paths, max_bad_lines, console, recorded_map(described)))
     run.require_log(log)
     checkpoint = load_checkpoint(run.checkpoint)
-    options = PostTrainingOptions(checkpoint.revision, steps, group, negatives, learning_rate, kl_weight)
+    options = PostTrainingOptions(
+        checkpoint.revision, steps, group, negatives, learning_rate, kl_weight, validation_users, test_users
+    )
     split = split_log(log, trained_with.protocol)
     with progress_bars() as bars:
         job = Job(log, split, checkpoint, trained_with, options, bars.began, bars.stepped)

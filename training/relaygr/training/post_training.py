@@ -78,7 +78,7 @@ class Job:
     stepped: Callable[[], None]
 
     def judged(self, tensors: Tensors, part: Part, name: str) -> Judged:
-        most = self.trained_with.test_users if part is Part.TEST else self.trained_with.validation_users
+        most = self.options.test_users if part is Part.TEST else self.options.validation_users
         users = chosen_users(self.split, most, self.trained_with.seed)
         model = RankerModel(self.split, self.checkpoint.config, tensors)
         self.began(f"{name}, {part}", len(users))

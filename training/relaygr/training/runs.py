@@ -86,6 +86,9 @@ class PostTrainingOptions:
     """Random candidates of a request, beside the behaviour that came next."""
     learning_rate: float
     kl_weight: float
+    validation_users: int
+    test_users: int
+    """The most users that are judged; 0: all."""
 
 
 class Run:
