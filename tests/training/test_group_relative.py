@@ -69,10 +69,16 @@ def test_advantages_and_clipping_have_their_hand_values() -> None:
     assert clipped_loss(ratios, signs).tolist() == pytest.approx([-1.2, -0.5, 1.5, 0.8, -2.0])
 
 
-def test_the_divergence_is_zero_at_the_start_and_has_its_hand_value_later() -> None:
-    assert divergence(SCORES, SCORES).tolist() == [0.0, 0.0]
-    even, odd = torch.zeros(1, 2), torch.tensor([[math.log(3), 0.0]])
-    assert divergence(odd, even).item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+def test_the_mean_divergence_of_drawn_slates_is_that_of_the_distributions() -> None:
+    """Exact over all orders, where each counts as often as it is drawn; and one hand value."""
+    slates = torch.tensor([ORDERS] * 2)
+    ours, start = (slate_log_probabilities(scores, slates) for scores in (SCORES, SCORES.flip(0)))
+    assert divergence(ours, ours).tolist() == torch.zeros(2, 6).tolist()
+    assert divergence(ours, start).min() >= 0
+    assert ((ours.exp() * divergence(ours, start)).sum(1)).tolist() == pytest.approx(
+        (ours.exp() * (ours - start)).sum(1).tolist(), rel=1e-4
+    )
+    assert divergence(torch.tensor(0.0), torch.tensor(math.log(3))).item() == pytest.approx(2 - math.log(3))
 
 
 def test_a_group_without_spread_changes_nothing() -> None:
@@ -80,12 +86,12 @@ def test_a_group_without_spread_changes_nothing() -> None:
     slates = torch.tensor([[[0, 1], [1, 0]], [[1, 2], [2, 1]]])
     rewards = slate_rewards(slates)
     assert has_spread(rewards).tolist() == [True, False]
-    both, one = (group_relative_loss(SCORES[kept], SCORES[kept] + 0.1, SCORES[kept], slates[kept], rewards[kept], 0.0)
-                 for kept in (slice(2), slice(1)))  # fmt: skip
-    assert both.item() == one.item()
+    both, one = (group_relative_loss(SCORES[kept], SCORES[kept] + 0.1, SCORES.flip(0)[kept], slates[kept],
+                                     rewards[kept], 0.5) for kept in (slice(2), slice(1)))  # fmt: skip
+    assert both.item() == one.item() != 0
     none = SCORES[1:].clone().requires_grad_(True)
-    group_relative_loss(none, SCORES[1:], SCORES[1:], slates[1:], rewards[1:], 1.0).backward()  # type: ignore[no-untyped-call]
-    assert none.grad is not None and none.grad.abs().max() < 1e-7
+    group_relative_loss(none, SCORES[1:], SCORES[:1], slates[1:], rewards[1:], 1.0).backward()  # type: ignore[no-untyped-call]
+    assert none.grad is not None and none.grad.abs().max() == 0
 
 
 def test_a_policy_learns_the_item_that_the_reward_prefers() -> None:

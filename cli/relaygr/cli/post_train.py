@@ -35,7 +35,7 @@ def post_train_command(
     group: Annotated[int, typer.Option(min=2, max=256, help="Slates drawn for a request.")] = 16,
     negatives: Annotated[int, typer.Option(min=1, help="Random candidates of a request, beside the next item.")] = 127,
     learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 4e-4,
-    kl_weight: Annotated[float, typer.Option(min=0.0, help="Weight of the divergence from the ranker of RUN.")] = 0.01,
+    kl_weight: Annotated[float, typer.Option(min=0.0, help="Weight of the divergence from the ranker of RUN.")] = 0.001,
     validation_users: Annotated[int, typer.Option(min=0, help="The most users of a validation; 0: all.")] = 500,
     test_users: Annotated[int, typer.Option(min=0, help="The most users of the test; 0: all.")] = 0,
     max_bad_lines: Annotated[int, typer.Option(min=0, help="Bad lines are skipped; stop if there are more.")] = 100,

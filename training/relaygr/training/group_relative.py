@@ -58,10 +58,12 @@ def clipped_loss(ratios: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
     return -torch.minimum(ratios * advantage, ratios.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
 
-def divergence(scores: torch.Tensor, start_scores: torch.Tensor) -> torch.Tensor:
-    """[requests]: Kullback-Leibler divergence of the first place's choice from that of the start, exact."""
-    ours, start = scores.log_softmax(-1), start_scores.log_softmax(-1)
-    return (ours.exp() * (ours - start)).sum(-1)
+def divergence(ours: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-R1's estimate, from log-probabilities of slates: never negative, and with slates that are drawn from
+    `ours` its mean is the Kullback-Leibler divergence from the start.
+    """
+    log_ratio = start - ours
+    return log_ratio.exp() - log_ratio - 1
 
 
 def group_relative_loss(
@@ -72,13 +74,15 @@ def group_relative_loss(
     rewards: torch.Tensor,
     kl_weight: float,
 ) -> torch.Tensor:
-    """Mean over the slates of groups with spread, and over the requests' divergence from the start.
+    """Mean over the slates of groups with spread; 0 without such a group.
 
     `drawn_scores`: of the policy that drew the slates.
     """
     kept = has_spread(rewards)
-    kl = kl_weight * divergence(scores, start_scores).mean()
     if not bool(kept.any()):
-        return kl
-    ours, drawn = (slate_log_probabilities(each[kept], slates[kept]) for each in (scores, drawn_scores))
-    return clipped_loss((ours - drawn).exp(), advantages(rewards[kept])).mean() + kl
+        return scores.sum() * 0
+    ours, drawn, start = (
+        slate_log_probabilities(each[kept], slates[kept]) for each in (scores, drawn_scores, start_scores)
+    )
+    gained = clipped_loss((ours - drawn).exp(), advantages(rewards[kept]))
+    return (gained + kl_weight * divergence(ours, start)).mean()
