@@ -34,7 +34,7 @@ def post_train_command(
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Each arm is trained so often.")] = 5,
     group: Annotated[int, typer.Option(min=2, max=256, help="Slates drawn for a request.")] = 16,
     negatives: Annotated[int, typer.Option(min=1, help="Random candidates of a request, beside the next item.")] = 127,
-    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 4e-4,
+    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Rate of Adam; falls to zero.")] = 4e-4,
     kl_weight: Annotated[float, typer.Option(min=0.0, help="Weight of the divergence from the ranker of RUN.")] = 0.001,
     validation_users: Annotated[int, typer.Option(min=0, help="The most users of a validation; 0: all.")] = 500,
     test_users: Annotated[int, typer.Option(min=0, help="The most users of the test; 0: all.")] = 0,

@@ -184,6 +184,8 @@ def _train(job: Job, run: Run, seed: int, arm: Arm) -> None:
         job.began(f"{name}, steps to {end}", end - first)
         cpu_s -= time.process_time()
         for step in range(first, end):
+            # It falls to zero: training ended with a low rate, which a constant one would undo in every arm.
+            optimizer.param_groups[0]["lr"] = rate * (1 - step / job.options.steps)
             take_step(optimizer, policy.tensors, policy.loss(next(batches), step), f"step {step} of {arm}", rate)
             job.stepped()
         cpu_s += time.process_time()
