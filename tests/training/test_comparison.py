@@ -131,6 +131,8 @@ def test_the_command_compares_all_arms_and_ends_with_a_sentence(logs: tuple[Path
     for arm, found in shown["searched"].items():
         best = f"{arm}, {max(found, key=found.__getitem__)}, test, seed 1".replace(", ", "_").replace(" ", "-")
         assert f"{best}.json" in trained
+    served = max(("separated", "joint"), key=lambda arm: max(shown["searched"][arm].values()))
+    assert shown["served"] == served and f"retrieval.safetensors is the {served} arm's" in last
     GraphSearch(tmp_path / "run" / "retrieval.safetensors")
 
 

@@ -142,7 +142,7 @@ def retrieval(
 ) -> None:
     """Train retrieval over two domains in the way of SCCDR, and compare its parts over several seeds.
 
-    Writes the model of the first seed, retrieval.safetensors, and metrics.json into the run's folder.
+    Writes metrics.json, and the better model of the separated and the joint arm, into the run's folder.
     """
     from relaygr.training.comparison import compare
     from relaygr.training.contrastive import RetrievalOptions

@@ -146,6 +146,8 @@ class Compared:
     """The same in `CHOSEN` of warm users, with the users as the sample: of each, the mean over the seeds."""
     searched: dict[Arm, dict[str, float]]
     """Choice -> validation NDCG@10 of the first seed."""
+    served: Arm
+    """The better of the separated and the joint arm by that, whose model is written."""
     seeds: int
 
     def sentence(self) -> str:
@@ -157,7 +159,10 @@ class Compared:
                 gains = {"seeds": self.gains[arm]["loss"][SPREAD]}
             shown = " and ".join(f"{gain.with_interval()} over {sample}" for sample, gain in gains.items())
             said.append(f"{claim}: {verdict(list(gains.values()))}, {shown}")
-        return f"Over {self.seeds} seeds, by {CHOSEN} of warm users and the spread of the loss: {'; '.join(said)}."
+        return (
+            f"Over {self.seeds} seeds, by {CHOSEN} of warm users and the spread of the loss: {'; '.join(said)}. "
+            f"{MODEL_FILE} is the {self.served} arm's, the better one of validation."
+        )
 
 
 def verdict(gains: list[Estimate]) -> str:
@@ -179,8 +184,17 @@ def compare(
         for arm, choices in _CHOICES.items()
     }
     best = {arm: max(found, key=found.__getitem__) for arm, found in searched.items()}
-    results = [{arm: trial.kept(arm, best.get(arm, best[Arm.SEPARATED]), Part.TEST) for arm in Arm} for trial in trials]
-    compared = _compared(results, {arm: {str(each): found[each] for each in found} for arm, found in searched.items()})
+    served = max((Arm.SEPARATED, Arm.JOINT), key=lambda arm: searched[arm][best[arm]])
+    models = {(served, 0): run.folder / MODEL_FILE}
+    results = [
+        {
+            arm: trial.kept(arm, best.get(arm, best[Arm.SEPARATED]), Part.TEST, models.get((arm, trial.seed)))
+            for arm in Arm
+        }
+        for trial in trials
+    ]
+    found_by = {arm: {str(each): found[each] for each in found} for arm, found in searched.items()}
+    compared = _compared(results, found_by, served)
     run.write_json(METRICS_FILE, {**asdict(compared), "sentence": compared.sentence()})
     return compared
 
@@ -196,30 +210,29 @@ class _Trial:
     began: OnWork
     stepped: OnStep
 
-    def kept(self, arm: Arm, choice: Choice, part: Part) -> Result:
-        """What the folder has of this training, or else what it now gives."""
+    def kept(self, arm: Arm, choice: Choice, part: Part, model: Path | None = None) -> Result:
+        """What the folder has of this training, or else what it now gives. `model`: the file to write it to."""
         name = f"{arm}, {choice}, {part}, seed {self.seed}"
         arms, file = Run(self.folder / "arms"), f"{name.replace(', ', '_').replace(' ', '-')}.json"
         if not (arms.folder / file).exists():
             self.began(name, self.options.steps)
-            arms.write_json(file, self._judged(arm, choice, part))
+            arms.write_json(file, self._judged(arm, choice, part, model))
         return arms.read_json(file)
 
-    def _judged(self, arm: Arm, choice: Choice, part: Part) -> Result:
-        """Trains. The separated arm of the first seed is written as the model."""
+    def _judged(self, arm: Arm, choice: Choice, part: Part, model: Path | None) -> Result:
         domains = self.logs.with_cold(self.options.cold_share, self.seed)
         training = Training(domains, self.options, choice.learning_rate, self.seed)
         steps = 0 if arm is Arm.POPULARITY else self.options.steps
         losses = advance(training, arm, choice.weight, steps, self.stepped)
         last = losses[-math.ceil(_LAST_SHARE * len(losses)) :]
         loss = {LOSS: float(np.mean(last)), SPREAD: float(np.std(last))} if losses else {}
-        if arm is Arm.SEPARATED and part is Part.TEST and not self.seed:
-            save_retrieval(self.folder / MODEL_FILE, training)
+        if model is not None:
+            save_retrieval(model, training)
         queries = Queries(domains, part, self.seed)
         return {**queries.metrics(target_scores(training, queries, arm)), "loss": loss}
 
 
-def _compared(results: list[dict[Arm, Result]], searched: dict[Arm, dict[str, float]]) -> Compared:
+def _compared(results: list[dict[Arm, Result]], searched: dict[Arm, dict[str, float]], served: Arm) -> Compared:
     arms: dict[Arm, dict[str, dict[str, Estimate]]] = {}
     gains: dict[Arm, dict[str, dict[str, Estimate]]] = {}
     over_users: dict[Arm, Estimate] = {}
@@ -237,7 +250,7 @@ def _compared(results: list[dict[Arm, Result]], searched: dict[Arm, dict[str, fl
                 )
                 arms[arm][group][metric] = _over_seeds(values)
                 gains[arm][group][metric] = _over_seeds(values - ours if group == "loss" else ours - values)
-    return Compared(arms, gains, over_users, searched, len(results))
+    return Compared(arms, gains, over_users, searched, served, len(results))
 
 
 def _over_seeds(values: NDArray[np.float64]) -> Estimate:
