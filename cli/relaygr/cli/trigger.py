@@ -18,13 +18,12 @@ def trigger(
     import structlog
 
     from relaygr.kafka.admin import require_topics
-    from relaygr.kafka.rights import Role
     from relaygr.kafka.rotation import ends_for_new_files
     from relaygr.runtime.interpreter import tune_interpreter
     from relaygr.runtime.probes import ProbeServer
     from relaygr.schemas.topics import Topic
     from relaygr.tracing import start_tracing
-    from relaygr.trigger.app import TriggerApp
+    from relaygr.trigger.app import TriggerApp, trigger_role
 
     log = structlog.get_logger()
     settings = command_settings(config, bootstrap, overrides)
@@ -48,7 +47,7 @@ def trigger(
                 tracer.close()
         log.info("trigger stopped", **app.decision_counts())
 
-    for finding in require_topics(settings, Role.TRIGGER).findings:
+    for finding in require_topics(settings, trigger_role(settings.served)).findings:
         log.warning("a topic differs from the catalogue", topic=finding.topic, what=finding.what, mend=finding.mend)
     log.info(
         "trigger starts",

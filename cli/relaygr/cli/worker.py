@@ -20,7 +20,7 @@ from relaygr.kafka.settings import GroupProtocol
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings, apart_from_secrets
 from relaygr.worker.exits import Exit
-from relaygr.worker.settings import WorkerConfig
+from relaygr.worker.settings import WorkerConfig, WorkerRole
 
 log = structlog.get_logger()
 
@@ -36,7 +36,10 @@ StandbyOption = Annotated[
     bool, typer.Option("--standby", help="Keep a second process ready that takes over when the first one dies.")
 ]
 LineOption = Annotated[int | None, typer.Option("--supervisor-line", hidden=True)]
-RoleOption = Annotated[ChildRole, typer.Option("--role", hidden=True)]
+ChildOption = Annotated[ChildRole, typer.Option("--child", hidden=True)]
+RoleOption = Annotated[
+    WorkerRole, typer.Option("--role", help="owner: own partitions and rank; pre-infer: compute prefixes for owners.")
+]
 LeaveOption = Annotated[
     bool,
     typer.Option(
@@ -58,7 +61,8 @@ def worker(
     standby: StandbyOption = False,
     leave_on_stop: LeaveOption = False,
     supervisor_line: LineOption = None,
-    role: RoleOption = ChildRole.FIRST,
+    child: ChildOption = ChildRole.FIRST,
+    role: RoleOption = WorkerRole.OWNER,
 ) -> None:
     """Run a worker: pre-infer, cache and rank.
 
@@ -68,6 +72,8 @@ def worker(
     if context.invoked_subcommand is not None:
         return
     settings = command_settings(config, bootstrap, overrides)
+    if role is WorkerRole.PRE_INFER and (standby or leave_on_stop):
+        raise RelayError("A pre-infer worker owns nothing: leave --standby and --leave-on-stop out.")
     if standby:
         plain, secrets = apart_from_secrets(overrides or ())
         # The children inherit the environment.
@@ -78,7 +84,7 @@ def worker(
             plain = [*plain, f"worker.metrics_url={own.metrics_url_at(own.http_port)}"]
         code = _supervise(settings, _child_command(config, bootstrap, plain))
     else:
-        code = _work(settings, supervisor_line, is_standby=role is ChildRole.STANDBY)
+        code = _work(settings, supervisor_line, is_standby=child is ChildRole.STANDBY, role=role)
     if leave_on_stop and code is Exit.DONE:
         # Only now: a member that is still there would join again.
         _leave(settings, settings.worker.worker_id)
@@ -119,13 +125,13 @@ def _leave(settings: Settings, worker_id: str) -> bool:
     return has_left
 
 
-def _work(settings: Settings, supervisor_line: int | None, *, is_standby: bool) -> Exit:
+def _work(settings: Settings, supervisor_line: int | None, *, is_standby: bool, role: WorkerRole) -> Exit:
     from relaygr.kafka.rotation import ends_for_new_files
     from relaygr.worker.process import run_worker
     from relaygr.worker.shared.lock import shared_folder
     from relaygr.worker.supervisor.link import SupervisorLink
 
-    parts, link = _config(settings), None
+    parts, link = _config(settings, role), None
     if supervisor_line is not None:
         link = SupervisorLink(supervisor_line, shared_folder(parts), settings.worker.orphan_s)
     with ends_for_new_files(settings.security):
@@ -144,9 +150,9 @@ def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[
     return Supervisor(settings.worker, settings.supervisor, shared_folder(_config(settings)), make_command).run()
 
 
-def _config(settings: Settings) -> WorkerConfig:
+def _config(settings: Settings, role: WorkerRole = WorkerRole.OWNER) -> WorkerConfig:
     return WorkerConfig(
-        settings, settings.worker, settings.admission, settings.consumer, settings.tracing, settings.served
+        settings, settings.worker, settings.admission, settings.consumer, settings.tracing, settings.served, role
     )
 
 
@@ -161,7 +167,7 @@ def _child_command(
         command += ["--set", override]
 
     def make(line: int, is_first: bool) -> Sequence[str]:
-        role = ChildRole.FIRST if is_first else ChildRole.STANDBY
-        return [*command, "--supervisor-line", str(line), "--role", role.value]
+        child = ChildRole.FIRST if is_first else ChildRole.STANDBY
+        return [*command, "--supervisor-line", str(line), "--child", child.value]
 
     return make

@@ -36,6 +36,7 @@ relaygr.schemas.vectors."""
 _VALUES: dict[Topic, type[Any] | None] = {
     Topic.RETRIEVAL: RetrievalEvent,
     Topic.PREINFER: PreInferJob,
+    Topic.PREINFER_POOL: PreInferJob,
     Topic.RANKING: RankingRequest,
     Topic.RESULTS: RankingResult,
     Topic.HISTORY: History,

@@ -42,6 +42,9 @@ KIND = "kind"
 JOB_HEADER = (KIND, b"preinfer")
 """Header of a pre-infer job on the topic of the ranking requests. A ranking request has no header `kind`."""
 
+PREPARED_BY = "prepared_by"
+"""Header of a pre-infer job that a pre-infer worker passes on: the worker that wrote the prefix to the pool."""
+
 WORKERS_GROUP = "workers_group"
 """Header of a worker's status: the consumer group of the worker."""
 

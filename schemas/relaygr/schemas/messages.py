@@ -643,6 +643,16 @@ class LeadTimeReport:
 
 
 @record(frozen=True, slots=True)
+class PreInferSlots:
+    """The slots of a pre-infer worker: it has no partitions, and takes a job of the pool for each free slot."""
+
+    slots: Annotated[int, UInt("slots"), "jobs that the worker takes at a time"]
+    free: Annotated[int, UInt("slots"), "those without a job now"]
+    accepted: Annotated[int, UInt("jobs"), "jobs taken since the worker's start"]
+    refused: Annotated[int, UInt("jobs"), "jobs that no pre-infer worker could end in time, since the worker's start"]
+
+
+@record(frozen=True, slots=True)
 class WorkerStatus:
     """Worker to triggers and monitors: its partitions, its free memory, its load and its latency model."""
 
@@ -701,6 +711,7 @@ class WorkerStatus:
         "since when this process serves; a process with another value does not have the earlier prefixes in HBM; "
         "absent: an older worker",
     ] = None
+    pre_infer: Annotated[PreInferSlots | None, "a pre-infer worker; absent: a worker that owns partitions"] = None
 
 
 Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | BehaviourEvent | WorkerStatus

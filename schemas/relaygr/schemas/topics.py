@@ -36,6 +36,7 @@ class Topic(enum.StrEnum):
 
     RETRIEVAL = "retrieval"
     PREINFER = "preinfer"
+    PREINFER_POOL = "preinfer-pool"
     RANKING = "ranking"
     RESULTS = "results"
     HISTORY = "history"
@@ -113,6 +114,9 @@ CATALOGUE: dict[Topic, TopicSpec] = {
     for spec in (
         _minutes(Topic.RETRIEVAL, "user id", "gateway", "trigger (group)", "RetrievalEvent", True),
         _minutes(Topic.PREINFER, "user id", "trigger", "workers (group)", "PreInferJob", True),
+        _minutes(
+            Topic.PREINFER_POOL, "user id", "trigger", "pre-infer workers (share group)", "PreInferJob", False,
+        ),
         _minutes(Topic.RANKING, "user id", "gateway", "workers (group)", "RankingRequest", True),
         _minutes(Topic.RESULTS, "request id", "workers", "gateway (assign, no group)", "RankingResult", False),
         TopicSpec(

@@ -85,6 +85,8 @@ class PrefixTier(enum.StrEnum):
     """The tier in which a prefix is cached, if any."""
 
     NONE = "none"
+    POOL = "pool"
+    """A pre-infer worker computes it, and its owner loads it."""
     DRAM = "dram"
     HBM = "hbm"
 
@@ -310,6 +312,8 @@ class Decision:
     admit: bool
     reason: DecisionReason
     estimate: Estimate | None = None
+    by_pool: bool = False
+    """Whether a pre-infer worker gets the job, and not the owner."""
 
 
 _WITHOUT_RISK = (DecisionReason.NOT_AT_RISK, DecisionReason.NO_HISTORY)
@@ -348,7 +352,7 @@ def estimate(
         # The worker ranks the tail with the suffix, if the model's longest suffix has room for it.
         scored_tokens, prefix_tokens, tail_tokens = scored_tokens + tail_tokens, cached_tokens, 0
     prepare_us = latency.append_us(cached_tokens, tail_tokens) if tail_tokens else 0.0
-    if cached.tier is PrefixTier.DRAM:
+    if cached.tier in (PrefixTier.POOL, PrefixTier.DRAM):
         prepare_us += latency.reload_us(cached_tokens * owner.kv_bytes_per_token)
     new_tokens = tail_tokens if cached.tier is PrefixTier.HBM else prefix_tokens
     lead_us = impression.expected_ranking_at_us - now_us
@@ -361,7 +365,8 @@ def estimate(
         new_bytes=new_tokens * owner.kv_bytes_per_token,
         lead_us=lead_us,
         alive_us=min(max(0, lead_us), MAX_JOB_LIFETIME_US) + limits.lease_margin_us,
-        cached_tokens=cached_tokens,
+        # Without a job, nobody would compute it for the owner.
+        cached_tokens=0 if cached.tier is PrefixTier.POOL else cached_tokens,
     )
 
 

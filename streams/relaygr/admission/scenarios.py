@@ -12,6 +12,7 @@ Pure, but for the settings: no clock, no I/O.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -34,6 +35,14 @@ from relaygr.schemas.topics import check_prefix
 NAME: Final = r"[a-z0-9][a-z0-9_-]{0,31}"
 ScenarioName = Annotated[str, StringConstraints(pattern=f"^{NAME}$")]
 _HASH_BYTES: Final = 8
+
+
+class PreInferBy(enum.StrEnum):
+    """Who computes the prefixes of a scenario's jobs."""
+
+    OWNER = "owner"
+    POOL = "pool"
+    """The pre-infer workers; the owner while there are none, or while they refuse jobs."""
 
 
 class VariantSettings(Section):
@@ -70,6 +79,10 @@ class ScenarioSettings(Section):
     assumed_behaviours: Annotated[
         int | None, Field(ge=0, le=MAX_BEHAVIOURS, description="trigger.assumed_behaviours of this scenario")
     ] = None
+    pre_infer: PreInferBy = Field(
+        PreInferBy.OWNER,
+        description="who computes prefixes for jobs: owner, or pool (`relaygr worker --role pre-infer`, docs/pool.md)",
+    )
     topic_prefix: str | None = Field(
         None, description="prefix of topics and groups of its own, with a trigger and workers of its own"
     )
@@ -138,6 +151,11 @@ def shares_of(scenarios: Scenarios) -> Mapping[str, float]:
     """The part of each scenario in the budgets of one worker that serves these; 1 in sum."""
     whole = sum(scenario.share for scenario in scenarios.values())
     return {name: scenario.share / whole for name, scenario in scenarios.items()}
+
+
+def uses_pool(scenarios: Scenarios) -> bool:
+    """Whether jobs of a scenario go to the pre-infer workers."""
+    return any(scenario.pre_infer is PreInferBy.POOL for scenario in scenarios.values())
 
 
 def variant_of(scenario: str, variants: Mapping[str, VariantSettings], user_id: str) -> str | None:

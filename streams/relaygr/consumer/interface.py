@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from confluent_kafka import Message
@@ -75,6 +75,31 @@ class Membership:
     """Whether this process may own partitions, for example because it holds the lock of its worker id."""
     holder: Callable[[], str | None] = lambda: None
     """The member id that the static id has in the group; None if it is not known. May take seconds."""
+
+
+class Loop(Protocol):
+    """What a worker needs of the threads that read its messages: `relaygr.consumer.loop.ConsumerLoop` describes it."""
+
+    def connect(self, timeout_s: float) -> None: ...
+
+    def start(self) -> None: ...
+
+    def finish(self, token: Token) -> None: ...
+
+    def pause(self, topic: str, partitions: Iterable[int]) -> None: ...
+
+    def resume(self, topic: str, partitions: Iterable[int]) -> None: ...
+
+    def read_anew(self, topics: Collection[str]) -> None: ...
+
+    def stop(self, drain_s: float) -> None: ...
+
+    def join(self, timeout_s: float | None = None) -> bool: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    def status(self) -> LoopStatus: ...
 
 
 class Handler(Protocol):

@@ -26,7 +26,7 @@ from confluent_kafka.admin import (
     NewTopic,
 )
 
-from relaygr.kafka.admin_process import AdminProcess, CannotStart
+from relaygr.kafka.admin_process import AdminProcess, CannotStart, ask
 from relaygr.kafka.clients import make_admin, require_broker
 from relaygr.kafka.rights import START_OF_CHECK_S, Role, require_rights, topics_of
 from relaygr.kafka.settings import KafkaSettings
@@ -39,6 +39,14 @@ _log = structlog.get_logger()
 ADMIN_TIMEOUT_S: Final = 30.0
 _HEARD_OF_TOPIC_S: Final = 5.0
 _RETRY_S: Final = 0.1
+SHARE_GROUP: Final = {
+    "share.auto.offset.reset": "earliest",
+    "share.isolation.level": "read_uncommitted",
+    # A job whose worker died comes back after this time, the shortest that brokers accept by default.
+    "share.record.lock.duration.ms": "15000",
+}
+"""Settings of the pre-infer workers' group. Kafka drops a record after `MOST_DELIVERIES`, its default."""
+MOST_DELIVERIES: Final = 5
 OFFSETS_TOPIC: Final = "__consumer_offsets"
 EMBEDDED_CLUSTER_ID: Final = "mockCluster"
 """The cluster id of librdkafka's embedded cluster begins with this."""
@@ -95,6 +103,8 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
     if missing and not observed.embedded:
         _create(kafka, admin, missing, len(cluster.brokers), dry_run)
     if not dry_run:
+        if not observed.embedded:
+            _set_share_group(kafka, admin)
         if repair:
             _repair(kafka, admin, observed.topics)
         observed = _await_topics(kafka, admin, repaired=repair)
@@ -232,6 +242,48 @@ def _broker_config(admin: AdminClient, broker_id: int) -> dict[str, str]:
         return {entry.name: entry.value for entry in _result(future).values() if entry.value is not None}
     except KafkaException:
         return {}
+
+
+def _set_share_group(kafka: KafkaSettings, admin: AdminClient) -> None:
+    """The settings of the pre-infer workers' group. A cluster that has no share groups refuses them."""
+    resource = ConfigResource(
+        ConfigResource.Type.GROUP,
+        kafka.pool_group,
+        incremental_configs=[
+            ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET) for key, value in SHARE_GROUP.items()
+        ],
+    )
+    [future] = admin.incremental_alter_configs([resource], request_timeout=ADMIN_TIMEOUT_S).values()
+    try:
+        _result(future)
+    except KafkaException as error:
+        cause = error.args[0].str()
+        _log.info("the share group of the pre-infer workers has no settings", group=kafka.pool_group, cause=cause)
+
+
+def has_share_groups(kafka: KafkaSettings) -> bool:
+    """Whether the cluster has share groups. Raises RelayError without an answer."""
+    if is_embedded(require_broker(kafka)):
+        return False
+    try:
+        return ask(kafka, _CLIENT_ID, 2 * ADMIN_TIMEOUT_S, _knows_share_groups, kafka.pool_group)
+    except CannotStart:
+        return True
+    except KafkaException as error:
+        cause = error.args[0].str()
+        raise RelayError(f"Kafka at {kafka.bootstrap} does not say whether it has share groups: {cause}") from error
+
+
+def _knows_share_groups(admin: AdminClient, group: str) -> bool:
+    resource = ConfigResource(ConfigResource.Type.GROUP, group)
+    [future] = admin.describe_configs([resource], request_timeout=ADMIN_TIMEOUT_S).values()
+    try:
+        return next(iter(SHARE_GROUP)) in _result(future)
+    except KafkaException as error:
+        # Old brokers know no settings of groups.
+        if error.args[0].code() in (KafkaError.INVALID_REQUEST, KafkaError.INVALID_CONFIG):
+            return False
+        raise
 
 
 def _create(

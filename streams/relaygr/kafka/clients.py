@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, ShareConsumer, TopicPartition
 from confluent_kafka.admin import AdminClient, ClusterMetadata
 
 from relaygr.kafka.client_errors import PERMANENT, ClientErrors, ErrorCallback
@@ -145,6 +145,16 @@ _GROUP: Final[dict[str, Any]] = {
     "auto.commit.interval.ms": 1000,
 }
 
+_SHARE: Final[dict[str, Any]] = {
+    "fetch.min.bytes": 1,
+    "fetch.max.bytes": _CONSUMER["fetch.max.bytes"],
+    "share.acknowledgement.mode": "explicit",
+    # Brokers hand out whole batches, however many records these have.
+    "max.poll.records": 1,
+}
+ONE_A_BATCH: Final[dict[str, Any]] = {"batch.num.messages": 1}
+"""For the producer of a topic that a share group reads: each record can then go to another member."""
+
 _ASKING_FETCH_WAIT_MS: Final = 50
 
 _REBALANCE_MS: Final = 30_000
@@ -202,6 +212,16 @@ def make_group_consumer(
                 f"workers: leave it at {assignor}, or set `affinity`"
             )
     return _made(Consumer, config)
+
+
+def make_share_consumer(
+    kafka: KafkaSettings, group: str, client_id: str, on_error: ErrorCallback | None = None
+) -> ShareConsumer:
+    """A member of a share group, which gets one record at a time if records were written one to a batch."""
+    config = _config(kafka, client_id, on_error, QUICK_RECONNECT, _SHARE)
+    # This kind of consumer refuses the setting; it creates no topics.
+    del config["allow.auto.create.topics"]
+    return _made(ShareConsumer, {**config, "group.id": group, "fetch.wait.max.ms": asking_fetch_wait_ms(kafka)})
 
 
 def make_assigned_consumer(

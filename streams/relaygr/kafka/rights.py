@@ -39,6 +39,9 @@ class Role(enum.StrEnum):
     WORKER = "worker"
     WORKER_DIVERT = "worker-divert"
     """A worker with `worker.divert`."""
+    WORKER_PRE_INFER = "worker-pre-infer"
+    TRIGGER_POOL = "trigger-pool"
+    """A trigger with a scenario whose jobs go to the pre-infer workers."""
     LAG = "lag"
     UI = "ui"
     HISTORY_PUBLISHER = "history-publisher"
@@ -97,6 +100,14 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
         Topic.WORKERS: ("Write",),
         Topic.DEAD_LETTERS: ("Write",),
     },
+    Role.WORKER_PRE_INFER: {
+        Topic.PREINFER_POOL: ("Read",),
+        Topic.PREINFER: ("Write",),
+        Topic.HISTORY: ("Read",),
+        Topic.BEHAVIOURS: ("Read",),
+        Topic.WORKERS: ("Write",),
+        Topic.DEAD_LETTERS: ("Write",),
+    },
     Role.LAG: dict.fromkeys((Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.OVERFLOW), ("Read",)),
     Role.UI: dict.fromkeys(
         (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW, Topic.WORKERS), ("Read",)
@@ -105,6 +116,7 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
     Role.COLLECTOR: {Topic.HISTORY: ("Read",), Topic.BEHAVIOURS: ("Read",)},
     Role.ADMIN: dict.fromkeys(CATALOGUE, ("Create", "Delete", "DescribeConfigs", "AlterConfigs")),
 }
+_TOPICS[Role.TRIGGER_POOL] = _TOPICS[Role.TRIGGER] | {Topic.PREINFER_POOL: ("Write",)}
 _TOPICS[Role.WORKER_DIVERT] = _TOPICS[Role.WORKER] | dict.fromkeys((Topic.OVERFLOW, Topic.WORKERS), ("Read", "Write"))
 
 
@@ -131,11 +143,14 @@ def _groups_of(role: Role, kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
     groups: dict[Role, dict[str, tuple[str, ...]]] = {
         Role.GATEWAY: unjoined,
         Role.TRIGGER: {kafka.trigger_group: ("Read",), **unjoined},
+        Role.TRIGGER_POOL: {kafka.trigger_group: ("Read",), **unjoined},
         Role.WORKER: {kafka.workers_group: ("Read",), **unjoined},
         Role.WORKER_DIVERT: {kafka.workers_group: ("Read",), kafka.overflow_group: ("Read",), **unjoined},
+        Role.WORKER_PRE_INFER: {kafka.pool_group: ("Read", "DescribeConfigs"), **unjoined},
         Role.LAG: dict.fromkeys(measured, ("Describe",)),
         Role.UI: dict.fromkeys(measured, ("Describe",)),
         Role.COLLECTOR: unjoined,
+        Role.ADMIN: {kafka.pool_group: ("DescribeConfigs", "AlterConfigs")},
     }
     return groups.get(role, {})
 

@@ -318,6 +318,11 @@ class KafkaSettings(Section):
         return f"{self.group_prefix}.overflow"
 
     @property
+    def pool_group(self) -> str:
+        """The share group of the pre-infer workers."""
+        return f"{self.group_prefix}.preinfer-pool"
+
+    @property
     def unjoined_group(self) -> str:
         """librdkafka needs a group's name even for a consumer that joins none, and asks for its coordinator."""
         return f"{self.group_prefix}.unjoined"

@@ -25,14 +25,14 @@ from functools import partial
 from typing import Any
 
 import structlog
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr.admission.policy import DecisionReason
-from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
+from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios, uses_pool
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.kafka.client_errors import LimitedLog
-from relaygr.kafka.clients import ProducerKind, make_producer, require_broker
+from relaygr.kafka.clients import ONE_A_BATCH, ProducerKind, make_producer, require_broker
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.refusals import Refusals
 from relaygr.kafka.rights import Role
@@ -107,6 +107,9 @@ class TriggerMetrics:
         self.undelivered = Counter(
             "relaygr_trigger_jobs_undelivered_total", "Jobs given to the producer and not delivered", registry=registry
         )
+        self.to_pool = Counter(
+            "relaygr_trigger_jobs_to_pool_total", "Jobs sent to the pre-infer workers", registry=registry
+        )
         self.bad_statuses = Counter(
             "relaygr_trigger_bad_statuses_total", "Worker statuses that could not be decoded or used", registry=registry
         )
@@ -147,6 +150,11 @@ def _fewest_tokens(bucket: int) -> str:
     return str(1 << (bucket - 1) if bucket else 0)
 
 
+def trigger_role(scenarios: Scenarios) -> Role:
+    """The rights that a trigger of these scenarios needs."""
+    return Role.TRIGGER_POOL if uses_pool(scenarios) else Role.TRIGGER
+
+
 class TriggerApp:
     """A trigger process: the stream of events, the view of the fleet, and the producer of jobs."""
 
@@ -185,7 +193,13 @@ class TriggerApp:
         name = settings.instance_id
         reporting = kafka_statistics(registry).options(kafka.statistics_interval_ms)
         self._producer = make_producer(kafka, ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error, reporting)
-        self._refusals = Refusals(kafka, Role.TRIGGER)
+        self._pool_topic = kafka.topic(Topic.PREINFER_POOL)
+        self._pool_producer: Producer | None = None
+        if uses_pool(scenarios):
+            self._pool_producer = make_producer(
+                kafka, ProducerKind.PREINFER, f"{name}-pool", self._on_client_error, {**reporting, **ONE_A_BATCH}
+            )
+        self._refusals = Refusals(kafka, trigger_role(scenarios))
         self._limited_log = LimitedLog(self._clock)
         self._dead_letters = DeadLetterWriter(kafka, name, self._clock, self._refusals.note)
         self._reader = FleetReader(
@@ -269,6 +283,8 @@ class TriggerApp:
         self._watch.stop()
         await asyncio.to_thread(self._refusals.close)
         await asyncio.to_thread(self._producer.flush, _FLUSH_S)
+        if self._pool_producer is not None:
+            await asyncio.to_thread(self._pool_producer.flush, _FLUSH_S)
         await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
 
     async def _await_decisions(self) -> None:
@@ -337,11 +353,15 @@ class TriggerApp:
         if decision.job is not None:
             report = self._on_delivery if trace is None else partial(self._on_traced_delivery, trace)
             headers = self._job_headers if trace is None else [*self._job_headers, *trace.headers]
+            topic, producer = self._jobs_topic, self._producer
+            if decision.by_pool and self._pool_producer is not None:
+                topic, producer = self._pool_topic, self._pool_producer
+                self.metrics.to_pool.inc()
             try:
-                self._producer.produce(self._jobs_topic, decision.job, key, headers=headers, on_delivery=report)
+                producer.produce(topic, decision.job, key, headers=headers, on_delivery=report)
             except (BufferError, KafkaException) as error:
                 if isinstance(error, KafkaException):
-                    self._refusals.note(self._jobs_topic, error.args[0])
+                    self._refusals.note(topic, error.args[0])
                 # The queue is full: the broker is away or slow. The ranking request takes the full path.
                 self._forget_job(key)
                 return DecisionReason.NOT_SENT
@@ -357,7 +377,7 @@ class TriggerApp:
         self._dead_letters.write(message, reason.value, detail)
 
     def _on_delivery(self, error: KafkaError | None, job: Message) -> None:
-        self._refusals.note(self._jobs_topic, error)
+        self._refusals.note(job.topic() or self._jobs_topic, error)
         if error is None:
             self._away_since_us = None
         else:
@@ -385,6 +405,8 @@ class TriggerApp:
 
     def _take_reports(self) -> None:
         self._producer.poll(0)
+        if self._pool_producer is not None:
+            self._pool_producer.poll(0)
         self._dead_letters.poll()
         for job, partition in self.tail.take():
             self._handler.restore(job, partition)

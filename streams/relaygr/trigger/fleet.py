@@ -9,6 +9,7 @@
   `written_at_us`, because a compacted topic delivers old statuses late. If the writer's clock is ahead, the age
   is computed from the time of receipt.
 * A tombstone, or the state STOPPING, gives up all partitions of a worker.
+* A pre-infer worker owns nothing. While fresh ones refuse no jobs, `pool_takes` says that jobs may go to them.
 * Workers of another group may share the topics. A status names its group in a header; those of other groups are
   ignored and counted.
 """
@@ -34,7 +35,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.fields import Other
 from relaygr.schemas.headers import workers_group_of
-from relaygr.schemas.messages import MAX_PARTITIONS, FullPathReport, WorkerState, WorkerStatus
+from relaygr.schemas.messages import MAX_PARTITIONS, FullPathReport, PreInferSlots, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
 
 log = structlog.get_logger()
@@ -59,6 +60,18 @@ class FleetMember:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolMember:
+    """A pre-infer worker by its last status."""
+
+    state: WorkerState | Other
+    written_at_us: int
+    active_since_us: int | None
+    slots: PreInferSlots
+    is_refusing: bool
+    """Whether it has refused jobs between its last two statuses."""
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSummary:
     """The fleet at one moment."""
 
@@ -77,6 +90,7 @@ class Fleet:
         self._members: dict[str, FleetMember] = {}
         self._claimants: dict[int, tuple[str, ...]] = {}
         """By partition, the newest claim first."""
+        self._pool: dict[str, PoolMember] = {}
         self.reports: deque[tuple[str, FullPathReport]] = deque(maxlen=MAX_WORKERS)
         """The reports of full inference, with their workers' ids, that the deciding thread has not taken yet."""
 
@@ -85,6 +99,10 @@ class Fleet:
         before = self._members.get(worker_id)
         if status is None or status.state is WorkerState.STOPPING:
             self._remove(worker_id)
+            self._pool.pop(worker_id, None)
+            return
+        if status.pre_infer is not None:
+            self._apply_pool(worker_id, status, status.pre_infer, now_us)
             return
         view = OwnerView.of(status)
         if before is None and len(self._members) >= MAX_WORKERS:
@@ -105,6 +123,20 @@ class Fleet:
             touched = view.partitions if before is None else view.partitions | before.view.partitions
             self._update_claimants(touched)
 
+    def _apply_pool(self, worker_id: str, status: WorkerStatus, slots: PreInferSlots, now_us: int) -> None:
+        before = self._pool.get(worker_id)
+        if before is None and len(self._pool) >= MAX_WORKERS:
+            del self._pool[min(self._pool, key=lambda name: self._pool[name].written_at_us)]
+        same_process = before is not None and before.active_since_us == status.active_since_us
+        is_refusing = same_process and before is not None and slots.refused > before.slots.refused
+        written_at_us = min(status.written_at_us, now_us)
+        self._pool[worker_id] = PoolMember(status.state, written_at_us, status.active_since_us, slots, is_refusing)
+
+    def pool_takes(self, now_us: int) -> bool:
+        """Whether jobs may go to the pre-infer workers: there are fresh ones, and none has refused jobs lately."""
+        live = [each for each in dict(self._pool).values() if each.slots.slots and self._fresh(each, now_us)]
+        return bool(live) and not any(each.is_refusing for each in live)
+
     def owner_of(self, partition: int, now_us: int) -> OwnerView | None:
         """The owner of the partition; None if no fresh worker claims it."""
         for worker_id in self._claimants.get(partition, ()):
@@ -120,7 +152,7 @@ class Fleet:
         owned = sum(1 for claimants in dict(self._claimants).values() if not fresh.isdisjoint(claimants))
         return FleetSummary(len(members), len(fresh), owned)
 
-    def _fresh(self, member: FleetMember, now_us: int) -> bool:
+    def _fresh(self, member: FleetMember | PoolMember, now_us: int) -> bool:
         return member.state is WorkerState.READY and now_us - member.written_at_us <= self._stale_us
 
     def _remove(self, worker_id: str) -> None:

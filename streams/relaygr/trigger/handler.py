@@ -23,7 +23,7 @@ from relaygr.admission.policy import (
     PrefixTier,
 )
 from relaygr.admission.risk import RiskFeedback
-from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios, ScenarioSettings, shares_of
+from relaygr.admission.scenarios import ONLY_DEFAULT, PreInferBy, Scenarios, ScenarioSettings, shares_of
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode, field_specs
@@ -51,6 +51,8 @@ class TriggerDecision:
     """None if undecodable."""
     scenario: str | None = None
     """A known scenario; None if undecodable, misrouted, or of an unknown one."""
+    by_pool: bool = False
+    """Whether the job goes to the pre-infer workers."""
 
 
 MAX_USERS = 4_000_000
@@ -213,8 +215,9 @@ class EventHandler:
         try:
             job = encode(job_of(event, now_us))
             return TriggerDecision(
-                decision.reason, job=job, age_us=age_us, request_id=event.request_id, scenario=scenario
-            )
+                decision.reason, job=job, age_us=age_us, request_id=event.request_id, scenario=scenario,
+                by_pool=decision.by_pool,
+            )  # fmt: skip
         except EncodeError as error:
             # A job is an event with one more number, so only an event of the largest size can fail here.
             self.unsent(event.user_id)
@@ -258,7 +261,11 @@ class EventHandler:
             if owner is not None:
                 self._count_hit(owner, impression, live.prefix_tokens, now_us)
             return Decision(False, DecisionReason.UNDER_WAY)
-        decision = rules.policy.decide(self._case(impression, user_id, owner, live, now_us))
+        case = self._case(impression, user_id, owner, live, now_us)
+        by_pool = owner is not None and self._goes_to_pool(rules, case)
+        if by_pool and owner is not None:
+            case = replace(case, cached=CachedPrefix(PrefixTier.POOL, owner.prefix_tokens(owner.max_prefix_behaviours)))
+        decision = replace(rules.policy.decide(case), by_pool=by_pool)
         tokens = 0 if decision.estimate is None else decision.estimate.prefix_tokens
         if decision.admit:
             until_us = self._lease_ends_us(impression, now_us)
@@ -309,6 +316,14 @@ class EventHandler:
         buckets = self._buckets.of(owner, now_us)
         return PolicyCase(impression, now_us, owner, buckets, cached, self.feedback.margins)
 
+    def _goes_to_pool(self, rules: _Rules, case: PolicyCase) -> bool:
+        """Whether pre-infer workers compute the prefix. An owner that has a part of it needs less than they do."""
+        return (
+            rules.pre_infer is PreInferBy.POOL
+            and case.cached.tier is PrefixTier.NONE
+            and self._fleet.pool_takes(case.now_us)
+        )
+
     def _count_hit(self, owner: OwnerView, impression: ImpressionFacts, tokens: int, now_us: int) -> None:
         scored = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
         self._buckets.of(owner, now_us).count_ranking(owner.latency.hit_us(tokens, scored), now_us)
@@ -325,6 +340,7 @@ class _Rules:
             if (value := getattr(scenario, name)) is not None
         }
         self.policy = make_policy(settings.policy, replace(settings.limits(lease_margin_ms), **own))
+        self.pre_infer = scenario.pre_infer
         self._budget_us = math.inf if scenario.budget_ms is None else scenario.budget_ms * 1000
 
     def facts(self, event: RetrievalEvent) -> ImpressionFacts:

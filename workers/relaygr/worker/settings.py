@@ -13,9 +13,11 @@ from pydantic import ByteSize, Field
 from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
+from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
 from relaygr.schemas.limits import MAX_BUDGET_MS, MAX_MESSAGE_BYTES
+from relaygr.schemas.topics import Topic
 from relaygr.tracing.settings import TracingSettings
 from relaygr.worker.cache.policies import DEFAULT_POLICY, PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
@@ -23,6 +25,13 @@ from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.pool.settings import PoolSettings
 
 _MIB = 1024 * 1024
+
+
+class WorkerRole(enum.StrEnum):
+    """What a worker is for: to own partitions and rank, or to compute prefixes for the owners."""
+
+    OWNER = "owner"
+    PRE_INFER = "pre-infer"
 
 
 class StandbyMemory(enum.StrEnum):
@@ -291,6 +300,15 @@ class WorkerSettings(Section):
         int, Field(ge=0, description="time past its deadline after which a request counts as expired")
     ] = 5
 
+    pre_infer_slots: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=64,
+            description="jobs that a worker of the role pre-infer takes at a time: one is computed while the prefixes "
+            "of others are written to the pool",
+        ),
+    ] = 2
     divert: bool = Field(
         False,
         description="pass on ranking requests that this worker has no time for to a worker that has, and take those "
@@ -371,6 +389,28 @@ class WorkerConfig:
     tracing: TracingSettings = field(default_factory=TracingSettings)
     scenarios: Scenarios = field(default_factory=lambda: ONLY_DEFAULT)
     """Those that the worker serves."""
+    role: WorkerRole = WorkerRole.OWNER
+
+    @property
+    def is_pre_infer(self) -> bool:
+        return self.role is WorkerRole.PRE_INFER
+
+    @property
+    def topics(self) -> tuple[Topic, ...]:
+        """The topics that the worker reads as a member of a group."""
+        return (Topic.PREINFER_POOL,) if self.is_pre_infer else self.kafka.worker_topics
+
+    @property
+    def group(self) -> str:
+        """The group of its readers of these topics."""
+        return self.kafka.pool_group if self.is_pre_infer else self.kafka.workers_group
+
+    @property
+    def rights(self) -> Role:
+        """The rights that the worker needs."""
+        if self.is_pre_infer:
+            return Role.WORKER_PRE_INFER
+        return Role.WORKER_DIVERT if self.worker.divert else Role.WORKER
 
     @property
     def client_id(self) -> str:

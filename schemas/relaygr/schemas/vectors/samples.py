@@ -24,6 +24,7 @@ from relaygr.schemas.messages import (
     Path,
     PrefixSource,
     PreInferJob,
+    PreInferSlots,
     RankingRequest,
     RankingResult,
     RetrievalEvent,
@@ -167,6 +168,9 @@ MESSAGES["WorkerStatus, lead times"] = replace(
     reuses_prefixes=False,
 )
 MESSAGES["WorkerStatus, takes diverted requests"] = replace(MESSAGES["WorkerStatus"], overflow_partitions=(3, 11))
+MESSAGES["WorkerStatus, pre-infer worker"] = replace(
+    MESSAGES["WorkerStatus"], partitions=(), pre_infer=PreInferSlots(4, 1, 1200, 7)
+)
 MESSAGES["WorkerStatus, since when"] = replace(MESSAGES["WorkerStatus"], active_since_us=NOW_US - 60_000_000)
 MESSAGES["RankingRequest, diverted"] = replace(
     MESSAGES["RankingRequest"],

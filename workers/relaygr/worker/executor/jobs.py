@@ -255,6 +255,7 @@ class Jobs:
     def _lease(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         """Leases the prefix until its request is answered or overdue."""
         cache, (user_id, request_id) = self._parts.cache, work.impression
+        work.prepared = prefix.key
         until_us = work.expires_us + self._parts.admission_settings.lease_margin_ms * 1000
         leased = cache.lease(prefix.key, request_id, until_us)
         if leased:

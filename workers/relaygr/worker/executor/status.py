@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relaygr.schemas.messages import WorkerState, WorkerStatus
+from relaygr.schemas.messages import PreInferSlots, WorkerState, WorkerStatus
 from relaygr.worker.cache.stats import CacheStats
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.settings import WorkerSettings
@@ -24,6 +24,7 @@ def status_of(
     metrics_url: str | None = None,
     predictions_off: bool | None = None,
     overflow_partitions: tuple[int, ...] | None = None,
+    pre_infer: PreInferSlots | None = None,
 ) -> WorkerStatus:
     """The status to publish. `WorkerStatus` describes the values that only the caller knows."""
     engine, latency = executor.engine, executor.latency_of_prefixes
@@ -55,4 +56,5 @@ def status_of(
         predictions_off=predictions_off,
         overflow_partitions=overflow_partitions,
         active_since_us=active_since_us,
+        pre_infer=pre_infer,
     )

@@ -80,6 +80,8 @@ class JobWork:
     """Whether it was admitted. It may be queued again after that, for another model or another way to its prefix."""
     held_bytes: int = 0
     held_prefix: ResolvedPrefix | None = None
+    prepared: PrefixKey | None = None
+    """The prefix that it leaves in HBM; None: none yet."""
 
     @property
     def impression(self) -> Impression:

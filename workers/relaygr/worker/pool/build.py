@@ -31,8 +31,9 @@ def build_pool(
     clock: Clock,
     history_path: Path,
     owns: Callable[[str], bool],
+    slots: int = 0,
 ) -> PoolTier | None:
-    """The pool, before `start`; None if the settings have no address. See `PoolTier` for `guard` and `owns`.
+    """The pool, before `start`; None if the settings have no address. See `PoolTier` for `guard`, `owns` and `slots`.
 
     Raises RelayError if Mooncake can not be used here, or if there is no DRAM tier or no secret.
     """
@@ -58,6 +59,7 @@ def build_pool(
         longest_behaviours=engine.limits.max_prefix_behaviours,
         visits=settings.visits,
         bytes_per_s=int(settings.bytes_per_s),
+        slots=slots,
     )
 
 

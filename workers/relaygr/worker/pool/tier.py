@@ -2,13 +2,14 @@
 
     fetch           a job or a request asks for a prefix that DRAM lacks; a reload brings it on to HBM
     visited         a request was ranked: from the K-th visit on, its prefix is written behind
+    store           a pre-infer worker waits until a prefix is written
     forget_user     a deletion
 
-The device thread and the history follower call these, and they never wait. One thread connects, writes and deletes, in
-this order of urgency: deletions first. Two threads read. A call to the store may hang for half a minute and cannot be
-cancelled, so whoever waits for a fetch has a time of its own, and the pages of a fetch stay taken until its call has
-returned. While both readers hang in calls that nobody waits for any more, or the store does not answer, the tier is
-away: `fetch` returns None at once.
+The device thread, the history follower and slots call these, and only `store` waits. One thread connects, writes and
+deletes, in this order of urgency: deletions first. Two threads read. A call to the store may hang for half a minute and
+cannot be cancelled, so whoever waits for a fetch has a time of its own, and the pages of a fetch stay taken until its
+call has returned. While both readers hang in calls that nobody waits for any more, or the store does not answer, the
+tier is away: `fetch` returns None at once.
 
 What arrived is published only if the seals, computed over the pages after the call has returned, are right.
 """
@@ -189,9 +190,10 @@ class PoolTier:
         longest_behaviours: int,
         visits: int,
         bytes_per_s: int,
+        slots: int = 0,
     ) -> None:
         """`guard`: of pages that outlive the process. `owns`: whether this worker owns a user, since only the owner
-        reads the user's deletion. `longest_behaviours`: of a prefix.
+        reads the user's deletion. `longest_behaviours`: of a prefix. `slots`: threads that call `store`.
         """
         self._connect = connect
         self._segments = segments
@@ -219,8 +221,8 @@ class PoolTier:
         """Keys that were removed because they could not be read."""
         self._closing = False
         objects = max(1, longest_behaviours // segments.behaviours)
-        self._seals = np.zeros((READERS + 1, objects, SEAL_BYTES), np.uint8)
-        """The seals of the objects of one call, of each reader and of the writer."""
+        self._seals = np.zeros((READERS + 1 + slots, objects, SEAL_BYTES), np.uint8)
+        """The seals of the objects of one call, of each reader, of the writer, and of each slot."""
         self._probe = np.zeros(_PROBE_BYTES, np.uint8)
         self._threads = [threading.Thread(target=self._run_writer, name="pool-writer", daemon=True)]
         for at in range(READERS):
@@ -245,6 +247,12 @@ class PoolTier:
     def await_connection(self, timeout_s: float) -> None:
         """Waits until the store has answered or failed to, at most so long."""
         self._was_tried.wait(timeout_s)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the store hangs or does not answer."""
+        with self._changed:
+            return self._is_away(self._clock.monotonic_us())
 
     def covered(self, key: PrefixKey) -> int:
         """Behaviours of `key` that the pool could have."""
@@ -292,6 +300,24 @@ class PoolTier:
             self._writes.pop(key.user_id, None)
             self._writes[key.user_id] = now_us + SETTLE_US, key
             self._changed.notify_all()
+
+    def store(self, key: PrefixKey, slot: int) -> bool:
+        """Writes, on the calling thread, what the store lacks of a prefix in DRAM. It may take half a minute.
+
+        Whether the store has all of it now that it could have. Each thread has a `slot` of its own, from 0.
+        """
+        store = self._store
+        if store is None or self._is_down:
+            return False
+        try:
+            return self._write(store, key, self._seals[READERS + 1 + slot, 0], math.inf)
+        except StoreDownError as error:
+            self._went_down(error)
+            return False
+
+    def fetch_us(self, behaviours: int) -> float:
+        """The expected time of a fetch of so many behaviours."""
+        return self._link.fetch_us(self._segments.size_bytes(behaviours))
 
     def forget_user(self, user_id: str) -> None:
         """Deletes the user's objects as soon as the store answers. DRAM has dropped the user's prefixes already."""
@@ -497,7 +523,7 @@ class PoolTier:
         if self._clock.monotonic_us() - self._link.measured_us >= _OLD_US:
             self._measure(store)
         while not self._closing and (key := self._next_write()) is not None:
-            self._write(store, key)
+            self._write(store, key, self._seals[READERS, 0], self._bytes_per_s)
 
     def _delete(self, store: Store) -> None:
         while parts := self._deletions.take(self._clock.monotonic_us()):
@@ -517,12 +543,12 @@ class PoolTier:
             del self._writes[user_id]
             return key
 
-    def _write(self, store: Store, key: PrefixKey) -> None:
-        """Writes the objects of the prefix that the store lacks."""
+    def _write(self, store: Store, key: PrefixKey, seal: Memory, bytes_per_s: float) -> bool:
+        """Writes the objects of the prefix that the store lacks. `seal`: of the thread. Whether it has all then."""
         pinned = self._transfers.pin_stored(key) if self._owns(key.user_id) else None
         if pinned is None:
             _DROPPED.labels("gone").inc()
-            return
+            return False
         pin, behaviours = pinned
         try:
             found = self._segments.of(key, behaviours)
@@ -530,8 +556,9 @@ class PoolTier:
                 _DROPPED.labels("torn").inc()
                 found = []
             for segment, exists in zip(found, store.has([each.key for each in found]), strict=True):
-                if not exists and (self._closing or not self._put(store, segment, pin)):
-                    return
+                if not exists and (self._closing or not self._put(store, segment, pin, seal, bytes_per_s)):
+                    return False
+            return bool(found)
         finally:
             self._transfers.unpin_stored(pin)
 
@@ -545,13 +572,12 @@ class PoolTier:
             return False
         return True
 
-    def _put(self, store: Store, segment: Segment, pin: Pin) -> bool:
+    def _put(self, store: Store, segment: Segment, pin: Pin, seal: Memory, bytes_per_s: float) -> bool:
         """Writes one object. Withdraws it if its user was deleted or left meanwhile. Whether the next may follow."""
         self._delete(store)
         if not self._may_keep(pin):
             _DROPPED.labels("gone").inc()
             return False
-        seal = self._seals[READERS, 0]
         object = self._object(segment, pin.pages, seal)
         seal[:] = self._segments.seal(segment.key, object.parts[1:])
         began_s = time.monotonic()
@@ -564,7 +590,7 @@ class PoolTier:
             return False
         size_bytes = sum(part.nbytes for part in object.parts)
         _BYTES.labels("written").inc(size_bytes)
-        time.sleep(max(0.0, size_bytes / self._bytes_per_s - (time.monotonic() - began_s)))
+        time.sleep(max(0.0, size_bytes / bytes_per_s - (time.monotonic() - began_s)))
         return True
 
     def _may_keep(self, pin: Pin) -> bool:

@@ -15,7 +15,7 @@ docs/worker-process.md describes start, end and reload.
 from __future__ import annotations
 
 from relaygr.kafka.admin import require_topics
-from relaygr.kafka.rights import Role
+from relaygr.runtime.errors import RelayError
 from relaygr.worker.exits import Exit
 from relaygr.worker.model.config import require_model
 from relaygr.worker.settings import WorkerConfig
@@ -31,7 +31,9 @@ def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: Supervis
     """
     # A wrong path, broker or right is told at once, whatever else the start would wait for.
     require_model(config.worker.model)
-    require_topics(config.kafka, Role.WORKER_DIVERT if config.worker.divert else Role.WORKER)
+    if config.is_pre_infer and config.worker.pool.address is None:
+        raise RelayError("A pre-infer worker writes prefixes to the pool: set worker.pool.address (docs/pool.md).")
+    require_topics(config.kafka, config.rights)
     # Imports torch, which takes seconds.
     from relaygr.worker.process.lifecycle import WorkerProcess
 

@@ -22,17 +22,19 @@ from confluent_kafka import Consumer, KafkaError
 
 from relaygr.admission.divert import DivertPolicy, Peers
 from relaygr.consumer.finished import FinishedLog
-from relaygr.consumer.interface import Handler, LoopState, Membership, Token
+from relaygr.consumer.interface import Handler, Loop, LoopState, Membership, Token
 from relaygr.consumer.loop import ConsumerLoop
 from relaygr.consumer.membership import holder_of
+from relaygr.kafka.admin import has_share_groups
 from relaygr.kafka.client_errors import ErrorCallback
-from relaygr.kafka.clients import make_group_consumer
+from relaygr.kafka.clients import make_group_consumer, make_share_consumer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import GroupProtocol
 from relaygr.kafka.statistics import kafka_statistics
 from relaygr.kafka.topic_identity import TopicIdentityWatch
 from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import Clock
+from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.messages import MAX_OVERFLOW_PARTITIONS, WorkerState
 from relaygr.schemas.partitioner import users_in
@@ -58,6 +60,8 @@ from relaygr.worker.history.snapshots import SnapshotLimits
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
 from relaygr.worker.pool.build import build_pool
+from relaygr.worker.preinfer.slots import SlotAdmission, SlotLoop, SlotParts
+from relaygr.worker.preinfer.source import GroupSource, JobSource, ShareSource
 from relaygr.worker.process.allocation import AllocatedMemory
 from relaygr.worker.process.periodic import PeriodicWork
 from relaygr.worker.process.prepare import Prepared
@@ -138,6 +142,7 @@ class Components:
             clock,
             settings.history_path,
             self._owns,
+            settings.pre_infer_slots if config.is_pre_infer else 0,
         )
         self.follower = self._make_follower()
         self.results = ResultWriter(
@@ -163,7 +168,7 @@ class Components:
             # An accelerator's streams belong to one thread.
             shares=prepared.engine.device.is_cpu,
         )
-        self.loop = self._make_loop()
+        self.loop: Loop = self._make_slots() if config.is_pre_infer else self._make_loop()
         self._overflow_letters: DeadLetterWriter | None = None
         self.overflow: ConsumerLoop | None = None
         self._peer_reader: FleetReader | None = None
@@ -181,12 +186,13 @@ class Components:
             self.results.waits,
             self._overflow_partitions,
             self._note_error,
+            self.loop.report if isinstance(self.loop, SlotLoop) else lambda: None,
         )
         self.status = StatusReport(config, sources, clock)
         self.periodic = PeriodicWork(config, sources, self.status, self.follower, prepared.store, self.metrics, clock)
         self.watch = ClusterWatch(
             prepared.producer.list_topics,
-            [kafka.topic(topic) for topic in (*kafka.worker_topics, Topic.HISTORY, Topic.BEHAVIOURS)],
+            [kafka.topic(topic) for topic in (*config.topics, Topic.HISTORY, Topic.BEHAVIOURS)],
             kafka.partitions,
             clock,
         )
@@ -214,7 +220,10 @@ class Components:
             on_deleting=self._forget_user,
             on_missed=lambda partitions: self.cache.invalidate_users(users_in(partitions, kafka.partitions)),
             erase_within_s=settings.erase_within_s,
-            snapshots=SnapshotLimits(
+            # Only owners save histories.
+            snapshots=None
+            if self._config.is_pre_infer
+            else SnapshotLimits(
                 settings.snapshot_behaviours,
                 int(settings.snapshot_after_s * 1000),
                 int(settings.snapshot_bytes_per_s),
@@ -263,7 +272,7 @@ class Components:
                 corrector=self._prepared.corrector,
                 settings=settings,
                 admission_settings=config.admission,
-                admission=JobAdmission(
+                admission=(SlotAdmission if config.is_pre_infer else JobAdmission)(
                     config.admission, int(settings.hbm_bytes), engine.geometry, self._clock, config.scenarios
                 ),
                 results=self.results,
@@ -289,6 +298,45 @@ class Components:
             max_deadline_ms=settings.max_deadline_ms,
             scenarios=self._config.scenarios,
         )
+
+    def _make_slots(self) -> SlotLoop:
+        kafka, prepared, pool = self._config.kafka, self._prepared, self._pool
+        rules = prepared.engine.rules
+        if pool is None or not (rules.grows and rules.is_reusable):
+            raise RelayError(
+                "This model's prefixes can not be shared, so there is nothing for a pre-infer worker to do: "
+                "leave `pre_infer` of its scenarios at owner"
+            )
+        topic, name = kafka.topic(Topic.PREINFER_POOL), f"{self._config.client_id}-pool"
+        shares = has_share_groups(kafka)
+        if not shares:
+            log.warning(
+                "this cluster has no share groups: jobs wait for a worker in an ordinary group, and those that it has "
+                "no time for go to their owners",
+                group=kafka.pool_group,
+            )
+
+        def source(slot: int) -> JobSource:
+            client_id = f"{name}-{slot}"
+            if shares:
+                return ShareSource(make_share_consumer(kafka, kafka.pool_group, client_id), topic, self._note_error)
+            return GroupSource(make_group_consumer(kafka, kafka.pool_group, client_id), topic, self._note_error)
+
+        parts = SlotParts(
+            executor=self.executor,
+            cache=self.cache,
+            pool=pool,
+            store=prepared.store,
+            producer=prepared.producer,
+            dead_letters=prepared.dead_letters,
+            clock=self._clock,
+            may_take=lambda: not (pool.is_away or self.follower.loading or self.device.is_stuck()),
+            on_start=lambda partitions: self.periodic.take_over(partitions),
+            on_tick=lambda now_us: self.periodic.tick(now_us),
+            on_end=self._on_end.loop,
+            note_error=self._note_error,
+        )
+        return SlotLoop(self._config, parts, source)
 
     def _make_loop(self) -> ConsumerLoop:
         handler = WorkerHandler(
@@ -395,7 +443,7 @@ class Components:
         return tuple(sorted(self.overflow.status().partitions)[:MAX_OVERFLOW_PARTITIONS])
 
     @property
-    def loops(self) -> tuple[ConsumerLoop, ...]:
+    def loops(self) -> tuple[Loop, ...]:
         """That of the worker's own partitions, and that of diverted requests."""
         return (self.loop,) if self.overflow is None else (self.loop, self.overflow)
 
@@ -461,6 +509,11 @@ class Components:
         return Readiness(
             (
                 Check("assigned", loop.assigned, f"{len(loop.partitions)} partitions"),
+                *(
+                    [Check("pool", not self._pool.is_away)]
+                    if self._pool is not None and self._config.is_pre_infer
+                    else []
+                ),
                 Check("history", not loading, fault or (f"{len(loading)} partitions still loading" if loading else "")),
                 Check("broker", loop.broker_reachable),
                 Check("consumer", not loop.stalled and loop.state is LoopState.RUNNING, loop.state.value),

@@ -73,7 +73,7 @@ class Handover:
 def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, *, keeps_prefixes: bool) -> Handover:
     """Opens or creates the files. Raises RelayError without memory for them, or without a broker."""
     kafka, settings = config.kafka, config.worker
-    topics = [kafka.topic(topic) for topic in kafka.worker_topics]
+    topics = [kafka.topic(topic) for topic in config.topics]
     others = [Topic.HISTORY, Topic.BEHAVIOURS, *([Topic.OVERFLOW] if settings.divert else [])]
     names = [*topics, *map(kafka.topic, others)]
     try:

@@ -16,8 +16,7 @@ from typing import NoReturn
 
 import structlog
 
-from relaygr.consumer.interface import LoopState
-from relaygr.consumer.loop import ConsumerLoop
+from relaygr.consumer.interface import Loop, LoopState
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.interpreter import tune_interpreter, without_collection
 from relaygr.runtime.logs import close_logs
@@ -206,7 +205,7 @@ class WorkerProcess:
         self._send_heartbeat(ChildPhase.STOPPING, self._readiness())
         components.flush()
 
-    def _await_loop(self, loop: ConsumerLoop, interval_s: float, work: Callable[[], None] = lambda: None) -> None:
+    def _await_loop(self, loop: Loop, interval_s: float, work: Callable[[], None] = lambda: None) -> None:
         """Waits until the loop has drained, and calls `work` meanwhile. Heartbeats continue, since the supervisor may
         not have sent this stop.
         """
@@ -304,7 +303,7 @@ class WorkerProcess:
             pid=os.getpid(),
             device=engine.device.name,
             model_revision=engine.revision,
-            group=self._config.kafka.workers_group,
+            group=self._config.group,
             metrics=f"http://{self._probes.host}:{self._probes.port}/metrics",
             bytes_at_most=plan.total_bytes,
             **{f"{kind}_bytes": size for kind, size in plan.by_kind().items()},

@@ -22,7 +22,6 @@ from relaygr.admission.latency import Corrector, LatencyModel
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.refusals import Refusals
-from relaygr.kafka.rights import Role
 from relaygr.kafka.statistics import kafka_statistics
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
@@ -98,7 +97,7 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     latency = _measured_latency(engine, settings, folder, is_alone=not is_standby)
     reporting = kafka_statistics().options(kafka.statistics_interval_ms)
     producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results", options=reporting)
-    refusals = Refusals(kafka, Role.WORKER_DIVERT if settings.divert else Role.WORKER)
+    refusals = Refusals(kafka, config.rights)
     dead_letters = DeadLetterWriter(kafka, config.client_id, note_error=refusals.note)
     follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history", note_error=refusals.note)
     _connect(producer, config)

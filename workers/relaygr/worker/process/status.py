@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import structlog
 from confluent_kafka import KafkaException, Producer
 
-from relaygr.consumer.loop import ConsumerLoop
+from relaygr.consumer.interface import Loop
 from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import WORKERS_GROUP, Headers
-from relaygr.schemas.messages import WorkerState, WorkerStatus
+from relaygr.schemas.messages import PreInferSlots, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.executor.executor import Executor
@@ -30,13 +30,15 @@ class StatusSources:
     """The components that a status is read from, and the producer that sends it."""
 
     producer: Producer
-    loop: ConsumerLoop
+    loop: Loop
     executor: Executor
     cache: PrefixCache
     waits: QueueWaits
     overflow_partitions: Callable[[], tuple[int, ...] | None] = lambda: None
     """The overflow partitions on which this worker takes diverted requests; None while `worker.divert` is off."""
     note_error: NoteError = no_note
+    pre_infer: Callable[[], PreInferSlots | None] = lambda: None
+    """The slots of a pre-infer worker, which owns no partition."""
 
 
 class StatusReport:
@@ -90,6 +92,7 @@ class StatusReport:
         sources = self._sources
         loop = sources.loop.status()
         self._overflow_partitions = self._overflow_now()
+        pre_infer = sources.pre_infer()
         return status_of(
             sources.executor,
             sources.cache.stats(),
@@ -98,11 +101,12 @@ class StatusReport:
             state=self.state,
             written_at_us=self._clock.wall_us(),
             assignment_epoch=loop.assignment_epoch,
-            partitions=loop.partitions,
+            partitions=loop.partitions if pre_infer is None else frozenset(),
             ranking_queue_p99_us=sources.waits.p99_us(),
             active_since_us=self.active_since_us,
             host=self._host,
             metrics_url=self.metrics_url,
             predictions_off=self.predictions_off,
             overflow_partitions=self._overflow_partitions,
+            pre_infer=pre_infer,
         )

@@ -1,0 +1,54 @@
+"""What a pre-infer worker does with a job, by the time that it has. Pure: times are µs of one clock."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import Final
+
+from relaygr.kafka.admin import MOST_DELIVERIES
+
+FIRST_FACTOR: Final = 1.5
+QUANTILE: Final = 0.95
+REMEMBERED: Final = 64
+
+
+class Verdict(enum.StrEnum):
+    """What becomes of a job."""
+
+    ACCEPT = "accept"
+    RELEASE = "release"
+    """This worker has no time for it; another one may have."""
+    REJECT = "reject"
+    """No pre-infer worker can end it in time."""
+
+
+def decide(now_us: float, due_us: float, needed_us: float, wait_us: float, deliveries: int) -> Verdict:
+    """`needed_us`: until the owner has the prefix, if this worker begins now; `wait_us`: for its other jobs.
+    `deliveries`: how often the job was handed to a worker, this time included.
+    """
+    if now_us + needed_us > due_us:
+        return Verdict.REJECT
+    if now_us + wait_us + needed_us <= due_us:
+        return Verdict.ACCEPT
+    return Verdict.RELEASE if deliveries < MOST_DELIVERIES else Verdict.REJECT
+
+
+class Slowness:
+    """How much longer than predicted device time jobs took lately, in a high quantile: other threads, the copy to DRAM
+    and the write to the store are in it. Above capacity a worker takes jobs with hardly more time than they need.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
+
+    def observe(self, predicted_us: float, took_us: float) -> None:
+        """A job whose prefix was computed took so long, from its receipt until the store had it."""
+        if predicted_us > 0:
+            self._ratios.append(took_us / predicted_us)
+
+    @property
+    def factor(self) -> float:
+        """At least 1."""
+        ratios = sorted(self._ratios)
+        return max(1.0, ratios[int(QUANTILE * (len(ratios) - 1))]) if ratios else FIRST_FACTOR

@@ -1,0 +1,324 @@
+"""The slots of a pre-infer worker: one thread for each job under way, in the place of a consumer loop.
+
+    next job -> decide -> executor -> copy to DRAM -> write to the store -> the owner's partition -> accepted
+
+A slot asks for a job only when it is free, so nothing queues here. It is taken until the store has the prefix and Kafka
+has the message to the owner, which is the job itself with a header. An owner that gets a job looks into the pool
+before it computes, so a job whose prefix could not be stored is passed on, too.
+
+The poll thread takes delivery reports and does the periodic work, as that of every worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from prometheus_client import Counter, Gauge
+
+from relaygr.consumer.interface import LoopState, LoopStatus, Received, Token
+from relaygr.kafka.client_errors import NoteError
+from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.message_headers import headers_of
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.codec import DecodeError, decode
+from relaygr.schemas.headers import PREPARED_BY
+from relaygr.schemas.messages import DEFAULT_SCENARIO, PreInferJob, PreInferSlots
+from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.cache import PrefixCache
+from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.results import SpillOutcome
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.work import JobOutcome, JobWork
+from relaygr.worker.history.store import HistoryStore
+from relaygr.worker.pool.tier import PoolTier
+from relaygr.worker.preinfer.decision import Slowness, Verdict, decide
+from relaygr.worker.preinfer.source import JobSource
+from relaygr.worker.settings import WorkerConfig
+
+log = structlog.get_logger()
+
+_POLL_S: Final = 0.2
+_TICK_S: Final = 0.005
+_COPY_POLL_S: Final = 0.001
+_DELIVERY_S: Final = 5.0
+_FURTHEST_US: Final = 60_000_000
+
+_JOBS = Counter(
+    "relaygr_preinfer_pool_jobs_total",
+    "Jobs of a pre-infer worker: accepted, released (to another worker), rejected (none can end it in time), forwarded "
+    "(the store has the prefix, and the owner was told), unprepared (passed on to the owner without a prefix)",
+    ["event"],
+)
+_BUSY = Gauge("relaygr_preinfer_pool_busy_slots", "Slots of a pre-infer worker with a job")
+
+
+class SlotAdmission(JobAdmission):
+    """Admits every job: there are never more than slots."""
+
+    def refuse(self, work: JobWork, *_: object) -> JobOutcome | None:
+        work.is_charged = True
+        return None
+
+    def charge_reload(self, *_: object) -> None:
+        """Nothing is charged."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotParts:
+    """The parts of the worker that the slots use."""
+
+    executor: Executor
+    cache: PrefixCache
+    pool: PoolTier
+    store: HistoryStore
+    producer: Producer
+    dead_letters: DeadLetterWriter
+    clock: Clock
+    may_take: Callable[[], bool]
+    """Whether the worker can compute and store now."""
+    on_start: Callable[[frozenset[int]], None]
+    """Gets all partitions, whose histories the worker follows."""
+    on_tick: Callable[[int], None]
+    on_end: Callable[[LoopState], None]
+    note_error: NoteError
+
+
+class SlotLoop:
+    """A `relaygr.consumer.interface.Loop`. See the module."""
+
+    def __init__(self, config: WorkerConfig, parts: SlotParts, make_source: Callable[[int], JobSource]) -> None:
+        kafka = config.kafka
+        self._parts = parts
+        self._make_source = make_source
+        self._slots = config.worker.pre_infer_slots
+        self._partitions = kafka.partitions
+        self._owner_topic = kafka.topic(kafka.jobs_topic)
+        self._prepared_by = (PREPARED_BY, config.worker.worker_id.encode())
+        self._scenarios = config.scenarios
+        self._slowness = Slowness()
+        self._stopping = threading.Event()
+        self._ended = threading.Condition()
+        """Notified when a job ends."""
+        self._waiting: dict[Token, threading.Event] = {}
+        self._taking = threading.Lock()
+        self._busy = self._accepted = self._refused = 0
+        self._state = LoopState.NEW
+        self._error: BaseException | None = None
+        self._polled_us = parts.clock.monotonic_us()
+        self._drain_until_us = 0
+        self._thread = threading.Thread(target=self._run, name="poll-slots", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run_slot, args=(slot,), name=f"slot-{slot}", daemon=True)
+            for slot in range(self._slots)
+        ]
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float) -> None:
+        """A pre-infer worker has no standby."""
+
+    def start(self) -> None:
+        self._state = LoopState.RUNNING
+        self._parts.on_start(frozenset(range(self._partitions)))
+        for thread in (self._thread, *self._threads):
+            thread.start()
+
+    def stop(self, drain_s: float) -> None:
+        self._drain_until_us = self._parts.clock.monotonic_us() + int(drain_s * 1e6)
+        self._stopping.set()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def finish(self, token: Token) -> None:
+        """The executor has ended the job."""
+        done = self._waiting.pop(token, None)
+        if done is not None:
+            done.set()
+
+    def pause(self, topic: str, partitions: Iterable[int]) -> None:
+        """A slot asks for one job at a time."""
+
+    def resume(self, topic: str, partitions: Iterable[int]) -> None:
+        """See `pause`."""
+
+    def read_anew(self, topics: Collection[str]) -> None:
+        """Kafka keeps the place of a group."""
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def status(self) -> LoopStatus:
+        return LoopStatus(
+            state=self._state, assigned=self._state is not LoopState.NEW,
+            partitions=frozenset(range(self._partitions)), assignment_epoch=1, last_poll_us=self._polled_us,
+            broker_reachable=True, stalled=False, in_flight=self._busy, paused=0, owner_split=frozenset(),
+        )  # fmt: skip
+
+    def report(self) -> PreInferSlots:
+        """For the worker's status. Without slots while it takes no jobs."""
+        slots = self._slots if self._parts.may_take() else 0
+        return PreInferSlots(slots, max(0, slots - self._busy), self._accepted, self._refused)
+
+    def _run(self) -> None:
+        parts = self._parts
+        while any(thread.is_alive() for thread in self._threads):
+            self._polled_us = parts.clock.monotonic_us()
+            if self._stopping.is_set() and self._polled_us > self._drain_until_us:
+                break
+            parts.producer.poll(_TICK_S)
+            parts.dead_letters.poll()
+            parts.on_tick(self._polled_us)
+        if self._state is LoopState.RUNNING:
+            self._state = LoopState.STOPPED
+        parts.on_end(self._state)
+
+    # -- a slot ----------------------------------------------------------------------------------------
+
+    def _run_slot(self, slot: int) -> None:
+        try:
+            source = self._make_source(slot)
+            while not self._stopping.is_set():
+                try:
+                    self._turn(slot, source)
+                except KafkaException as error:
+                    log.warning("pre-infer jobs cannot be read", cause=error.args[0].str())
+                    self._stopping.wait(_POLL_S)
+            source.close()
+        except BaseException as error:
+            log.exception("a slot failed")
+            self._state, self._error = LoopState.FAILED, error
+            self._stopping.set()
+
+    def _turn(self, slot: int, source: JobSource) -> None:
+        if not self._parts.may_take():
+            self._stopping.wait(_POLL_S)
+            return
+        message = source.next(_POLL_S)
+        if message is None:
+            return
+        verdict = self._serve(message, slot, source.can_release)
+        source.end(message, verdict)
+        if verdict is Verdict.RELEASE:
+            # Until another slot of this worker is free, it would only take and release.
+            with self._ended:
+                self._ended.wait(_POLL_S)
+
+    def _serve(self, message: Message, slot: int, can_release: bool) -> Verdict:
+        try:
+            job = decode(PreInferJob, message.value())
+        except DecodeError as error:
+            self._parts.dead_letters.write(message, error.reason.value, str(error))
+            return Verdict.REJECT
+        work, predicted_us, verdict = self._judge(job, message, slot)
+        if verdict is Verdict.ACCEPT:
+            return self._accept(work, message, slot, predicted_us)
+        _JOBS.labels("released" if verdict is Verdict.RELEASE else "rejected").inc()
+        if verdict is Verdict.RELEASE and can_release:
+            return verdict
+        self._refused += 1
+        return self._pass_on(message, is_prepared=False) if verdict is Verdict.RELEASE else verdict
+
+    def _judge(self, job: PreInferJob, message: Message, slot: int) -> tuple[JobWork, float, Verdict]:
+        """The work of a job, its predicted device time with that of the jobs before it, and the verdict."""
+        parts = self._parts
+        work = self._work(job, message, slot)
+        latency, wait_us = parts.executor.latency_of_prefixes, parts.executor.preinfer_backlog_us
+        behaviours = job.history_length
+        if behaviours is None:
+            stored = parts.store.get(job.user_id)
+            behaviours = len(stored.history.behaviours) if stored is not None else 0
+        engine, factor = parts.executor.engine, self._slowness.factor
+        behaviours = min(behaviours, engine.limits.max_prefix_behaviours)
+        compute_us = latency.append_us(0, engine.layout.tokens(behaviours))
+        needed_us = factor * compute_us + parts.pool.fetch_us(behaviours)
+        deliveries = message.delivery_count() or 1
+        verdict = decide(work.received.received_us, work.expected_ranking_us, needed_us, factor * wait_us, deliveries)
+        if (job.scenario or DEFAULT_SCENARIO) not in self._scenarios:
+            verdict = Verdict.REJECT
+        return work, wait_us + compute_us, verdict
+
+    def _work(self, job: PreInferJob, message: Message, slot: int) -> JobWork:
+        topic, place, offset = message.topic(), message.partition(), message.offset()
+        assert topic is not None and place is not None and offset is not None
+        now_us, now_wall_us = self._parts.clock.monotonic_us(), self._parts.clock.wall_us()
+        received = Received(
+            topic=topic,
+            # The executor asks whether the histories of this partition are there.
+            partition=partition_for(job.user_id.encode(), self._partitions),
+            offset=offset, key=message.key(), value=message.value(), headers=headers_of(message), received_us=now_us,
+            assignment_epoch=1, token=Token(topic, place, offset, slot), message=message,
+        )  # fmt: skip
+        due_us, expires_us = (
+            now_us + min(wall_us - now_wall_us, _FURTHEST_US)
+            for wall_us in (job.expected_ranking_at_us, job.expires_at_us)
+        )
+        return JobWork(job, received, due_us, expires_us)
+
+    def _accept(self, work: JobWork, message: Message, slot: int, predicted_us: float) -> Verdict:
+        _JOBS.labels("accepted").inc()
+        with self._ended:
+            self._accepted += 1
+            self._busy += 1
+            _BUSY.set(self._busy)
+        try:
+            is_prepared = self._prepare(work, slot)
+            if is_prepared and work.is_charged:
+                took_us = self._parts.clock.monotonic_us() - work.received.received_us
+                self._slowness.observe(predicted_us, took_us)
+            return self._pass_on(message, is_prepared)
+        finally:
+            with self._ended:
+                self._busy -= 1
+                _BUSY.set(self._busy)
+                self._ended.notify_all()
+
+    def _prepare(self, work: JobWork, slot: int) -> bool:
+        """Whether the store has the prefix now."""
+        done = self._waiting[work.received.token] = threading.Event()
+        with self._taking:
+            is_taken = self._parts.executor.take_job(work)
+        if not is_taken:
+            return False
+        self._parts.executor.work_arrived.set()
+        done.wait()
+        is_stored = work.prepared is not None and self._store(work.prepared, slot)
+        self._parts.cache.end_lease(work.job.user_id, work.job.request_id)
+        return is_stored
+
+    def _store(self, prefix: PrefixKey, slot: int) -> bool:
+        copying = (SpillOutcome.STARTED, SpillOutcome.UNDER_WAY)
+        while (outcome := self._parts.cache.transfers.spill(prefix)) in copying:
+            time.sleep(_COPY_POLL_S)
+        return outcome is SpillOutcome.ALREADY_THERE and self._parts.pool.store(prefix, slot)
+
+    def _pass_on(self, job: Message, is_prepared: bool) -> Verdict:
+        """Sends the job to its owner. If Kafka does not take it, the job goes back."""
+        reported, errors = threading.Event(), list[KafkaError | None]()
+
+        def on_delivery(error: KafkaError | None, _: Message) -> None:
+            self._parts.note_error(self._owner_topic, error)
+            errors.append(error)
+            reported.set()
+
+        headers = [*(job.headers() or ()), *([self._prepared_by] if is_prepared else ())]
+        try:
+            self._parts.producer.produce(
+                self._owner_topic, job.value(), job.key(), headers=headers, on_delivery=on_delivery
+            )
+        except BufferError:
+            return Verdict.RELEASE
+        if not reported.wait(_DELIVERY_S) or errors[0] is not None:
+            return Verdict.RELEASE
+        _JOBS.labels("forwarded" if is_prepared else "unprepared").inc()
+        return Verdict.ACCEPT

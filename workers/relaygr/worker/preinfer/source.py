@@ -1,0 +1,96 @@
+"""Where the jobs of a slot come from. Each slot has a source of its own: a source gives one job at a time, and the next
+one only when that job has ended.
+
+In a share group a job can be given back. Kafka hands it to another member, also if the member that had it is dead. In
+an ordinary group, for clusters without share groups, jobs wait behind each other for the member of their partition.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import structlog
+from confluent_kafka import AcknowledgeType, Consumer, KafkaError, KafkaException, Message, ShareConsumer
+
+from relaygr.kafka.client_errors import NoteError
+from relaygr.worker.preinfer.decision import Verdict
+
+log = structlog.get_logger()
+
+_TYPES: Final = {
+    Verdict.ACCEPT: AcknowledgeType.ACCEPT,
+    Verdict.RELEASE: AcknowledgeType.RELEASE,
+    Verdict.REJECT: AcknowledgeType.REJECT,
+}
+
+
+class JobSource(Protocol):
+    """See the module. One thread uses it."""
+
+    can_release: bool
+
+    def next(self, wait_s: float) -> Message | None:
+        """The next job, None after `wait_s` without one. Raises KafkaException."""
+
+    def end(self, job: Message, verdict: Verdict) -> None:
+        """The job is done with. Raises KafkaException."""
+
+    def close(self) -> None:
+        """Leaves the group. A job that has not ended goes to another member."""
+
+
+class ShareSource:
+    """A member of a share group."""
+
+    can_release = True
+
+    def __init__(self, consumer: ShareConsumer, topic: str, note_error: NoteError) -> None:
+        self._consumer, self._topic, self._note_error = consumer, topic, note_error
+        consumer.subscribe([topic])
+
+    def next(self, wait_s: float) -> Message | None:
+        jobs = [each for each in self._consumer.poll(wait_s) if not _is_error(each, self._topic, self._note_error)]
+        # Records of one batch come together. The trigger writes batches of one.
+        for surplus in jobs[1:]:
+            self._consumer.acknowledge(surplus, AcknowledgeType.RELEASE)
+        return jobs[0] if jobs else None
+
+    def end(self, job: Message, verdict: Verdict) -> None:
+        self._consumer.acknowledge(job, _TYPES[verdict])
+        self._consumer.commit_async()
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+class GroupSource:
+    """A member of an ordinary group. A released job is the caller's, who can not give it back."""
+
+    can_release = False
+
+    def __init__(self, consumer: Consumer, topic: str, note_error: NoteError) -> None:
+        self._consumer, self._topic, self._note_error = consumer, topic, note_error
+        consumer.subscribe([topic])
+
+    def next(self, wait_s: float) -> Message | None:
+        job = self._consumer.poll(wait_s)
+        return None if job is None or _is_error(job, self._topic, self._note_error) else job
+
+    def end(self, job: Message, verdict: Verdict) -> None:  # noqa: ARG002
+        try:
+            self._consumer.store_offsets(job)
+        except KafkaException as error:
+            # Its partition has moved, and the next member repeats it.
+            if error.args[0].code() != KafkaError._STATE:
+                raise
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+def _is_error(message: Message, topic: str, note_error: NoteError) -> bool:
+    error = message.error()
+    if error is not None and error.code() != KafkaError._PARTITION_EOF:
+        note_error(topic, error)
+        log.warning("pre-infer jobs cannot be read", cause=error.str())
+    return error is not None
