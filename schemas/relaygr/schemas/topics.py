@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 
@@ -114,8 +114,10 @@ CATALOGUE: dict[Topic, TopicSpec] = {
     for spec in (
         _minutes(Topic.RETRIEVAL, "user id", "gateway", "trigger (group)", "RetrievalEvent", True),
         _minutes(Topic.PREINFER, "user id", "trigger", "workers (group)", "PreInferJob", True),
-        _minutes(
-            Topic.PREINFER_POOL, "user id", "trigger", "pre-infer workers (share group)", "PreInferJob", False,
+        # One partition: every member of a share group reads it, so none waits for the session of a dead one to end.
+        replace(
+            _minutes(Topic.PREINFER_POOL, "user id", "trigger", "pre-infer workers (group)", "PreInferJob", False),
+            partitions=1,
         ),
         _minutes(Topic.RANKING, "user id", "gateway", "workers (group)", "RankingRequest", True),
         _minutes(Topic.RESULTS, "request id", "workers", "gateway (assign, no group)", "RankingResult", False),

@@ -110,6 +110,11 @@ class TriggerMetrics:
         self.to_pool = Counter(
             "relaygr_trigger_jobs_to_pool_total", "Jobs sent to the pre-infer workers", registry=registry
         )
+        self.pool_open = Gauge(
+            "relaygr_trigger_pool_open",
+            "1 while jobs may go to the pre-infer workers: some are ready, and none has refused jobs lately",
+            registry=registry,
+        )
         self.bad_statuses = Counter(
             "relaygr_trigger_bad_statuses_total", "Worker statuses that could not be decoded or used", registry=registry
         )
@@ -415,7 +420,9 @@ class TriggerApp:
         while True:
             self._handler.take_reports()
             self.metrics.set_margins(self._handler.feedback.margins)
-            summary = self.fleet.summary(self._clock.wall_us())
+            now_us = self._clock.wall_us()
+            summary = self.fleet.summary(now_us)
+            self.metrics.pool_open.set(self.fleet.pool_takes(now_us))
             self.metrics.fleet_workers.labels("fresh").set(summary.fresh_workers)
             self.metrics.fleet_workers.labels("silent").set(summary.workers - summary.fresh_workers)
             self.metrics.fleet_stale.set(summary.fresh_workers == 0)

@@ -127,7 +127,7 @@ class SlotLoop:
     def start(self) -> None:
         self._state = LoopState.RUNNING
         self._parts.on_start(frozenset(range(self._partitions)))
-        for thread in (self._thread, *self._threads):
+        for thread in (*self._threads, self._thread):
             thread.start()
 
     def stop(self, drain_s: float) -> None:

@@ -192,7 +192,10 @@ class Components:
         self.periodic = PeriodicWork(config, sources, self.status, self.follower, prepared.store, self.metrics, clock)
         self.watch = ClusterWatch(
             prepared.producer.list_topics,
-            [kafka.topic(topic) for topic in (*config.topics, Topic.HISTORY, Topic.BEHAVIOURS)],
+            [
+                kafka.topic(topic)
+                for topic in (*(() if config.is_pre_infer else kafka.worker_topics), Topic.HISTORY, Topic.BEHAVIOURS)
+            ],
             kafka.partitions,
             clock,
         )
