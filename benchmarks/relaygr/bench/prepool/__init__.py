@@ -1,0 +1,1 @@
+"""Pre-infer workers above their capacity: with forwarding, and with queues."""
