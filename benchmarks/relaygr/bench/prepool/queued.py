@@ -1,4 +1,4 @@
-"""`relaygr` with pre-infer workers that queue: they take every job in the order of its partition, however late it is."""
+"""`relaygr` with pre-infer workers that queue: they take every job of their partitions, however late."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ WORKERS: Final = 2
 SLOTS: Final = 2
 LENGTH: Final = 1024
 BUDGET_MS: Final = 100
-BACKLOG: Final = 120
+BACKLOG: Final = 200
+AT_ONCE: Final = 200
+"""Histories that wait in the client."""
 VOCABULARY: Final = 10_000
 SETTLE_S: Final = 3.0
 WAIT_S: Final = 180.0
@@ -115,8 +117,9 @@ class Fleet:
         histories = [_history(self.users + each) for each in range(count)]
         for history in histories:
             self.client.publish_history(history)
-        self.users += count
-        _await("the workers have the histories", lambda: self.total("relaygr_history_users") == WORKERS * self.users)
+            self.users += 1
+            if self.users % AT_ONCE == 0 or history is histories[-1]:
+                _await("the histories are there", lambda: self.total("relaygr_history_users") == WORKERS * self.users)
         return histories
 
     def send(self, histories: Sequence[History], at_s: Sequence[float], lead_ms: int) -> dict[str, int]:
@@ -160,13 +163,11 @@ def run(seconds: float, lead_ms: int, out: Path) -> None:
 
 
 def _capacity(fleet: Fleet) -> float:
-    """Jobs a second, of a backlog in which each has much time."""
-    due = fleet.send(fleet.publish(BACKLOG), [0.0] * BACKLOG, 600_000)
-    _await("the backlog is computed", lambda: fleet.jobs("forwarded") + fleet.jobs("unprepared") >= BACKLOG)
-    told_us = sorted(fleet.ready.told_us[each] for each in due if each in fleet.ready.told_us)
-    # The first ones began before the others were there.
-    first = len(told_us) // 4
-    return (len(told_us) - 1 - first) / (told_us[-1] - told_us[first]) * 1e6
+    """Jobs a second, of a backlog in which each has much time. The first half touches all memory for the first time."""
+    due = fleet.send(fleet.publish(2 * BACKLOG), [0.0] * 2 * BACKLOG, 60_000)
+    _await("the backlog is computed", lambda: due.keys() <= fleet.ready.told_us.keys())
+    told_us = sorted(fleet.ready.told_us[each] for each in due)[BACKLOG:]
+    return (BACKLOG - 1) / (told_us[-1] - told_us[0]) * 1e6
 
 
 def _measure(fleet: Fleet, mode: Mode, load: int, capacity_per_s: float, seconds: float, lead_ms: int) -> Row:

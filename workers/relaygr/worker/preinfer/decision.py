@@ -9,7 +9,6 @@ from typing import Final
 from relaygr.kafka.admin import MOST_DELIVERIES
 
 FIRST_FACTOR: Final = 1.5
-QUANTILE: Final = 0.95
 REMEMBERED: Final = 64
 
 
@@ -35,8 +34,9 @@ def decide(now_us: float, due_us: float, needed_us: float, wait_us: float, deliv
 
 
 class Slowness:
-    """How much longer than predicted device time jobs took lately, in a high quantile: other threads, the copy to DRAM
-    and the write to the store are in it. Above capacity a worker takes jobs with hardly more time than they need.
+    """How much longer than predicted device time the slowest of the last jobs took: other threads, the copy to DRAM and
+    the write to the store are in it. Above capacity workers take jobs that have hardly more time than this says, and
+    the more it says, the newer the jobs that they take.
     """
 
     def __init__(self) -> None:
@@ -50,5 +50,4 @@ class Slowness:
     @property
     def factor(self) -> float:
         """At least 1."""
-        ratios = sorted(self._ratios)
-        return max(1.0, ratios[int(QUANTILE * (len(ratios) - 1))]) if ratios else FIRST_FACTOR
+        return max(1.0, *self._ratios) if self._ratios else FIRST_FACTOR
