@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from relaygr.schemas.fields import Other
-from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.schemas.messages import LatencyCoefficients, PreInferSlots, WorkerState, WorkerStatus
 from relaygr.trigger.fleet import Fleet, FleetSummary
 
 NOW_US = 1_700_000_000_000_000
@@ -137,3 +139,34 @@ def test_a_status_whose_latency_model_is_none_is_refused_and_the_earlier_one_sta
 def test_the_summary_tells_fresh_from_silent() -> None:
     fleet = fleet_of(status("worker-00", (0,)), status("worker-01", (1, 2), NOW_US - 5_000_000))
     assert fleet.summary(NOW_US) == FleetSummary(workers=2, fresh_workers=1, owned_partitions=1)
+
+
+def pre_infer(refused: int = 0, slots: int = 2, written_at_us: int = NOW_US, since_us: int = 1) -> WorkerStatus:
+    own = PreInferSlots(slots, slots, 0, refused)
+    return replace(status("pre-00", (), written_at_us), pre_infer=own, active_since_us=since_us)
+
+
+def test_a_pre_infer_worker_owns_nothing_and_counts_as_no_owner() -> None:
+    fleet = fleet_of(pre_infer())
+    assert fleet.pool_takes(NOW_US)
+    assert fleet.summary(NOW_US) == FleetSummary(0, 0, 0)
+
+
+def test_without_a_live_pre_infer_worker_with_slots_nothing_goes_to_the_pool() -> None:
+    assert not fleet_of(status()).pool_takes(NOW_US)
+    assert not fleet_of(pre_infer(slots=0)).pool_takes(NOW_US)
+    assert not fleet_of(pre_infer()).pool_takes(NOW_US + 3_000_001)
+    fleet = fleet_of(pre_infer())
+    fleet.apply("pre-00", replace(pre_infer(), state=WorkerState.STOPPING), NOW_US)
+    assert not fleet.pool_takes(NOW_US)
+
+
+def test_nothing_goes_to_the_pool_while_a_worker_refuses_jobs() -> None:
+    fleet = fleet_of(pre_infer(refused=5))
+    assert fleet.pool_takes(NOW_US)
+    for refused, takes in ((6, False), (9, False), (9, True)):
+        fleet.apply("pre-00", pre_infer(refused), NOW_US)
+        assert fleet.pool_takes(NOW_US) is takes
+    # A new process counts from 0.
+    fleet.apply("pre-00", pre_infer(refused=12, since_us=2), NOW_US)
+    assert fleet.pool_takes(NOW_US)

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.admission.policy import MAX_JOB_LIFETIME_US, DecisionReason
-from relaygr.admission.scenarios import ScenarioSettings
+from relaygr.admission.scenarios import PreInferBy, ScenarioSettings
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
 from relaygr.schemas.codec import decode, encode
-from relaygr.schemas.messages import LENGTH_BUCKETS, FullPathReport, LeadTimeReport
+from relaygr.schemas.messages import LENGTH_BUCKETS, FullPathReport, LeadTimeReport, PreInferSlots
 from relaygr.schemas.partitioner import partition_for
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, TriggerDecision, job_of
@@ -488,3 +488,49 @@ def test_a_scenario_that_floods_the_trigger_leaves_the_others_their_share() -> N
     assert reasons[0] is DecisionReason.ADMITTED
     assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.FOOTPRINT, DecisionReason.LOW_VALUE)
     assert reason_of(60, "home") is DecisionReason.ADMITTED
+
+
+def pooled(fleet: Fleet) -> EventHandler:
+    """A trigger whose jobs go to pre-infer workers, if there are any."""
+    scenarios = {"default": ScenarioSettings(pre_infer=PreInferBy.POOL)}
+    made = EventHandler(TriggerSettings(), AdmissionSettings(), fleet, PARTITIONS, CLOCK, scenarios=scenarios)
+    made.reassign(frozenset(range(PARTITIONS)))
+    return made
+
+
+def with_pool(fleet: Fleet, owner: WorkerStatus = STATUS) -> Fleet:
+    fleet.apply(owner.worker_id, owner, NOW_US)
+    member = dataclasses.replace(STATUS, worker_id="pre-00", partitions=(), pre_infer=PreInferSlots(2, 2, 0, 0))
+    fleet.apply(member.worker_id, member, NOW_US)
+    return fleet
+
+
+def test_jobs_of_a_scenario_go_to_its_pre_infer_workers_and_to_the_owner_without_them() -> None:
+    there, absent = with_pool(Fleet(3000)), known_fleet()
+    event = encode(EVENT)
+    for fleet, by_pool in ((there, True), (absent, False)):
+        decision = pooled(fleet).decide(KEY, event, PARTITION)
+        assert (decision.reason, decision.by_pool) == (DecisionReason.ADMITTED, by_pool)
+        assert decode(PreInferJob, decision.job).history_version == EVENT.history_version
+    assert not handler(there).decide(KEY, event, PARTITION).by_pool
+
+
+def test_a_job_of_the_pool_does_not_wait_for_its_owners_device() -> None:
+    busy = dataclasses.replace(STATUS, preinfer_queue_us=150_000)
+    fleet = Fleet(3000)
+    fleet.apply(busy.worker_id, busy, NOW_US)
+    assert pooled(fleet).decide(KEY, encode(EVENT), PARTITION).reason is DecisionReason.INFEASIBLE
+    decision = pooled(with_pool(Fleet(3000), busy)).decide(KEY, encode(EVENT), PARTITION)
+    assert (decision.reason, decision.by_pool) == (DecisionReason.ADMITTED, True)
+
+
+def test_a_user_whose_prefix_the_owner_has_stays_with_the_owner() -> None:
+    owner = dataclasses.replace(STATUS, dram_capacity_bytes=2**30)
+    trigger = pooled(with_pool(Fleet(3000), owner))
+    assert trigger.decide(KEY, request(1), PARTITION).by_pool
+    assert not trigger.decide(KEY, request(2), PARTITION).by_pool
+
+
+def test_an_impression_that_is_not_at_risk_goes_nowhere() -> None:
+    decision = pooled(with_pool(Fleet(3000))).decide(KEY, encode(with_length(500)), PARTITION)
+    assert (decision.reason, decision.job) == (DecisionReason.NOT_AT_RISK, None)
