@@ -4,7 +4,10 @@ not prepare the owners serve as ever.
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from tests.worlds.relay import (
     Relay,
     candidates_of,
     history_of,
+    jobs_done,
     model_config,
     new_user,
     reading,
@@ -105,18 +109,34 @@ def jobs(worker: CommandProcess, event: str) -> float:
     return reading(worker).total("relaygr_preinfer_pool_jobs_total", event=event)
 
 
+def loaded(world: World) -> float:
+    return reading(world.owner).total("relaygr_pool_fetches_total", outcome="loaded")
+
+
+def warm(world: World, *workers: CommandProcess) -> None:
+    """Until each is a member of the group, and has a job behind it."""
+
+    def has_each() -> bool:
+        for user in world.publish(2):
+            world.begin(user, 20.0)
+        time.sleep(0.5)
+        return all(jobs(worker, "forwarded") > 0 for worker in workers)
+
+    wait_until("every worker has jobs", has_each)
+
+
+def assert_ranked(outcomes: list[RankOutcome]) -> None:
+    assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+
+
 def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: World) -> None:
-    users = world.publish(6)
     worker = world.start_pre_infer("pre-infer-00")
+    warm(world, worker)
+    sent, there = world.to_pool(), loaded(world)
+    users = world.publish(6)
     events = [world.begin(user) for user in users]
-    wait_until("all are prepared", lambda: jobs(worker, "forwarded") == len(users))
-    wait_until(
-        "the owner has them",
-        lambda: reading(world.owner).total("relaygr_pool_fetches_total", outcome="loaded") == len(users),
-    )
-    assert world.to_pool() == len(users)
-    computed_s = reading(world.owner).total("relaygr_worker_device_seconds_total", work_class="preinfer")
-    assert computed_s == 0
+    wait_until("the owner has them", lambda: loaded(world) >= there + len(users))
+    assert world.to_pool() == sent + len(users)
     for user, event in zip(users, events, strict=True):
         outcome = world.rank(user, event)
         assert outcome.status is RankStatus.RANKED and outcome.result is not None, outcome
@@ -125,3 +145,59 @@ def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: Worl
         assert full is not None
         np.testing.assert_allclose(outcome.result.scores, full.scores, rtol=0, atol=2e-5 * np.abs(full.scores).max())
     assert world.relay.stop(worker) == 0
+    # Its last status says that it stops.
+    wait_until("the trigger knows", lambda: not world.is_open)
+    sent = world.to_pool()
+    (user,) = world.publish(1)
+    event = world.begin(user, 2.0)
+    wait_until("the owner has computed it", lambda: jobs_done(world.owner).get("computed", 0) > 0)
+    assert_ranked([world.rank(user, event)])
+    assert world.to_pool() == sent
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_every_request_is_answered_while_a_pre_infer_worker_dies_or_hangs(world: World, number: signal.Signals) -> None:
+    first, second = world.start_pre_infer("pre-infer-00"), world.start_pre_infer("pre-infer-01")
+    is_shared = "no share groups" not in first.log.read_text()
+    warm(world, *((first, second) if is_shared else ()))
+    users, outcomes = world.publish(24), []
+    with ThreadPoolExecutor(len(users)) as requests:
+        for at, user in enumerate(users):
+            if at == len(users) // 2:
+                first.process.send_signal(number)
+            event = world.begin(user, 2.0)
+            requests.submit(lambda user=user, event=event: (time.sleep(2.0), outcomes.append(world.rank(user, event))))
+            time.sleep(0.1)
+    assert len(outcomes) == len(users)
+    assert_ranked(outcomes)
+    if is_shared:
+        passed = jobs(second, "forwarded")
+        warm_users = world.publish(4)
+        for user in warm_users:
+            world.begin(user, 20.0)
+        wait_until("the other one goes on", lambda: jobs(second, "forwarded") >= passed + len(warm_users))
+    world.relay.kill(first)
+
+
+def test_a_deleted_user_leaves_nothing_in_the_store(world: World) -> None:
+    worker = world.start_pre_infer("pre-infer-00")
+    warm(world, worker)
+    (user,) = world.publish(1)
+    written = reading(worker).total("relaygr_pool_objects_written_total", outcome="stored")
+    world.begin(user)
+    wait_until(
+        "it is written",
+        lambda: reading(worker).total("relaygr_pool_objects_written_total", outcome="stored") > written,
+    )
+    # The owner's deletions are not what is asked for.
+    world.relay.kill(world.owner)
+    world.client.tombstone(user.user_id)
+    wait_until("deleted", lambda: reading(worker).total("relaygr_pool_objects_removed_total", reason="deletion") > 0)
+
+
+def test_without_a_pool_the_role_is_refused_at_once(module_kafka: KafkaSettings, model: Path, tmp_path: Path) -> None:
+    with Relay(module_kafka, tmp_path / "relay", model) as relay:
+        worker = relay.start_worker("pre-infer-00", command=("worker", "--role", "pre-infer"))
+        assert worker.process.wait(60) == 1
+        assert "set worker.pool.address" in worker.log.read_text()
+        relay.forget(worker)

@@ -40,9 +40,9 @@ from relaygr.worker.pool.settings import PoolSettings
 LOADS: Final = (1, 2, 4, 5)
 WORKERS: Final = 2
 SLOTS: Final = 2
-LENGTH: Final = 1024
+LENGTH: Final = 2048
 BUDGET_MS: Final = 100
-BACKLOG: Final = 200
+BACKLOG: Final = 50
 AT_ONCE: Final = 200
 """Histories that wait in the client."""
 VOCABULARY: Final = 10_000
@@ -194,10 +194,9 @@ def _fleet(folder: Path, broker: LocalBroker, pool: PoolSettings, model: Path, m
     kafka = broker.settings(KafkaSettings(topic_prefix=name, group_prefix=name, partitions=8))
     broker.create_topics(kafka)
     if mode is Mode.QUEUES:
-        topics = make_admin(kafka, "bench").create_partitions(
-            [NewPartitions(kafka.topic(Topic.PREINFER_POOL), WORKERS * SLOTS)]
-        )
-        [each.result() for each in topics.values()]
+        admin, wanted = make_admin(kafka, "bench"), NewPartitions(kafka.topic(Topic.PREINFER_POOL), WORKERS * SLOTS)
+        [grown] = admin.create_partitions([wanted]).values()
+        grown.result()
     worker = {
         "model": model, "device": "cpu", "hbm_bytes": 64 << 20, "dram_bytes": 64 << 20,
         "shared_path": folder / "shared",
@@ -259,9 +258,9 @@ def _history(number: int) -> History:
 
 
 def _save_model(folder: Path) -> Path:
-    """A model that takes a CPU core some tens of milliseconds for a prefix."""
+    """A model that takes a CPU core about a tenth of a second for a prefix."""
     config = ModelConfig(
-        embedding_dim=128, num_heads=4, attention_dim=32, hidden_dim=32, num_layers=4, normalizer=float(LENGTH),
+        embedding_dim=512, num_heads=2, attention_dim=32, hidden_dim=32, num_layers=4, normalizer=float(LENGTH),
         vocabulary_size=VOCABULARY, num_positions=LENGTH + 128, max_prefix_behaviours=LENGTH,
     )  # fmt: skip
     save_checkpoint(folder, config, random_checkpoint(config, 1).tensors)

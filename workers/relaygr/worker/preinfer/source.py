@@ -57,7 +57,9 @@ class ShareSource:
 
     def end(self, job: Message, verdict: Verdict) -> None:
         self._consumer.acknowledge(job, _TYPES[verdict])
-        self._consumer.commit_async()
+        if verdict is Verdict.RELEASE:
+            # Other verdicts go with the next poll, which follows at once.
+            self._consumer.commit_async()
 
     def close(self) -> None:
         self._consumer.close()
