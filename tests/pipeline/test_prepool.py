@@ -120,7 +120,7 @@ def warm(world: World, *workers: CommandProcess) -> None:
         for user in world.publish(2):
             world.begin(user, 20.0)
         time.sleep(0.5)
-        return all(jobs(worker, "forwarded") > 0 for worker in workers)
+        return all(jobs(worker, "prepared") > 0 for worker in workers)
 
     wait_until("every worker has jobs", has_each)
 
@@ -171,11 +171,11 @@ def test_every_request_is_answered_while_a_pre_infer_worker_dies_or_hangs(world:
     assert len(outcomes) == len(users)
     assert_ranked(outcomes)
     if is_shared:
-        passed = jobs(second, "forwarded")
+        passed = jobs(second, "prepared")
         warm_users = world.publish(4)
         for user in warm_users:
             world.begin(user, 20.0)
-        wait_until("the other one goes on", lambda: jobs(second, "forwarded") >= passed + len(warm_users))
+        wait_until("the other one goes on", lambda: jobs(second, "prepared") >= passed + len(warm_users))
     world.relay.kill(first)
 
 

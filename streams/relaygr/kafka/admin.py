@@ -45,8 +45,7 @@ SHARE_GROUP: Final = {
     # A job whose worker died comes back after this time, the shortest that brokers accept by default.
     "share.record.lock.duration.ms": "15000",
 }
-"""Settings of the pre-infer workers' group. Kafka drops a record after `MOST_DELIVERIES`, its default."""
-MOST_DELIVERIES: Final = 5
+"""Settings of the pre-infer workers' group."""
 OFFSETS_TOPIC: Final = "__consumer_offsets"
 EMBEDDED_CLUSTER_ID: Final = "mockCluster"
 """The cluster id of librdkafka's embedded cluster begins with this."""

@@ -231,7 +231,7 @@ def _warm(fleet: Fleet) -> None:
     def has_each() -> bool:
         fleet.send(fleet.publish(8), [each / 4 for each in range(8)], 20_000)
         return all(
-            read_metrics(each.port).total("relaygr_preinfer_pool_jobs_total", event="forwarded") >= 8
+            read_metrics(each.port).total("relaygr_preinfer_pool_jobs_total", event="prepared") >= 8
             for each in fleet.workers
         )
 

@@ -6,31 +6,31 @@ import enum
 from collections import deque
 from typing import Final
 
-from relaygr.kafka.admin import MOST_DELIVERIES
-
 FIRST_FACTOR: Final = 1.5
 REMEMBERED: Final = 64
+MOST_TRIES: Final = 2
+"""So many times a job is offered to workers. A job that came back once has found none with time for it."""
 
 
 class Verdict(enum.StrEnum):
     """What becomes of a job."""
 
-    ACCEPT = "accept"
-    RELEASE = "release"
+    ACCEPT = "accepted"
+    RELEASE = "released"
     """This worker has no time for it; another one may have."""
-    REJECT = "reject"
+    PASS_ON = "passed_on"
+    """No pre-infer worker has time for it; its owner may have."""
+    REJECT = "rejected"
     """No pre-infer worker can end it in time."""
 
 
-def decide(now_us: float, due_us: float, needed_us: float, wait_us: float, deliveries: int) -> Verdict:
-    """`needed_us`: until the owner has the prefix, if this worker begins now; `wait_us`: for its other jobs.
-    `deliveries`: how often the job was handed to a worker, this time included.
-    """
+def decide(now_us: float, due_us: float, needed_us: float, wait_us: float, *, may_release: bool) -> Verdict:
+    """`needed_us`: until the owner has the prefix, if this worker begins now; `wait_us`: for its other jobs."""
     if now_us + needed_us > due_us:
         return Verdict.REJECT
     if now_us + wait_us + needed_us <= due_us:
         return Verdict.ACCEPT
-    return Verdict.RELEASE if deliveries < MOST_DELIVERIES else Verdict.REJECT
+    return Verdict.RELEASE if may_release else Verdict.PASS_ON
 
 
 class Slowness:

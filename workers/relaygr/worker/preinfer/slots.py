@@ -38,13 +38,14 @@ from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import JobOutcome, JobWork
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.pool.tier import PoolTier
-from relaygr.worker.preinfer.decision import Slowness, Verdict, decide
+from relaygr.worker.preinfer.decision import MOST_TRIES, Slowness, Verdict, decide
 from relaygr.worker.preinfer.source import JobSource
 from relaygr.worker.settings import WorkerConfig
 
 log = structlog.get_logger()
 
 _POLL_S: Final = 0.2
+_GIVEN_BACK_S: Final = 0.01
 _TICK_S: Final = 0.005
 _COPY_POLL_S: Final = 0.001
 _DELIVERY_S: Final = 5.0
@@ -52,8 +53,9 @@ _FURTHEST_US: Final = 60_000_000
 
 _JOBS = Counter(
     "relaygr_preinfer_pool_jobs_total",
-    "Jobs of a pre-infer worker: accepted, released (to another worker), rejected (none can end it in time), forwarded "
-    "(the store has the prefix, and the owner was told), unprepared (passed on to the owner without a prefix)",
+    "Jobs of a pre-infer worker: accepted, released (to another worker), passed_on (to the owner: no worker had time), "
+    "rejected (none can end it in time); of the accepted, prepared (the store has the prefix, and the owner was "
+    "told), unprepared (sent to the owner without)",
     ["event"],
 )
 _BUSY = Gauge("relaygr_preinfer_pool_busy_slots", "Slots of a pre-infer worker with a job")
@@ -104,11 +106,11 @@ class SlotLoop:
         self._scenarios = config.scenarios
         self._slowness = Slowness()
         self._stopping = threading.Event()
-        self._ended = threading.Condition()
-        """Notified when a job ends."""
         self._waiting: dict[Token, threading.Event] = {}
-        self._taking = threading.Lock()
-        self._busy = self._accepted = self._refused = 0
+        self._lock = threading.Lock()
+        self._due_us: dict[int, int] = {}
+        """Of the job in each busy slot."""
+        self._accepted = self._refused = 0
         self._state = LoopState.NEW
         self._error: BaseException | None = None
         self._polled_us = parts.clock.monotonic_us()
@@ -162,13 +164,19 @@ class SlotLoop:
         return LoopStatus(
             state=self._state, assigned=self._state is not LoopState.NEW,
             partitions=frozenset(range(self._partitions)), assignment_epoch=1, last_poll_us=self._polled_us,
-            broker_reachable=True, stalled=False, in_flight=self._busy, paused=0, owner_split=frozenset(),
+            broker_reachable=True, stalled=False, in_flight=len(self._due_us), paused=0, owner_split=frozenset(),
         )  # fmt: skip
 
     def report(self) -> PreInferSlots:
-        """For the worker's status. Without slots while it takes no jobs."""
-        slots = self._slots if self._parts.may_take() else 0
-        return PreInferSlots(slots, max(0, slots - self._busy), self._accepted, self._refused)
+        """For the worker's status. A slot does not count while its job is late, as when the store hangs; none counts
+        while the worker takes no jobs.
+        """
+        now_us = self._parts.clock.monotonic_us()
+        with self._lock:
+            busy, late = len(self._due_us), sum(due_us < now_us for due_us in self._due_us.values())
+        if not self._parts.may_take():
+            return PreInferSlots(0, 0, self._accepted, self._refused)
+        return PreInferSlots(self._slots - late, self._slots - busy, self._accepted, self._refused)
 
     def _run(self) -> None:
         parts = self._parts
@@ -210,9 +218,8 @@ class SlotLoop:
         verdict = self._serve(message, slot, source.can_release)
         source.end(message, verdict)
         if verdict is Verdict.RELEASE:
-            # Until another slot of this worker is free, it would only take and release.
-            with self._ended:
-                self._ended.wait(_POLL_S)
+            # A worker with a free slot takes it meanwhile.
+            self._stopping.wait(_GIVEN_BACK_S)
 
     def _serve(self, message: Message, slot: int, can_release: bool) -> Verdict:
         try:
@@ -220,16 +227,19 @@ class SlotLoop:
         except DecodeError as error:
             self._parts.dead_letters.write(message, error.reason.value, str(error))
             return Verdict.REJECT
-        work, predicted_us, verdict = self._judge(job, message, slot)
+        may_release = can_release and (message.delivery_count() or 1) < MOST_TRIES
+        work, predicted_us, verdict = self._judge(job, message, slot, may_release)
+        _JOBS.labels(verdict.value).inc()
         if verdict is Verdict.ACCEPT:
             return self._accept(work, message, slot, predicted_us)
-        _JOBS.labels("released" if verdict is Verdict.RELEASE else "rejected").inc()
-        if verdict is Verdict.RELEASE and can_release:
-            return verdict
-        self._refused += 1
-        return self._pass_on(message, is_prepared=False) if verdict is Verdict.RELEASE else verdict
+        if verdict is not Verdict.RELEASE:
+            with self._lock:
+                self._refused += 1
+        return self._tell_owner(message, is_prepared=False) if verdict is Verdict.PASS_ON else verdict
 
-    def _judge(self, job: PreInferJob, message: Message, slot: int) -> tuple[JobWork, float, Verdict]:
+    def _judge(
+        self, job: PreInferJob, message: Message, slot: int, may_release: bool
+    ) -> tuple[JobWork, float, Verdict]:
         """The work of a job, its predicted device time with that of the jobs before it, and the verdict."""
         parts = self._parts
         work = self._work(job, message, slot)
@@ -242,10 +252,8 @@ class SlotLoop:
         behaviours = min(behaviours, engine.limits.max_prefix_behaviours)
         compute_us = latency.append_us(0, engine.layout.tokens(behaviours))
         needed_us = factor * compute_us + parts.pool.fetch_us(behaviours)
-        deliveries = message.delivery_count() or 1
-        verdict = decide(work.received.received_us, work.expected_ranking_us, needed_us, factor * wait_us, deliveries)
-        if (job.scenario or DEFAULT_SCENARIO) not in self._scenarios:
-            verdict = Verdict.REJECT
+        now_us, due_us = work.received.received_us, work.expected_ranking_us
+        verdict = decide(now_us, due_us, needed_us, factor * wait_us, may_release=may_release)
         return work, wait_us + compute_us, verdict
 
     def _work(self, job: PreInferJob, message: Message, slot: int) -> JobWork:
@@ -266,27 +274,28 @@ class SlotLoop:
         return JobWork(job, received, due_us, expires_us)
 
     def _accept(self, work: JobWork, message: Message, slot: int, predicted_us: float) -> Verdict:
-        _JOBS.labels("accepted").inc()
-        with self._ended:
+        with self._lock:
             self._accepted += 1
-            self._busy += 1
-            _BUSY.set(self._busy)
+            self._due_us[slot] = work.expected_ranking_us
+            _BUSY.set(len(self._due_us))
         try:
             is_prepared = self._prepare(work, slot)
             if is_prepared and work.is_charged:
                 took_us = self._parts.clock.monotonic_us() - work.received.received_us
                 self._slowness.observe(predicted_us, took_us)
-            return self._pass_on(message, is_prepared)
+            _JOBS.labels("prepared" if is_prepared else "unprepared").inc()
+            return self._tell_owner(message, is_prepared)
         finally:
-            with self._ended:
-                self._busy -= 1
-                _BUSY.set(self._busy)
-                self._ended.notify_all()
+            with self._lock:
+                del self._due_us[slot]
+                _BUSY.set(len(self._due_us))
 
     def _prepare(self, work: JobWork, slot: int) -> bool:
         """Whether the store has the prefix now."""
+        if (work.job.scenario or DEFAULT_SCENARIO) not in self._scenarios:
+            return False
         done = self._waiting[work.received.token] = threading.Event()
-        with self._taking:
+        with self._lock:
             is_taken = self._parts.executor.take_job(work)
         if not is_taken:
             return False
@@ -302,7 +311,7 @@ class SlotLoop:
             time.sleep(_COPY_POLL_S)
         return outcome is SpillOutcome.ALREADY_THERE and self._parts.pool.store(prefix, slot)
 
-    def _pass_on(self, job: Message, is_prepared: bool) -> Verdict:
+    def _tell_owner(self, job: Message, is_prepared: bool) -> Verdict:
         """Sends the job to its owner. If Kafka does not take it, the job goes back."""
         reported, errors = threading.Event(), list[KafkaError | None]()
 
@@ -318,7 +327,5 @@ class SlotLoop:
             )
         except BufferError:
             return Verdict.RELEASE
-        if not reported.wait(_DELIVERY_S) or errors[0] is not None:
-            return Verdict.RELEASE
-        _JOBS.labels("forwarded" if is_prepared else "unprepared").inc()
-        return Verdict.ACCEPT
+        was_sent = reported.wait(_DELIVERY_S) and errors[0] is None
+        return Verdict.ACCEPT if was_sent else Verdict.RELEASE

@@ -20,6 +20,7 @@ log = structlog.get_logger()
 _TYPES: Final = {
     Verdict.ACCEPT: AcknowledgeType.ACCEPT,
     Verdict.RELEASE: AcknowledgeType.RELEASE,
+    Verdict.PASS_ON: AcknowledgeType.ACCEPT,
     Verdict.REJECT: AcknowledgeType.REJECT,
 }
 
