@@ -9,56 +9,64 @@ from confluent_kafka import AcknowledgeType, KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.kafka.admin import MOST_DELIVERIES
-from relaygr.worker.preinfer.decision import FIRST_FACTOR, REMEMBERED, Slowness, Verdict, decide
+from relaygr.worker.preinfer.decision import (
+    FIRST_FACTOR,
+    MOST_REMEMBERED,
+    REMEMBERED_US,
+    Slowness,
+    Verdict,
+    decide,
+)
 from relaygr.worker.preinfer.source import ShareSource
 
 NOW_US, NEEDED_US = 1_000_000, 50_000
 
 
-def at(lead_us: float, wait_us: float = 0.0, deliveries: int = 1) -> Verdict:
-    return decide(NOW_US, NOW_US + lead_us, NEEDED_US, wait_us, deliveries)
+def at(lead_us: float, wait_us: float = 0.0, may_release: bool = True) -> Verdict:
+    return decide(NOW_US, NOW_US + lead_us, NEEDED_US, wait_us, may_release=may_release)
 
 
 @pytest.mark.parametrize(
-    ("lead_us", "wait_us", "deliveries", "verdict"),
+    ("lead_us", "wait_us", "may_release", "verdict"),
     [
-        (50_000, 0, 1, Verdict.ACCEPT),
-        (49_999, 0, 1, Verdict.REJECT),
-        (-1, 0, 1, Verdict.REJECT),
-        (80_000, 30_000, 1, Verdict.ACCEPT),
-        (79_999, 30_000, 1, Verdict.RELEASE),
-        (79_999, 30_000, MOST_DELIVERIES - 1, Verdict.RELEASE),
-        (79_999, 30_000, MOST_DELIVERIES, Verdict.REJECT),
-        (80_000, 30_000, MOST_DELIVERIES, Verdict.ACCEPT),
+        (50_000, 0, True, Verdict.ACCEPT),
+        (49_999, 0, True, Verdict.REJECT),
+        (-1, 0, True, Verdict.REJECT),
+        (80_000, 30_000, False, Verdict.ACCEPT),
+        (79_999, 30_000, True, Verdict.RELEASE),
+        (79_999, 30_000, False, Verdict.PASS_ON),
     ],
 )
-def test_a_job_is_taken_given_back_or_finished_by_its_time(
-    lead_us: float, wait_us: float, deliveries: int, verdict: Verdict
+def test_a_job_is_taken_given_back_passed_on_or_finished_by_its_time(
+    lead_us: float, wait_us: float, may_release: bool, verdict: Verdict
 ) -> None:
-    assert at(lead_us, wait_us, deliveries) is verdict
+    assert at(lead_us, wait_us, may_release) is verdict
 
 
-@given(st.floats(-1e6, 1e6), st.floats(0, 1e6), st.integers(1, 2 * MOST_DELIVERIES))
-def test_what_an_idle_worker_could_end_is_only_given_back(lead_us: float, wait_us: float, deliveries: int) -> None:
-    idle, busy = at(lead_us, 0.0, deliveries), at(lead_us, wait_us, deliveries)
-    assert idle is not Verdict.RELEASE
-    if idle is Verdict.REJECT:
-        assert busy is Verdict.REJECT
-    elif deliveries < MOST_DELIVERIES:
-        assert busy is not Verdict.REJECT
+@given(st.floats(-1e6, 1e6), st.floats(0, 1e6), st.booleans())
+def test_a_job_that_an_idle_worker_could_end_is_not_finished(lead_us: float, wait_us: float, may_release: bool) -> None:
+    idle, busy = at(lead_us, 0.0, may_release), at(lead_us, wait_us, may_release)
+    assert idle in (Verdict.ACCEPT, Verdict.REJECT)
+    assert (busy is Verdict.REJECT) == (idle is Verdict.REJECT)
 
 
 def test_the_slowest_of_the_last_jobs_counts() -> None:
     slowness = Slowness()
-    assert slowness.factor == FIRST_FACTOR
-    slowness.observe(10_000, 40_000)
-    assert slowness.factor == 4
-    for _ in range(REMEMBERED - 1):
-        slowness.observe(10_000, 5_000)
-    assert slowness.factor == 4
-    slowness.observe(10_000, 5_000)
-    assert slowness.factor == 1
+    assert slowness.factor(NOW_US) == FIRST_FACTOR
+    slowness.observe(10_000, 40_000, NOW_US)
+    assert slowness.factor(NOW_US) == 4
+    for _ in range(MOST_REMEMBERED - 1):
+        slowness.observe(10_000, 5_000, NOW_US)
+    assert slowness.factor(NOW_US) == 4
+    slowness.observe(10_000, 5_000, NOW_US)
+    assert slowness.factor(NOW_US) == 1
+
+
+def test_a_worker_that_was_slow_once_does_not_refuse_jobs_for_ever() -> None:
+    slowness = Slowness()
+    slowness.observe(10_000, 10_000_000, NOW_US)
+    assert slowness.factor(NOW_US + REMEMBERED_US - 1) == 1000
+    assert slowness.factor(NOW_US + REMEMBERED_US) == FIRST_FACTOR
 
 
 @dataclass

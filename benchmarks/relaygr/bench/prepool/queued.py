@@ -8,6 +8,6 @@ from relaygr.worker.preinfer.decision import Verdict
 from relaygr.worker.process import components
 
 if __name__ == "__main__":
-    setattr(slots, "decide", lambda *_: Verdict.ACCEPT)  # noqa: B010 - neither module offers it as its own
+    setattr(slots, "decide", lambda *_, **__: Verdict.ACCEPT)  # noqa: B010 - neither module offers it as its own
     setattr(components, "has_share_groups", lambda _: False)  # noqa: B010
     main()

@@ -7,7 +7,9 @@ from collections import deque
 from typing import Final
 
 FIRST_FACTOR: Final = 1.5
-REMEMBERED: Final = 64
+MOST_REMEMBERED: Final = 64
+REMEMBERED_US: Final = 10_000_000
+"""A worker that was so slow once that it refuses every job tries again after this time."""
 MOST_TRIES: Final = 2
 """So many times a job is offered to workers. A job that came back once has found none with time for it."""
 
@@ -34,20 +36,20 @@ def decide(now_us: float, due_us: float, needed_us: float, wait_us: float, *, ma
 
 
 class Slowness:
-    """How much longer than predicted device time the slowest of the last jobs took: other threads, the copy to DRAM and
-    the write to the store are in it. Above capacity workers take jobs that have hardly more time than this says, and
-    the more it says, the newer the jobs that they take.
+    """Thread-safe. How much longer than predicted device time the slowest of the last jobs took: other threads, the
+    copy to DRAM and the write to the store are in it. Above capacity workers take jobs that have hardly more time than
+    this says, and the more it says, the newer the jobs that they take.
     """
 
     def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
+        self._ratios: deque[tuple[int, float]] = deque(maxlen=MOST_REMEMBERED)
 
-    def observe(self, predicted_us: float, took_us: float) -> None:
+    def observe(self, predicted_us: float, took_us: float, now_us: int) -> None:
         """A job whose prefix was computed took so long, from its receipt until the store had it."""
         if predicted_us > 0:
-            self._ratios.append(took_us / predicted_us)
+            self._ratios.append((now_us, took_us / predicted_us))
 
-    @property
-    def factor(self) -> float:
+    def factor(self, now_us: int) -> float:
         """At least 1."""
-        return max(1.0, *self._ratios) if self._ratios else FIRST_FACTOR
+        ratios = [ratio for at_us, ratio in list(self._ratios) if now_us - at_us < REMEMBERED_US]
+        return max(1.0, *ratios) if ratios else FIRST_FACTOR

@@ -248,7 +248,7 @@ class SlotLoop:
         if behaviours is None:
             stored = parts.store.get(job.user_id)
             behaviours = len(stored.history.behaviours) if stored is not None else 0
-        engine, factor = parts.executor.engine, self._slowness.factor
+        engine, factor = parts.executor.engine, self._slowness.factor(work.received.received_us)
         behaviours = min(behaviours, engine.limits.max_prefix_behaviours)
         compute_us = latency.append_us(0, engine.layout.tokens(behaviours))
         needed_us = factor * compute_us + parts.pool.fetch_us(behaviours)
@@ -281,8 +281,8 @@ class SlotLoop:
         try:
             is_prepared = self._prepare(work, slot)
             if is_prepared and work.is_charged:
-                took_us = self._parts.clock.monotonic_us() - work.received.received_us
-                self._slowness.observe(predicted_us, took_us)
+                now_us = self._parts.clock.monotonic_us()
+                self._slowness.observe(predicted_us, now_us - work.received.received_us, now_us)
             _JOBS.labels("prepared" if is_prepared else "unprepared").inc()
             return self._tell_owner(message, is_prepared)
         finally:
