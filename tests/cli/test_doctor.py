@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -47,6 +48,10 @@ def seen_broker(apis: dict[int, tuple[int, int]], is_embedded: bool = False) -> 
 
 def worker(worker_id: str = "worker-00", partitions: Sequence[int] = (0, 1), is_fresh: bool = True) -> SeenWorker:
     return SeenWorker(worker_id, "ready", is_fresh, 1.0, frozenset(partitions), 0)
+
+
+def pre_infer_worker(is_fresh: bool = True) -> SeenWorker:
+    return dataclasses.replace(worker("pre-infer-00", (), is_fresh), is_pre_infer=True)
 
 
 # -- judgement ---------------------------------------------------------------------------------------
@@ -187,6 +192,17 @@ def test_a_silent_worker_owns_nothing() -> None:
     found = judge.workers([worker("a", [0, 1]), worker("b", [2, 3], is_fresh=False)], 4)
     assert verdicts(found) == [OK, WARN, FAIL] and "b (ready, 1 s ago)" in found[1].what
     assert verdicts(judge.workers([], 4)) == [FAIL]
+
+
+def test_pre_infer_workers_rank_nothing_and_owners_compute_without_them() -> None:
+    owner, ready, silent = worker("a", range(4)), pre_infer_worker(), pre_infer_worker(is_fresh=False)
+    assert verdicts(judge.workers([ready], 4)) == [FAIL]
+    assert verdicts(judge.pre_infer_workers([owner, ready], is_wanted=True)) == [OK]
+    [found] = judge.pre_infer_workers([owner, silent], is_wanted=True)
+    assert found.verdict is WARN and "the owners compute" in found.what
+    [found] = judge.pre_infer_workers([owner, ready], is_wanted=False)
+    assert found.verdict is WARN and "pre-infer-00 get no jobs" in found.what
+    assert judge.pre_infer_workers([owner], is_wanted=False) == []
 
 
 def test_a_trigger_that_does_not_run_is_a_warning() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relaygr.lag.report import GroupReport, LagReport, PartitionReport
 from relaygr.lag.status import LagStatus
-from relaygr.schemas.messages import FailureReason, Outcome, Path, WorkerState
+from relaygr.schemas.messages import FailureReason, Outcome, Path, PreInferSlots, WorkerState
 from relaygr.schemas.topics import Topic
 from relaygr.ui import model
 from relaygr.ui.model import Kind, LiveSnapshot, PoolView, ranges
@@ -401,6 +401,20 @@ def test_the_page_says_that_no_worker_is_ready_and_nothing_is_ranked() -> None:
     stopping = dataclasses.replace(worker_status("worker-00", world.clock.wall_us(), (0,)), state=WorkerState.STOPPING)
     world.model.note_status("worker-00", stopping, world.clock.wall_us())
     assert world.snapshot().problems == [], "the other one is ready"
+
+
+def test_a_pre_infer_worker_is_shown_with_its_slots_and_ranks_nothing() -> None:
+    world = UiWorld()
+    world.wait(4)
+    status = worker_status("pre-infer-00", world.clock.wall_us(), ())
+    world.model.note_status(
+        "pre-infer-00", dataclasses.replace(status, pre_infer=PreInferSlots(2, 1, 40, 3)), world.clock.wall_us()
+    )
+    shown = world.snapshot()
+    (view,) = shown.workers
+    assert (view.fresh, view.owns, view.pre_infer) == (True, "", PreInferSlots(2, 1, 40, 3))
+    [problem] = shown.problems
+    assert "No worker is ready, so no request is ranked" in problem
     world.wait(4)
     assert world.snapshot().problems == [problem], "killed"
     world.model.note_reader("The broker is away")

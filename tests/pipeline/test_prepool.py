@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import History, PrefixSource, RetrievalEvent
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.pool.settings import PoolSettings
+from relaygr.worker.settings import WorkerSettings
 from tests.worlds.pool import Mooncake, mooncake
 from tests.worlds.relay import (
     COEFFICIENTS,
@@ -39,6 +40,7 @@ pytestmark = [pytest.mark.outage, pytest.mark.timeout(600)]
 
 LENGTH = 1000
 LEAD_S = 4.0
+SLOTS = WorkerSettings().pre_infer_slots
 SLOW_DEVICE = replace(COEFFICIENTS, b1=500)
 """The calibration says that a prefix takes half a second, so that fetching pays on a busy machine, too."""
 POOL = "scenarios={default: {pre_infer: pool}}"
@@ -77,6 +79,20 @@ class World:
         return self.client.rank(
             user.user_id, candidates_of(), history_version=user.version(), budget_ms=20_000, request_id=event.request_id
         )
+
+    def rank_when_due(self, user: History, event: RetrievalEvent, outcomes: dict[str, RankOutcome]) -> None:
+        time.sleep(max(0.0, event.expected_ranking_at_us / 1e6 - time.time()))
+        outcomes[user.user_id] = self.rank(user, event)
+
+    def assert_as_full(self, user: History, outcome: RankOutcome) -> None:
+        """The scores are those of full inference."""
+        full = self.client.rank(user.user_id, candidates_of(), history=user, budget_ms=20_000).result
+        assert full is not None and outcome.result is not None
+        np.testing.assert_allclose(outcome.result.scores, full.scores, rtol=0, atol=2e-5 * np.abs(full.scores).max())
+
+    def told(self) -> float:
+        """Jobs that reached their owner."""
+        return sum(jobs_done(self.owner).values())
 
     @property
     def is_open(self) -> bool:
@@ -125,7 +141,7 @@ def warm(world: World, *workers: CommandProcess) -> None:
     wait_until("every worker has jobs", has_each)
 
 
-def assert_ranked(outcomes: list[RankOutcome]) -> None:
+def assert_ranked(outcomes: Iterable[RankOutcome]) -> None:
     assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
 
 
@@ -141,9 +157,7 @@ def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: Worl
         outcome = world.rank(user, event)
         assert outcome.status is RankStatus.RANKED and outcome.result is not None, outcome
         assert outcome.result.prefix_source is PrefixSource.DRAM
-        full = world.client.rank(user.user_id, candidates_of(), history=user, budget_ms=20_000).result
-        assert full is not None
-        np.testing.assert_allclose(outcome.result.scores, full.scores, rtol=0, atol=2e-5 * np.abs(full.scores).max())
+        world.assert_as_full(user, outcome)
     assert world.relay.stop(worker) == 0
     # Its last status says that it stops.
     wait_until("the trigger knows", lambda: not world.is_open)
@@ -156,27 +170,77 @@ def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: Worl
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_every_request_is_answered_while_a_pre_infer_worker_dies_or_hangs(world: World, number: signal.Signals) -> None:
+def test_a_pre_infer_worker_that_dies_or_hangs_takes_only_the_jobs_in_its_slots_along(
+    world: World, number: signal.Signals
+) -> None:
     first, second = world.start_pre_infer("pre-infer-00"), world.start_pre_infer("pre-infer-01")
     is_shared = "no share groups" not in first.log.read_text()
     warm(world, *((first, second) if is_shared else ()))
-    users, outcomes = world.publish(24), []
+    wait_until("nothing is under way", lambda: world.told() == world.to_pool())
+    users, outcomes, told, sent = world.publish(24), dict[str, RankOutcome](), world.told(), world.to_pool()
     with ThreadPoolExecutor(len(users)) as requests:
         for at, user in enumerate(users):
             if at == len(users) // 2:
                 first.process.send_signal(number)
-            event = world.begin(user, 2.0)
-            requests.submit(lambda user=user, event=event: (time.sleep(2.0), outcomes.append(world.rank(user, event))))
+            requests.submit(world.rank_when_due, user, world.begin(user), outcomes)
             time.sleep(0.1)
     assert len(outcomes) == len(users)
-    assert_ranked(outcomes)
+    assert_ranked(outcomes.values())
+    for user in users:
+        world.assert_as_full(user, outcomes[user.user_id])
     if is_shared:
-        passed = jobs(second, "prepared")
-        warm_users = world.publish(4)
-        for user in warm_users:
+        # The session and the locks of the dead one have not ended. The status of the other one says what it refused.
+        finished = jobs(second, "rejected")
+        missing = world.to_pool() - sent - (world.told() - told) - finished
+        assert missing <= SLOTS, (world.to_pool() - sent, world.told() - told, finished)
+        before = jobs(second, "prepared")
+        for user in world.publish(4):
             world.begin(user, 20.0)
-        wait_until("the other one goes on", lambda: jobs(second, "prepared") >= passed + len(warm_users))
+        wait_until("the other one goes on", lambda: jobs(second, "prepared") >= before + 4)
     world.relay.kill(first)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_while_the_store_is_dead_or_hangs_owners_compute_and_afterwards_the_pool_does(
+    world: World, number: signal.Signals
+) -> None:
+    worker, outcomes = world.start_pre_infer("pre-infer-00"), dict[str, RankOutcome]()
+    warm(world, worker)
+    # A master that hangs would keep the first call of every process.
+    for process in world.stores.processes if number is signal.SIGKILL else world.stores.processes[-1:]:
+        process.send_signal(number)
+    events = list[tuple[History, RetrievalEvent]]()
+
+    def is_closed() -> bool:
+        (user,) = world.publish(1)
+        events.append((user, world.begin(user, 2.0)))
+        time.sleep(0.2)
+        return not world.is_open
+
+    wait_until("jobs go to the owner", is_closed)
+    sent, computed = world.to_pool(), jobs_done(world.owner).get("computed", 0)
+    users = world.publish(4)
+    events += [(user, world.begin(user, 2.0)) for user in users]
+    wait_until("the owner computes", lambda: jobs_done(world.owner).get("computed", 0) >= computed + len(users))
+    assert world.to_pool() == sent
+    for user, event in events:
+        world.rank_when_due(user, event, outcomes)
+    assert_ranked(outcomes.values())
+    if number is signal.SIGKILL:
+        world.stores.start_master()
+        world.stores.start_holder()
+    else:
+        world.stores.processes[-1].send_signal(signal.SIGCONT)
+    wait_until("jobs go to the pool again", lambda: world.is_open, 120)
+    before = jobs(worker, "prepared")
+
+    def is_prepared() -> bool:
+        for user in world.publish(1):
+            world.begin(user)
+        time.sleep(0.5)
+        return jobs(worker, "prepared") > before
+
+    wait_until("it prepares again", is_prepared)
 
 
 def test_a_deleted_user_leaves_nothing_in_the_store(world: World) -> None:

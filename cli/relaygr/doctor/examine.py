@@ -13,6 +13,7 @@ from typing import Final
 
 from confluent_kafka import KafkaException
 
+from relaygr.admission.scenarios import uses_pool
 from relaygr.doctor import impression, judge, observe
 from relaygr.doctor.findings import Diagnosis, Verdict
 from relaygr.doctor.judge import SeenWorker
@@ -102,10 +103,13 @@ class Examination:
             return [Diagnosis("workers", Verdict.SKIP, "the topics are not as they must be")]
         self._workers = observe.fleet(self.settings, self.settings.worker.status_interval_ms)
         self._offsets_us = {each.worker_id: each.offset_us for each in self._workers if each.offset_us is not None}
-        return judge.workers(self._workers, self.settings.partitions)
+        return [
+            *judge.workers(self._workers, self.settings.partitions),
+            *judge.pre_infer_workers(self._workers, uses_pool(self.settings.served)),
+        ]
 
     def _impression(self) -> list[Diagnosis]:
-        ready = [each for each in self._workers if each.is_fresh]
+        ready = [each for each in self._workers if each.is_fresh and not each.is_pre_infer]
         if not ready or not self._may_send:
             what = "no worker is ready" if not ready else "this user may not act as a gateway"
             return [Diagnosis("impression", Verdict.SKIP, f"not sent: {what}")]

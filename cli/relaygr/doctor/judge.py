@@ -50,6 +50,8 @@ class SeenWorker:
     partitions: frozenset[int]
     offset_us: int | None
     """Its wall clock minus ours, with up to some milliseconds of delay in it; None: no status came while we read."""
+    is_pre_infer: bool = False
+    """Whether it owns no partitions, and computes prefixes for the owners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +219,22 @@ def open_files(limit: int, connections: int) -> list[Diagnosis]:
     return [Diagnosis("limits", Verdict.OK, f"a process may have {limit} open files")]
 
 
+def pre_infer_workers(seen: Sequence[SeenWorker], is_wanted: bool) -> list[Diagnosis]:
+    """Pre-infer workers, if a scenario wants them or there are any."""
+    ready = [each.worker_id for each in seen if each.is_fresh and each.is_pre_infer]
+    if not is_wanted:
+        mend = "set `pre_infer: pool` of a scenario in the trigger's settings, or stop them"
+        what = f"{_some(ready)} get no jobs: every scenario has `pre_infer: owner`"
+        return [Diagnosis("pre-infer", Verdict.WARN, what, mend)] if ready else []
+    if not ready:
+        mend = "start one with `relaygr worker --role pre-infer`"
+        return [Diagnosis("pre-infer", Verdict.WARN, "no pre-infer worker is ready: the owners compute", mend)]
+    return [Diagnosis("pre-infer", Verdict.OK, f"ready: {_some(ready)}")]
+
+
 def workers(seen: Sequence[SeenWorker], partitions: int) -> list[Diagnosis]:
-    """Live workers, and partitions without an owner."""
-    fresh = [each for each in seen if each.is_fresh]
+    """Live workers that rank, and partitions without an owner."""
+    fresh = [each for each in seen if each.is_fresh and not each.is_pre_infer]
     silent = [f"{each.worker_id} ({each.state}, {each.age_s:.0f} s ago)" for each in seen if not each.is_fresh]
     found = []
     if silent:

@@ -132,6 +132,7 @@ class Statuses:
                 max(0, now_us - each.status.written_at_us) / 1e6,
                 frozenset(each.status.partitions),
                 each.offset_us,
+                each.status.pre_infer is not None,
             )
             for worker_id, each in sorted(self.heard.items())
         ]

@@ -34,6 +34,7 @@ from relaygr.schemas.messages import (
     Outcome,
     Path,
     PreInferJob,
+    PreInferSlots,
     RankingResult,
     RetrievalEvent,
     StageTimings,
@@ -179,6 +180,8 @@ class WorkerView:
     """The beginning of the model's."""
     standbys: int | None
     """Processes that are ready to take over; None: no supervisor's metrics."""
+    pre_infer: PreInferSlots | None
+    """Of a pre-infer worker, which owns no partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,7 +534,8 @@ class LiveModel:
         found = [text for text in (self._reader_problem, self._lag_problem) if text]
         # By then the statuses have been read that are already in the topic.
         was_read = now_us - self._started_us > STALE_MS * 1000 and not self._reader_problem
-        if was_read and not any(_is_fresh(known, wall_us) for known in self._workers.values()):
+        ready = [known.status for known in self._workers.values() if _is_fresh(known, wall_us)]
+        if was_read and all(status.pre_infer is not None for status in ready):
             found.append("No worker is ready, so no request is ranked: start one, or see `/readyz` of those that run")
         revisions: dict[str, list[str]] = {}
         for name, known in sorted(self._workers.items()):
@@ -578,6 +582,7 @@ class LiveModel:
             device_share=_device_share(known.device),
             revision=status.model_revision[:8],
             standbys=self._standbys.get(name),
+            pre_infer=status.pre_infer,
         )
 
     def _owners(self, shown: Sequence[str], wall_us: int) -> list[int]:

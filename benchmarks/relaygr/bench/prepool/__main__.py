@@ -8,6 +8,8 @@ group: each takes all jobs of its partitions in order). Both get the same arriva
 * accepted: jobs that workers took; of a queue, all;
 * in time: of those, the share whose prefix was in the store, and the owner told, before the ranking was due;
 * ready a second: how many these were in a second of the load.
+
+With `--histories` nothing is computed: it tells what the histories of so many users cost a worker, and a job.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ def main(
     seconds: Annotated[float, typer.Option(min=1, help="Length of the run at each load.")] = 10.0,
     lead_ms: Annotated[int, typer.Option(min=1, help="Time from a job to its ranking.")] = 1000,
     out: Annotated[Path, typer.Option(help="CSV to append to.")] = Path("benchmarks/results/prepool/results.csv"),
+    histories: Annotated[int, typer.Option(min=0, help="Users; 0: see above.")] = 0,
 ) -> None:
     """Pre-infer workers above their capacity, with forwarding and with queues."""
-    from relaygr.bench.prepool.run import run
+    from relaygr.bench.prepool.run import follow, run
 
-    run(seconds, lead_ms, out)
+    if histories:
+        follow(histories)
+    else:
+        run(seconds, lead_ms, out)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,7 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import NewPartitions
 
 from relaygr.bench.rows import append_rows, code, machine, now, refuse_other_columns
-from relaygr.client import RelayClient
+from relaygr.client import QueueFull, RelayClient
 from relaygr.demo.pool import local_pool, require_pool
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.kafka.clients import ONE_A_BATCH, ProducerKind, make_admin, make_assigned_consumer, make_producer
@@ -101,12 +101,14 @@ class Fleet:
     """Running workers, and the user whose job is sent next."""
 
     kafka: KafkaSettings
+    processes: Processes
     workers: Sequence[CommandProcess]
     client: RelayClient
     ready: Ready
     users: int = 0
 
     def total(self, name: str, **labels: str) -> int:
+        self.processes.require_running()
         return int(sum(read_metrics(each.port).total(name, **labels) for each in self.workers))
 
     def jobs(self, event: str) -> int:
@@ -128,11 +130,7 @@ class Fleet:
         topic, began_s, due = self.kafka.topic(Topic.PREINFER_POOL), time.monotonic(), {}
         for history, due_s in zip(histories, at_s, strict=True):
             time.sleep(max(0.0, began_s + due_s - time.monotonic()))
-            now_us = time.time_ns() // 1000
-            job = PreInferJob(
-                uuid.uuid4().hex, history.user_id, now_us, now_us + lead_ms * 1000, BUDGET_MS, 100, 0, now_us,
-                history_version=history.version(),
-            )  # fmt: skip
+            job = _job(history, lead_ms)
             producer.produce(topic, encode(job), history.user_id)
             producer.poll(0)
             due[job.request_id] = job.expected_ranking_at_us
@@ -160,6 +158,53 @@ def run(seconds: float, lead_ms: int, out: Path) -> None:
                     rows.append(_measure(fleet, mode, load, capacity_per_s, seconds, lead_ms))
                     _print(rows[-1], seconds)
     append_rows(out, [asdict(row) for row in rows])
+
+
+def follow(users: int) -> None:
+    """Prints what the histories of so many users cost a pre-infer worker, and the size of a job that brings one along.
+
+    Raises RelayError without Mooncake or a real Kafka.
+    """
+    require_pool()
+    with (
+        tempfile.TemporaryDirectory(prefix="relaygr-prepool-") as name,
+        local_broker("kafka") as broker,
+        local_pool(Path(name) / "pool") as pool,
+    ):
+        folder = Path(name)
+        kafka = _make_cluster(folder, broker, pool, _save_model(folder / "model"), Mode.FORWARDING)
+        with RelayClient(kafka, "bench") as client:
+            for number in range(users):
+                _publish(client, _history(number))
+        with Processes(folder, folder / "settings.yaml") as processes:
+            for start in ("first", "second"):
+                began_s = time.monotonic()
+                worker = _start(processes, folder, 0, Mode.FORWARDING)
+                processes.await_ready([worker], 10 * WAIT_S)
+                typer.echo(f"{start} start: ready after {time.monotonic() - began_s:.0f} s")
+                assert read_metrics(worker.port).total("relaygr_history_users") == users
+                processes.stop([worker])
+        disk_bytes = sum(each.stat().st_blocks * 512 for each in (folder / "0").rglob("*"))
+        typer.echo(f"{users} users of {LENGTH} behaviours: {disk_bytes / 2**20:.0f} MiB on the worker's disk")
+        job = _job(_history(0), 1000)
+        with_history = replace(job, history_version=None, history=_history(0))
+        typer.echo(f"a job: {len(encode(job))} bytes, with its history {len(encode(with_history))}")
+
+
+def _publish(client: RelayClient, history: History) -> None:
+    while True:
+        try:
+            return client.publish_history(history)
+        except QueueFull:
+            time.sleep(0.01)
+
+
+def _job(history: History, lead_ms: int) -> PreInferJob:
+    now_us = time.time_ns() // 1000
+    return PreInferJob(
+        uuid.uuid4().hex, history.user_id, now_us, now_us + lead_ms * 1000, BUDGET_MS, 100, 0, now_us,
+        history_version=history.version(),
+    )  # fmt: skip
 
 
 def _capacity(fleet: Fleet) -> float:
@@ -190,6 +235,27 @@ def _print(row: Row, seconds: float) -> None:
 @contextmanager
 def _fleet(folder: Path, broker: LocalBroker, pool: PoolSettings, model: Path, mode: Mode) -> Iterator[Fleet]:
     folder.mkdir()
+    kafka = _make_cluster(folder, broker, pool, model, mode)
+    ready = Ready(kafka)
+    reader = threading.Thread(target=ready.read)
+    with Processes(folder, folder / "settings.yaml") as processes, RelayClient(kafka, "bench") as client:
+        reader.start()
+        try:
+            workers = []
+            for number in range(WORKERS):
+                # One after the other: each measures its device at its start.
+                workers.append(_start(processes, folder, number, mode))
+                processes.await_ready(workers, WAIT_S)
+            fleet = Fleet(kafka, processes, workers, client, ready)
+            _warm(fleet)
+            yield fleet
+        finally:
+            ready.ending.set()
+            reader.join()
+
+
+def _make_cluster(folder: Path, broker: LocalBroker, pool: PoolSettings, model: Path, mode: Mode) -> KafkaSettings:
+    """Makes the topics, and writes the workers' settings."""
     name = f"bench-{mode}"
     kafka = broker.settings(KafkaSettings(topic_prefix=name, group_prefix=name, partitions=8))
     broker.create_topics(kafka)
@@ -199,30 +265,17 @@ def _fleet(folder: Path, broker: LocalBroker, pool: PoolSettings, model: Path, m
         grown.result()
     worker = {
         "model": model, "device": "cpu", "hbm_bytes": 64 << 20, "dram_bytes": 64 << 20,
-        "shared_path": folder / "shared",
-        "history_max_bytes": 1 << 30, "pre_infer_slots": SLOTS, "pool": pool.model_copy(update={"prefix": name}),
+        "shared_path": folder / "shared", "history_max_bytes": 16 << 30, "pre_infer_slots": SLOTS,
+        "pool": pool.model_copy(update={"prefix": name}),
     }  # fmt: skip
     write_config(Settings(**kafka.model_dump(), worker=worker), folder / "settings.yaml")
-    ready = Ready(kafka)
-    reader = threading.Thread(target=ready.read)
-    module = ["relaygr.bench.prepool.queued"] if mode is Mode.QUEUES else None
-    with Processes(folder, folder / "settings.yaml") as processes, RelayClient(kafka, "bench") as client:
-        reader.start()
-        try:
-            workers = []
-            for number in range(WORKERS):
-                own = [f"worker.worker_id=pre-infer-{number}", f"worker.history_path={folder / str(number)}"]
-                command = ["worker", "--role", "pre-infer"]
-                options = {"module": module} if module else {}
-                # One after the other: each measures its device at its start.
-                workers.append(processes.start(f"pre-infer-{number}", command, "worker", own, **options))
-                processes.await_ready(workers, WAIT_S)
-            fleet = Fleet(kafka, workers, client, ready)
-            _warm(fleet)
-            yield fleet
-        finally:
-            ready.ending.set()
-            reader.join()
+    return kafka
+
+
+def _start(processes: Processes, folder: Path, number: int, mode: Mode) -> CommandProcess:
+    own = [f"worker.worker_id=pre-infer-{number}", f"worker.history_path={folder / str(number)}"]
+    module = "relaygr.bench.prepool.queued" if mode is Mode.QUEUES else "relaygr"
+    return processes.start(f"pre-infer-{number}", ["worker", "--role", "pre-infer"], "worker", own, [module])
 
 
 def _warm(fleet: Fleet) -> None:
@@ -230,6 +283,7 @@ def _warm(fleet: Fleet) -> None:
 
     def has_each() -> bool:
         fleet.send(fleet.publish(8), [each / 4 for each in range(8)], 20_000)
+        fleet.processes.require_running()
         return all(
             read_metrics(each.port).total("relaygr_preinfer_pool_jobs_total", event="prepared") >= 8
             for each in fleet.workers
@@ -238,8 +292,7 @@ def _warm(fleet: Fleet) -> None:
     _await("every worker has jobs", has_each)
 
 
-def _await(what: str, is_so: object) -> None:
-    assert callable(is_so)
+def _await(what: str, is_so: Callable[[], bool]) -> None:
     ends_s = time.monotonic() + WAIT_S
     while not is_so():
         if time.monotonic() > ends_s:

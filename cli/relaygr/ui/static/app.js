@@ -120,13 +120,19 @@ function standby(worker) {
   return worker.standbys ? node("span", { class: "pill good" }, "ready") : node("span", { class: "pill warn" }, "none");
 }
 
+function duty(worker) {
+  const slots = worker.pre_infer;
+  if (slots) return `pre-infer: ${slots.slots - slots.free} of ${slots.slots} slots busy, ${whole(slots.accepted)} jobs taken, ${whole(slots.refused)} refused`;
+  return worker.partitions ? `${worker.partitions} partitions: ${worker.owns.length > 60 ? `${worker.owns.slice(0, 57)}…` : worker.owns}` : "no partition";
+}
+
 function showWorkers(live) {
   const rows = live.workers.map((worker, place) => {
     const state = worker.fresh ? "good" : worker.state === "starting" ? "warn" : "bad";
     const words = worker.fresh || worker.state !== "ready" ? worker.state : `silent for ${seconds(worker.age_s)}`;
     return node("tr", {},
       node("td", {}, node("div", {}, swatch(owner(place)), node("span", { class: "name" }, worker.worker_id), " ", node("span", { class: `pill ${state}` }, words)),
-        node("div", { class: "small owns" }, worker.partitions ? `${worker.partitions} partitions: ${worker.owns.length > 60 ? `${worker.owns.slice(0, 57)}…` : worker.owns}` : "no partition"),
+        node("div", { class: "small owns" }, duty(worker)),
         node("div", { class: "small owns" }, [worker.host, `model ${worker.revision}`].filter(Boolean).join(", "))),
       tier("HBM", worker.hbm), tier("DRAM", worker.dram, worker.pool),
       node("td", { class: "num", "data-label": "Queue P99" }, ms(worker.queue_p99_ms)),
