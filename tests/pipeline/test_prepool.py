@@ -148,9 +148,10 @@ def assert_ranked(outcomes: Iterable[RankOutcome]) -> None:
 def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: World) -> None:
     worker = world.start_pre_infer("pre-infer-00")
     warm(world, worker)
+    wait_until("nothing is under way", lambda: world.told() == world.to_pool())
     sent, there = world.to_pool(), loaded(world)
     users = world.publish(6)
-    events = [world.begin(user) for user in users]
+    events = [world.begin(user, 20.0) for user in users]
     wait_until("the owner has them", lambda: loaded(world) >= there + len(users))
     assert world.to_pool() == sent + len(users)
     for user, event in zip(users, events, strict=True):
