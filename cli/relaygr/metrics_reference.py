@@ -37,6 +37,7 @@ from relaygr.worker.history import metrics as history_metrics
 from relaygr.worker.history import snapshots
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
 from relaygr.worker.pool import deletions, tier
+from relaygr.worker.preinfer import slots
 from relaygr.worker.process.reloading import reloads_counter
 from relaygr.worker.shared import dram_tier
 from relaygr.worker.supervisor.pages import Pages, View
@@ -91,7 +92,7 @@ def metrics_by_process() -> dict[str, list[MetricDefinition]]:
         "Triggers": _definitions(TriggerMetrics),
         "Workers": _definitions(
             _make_worker_metrics,
-            of_modules=(health, loop, offsets, history_metrics, snapshots, dram_tier, tier, deletions),
+            of_modules=(health, loop, offsets, history_metrics, snapshots, dram_tier, tier, deletions, slots),
         ),
         "The supervisor of a worker with a standby": _definitions(_make_supervisor_metrics),
         "The lag monitor": _definitions(_make_lag_metrics),

@@ -41,6 +41,8 @@ LOADS: Final = (1, 2, 4, 5)
 WORKERS: Final = 2
 SLOTS: Final = 2
 LENGTH: Final = 2048
+FOLLOWED: Final = 1024
+"""The length of the histories that are only followed."""
 BUDGET_MS: Final = 100
 BACKLOG: Final = 50
 AT_ONCE: Final = 200
@@ -175,7 +177,7 @@ def follow(users: int) -> None:
         kafka = _make_cluster(folder, broker, pool, _save_model(folder / "model"), Mode.FORWARDING)
         with RelayClient(kafka, "bench") as client:
             for number in range(users):
-                _publish(client, _history(number))
+                _publish(client, _history(number, FOLLOWED))
         with Processes(folder, folder / "settings.yaml") as processes:
             for start in ("first", "second"):
                 began_s = time.monotonic()
@@ -185,9 +187,10 @@ def follow(users: int) -> None:
                 assert read_metrics(worker.port).total("relaygr_history_users") == users
                 processes.stop([worker])
         disk_bytes = sum(each.stat().st_blocks * 512 for each in (folder / "0").rglob("*"))
-        typer.echo(f"{users} users of {LENGTH} behaviours: {disk_bytes / 2**20:.0f} MiB on the worker's disk")
-        job = _job(_history(0), 1000)
-        with_history = replace(job, history_version=None, history=_history(0))
+        typer.echo(f"{users} users of {FOLLOWED} behaviours: {disk_bytes / 2**20:.0f} MiB on the worker's disk")
+        history = _history(0, FOLLOWED)
+        job = _job(history, 1000)
+        with_history = replace(job, history_version=None, history=history)
         typer.echo(f"a job: {len(encode(job))} bytes, with its history {len(encode(with_history))}")
 
 
@@ -300,12 +303,12 @@ def _await(what: str, is_so: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _history(number: int) -> History:
+def _history(number: int, length: int = LENGTH) -> History:
     random = np.random.default_rng(number)
     behaviours = Behaviours(
-        random.integers(0, VOCABULARY, LENGTH, dtype=np.int64),
-        np.zeros(LENGTH, np.uint16),
-        np.arange(LENGTH, dtype=np.int64) * 60_000 + 1_700_000_000_000,
+        random.integers(0, VOCABULARY, length, dtype=np.int64),
+        np.zeros(length, np.uint16),
+        np.arange(length, dtype=np.int64) * 60_000 + 1_700_000_000_000,
     )
     return History(f"user-{number}", 1, np.empty(0, np.int64), behaviours)
 
