@@ -19,7 +19,15 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
 import relaygr.kafka.admin
 from relaygr.devbroker import LocalBroker
-from relaygr.kafka.admin import _topic_configs, check_topics, create_topics, delete_topics, require_topics
+from relaygr.kafka.admin import (
+    SHARE_GROUP,
+    _topic_configs,
+    check_topics,
+    create_topics,
+    delete_topics,
+    has_share_groups,
+    require_topics,
+)
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import Affinity, KafkaSettings
@@ -245,6 +253,21 @@ def test_a_start_with_the_consumer_protocol_is_refused_by_brokers_that_do_not_su
             assert require_topics(kafka, role).ok
             with pytest.raises(RelayError, match=told):
                 require_topics(kafka.model_copy(update={"affinity": Affinity.CONSUMER_PROTOCOL}), role)
+
+
+@pytest.mark.kafka
+def test_the_share_group_of_pre_infer_workers_begins_with_the_earliest_job(real_broker: LocalBroker) -> None:
+    kafka = fresh(real_broker)
+    create_topics(kafka)
+    assert has_share_groups(kafka)
+    resource = ConfigResource(ConfigResource.Type.GROUP, kafka.pool_group)
+    [future] = make_admin(kafka, "test").describe_configs([resource]).values()
+    found = {name: entry.value for name, entry in future.result().items()}
+    assert SHARE_GROUP.items() <= found.items()
+
+
+def test_the_embedded_cluster_has_no_share_groups(embedded_broker: LocalBroker) -> None:
+    assert not has_share_groups(fresh(embedded_broker))
 
 
 @pytest.mark.kafka
