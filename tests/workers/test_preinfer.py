@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from relaygr.worker.preinfer.decision import (
     FIRST_FACTOR,
+    IDLE_US,
     MOST_REMEMBERED,
-    REMEMBERED_US,
     Slowness,
     Verdict,
     decide,
@@ -62,11 +62,21 @@ def test_the_slowest_of_the_last_jobs_counts() -> None:
     assert slowness.factor(NOW_US) == 1
 
 
-def test_a_worker_that_was_slow_once_does_not_refuse_jobs_for_ever() -> None:
+def test_a_worker_that_was_interrupted_once_does_not_refuse_jobs_for_long() -> None:
     slowness = Slowness()
-    slowness.observe(10_000, 10_000_000, NOW_US)
-    assert slowness.factor(NOW_US + REMEMBERED_US - 1) == 1000
-    assert slowness.factor(NOW_US + REMEMBERED_US) == FIRST_FACTOR
+    for took_us in (*[20_000] * 14, 5_000_000, 10_000_000):
+        slowness.observe(10_000, took_us, NOW_US)
+    assert slowness.factor(NOW_US + IDLE_US) == 1000
+    assert slowness.factor(NOW_US + IDLE_US + 1) == 2, "both are forgotten, and the others are not"
+
+
+def test_a_worker_that_was_slow_tries_again_at_last() -> None:
+    slowness, now_us = Slowness(), NOW_US
+    for _ in range(MOST_REMEMBERED):
+        slowness.observe(10_000, 10_000_000, now_us)
+    while slowness.factor(now_us) != FIRST_FACTOR:
+        now_us += IDLE_US + 1
+    assert now_us - NOW_US <= 30 * IDLE_US
 
 
 @dataclass

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections import deque
 from typing import Final
 
-FIRST_FACTOR: Final = 1.5
+FIRST_FACTOR: Final = 2.0
 MOST_REMEMBERED: Final = 64
-REMEMBERED_US: Final = 10_000_000
-"""A worker that was so slow once that it refuses every job tries again after this time."""
+IDLE_US: Final = 1_000_000
+"""A worker that was interrupted once may have no time for any job. Each time that none has ended for so long, it forgets
+the slowest eighth.
+"""
 MOST_TRIES: Final = 2
 """So many times a job is offered to workers. A job that came back once has found none with time for it."""
 
@@ -42,14 +45,22 @@ class Slowness:
     """
 
     def __init__(self) -> None:
-        self._ratios: deque[tuple[int, float]] = deque(maxlen=MOST_REMEMBERED)
+        self._lock = threading.Lock()
+        self._ratios: deque[float] = deque(maxlen=MOST_REMEMBERED)
+        self._changed_us = 0
 
     def observe(self, predicted_us: float, took_us: float, now_us: int) -> None:
         """A job whose prefix was computed took so long, from its receipt until the store had it."""
         if predicted_us > 0:
-            self._ratios.append((now_us, took_us / predicted_us))
+            with self._lock:
+                self._ratios.append(took_us / predicted_us)
+                self._changed_us = now_us
 
     def factor(self, now_us: int) -> float:
-        """At least 1."""
-        ratios = [ratio for at_us, ratio in list(self._ratios) if now_us - at_us < REMEMBERED_US]
-        return max(1.0, *ratios) if ratios else FIRST_FACTOR
+        """At least 1; `FIRST_FACTOR` if no job is remembered."""
+        with self._lock:
+            if now_us - self._changed_us > IDLE_US:
+                for slowest in sorted(self._ratios)[len(self._ratios) * 7 // 8 :]:
+                    self._ratios.remove(slowest)
+                self._changed_us = now_us
+            return max(1.0, *self._ratios) if self._ratios else FIRST_FACTOR
