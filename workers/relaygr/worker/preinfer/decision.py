@@ -10,8 +10,8 @@ from typing import Final
 FIRST_FACTOR: Final = 2.0
 MOST_REMEMBERED: Final = 64
 IDLE_US: Final = 1_000_000
-"""A worker that was interrupted once may have no time for any job. Each time that none has ended for so long, it forgets
-the slowest eighth.
+"""A worker that was interrupted once may have no time for any job. Each time that none has ended for so long, it
+forgets the slowest eighth.
 """
 MOST_TRIES: Final = 2
 """So many times a job is offered to workers. A job that came back once has found none with time for it."""
