@@ -174,7 +174,7 @@ public class LeastSizes implements CreateTopicPolicy, AlterConfigPolicy {
     public void close() {}
 }
 """
-SHORT = [Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW]
+SHORT = [Topic.RETRIEVAL, Topic.PREINFER, Topic.PREINFER_POOL, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW]
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_all_refusals_of_a_cluster_are_one_sentence_and_settings_meet_them() -> 
             with pytest.raises(RelayError) as refusal:
                 create_topics(kafka, dry_run=dry_run)
             said = str(refusal.value)
-            assert "refuses to create 6 of 9 topics" in said and "set `topic_settings`" in said
+            assert "refuses to create 7 of 10 topics" in said and "set `topic_settings`" in said
             assert f"{short} (" in said and "segment.ms must be at least 3600000" in said
             assert "relaygr.workers (" in said and "segment.bytes must be at least 52428800" in said
             made = {row.topic for row in check_topics(kafka).rows if row.partitions is not None}
@@ -220,7 +220,7 @@ def test_all_refusals_of_a_cluster_are_one_sentence_and_settings_meet_them() -> 
         fits = KafkaSettings(bootstrap=broker.bootstrap, partitions=1, topic_settings=accepted)
         assert create_topics(fits, dry_run=True).findings == create_topics(fits).findings == ()
         assert require_topics(fits, Role.WORKER).ok
-        with pytest.raises(RelayError, match=r"refuses to set the settings of 6 of 9 topics, .*`topic_settings`"):
+        with pytest.raises(RelayError, match=r"refuses to set the settings of 7 of 10 topics, .*`topic_settings`"):
             create_topics(kafka, repair=True)
         assert {finding.severity for finding in check_topics(kafka).findings} == {Severity.WARNING}
         assert create_topics(fits, repair=True).findings == ()
@@ -260,10 +260,14 @@ def test_the_share_group_of_pre_infer_workers_begins_with_the_earliest_job(real_
     kafka = fresh(real_broker)
     create_topics(kafka)
     assert has_share_groups(kafka)
-    resource = ConfigResource(ConfigResource.Type.GROUP, kafka.pool_group)
-    [future] = make_admin(kafka, "test").describe_configs([resource]).values()
-    found = {name: entry.value for name, entry in future.result().items()}
-    assert SHARE_GROUP.items() <= found.items()
+    admin = make_admin(kafka, "test")
+
+    def settings() -> dict[str, str | None]:
+        [future] = admin.describe_configs([ConfigResource(ConfigResource.Type.GROUP, kafka.pool_group)]).values()
+        return {name: entry.value for name, entry in future.result().items()}
+
+    eventually(lambda: SHARE_GROUP.items() <= settings().items())
+    assert SHARE_GROUP.items() <= settings().items()
 
 
 def test_the_embedded_cluster_has_no_share_groups(embedded_broker: LocalBroker) -> None:
