@@ -108,7 +108,8 @@ def world(kafka_settings: KafkaSettings, tmp_path: Path) -> Iterator[World]:
     model = save_model(tmp_path / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
     secret = tmp_path / "secret"
     secret.write_bytes(b"0123456789abcdef")
-    with mooncake(tmp_path / "mooncake") as stores:
+    # Else the master forgets a holder that is stopped, and for good.
+    with mooncake(tmp_path / "mooncake", forgets_s=120) as stores:
         pool = PoolSettings(address=stores.address, secret_file=secret)
         memory = {"hbm_bytes": ByteSize(16 << 20), "dram_bytes": ByteSize(32 << 20)}
         with (
