@@ -77,6 +77,8 @@ def behaviours(draw: st.DrawFn, max_length: int = 20) -> Behaviours:
     items = draw(hnp.arrays("<i8", length, elements=item_ids))
     actions = draw(hnp.arrays("<u2", length))
     times = sorted(draw(st.lists(timestamps_ms, min_size=length, max_size=length)))
+    if times and wrong_unit(times[-1], "milliseconds"):
+        times[-1] = INT64_MAX  # A newest time in another unit is refused.
     return Behaviours(items, actions, np.array(times, dtype="<i8"))
 
 
