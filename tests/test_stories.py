@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.traffic.settings import TrafficSettings
-from relaygr.trigger.app import TriggerMetrics
+from relaygr.trigger.metrics import TriggerMetrics
 from relaygr.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,7 @@ from relaygr.lag.settings import LagSettings
 from relaygr.runtime import logs
 from relaygr.runtime.clock import SystemClock
 from relaygr.tracing.tracer import TracerMetrics
-from relaygr.trigger.app import TriggerMetrics
+from relaygr.trigger.metrics import TriggerMetrics
 from relaygr.worker.cache.stats import CacheCollector, CacheStats, TierStats
 from relaygr.worker.history import metrics as history_metrics
 from relaygr.worker.history import snapshots

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from relaygr.admission.latency import LatencyModel
 from relaygr.admission.policy import NOTHING_CACHED, CachedPrefix, OwnerView, PrefixTier
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.trigger import handler
-from relaygr.trigger.handler import RecentPrefixes
+from relaygr.trigger import recent as recent_module
+from relaygr.trigger.recent import RecentPrefixes
 
 MODEL = LatencyModel(LatencyCoefficients(0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0))
 # Room for 1,000 tokens.
@@ -53,7 +53,7 @@ def test_the_prefixes_of_a_large_fleet_are_all_known() -> None:
 def test_the_users_are_bounded_in_total_and_an_owner_that_left_is_forgotten_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handler, "MAX_USERS", 4)
+    monkeypatch.setattr(recent_module, "MAX_USERS", 4)
     recent = RecentPrefixes()
     left, first, second = owner(0), owner(1), owner(2)
     for now_us, view in enumerate((left, left, first, second, first, second)):
@@ -70,7 +70,7 @@ def test_the_users_are_bounded_in_total_and_an_owner_that_left_is_forgotten_firs
 
 
 def test_the_owners_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler, "MAX_WORKERS", 2)
+    monkeypatch.setattr(recent_module, "MAX_WORKERS", 2)
     recent = RecentPrefixes()
     for number in (0, 1, 0, 2):
         recent.note(owner(number), "user-1", 400, number)
