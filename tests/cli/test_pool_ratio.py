@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,10 +182,12 @@ def test_owners_rank_on_what_workers_of_the_pool_computed() -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_that_lacks_workers_drops_the_jobs_that_cannot_end_in_time() -> None:
+def test_owners_compute_what_a_pool_that_lacks_workers_has_no_time_for() -> None:
     few, enough = (outcome(case("traffic.new_share=1", rate=150, seconds=6), 2, Pool(US_PER_BYTE, n)) for n in (1, 4))
-    assert few.jobs["expired"] > 0.2 * few.asked > enough.jobs.get("expired", 0)
-    assert few.ready / few.asked < 0.8 < enough.ready / enough.asked
+    told, passed_on = ([one.jobs.get(name, 0) for one in (few, enough)] for name in ("computed", "passed_on"))
+    assert passed_on[0] > 0 and share(few, Ending.LOST) == 0
+    assert few.ready / few.asked < enough.ready / enough.asked and enough.ready / enough.asked > 0.9
+    assert told[0] > 0.5 * few.asked, "owners or workers of the pool computed them"
 
 
 @pytest.mark.slow
@@ -202,11 +205,13 @@ def test_the_store_has_what_the_tiers_of_a_worker_have_not() -> None:
 
 def test_a_worker_of_the_pool_takes_no_more_jobs_than_it_has_slots() -> None:
     env, store = simpy.Environment(), SharedStore(StoreTimes(case().model, US_PER_BYTE))
-    received, told, ended = list[int](), list[int](), list[Callable[[int, JobOutcome], None]]()
+    received, told, passed = list[int](), list[int](), list[PoolJob]()
+    ended = list[Callable[[int, JobOutcome], None]]()
 
     class Worker:
         now_us = 1_500
         cache: Any = None
+        executor = SimpleNamespace(preinfer_backlog_us=0)
 
         def receive_job(self, number: int, *_: object) -> None:
             received.append(number)
@@ -215,16 +220,15 @@ def test_a_worker_of_the_pool_takes_no_more_jobs_than_it_has_slots() -> None:
         ended.append(on_job)
         return Worker()
 
-    pool = PreInferWorkers(env, store, make, 1, lambda job: told.append(job.number))
+    pool = PreInferWorkers(env, store, make, 1, lambda job: told.append(job.number), lambda job: passed.append(job))
     for number in range(SLOTS + 2):
-        expires_us = EPOCH_US + (1_000 if number == SLOTS else 60_000)
-        job = PreInferJob(str(number), "u", EPOCH_US, expires_us, 0, 64, 0, EPOCH_US)
-        pool.offer(PoolJob(number, job, 0))
+        due_us = EPOCH_US + (1_000 if number == SLOTS else 60_000)
+        pool.offer(PoolJob(number, PreInferJob(str(number), "u", due_us, due_us, 0, 64, 0, EPOCH_US), 0))
     assert received == list(range(SLOTS))
     ended[0](0, JobOutcome.OVER_FOOTPRINT)
     env.run(until=2_000)
     assert received == [*range(SLOTS), SLOTS + 1], "the job between could not end in time"
-    assert pool.jobs == {"over_footprint": 1, "expired": 1} and not told
+    assert pool.jobs == {"over_footprint": 1, "rejected": 1} and not told and not passed
 
 
 @pytest.mark.slow

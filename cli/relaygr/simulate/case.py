@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.admission.scenarios import ONLY_DEFAULT, PreInferBy, Scenarios, ScenarioSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import MAX_SUFFIX_BEHAVIOURS
+from relaygr.schemas.messages import DEFAULT_SCENARIO, MAX_SUFFIX_BEHAVIOURS
 from relaygr.settings import Settings
 from relaygr.simulate.demand import Demand
 from relaygr.simulate.device import SimulatedModel
@@ -61,11 +62,14 @@ class Case:
         return min(self.demand.traffic.history_max, self.model.limits.max_prefix_behaviours)
 
     def with_pool(self, pool: Pool) -> Case:
-        """The same with a pool. Slots bound the load of workers for jobs, and no bound for one worker counts."""
-        admission = self.settings.admission
-        if pool.workers:
-            admission = admission.model_copy(update={"load_limit": 1.0 + pool.workers})
-        return replace(self, pool=pool, settings=self.settings.model_copy(update={"admission": admission}))
+        """The same with a pool."""
+        return replace(self, pool=pool)
+
+    @property
+    def scenarios(self) -> Scenarios:
+        """The one scenario of the trigger."""
+        has_workers = self.pool is not None and self.pool.workers
+        return {DEFAULT_SCENARIO: ScenarioSettings(pre_infer=PreInferBy.POOL)} if has_workers else ONLY_DEFAULT
 
     def visit(self) -> VisitTimes:
         """The device work of a visit with the median history."""

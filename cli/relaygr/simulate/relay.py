@@ -32,6 +32,7 @@ from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, job_of
 from relaygr.worker.cache import Hit, Miss, MissReason, PendingPrefix, Purpose
 from relaygr.worker.executor.work import JobOutcome
+from relaygr.worker.preinfer.slots import SlotAdmission
 from relaygr.worker.settings import FollowBehaviours
 
 _DRAIN_S: Final = 3.0
@@ -75,8 +76,9 @@ class RelaySimulation:
         settings = case.settings
         self._fleet = Fleet(settings.trigger.status_stale_ms)
         self._handler = EventHandler(
-            settings.trigger, settings.admission, self._fleet, case.demand.partitions, _TriggerClock(self._env)
-        )
+            settings.trigger, settings.admission, self._fleet, case.demand.partitions, _TriggerClock(self._env),
+            scenarios=case.scenarios,
+        )  # fmt: skip
         self._handler.reassign(frozenset(partitions))
         self._budget_us = traffic.budget_ms * 1000
         self._ranking_us: list[int] = []
@@ -113,8 +115,9 @@ class RelaySimulation:
         self._owner_of = {number: owner for owner in self._owners for number in owner.partitions}
         self._pool: PreInferWorkers | None = None
         if pool is not None and store is not None and pool.workers:
-            in_pool = partial(make, partitions=frozenset(), on_look_up=_ignore)
-            self._pool = PreInferWorkers(self._env, store, in_pool, pool.workers, self._stored)
+            in_pool = partial(make, partitions=frozenset(), on_look_up=_ignore, admission=SlotAdmission)
+            pass_on = partial(self._after_hop, self._tell)
+            self._pool = PreInferWorkers(self._env, store, in_pool, pool.workers, self._stored, pass_on)
         self._workers = [*self._owners, *(self._pool.workers if self._pool is not None else ())]
         self._take_statuses()
 
@@ -260,9 +263,7 @@ class RelaySimulation:
         if decision.admit:
             job = PoolJob(number, job_of(event, wall_us), partition)
             self._has_job[number] = True
-            # An owner that has a part of the prefix needs less time than a worker that has none.
-            is_new = decision.estimate is not None and not decision.estimate.cached_tokens
-            receive = self._pool.offer if self._pool is not None and is_new else self._tell
+            receive = self._pool.offer if self._pool is not None and decision.by_pool else self._tell
             self._after(self._hops.next(), partial(receive, job))
 
     def _tell(self, job: PoolJob) -> None:
@@ -271,7 +272,10 @@ class RelaySimulation:
 
     def _stored(self, job: PoolJob) -> None:
         self._told.add(job.number)
-        self._after(self._hops.next(), partial(self._tell, job))
+        self._after_hop(self._tell, job)
+
+    def _after_hop(self, receive: Callable[[PoolJob], None], job: PoolJob) -> None:
+        self._after(self._hops.next(), partial(receive, job))
 
     def _report_statuses(self) -> Generator[simpy.Event, None, None]:
         interval_us = self._case.settings.worker.status_interval_ms * 1000
@@ -283,6 +287,8 @@ class RelaySimulation:
     def _take_statuses(self) -> None:
         for owner in self._owners:
             self._fleet.apply(owner.worker_id, owner.status(), EPOCH_US + int(self._env.now))
+        for status in self._pool.statuses() if self._pool is not None else ():
+            self._fleet.apply(status.worker_id, status, EPOCH_US + int(self._env.now))
 
     # -- results -----------------------------------------------------------------------------------
 

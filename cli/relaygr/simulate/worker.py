@@ -146,6 +146,7 @@ class SimulatedWorker:
         on_job: OnJob,
         on_look_up: OnLookUp,
         store: SharedStore | None = None,
+        admission: type[JobAdmission] = JobAdmission,
     ) -> None:
         self.worker_id = worker_id
         self.partitions = partitions
@@ -186,7 +187,7 @@ class SimulatedWorker:
                 corrector=corrector,
                 settings=settings,
                 admission_settings=case.settings.admission,
-                admission=JobAdmission(case.settings.admission, int(settings.hbm_bytes), kv, clock),
+                admission=admission(case.settings.admission, int(settings.hbm_bytes), kv, clock),
                 results=results,
                 metrics=WorkerMetrics(self._registry),
                 clock=clock,
