@@ -27,15 +27,15 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version | replace "+" "_" }
 {{- divf (mulf (float64 $number) (get $bytes $unit)) 1048576 | ceil | int64 -}}
 {{- end }}
 
-{{/* Memory of one worker, in MiB, as YAML: tmpfs, history, limit. */}}
+{{/* Memory of one worker, in MiB, as YAML: tmpfs, history, limit. dict "role" "own" (its values) "settings" (of `worker`). */}}
 {{- define "relaygr.memory" -}}
-{{- $own := .Values.settings.worker -}}
-{{- $hbm := include "relaygr.mib" (dict "key" "settings.worker.hbm_bytes" "value" $own.hbm_bytes) | int64 -}}
-{{- $dram := include "relaygr.mib" (dict "key" "settings.worker.dram_bytes" "value" $own.dram_bytes) | int64 -}}
-{{- $history := include "relaygr.mib" (dict "key" "settings.worker.history_max_bytes" "value" $own.history_max_bytes) | int64 -}}
-{{- $each := include "relaygr.mib" (dict "key" "worker.memory.beside" "value" .Values.worker.memory.beside) | int64 -}}
-{{- if eq $own.device "cpu" }}{{ $each = add $each $hbm }}{{ end -}}
-{{- $processes := ternary 2 1 .Values.worker.standby -}}
+{{- $at := eq .role "pre-infer" | ternary "preInfer.settings" "settings.worker" -}}
+{{- $hbm := include "relaygr.mib" (dict "key" (printf "%s.hbm_bytes" $at) "value" .settings.hbm_bytes) | int64 -}}
+{{- $dram := include "relaygr.mib" (dict "key" (printf "%s.dram_bytes" $at) "value" .settings.dram_bytes) | int64 -}}
+{{- $history := include "relaygr.mib" (dict "key" (printf "%s.history_max_bytes" $at) "value" .settings.history_max_bytes) | int64 -}}
+{{- $each := include "relaygr.mib" (dict "key" (eq .role "pre-infer" | ternary "preInfer.memory.beside" "worker.memory.beside") "value" .own.memory.beside) | int64 -}}
+{{- if eq .settings.device "cpu" }}{{ $each = add $each $hbm }}{{ end -}}
+{{- $processes := ternary 2 1 .own.standby -}}
 {{/* A tenth for the index of the tier, and the lock and status files. */}}
 {{- $tmpfs := add $dram (div (add $dram 9) 10) 16 -}}
 tmpfs: {{ $tmpfs }}
@@ -46,7 +46,7 @@ limit: {{ add $tmpfs (div (add $dram 9) 10) $history (mul $processes $each) }}
 
 {{/* The roles that run with these values. */}}
 {{- define "relaygr.roles" -}}
-worker trigger{{ range $role := list "lag" "gateway" "ui" }}{{ if (get $.Values $role).enabled }} {{ $role }}{{ end }}{{ end }}{{ if and .Values.topics.job (not .Values.strimzi.topics) }} topics{{ end }}
+worker trigger{{ if .Values.preInfer.replicas }} pre-infer{{ end }}{{ range $role := list "lag" "gateway" "ui" }}{{ if (get $.Values $role).enabled }} {{ $role }}{{ end }}{{ end }}{{ if and .Values.topics.job (not .Values.strimzi.topics) }} topics{{ end }}
 {{- end }}
 
 {{/* Stops with a message where values contradict each other. */}}
@@ -70,6 +70,10 @@ worker trigger{{ range $role := list "lag" "gateway" "ui" }}{{ if (get $.Values 
 {{- range $key := list "address" "secret_file" -}}
 {{- if hasKey ($settings.worker.pool | default dict) $key }}{{ fail (printf "settings.worker.pool.%s is set by the chart with pool.enabled: remove one of them" $key) }}{{ end -}}
 {{- end -}}
+{{- end -}}
+{{- if .Values.preInfer.replicas -}}
+{{- if not (or .Values.pool.enabled (dig "pool" "address" "" $settings.worker)) }}{{ fail "preInfer.replicas is set, but there is no pool for the prefixes: set pool.enabled to true, or settings.worker.pool.address" }}{{ end -}}
+{{- if not (include "relaygr.usesPool" .) }}{{ fail "preInfer.replicas is set, but every scenario of this release has `pre_infer: owner`, so pre-infer workers would get no jobs: set settings.scenarios.NAME.pre_infer to pool, or preInfer.replicas to 0" }}{{ end -}}
 {{- end -}}
 {{- if and (eq ($settings.affinity | default "range") "consumer_protocol") (or .Values.worker.standby .Values.worker.leaveOnStop) }}{{ fail "settings.affinity is consumer_protocol: set worker.standby and worker.leaveOnStop to false, or use another affinity" }}{{ end -}}
 {{- if and (eq ($settings.affinity | default "range") "one_topic") (or .Values.strimzi.topics .Values.strimzi.users) }}{{ fail "settings.affinity is one_topic: set strimzi.topics to false and strimzi.users to [], and grant the rights that `relaygr topics acls` prints" }}{{ end -}}
@@ -101,6 +105,17 @@ worker trigger{{ range $role := list "lag" "gateway" "ui" }}{{ if (get $.Values 
 {{- range $section := list "trigger" "worker" -}}
 {{- $own := get $.Values.keda $section -}}
 {{- if and $own.enabled (gt (int $own.min) (int $own.max)) }}{{ fail (printf "keda.%s.min is larger than keda.%s.max" $section $section) }}{{ end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Whether jobs of a scenario that the release serves go to pre-infer workers: "true", or nothing. */}}
+{{- define "relaygr.usesPool" -}}
+{{- $scenarios := .Values.settings.scenarios | default dict -}}
+{{- $parts := .Values.settings.scenario | default "" | splitList "/" -}}
+{{- $served := dig (first $parts) "topic_prefix" "" $scenarios | default "" -}}
+{{- range $name, $own := $scenarios -}}
+{{- $is_served := gt (len $parts) 1 | ternary (eq $name (first $parts)) (eq ($own.topic_prefix | default "") $served) -}}
+{{- if and $is_served (eq ($own.pre_infer | default "owner") "pool") }}true{{ end -}}
 {{- end -}}
 {{- end }}
 
@@ -140,7 +155,7 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 
 {{/* A hash of the settings that a role reads: another role's settings do not restart it. */}}
 {{- define "relaygr.checksum" -}}
-{{- $reads := get (dict "worker" (list "worker" "supervisor" "consumer" "admission") "trigger" (list "trigger" "admission") "lag" (list "lag") "gateway" (list "gateway" "client") "ui" (list "ui")) .role -}}
+{{- $reads := get (dict "worker" (list "worker" "supervisor" "consumer" "admission") "pre-infer" (list "worker" "consumer" "admission") "trigger" (list "trigger" "admission") "lag" (list "lag") "gateway" (list "gateway" "client") "ui" (list "ui")) .role -}}
 {{- $own := deepCopy .root.Values.settings -}}
 {{- range list "worker" "supervisor" "consumer" "admission" "trigger" "lag" "client" "gateway" "traffic" "ui" }}{{ if not (has . $reads) }}{{ $_ := unset $own . }}{{ end }}{{ end -}}
 {{- toYaml $own | sha256sum -}}
@@ -161,7 +176,7 @@ securityContext:
   fsGroup: 10001
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
-  {{- if and (eq .role "worker") .root.Values.worker.supplementalGroups }}
+  {{- if and (has .role (list "worker" "pre-infer")) .root.Values.worker.supplementalGroups }}
   supplementalGroups: {{ toJson .root.Values.worker.supplementalGroups }}
   {{- end }}
 {{- end }}
@@ -191,14 +206,15 @@ securityContext:
 {{- define "relaygr.environment" -}}
 - {name: HOME, value: /tmp}
 {{- if ne .role "topics" }}
-- {name: RELAYGR_{{ upper .role }}__HTTP_HOST, value: 0.0.0.0}
-- {name: RELAYGR_{{ upper .role }}__HTTP_PORT, value: "8080"}
+{{- $section := eq .role "pre-infer" | ternary "worker" .role | upper }}
+- {name: RELAYGR_{{ $section }}__HTTP_HOST, value: 0.0.0.0}
+- {name: RELAYGR_{{ $section }}__HTTP_PORT, value: "8080"}
 {{- end }}
 {{- if has .role (list "gateway" "ui") }}
 - name: RELAYGR_{{ upper .role }}__TOKEN
   valueFrom: {secretKeyRef: {name: {{ (get .root.Values .role).tokenSecret }}, key: token}}
 {{- end }}
-{{- if and (eq .role "worker") .root.Values.pool.enabled }}
+{{- if and (has .role (list "worker" "pre-infer")) .root.Values.pool.enabled }}
 - {name: RELAYGR_WORKER__POOL__ADDRESS, value: "{{ include "relaygr.poolAddress" .root }}"}
 - {name: RELAYGR_WORKER__POOL__SECRET_FILE, value: /etc/relaygr/pool/secret}
 {{- end }}
@@ -228,7 +244,7 @@ securityContext:
 {{- if .root.Values.security.caSecret }}
 - {name: ca, mountPath: /etc/relaygr/ca, readOnly: true}
 {{- end }}
-{{- if and (eq .role "worker") .root.Values.pool.enabled }}
+{{- if and (has .role (list "worker" "pre-infer")) .root.Values.pool.enabled }}
 - {name: pool, mountPath: /etc/relaygr/pool, readOnly: true}
 {{- end }}
 {{- end }}
@@ -247,7 +263,7 @@ securityContext:
 - name: ca
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
-{{- if and (eq .role "worker") .root.Values.pool.enabled }}
+{{- if and (has .role (list "worker" "pre-infer")) .root.Values.pool.enabled }}
 - name: pool
   secret: {secretName: {{ .root.Values.pool.secret }}, defaultMode: 0440}
 {{- end }}
@@ -384,11 +400,11 @@ volumeMounts: [{name: tmp, mountPath: /tmp}]
 {{- end }}
 {{- end }}
 
-{{/* A claim of each worker: name, class, size. */}}
+{{/* A claim of each worker: dict "root" "role" "name" "class" "size". */}}
 {{- define "relaygr.claim" -}}
 - metadata:
     name: {{ .name }}
-    labels: {{ include "relaygr.selector" (dict "root" .root "role" "worker") | nindent 6 }}
+    labels: {{ include "relaygr.selector" . | nindent 6 }}
   spec:
     accessModes: [ReadWriteOnce]
     {{- with .class }}
