@@ -17,6 +17,7 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 from typer.testing import CliRunner
 
+from relaygr.admission.scenarios import uses_pool
 from relaygr.chart_catalogue import catalogue
 from relaygr.cli.app import app
 from relaygr.client import __version__
@@ -26,7 +27,7 @@ from relaygr.settings import Settings, load
 from relaygr.worker.process.allocation import queues_bytes
 from relaygr.worker.supervisor.supervisor import STANDBY_STOP_S
 from tests.worlds.chart import CHART, EXAMPLES, Helm, Rendered, example, helm_is_installed, merged
-from tests.worlds.compose import ALERTS, exported_metrics, image_environment, metrics_in
+from tests.worlds.compose import ALERTS, alert_expressions, exported_metrics, image_environment, metrics_in
 from tests.worlds.pool import needs_mooncake, unknown_options
 
 pytestmark = pytest.mark.skipif(not helm_is_installed(), reason="helm-python-sdk has no wheel for this machine")
@@ -34,9 +35,12 @@ pytestmark = pytest.mark.skipif(not helm_is_installed(), reason="helm-python-sdk
 OLDEST, NEWEST = "1.27", "1.37"
 """Versions of Kubernetes: the oldest one that Chart.yaml allows, and the newest one with schemas."""
 CUSTOM = ("monitoring.coreos.com/", "kafka.strimzi.io/", "keda.sh/")
-PROCESSES = ("worker", "trigger", "lag", "gateway", "ui")
+WORKERS = ("worker", "pre-infer")
+PROCESSES = (*WORKERS, "trigger", "lag", "gateway", "ui")
 LIBRARIES_BYTES = 2**29
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
+    "settings": {"scenarios": {"home": {"pre_infer": "pool"}}},
+    "preInfer": {"replicas": 1},
     "monitoring": {"serviceMonitor": True, "prometheusRule": True},
     "networkPolicy": {
         "enabled": True,
@@ -46,7 +50,7 @@ EVERYTHING = {
     "gateway": {"enabled": True, "tokenSecret": "gateway-token"},
     "ui": {"enabled": True, "tokenSecret": "ui-token"},
     "pool": {"enabled": True, "secret": "pool-key"},
-    "strimzi": {"users": ["trigger", "worker", "lag", "gateway", "ui", "history-publisher"]},
+    "strimzi": {"users": ["trigger", "worker", "pre-infer", "lag", "gateway", "ui", "history-publisher"]},
     "keda": {"prometheus": "http://prometheus:9090", "trigger": {"enabled": True}, "worker": {"enabled": True}},
     "worker": {"accelerator": {"resource": "huawei.com/Ascend310P"}, "podAnnotations": {"a": "b"}},
     "extraEnv": [{"name": "RELAYGR_SECURITY__KEY_PASSWORD", "valueFrom": {"secretKeyRef": {"name": "k", "key": "p"}}}],
@@ -114,7 +118,16 @@ CASES = {
     "a pool": merged(
         example("try"),
         {
-            "settings": {"worker": {"pool": {"protocol": "rdma", "prefix": "shop", "visits": 3}}},
+            "settings": {
+                "worker": {"pool": {"protocol": "rdma", "prefix": "shop", "visits": 3}},
+                "scenarios": {"home": {"pre_infer": "pool"}, "ads": {"topic_prefix": "shop-ads"}},
+            },
+            "preInfer": {
+                "replicas": 3,
+                "settings": {"device": "cuda", "hbm_bytes": "8GiB", "history_max_bytes": 20_000_000_000},
+                "accelerator": {"resource": "nvidia.com/mig-3g.40gb"},
+                "memory": {"beside": "4GiB"},
+            },
             "networkPolicy": {"enabled": True},
             "pool": {
                 "enabled": True,
@@ -167,26 +180,31 @@ def environment(chart: Rendered, role: str) -> dict[str, str]:
     return {**image_environment(), **given}
 
 
-def worker_command(chart: Rendered, ordinal: int, folder: Path) -> list[str]:
+def workers_of(chart: Rendered) -> list[str]:
+    """The roles of workers that these values have."""
+    return [role for role in WORKERS if role in pods(chart)]
+
+
+def worker_command(chart: Rendered, ordinal: int, folder: Path, role: str = "worker") -> list[str]:
     """The arguments that the image's entry point gets, from the shell that the container runs."""
     stand_in = folder / "relaygr-entrypoint"
     stand_in.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n", encoding="utf-8")
     stand_in.chmod(0o755)
-    own = container(chart, "worker")
-    variables = {"PATH": f"{folder}:/usr/bin:/bin", "POD_NAME": f"shop-relaygr-worker-{ordinal}"}
+    own = container(chart, role)
+    variables = {"PATH": f"{folder}:/usr/bin:/bin", "POD_NAME": f"shop-relaygr-{role}-{ordinal}"}
     done = subprocess.run([*own["command"], *own["args"]], env=variables, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
-def worker_settings(chart: Rendered, folder: Path) -> Settings:
-    words = worker_command(chart, 7, folder)
+def worker_settings(chart: Rendered, folder: Path, role: str = "worker") -> Settings:
+    words = worker_command(chart, 7, folder, role)
     overrides = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
-    return load(settings_file(chart, folder), environment(chart, "worker"), overrides).settings
+    return load(settings_file(chart, folder), environment(chart, role), overrides).settings
 
 
-def claims_of(chart: Rendered, name: str) -> list[Any]:
+def claims_of(chart: Rendered, name: str, role: str = "worker") -> list[Any]:
     """The claims of each worker with a name."""
-    claims = chart.named("StatefulSet", "-worker")["spec"].get("volumeClaimTemplates", [])
+    claims = chart.named("StatefulSet", f"-{role}")["spec"].get("volumeClaimTemplates", [])
     return [each for each in claims if each["metadata"]["name"] == name]
 
 
@@ -237,8 +255,12 @@ LANES: dict[str, dict[str, Any]] = {
     "a history prefix": {"history_prefix": "shop"},
     "a scenario": {"scenario": "ads", "topic_prefix": "shop", "scenarios": {"ads": ADS}},
     "a variant": {"scenario": "ads/c", "topic_prefix": "shop", "scenarios": {"ads": ADS}},
+    "a scenario for the pool": {"scenario": "ads", "scenarios": {"ads": {**ADS, "pre_infer": "pool"}}},
+    "a variant for the pool": {"scenario": "ads/c", "scenarios": {"ads": {**ADS, "pre_infer": "pool"}}},
     "a scenario without a prefix": {"scenario": "feed", "group_prefix": "shop", "scenarios": {"feed": {"share": 2}}},
 }
+POOL = {"enabled": True, "secret": "s"}
+FOR_POOL = {"scenarios": {"ads": {"topic_prefix": "shop-ads", "pre_infer": "pool"}, "home": {"pre_infer": "owner"}}}
 OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", "1"]}}
 
 
@@ -270,6 +292,22 @@ OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", 
             "settings.worker.pool.address is set by the chart",
         ),
         ({"pool": {"enabled": True, "secret": "s", "holder": {"bytes": "many"}}}, "pool.holder.bytes"),
+        ({"preInfer": {"replicas": 1}}, "set pool.enabled to true, or settings.worker.pool.address"),
+        ({"preInfer": {"replicas": 1}, "pool": POOL}, "settings.scenarios.NAME.pre_infer"),
+        ({"preInfer": {"replicas": 1}, "pool": POOL, "settings": FOR_POOL}, "every scenario of this release"),
+        ({"preInfer": {"settings": {"model": "/m"}}}, "model"),
+        ({"preInfer": {"memory": {"limit": "9Gi"}}}, "beside"),
+        (
+            {
+                "preInfer": {"replicas": 1, "settings": {"dram_bytes": "many"}},
+                "settings": {
+                    "scenario": "ads",
+                    **FOR_POOL,
+                    "worker": {"pool": {"address": "m:1", "secret_file": "/s"}},
+                },
+            },
+            "preInfer.settings.dram_bytes",
+        ),
         ({"settings": {"affinity": "consumer_protocol"}}, "worker.standby"),
         (
             {"settings": {"affinity": "one_topic"}, "strimzi": {"topics": True, "cluster": "c"}},
@@ -332,7 +370,8 @@ def test_gateway_and_live_page_serve_others_and_ask_for_the_token_of_a_secret(he
 
 
 def test_the_live_page_finds_and_may_read_the_metrics_of_each_process(helm: Helm, tmp_path: Path) -> None:
-    changes = {"settings": {"ui": {"scrape": ["http://mine:1/metrics"]}}, "pool": {"enabled": False}}
+    off = {"pool": {"enabled": False}, "preInfer": {"replicas": 0}}
+    changes = {"settings": {"ui": {"scrape": ["http://mine:1/metrics"]}}, **off}
     chart = helm.render(merged(CASES["everything"], changes))
     pages = load(settings_file(chart, tmp_path), environment(chart, "ui")).settings.ui.scrape
     named = {
@@ -353,22 +392,24 @@ def test_the_live_page_finds_and_may_read_the_metrics_of_each_process(helm: Helm
 
 
 def test_a_worker_starts_with_its_ordinal_as_its_id(chart: Rendered, tmp_path: Path) -> None:
-    settings = worker_settings(chart, tmp_path)
-    assert settings.worker.worker_id == "worker-007"
-    assert (settings.worker.http_host, settings.worker.http_port) == ("0.0.0.0", 8080)
-    words = worker_command(chart, 123, tmp_path)
-    assert words[0] == "worker" and "worker.worker_id=worker-123" in words
-    assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
+    for role in workers_of(chart):
+        settings = worker_settings(chart, tmp_path, role)
+        assert settings.worker.worker_id == f"{role}-007"
+        assert (settings.worker.http_host, settings.worker.http_port) == ("0.0.0.0", 8080)
+        words = worker_command(chart, 123, tmp_path, role)
+        assert words[0] == "worker" and f"worker.worker_id={role}-123" in words
+        assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
 
 
 def test_a_worker_writes_only_where_a_volume_is_mounted(chart: Rendered, tmp_path: Path) -> None:
-    own, mounts = container(chart, "worker"), {x["mountPath"]: x for x in container(chart, "worker")["volumeMounts"]}
-    settings = worker_settings(chart, tmp_path)
-    assert own["securityContext"]["readOnlyRootFilesystem"] is True
-    assert settings.worker.history_path.is_relative_to("/history") and "readOnly" not in mounts["/history"]
-    assert settings.worker.shared_path == Path("/shared") and "readOnly" not in mounts["/shared"]
-    assert {str(settings.worker.model), str(settings.worker.model.parent)} & set(mounts)
-    assert "/tmp" in mounts and environment(chart, "worker")["HOME"] == "/tmp"
+    for role in workers_of(chart):
+        own, mounts = container(chart, role), {x["mountPath"]: x for x in container(chart, role)["volumeMounts"]}
+        settings = worker_settings(chart, tmp_path, role)
+        assert own["securityContext"]["readOnlyRootFilesystem"] is True
+        assert settings.worker.history_path.is_relative_to("/history") and "readOnly" not in mounts["/history"]
+        assert settings.worker.shared_path == Path("/shared") and "readOnly" not in mounts["/shared"]
+        assert {str(settings.worker.model), str(settings.worker.model.parent)} & set(mounts)
+        assert "/tmp" in mounts and environment(chart, role)["HOME"] == "/tmp"
 
 
 def test_files_of_credentials_lie_in_mounted_secrets(chart: Rendered, tmp_path: Path) -> None:
@@ -397,26 +438,28 @@ def test_no_service_adds_a_variable_to_a_container(chart: Rendered) -> None:
 
 
 def test_a_workers_container_holds_what_the_worker_states(chart: Rendered, tmp_path: Path) -> None:
-    worker = worker_settings(chart, tmp_path).worker
-    own = container(chart, "worker")
-    each_bytes = queues_bytes(worker) + LIBRARIES_BYTES + (worker.hbm_bytes if worker.device == "cpu" else 0)
-    processes = 2 if "--standby" in own["args"] else 1
-    limit, request = own["resources"]["limits"]["memory"], own["resources"]["requests"]["memory"]
-    assert limit == request
-    # Its index takes a tenth, and the worker leaves a tenth of the free memory.
-    most = worker.dram_bytes * 1.2 + worker.history_max_bytes + processes * each_bytes
-    assert mebibytes(limit) * 2**20 >= most
-    [shared] = [each["emptyDir"] for each in pods(chart)["worker"]["volumes"] if each["name"] == "shared"]
-    assert shared["medium"] == "Memory"
-    assert mebibytes(limit) > mebibytes(shared["sizeLimit"]) >= worker.dram_bytes * 1.1 / 2**20
+    for role in workers_of(chart):
+        worker = worker_settings(chart, tmp_path, role).worker
+        own = container(chart, role)
+        each_bytes = queues_bytes(worker) + LIBRARIES_BYTES + (worker.hbm_bytes if worker.device == "cpu" else 0)
+        processes = 2 if "--standby" in own["args"] else 1
+        limit, request = own["resources"]["limits"]["memory"], own["resources"]["requests"]["memory"]
+        assert limit == request
+        # Its index takes a tenth, and the worker leaves a tenth of the free memory.
+        most = worker.dram_bytes * 1.2 + worker.history_max_bytes + processes * each_bytes
+        assert mebibytes(limit) * 2**20 >= most
+        [shared] = [each["emptyDir"] for each in pods(chart)[role]["volumes"] if each["name"] == "shared"]
+        assert shared["medium"] == "Memory"
+        assert mebibytes(limit) > mebibytes(shared["sizeLimit"]) >= worker.dram_bytes * 1.1 / 2**20
 
 
 def test_a_history_volume_has_room_for_a_copy(chart: Rendered, tmp_path: Path) -> None:
-    most = worker_settings(chart, tmp_path).worker.history_max_bytes
-    claims = claims_of(chart, "history")
-    folders = [each["emptyDir"] for each in pods(chart)["worker"]["volumes"] if each["name"] == "history"]
-    [size] = [each["spec"]["resources"]["requests"]["storage"] for each in claims] + [x["sizeLimit"] for x in folders]
-    assert mebibytes(size) * 2**20 >= 2 * most
+    for role in workers_of(chart):
+        most = worker_settings(chart, tmp_path, role).worker.history_max_bytes
+        folders = [each["emptyDir"] for each in pods(chart)[role]["volumes"] if each["name"] == "history"]
+        claimed = [each["spec"]["resources"]["requests"]["storage"] for each in claims_of(chart, "history", role)]
+        [size] = claimed + [each["sizeLimit"] for each in folders]
+        assert mebibytes(size) * 2**20 >= 2 * most
 
 
 def test_a_workers_own_volume_gets_the_model_of_the_source_before_the_worker_starts(helm: Helm, tmp_path: Path) -> None:
@@ -442,8 +485,9 @@ def test_a_workers_own_volume_gets_the_model_of_the_source_before_the_worker_sta
 
 def test_a_worker_is_given_time_to_drain(chart: Rendered, tmp_path: Path) -> None:
     # As long as the supervisor waits for its two processes, and then for the broker.
-    needed_s = worker_settings(chart, tmp_path).worker.drain_s + 10 + STANDBY_STOP_S + 5
-    assert pods(chart)["worker"]["terminationGracePeriodSeconds"] > needed_s
+    for role in workers_of(chart):
+        needed_s = worker_settings(chart, tmp_path, role).worker.drain_s + 10 + STANDBY_STOP_S + 5
+        assert pods(chart)[role]["terminationGracePeriodSeconds"] > needed_s
 
 
 def test_lock_and_standby_are_in_one_container(helm: Helm) -> None:
@@ -460,17 +504,18 @@ def test_a_worker_asks_for_its_device(helm: Helm, case: str, resource: str) -> N
 
 
 def test_a_disruption_takes_one_worker_at_a_time(chart: Rendered) -> None:
-    budget = chart.named("PodDisruptionBudget", "-worker")["spec"]
-    assert budget["maxUnavailable"] == 1
-    labels = chart.named("StatefulSet", "-worker")["spec"]["template"]["metadata"]["labels"]
-    assert budget["selector"]["matchLabels"].items() <= labels.items()
+    for role in workers_of(chart):
+        budget = chart.named("PodDisruptionBudget", f"-{role}")["spec"]
+        assert budget["maxUnavailable"] == 1
+        labels = chart.named("StatefulSet", f"-{role}")["spec"]["template"]["metadata"]["labels"]
+        assert budget["selector"]["matchLabels"].items() <= labels.items()
 
 
 @pytest.mark.parametrize(
     ("changes", "restarted"),
     [
         ({"trigger": {"lead_fraction": 0.5}}, ["trigger"]),
-        ({"worker": {"max_batch_requests": 16}}, ["worker"]),
+        ({"worker": {"max_batch_requests": 16}}, ["worker", "pre-infer"]),
         ({"gateway": {"max_requests": 9}, "traffic": {"users": 5}}, ["gateway"]),
         ({"log": {"level": "debug"}}, list(PROCESSES)),
     ],
@@ -478,13 +523,13 @@ def test_a_disruption_takes_one_worker_at_a_time(chart: Rendered) -> None:
 def test_a_changed_setting_restarts_the_roles_that_read_it(
     helm: Helm, changes: dict[str, Any], restarted: list[str]
 ) -> None:
-    base = merged(OK, {role: EVERYTHING[role] for role in ("gateway", "ui")})
+    base = merged(OK, {key: EVERYTHING[key] for key in ("settings", "preInfer", "pool", "gateway", "ui")})
     before, after = helm.render(base), helm.render(merged(base, {"settings": changes}))
-    kinds = dict.fromkeys(PROCESSES, "Deployment") | {"worker": "StatefulSet"}
+    kinds = dict.fromkeys(PROCESSES, "Deployment") | dict.fromkeys(WORKERS, "StatefulSet")
     changed = [
         role
         for role, kind in kinds.items()
-        if before.named(kind, role)["spec"]["template"] != after.named(kind, role)["spec"]["template"]
+        if before.named(kind, f"-{role}")["spec"]["template"] != after.named(kind, f"-{role}")["spec"]["template"]
     ]
     assert changed == restarted
 
@@ -501,17 +546,43 @@ def test_the_probes_ask_the_port_of_the_process(chart: Rendered) -> None:
 # The pool
 
 
-def test_workers_find_the_master_and_the_secret_of_the_pool(helm: Helm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", WORKERS)
+def test_workers_find_the_master_and_the_secret_of_the_pool(helm: Helm, role: str, tmp_path: Path) -> None:
     chart = helm.render(CASES["a pool"])
-    pool = worker_settings(chart, tmp_path).worker.pool
+    pool = worker_settings(chart, tmp_path, role).worker.pool
     service = chart.named("Service", "-pool-master")
     assert pool.address == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     assert pool.secret_file is not None
-    [mount] = [x for x in container(chart, "worker")["volumeMounts"] if x["mountPath"] == str(pool.secret_file.parent)]
-    [volume] = [each for each in pods(chart)["worker"]["volumes"] if each["name"] == mount["name"]]
+    [mount] = [x for x in container(chart, role)["volumeMounts"] if x["mountPath"] == str(pool.secret_file.parent)]
+    [volume] = [each for each in pods(chart)[role]["volumes"] if each["name"] == mount["name"]]
     assert (volume["secret"]["secretName"], pool.secret_file.name) == ("pool-key", "secret")
-    others = set(pods(chart)) - {"worker"}
-    assert [role for role in others if "POOL__" in str(container(chart, role))] == []
+    others = set(pods(chart)) - set(WORKERS)
+    assert [other for other in others if "POOL__" in str(container(chart, other))] == []
+
+
+def test_a_pre_infer_worker_starts_by_its_own_words(helm: Helm, tmp_path: Path) -> None:
+    """As far as the missing model: it refuses `--standby` and `--leave-on-stop`, which the others have, before that."""
+    chart = helm.render(CASES["a pool"])
+    here = {
+        "/etc/relaygr/settings/relaygr.yaml": str(settings_file(chart, tmp_path)),
+        "worker.model=/model": "worker.model=/none",
+    }
+    words = [here.get(word, word) for word in worker_command(chart, 7, tmp_path, "pre-infer")]
+    result = CliRunner().invoke(app, words, env=environment(chart, "pre-infer"))
+    assert "/none" in result.output
+    refused = CliRunner().invoke(app, [*words, "--standby"], env=environment(chart, "pre-infer"))
+    assert "leave --standby" in refused.output
+
+
+def test_pre_infer_workers_differ_from_the_others_by_what_is_given(helm: Helm, tmp_path: Path) -> None:
+    chart = helm.render(CASES["a pool"])
+    assert chart.named("StatefulSet", "-pre-infer")["spec"]["replicas"] == 3
+    given = {"worker_id", "metrics_url", "device", "hbm_bytes", "history_max_bytes"}
+    own, other = (worker_settings(chart, tmp_path, role).worker for role in reversed(WORKERS))
+    assert (own.device, own.hbm_bytes, own.history_max_bytes) == ("cuda", 2**33, 20_000_000_000)
+    assert own.model_dump(exclude=given) == other.model_dump(exclude=given)
+    assert container(chart, "pre-infer")["resources"]["limits"]["nvidia.com/mig-3g.40gb"] == 1
+    assert uses_pool(load(settings_file(chart, tmp_path), {}).settings.served), "the trigger gives them jobs"
 
 
 def test_a_holder_joins_the_master_and_has_memory_beside_its_part_of_the_store(helm: Helm, tmp_path: Path) -> None:
@@ -545,7 +616,7 @@ def test_only_workers_and_the_pools_own_parts_reach_the_pool(helm: Helm, others:
     parts, pool = {"pool-master", "pool-holder"}, chart.named("NetworkPolicy", "-pool")["spec"]
     [[peer]] = [rule["from"] for rule in pool["ingress"]]
     assert chosen(pool["podSelector"], labels) == parts
-    assert chosen(peer["podSelector"], labels) == {*parts, "worker"}
+    assert chosen(peer["podSelector"], labels) == {*parts, *WORKERS}
     rest = [each["spec"] for each in chart.of("NetworkPolicy") if each["spec"] != pool]
     assert len(rest) == others
     for policy in rest:
@@ -599,6 +670,8 @@ def test_prometheus_finds_every_process_under_the_job_that_alerts_name(helm: Hel
         and each["metadata"]["labels"][unwanted["key"]] not in unwanted["values"]
     ]
     assert {each["metadata"]["labels"][monitor["jobLabel"]] for each in chosen} == set(PROCESSES) - {"ui"}
+    [jobs] = re.findall(r'up{job=~"(.*)"}', alert_expressions()["RelayProcessDown"])
+    assert set(PROCESSES) - {"ui"} <= set(jobs.split("|"))
     [endpoint] = monitor["endpoints"]
     assert all(endpoint["port"] in [port["name"] for port in each["spec"]["ports"]] for each in chosen)
 
@@ -620,25 +693,36 @@ def test_strimzi_makes_the_topics_of_the_catalogue(helm: Helm, changes: dict[str
         )
 
 
-@pytest.mark.parametrize("role", [Role.WORKER, Role.TRIGGER, Role.LAG, Role.GATEWAY, Role.HISTORY_PUBLISHER])
-def test_strimzi_gives_a_user_the_least_rights_of_its_role(helm: Helm, role: Role, tmp_path: Path) -> None:
-    chart = helm.render(CASES["strimzi"])
+@pytest.mark.parametrize(
+    ("case", "user", "role"),
+    [
+        *(("strimzi", role.value, role) for role in (Role.WORKER, Role.TRIGGER, Role.LAG, Role.GATEWAY)),
+        ("strimzi", "history-publisher", Role.HISTORY_PUBLISHER),
+        ("everything", "pre-infer", Role.WORKER_PRE_INFER),
+        ("everything", "trigger", Role.TRIGGER_POOL),
+    ],
+)
+def test_strimzi_gives_a_user_the_least_rights_of_its_role(
+    helm: Helm, case: str, user: str, role: Role, tmp_path: Path
+) -> None:
+    chart = helm.render(CASES[case])
     kafka = load(settings_file(chart, tmp_path), environment(chart, "worker")).settings
-    acls = chart.named("KafkaUser", f"-{role}")["spec"]["authorization"]["acls"]
+    acls = chart.named("KafkaUser", f"-{user}")["spec"]["authorization"]["acls"]
     given = {(each["resource"]["type"], each["resource"]["name"], tuple(each["operations"])) for each in acls}
     assert given == {(right.resource.value, right.name, right.operations) for right in rights_of(role, kafka)}
 
 
 @pytest.mark.parametrize("name", LANES)
 def test_strimzi_and_keda_name_topics_and_groups_as_the_processes_do(helm: Helm, name: str, tmp_path: Path) -> None:
-    chart = helm.render(merged(CASES["everything"], {"settings": LANES[name]}))
+    chart = helm.render(merged(CASES["everything"], {"settings": LANES[name], "preInfer": {"replicas": 0}}))
     kafka = load(settings_file(chart, tmp_path), environment(chart, "worker")).settings
     made = {each["spec"]["topicName"] for each in chart.of("KafkaTopic")}
     wanted = {kafka.topic(topic) for topic in CATALOGUE}
     # Shared histories are topics of another release, which has made them.
     assert made == {topic for topic in wanted if topic.startswith(f"{kafka.topic_prefix}.")}
-    for role in (Role.WORKER, Role.TRIGGER):
-        acls = chart.named("KafkaUser", f"-{role}")["spec"]["authorization"]["acls"]
+    trigger_role = Role.TRIGGER_POOL if uses_pool(kafka.served) else Role.TRIGGER
+    for user, role in (("worker", Role.WORKER), ("trigger", trigger_role)):
+        acls = chart.named("KafkaUser", f"-{user}")["spec"]["authorization"]["acls"]
         given = {(each["resource"]["type"], each["resource"]["name"], tuple(each["operations"])) for each in acls}
         assert given == {(right.resource.value, right.name, right.operations) for right in rights_of(role, kafka)}
     [trigger] = chart.named("ScaledObject", "-trigger")["spec"]["triggers"]

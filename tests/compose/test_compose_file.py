@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 from pydantic import ByteSize, TypeAdapter
 from typer.testing import CliRunner
 
+from relaygr.admission.scenarios import PreInferBy
 from relaygr.cli.app import app
+from relaygr.schemas.messages import DEFAULT_SCENARIO
 from relaygr.settings import load, setting_fields
 from relaygr.worker.pool.mooncake import LIBRARIES
 from relaygr.worker.process.allocation import queues_bytes
+from relaygr.worker.settings import WorkerRole
 from tests.worlds.compose import (
     COMPOSE,
     COMPOSE_FILE,
@@ -27,7 +32,8 @@ from tests.worlds.compose import (
 )
 from tests.worlds.pool import needs_mooncake, unknown_options
 
-WORKERS = ("worker-00", "worker-01", "worker-cuda", "worker-npu")
+OWNERS = ("worker-00", "worker-01", "worker-cuda", "worker-npu")
+WORKERS = (*OWNERS, "pre-infer-00")
 BESIDE_BYTES = 2**29
 """What the interpreter, torch and the model of compose.yaml take beside a worker's own statement, rounded up."""
 
@@ -113,7 +119,7 @@ def test_a_worker_with_a_standby_has_room_for_the_tier_that_they_share() -> None
 
 def test_workers_get_the_address_of_the_master_and_the_secret() -> None:
     pooled = compose_file(POOL_FILE)
-    for name in ("worker-00", "worker-01", "worker-cuda"):
+    for name in ("worker-00", "worker-01", "worker-cuda", "pre-infer-00"):
         own = pooled["services"][name]
         values = {**environment_of(name), **own["environment"]}
         pool = load(None, {key: str(value) for key, value in values.items()}).settings.worker.pool
@@ -123,6 +129,19 @@ def test_workers_get_the_address_of_the_master_and_the_secret() -> None:
     assert "worker-npu" not in pooled["services"], "its image has no apt-get"
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert f"compose/{pooled['secrets']['pool']['file']}" in ignored
+
+
+def test_the_lines_of_the_page_send_jobs_to_the_pre_infer_worker(tmp_path: Path) -> None:
+    """The first line gives the trigger the scenario of the traffic, and the second one starts the worker."""
+    text = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
+    [echo, up] = re.findall(r"^(echo .*SCENARIOS.*)\n(docker compose .*)$", text, re.MULTILINE)[0]
+    subprocess.run(["/bin/sh", "-c", echo], cwd=tmp_path, check=True)
+    name, _, value = (tmp_path / "settings.env").read_text(encoding="utf-8").rstrip("\n").partition("=")
+    settings = load(None, {**environment_of("trigger"), name: value}).settings
+    assert settings.served[DEFAULT_SCENARIO].pre_infer is PreInferBy.POOL
+    own = services()["pre-infer-00"]
+    assert f"--file pool.yaml --profile {own['profiles'][0]} " in up
+    assert own["command"] == ["worker", "--role", WorkerRole.PRE_INFER]
 
 
 def test_a_holder_joins_the_master_and_has_memory_beside_its_part_of_the_store() -> None:
@@ -184,7 +203,7 @@ def test_processes_wait_for_topics_and_traffic_waits_for_those_that_answer_it() 
         assert needs[name]["topics"]["condition"] == done
     for name in WORKERS:
         assert needs[name]["model"]["condition"] == done
-    for name in ("trigger", *WORKERS):
+    for name in ("trigger", *OWNERS):
         assert needs["traffic"][name]["condition"] == healthy
 
 
