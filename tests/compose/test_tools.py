@@ -15,7 +15,7 @@ from tests.worlds.compose import ALERTS, COMPOSE, PROMETHEUS
 
 CASES = Path(__file__).with_name("alerts_cases.yaml")
 ENTRYPOINT = COMPOSE / "entrypoint.sh"
-PROFILES = ("gateway", "kafka-ui", "monitoring", "cuda", "npu")
+PROFILES = ("gateway", "pre-infer", "kafka-ui", "monitoring", "cuda", "npu")
 
 
 @pytest.fixture
