@@ -73,14 +73,6 @@ def test_an_object_of_another_size_is_unreadable(store: Store, memory: Memory, a
     assert store.get([StoredObject("a/1", (memory.reshape(-1)[40 * PAGE : 40 * PAGE + asked],))]) == [UNREADABLE]
 
 
-def test_many_parts_are_read_in_several_calls(store: Store, memory: Memory) -> None:
-    parts = tuple(memory.reshape(-1, 64)[: 32 * 1024 : 64])
-    assert len(parts) == 512
-    for number in range(4):
-        assert store.put(StoredObject(f"many/{number}", parts)) is PutOutcome.STORED
-    assert store.get([StoredObject(f"many/{number}", parts) for number in range(4)]) == [FOUND] * 4
-
-
 def test_forgetting_removes_what_the_pattern_matches_at_the_beginning_at_once(store: Store, memory: Memory) -> None:
     for key in ("p/m1/u1/a", "p/m2/u1/b", "p/m1/u2/c", "x/p/m1/u1/d"):
         store.put(StoredObject(key, (memory[0],)))

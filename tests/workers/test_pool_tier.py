@@ -282,6 +282,25 @@ def test_a_fetch_that_hangs_is_given_up_and_keeps_its_pages_until_it_returns(sto
     assert world.cache.dram_behaviours(key_of(world)) >= 192
 
 
+def test_bytes_that_arrive_after_a_call_that_failed_change_no_prefix(
+    store: TwinStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a holder that stops for a minute and goes on. The pages of the fetch are bob's by then."""
+    monkeypatch.setattr(store, "forget", lambda _pattern: 0)
+    writer(store, tmp_path)
+    world = PooledWorld(store, tmp_path / "b", dram_pages=16)
+    version, before = world.put("ann", LENGTH), fetched("unreadable")
+    with store.late():
+        world.queue_job("ann", version, "r")
+        world.until(lambda: fetched("unreadable") > before)
+        world.until(lambda: bool(world.outbox.jobs))
+        world.visit("bob", world.put("bob", LENGTH, seed=1), "bob")
+        assert world.cache.ledger.dram.index.of_user("bob")
+        dram = world.built.dram_arena.numpy()
+        as_written = dram.copy()
+    assert (dram == as_written).all()
+
+
 def test_two_fetches_that_hang_put_the_tier_away_until_one_returns(store: TwinStore, tmp_path: Path) -> None:
     first = writer(store, tmp_path)
     for user in ("bob", "cid"):

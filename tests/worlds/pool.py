@@ -47,7 +47,7 @@ def unknown_options(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 class TwinStore:
-    """A `Store` in this process. `down`, `hung` and `capacity` are the faults that a test asks for."""
+    """A `Store` in this process. `down`, `hung`, `late` and `capacity` are the faults that a test asks for."""
 
     def __init__(self, capacity: int = 1 << 30) -> None:
         self.objects: OrderedDict[str, bytes] = OrderedDict()
@@ -59,6 +59,7 @@ class TwinStore:
         self.waiting = 0
         self.calls: list[str] = []
         self._lock = threading.Lock()
+        self._late: list[StoredObject] | None = None
 
     @contextlib.contextmanager
     def hung(self) -> Iterator[None]:
@@ -68,6 +69,17 @@ class TwinStore:
             yield
         finally:
             self.running.set()
+
+    @contextlib.contextmanager
+    def late(self) -> Iterator[None]:
+        """Each `get` within the block fails, and what it was to read arrives at the end of the block."""
+        self._late = []
+        try:
+            yield
+        finally:
+            late, self._late = self._late, None
+            for each in late:
+                self._read(each)
 
     def register(self, memory: Memory) -> None:
         self.registered.append((memory.ctypes.data, memory.ctypes.data + memory.nbytes))
@@ -92,6 +104,9 @@ class TwinStore:
     def get(self, objects: Sequence[StoredObject]) -> list[GetOutcome]:
         self._answer("get")
         self._wait()
+        if self._late is not None:
+            self._late += objects
+            return [GetOutcome.UNREADABLE] * len(objects)
         return [self._read(each) for each in objects]
 
     def forget(self, pattern: str) -> int:

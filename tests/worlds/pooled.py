@@ -50,7 +50,6 @@ class PooledWorld(RealExecutorWorld):
                 world.clock,
                 guard=guard,
                 owns=lambda user: self.owned(user),
-                longest_behaviours=engine.limits.max_prefix_behaviours,
                 visits=2,
                 bytes_per_s=1 << 30,
             )

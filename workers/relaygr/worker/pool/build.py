@@ -56,7 +56,6 @@ def build_pool(
         clock,
         guard=guard,
         owns=owns,
-        longest_behaviours=engine.limits.max_prefix_behaviours,
         visits=settings.visits,
         bytes_per_s=int(settings.bytes_per_s),
         slots=slots,

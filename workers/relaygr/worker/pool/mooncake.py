@@ -1,7 +1,8 @@
 """The pool's store on Mooncake Store (`relaygr[pool]`). This process is a client without a part of the store's memory.
 
-Seen with version 0.3.13: a call waits 30 s for a master or a holder that hangs, 4 s for a dead master, and 1 s to write
-to a dead holder; other threads run meanwhile. Only `setup` keeps the interpreter from running other threads, so another
+Seen with version 0.3.13: a call waits 30 s for a master that hangs, up to 60 s for a holder, 4 s for a dead master, and
+1 s to write to a dead holder; other threads run meanwhile. A read that has failed after 60 s may still write into its
+memory once the holder goes on. Only `setup` keeps the interpreter from running other threads, so another
 process tries it first (`connect`). A client outlives a restart of its master. It is never closed: that may take as long
 as a call, and the end of the process frees it.
 """
@@ -27,8 +28,6 @@ _BUFFER_BYTES: Final = 16 * 1024 * 1024
 """The client's own memory. It needs little, since objects are read and written in place."""
 _TRIAL_S: Final = 10.0
 _NO_ANSWER: Final = 3
-_MOST_PARTS: Final = 1024
-"""Most parts of objects in one call: Mooncake refuses 4,096."""
 _NO_ROOM, _ABSENT = -200, -704
 _DOWN: Final = range(-999, -899)
 """Codes of calls that the master did not answer."""
@@ -107,17 +106,16 @@ class MooncakeStore:
         return PutOutcome.STORED if code == 0 else PutOutcome.NO_ROOM if code == _NO_ROOM else PutOutcome.FAILED
 
     def get(self, objects: Sequence[StoredObject]) -> list[GetOutcome]:
+        parts = [_parts(each) for each in objects]
+        codes = self._store.batch_get_into_multi_buffers(
+            [each.key for each in objects], [each for each, _ in parts], [each for _, each in parts]
+        )
         outcomes: list[GetOutcome] = []
-        for batch in _batches(objects):
-            parts = [_parts(each) for each in batch]
-            codes = self._store.batch_get_into_multi_buffers(
-                [each.key for each in batch], [each for each, _ in parts], [each for _, each in parts]
-            )
-            for code, (_, sizes) in zip(codes, parts, strict=True):
-                _raise_if_down(code, "get")
-                # A smaller object leaves a part of the memory as it was.
-                read = GetOutcome.FOUND if code == sum(sizes) else GetOutcome.UNREADABLE
-                outcomes.append(GetOutcome.ABSENT if code == _ABSENT else read)
+        for code, (_, sizes) in zip(codes, parts, strict=True):
+            _raise_if_down(code, "get")
+            # A smaller object leaves a part of the memory as it was.
+            read = GetOutcome.FOUND if code == sum(sizes) else GetOutcome.UNREADABLE
+            outcomes.append(GetOutcome.ABSENT if code == _ABSENT else read)
         return outcomes
 
     def forget(self, pattern: str) -> int:
@@ -134,19 +132,6 @@ def _raise_if_down(code: int, call: str) -> None:
 
 def _parts(object: StoredObject) -> tuple[list[int], list[int]]:
     return [part.ctypes.data for part in object.parts], [part.nbytes for part in object.parts]
-
-
-def _batches(objects: Sequence[StoredObject]) -> list[list[StoredObject]]:
-    """The objects in order, in lists of at most `_MOST_PARTS` parts, or of one object."""
-    batches: list[list[StoredObject]] = []
-    parts = 0
-    for each in objects:
-        if not batches or parts + len(each.parts) > _MOST_PARTS:
-            batches.append([])
-            parts = 0
-        batches[-1].append(each)
-        parts += len(each.parts)
-    return batches
 
 
 def client_options(address: str, protocol: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The contract of a store that workers share: immutable objects under text keys, in the memory of other machines.
 
-Every method may block for long (with Mooncake, for half a minute) and cannot be cancelled, so only the threads of the
-pool call them. Objects are read and written in the caller's memory without a copy. That memory is registered first, and
-must not be used for anything else until the call has returned: bytes may arrive until then, also of a call that fails.
+Every method may block for long (with Mooncake, for a minute) and cannot be cancelled, so only the threads of the pool
+call them. Objects are read and written in the caller's memory without a copy. That memory is registered first. What a
+`get` reads into must never be used for anything else: bytes may still arrive after a call that failed has returned.
 
 A store may lose or evict any object at any time, and may give back bytes of another object: whoever reads checks what
 arrived. Methods raise `StoreDownError` if the store does not answer.

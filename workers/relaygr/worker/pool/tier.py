@@ -6,12 +6,12 @@
     forget_user     a deletion
 
 The device thread, the history follower and slots call these, and only `store` waits. One thread connects, writes and
-deletes, in this order of urgency: deletions first. Two threads read. A call to the store may hang for half a minute and
-cannot be cancelled, so whoever waits for a fetch has a time of its own, and the pages of a fetch stay taken until its
-call has returned. While both readers hang in calls that nobody waits for any more, or the store does not answer, the
-tier is away: `fetch` returns None at once.
+deletes, in this order of urgency: deletions first. Two threads read. A call to the store may hang for a minute and
+cannot be cancelled, so whoever waits for a fetch has a time of its own. While both readers hang in calls that nobody
+waits for any more, or the store does not answer, the tier is away: `fetch` returns None at once.
 
-What arrived is published only if the seals, computed over the pages after the call has returned, are right.
+A call that failed may still write into its memory after it has returned. So objects are read into a stage, memory of
+the reader that nothing else uses, and copied to pages. These are published only if their seals are right.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ WAIT_FACTOR: Final = 2.0
 requests answered at the end of their time, and some of them late.
 """
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
+_STAGE_BYTES: Final = 8 * 1024 * 1024
+"""Objects that a reader asks for in one call, but at least one."""
 _PROBE_BYTES: Final = 1024 * 1024
 _PROBES: Final = 8
 _GUESS_US_PER_BYTE: Final = 1 / 128
@@ -187,13 +189,12 @@ class PoolTier:
         *,
         guard: PageGuard | None,
         owns: Callable[[str], bool],
-        longest_behaviours: int,
         visits: int,
         bytes_per_s: int,
         slots: int = 0,
     ) -> None:
         """`guard`: of pages that outlive the process. `owns`: whether this worker owns a user, since only the owner
-        reads the user's deletion. `longest_behaviours`: of a prefix. `slots`: threads that call `store`.
+        reads the user's deletion. `slots`: threads that call `store`.
         """
         self._connect = connect
         self._segments = segments
@@ -220,9 +221,12 @@ class PoolTier:
         self._broken: OrderedDict[str, None] = OrderedDict()
         """Keys that were removed because they could not be read."""
         self._closing = False
-        objects = max(1, longest_behaviours // segments.behaviours)
-        self._seals = np.zeros((READERS + 1 + slots, objects, SEAL_BYTES), np.uint8)
-        """The seals of the objects of one call, of each reader, of the writer, and of each slot."""
+        # Runs differ by a page, since they need not end with one.
+        largest = SEAL_BYTES + segments.size_bytes(segments.behaviours) + memory.shape[1]
+        self._stages = np.zeros((READERS, max(1, _STAGE_BYTES // largest), largest), np.uint8)
+        """Where the objects of one call arrive, of each reader."""
+        self._seals = np.zeros((1 + slots, SEAL_BYTES), np.uint8)
+        """Of the objects that the writer and each slot write."""
         self._probe = np.zeros(_PROBE_BYTES, np.uint8)
         self._threads = [threading.Thread(target=self._run_writer, name="pool-writer", daemon=True)]
         for at in range(READERS):
@@ -310,7 +314,7 @@ class PoolTier:
         if store is None or self._is_down:
             return False
         try:
-            return self._write(store, key, self._seals[READERS + 1 + slot, 0], math.inf)
+            return self._write(store, key, self._seals[1 + slot], math.inf)
         except StoreDownError as error:
             self._went_down(error)
             return False
@@ -377,7 +381,7 @@ class PoolTier:
         while (fetch := self._next_fetch()) is not None:
             outcome = "failed"
             try:
-                outcome = self._load(fetch, self._seals[reader])
+                outcome = self._load(fetch, self._stages[reader])
                 self._answered()
             except StoreDownError as error:
                 self._went_down(error)
@@ -402,7 +406,7 @@ class PoolTier:
                 self._changed.wait()
             return None
 
-    def _load(self, fetch: Fetch, seals: Memory) -> str:
+    def _load(self, fetch: Fetch, stage: Memory) -> str:
         """Brings the prefix into DRAM. Returns the outcome of the fetch."""
         store, key = self._store, fetch.key
         if store is None or fetch.started_us > fetch.until_us:
@@ -421,9 +425,7 @@ class PoolTier:
             return "no_room"
         outcome, published = "failed", False
         try:
-            # Until the call has returned, bytes may arrive in these pages: they stay taken.
-            objects = [self._object(each, work.new_pages, seals[at]) for at, each in enumerate(found)]
-            outcome = self._read(store, objects)
+            outcome = self._read(store, found, work.new_pages, stage)
             if outcome == "loaded" and self._guard is not None:
                 self._guard.seal(work.new_pages)
         finally:
@@ -435,20 +437,30 @@ class PoolTier:
             _BYTES.labels("read").inc(size_bytes)
         return outcome if published or outcome != "loaded" else "late"
 
-    def _read(self, store: Store, objects: list[StoredObject]) -> str:
-        """Reads the objects, and looks at what is in the pages then. Returns the outcome."""
+    def _read(self, store: Store, found: list[Segment], pages: PageArray, stage: Memory) -> str:
+        """Reads the segments into their pages by way of `stage`. Returns the outcome."""
         outcome = "loaded"
-        for each, got in zip(objects, store.get(objects), strict=True):
-            if got is GetOutcome.FOUND and self._is_whole(each):
-                continue
-            outcome = "absent" if got is GetOutcome.ABSENT else "torn" if got is GetOutcome.FOUND else "unreadable"
-            if got is not GetOutcome.ABSENT:
-                self._remove_once(store, each.key)
+        for first in range(0, len(found), len(stage)):
+            segments = found[first : first + len(stage)]
+            rows = [self._rows(each, pages) for each in segments]
+            sizes = [SEAL_BYTES + sum(row.nbytes for row in each) for each in rows]
+            staged = [StoredObject(each.key, (stage[at, : sizes[at]],)) for at, each in enumerate(segments)]
+            for each, object, got in zip(rows, staged, store.get(staged), strict=True):
+                if got is GetOutcome.FOUND and self._unpack(object, each):
+                    continue
+                outcome = "absent" if got is GetOutcome.ABSENT else "torn" if got is GetOutcome.FOUND else "unreadable"
+                if got is not GetOutcome.ABSENT:
+                    self._remove_once(store, object.key)
+            if outcome != "loaded":
+                break
         return outcome
 
-    def _is_whole(self, object: StoredObject) -> bool:
-        seal, *rows = object.parts
-        return bool((self._segments.seal(object.key, rows) == seal).all())
+    def _unpack(self, object: StoredObject, rows: list[Memory]) -> bool:
+        """Copies what arrived to the rows, and looks at what is in them then. Whether it is what was written."""
+        (arrived,) = object.parts
+        for row, bytes in zip(rows, arrived[SEAL_BYTES:].reshape(len(rows), -1), strict=True):
+            row[:] = bytes
+        return bool((self._segments.seal(object.key, rows) == arrived[:SEAL_BYTES]).all())
 
     def _remove_once(self, store: Store, key: str) -> None:
         """Removes an object that exists and can not be read, so that it is written anew; but not a second time."""
@@ -460,10 +472,9 @@ class PoolTier:
                 self._broken.popitem(last=False)
         _REMOVED.labels("unreadable").inc(store.forget(exactly(key)))
 
-    def _object(self, segment: Segment, pages: PageArray, seal: Memory) -> StoredObject:
-        """The segment in `pages` of the DRAM tier, after its seal."""
-        rows = (self._memory[page] for page in pages[segment.first_page : segment.end_page].tolist())
-        return StoredObject(segment.key, (seal, *rows))
+    def _rows(self, segment: Segment, pages: PageArray) -> list[Memory]:
+        """The segment's rows of the DRAM tier."""
+        return [self._memory[page] for page in pages[segment.first_page : segment.end_page].tolist()]
 
     # -- the writer ------------------------------------------------------------------------------------
 
@@ -493,7 +504,7 @@ class PoolTier:
     def _begin(self) -> Store:
         """Connects, and measures the link."""
         store = self._connect()
-        for memory in (self._memory, self._seals, self._probe):
+        for memory in (self._memory, self._stages, self._seals, self._probe):
             store.register(memory)
         self._measure(store)
         log.info("the pool is ready", ms_per_mib=round(self._link.us_per_byte * 2**20 / 1e3, 2))
@@ -508,8 +519,9 @@ class PoolTier:
         if store.put(probe) is PutOutcome.STORED:
             for _ in range(_PROBES):
                 began_s = time.perf_counter()
-                if store.get([probe]) == [GetOutcome.FOUND]:
-                    took_s.append(time.perf_counter() - began_s)
+                if store.get([probe]) != [GetOutcome.FOUND]:
+                    break  # It may have taken half a minute, and deletions wait.
+                took_s.append(time.perf_counter() - began_s)
             store.forget(exactly(key))
         us_per_byte = min(took_s) * 1e6 / _PROBE_BYTES if took_s else _GUESS_US_PER_BYTE
         self._link.measured(us_per_byte, self._clock.monotonic_us())
@@ -523,7 +535,7 @@ class PoolTier:
         if self._clock.monotonic_us() - self._link.measured_us >= _OLD_US:
             self._measure(store)
         while not self._closing and (key := self._next_write()) is not None:
-            self._write(store, key, self._seals[READERS, 0], self._bytes_per_s)
+            self._write(store, key, self._seals[0], self._bytes_per_s)
 
     def _delete(self, store: Store) -> None:
         while parts := self._deletions.take(self._clock.monotonic_us()):
@@ -578,8 +590,9 @@ class PoolTier:
         if not self._may_keep(pin):
             _DROPPED.labels("gone").inc()
             return False
-        object = self._object(segment, pin.pages, seal)
-        seal[:] = self._segments.seal(segment.key, object.parts[1:])
+        rows = self._rows(segment, pin.pages)
+        seal[:] = self._segments.seal(segment.key, rows)
+        object = StoredObject(segment.key, (seal, *rows))
         began_s = time.monotonic()
         outcome: str = store.put(object)
         if outcome == PutOutcome.STORED and not self._may_keep(pin):

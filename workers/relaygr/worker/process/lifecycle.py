@@ -221,7 +221,7 @@ class WorkerProcess:
             self._components.close()
         self._prepared.store.close()
         if self._components is not None and self._components.has_hung_calls:
-            # The call may still write into the DRAM tier, which belongs to the next holder of the lock.
+            # Its thread may still write into the DRAM tier, which belongs to the next holder of the lock.
             log.warning("stopped in a call to the pool that hangs", worker_id=self._settings.worker_id)
             self._leave_at_once(self._exit)
         # A standby need not wait for the probe server, which may wait for its clients, nor for a trace collector.
