@@ -260,6 +260,32 @@ def test_a_store_that_is_down_is_not_asked_until_it_answers(store: TwinStore, tm
     world.until(lambda: tier._AWAY._value.get() == 0)
 
 
+def test_a_store_that_went_down_is_away_whatever_becomes_of_fetches_that_waited(
+    store: TwinStore, tmp_path: Path
+) -> None:
+    first = writer(store, tmp_path)
+    version = first.put("bob", LENGTH)
+    for visit in range(2):
+        first.visit("bob", version, f"bob{visit}")
+    world = PooledWorld(store, tmp_path / "b")
+    versions = {user: world.put(user, LENGTH) for user in ("ann", "bob", "cid")}
+    with store.hung():
+        for user in ("ann", "bob"):
+            world.queue_job(user, versions[user], user)
+        world.until(lambda: store.waiting == 2)
+        world.queue_job("cid", versions["cid"], "cid")
+        world.run()
+        assert len(world.pool._waiting) == 1
+        world.clock.advance_us(200_000)
+        store.down = True
+        world.pool.forget_user("dan")
+        world.until(lambda: tier._AWAY._value.get() == 1)
+        calls = len(store.calls)
+    world.until(lambda: not world.pool._fetches)
+    world.rank("eve", world.put("eve", LENGTH), "eve")
+    assert tier._AWAY._value.get() == 1 and len(store.calls) == calls
+
+
 def test_a_fetch_that_hangs_is_given_up_and_keeps_its_pages_until_it_returns(store: TwinStore, tmp_path: Path) -> None:
     writer(store, tmp_path)
     world = PooledWorld(store, tmp_path / "b")
@@ -432,6 +458,7 @@ def test_more_deletions_than_the_bound_delete_everything(tmp_path: Path, monkeyp
     cut = segments.Segments("relaygr", b"secret", DramGeometry(GEOMETRY), LAYOUT)
     pattern = cut.pattern(noted.take(0))
     assert re.match(pattern, f"relaygr/0a/{cut.user_part('anyone')}/ff") and not re.match(pattern, "relaygr/probe/ff")
+    assert len(list((tmp_path / "deletions").iterdir())) == 1
 
 
 def test_a_deletion_that_is_asked_for_again_begins_anew(tmp_path: Path) -> None:

@@ -51,13 +51,15 @@ class Deletions:
     def add(self, part: str) -> None:
         """Notes a deletion. It outlives the process unless the disk is full, which is logged."""
         with self._lock:
+            replaced: set[str] = set()
             if len(self._all) >= MOST and part not in self._all:
-                self._all = {_EVERYTHING: _Deletion()}
-                part = _EVERYTHING
+                replaced, self._all, part = self._all.keys() - {_EVERYTHING}, {}, _EVERYTHING
             self._all[part] = _Deletion()
             _WAITING.set(len(self._all))
             try:
                 (self._folder / part).touch(mode=0o600)
+                for each in replaced:
+                    (self._folder / each).unlink(missing_ok=True)
             except OSError as error:
                 log.error("a deletion in the pool is not kept for a restart", error=str(error))
 

@@ -382,7 +382,6 @@ class PoolTier:
             outcome = "failed"
             try:
                 outcome = self._load(fetch, self._stages[reader])
-                self._answered()
             except StoreDownError as error:
                 self._went_down(error)
             except Exception:
@@ -409,10 +408,13 @@ class PoolTier:
     def _load(self, fetch: Fetch, stage: Memory) -> str:
         """Brings the prefix into DRAM. Returns the outcome of the fetch."""
         store, key = self._store, fetch.key
-        if store is None or fetch.started_us > fetch.until_us:
+        if store is None or self._is_down:
+            return "failed"
+        if fetch.started_us > fetch.until_us:
             return "late"
         found = self._segments.of(key, key.length)
         there = store.has([segment.key for segment in found])
+        self._answered()
         del found[there.index(False) if False in there else len(there) :]
         covered = self._segments.covered(len(found) * self._segments.behaviours)
         target = key.head(covered) if covered > fetch.behind else None
@@ -485,10 +487,10 @@ class PoolTier:
                     self._carry_out(self._store or self._begin())
             except (StoreDownError, RelayError) as error:
                 self._went_down(error)
-            except Exception:
-                # The thread must go on: deletions wait for it.
+            except Exception as error:
+                # The thread must go on: deletions wait for it. So must whoever waits for the connection.
                 log.exception("the pool's writer failed")
-                time.sleep(FIRST_RETRY_S)
+                self._went_down(error)
             with self._changed:
                 if not self._closing:
                     self._changed.wait(self._idle_s())
