@@ -194,7 +194,7 @@ def test_bytes_that_change_in_the_store_are_a_miss(processes: Mooncake, tmp_path
     read = StoredObject(key, (memory[-1][: segments.SEAL_BYTES], *rows))
     store.get([read])
     rows[0, 100] ^= 1
-    assert store.forget(segments.exactly(key)) == 1 and store.put(read) is PutOutcome.STORED
+    assert store.remove(key) and store.put(read) is PutOutcome.STORED
     torn = count("torn")
     serve(worker(processes, tmp_path, "b"))
     assert count("torn") == torn + 1 and store.has([key]) == [False]
@@ -232,7 +232,7 @@ def test_a_put_that_is_torn_by_a_death_is_not_read(processes: Mooncake, tmp_path
     write(first)
     store: MooncakeStore = processes.client()
     key = keys(first)[0]
-    assert store.forget(segments.exactly(key)) == 1
+    assert store.remove(key)
     size = 4 * first.built.dram_arena.shape[1] + segments.SEAL_BYTES
     dying = subprocess.Popen(
         [sys.executable, "-c", PUT, processes.address, key, str(size)],

@@ -73,6 +73,14 @@ def test_an_object_of_another_size_is_unreadable(store: Store, memory: Memory, a
     assert store.get([StoredObject("a/1", (memory.reshape(-1)[40 * PAGE : 40 * PAGE + asked],))]) == [UNREADABLE]
 
 
+def test_a_key_is_removed_once(store: Store, memory: Memory) -> None:
+    for key in ("p/1", "p/12"):
+        store.put(StoredObject(key, (memory[0],)))
+    store.get([StoredObject("p/1", (memory[40],))])
+    assert store.remove("p/1") and not store.remove("p/1")
+    assert store.has(["p/1", "p/12"]) == [False, True]
+
+
 def test_forgetting_removes_what_the_pattern_matches_at_the_beginning_at_once(store: Store, memory: Memory) -> None:
     for key in ("p/m1/u1/a", "p/m2/u1/b", "p/m1/u2/c", "x/p/m1/u1/d"):
         store.put(StoredObject(key, (memory[0],)))

@@ -312,7 +312,7 @@ def test_bytes_that_arrive_after_a_call_that_failed_change_no_prefix(
     store: TwinStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a holder that stops for a minute and goes on. The pages of the fetch are bob's by then."""
-    monkeypatch.setattr(store, "forget", lambda _pattern: 0)
+    monkeypatch.setattr(store, "remove", lambda _key: False)
     writer(store, tmp_path)
     world = PooledWorld(store, tmp_path / "b", dram_pages=16)
     version, before = world.put("ann", LENGTH), fetched("unreadable")

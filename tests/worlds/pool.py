@@ -109,6 +109,11 @@ class TwinStore:
             return [GetOutcome.UNREADABLE] * len(objects)
         return [self._read(each) for each in objects]
 
+    def remove(self, key: str) -> bool:
+        self._answer("remove")
+        with self._lock:
+            return self.objects.pop(key, None) is not None
+
     def forget(self, pattern: str) -> int:
         self._answer("forget")
         with self._lock:

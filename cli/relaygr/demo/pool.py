@@ -34,7 +34,6 @@ from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.traffic.records import read_records
 from relaygr.worker.pool.mooncake import connect, missing, program
-from relaygr.worker.pool.segments import exactly
 from relaygr.worker.pool.settings import PoolSettings
 from relaygr.worker.pool.store import PutOutcome, StoredObject, StoreDownError
 
@@ -182,7 +181,7 @@ def _await_holders(address: str, folder: Path) -> None:
         store.register(probe)
         while time.monotonic() < ends_s:
             if store.put(StoredObject("relaygr/probe", (probe,))) is PutOutcome.STORED:
-                store.forget(exactly("relaygr/probe"))
+                store.remove("relaygr/probe")
                 return
             time.sleep(0.1)
     raise RelayError(f"The pool's holders did not start within {_START_S:.0f} s: see {folder}/mooncake_client.log.")

@@ -118,10 +118,15 @@ class MooncakeStore:
             outcomes.append(GetOutcome.ABSENT if code == _ABSENT else read)
         return outcomes
 
+    def remove(self, key: str) -> bool:
+        code = self._store.remove(key, True)
+        _raise_if_down(code, "remove")
+        return bool(code == 0)
+
     def forget(self, pattern: str) -> int:
         code = self._store.remove_by_regex(pattern if pattern.startswith("^") else f"^(?:{pattern})", True)
         if code < 0:
-            raise StoreDownError(f"remove: {code}")
+            raise StoreDownError(f"remove_by_regex: {code}")
         return int(code)
 
 

@@ -100,8 +100,3 @@ class Segments:
     @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the process
     def _model(self, namespace: bytes) -> str:
         return hashlib.blake2b(namespace + self._form, digest_size=16).hexdigest()
-
-
-def exactly(key: str) -> str:
-    """The pattern of this key alone."""
-    return f"^{re.escape(key)}$"

@@ -64,8 +64,12 @@ class Store(Protocol):
     def get(self, objects: Sequence[StoredObject]) -> list[GetOutcome]:
         """Reads objects into their parts, whose sizes must be those that were put."""
 
+    def remove(self, key: str) -> bool:
+        """Removes an object, also while others read it. Whether there was one."""
+
     def forget(self, pattern: str) -> int:
-        """Removes every object whose key begins with a match of the regular expression, also while others read it.
+        """As `remove`, of every object whose key begins with a match of the regular expression. The store looks at all
+        its keys.
 
         Returns their number. A put that is under way is not seen: its object appears when it ends.
         """

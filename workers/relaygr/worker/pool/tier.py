@@ -41,7 +41,7 @@ from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.ledger import PendingPrefix
 from relaygr.worker.cache.results import PageArray, PendingKind, PendingOutcome
 from relaygr.worker.pool.deletions import Deletions
-from relaygr.worker.pool.segments import SEAL_BYTES, Segment, Segments, exactly
+from relaygr.worker.pool.segments import SEAL_BYTES, Segment, Segments
 from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, Store, StoredObject, StoreDownError
 
 log = structlog.get_logger()
@@ -472,7 +472,7 @@ class PoolTier:
             self._broken[key] = None
             if len(self._broken) > _MOST_BROKEN:
                 self._broken.popitem(last=False)
-        _REMOVED.labels("unreadable").inc(store.forget(exactly(key)))
+        _REMOVED.labels("unreadable").inc(store.remove(key))
 
     def _rows(self, segment: Segment, pages: PageArray) -> list[Memory]:
         """The segment's rows of the DRAM tier."""
@@ -524,7 +524,7 @@ class PoolTier:
                 if store.get([probe]) != [GetOutcome.FOUND]:
                     break  # It may have taken half a minute, and deletions wait.
                 took_s.append(time.perf_counter() - began_s)
-            store.forget(exactly(key))
+            store.remove(key)
         us_per_byte = min(took_s) * 1e6 / _PROBE_BYTES if took_s else _GUESS_US_PER_BYTE
         self._link.measured(us_per_byte, self._clock.monotonic_us())
 
@@ -598,7 +598,7 @@ class PoolTier:
         began_s = time.monotonic()
         outcome: str = store.put(object)
         if outcome == PutOutcome.STORED and not self._may_keep(pin):
-            store.forget(exactly(segment.key))
+            store.remove(segment.key)
             outcome = "withdrawn"
         _WRITES.labels(outcome).inc()
         if outcome != PutOutcome.STORED:
