@@ -473,6 +473,14 @@ def test_a_deletion_that_is_asked_for_again_begins_anew(tmp_path: Path) -> None:
     assert noted.take(2**61) == {} and not list((tmp_path / "deletions").iterdir())
 
 
+def test_a_deletion_that_two_threads_carry_out_at_once_has_its_second_pass(tmp_path: Path) -> None:
+    noted = deletions.Deletions(tmp_path / "deletions")
+    noted.add("ann")
+    for taken in (noted.take(0), noted.take(0)):
+        noted.passed(taken, 0)
+    assert list(noted.take(deletions.SECOND_PASS_US)) == ["ann"]
+
+
 def test_a_request_with_much_time_waits_for_a_hanging_store_only_twice_the_expected_time(
     store: TwinStore, tmp_path: Path
 ) -> None:

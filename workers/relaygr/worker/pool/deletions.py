@@ -73,8 +73,8 @@ class Deletions:
         """The store has nothing of these any more."""
         with self._lock:
             for part, each in carried_out.items():
-                if self._all.get(part) is not each:
-                    continue  # Asked for again meanwhile.
+                if self._all.get(part) is not each or each.due_us > now_us:
+                    continue  # Asked for again meanwhile, or passed by another thread.
                 if each.was_passed:
                     del self._all[part]
                     (self._folder / part).unlink(missing_ok=True)

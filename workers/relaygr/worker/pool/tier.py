@@ -306,7 +306,7 @@ class PoolTier:
             self._changed.notify_all()
 
     def store(self, key: PrefixKey, slot: int) -> bool:
-        """Writes, on the calling thread, what the store lacks of a prefix in DRAM. It may take half a minute.
+        """Writes, on the calling thread, what the store lacks of a prefix in DRAM. It may take a minute.
 
         Whether the store has all of it now that it could have. Each thread has a `slot` of its own, from 0.
         """
@@ -522,7 +522,7 @@ class PoolTier:
             for _ in range(_PROBES):
                 began_s = time.perf_counter()
                 if store.get([probe]) != [GetOutcome.FOUND]:
-                    break  # It may have taken half a minute, and deletions wait.
+                    break  # It may have taken a minute, and deletions wait.
                 took_s.append(time.perf_counter() - began_s)
             store.remove(key)
         us_per_byte = min(took_s) * 1e6 / _PROBE_BYTES if took_s else _GUESS_US_PER_BYTE
