@@ -204,7 +204,7 @@ def test_the_documented_flink_job_has_no_column_of_a_reserved_name() -> None:
 
 def test_a_topic_that_is_not_there_is_a_sentence(kafka_settings: KafkaSettings) -> None:
     for given, said in (
-        ("kafka:nowhere-at-all", "--from kafka:nowhere-at-all"),
+        ("kafka:nowhere-at-all", "refuses the topic of --from kafka:nowhere-at-all: "),
         (f"kafka:{kafka_settings.topic(Topic.HISTORY)}", "is the topic that is written"),
         ("file.jsonl", "expected kafka:TOPIC"),
     ):

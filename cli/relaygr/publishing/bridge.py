@@ -96,7 +96,7 @@ class Bridge:
         cluster = self._consumer.list_topics(source, timeout=kafka.connect_timeout_s)
         if (error := cluster.topics[source].error) is not None:
             self._consumer.close()
-            raise RelayError(f"--from {SOURCE}{source}: {error.str()} Kafka at {kafka.bootstrap}.")
+            raise RelayError(f"Kafka at {kafka.bootstrap} refuses the topic of --from {SOURCE}{source}: {error.str()}.")
         self._is_embedded = is_embedded(cluster)
         writing = {
             "transactional.id": self.group,
