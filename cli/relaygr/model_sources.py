@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -102,10 +103,12 @@ def _from_files(source: str, place: Path) -> Path:
 
     from relaygr.worker.model.config import CONFIG_FILE, WEIGHTS_FILE
 
-    files, folder = fsspec.core.url_to_fs(source)
+    # Paths of file URLs are percent-encoded, as Path.as_uri() writes them; fsspec takes them literally.
+    files, folder = fsspec.core.url_to_fs(unquote(source) if source.startswith("file:") else source)
     names = [name for name in (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE) if files.exists(f"{folder}/{name}")]
     if CONFIG_FILE not in names:
-        raise SourceError(f"{source} has no {CONFIG_FILE}.")
+        there = files.exists(folder)
+        raise SourceError(f"{source} has no {CONFIG_FILE}." if there else f"{source} does not exist.")
     before = [files.ukey(f"{folder}/{name}") for name in names]
     with _progress() as progress:
         for name in names:

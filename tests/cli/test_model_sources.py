@@ -98,6 +98,18 @@ def test_without_the_store_the_deployed_revision_serves_and_the_command_says_so(
     assert result.exit_code == 1, "there is nothing to keep"
 
 
+def test_a_file_url_names_a_folder_with_a_space_as_path_writes_it_and_a_missing_one_does_not_exist(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    mounted = checkpoint.rename(tmp_path / "model store")
+    url, served = mounted.as_uri(), tmp_path / "served"
+    assert url.endswith("model%20store")
+    assert deploy(url, served).exit_code == 0
+    mounted.rename(tmp_path / "gone")
+    result = deploy(url, served, "--keep-current")
+    assert result.exit_code == 0 and f"does not exist. {serving(served)}, which was deployed before" in said(result)
+
+
 @pytest.mark.usefixtures("bucket")
 def test_a_calibration_is_asked_for_at_the_source(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["model", "deploy", BUCKET, str(tmp_path / "served")])
