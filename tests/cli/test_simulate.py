@@ -897,6 +897,7 @@ def test_the_simulated_time_of_the_settings_is_taken(calibration: Path, tmp_path
         (["--times", "absent.json"], "cannot be read"),
         (["--set", "worker.hbm_bytes=1MiB"], "worker.hbm_bytes"),
         (["--set", "worker.divert=true"], "--set worker.divert=false"),
+        (["--refresh", "300"], "--refresh 300: no weights change within 2 s: raise --seconds"),
     ],
 )
 def test_wrong_options_are_explained(calibration: Path, arguments: list[str], complaint: str):

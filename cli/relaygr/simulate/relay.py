@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import simpy
 
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import RankingRequest, RetrievalEvent
 from relaygr.simulate.case import Case
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
@@ -97,6 +98,10 @@ class RelaySimulation:
         warms_up = settings.worker.warm_up_users and settings.worker.reuse_prefixes
         self._begins_us = round(traffic.settle_s * 1e6) if warms_up else 0
         self._ends_us = self._begins_us + traffic.duration_s * 1e6
+        if case.refresh_s is not None and case.refresh_s * 1e6 >= self._ends_us:
+            raise RelayError(
+                f"--refresh {case.refresh_s:g}: no weights change within {self._ends_us / 1e6:g} s: raise --seconds."
+            )
         pool = case.pool
         store = self._store = None if pool is None else SharedStore(StoreTimes(case.model, pool.us_per_byte))
         make: Any = partial(
