@@ -299,6 +299,19 @@ def test_the_command_ends_with_the_figures_of_its_run(
     assert "late 0.0%" in table and "full" in table and "100.0%" in table
 
 
+@pytest.mark.slow
+def test_without_a_worker_the_command_says_that_none_answered(
+    kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name in ("topic_prefix", "group_prefix", "partitions", "fetch_wait_max_ms"):
+        monkeypatch.setenv(f"RELAYGR_{name.upper()}", str(getattr(kafka_settings, name)))
+    chosen = {"traffic.users": 2, "traffic.duration_s": 0.2, "traffic.settle_s": 0, "client.lost_after_ms": 1000}
+    overrides = [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
+    table = CliRunner().invoke(app, ["traffic", "--bootstrap", kafka_settings.bootstrap, *overrides]).stdout
+    assert "lost" in table and "No worker answered: start one" in table
+
+
 # -- users who come once ----------------------------------------------------------------------------
 
 MOSTLY_NEW = SETTINGS.model_copy(update={"new_share": 0.6, "duration_s": 3.0})

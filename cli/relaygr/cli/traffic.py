@@ -11,6 +11,7 @@ import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.cli.texts import stdout_console
+from relaygr.traffic.records import LOST
 
 if TYPE_CHECKING:
     from relaygr.traffic.summary import TrafficFigures
@@ -137,6 +138,8 @@ def _print(figures: TrafficFigures, budget_ms: int) -> None:
     console.print(table)
     whole = figures.requests - figures.late
     console.print(f"{whole:,} of {figures.requests:,} requests were answered whole and within {budget_ms} ms.")
+    if set(figures.endings) == {LOST}:
+        console.print("No worker answered: start one, or let `relaygr doctor` say what is wrong.", style="yellow")
 
 
 def _ms(value: float | None) -> str:
