@@ -188,3 +188,12 @@ def test_the_command_compares_the_arms_and_its_checkpoint_is_deployed(tmp_path: 
         deployed = relaygr("model", "deploy", checkpoint, tmp_path / "deployed", "--calibrate-at-start")
         assert deployed.exit_code == 0, deployed.output
         assert load_checkpoint(tmp_path / "deployed" / CURRENT).revision == load_checkpoint(checkpoint).revision
+
+
+def test_the_run_of_another_command_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"options": {"intra_steps": 150}}), encoding="utf-8")
+    result = CliRunner().invoke(app, ["train", "post-train", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "is no run of `relaygr train ranker` of this release" in " ".join(
+        f"{result.output}{result.exception}".split()
+    )

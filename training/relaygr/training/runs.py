@@ -142,12 +142,14 @@ class Run:
         return self.read_json(RUN_FILE)
 
     def options(self) -> TrainingOptions:
-        """Raises RelayError if the folder has no run, or that of another release."""
+        """Raises RelayError if the folder has no run, or that of another release or command."""
         try:
             found = self.described()["options"]
             return TrainingOptions(**{**found, "protocol": Protocol(found["protocol"])})
         except (TypeError, ValueError, KeyError) as error:
-            raise RelayError(f"{self.folder / RUN_FILE} is of another release: train again ({error}).") from error
+            raise RelayError(
+                f"{self.folder / RUN_FILE} is no run of `relaygr train ranker` of this release: train again ({error})."
+            ) from error
 
     def log_paths(self) -> list[Path]:
         """The files of the log: beside the folder, where a copied or moved one has them, else where they were read."""
