@@ -136,6 +136,11 @@ def test_the_command_compares_all_arms_and_ends_with_a_sentence(logs: tuple[Path
     GraphSearch(tmp_path / "run" / "retrieval.safetensors")
 
 
+def test_one_log_twice_is_refused(logs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = train(logs[0], logs[0], "--out", tmp_path / "run")
+    assert done.exit_code == 1 and "give the logs of two domains" in done.output
+
+
 def test_logs_of_different_users_are_refused(logs: tuple[Path, Path], tmp_path: Path) -> None:
     strangers = replace(SOURCE_LOG, users=[f"v{user}" for user in range(30)])
     done = train(logs[0], write_inter(tmp_path / "other.inter", strangers), "--out", tmp_path / "run")

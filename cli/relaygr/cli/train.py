@@ -150,6 +150,8 @@ def retrieval(
     from relaygr.training.runs import Run
 
     exit_on_sigterm()
+    if target.resolve() == source.resolve():
+        raise RelayError(f"LOG_A and LOG_B are both {target}: give the logs of two domains.")
     console = plain_console(stderr=as_json, soft_wrap=True)
     logs = join_logs(*(read_training_log([path], max_bad_lines, console) for path in (target, source)))
     options = RetrievalOptions(intra_steps, inter_steps, cold_share, threads)
