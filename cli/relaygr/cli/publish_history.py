@@ -21,7 +21,7 @@ from relaygr.cli.options import (
     command_settings,
     is_given,
 )
-from relaygr.cli.texts import plain_console, time_text
+from relaygr.cli.texts import plain_console, show_size, time_text
 from relaygr.interactions import Interactions, Layout, Limits, ReadReport, joined, log_bytes, read_interactions
 from relaygr.interactions.mapping import LogMap, iso_ms
 from relaygr.interactions.publishing import (
@@ -350,7 +350,7 @@ def _tell_read(console: Console, report: ReadReport) -> None:
 
 def _tell_published(console: Console, report: PublishReport, what: str, topic: str, kafka: KafkaSettings) -> None:
     console.print(
-        f"Published    {report.delivered:,} of {report.offered:,} {what}, {report.offered_bytes / 1e6:,.1f} MB, "
+        f"Published    {report.delivered:,} of {report.offered:,} {what}, {show_size(report.offered_bytes)}, "
         f"to {topic} at {kafka.bootstrap}"
     )
     for cause, count in report.causes.items():
