@@ -110,6 +110,8 @@ class SlotLoop:
         self._lock = threading.Lock()
         self._due_us: dict[int, int] = {}
         """Of the job in each busy slot."""
+        self._reading: set[int] = set()
+        """Slots whose source has jobs for them."""
         self._accepted = self._refused = 0
         self._state = LoopState.NEW
         self._error: BaseException | None = None
@@ -168,15 +170,16 @@ class SlotLoop:
         )  # fmt: skip
 
     def report(self) -> PreInferSlots:
-        """For the worker's status. A slot does not count while its job is late, as when the store hangs; none counts
-        while the worker takes no jobs.
+        """For the worker's status. A slot does not count while its job is late, as when the store hangs, nor while it
+        gets no jobs; none counts while the worker takes no jobs.
         """
         now_us = self._parts.clock.monotonic_us()
         with self._lock:
-            busy, late = len(self._due_us), sum(due_us < now_us for due_us in self._due_us.values())
+            late = {slot for slot, due_us in self._due_us.items() if due_us < now_us}
+            slots, free = len(self._reading - late), len(self._reading - self._due_us.keys())
         if not self._parts.may_take():
-            return PreInferSlots(0, 0, self._accepted, self._refused)
-        return PreInferSlots(self._slots - late, self._slots - busy, self._accepted, self._refused)
+            slots = free = 0
+        return PreInferSlots(slots, free, self._accepted, self._refused)
 
     def _run(self) -> None:
         parts = self._parts
@@ -213,6 +216,8 @@ class SlotLoop:
             self._stopping.wait(_POLL_S)
             return
         message = source.next(_POLL_S)
+        with self._lock:
+            (self._reading.add if source.has_jobs else self._reading.discard)(slot)
         if message is None:
             return
         verdict = self._serve(message, slot, source.can_release)

@@ -7,7 +7,7 @@ an ordinary group, for clusters without share groups, jobs wait behind each othe
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 from confluent_kafka import AcknowledgeType, Consumer, KafkaError, KafkaException, Message, ShareConsumer
@@ -17,6 +17,10 @@ from relaygr.worker.preinfer.decision import Verdict
 
 log = structlog.get_logger()
 
+LONGEST_JOB: Final[dict[str, Any]] = {"max.poll.interval.ms": 120_000}
+"""Of a member of an ordinary group. A store that hangs keeps a slot for a minute. After the usual 30 s the group would
+take the partition from it; on the embedded cluster nobody got it again.
+"""
 _TYPES: Final = {
     Verdict.ACCEPT: AcknowledgeType.ACCEPT,
     Verdict.RELEASE: AcknowledgeType.RELEASE,
@@ -29,6 +33,10 @@ class JobSource(Protocol):
     """See the module. One thread uses it."""
 
     can_release: bool
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether jobs come, if there are any."""
 
     def next(self, wait_s: float) -> Message | None:
         """The next job, None after `wait_s` without one. Raises KafkaException."""
@@ -44,6 +52,7 @@ class ShareSource:
     """A member of a share group."""
 
     can_release = True
+    has_jobs = True
 
     def __init__(self, consumer: ShareConsumer, topic: str, note_error: NoteError) -> None:
         self._consumer, self._topic, self._note_error = consumer, topic, note_error
@@ -74,6 +83,10 @@ class GroupSource:
     def __init__(self, consumer: Consumer, topic: str, note_error: NoteError) -> None:
         self._consumer, self._topic, self._note_error = consumer, topic, note_error
         consumer.subscribe([topic])
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._consumer.assignment())
 
     def next(self, wait_s: float) -> Message | None:
         job = self._consumer.poll(wait_s)

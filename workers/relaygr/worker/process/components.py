@@ -61,7 +61,7 @@ from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
 from relaygr.worker.pool.build import build_pool
 from relaygr.worker.preinfer.slots import SlotAdmission, SlotLoop, SlotParts
-from relaygr.worker.preinfer.source import GroupSource, JobSource, ShareSource
+from relaygr.worker.preinfer.source import LONGEST_JOB, GroupSource, JobSource, ShareSource
 from relaygr.worker.process.allocation import AllocatedMemory
 from relaygr.worker.process.periodic import PeriodicWork
 from relaygr.worker.process.prepare import Prepared
@@ -323,7 +323,8 @@ class Components:
             client_id = f"{name}-{slot}"
             if shares:
                 return ShareSource(make_share_consumer(kafka, kafka.pool_group, client_id), topic, self._note_error)
-            return GroupSource(make_group_consumer(kafka, kafka.pool_group, client_id), topic, self._note_error)
+            consumer = make_group_consumer(kafka, kafka.pool_group, client_id, options=LONGEST_JOB)
+            return GroupSource(consumer, topic, self._note_error)
 
         parts = SlotParts(
             executor=self.executor,
