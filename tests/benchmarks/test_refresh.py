@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr.bench.refresh.__main__ import compare
+from relaygr.bench.refresh.run import compare
 from relaygr.runtime.errors import RelayError
 from relaygr.training.ranker import Size, initial_tensors, ranker_config
 from relaygr.training.ranking import NDCG, judge

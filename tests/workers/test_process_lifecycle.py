@@ -408,6 +408,7 @@ def test_a_worker_whose_poll_thread_stands_still_is_not_ready(silent_ms: int, re
     components: Any = SimpleNamespace(
         loop=SimpleNamespace(status=lambda: status),
         overflow=None,
+        _pool=None,
         follower=SimpleNamespace(loading=frozenset(), fault=""),
         status=SimpleNamespace(state=WorkerState.READY),
         watch=SimpleNamespace(checks=tuple),

@@ -32,8 +32,8 @@ from relaygr.traffic.schedule import Impression
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, job_of
 from relaygr.worker.cache import Hit, Miss, MissReason, PendingPrefix, Purpose
+from relaygr.worker.executor.admission import SlotAdmission
 from relaygr.worker.executor.work import JobOutcome
-from relaygr.worker.preinfer.slots import SlotAdmission
 from relaygr.worker.settings import FollowBehaviours
 
 _DRAIN_S: Final = 3.0

@@ -169,6 +169,7 @@ _ASSIGNED: Final[dict[str, Any]] = {"enable.auto.offset.store": False, "enable.a
 # If the cause is known, wait for this share of the time-out only: a broker that starts up needs no longer.
 _SHARE_WITH_A_CAUSE: Final = 0.5
 _METADATA_TRY_S: Final = 0.5
+_NO_BROKER_S: Final = 0.1
 _LEADERS_S: Final = 2.0
 _LEADER_PAUSE_S: Final = 0.05
 # A wrong protocol is reported as a lost connection; only the text names the cause.
@@ -294,7 +295,12 @@ def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None
     while True:
         left_s = kafka.connect_timeout_s - (time.monotonic() - started_s)
         try:
-            return admin.list_topics(timeout=max(0.01, min(_METADATA_TRY_S, left_s)))
+            found = admin.list_topics(timeout=max(0.01, min(_METADATA_TRY_S, left_s)))
+            if found.brokers:
+                return found
+            # The controller may take the only broker of a busy machine for dead for a moment.
+            last = KafkaError(KafkaError.BROKER_NOT_AVAILABLE)
+            time.sleep(_NO_BROKER_S)
         except KafkaException as error:
             admin.poll(0)
             last = errors.last or error.args[0]

@@ -150,7 +150,8 @@ def _groups_of(role: Role, kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
         Role.LAG: dict.fromkeys(measured, ("Describe",)),
         Role.UI: dict.fromkeys(measured, ("Describe",)),
         Role.COLLECTOR: unjoined,
-        Role.ADMIN: {kafka.pool_group: ("DescribeConfigs", "AlterConfigs")},
+        # Without Describe, Kafka does not tell which of the others a user has.
+        Role.ADMIN: {kafka.pool_group: ("Describe", "DescribeConfigs", "AlterConfigs")},
     }
     return groups.get(role, {})
 

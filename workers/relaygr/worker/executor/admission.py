@@ -90,3 +90,14 @@ class JobAdmission:
     def _alive_us(self, work: JobWork, now_us: int) -> int:
         """How long the job's pages stay taken: until its request, and the margin of the lease."""
         return max(0, work.expected_ranking_us - now_us) + self._lease_margin_us
+
+
+class SlotAdmission(JobAdmission):
+    """Admits every job, in a pre-infer worker: there are never more than slots."""
+
+    def refuse(self, work: JobWork, *_: object) -> JobOutcome | None:
+        work.is_charged = True
+        return None
+
+    def charge_reload(self, *_: object) -> None:
+        """Nothing is charged."""

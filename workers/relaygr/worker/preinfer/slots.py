@@ -33,9 +33,8 @@ from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.results import SpillOutcome
-from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.work import JobOutcome, JobWork
+from relaygr.worker.executor.work import JobWork
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.pool.tier import PoolTier
 from relaygr.worker.preinfer.decision import MOST_TRIES, Slowness, Verdict, decide
@@ -59,17 +58,6 @@ _JOBS = Counter(
     ["event"],
 )
 _BUSY = Gauge("relaygr_preinfer_pool_busy_slots", "Slots of a pre-infer worker with a job")
-
-
-class SlotAdmission(JobAdmission):
-    """Admits every job: there are never more than slots."""
-
-    def refuse(self, work: JobWork, *_: object) -> JobOutcome | None:
-        work.is_charged = True
-        return None
-
-    def charge_reload(self, *_: object) -> None:
-        """Nothing is charged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from relaygr.worker.cache.build import BuiltCache
 from relaygr.worker.cache.results import PageArray, Tier
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.divert import Diverter, DivertParts
-from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.admission import JobAdmission, SlotAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.thread import DeviceThread
@@ -60,7 +60,7 @@ from relaygr.worker.history.snapshots import SnapshotLimits
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
 from relaygr.worker.pool.build import build_pool
-from relaygr.worker.preinfer.slots import SlotAdmission, SlotLoop, SlotParts
+from relaygr.worker.preinfer.slots import SlotLoop, SlotParts
 from relaygr.worker.preinfer.source import LONGEST_JOB, GroupSource, JobSource, ShareSource
 from relaygr.worker.process.allocation import AllocatedMemory
 from relaygr.worker.process.periodic import PeriodicWork
