@@ -26,7 +26,7 @@ from relaygr.simulate.compare import settle
 from relaygr.simulate.device import EPOCH_US
 from relaygr.simulate.figures import CODE, HIGHEST_LOAD, Ending, PartOutcome
 from relaygr.simulate.fleet import Runner, parts_of, simulate_as_one
-from relaygr.simulate.pool import SLOTS, PoolJob, PreInferWorkers
+from relaygr.simulate.pool import PoolJob, PreInferWorkers
 from relaygr.simulate.ratio import OPPOSITE, Correction, Move, Ratio, Signals, ratio_of
 from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.size import size_of
@@ -37,6 +37,7 @@ from tests.worlds.simulated import COEFFICIENTS, NO_TIMES, calibration_in
 US_PER_BYTE = 8 / 10_000
 """10 Gbit/s."""
 PREFIX_BYTES = 512 * 2048
+SLOTS = 2
 
 
 def case(*overrides: str, rate: float = 20, seconds: float = 20) -> Case:
@@ -220,7 +221,9 @@ def test_a_worker_of_the_pool_takes_no_more_jobs_than_it_has_slots() -> None:
         ended.append(on_job)
         return Worker()
 
-    pool = PreInferWorkers(env, store, make, 1, lambda job: told.append(job.number), lambda job: passed.append(job))
+    pool = PreInferWorkers(
+        env, store, make, 1, SLOTS, lambda job: told.append(job.number), lambda job: passed.append(job)
+    )
     for number in range(SLOTS + 2):
         due_us = EPOCH_US + (1_000 if number == SLOTS else 60_000)
         pool.offer(PoolJob(number, PreInferJob(str(number), "u", due_us, due_us, 0, 64, 0, EPOCH_US), 0))

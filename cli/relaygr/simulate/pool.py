@@ -22,8 +22,6 @@ from relaygr.simulate.worker import SimulatedWorker
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.preinfer.decision import MOST_TRIES, Slowness, Verdict, decide
 
-SLOTS: Final = 2
-"""Jobs at once: the K,V of one are written while the device computes the other."""
 _PREPARED: Final = (JobOutcome.COMPUTED, JobOutcome.ALREADY_CACHED, JobOutcome.RELOADED)
 
 
@@ -49,15 +47,17 @@ class PreInferWorkers:
         store: SharedStore,
         make: Callable[..., SimulatedWorker],
         count: int,
+        slots: int,
         tell: Callable[[PoolJob], None],
         pass_on: Callable[[PoolJob], None],
     ) -> None:
-        """`make`: makes a worker of this id, with `on_job`."""
+        """`make`: makes a worker of this id, with `on_job`. `slots`: of each worker."""
         self._env, self._store, self._tell, self._pass_on = env, store, tell, pass_on
         self._waiting: deque[PoolJob] = deque()
         self._taken: dict[int, tuple[PoolJob, float, float]] = {}
         """Jobs under way, the predicted time of each, and when it was taken."""
-        self._free, self._accepted, self._refused = [SLOTS] * count, [0] * count, [0] * count
+        self._slots = slots
+        self._free, self._accepted, self._refused = [slots] * count, [0] * count, [0] * count
         self._slowness = [Slowness() for _ in range(count)]
         self.jobs: Counter[str] = Counter()
         self.workers = [make(f"pool-{place:05d}", on_job=partial(self._ended, place)) for place in range(count)]
@@ -65,7 +65,7 @@ class PreInferWorkers:
     def statuses(self) -> list[WorkerStatus]:
         """What the workers would publish now."""
         slots = [
-            PreInferSlots(SLOTS, free, accepted, refused)
+            PreInferSlots(self._slots, free, accepted, refused)
             for free, accepted, refused in zip(self._free, self._accepted, self._refused, strict=True)
         ]
         return [replace(each.status(), pre_infer=own) for each, own in zip(self.workers, slots, strict=True)]

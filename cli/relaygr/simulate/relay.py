@@ -122,7 +122,8 @@ class RelaySimulation:
         if pool is not None and store is not None and pool.workers:
             in_pool = partial(make, partitions=frozenset(), on_look_up=_ignore, admission=SlotAdmission)
             pass_on = partial(self._after_hop, self._tell)
-            self._pool = PreInferWorkers(self._env, store, in_pool, pool.workers, self._stored, pass_on)
+            slots = settings.worker.pre_infer_slots
+            self._pool = PreInferWorkers(self._env, store, in_pool, pool.workers, slots, self._stored, pass_on)
         self._workers = [*self._owners, *(self._pool.workers if self._pool is not None else ())]
         self._take_statuses()
 
