@@ -9,9 +9,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, check_broker, local_broker
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
@@ -245,3 +247,26 @@ def test_docker_without_a_daemon_is_a_clear_refusal(monkeypatch: pytest.MonkeyPa
     # The demo asks before it measures.
     with pytest.raises(RelayError, match="Is the Docker daemon running"):
         check_broker("docker")
+
+
+def test_a_cluster_that_lists_no_broker_for_a_moment_is_asked_again(
+    embedded_broker: LocalBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller takes the only broker of a busy machine for dead: there were then no brokers to choose from."""
+    answers = [SimpleNamespace(brokers={}), SimpleNamespace(brokers={})]
+    list_topics = AdminClient.list_topics
+
+    def answer(admin: AdminClient, **options: float) -> object:
+        return answers.pop() if answers else list_topics(admin, **options)
+
+    monkeypatch.setattr(AdminClient, "list_topics", answer)
+    assert require_broker(embedded_broker.settings()).brokers and not answers
+
+
+def test_a_cluster_that_lists_no_broker_at_all_does_not_answer(
+    embedded_broker: LocalBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdminClient, "list_topics", lambda *_, **__: SimpleNamespace(brokers={}))
+    settings = embedded_broker.settings().model_copy(update={"connect_timeout_s": 0.3})
+    with pytest.raises(RelayError, match="bootstrap"):
+        require_broker(settings)
