@@ -59,8 +59,6 @@ def compiled(kernel: Any, constants: dict[str, object], own: str, stored: str, w
             return _TYPES[name]
         if name == "out_ptr" and kernel is attend_kernel:
             return "*fp32"
-        if name in ("k_desc", "v_desc"):
-            return f"tensordesc<{stored}[1, 1, {constants['BLOCK_N']}, {constants['PAD_QK']}]>"
         if name.endswith("_ptr"):
             return f"*{stored}" if "pages" in name else f"*{own}"
         return "i32"
@@ -97,7 +95,6 @@ def described(made: Any) -> dict[str, int]:
         "shared_bytes": made.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
         "async_copies": ptx.count("cp.async.c"),
-        "tensor_copies": ptx.count("cp.async.bulk.tensor"),
     }
 
 
@@ -112,7 +109,7 @@ def attend(
     stages: int,
     **options: object,
 ) -> dict[str, int]:
-    """`options`: constants of a mask, a bias or a variant."""
+    """`options`: constants of a mask or a bias."""
     pad = max(16, triton.next_power_of_2(dim))
     constants: dict[str, object] = {
         "HEADS": 4,
@@ -129,15 +126,11 @@ def attend(
         "PAD_V": pad,
         "PAGE_TOKENS": page_tokens,
         "PRECISION": "ieee" if own == "fp32" else "tf32",
-        "PERSISTENT": False,
-        "TMA": False,
-        "TANH": False,
         "BLOCK_M": block_rows,
         "BLOCK_N": keys,
     }
     constants |= options
-    absent = {name: None for name in ("k_desc", "v_desc") if not constants["TMA"]}
-    absent |= without_scales(stored)
+    absent = without_scales(stored)
     absent |= {"positions_ptr": None} if not constants["POSITIONS"] else {}
     if not constants["TIMES"]:
         absent |= dict.fromkeys(("key_times_ptr", "following_ptr", "times_ptr", "edges_ptr"))
@@ -201,13 +194,9 @@ def main() -> None:
         ),
         "bfloat16, bias by position and time": attend("bf16", "bf16", 128, 64, 64, 64, 8, 2, **_BIAS),
         "float32, bias by position and time": attend("fp32", "fp32", 64, 64, 16, 16, 4, 2, **_BIAS),
-        "bfloat16, persistent by descriptors": attend(
-            "bf16", "bf16", 128, 64, 64, 64, 4, 3, PERSISTENT=True, TMA=True, TANH=True
-        ),
         "bfloat16 on float8 pages, ranking": attend("bf16", "fp8e4nv", 128, 64, 64, 64, 4, 3),
         "bfloat16 on float8 pages, chunk": attend("bf16", "fp8e4nv", 128, 64, 128, 64, 8, 3),
         "bfloat16 on float8 pages, dimension 256": attend("bf16", "fp8e4nv", 256, 64, 64, 16, 8, 2),
-        "bfloat16 on float8 pages by descriptors": attend("bf16", "fp8e4nv", 128, 64, 64, 64, 4, 3, TMA=True),
         "bfloat16 on int8 pages, ranking": attend("bf16", "i8", 128, 64, 64, 64, 4, 3),
         "bfloat16 on int8 pages, chunk": attend("bf16", "i8", 128, 64, 128, 64, 8, 3),
         "store bfloat16 as float8": store("bf16", "fp8e4nv"),

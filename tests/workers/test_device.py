@@ -176,19 +176,19 @@ class FakeGraph:
     events: ClassVar[list[str]] = []
     made = 0
 
-    def __init__(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "default") -> None:
-        assert capture_error_mode == "thread_local", "other threads go on copying"
+    def __init__(self) -> None:
         FakeGraph.made += 1
         self.number = FakeGraph.made
-        self._pool = (0, self.number) if pool is None else pool
 
     def pool(self) -> tuple[int, int]:
         return self._pool
 
-    def __enter__(self) -> None:
+    def capture_begin(self, pool: tuple[int, int] | None, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local", "other threads go on copying"
+        self._pool = (0, self.number) if pool is None else pool
         self.events.append(f"record {self.number}")
 
-    def __exit__(self, *_: object) -> None:
+    def capture_end(self) -> None:
         self.events.append(f"recorded {self.number} in {self._pool}")
 
     def replay(self) -> None:
@@ -200,8 +200,9 @@ def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pyte
 
     The graphs of two engines share no memory: one may be tried in another thread while the other serves.
     """
-    monkeypatch.setattr(torch.accelerator, "Graph", FakeGraph, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: MagicMock())
     streams = MagicMock()
     monkeypatch.setattr(torch, "Stream", streams)
@@ -240,14 +241,6 @@ def test_sent_data_arrives_in_the_given_tensor_or_a_new_one(monkeypatch: pytest.
     apart = accelerator.sent(host)
     host.fill_(7)
     assert apart.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_a_torch_without_graphs_for_accelerators_cannot_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is optional, so its caller logs this and runs the work directly."""
-    monkeypatch.delattr(torch.accelerator, "Graph", raising=False)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    with pytest.raises(RuntimeError, match=r"torch .* has no graphs"):
-        AcceleratorDevice(torch.device("cpu")).recorder().capture(lambda: None)
 
 
 def test_after_work_that_raised_the_device_is_waited_for_and_no_second_error_comes(

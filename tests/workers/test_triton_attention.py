@@ -24,12 +24,10 @@ from relaygr.worker.model.triton import attention as triton_backend
 from relaygr.worker.model.triton import launch
 from relaygr.worker.model.triton.attention import TritonAttention
 from relaygr.worker.model.triton.launch import (
-    DEFAULT_VARIANT,
     Blocks,
     DevicePlan,
     Formula,
     LayerPages,
-    Variant,
     fitting_configs,
     tuned,
     tuned_attend,
@@ -228,26 +226,6 @@ def test_a_bias_by_time_needs_times() -> None:
         forward.attend()
 
 
-def test_a_variant_gives_the_same_sums() -> None:
-    """Dimensions whose rows are multiples of 16 bytes, and pages of whole blocks, as TMA needs them."""
-    forward = Forward(EACH_PASS, dqk=8, dv=12, page_tokens=16, window=40, relative_bias=BIASES["bias by position"])
-    shape, variant = PlanShape(16, 24, True), Variant(persistent=True, tma=True)
-    expected = packed_attend(forward, shape)
-    assert forward.error(expected) <= 2e-6
-    assert torch.equal(packed_attend(forward, shape, variant=variant), expected)
-
-
-def test_a_shape_that_tma_cannot_load_is_read_by_pointers() -> None:
-    forward = Forward(MIXED, dqk=5, dv=6, page_tokens=24)
-    assert forward.error(packed_attend(forward, PlanShape(16, 0, True), variant=Variant(tma=True))) <= 2e-6
-
-
-def test_silu_by_tanh_gives_the_same_sums() -> None:
-    """The interpreter's tanh is exact; that of a GPU is not."""
-    forward = Forward(MIXED)
-    assert forward.error(packed_attend(forward, PlanShape(16, 0, True), variant=Variant(tanh=True))) <= 2e-6
-
-
 def test_a_plan_with_room_to_spare_gives_the_same_rows() -> None:
     """As in a captured graph: more rows, segments, pages and times than the forward has."""
     forward = Forward(MIXED, relative_bias=BIASES["bias by position and time"])
@@ -384,11 +362,10 @@ def packed_attend(
     shape: PlanShape,
     blocks: Blocks = BLOCKS,
     rows: slice = slice(None),
-    variant: Variant = DEFAULT_VARIANT,
 ) -> torch.Tensor:
     """The forward with programs of that shape, which a back end chooses by device and sizes."""
     spec = forward.spec
-    attention = TritonAttention(spec, DEVICE, forward.biases, blocks, variant)
+    attention = TritonAttention(spec, DEVICE, forward.biases, blocks)
     arrays = attention.arrays(forward.kv, forward.segments)
     mask = MaskOptions(spec.contextual_tokens, spec.max_attn_len, spec.min_full_attn_len, spec.target_group_size)
     plan = pack(arrays, forward.kv.geometry.page_tokens, shape, arrays.capacity, mask, least_keys=8)

@@ -90,8 +90,6 @@ _PTX: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "ex2": np.exp2,
     "rcp": np.reciprocal,
-    "tanh": np.tanh,
-    "fma": lambda a, b, c: a * b + c,
 }
 
 

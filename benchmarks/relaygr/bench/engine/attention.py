@@ -6,8 +6,7 @@ the roofline, and the largest difference from the plain torch back end as a shar
 the time of the arithmetic at that rate, or of the bytes at the rate of a large copy, whichever is longer: for a few
 candidates it is the bytes.
 
-`--variants` adds the variants of the Triton kernels that only a measurement can decide between. `--beside` computes a
-chunk of another user's prefix in the same forward as the candidates.
+`--beside` computes a chunk of another user's prefix in the same forward as the candidates.
 
 Meta's kernels (github.com/meta-recsys/generative-recommenders) run beside ours if their package can be imported. They
 take contiguous K,V; the measured time excludes the gather that a paged cache would need. Their normaliser is their N,
@@ -17,13 +16,14 @@ so ours is the same. They write A in the type of V; ours write float32.
 from __future__ import annotations
 
 import importlib
-import itertools
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from json import dumps as dump_json
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -40,9 +40,6 @@ from relaygr.worker.model.attention.interface import AttentionBackend
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
 from relaygr.worker.model.attention.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from relaygr.worker.model.triton.launch import Blocks
 
 PAGE_TOKENS = 64
 BASE = "plain torch"
@@ -164,8 +161,8 @@ class Contest:
         )
 
     def ours(self, attention: AttentionBackend) -> Work:
-        """The work of one of our back ends, with the preparation of a forward."""
-        return lambda: attention.begin(self._kv, self._segments).attend(0, *self._own)
+        """The work of one of our back ends in one layer. The layers of a forward share its preparation."""
+        return partial(attention.begin(self._kv, self._segments).attend, 0, *self._own)
 
     def _fill(self, ranked: list[Segment], k: torch.Tensor, v: torch.Tensor, case: AttentionCase) -> None:
         stored = [
@@ -179,20 +176,6 @@ def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> 
     for_device = accelerated_attention(spec, None, geometry, device)
     found: dict[str, AttentionBackend] = {BASE: BlockedAttention(spec)}
     return found if for_device is None else found | {for_device.name: for_device}
-
-
-def triton_variants(spec: AttentionSpec, device: Device, blocks: Blocks | None = None) -> dict[str, AttentionBackend]:
-    """Triton's back end in each variant but the default, which `our_back_ends` has. `blocks`: None is tuned."""
-    # Triton is there for Linux only.
-    from relaygr.worker.model.triton.attention import TritonAttention
-    from relaygr.worker.model.triton.launch import DEFAULT_VARIANT, Variant
-
-    made = [Variant(*flags) for flags in itertools.product((False, True), repeat=len(fields(Variant)))]
-    return {
-        f"triton, {variant.name}": TritonAttention(spec, device, None, blocks, variant)
-        for variant in made
-        if variant != DEFAULT_VARIANT
-    }
 
 
 def find_peers() -> dict[str, Callable[[Jagged], Work]]:
@@ -227,6 +210,22 @@ class Peaks:
         return max(case.flops(spec) / self.gflops, case.bytes_moved(spec) / self.gbytes) / 1e3
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One back end on one case."""
+
+    users: int
+    prefix_tokens: int
+    candidates: int
+    back_end: str
+    median_us: float
+    share_of_peak: float
+    share_of_roofline: float
+    times_base: float
+    error: float
+    """The largest difference from the base, as a share of the largest value."""
+
+
 def measured_peaks(dtype: torch.dtype, device: Device) -> Peaks:
     """Measures a large matrix product, and a large copy within the device's memory."""
     gflops = matrix_peak_gflops(dtype, device, _CPU_PEAK_SIZE if device.is_cpu else _PEAK_SIZE)
@@ -236,10 +235,15 @@ def measured_peaks(dtype: torch.dtype, device: Device) -> Peaks:
 
 
 def median_us(work: Work, rounds: int, device: Device) -> float:
-    """The median of `rounds` runs, after one run that is not counted."""
+    """The median of `rounds` runs after one that is not counted. On CUDA, of a tenth of a second of runs, timed by the
+    device with other data in its cache: the host takes longer to start a small kernel than the device to run it.
+    """
+    if device.torch_device.type == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(work, return_mode="median")) * 1e3
     times = []
     for _ in range(rounds + 1):
-        device.synchronize()
         start_ns = time.perf_counter_ns()
         work()
         device.synchronize()
@@ -260,7 +264,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 20,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     beside: Annotated[int, typer.Option(min=0, help="Rows of a chunk beside the candidates.")] = 0,
-    variants: Annotated[bool, typer.Option("--variants", help="Add the variants of the Triton kernels.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Writes the rows of the table to this file, as a list.")] = None,
 ) -> None:
     """Compare attention back ends on one device."""
     set_threads(threads)
@@ -268,13 +272,10 @@ def main(
     compute, kv_dtype = _TYPES[dtype]
     geometry = KvGeometry(1, heads, dim, dim, PAGE_TOKENS, kv_dtype)
     peaks = measured_peaks(compute, opened)
-    table = Table(
-        title=f"{opened.description}, {dtype}, {heads} x {dim}; a matrix product reaches {peaks.gflops:,.0f} GFLOP/s, "
+    title = (
+        f"{opened.description}, {dtype}, {heads} x {dim}; a matrix product reaches {peaks.gflops:,.0f} GFLOP/s, "
         f"a copy {peaks.gbytes:,.0f} GB/s"
     )
-    measures = ("us", "of the peak", "of the roofline", "times the base", "error")
-    for column in ("users", "prefix", "candidates", "back end", *measures):
-        table.add_column(column, justify="left" if column == "back end" else "right")
     numbers = ([int(part) for part in text.split(",")] for text in (users, prefixes, candidates))
     user_counts, lengths, counts = numbers
     cases = (
@@ -283,11 +284,10 @@ def main(
         for length in lengths
         for user in user_counts
     )
+    rows: list[Row] = []
     for case in cases:
         spec = AttentionSpec(heads, dim, dim, dim**-0.5, float(case.length), compute_dtype=compute)
         back_ends = our_back_ends(spec, geometry, opened)
-        if variants:
-            back_ends |= triton_variants(spec, opened)
         contest = Contest(case, spec, kv_dtype, opened)
         expected, base_us = None, 0.0
         works = {name: contest.ours(attention) for name, attention in back_ends.items()}
@@ -298,18 +298,41 @@ def main(
             expected = out if expected is None else expected
             took_us = median_us(work, rounds, opened)
             base_us = base_us or took_us
-            error = float((out - expected).abs().max() / expected.abs().max())
-            table.add_row(
-                str(case.users),
-                f"{case.prefix:,}",
-                str(case.candidates or "-"),
-                name,
-                f"{took_us:,.0f}",
-                f"{case.flops(spec) / took_us / 1e3 / peaks.gflops:.0%}",
-                f"{peaks.roofline_us(case, spec) / took_us:.0%}",
-                f"{base_us / took_us:.1f}",
-                f"{error:.0e}",
+            rows.append(
+                Row(
+                    users=case.users,
+                    prefix_tokens=case.prefix,
+                    candidates=case.candidates,
+                    back_end=name,
+                    median_us=took_us,
+                    share_of_peak=case.flops(spec) / took_us / 1e3 / peaks.gflops,
+                    share_of_roofline=peaks.roofline_us(case, spec) / took_us,
+                    times_base=base_us / took_us,
+                    error=float((out - expected).abs().max() / expected.abs().max()),
+                )
             )
+    _print(rows, title)
+    if json is not None:
+        json.write_text(dump_json([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+def _print(rows: Sequence[Row], title: str) -> None:
+    table = Table(title=title)
+    measures = ("us", "of the peak", "of the roofline", "times the base", "error")
+    for column in ("users", "prefix", "candidates", "back end", *measures):
+        table.add_column(column, justify="left" if column == "back end" else "right")
+    for row in rows:
+        table.add_row(
+            str(row.users),
+            f"{row.prefix_tokens:,}",
+            str(row.candidates or "-"),
+            row.back_end,
+            f"{row.median_us:,.0f}",
+            f"{row.share_of_peak:.0%}",
+            f"{row.share_of_roofline:.0%}",
+            f"{row.times_base:.1f}",
+            f"{row.error:.0e}",
+        )
     Console().print(table)
 
 

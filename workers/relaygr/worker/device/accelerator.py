@@ -13,7 +13,7 @@ from relaygr.worker.device.interface import CapturedWork, Device, Event, MemoryI
 
 
 class _CapturedGraph(CapturedWork):
-    def __init__(self, graph: torch.accelerator.Graph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
 
     def run(self) -> None:
@@ -137,34 +137,36 @@ class AcceleratorDevice(Device):
 
 
 class _GraphRecorder(Recorder):
+    """Captures by `torch.cuda.CUDAGraph`: only the kernels for CUDA can be captured."""
+
     def __init__(self, device: AcceleratorDevice) -> None:
         self._device = device
-        self._first: torch.accelerator.Graph | None = None
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def capture(self, work: Callable[[], None]) -> CapturedWork:
-        if not hasattr(torch.accelerator, "Graph"):
-            raise RuntimeError(f"torch {torch.__version__} has no graphs for accelerators: install a newer one")
         with self._device.capture_stream() as stream:
             caller = torch.accelerator.current_stream(self._device.torch_device)
             stream.wait_stream(caller)
             with stream:
                 work()
-                graph = self._empty_graph()
-                with graph:
-                    work()
+                if self._first is None:
+                    # Kept: torch refuses the memory pool of graphs that are all deleted.
+                    self._first = self._captured(lambda: torch.zeros(1, device=self._device.torch_device))
+                graph = self._captured(work, self._first.pool())
             caller.wait_stream(stream)
         return _CapturedGraph(graph)
 
-    def _empty_graph(self) -> torch.accelerator.Graph:
-        """An empty graph on the current stream.
-
-        A small first graph is kept, and its scratch memory is shared by all graphs: torch refuses a memory pool whose
-        graphs are all deleted. Other threads continue to copy during a capture: only the work of this thread is
-        captured, and only this thread must obey the rules of capturing.
-        """
-        if self._first is None:
-            first = torch.accelerator.Graph(capture_error_mode="thread_local")
-            with first:
-                torch.zeros(1, device=self._device.torch_device)
-            self._first = first
-        return torch.accelerator.Graph(pool=self._first.pool(), capture_error_mode="thread_local")
+    def _captured(self, work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+        """A graph of the work on the current stream. Its scratch memory is that of all graphs of the pool."""
+        graph = torch.cuda.CUDAGraph()
+        # During a capture torch can free no memory that it keeps for later use.
+        self._device.synchronize()
+        torch.cuda.empty_cache()
+        # Other threads continue to copy: only the work of this thread is captured, and only this thread must obey the
+        # rules of capturing.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+        return graph

@@ -24,12 +24,10 @@ from relaygr.worker.model.attention.segments import Segment, SegmentTimes, place
 from relaygr.worker.model.attention.spec import AttentionSpec, rounding
 from relaygr.worker.model.triton.launch import (
     BLOCK_ROWS,
-    DEFAULT_VARIANT,
     Blocks,
     DevicePlan,
     Formula,
     LayerPages,
-    Variant,
     attend,
     choose_block_rows,
     kernel_biases,
@@ -67,7 +65,6 @@ class TritonAttention:
         device: Device,
         biases: RelativeBiases | None = None,
         blocks: Blocks | None = None,
-        variant: Variant = DEFAULT_VARIANT,
     ) -> None:
         """Raises ValueError for soft-max, and if `biases` does not agree with the specification."""
         if spec.normalizer is None or spec.has_bias is not (biases is not None):
@@ -76,11 +73,10 @@ class TritonAttention:
         self._mask = MaskOptions(
             spec.contextual_tokens, spec.max_attn_len, spec.min_full_attn_len, spec.target_group_size
         )
-        room = _PROGRAMS_PER_UNIT * device.compute_units
-        self._formula = Formula(spec.alpha, spec.normalizer, self._mask, kernel_biases(biases), variant, room)
+        self._formula = Formula(spec.alpha, spec.normalizer, self._mask, kernel_biases(biases))
         self._needs_times = biases is not None and biases.times is not None
         # The programs that run at once, for each head.
-        self._room = room // spec.num_heads
+        self._room = _PROGRAMS_PER_UNIT * device.compute_units // spec.num_heads
         self._device = device
         # The blocks of each number of rows in a tile, added when they are tuned.
         self._blocks = {} if blocks is None else dict.fromkeys(BLOCK_ROWS, blocks)

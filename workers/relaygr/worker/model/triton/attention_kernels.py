@@ -20,8 +20,6 @@ Mask and bias are those of `attention/mask.py` and `attention/bias.py`, computed
 their places and times. The options are compile-time constants: a model without one has no instruction for it.
 
 Sums are float32; products take the type of q (float32 with `PRECISION` "ieee"). Offsets into the arena are int64.
-
-PERSISTENT, TMA and TANH select variants (`launch.Variant`). None has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -39,21 +37,11 @@ _SILU = tl.constexpr("""{
 }""")
 """x / (1 + 2^(-x log2 e)). tl.exp and a division take twice as many instructions, because they handle denormals."""
 
-_SILU_BY_TANH = tl.constexpr("""{
-    .reg .f32 t;
-    mul.ftz.f32 t, $1, 0f3F000000;
-    tanh.approx.f32 $0, t;
-    fma.rn.ftz.f32 $0, t, $0, t;
-}""")
-"""h + h tanh(h) with h = x / 2: one instruction of the special-function unit in place of two."""
-
 
 @triton.jit
-def silu(x, TANH: tl.constexpr = False):
-    """x * sigmoid(x), with a relative error of about 2^-21; with TANH, an absolute error of 2^-12 |x|."""
-    return tl.inline_asm_elementwise(
-        _SILU_BY_TANH if TANH else _SILU, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+def silu(x):
+    """x * sigmoid(x), with a relative error of about 2^-21."""
+    return tl.inline_asm_elementwise(_SILU, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -93,7 +81,6 @@ def weigh(
     POSITIONS: tl.constexpr,
     TIMES: tl.constexpr,
     EDGES: tl.constexpr,
-    TANH: tl.constexpr,
 ):
     """SiLU(scores + bias)."""
     if POSITIONS > 0:
@@ -105,29 +92,26 @@ def weigh(
         bucket = tl.minimum(guess, EDGES).to(tl.int32)
         bucket += (seconds >= tl.load(edges_ptr + bucket)).to(tl.int32)
         scores += tl.load(times_ptr + bucket)
-    return silu(scores, TANH)
+    return silu(scores)
 
 
 @triton.jit
-def attend_item(
-    index,  # of the item, times HEADS, plus the head
-    q_ptr,
+def attend_kernel(
+    q_ptr,  # [rows, heads, D_QK], like k; v is [rows, heads, D_V]
     k_ptr,
     v_ptr,
-    k_pages_ptr,
-    v_pages_ptr,
-    k_exponents_ptr,
+    k_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_QK]
+    v_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_V]
+    k_exponents_ptr,  # of a scaled type: uint8 [pages, heads, PAGE_TOKENS], the pages as far apart as those of K and V
     v_exponents_ptr,
-    k_desc,
-    v_desc,
-    out_ptr,
-    items_ptr,
-    segments_ptr,
-    table_ptr,
-    key_times_ptr,
-    following_ptr,
-    positions_ptr,
-    times_ptr,
+    out_ptr,  # float32 [rows and partial sums, heads, D_V]
+    items_ptr,  # int32 [items, 5]: `plan.ITEM_FIELDS`
+    segments_ptr,  # int32 [segments, 7]: `plan.SEGMENT_FIELDS`
+    table_ptr,  # int32: the pages of all segments
+    key_times_ptr,  # int64, with TIMES: the time of each key of each segment
+    following_ptr,  # int64 [rows], with TIMES: the time of the token after each row
+    positions_ptr,  # float32 [POSITIONS], if that is not 0
+    times_ptr,  # float32, with TIMES: the bias of each bucket; edges_ptr: see `weigh`
     edges_ptr,
     alpha,
     scale,
@@ -145,21 +129,19 @@ def attend_item(
     out_row_stride,
     out_head_stride,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CONTEXTUAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FULL_LAST: tl.constexpr,
+    GROUP: tl.constexpr,  # free rows in a group; each sees the earlier ones
+    CONTEXTUAL: tl.constexpr,  # tokens at the beginning that see the whole history; 0: none
+    WINDOW: tl.constexpr,  # places back that a row sees; 0: all
+    FULL_LAST: tl.constexpr,  # history rows at the end that ignore the window
     POSITIONS: tl.constexpr,
     TIMES: tl.constexpr,
-    EDGES: tl.constexpr,
+    EDGES: tl.constexpr,  # the highest bucket that a time can fall into
     D_QK: tl.constexpr,
     D_V: tl.constexpr,
-    PAD_QK: tl.constexpr,
+    PAD_QK: tl.constexpr,  # powers of two, at least 16
     PAD_V: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    TANH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -167,8 +149,8 @@ def attend_item(
     # Tokens that share place 0 with the first one.
     folded: tl.constexpr = CONTEXTUAL - 1 if CONTEXTUAL > 0 else 0
     has_bias: tl.constexpr = POSITIONS > 0 or TIMES
-    item = items_ptr + 5 * (index // HEADS)
-    head = index % HEADS
+    item = items_ptr + 5 * (tl.program_id(0) // HEADS)
+    head = tl.program_id(0) % HEADS
     segment = segments_ptr + 7 * tl.load(item)
     first = tl.load(item + 1)
     split = tl.load(item + 2)
@@ -238,63 +220,20 @@ def attend_item(
     begin = blocks * split // splits
     end_block = blocks * (split + 1) // splits
 
-    context_begin = begin + first_context
-    context_end = tl.minimum(end_block, context_blocks) + first_context
-    # A block that a descriptor loads lies in one page.
-    tma: tl.constexpr = TMA and PAGE_TOKENS % BLOCK_N == 0
-    if tma:
-        # Whole blocks. What lies behind the context in its last page may be anything, so its block is loaded below.
-        whole_end = tl.minimum(context_end, context // BLOCK_N)
-        for block in range(context_begin, whole_end):
-            page = tl.load(table + block * BLOCK_N // PAGE_TOKENS)
-            place = block * BLOCK_N % PAGE_TOKENS
-            k = tl.trans(k_desc.load([page, head, place, 0]).reshape(BLOCK_N, PAD_QK))
-            v = v_desc.load([page, head, place, 0]).reshape(BLOCK_N, PAD_V)
-            if is_scaled:
-                k, v = k.to(tl.float32), v.to(tl.float32)
-            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * alpha
-            exponents_at = page.to(tl.int64) * k_page_stride + place + tl.arange(0, BLOCK_N)
-            if is_scaled:
-                scores *= scale_of(tl.load(k_exponents_ptr + exponents_at))[None, :]
-            key_place = tl.maximum(block * BLOCK_N + tl.arange(0, BLOCK_N) - folded, 0)
-            times = key_place
-            if TIMES:
-                times = tl.load(key_times_at + block * BLOCK_N + tl.arange(0, BLOCK_N))
-            weights = weigh(
-                scores,
-                key_place[None, :] - row_place[:, None],
-                times[None, :] - following[:, None],
-                positions_ptr,
-                times_ptr,
-                edges_ptr,
-                bucket_rate,
-                POSITIONS,
-                TIMES,
-                EDGES,
-                TANH,
-            )
-            if WINDOW > 0:
-                weights = tl.where(key_place[None, :] >= sees_from[:, None], weights, 0.0)
-            if is_scaled:
-                weights *= scale_of(tl.load(v_exponents_ptr + exponents_at))[None, :]
-            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        context_begin = tl.maximum(context_begin, whole_end)
-
-    for block in range(context_begin, context_end):
+    # The context: keys in pages.
+    for block in range(begin + first_context, tl.minimum(end_block, context_blocks) + first_context):
         token = block * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = token < context
         if PAGE_TOKENS % BLOCK_N == 0:
             # The block lies in one page: one look-up, and consecutive addresses.
             page = tl.load(table + block * BLOCK_N // PAGE_TOKENS).to(tl.int64)
             place = block * BLOCK_N % PAGE_TOKENS + tl.arange(0, BLOCK_N)
-            k_at = page * k_page_stride + place * D_QK
-            v_at = page * v_page_stride + place * D_V
-            exponents_at = page * k_page_stride + place
         else:
-            pages = tl.load(table + token // PAGE_TOKENS, mask=valid, other=0).to(tl.int64)
-            k_at = pages * k_page_stride + token % PAGE_TOKENS * D_QK
-            v_at = pages * v_page_stride + token % PAGE_TOKENS * D_V
-            exponents_at = pages * k_page_stride + token % PAGE_TOKENS
+            page = tl.load(table + token // PAGE_TOKENS, mask=valid, other=0).to(tl.int64)
+            place = token % PAGE_TOKENS
+        k_at = page * k_page_stride + place * D_QK
+        v_at = page * v_page_stride + place * D_V
+        exponents_at = page * k_page_stride + place
         k = tl.load(k_pages_ptr + k_at[None, :] + at_qk[:, None], mask=valid[None, :] & in_qk[:, None], other=0.0)
         v = tl.load(v_pages_ptr + v_at[:, None] + at_v[None, :], mask=valid[:, None] & in_v[None, :], other=0.0)
         if is_scaled:
@@ -317,7 +256,6 @@ def attend_item(
             POSITIONS,
             TIMES,
             EDGES,
-            TANH,
         )
         if WINDOW > 0:
             weights = tl.where(key_place[None, :] >= sees_from[:, None], weights, 0.0)
@@ -325,6 +263,7 @@ def attend_item(
             weights *= scale_of(tl.load(v_exponents_ptr + exponents_at, mask=valid, other=0))[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
+    # The segment's own rows.
     for block in range(tl.maximum(begin - context_blocks, 0), end_block - context_blocks):
         key = (block + first_own) * BLOCK_N + tl.arange(0, BLOCK_N)
         limit = causal
@@ -360,7 +299,6 @@ def attend_item(
             POSITIONS,
             TIMES,
             EDGES,
-            TANH,
         )
         # Free rows come after all causal rows, so they see every causal row.
         sees = key[None, :] <= row[:, None]
@@ -374,6 +312,7 @@ def attend_item(
         weights = tl.where(sees, weights, 0.0)
         acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
 
+    # Without groups, a free row sees no other free row than itself.
     if GROUP == 1 and (split == splits - 1) & (first + BLOCK_M > causal):
         free = here & (row >= causal)
         k = tl.load(k_ptr + row_at * k_row_stride + at_qk[None, :], mask=free[:, None] & in_qk[None, :], other=0.0)
@@ -393,7 +332,6 @@ def attend_item(
             POSITIONS,
             TIMES,
             EDGES,
-            TANH,
         )
         acc += weights[:, None] * v.to(stored).to(tl.float32)
 
@@ -403,176 +341,6 @@ def attend_item(
         acc * scale,
         mask=here[:, None] & in_v[None, :],
     )
-
-
-# Not specialised on the number of items: else Triton would compile again for another number, while a request waits.
-@triton.jit(do_not_specialize=["items"])
-def attend_kernel(
-    q_ptr,  # [rows, heads, D_QK], like k; v is [rows, heads, D_V]
-    k_ptr,
-    v_ptr,
-    k_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_QK]
-    v_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_V]
-    k_exponents_ptr,  # of a scaled type: uint8 [pages, heads, PAGE_TOKENS], the pages as far apart as those of K and V
-    v_exponents_ptr,
-    k_desc,  # with TMA: the same as tensor descriptors
-    v_desc,
-    out_ptr,  # float32 [rows and partial sums, heads, D_V]
-    items_ptr,  # int32 [items, 5]: `plan.ITEM_FIELDS`
-    segments_ptr,  # int32 [segments, 7]: `plan.SEGMENT_FIELDS`
-    table_ptr,  # int32: the pages of all segments
-    key_times_ptr,  # int64, with TIMES: the time of each key of each segment
-    following_ptr,  # int64 [rows], with TIMES: the time of the token after each row
-    positions_ptr,  # float32 [POSITIONS], if that is not 0
-    times_ptr,  # float32, with TIMES: the bias of each bucket; edges_ptr: see `weigh`
-    edges_ptr,
-    alpha,
-    scale,
-    bucket_rate,
-    items,
-    q_row_stride,
-    q_head_stride,
-    k_row_stride,
-    k_head_stride,
-    v_row_stride,
-    v_head_stride,
-    k_page_stride,
-    k_page_head_stride,
-    v_page_stride,
-    v_page_head_stride,
-    out_row_stride,
-    out_head_stride,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # free rows in a group; each sees the earlier ones
-    CONTEXTUAL: tl.constexpr,  # tokens at the beginning that see the whole history; 0: none
-    WINDOW: tl.constexpr,  # places back that a row sees; 0: all
-    FULL_LAST: tl.constexpr,  # history rows at the end that ignore the window
-    POSITIONS: tl.constexpr,
-    TIMES: tl.constexpr,
-    EDGES: tl.constexpr,  # the highest bucket that a time can fall into
-    D_QK: tl.constexpr,
-    D_V: tl.constexpr,
-    PAD_QK: tl.constexpr,  # powers of two, at least 16
-    PAD_V: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PERSISTENT: tl.constexpr,  # each program computes several items
-    TMA: tl.constexpr,
-    TANH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    if PERSISTENT:
-        for index in range(tl.program_id(0), items * HEADS, tl.num_programs(0)):
-            attend_item(
-                index,
-                q_ptr,
-                k_ptr,
-                v_ptr,
-                k_pages_ptr,
-                v_pages_ptr,
-                k_exponents_ptr,
-                v_exponents_ptr,
-                k_desc,
-                v_desc,
-                out_ptr,
-                items_ptr,
-                segments_ptr,
-                table_ptr,
-                key_times_ptr,
-                following_ptr,
-                positions_ptr,
-                times_ptr,
-                edges_ptr,
-                alpha,
-                scale,
-                bucket_rate,
-                q_row_stride,
-                q_head_stride,
-                k_row_stride,
-                k_head_stride,
-                v_row_stride,
-                v_head_stride,
-                k_page_stride,
-                k_page_head_stride,
-                v_page_stride,
-                v_page_head_stride,
-                out_row_stride,
-                out_head_stride,
-                HEADS,
-                GROUP,
-                CONTEXTUAL,
-                WINDOW,
-                FULL_LAST,
-                POSITIONS,
-                TIMES,
-                EDGES,
-                D_QK,
-                D_V,
-                PAD_QK,
-                PAD_V,
-                PAGE_TOKENS,
-                PRECISION,
-                TMA,
-                TANH,
-                BLOCK_M,
-                BLOCK_N,
-            )
-    else:
-        attend_item(
-            tl.program_id(0),
-            q_ptr,
-            k_ptr,
-            v_ptr,
-            k_pages_ptr,
-            v_pages_ptr,
-            k_exponents_ptr,
-            v_exponents_ptr,
-            k_desc,
-            v_desc,
-            out_ptr,
-            items_ptr,
-            segments_ptr,
-            table_ptr,
-            key_times_ptr,
-            following_ptr,
-            positions_ptr,
-            times_ptr,
-            edges_ptr,
-            alpha,
-            scale,
-            bucket_rate,
-            q_row_stride,
-            q_head_stride,
-            k_row_stride,
-            k_head_stride,
-            v_row_stride,
-            v_head_stride,
-            k_page_stride,
-            k_page_head_stride,
-            v_page_stride,
-            v_page_head_stride,
-            out_row_stride,
-            out_head_stride,
-            HEADS,
-            GROUP,
-            CONTEXTUAL,
-            WINDOW,
-            FULL_LAST,
-            POSITIONS,
-            TIMES,
-            EDGES,
-            D_QK,
-            D_V,
-            PAD_QK,
-            PAD_V,
-            PAGE_TOKENS,
-            PRECISION,
-            TMA,
-            TANH,
-            BLOCK_M,
-            BLOCK_N,
-        )
 
 
 @triton.jit
@@ -600,7 +368,7 @@ def join_kernel(
         tl.store(sums_ptr + tl.load(join + 2).to(tl.int64) * COLUMNS + at, total, mask=here)
 
 
-# Not specialised on the number of rows either.
+# Not specialised on the number of rows: else Triton would compile again for another number, while a request waits.
 @triton.jit(do_not_specialize=["rows"])
 def store_kernel(
     k_ptr,  # [rows, heads, D_QK]

@@ -2,7 +2,7 @@
 
 The element type and the longest segment determine the rows of a tile (`choose_block_rows`). Triton's autotuner
 (`tuned`) chooses the block of keys and the stages of the pipeline once for each kind of kernel, and keeps its choice on
-disk. A kind is the combination of heads, mask, bias, dimensions, page size, element types, variant and rows of a tile:
+disk. A kind is the combination of heads, mask, bias, dimensions, page size, element types and rows of a tile:
 two kinds for each model, for any requests. `attend` launches with known `Blocks`, because two threads cannot use the
 tuner at once, and one model may load while another serves.
 """
@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.spec import SCALED, torch_dtype
@@ -31,10 +29,6 @@ _STORE_ROWS = 32
 _JOIN_ROWS = 8
 _LEAST_DOT = 16
 """The smallest side of a tile in `tl.dot`."""
-_TMA_BYTES = 16
-"""The unit of addresses and strides of a tensor descriptor."""
-_WIDEST_TMA = 256
-"""The most elements in a dimension of a block that a tensor descriptor loads."""
 _tuning = threading.Lock()
 
 
@@ -45,30 +39,6 @@ class Blocks:
     keys: int
     warps: int = 4
     stages: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Ways to run the attention kernel that only a measurement on a GPU can decide between (docs/cuda.md).
-
-    All compute the same sums, except `tanh`, whose error must be accepted for each model.
-    """
-
-    persistent: bool = False
-    """As many programs as run at once; each computes several items."""
-    tma: bool = False
-    """Whole blocks of the context are loaded by tensor descriptors. Ignored for shapes that these cannot describe."""
-    tanh: bool = False
-    """SiLU by `tanh.approx`: one special-function instruction in place of two."""
-
-    @property
-    def name(self) -> str:
-        """The options that are on, joined by +; `default` if there is none."""
-        chosen = [name for name in ("persistent", "tma", "tanh") if getattr(self, name)]
-        return "+".join(chosen) or "default"
-
-
-DEFAULT_VARIANT = Variant()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +81,6 @@ class Formula:
     normalizer: float
     mask: MaskOptions = PLAIN_MASK
     biases: KernelBiases | None = None
-    variant: Variant = DEFAULT_VARIANT
-    programs: int = 1
-    """Programs of the attention kernel that run at once, for the variant `persistent`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +134,7 @@ class _Launch:
     arguments: tuple[Any, ...]
     fixed: dict[str, object]
     sums: torch.Tensor
-    descriptors: list[TensorDescriptor]
-    """Those among the arguments. Their blocks are as long as the kernel's blocks of keys."""
+    """The result, and partial sums after it: one of the arguments."""
 
 
 def attend(
@@ -186,8 +152,6 @@ def attend(
     [rows, heads, dv]; rows beyond the plan's segments are undefined. Raises ValueError for shapes that do not fit.
     """
     launch = _launch(q, k, v, pages, device_plan, formula)
-    for descriptor in launch.descriptors:
-        descriptor.block_shape[2] = blocks.keys
     attend_kernel[launch.grid](
         *launch.arguments, **launch.fixed, BLOCK_N=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages
     )
@@ -216,10 +180,9 @@ def tuned(
 ) -> Blocks:
     """The fastest blocks for this kind of kernel. An unknown kind is tuned on these rows. Any thread may call."""
     launch = _launch(q, k, v, pages, device_plan, formula)
-    tuner = _tuned_by_descriptors if launch.descriptors else tuned_attend
     with _tuning:
-        tuner[launch.grid](*launch.arguments, **launch.fixed)
-        best = tuner.best_config
+        tuned_attend[launch.grid](*launch.arguments, **launch.fixed)
+        best = tuned_attend.best_config
     return Blocks(best.kwargs["BLOCK_N"], best.num_warps, best.num_stages)
 
 
@@ -238,9 +201,8 @@ def _launch(
     if rows != plan.rows:
         raise ValueError(f"{rows} rows were given, the plan has {plan.rows}")
     sums = torch.empty((plan.result_rows, heads, d_v), dtype=torch.float32, device=q.device)
-    mask, biases, variant = formula.mask, formula.biases, formula.variant
+    mask, biases = formula.mask, formula.biases
     pads = [max(_LEAST_DOT, triton.next_power_of_2(dim)) for dim in (d_qk, d_v)]
-    descriptors = _descriptors(pages, pads) if variant.tma else []
     positions = times = None
     if biases is not None:
         positions = biases.positions[pages.layer]
@@ -253,7 +215,6 @@ def _launch(
         pages.k,
         pages.v,
         *(pages.exponents or (None, None)),
-        *(descriptors or (None, None)),
         sums,
         device_plan.packed,
         device_plan.segments,
@@ -266,7 +227,6 @@ def _launch(
         formula.alpha,
         1.0 / formula.normalizer,
         biases.bucket_rate if biases is not None else 0.0,
-        plan.items,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -289,27 +249,9 @@ def _launch(
         "PAD_V": pads[1],
         "PAGE_TOKENS": pages.page_tokens,
         "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
-        "PERSISTENT": variant.persistent,
-        "TMA": bool(descriptors),
-        "TANH": variant.tanh,
         "BLOCK_M": plan.shape.block_rows,
     }
-    programs = plan.items * heads
-    return _Launch(
-        (min(programs, formula.programs) if variant.persistent else programs,), arguments, fixed, sums, descriptors
-    )
-
-
-def _descriptors(pages: LayerPages, pads: list[int]) -> list[TensorDescriptor]:
-    """Descriptors of K and V of a layer, for blocks of a size that `attend` sets; none if TMA cannot load them."""
-    for tensor, pad in zip((pages.k, pages.v), pads, strict=True):
-        unit = _TMA_BYTES // tensor.element_size()
-        if pad > _WIDEST_TMA or tensor.data_ptr() % _TMA_BYTES or any(step % unit for step in tensor.stride()[:-1]):
-            return []
-    return [
-        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, _LEAST_DOT, pad])
-        for tensor, pad in zip((pages.k, pages.v), pads, strict=True)
-    ]
+    return _Launch((plan.items * heads,), arguments, fixed, sums)
 
 
 def store(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, device_plan: DevicePlan) -> None:
@@ -406,11 +348,6 @@ def fitting_configs(configs: list[triton.Config], _: dict[str, object], **fixed:
     return [config for config in configs if fits(config)]
 
 
-def _set_descriptor_blocks(arguments: dict[str, Any]) -> None:
-    for name in ("k_desc", "v_desc"):
-        arguments[name].block_shape[2] = arguments["BLOCK_N"]
-
-
 _KIND = [
     "HEADS",
     "GROUP",
@@ -424,27 +361,18 @@ _KIND = [
     "D_V",
     "PAGE_TOKENS",
     "PRECISION",
-    "PERSISTENT",
-    "TMA",
-    "TANH",
     "BLOCK_M",
 ]
 
 
-def _tuner(before_launch: Callable[[dict[str, Any]], None] | None) -> Any:
-    return triton.autotune(
-        configs=[
-            triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages, pre_hook=before_launch)
-            for keys in (16, 32, 64, 128)
-            for warps in (4, 8)
-            for stages in (2, 3, 4)
-        ],
-        key=_KIND,
-        prune_configs_by={"early_config_prune": fitting_configs},
-        cache_results=True,
-    )(attend_kernel)
-
-
-tuned_attend = _tuner(None)
-_tuned_by_descriptors = _tuner(_set_descriptor_blocks)
-"""Triton keeps no choice on disk if a function runs before the launch."""
+tuned_attend = triton.autotune(
+    configs=[
+        triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
+        for keys in (16, 32, 64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+    ],
+    key=_KIND,
+    prune_configs_by={"early_config_prune": fitting_configs},
+    cache_results=True,
+)(attend_kernel)
