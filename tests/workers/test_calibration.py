@@ -28,7 +28,6 @@ from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import NullEngine, build_engine
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.model.layer_parts import onednn_is_faster
-from relaygr.worker.model.machine_code import compiles_products
 from relaygr.worker.model.options import ComputeDtype, Family
 from relaygr.worker.process.prepare import _compute_as_calibrated
 from tests.workers.engine_kinds import HAS_ONEDNN
@@ -251,7 +250,6 @@ def test_a_calibration_is_read_back_as_it_was_written(timed: Calibration, tmp_pa
         ("compute_dtype", ComputeDtype.BFLOAT16),
         ("backend", "triton from graphs"),
         ("uses_onednn", not onednn_is_faster()),
-        ("compiles_products", not compiles_products()),
     ],
 )
 def test_a_calibration_of_something_else_is_refused(

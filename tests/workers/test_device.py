@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import platform
 import re
@@ -263,6 +265,15 @@ def test_memory_that_does_not_fit_is_refused_with_its_size() -> None:
         CpuDevice().empty_bytes(2**31, 2**31)
     with pytest.raises(RelayError, match=r"^17,592,186,044,416 MiB do not fit into cpu"):
         CpuDevice().empty_bytes(2**32, 2**32)
+
+
+def test_memory_comes_from_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_arguments: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    assert CpuDevice().empty_bytes(2, 2 << 20).fill_(3).eq(3).all()
 
 
 def test_fewer_than_one_thread_is_refused() -> None:

@@ -32,7 +32,6 @@ from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig, RuleError
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.interface import PrefixChunk, RankInputs
-from relaygr.worker.model.machine_code import CompiledProduct, compiles_products
 from relaygr.worker.model.options import ComputeDtype, PositionOrigin
 from relaygr.worker.model.paged_engine import PagedEngine
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
@@ -66,7 +65,6 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 PRODUCTS = {
     "torch": (),
     "oneDNN": pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN"),
-    "machine code": pytest.mark.skipif(not compiles_products(), reason="none for this CPU"),
 }
 
 
@@ -247,8 +245,6 @@ def test_cached_inference_is_full_inference_whoever_computes_the_products(
     kind: str, products: str, kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer_parts._Choice, "uses_onednn", products == "oneDNN")
-    if products != "machine code":
-        monkeypatch.setattr(CompiledProduct, "fits", lambda _shape: False)
     world = ContractWorld(kind, seed=8, kv_dtype=kv_dtype)
     user = world.user(40, 16)
     prefix = world.prefix_of(40, 8)

@@ -30,13 +30,6 @@ from tests.worlds.attention import LAYER, TOLERANCES, RaggedForward, SegmentRows
 
 pytestmark = pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")
 
-
-@pytest.fixture(autouse=True)
-def no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled products come first where they exist."""
-    monkeypatch.setattr(layer_parts.CompiledProduct, "fits", lambda _shape: False)
-
-
 CONTEXT = 2 * ONEDNN_KEY_BLOCK + 100
 
 

@@ -60,7 +60,6 @@ _MUST_AGREE = (
     "compute_dtype",
     "backend",
     "uses_onednn",
-    "compiles_products",
 )
 """Fields in which a calibration and the engine that uses it must agree."""
 
@@ -99,9 +98,7 @@ class MachineDescription:
     """The attention implementation, and whether it runs from captured graphs. Plain torch, which is used where the
     device's kernels are missing, takes several times as long."""
     uses_onednn: bool | None = None
-    """Whether oneDNN computes the float32 products of a CPU that are not compiled. None: not a CPU."""
-    compiles_products: bool | None = None
-    """Whether machine code computes the float32 products of a CPU whose widths fit. None: not a CPU."""
+    """Whether oneDNN computes the float32 products. None: not a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +133,6 @@ def describe(engine: Engine) -> MachineDescription:
     import torch
 
     from relaygr.worker.model.layer_parts import onednn_is_faster
-    from relaygr.worker.model.machine_code import compiles_products
 
     return MachineDescription(
         model_revision=engine.revision,
@@ -150,7 +146,6 @@ def describe(engine: Engine) -> MachineDescription:
         compute_dtype=engine.compute_dtype,
         backend=engine.backend,
         uses_onednn=onednn_is_faster() if engine.device.is_cpu else None,
-        compiles_products=compiles_products() if engine.device.is_cpu else None,
     )
 
 

@@ -25,7 +25,6 @@ from relaygr.worker.cache.arena import copy_runs
 from relaygr.worker.device import Device
 from relaygr.worker.model.interface import Engine, PrefixChunk, PrefixInputs
 from relaygr.worker.model.layer_parts import onednn_product
-from relaygr.worker.model.machine_code import CompiledProduct
 
 SUFFIX_BEHAVIOURS = 16
 _RELOAD_REPEATS = 5
@@ -190,16 +189,12 @@ class EngineMeter:
 def matrix_peak_gflops(dtype: torch.dtype, device: Device, size: int = 2048, repeats: int = 5) -> float:
     """The best measured rate of a large square matrix product, in 1e9 floating-point operations a second.
 
-    On a CPU, the best of torch's product, oneDNN's and the compiled one: an engine uses one of them.
+    On a CPU, the best of torch's product and oneDNN's: an engine uses one of them.
     """
     left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     products: list[Callable[[], object]] = [lambda: torch.mm(left, right)]
-    if device.is_cpu and dtype is torch.float32:
-        if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            products.append(lambda: onednn_product(left, right))
-        if CompiledProduct.fits(right.shape):
-            compiled, nothing = CompiledProduct(right), right.new_zeros(size)
-            products.append(lambda: compiled(left, nothing))
+    if device.is_cpu and dtype is torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        products.append(lambda: onednn_product(left, right))
     best_s = float("inf")
     for product in products:
         for _ in range(repeats + 1):

@@ -22,8 +22,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.worker.model.machine_code import CompiledProduct
-
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q, k [rows, heads, attention_dim], v [rows, heads, hidden_dim] -> A [rows, heads * hidden_dim]"""
 
@@ -82,18 +80,18 @@ _PACKED_ROWS = 256
 
 
 class _Choice:
-    """Whether oneDNN computes the float32 products of this process that are not compiled; None: not decided yet."""
+    """Whether oneDNN computes the float32 products of this process; None: not decided yet."""
 
     uses_onednn: bool | None = None
 
 
 def use_onednn(choice: bool) -> None:
-    """Takes over another process's choice for products that are not compiled. Engines that exist keep theirs."""
+    """Takes over another process's choice. Engines that exist keep theirs."""
     _Choice.uses_onednn = choice and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def onednn_is_faster() -> bool:
-    """Whether oneDNN computes the float32 products on the CPU that are not compiled (`compiles_products`).
+    """Whether oneDNN computes the float32 products on the CPU.
 
     `use_onednn` decides, or else a measurement at the first call.
     """
@@ -146,17 +144,10 @@ def copy_bytes(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> in
     """The most memory for the copy that a product of this type makes of its float32 weight [K, N]; 0 without a copy."""
     if dtype is torch.bfloat16:
         return math.prod(shape) * dtype.itemsize
-    if dtype is torch.float32:
-        if _is_compiled(shape, device_type):
-            return math.prod(shape) * dtype.itemsize
-        if not _is_packed(device_type):
-            return 0
+    if dtype is torch.float32 and not _is_packed(device_type):
+        return 0
     rows, columns = (-(-side // _PACKED_UNIT) * _PACKED_UNIT for side in shape)
     return rows * columns * dtype.itemsize + (columns * _COLUMN_BYTES if dtype is torch.int8 else 0)
-
-
-def _is_compiled(shape: Sequence[int], device_type: str) -> bool:
-    return device_type == "cpu" and CompiledProduct.fits(shape)
 
 
 def _is_packed(device_type: str) -> bool:
@@ -186,9 +177,6 @@ def product(weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype = torch
     if dtype is not torch.float32:
         narrow, narrow_bias = weight.to(dtype), bias.to(dtype)
         return lambda rows: torch.addmm(narrow_bias, rows, narrow)
-    if _is_compiled(weight.shape, weight.device.type):
-        compiled = CompiledProduct(weight)
-        return lambda rows: compiled(rows, bias)
     packed = _packed(weight)
     if packed is None:
         return lambda rows: torch.addmm(bias, rows, weight)
@@ -273,9 +261,6 @@ class NarrowProduct:
 
 def full_product(weight: torch.Tensor) -> AddedProduct:
     """The product in float32: one fused call."""
-    if _is_compiled(weight.shape, weight.device.type):
-        compiled = CompiledProduct(weight)
-        return lambda y, rows: compiled(rows, y)
     packed = _packed(weight)
     if packed is None:
         return lambda y, rows: torch.addmm(y, rows, weight)

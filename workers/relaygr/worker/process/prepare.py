@@ -203,10 +203,7 @@ def _warm_up(engine: Engine) -> None:
 
 
 def _compute_as_calibrated(path: Path) -> None:
-    """Chooses oneDNN or torch as in a calibration. Without a calibration, this process measures.
-
-    Whether products are compiled depends on the installed packages and the processor: `latency_for` compares it.
-    """
+    """Chooses oneDNN or torch as in a calibration. Without a calibration, this process measures."""
     with contextlib.suppress(RelayError):
         choice = load_calibration(path).machine.uses_onednn
         if choice is not None:
