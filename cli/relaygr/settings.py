@@ -80,7 +80,7 @@ class Settings(KafkaSettings):
         "model it uses; none: those of the scenarios without a topic_prefix",
     )
     scenarios: dict[ScenarioName, ScenarioSettings] = Field(
-        {}, description="the scenarios by name, such as `{home: {share: 2}, ads: {budget_ms: 30}}` (docs/scenarios.md)"
+        {}, description="the scenarios by name, such as `{home: {share: 2}, ads: {budget_ms: 30}}` (docs/deploying.md)"
     )
     log: LogSettings = LogSettings()
     client: ClientSettings = ClientSettings()

@@ -42,7 +42,7 @@ from tests.worlds.model import small_config
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "your-pipeline.md"
+PAGE = Path(__file__).parents[2] / "docs" / "publishing.md"
 T0 = 1_600_000_000_000
 MAP = ["--columns", "user=uid,item=sku,time=at,action=event", "--actions", "view=1,buy=2"]
 KILLED_RECORDS = 30_000

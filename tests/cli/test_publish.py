@@ -36,7 +36,7 @@ from tests.echo_worker import answer_once, echo_worker, read_topic
 from tests.strategies import messages
 from tests.worlds.model import small_config
 
-DOCS = Path(__file__).parents[2] / "docs" / "publishing.md"
+DOCS = [Path(__file__).parents[2] / "docs" / page for page in ("gateway.md", "publishing.md")]
 NOW_US = 1_700_000_000_000_000
 EVENT = {"user_id": "ann", "expected_candidates": 3, "expected_suffix": 1}
 REQUEST = {"user_id": "ann", "candidates": [1, 2]}
@@ -54,9 +54,9 @@ def request_of(**fields: Any) -> RankingRequest:
 
 def example(name: str) -> str:
     """A block of the documentation."""
-    found = re.search(rf"^```\w+ {name}\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return found[1]
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCS)
+    (found,) = re.findall(rf"^```\w+ {name}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return str(found)
 
 
 def publish(kafka: KafkaSettings, *arguments: str, lines: str | None = None) -> Result:

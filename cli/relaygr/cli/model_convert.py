@@ -29,7 +29,7 @@ _NONE = "none"
 
 def convert_command(
     source: Annotated[
-        Path, typer.Argument(help="A file with a state dict, or a folder as training saves it (docs/convert.md).")
+        Path, typer.Argument(help="A file with a state dict, or a folder as training saves it (docs/checkpoints.md).")
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write: config.json and model.safetensors.")],
     kind: Annotated[SourceKind, typer.Option("--from", help="The implementation that saved the checkpoint.")],

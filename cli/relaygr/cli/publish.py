@@ -201,7 +201,7 @@ def behaviours(
 ) -> None:
     """Publish new behaviours: those of each JSON line, or those of an interaction log with their positions.
 
-    With --columns or --actions, and of a topic, objects have the fields of a log (docs/your-pipeline.md). Exits with 1
+    With --columns or --actions, and of a topic, objects have the fields of a log (docs/publishing.md). Exits with 1
     for more bad lines than --max-bad-lines, or if a record was not delivered.
     """
     settings = command_settings(config, bootstrap, overrides)

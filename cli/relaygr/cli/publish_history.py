@@ -133,7 +133,7 @@ def history(
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Publish every user's history from a log of interactions, or from a topic (docs/your-pipeline.md).
+    """Publish every user's history from a log of interactions, or from a topic (docs/publishing.md).
 
     The command reads all files first, and publishes nothing if there are too many bad lines. Otherwise it
     reports bad lines with their numbers and skips them. Exits with 0 if the cluster acknowledged every history,

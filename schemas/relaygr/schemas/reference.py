@@ -69,7 +69,7 @@ process joins: `consumer({groupId: "relaygr.gateway." + gatewayId})`, and
 `subscribe({topics: ["relaygr.results"], fromBeginning: false})`. It sends its first request after the first event
 `FETCH`, since results from before are not read. It reads all partitions of the results and drops those whose header
 `gateway_id` is not its own, so its traffic grows with the whole fleet's. The user needs Read on that group. Beyond a
-few gateways use a client with `assign`, or the [HTTP gateway](publishing.md#http)."""
+few gateways use a client with `assign`, or the [HTTP gateway](gateway.md#http)."""
 
 
 def reference() -> str:
@@ -130,7 +130,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield f"Events, jobs, requests and results may also carry `{TRACE_HEADER[0]}`: {TRACE_HEADER[1].partition(';')[0]}."
     yield "A reader ignores a value that is not valid. A gateway sends its own span with each message of a recorded"
-    yield "trace; the answer then names the span with which the worker sent it ([tracing](operations.md#tracing))."
+    yield "trace; the answer then names the span with which the worker sent it ([tracing](monitoring.md#tracing))."
     yield ""
     yield "## Fields"
     yield ""

@@ -11,7 +11,7 @@
   the jobs, with the settings and the partitioner of all our clients. Delivery reports are taken after each poll.
 * After a lost connection to the broker, the clients reconnect by themselves, and a gauge shows the outage.
 
-`docs/trigger.md` describes the tuning and its effects.
+`docs/trigger.md` describes the decision, `docs/troubleshooting.md` the tuning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The worker process: builds its components, publishes its status, serves, and stops its threads in order.
 
-docs/worker-process.md describes start, end and reload.
+docs/architecture.md describes start, end and reload.
 
     allocation     the memory of a worker: planned, checked, allocated
     handover       prefixes and finished offsets, from a predecessor to its successor

@@ -1,6 +1,6 @@
 """Model reload: SIGHUP makes a worker load the checkpoint in `worker.model` again and swap the models.
 
-docs/worker-process.md describes the steps. If the checkpoint cannot serve, the worker keeps its model, logs the reason
+docs/architecture.md describes the steps. If the checkpoint cannot serve, the worker keeps its model, logs the reason
 and counts the outcome. A standby swaps at once, so that it takes over with the model that the active worker was told to
 load. An active worker keeps the previous model until the new one has proved itself (`latest_answers.FiniteScores`).
 """

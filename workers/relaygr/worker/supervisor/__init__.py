@@ -1,6 +1,6 @@
 """The supervisor of a worker with a hot standby: two children with one worker id, of which at most one is active.
 
-docs/worker-process.md describes what it does. `relaygr worker --standby` runs `Supervisor`, both children run
+docs/architecture.md describes what it does. `relaygr worker --standby` runs `Supervisor`, both children run
 `relaygr worker`. Nothing here imports torch.
 
     heartbeat   the message from child to supervisor

@@ -1,6 +1,6 @@
 """The restart policy: settings, and pure decisions about children. Times are monotonic µs.
 
-docs/worker-process.md has the table of what ends, kills or replaces a child. Silence counts only while the supervisor
+docs/architecture.md has the table of what ends, kills or replaces a child. Silence counts only while the supervisor
 itself is on time: of the time between two decisions, at most `LATE_US`. A child that is silent for less than
 `silence_s` is killed only if it also *stands still*: the kernel reports it as stopped or asleep, and no thread of it
 used processor time.

@@ -1,1 +1,1 @@
-"""Converts checkpoints of other implementations (docs/convert.md)."""
+"""Converts checkpoints of other implementations (docs/checkpoints.md)."""

@@ -1,4 +1,4 @@
-"""Converts a checkpoint of another implementation into ours (docs/convert.md).
+"""Converts a checkpoint of another implementation into ours (docs/checkpoints.md).
 
 Every tensor of the source is mapped, unused for a known reason, or left over. Every tensor of our configuration is
 given or missing. A result with left-over or missing tensors is written only on request; a missing tensor is then

@@ -51,7 +51,7 @@ class SourceFeature(BaseModel):
 
 
 class ConvertOptions(BaseModel):
-    """The options of a conversion. The source determines which are required (docs/convert.md)."""
+    """The options of a conversion. The source determines which are required (docs/checkpoints.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -160,7 +160,7 @@ def read_options(path: Path | None, given: Mapping[str, Any]) -> ConvertOptions:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise RelayError(f"{path} cannot be read as YAML or JSON: {error}.") from error
         if not isinstance(loaded, dict):
-            raise RelayError(f"{path} is not a mapping of options; docs/convert.md lists them.")
+            raise RelayError(f"{path} is not a mapping of options; docs/checkpoints.md lists them.")
         values.update(loaded)
     values.update(given)
     try:
