@@ -5,8 +5,9 @@
                      row of the same user (alignment) or of an item of theirs (neighbourhood) in the other, with
                      negatives drawn from the easy ones first; no gradient reaches the other domain's rows
 
-The paper's formulas are not public: docs/training.md lists what was chosen here. Encoders are GraphSAGE with means of
-sampled neighbours. Users have no weights of their own: a row is computed from any history, and of none it is 0.
+The paper's formulas are not public, so the forms here and the constants below are choices of ours. Encoders are
+GraphSAGE with means of sampled neighbours. Users have no weights of their own: a row is computed from any history, and
+of none it is 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
-"""The executor: serves pre-infer jobs and ranking requests with history, cache and device.
+"""The executor: serves pre-infer jobs and ranking requests with history, cache and device (docs/scheduling.md).
 
-One thread at a time calls `Executor.step`: the device thread in a loop and, for short work on a CPU, the poll thread
-(`thread`). In this package "the device thread" means the one that runs the step. Other threads post calls.
+    executor, thread   the steps; the device thread and its watchdog
+    requests, jobs     the state machines; `events` is what happens to them, `work` their data
+    prefixes, batches  prefixes under computation, and their chunks; ranking passes
+    resolver           from a message to its history, prefix and cache key
+    warm_up            what an idle device computes
+    observations       what ended requests tell to predictions, triggers and metrics
+    order, backlog, routes, chunks, arrivals, admission   pure decisions
 
-Imports go one way: `executor` imports `batches`, `batches` imports `requests`; `requests`, `jobs` and `warm_up` import
-`prefixes`, which imports none of them. docs/scheduling.md describes modules, states and rules.
+One thread at a time calls `Executor.step`: the device thread in a loop and, for short work on a CPU, the poll thread.
+In this package "the device thread" means the one that runs the step. Imports go one way: `executor` imports `batches`,
+which imports `requests`; `requests`, `jobs` and `warm_up` import `prefixes`, which imports none of them.
 """
