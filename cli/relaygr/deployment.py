@@ -54,6 +54,7 @@ def deploy(checkpoint: Path, folder: Path, *, needs_calibration: bool, calibrati
 def _copy(checkpoint: Path, calibration: Path, folder: Path, revision: str) -> None:
     from relaygr.worker.model.checkpoint import load_checkpoint
 
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / revision
     if not target.exists():
@@ -68,6 +69,8 @@ def _copy(checkpoint: Path, calibration: Path, folder: Path, revision: str) -> N
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+            if is_new and not target.exists():
+                folder.rmdir()
     # Also of a revision that was deployed before: it may have been calibrated since.
     if calibration.exists() and calibration.parent != target.resolve():
         new = target / f".{CALIBRATION_FILE}.{secrets.token_hex(4)}"

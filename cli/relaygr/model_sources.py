@@ -42,7 +42,8 @@ def _is_mlflow(source: str) -> bool:
 
 @contextlib.contextmanager
 def local_checkpoint(source: str, beside: Path) -> Iterator[Path]:
-    """The folder of a source: itself, or a copy in the folder `beside`, which is removed afterwards.
+    """The folder of a source: itself, or a copy, which is removed afterwards. The copy lies in the folder `beside`, or,
+    before there is one, in the one above it: a failure leaves no empty folder.
 
     Raises SourceError if a URL cannot be read, and RelayError if its files disagree.
     """
@@ -50,8 +51,8 @@ def local_checkpoint(source: str, beside: Path) -> Iterator[Path]:
         yield Path(source)
         return
     try:
-        beside.mkdir(parents=True, exist_ok=True)
-        place = tempfile.TemporaryDirectory(prefix=".fetched-", dir=beside)
+        there = next(each for each in (beside, *beside.absolute().parents) if each.is_dir())
+        place = tempfile.TemporaryDirectory(prefix=".fetched-", dir=there)
     except OSError as error:
         raise RelayError(f"{beside} cannot be written: {error.strerror}.") from error
     with place as name:

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from relaygr.interactions.gather import hashed_item
 from relaygr.interactions.mapping import log_map
 from relaygr.kafka.clients import READ_COMMITTED, ProducerKind, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.publishing.bridge import Bridge, Convert
+from relaygr.publishing.bridge import Bridge, Convert, Passed
 from relaygr.publishing.json_lines import parse_object
 from relaygr.publishing.mapped import MappedObjects
 from relaygr.runtime.errors import RelayError
@@ -249,8 +249,8 @@ def test_a_bridge_that_is_killed_goes_on_and_each_record_counts_once(real_settin
     assert before < KILLED_RECORDS, "the bridge had ended before it was killed: raise KILLED_RECORDS"
 
 
-def direct(kafka: KafkaSettings, convert: Convert) -> Bridge:
-    return Bridge(kafka, f"kafka:{source_of(kafka)}", kafka.topic(Topic.BEHAVIOURS), convert, print)
+def direct(kafka: KafkaSettings, convert: Convert, on_published: Callable[[Passed], None] = lambda _: None) -> Bridge:
+    return Bridge(kafka, f"kafka:{source_of(kafka)}", kafka.topic(Topic.BEHAVIOURS), convert, on_published, print)
 
 
 def ten_records(kafka: KafkaSettings) -> None:
@@ -265,12 +265,12 @@ def test_a_broker_that_is_away_for_longer_than_a_call_may_take_does_not_end_a_br
     paused: list[int] = []
     resumed = threading.Event()
 
-    def convert(record: Message) -> tuple[bytes, bytes]:
+    def convert(record: Message) -> Passed:
         if not paused:
             paused.append(broker_pid)
             os.kill(broker_pid, signal.SIGSTOP)
             threading.Timer(2.0, lambda: (os.kill(broker_pid, signal.SIGCONT), resumed.set())).start()
-        return b"ann", record.value() or b""
+        return Passed(b"ann", record.value())
 
     before = set(psutil.Process().children(recursive=True))
     with local_broker(BrokerChoice.KAFKA) as broker:
@@ -293,23 +293,25 @@ def test_a_bridge_that_the_group_has_removed_joins_again_and_counts_each_record_
     write(real_settings, [b"{broken"], key="ann")
     mapped, slow = MappedObjects(log_map(MAP[1], MAP[3])), [8.0]
 
-    def convert(record: Message) -> tuple[bytes, bytes]:
+    def convert(record: Message) -> Passed:
         time.sleep(slow.pop() if slow else 0)
         event = mapped.event(parse_object(record.value() or b""), T0)
-        return event.user_id.encode(), encode(event)
+        return Passed(event.user_id.encode(), encode(event), event)
 
-    done = direct(real_settings, convert).run(until_end=True, stopping=lambda: False)
+    told: list[Passed] = []
+    done = direct(real_settings, convert, told.append).run(until_end=True, stopping=lambda: False)
     assert (done.published, done.bad, done.lag) == (10, 1, 0)
+    assert [item for each in told if each.made for item in each.made.behaviours.items.tolist()] == list(range(10))
     assert committed_items(real_settings, 11, idle_s=3.0) == list(range(10))
 
 
 @pytest.mark.kafka
 def test_a_bridge_that_another_one_fences_says_so(real_settings: KafkaSettings) -> None:
-    def convert(record: Message) -> tuple[bytes, bytes]:
+    def convert(record: Message) -> Passed:
         if not second:
             second.append(direct(real_settings, convert))
             second[0].run(until_end=False, stopping=lambda: True)
-        return b"ann", record.value() or b""
+        return Passed(b"ann", record.value())
 
     second: list[Bridge] = []
     ten_records(real_settings)

@@ -344,15 +344,11 @@ def test_an_id_that_was_written_as_a_float_is_the_whole_number(text: str, number
         ("9" * 400 + ".0", "last digits"),
         ("1.8446744073709552e+19", "last digits"),
         ("nan", "missing"),
-        ("None", "missing"),
-        ("<NA>", "missing"),
-        ("NA", "missing"),
-        ("N/A", "missing"),
-        (r"\N", "missing"),
+        (" ", "empty"),
     ],
 )
 def test_an_id_that_is_not_certain_is_refused(text: str, said: str) -> None:
-    for index in (ItemIndex(False), UserIndex(False)):
+    for index in (ItemIndex(False, has_gaps=True), UserIndex(False, has_gaps=True)):
         with pytest.raises(BadIdError, match=said):
             index[text]
 
@@ -372,6 +368,13 @@ def test_a_log_of_pandas_with_gaps_is_read_and_said_to_be_one(write: Callable[..
     assert [bad.number for bad in read.report.bad_lines] == [3]
     assert "ids written as floats are read as whole numbers, 1193.0 as 1193" in read.report.notes
     assert read.report.actions == {6: 1, 8: 1}
+
+
+@pytest.mark.parametrize("name", ["null", "NULL", "NA", "N/A", "None", "<NA>", r"\N"])
+def test_a_user_may_have_the_name_of_a_missing_value(write: Callable[..., Path], name: str) -> None:
+    read = read_interactions(write(f"userId,movieId,timestamp\n{name},{name},881250949\nann,2,881250950\n"))
+    assert read.users == [name, "ann"] and not read.report.bad_lines
+    assert [note.split(":")[0] for note in read.report.notes if name in note] == [f"`{name}` is read as an id"] * 2
 
 
 def test_the_hash_of_an_item_is_the_same_in_every_run() -> None:

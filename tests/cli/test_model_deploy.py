@@ -137,4 +137,18 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_deployed(
     done = CliRunner().invoke(app, ["model", "deploy", str(checkpoints[0]), str(folder)])
     assert done.exit_code != 0
     assert "was replaced while it was copied" in " ".join(done.output.split())
-    assert not list(folder.iterdir())
+    assert not folder.exists()
+
+
+def test_a_failure_leaves_no_empty_folder(
+    tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", no_room)
+    served = tmp_path / "new" / "served"
+    code, said = run("deploy", checkpoints[0], served)
+    assert code == 1 and "no space left" in said and not served.exists()
+    code, _ = run("deploy", "file:///nowhere/at/all", served)
+    assert code == 1 and not served.exists()

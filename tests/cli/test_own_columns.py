@@ -351,3 +351,9 @@ def test_a_model_that_keeps_the_codes_of_events_gives_them(tmp_path: Path) -> No
     (tmp_path / "model" / "actions.json").write_text("[1]")
     done = dry_run(tmp_path / "log", "--columns", COLUMNS, "--model", tmp_path / "model")
     assert "actions.json is no object of event names and codes" in done.output.replace("\n", " ")
+
+
+def test_only_a_column_of_a_like_name_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"uid,sku,shopped\nann,1,{T0}\n")
+    with pytest.raises(RelayError, match=r"there is no such column among uid, sku, shopped\."):
+        read(tmp_path / "log", "user=uid,item=sku,time=happened@", None)

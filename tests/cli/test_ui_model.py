@@ -395,6 +395,9 @@ def test_the_page_says_that_no_worker_is_ready_and_nothing_is_ranked() -> None:
     world.wait(4)
     [problem] = world.snapshot().problems
     assert "No worker is ready, so no request is ranked" in problem
+    world.model.note_lag(None, "Kafka at kafka-1:9092 does not answer")
+    assert world.snapshot().problems == ["Kafka at kafka-1:9092 does not answer"], "the cause alone"
+    world.model.note_lag(None, None)
     world.status("worker-00", 0)
     world.status("worker-01", 1)
     assert world.snapshot().problems == []

@@ -36,7 +36,7 @@ from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.publishing.avro import AvroValues
-from relaygr.publishing.bridge import SOURCE, Bridge, time_of
+from relaygr.publishing.bridge import SOURCE, Bridge, Passed, time_of
 from relaygr.publishing.json_lines import MAX_LIST_TEXTS, parse_object
 from relaygr.publishing.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
 from relaygr.publishing.mapped import MappedObjects
@@ -207,17 +207,21 @@ def run_bridge(
     avro = None if schema_registry is None else AvroValues(schema_registry)
     made_of = mapped.history if target is Topic.HISTORY else mapped.event
 
-    def convert(record: Message) -> tuple[bytes, bytes | None]:
+    def convert(record: Message) -> Passed:
         content = record.value()
         if content is None and target is Topic.HISTORY:
             key = record.key() or b""
-            return mapped.deleted_user(key if avro is None else avro.key_text(key)).encode(), None
+            return Passed(mapped.deleted_user(key if avro is None else avro.key_text(key)).encode(), None)
         parsed = avro.object(content or b"") if avro is not None else parse_object(content or b"", MAX_LIST_TEXTS)
         made = made_of(parsed, time_of(record))
-        inputs.take(made)
-        return made.user_id.encode(), encode(made)
+        inputs.check(made)
+        return Passed(made.user_id.encode(), encode(made), made)
 
-    bridge = Bridge(kafka, source, kafka.topic(target), convert, print_line)
+    def count(passed: Passed) -> None:
+        if passed.made is not None:
+            inputs.count(passed.made)
+
+    bridge = Bridge(kafka, source, kafka.topic(target), convert, count, print_line)
     bridge.run(until_end, lambda: stopping.came)
     print_line(f"{bridge.text()}{inputs.text()}, group {bridge.group}")
 

@@ -34,8 +34,9 @@ Progress = Callable[[int], None]
 _PLAIN = re.compile(r"0|-?[1-9][0-9]*")
 _FLOAT = re.compile(r"(0|-?[1-9][0-9]*)\.0+")
 _ROUNDED = re.compile(r"-?[0-9](\.[0-9]+)?[eE]\+[0-9]+")
-_MISSING: Final = frozenset({"nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>", "\\N"})
-"""Missing values as pandas, JSON, SQL, R and MySQL write them."""
+_GAP: Final = "nan"
+"""As programs write the gaps of a column of floats. `NA` or `null` may be a user's name, so they are ids."""
+_LIKE_GAPS: Final = ("None", "null", "NULL", "NA", "N/A", "<NA>", "\\N")
 _LARGEST_EXACT: Final = 2**53
 _EXACT_DIGITS: Final = 17
 _USER_ID = Text(256)
@@ -90,15 +91,18 @@ def whole_id(text: str, latin1: bool = False) -> str:
 class _Index(dict[str, int]):
     """Numbers of ids by their text. `index[text]` adds an id."""
 
-    def __init__(self, latin1: bool) -> None:
+    def __init__(self, latin1: bool, has_gaps: bool = False) -> None:
+        """`has_gaps`: the text `nan` is a missing value, and no id."""
         super().__init__()
-        self._latin1 = latin1
+        self._latin1, self._has_gaps = latin1, has_gaps
         self.float_example = ""
         """An id that was written as a float; empty: none was."""
 
     def _other_form(self, text: str) -> str | None:
         """The form in which the id is kept; None: this one. Raises BadIdError if it is not an id."""
         name = whole_id(text, self._latin1)
+        if self._has_gaps and name == _GAP:
+            raise BadIdError(f"an id is missing: {name!r}")
         if _FLOAT.fullmatch(text.strip()):
             self.float_example = self.float_example or text.strip()
         return None if name == text else name
@@ -107,8 +111,8 @@ class _Index(dict[str, int]):
 class UserIndex(_Index):
     """User id -> position in the order of first appearance. Raises BadIdError."""
 
-    def __init__(self, latin1: bool) -> None:
-        super().__init__(latin1)
+    def __init__(self, latin1: bool, has_gaps: bool = False) -> None:
+        super().__init__(latin1, has_gaps)
         self.names: list[str] = []
 
     def __missing__(self, text: str) -> int:
@@ -124,8 +128,8 @@ class UserIndex(_Index):
 class ItemIndex(_Index):
     """Item id -> number. Raises BadIdError, and RelayError if two ids get one number."""
 
-    def __init__(self, latin1: bool) -> None:
-        super().__init__(latin1)
+    def __init__(self, latin1: bool, has_gaps: bool = False) -> None:
+        super().__init__(latin1, has_gaps)
         self._hashed: dict[int, str] = {}
 
     @property
@@ -158,8 +162,8 @@ def _cleaned(text: str, latin1: bool) -> str:
             if not latin1:
                 raise BadIdError("an id is not UTF-8") from error
             name = name.encode("utf-8", "surrogateescape").decode("latin-1")
-    if not name or name in _MISSING:
-        raise BadIdError(f"an id is missing: {name!r}" if name else "an id is empty")
+    if not name:
+        raise BadIdError("an id is empty")
     if _ROUNDED.fullmatch(name):
         raise BadIdError(f"id {name[:40]} is a float, whose last digits may be lost: write whole numbers")
     return name
@@ -275,8 +279,8 @@ class Rows:
     lines: int = 0
 
     def __post_init__(self) -> None:
-        self.users = UserIndex(self.layout.latin1_ids)
-        self.items = ItemIndex(self.layout.latin1_ids)
+        of_ids = self.layout.latin1_ids, self.layout.has_gaps
+        self.users, self.items = UserIndex(*of_ids), ItemIndex(*of_ids)
 
     def count(self, lines: int) -> None:
         """Counts lines that are read next. Raises RelayError if there are too many."""
@@ -346,6 +350,8 @@ class Rows:
         if self.layout.time is not None and not self.layout.time_is_ms and items.size:
             notes.append(f"timestamps are taken as {unit}")
         for index in (self.users, self.items):
+            if named := [f"`{name}`" for name in _LIKE_GAPS if name in index]:
+                notes.append(f"{', '.join(named)} is read as an id: leave its lines out if it means a missing value")
             if index.float_example:
                 whole = index.float_example.partition(".")[0]
                 notes.append(f"ids written as floats are read as whole numbers, {index.float_example} as {whole}")

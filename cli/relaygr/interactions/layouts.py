@@ -181,6 +181,11 @@ class Layout:
         return self.time is not None
 
     @property
+    def has_gaps(self) -> bool:
+        """Whether `nan` is a missing id: of text without types, which JSON and Parquet have."""
+        return not self.keys and self.kind is not LayoutKind.PARQUET
+
+    @property
     def has_ratings(self) -> bool:
         """Whether the action codes are ratings: twice the stars."""
         return self.rating is not None

@@ -18,6 +18,8 @@ LARGEST_CODE: Final = 65_535
 LARGEST_RATING: Final = 32_767
 LARGEST_TIME: Final = 4e18
 """Larger times are no nanoseconds of this century."""
+_NEAR: Final = 0.75
+"""How like a name must be to be suggested: of less like ones all are listed."""
 _EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -56,7 +58,7 @@ class LogMap:
         names = list(fields)
         for role, name in self.columns.items():
             if name not in names:
-                near = get_close_matches(name, names, 1)
+                near = get_close_matches(name, names, 1, _NEAR)
                 raise RelayError(
                     f"{source}: --columns {role}={name}: there is no such column"
                     + (f"; did you mean {near[0]}?" if near else f" among {', '.join(names)[:200]}.")

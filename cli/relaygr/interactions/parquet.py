@@ -283,7 +283,7 @@ def _mapped(what: str, column: Any, number_of: Callable[[str], float], bad: dict
 
 def _text(value: object) -> str:
     """An id as text would have it: a whole float is 1193.0, which counts as 1193."""
-    if value is None:
+    if value is None or value != value:  # NaN equals nothing.
         return ""
     if isinstance(value, Decimal):  # Exact, unlike a float.
         return str(int(value)) if value == value.to_integral_value() else f"{value:f}"

@@ -13,9 +13,9 @@
 * User ids stay text. An item id that is a plain decimal integer of 64 bits stays that number. Any other item id, `007`
   included, becomes the first 63 bits of its blake2b hash, which is the same in every run and every file. If two ids get
   the same number, reading stops with RelayError.
-* Programs that write a column with gaps as floats write ids such as `1193.0`, which is read as `1193`, and `nan` or
-  `NA` for the gaps. A line with a missing id is bad, as is one with a float whose last digits may be lost, or with an
-  integer of more than 64 bits, which no message can carry.
+* Programs that write a column with gaps as floats write ids such as `1193.0`, which is read as `1193`, and `nan` for
+  the gaps. A line with a missing id is bad, as is one with a float whose last digits may be lost, or with an integer of
+  more than 64 bits, which no message can carry. `NA` and `null` are ids, and a note names them.
 * A bad line is skipped and reported with its number and the reason. After more than `Limits.max_bad_lines` of them
   reading stops with RelayError. Nothing is published then, because the whole file is read first.
 * Reading takes about 70 bytes of memory a line at the peak, and the distinct ids.

@@ -30,6 +30,7 @@ from relaygr.kafka.admin import is_embedded
 from relaygr.kafka.clients import READ_COMMITTED, ProducerKind, make_group_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import BehaviourEvent, History
 
 SOURCE: Final = "kafka:"
 _BATCH: Final = 1000
@@ -59,8 +60,20 @@ _REFUSED: Final = frozenset(
     )
 )
 
-Convert = Callable[[Message], tuple[bytes, bytes | None]]
-"""Key and value of the message for a record. Raises ValueError for a bad one."""
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What is published for a record."""
+
+    key: bytes
+    value: bytes | None
+    """None deletes the user of the key."""
+    made: BehaviourEvent | History | None = None
+    """The content of the value."""
+
+
+Convert = Callable[[Message], Passed]
+"""What is published for a record. Raises ValueError for a bad one."""
 
 
 @dataclass(slots=True)
@@ -82,13 +95,23 @@ def time_of(record: Message) -> int:
 class Bridge:
     """Raises RelayError if `kafka:TOPIC` names no topic that is there. The caller calls `run` once."""
 
-    def __init__(self, kafka: KafkaSettings, source: str, target: str, convert: Convert, tell: Callable[[str], None]):
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        source: str,
+        target: str,
+        convert: Convert,
+        on_published: Callable[[Passed], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        """`on_published` gets what was committed, and each record once."""
         if not source.startswith(SOURCE):
             raise RelayError(f"--from is {source!r}, expected {SOURCE}TOPIC.")
         source = source.removeprefix(SOURCE)
         self.report = BridgeReport()
         self.group = f"{kafka.group_prefix}.bridge.{source}.{target}"
-        self._source, self._target, self._convert, self._tell = source, target, convert, tell
+        self._source, self._target = source, target
+        self._convert, self._on_published, self._tell = convert, on_published, tell
         if source == target:
             raise RelayError(f"--from {SOURCE}{source} is the topic that is written: give the one of your pipeline.")
         reading = {**READ_COMMITTED, "enable.auto.commit": False}
@@ -177,8 +200,8 @@ class Bridge:
         offsets = [TopicPartition(self._source, partition, offset) for partition, offset in self._read_to.items()]
         for attempt in range(1, _ATTEMPTS + 1):
             self._producer.begin_transaction()
-            for key, value in messages:
-                self._produce(key, value)
+            for message in messages:
+                self._produce(message.key, message.value)
             try:
                 group = self._consumer.consumer_group_metadata()
                 _repeated(partial(self._producer.send_offsets_to_transaction, offsets, group), stopping)
@@ -197,11 +220,13 @@ class Bridge:
                     return
                 continue
             self.report.published += len(messages)
+            for message in messages:
+                self._on_published(message)
             self._next.update(self._read_to)
             self._read_to.clear()
             return
 
-    def _converted(self, record: Message) -> tuple[bytes, bytes | None] | None:
+    def _converted(self, record: Message) -> Passed | None:
         """The message of a record; None for a bad one, which is counted."""
         try:
             return self._convert(record)

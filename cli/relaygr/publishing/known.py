@@ -131,12 +131,21 @@ class SentInputs:
 
     def take(self, message: Published) -> None:
         """Counts a message. Raises FieldError for inputs that the model does not know."""
+        self.check(message)
+        self.count(message)
+
+    def check(self, message: Published) -> None:
+        """Raises FieldError for inputs that the model does not know."""
+        if self._model is None:
+            return
         for place, behaviours in _behaviours_of(message):
-            if self._model is not None:
-                self._model.check_actions(place, behaviours)
+            self._model.check_actions(place, behaviours)
         history = getattr(message, "history", None)
-        if self._model is not None and history is not None:
+        if history is not None:
             self._model.check_features(".history", history)
+
+    def count(self, message: Published) -> None:
+        """Counts a message that was checked."""
         for _, behaviours in _behaviours_of(message):
             self._codes.update(np.unique(behaviours.actions).tolist())
             self._count_items(behaviours.items)

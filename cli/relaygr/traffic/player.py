@@ -37,6 +37,7 @@ from relaygr.traffic.settings import TrafficSettings
 log = structlog.get_logger()
 
 WARM_UP_REQUESTS = 24
+_WARM_UP_MS = 2_000
 _BACK_PRESSURE_S = 0.02
 _LONGEST_SLEEP_US = 200_000
 _DRAIN_STEP_S = 0.2
@@ -362,13 +363,17 @@ class Player:
 
     def _warm_up(self) -> None:
         """Sends a few requests of unknown users, without records, to warm up connections, caches and compilers."""
+        log.info("warming up: waiting for a worker's answers", at_most_s=_WARM_UP_MS / 1000)
         candidates = self._population.items[: self._settings.candidates]
         futures = [
-            self._client.submit_rank(f"warm-up-{number}", candidates, budget_ms=2_000, scenario=self._scenario)
+            self._client.submit_rank(f"warm-up-{number}", candidates, budget_ms=_WARM_UP_MS, scenario=self._scenario)
             for number in range(WARM_UP_REQUESTS)
         ]
         answered = sum(future.result().status is RankStatus.RANKED for future in futures)
-        log.info("warmed up", answered=answered, requests=len(futures))
+        if answered:
+            log.info("warmed up", answered=answered, requests=len(futures))
+        else:
+            log.warning("no worker answers: the requests are sent, but start a worker, or ask `relaygr doctor`")
 
     # -- ends --------------------------------------------------------------------------------------
 
@@ -394,6 +399,8 @@ class Player:
         Returns the status of the requests that have not ended.
         """
         ends_s = time.monotonic() + longest_s
+        if self._open:
+            log.info("waiting for the last answers", requests=len(self._open), at_most_s=longest_s)
         while (now_s := time.monotonic()) < ends_s:
             if self._stopped_s is not None and now_s >= self._stopped_s + self._settings.drain_s:
                 return OPEN

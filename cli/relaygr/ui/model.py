@@ -532,8 +532,8 @@ class LiveModel:
 
     def _problems(self, now_us: int, wall_us: int) -> list[str]:
         found = [text for text in (self._reader_problem, self._lag_problem) if text]
-        # By then the statuses have been read that are already in the topic.
-        was_read = now_us - self._started_us > STALE_MS * 1000 and not self._reader_problem
+        # By then the statuses that are already in the topic have been read. Without a broker workers are not heard.
+        was_read = now_us - self._started_us > STALE_MS * 1000 and not found
         ready = [known.status for known in self._workers.values() if _is_fresh(known, wall_us)]
         if was_read and all(status.pre_infer is not None for status in ready):
             found.append("No worker is ready, so no request is ranked: start one, or see `/readyz` of those that run")
