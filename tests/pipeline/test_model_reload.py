@@ -24,12 +24,12 @@ from relaygr.schemas import codec
 from relaygr.schemas.messages import FailureReason, History, Path, PreInferJob, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
-from relaygr.training.dense import full_inference
 from relaygr.ui.scrape import Reading
 from relaygr.worker.latest_answers import DIVERGED_ANSWERS
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from tests.leftovers import owned_by_a_fixture
+from tests.worlds.dense import full_inference
 from tests.worlds.relay import (
     PARTITIONS,
     VOCABULARY,

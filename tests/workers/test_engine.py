@@ -17,7 +17,6 @@ from structlog.testing import capture_logs
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
-from relaygr.training.dense import full_inference
 from relaygr.worker import device as device_module
 from relaygr.worker.device import CpuDevice, MemoryInfo
 from relaygr.worker.kv import KvDtype
@@ -33,6 +32,7 @@ from relaygr.worker.model.interface import PrefixChunk, TooLongError
 from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.engine_kinds import HAS_ONEDNN, KINDS
 from tests.worlds.attention import LAYER, RaggedForward, SegmentRows
+from tests.worlds.dense import full_inference
 from tests.worlds.model import (
     ARENA_PAGES,
     MAX_PREFIX,

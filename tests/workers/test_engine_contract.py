@@ -1,6 +1,6 @@
 """The contract of every engine, for every kind of model and every back end: cached inference is full inference.
 
-The oracle computes full inference, dense and in float64 (`relaygr.training.dense`). Calls that a model's rules
+The oracle computes full inference, dense and in float64 (`tests.worlds.dense`). Calls that a model's rules
 forbid (chunks, a suffix, an append) are refused, and calls that they allow are exact.
 """
 
@@ -19,10 +19,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
-from relaygr.training.dense import full_inference
-from relaygr.training.dense.encodings import positions_from_end
-from relaygr.training.dense.layers import Product
-from relaygr.training.dense.small import int8_product
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model import layer_parts
 from relaygr.worker.model.attention.mask import AttentionMask, Visible
@@ -36,6 +32,10 @@ from relaygr.worker.model.options import ComputeDtype, PositionOrigin
 from relaygr.worker.model.paged_engine import PagedEngine
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
 from tests.workers.engine_kinds import BACKENDS, HAS_ONEDNN, KINDS
+from tests.worlds.dense import full_inference
+from tests.worlds.dense.encodings import positions_from_end
+from tests.worlds.dense.layers import Product
+from tests.worlds.dense.small import int8_product
 from tests.worlds.model import ARENA_PAGES, VOCABULARY, configs
 
 TOLERANCE = 2e-5

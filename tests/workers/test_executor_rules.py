@@ -1,6 +1,6 @@
 """Real engines of every kind of prefix in the executor: scores on relayed prefixes equal those of full inference.
 
-The oracle is `relaygr.training.dense`: everything in one dense pass, in float64.
+The oracle is `tests.worlds.dense`: everything in one dense pass, in float64.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
-from relaygr.training.dense.small import int8_product
 from relaygr.worker.device import CpuDevice, cpu
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
@@ -25,6 +24,7 @@ from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, 
 from relaygr.worker.process.trial import require_precisions
 from relaygr.worker.settings import WorkerSettings
 from tests.workers.engine_kinds import HAS_ONEDNN
+from tests.worlds.dense.small import int8_product
 from tests.worlds.model import small_config
 
 pytestmark = [

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from relaygr.cli.model import app
 from relaygr.schemas.messages import Behaviours
-from relaygr.training.dense import full_inference
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.interface import PrefixChunk
 from relaygr.worker.model.options import Activated, Family, InputForm, Preset, ReadoutForm
+from tests.worlds.dense import full_inference
 from tests.worlds.model import random_behaviours
 
 SIZES = "--dim 16 --layers 2 --heads 2 --vocabulary 40 --max-prefix 64 --max-suffix 8"

@@ -22,7 +22,6 @@ from relaygr.schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
-from relaygr.training.dense import full_inference
 from relaygr.worker.cache import CacheConfig, Tier
 from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
@@ -42,6 +41,7 @@ from relaygr.worker.pool.tier import PoolTier
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.dram_tier import ArenaShape, SharedArena
 from relaygr.worker.shared.lock import ArenaLock
+from tests.worlds.dense import full_inference
 from tests.worlds.executor import DrivenExecutor
 from tests.worlds.model import VOCABULARY, small_config
 from tests.worlds.outbox import Outbox

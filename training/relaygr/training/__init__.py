@@ -5,6 +5,6 @@
         -> baselines and ranking of all items on the same split
         -> lengths: the same users, served their newest 16, 32, ... behaviours
 
-The model is the worker's: the trainer runs the dense model (`dense/`) on the tensor names of a checkpoint, and a worker
+The model is the worker's: the trainer computes its form (`layers.py`) on the tensor names of a checkpoint, and a worker
 loads the result without conversion. Nothing but the command line imports this package.
 """

@@ -24,8 +24,8 @@ import torch
 from torchmetrics.functional.classification import binary_calibration_error
 
 from relaygr.training.card import post_trained_card
-from relaygr.training.dense.layers import Tensors
 from relaygr.training.group_relative import draw_slates, group_relative_loss, has_spread, slate_rewards
+from relaygr.training.layers import Tensors
 from relaygr.training.logs import Log
 from relaygr.training.plots import plot_post_training
 from relaygr.training.ranker import candidate_logits

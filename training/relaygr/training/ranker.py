@@ -1,4 +1,4 @@
-"""The ranker as it is trained: the dense model on batches, with candidates as a worker sees them.
+"""The ranker as it is trained: on batches, with candidates as a worker sees them.
 
 A batch has a window of each user's history and some of its places. At each place a few candidates are scored: each
 attends to the window's behaviours before the place and to itself, as a candidate of a request does whose history ends
@@ -19,9 +19,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
-from relaygr.training.dense.inputs import behaviour_rows, candidate_rows, start_positions
-from relaygr.training.dense.layers import Tensors, by_head, hstu_layer, layer_tensors
-from relaygr.training.dense.readout import task_logits
+from relaygr.training.layers import (
+    Tensors,
+    behaviour_rows,
+    by_head,
+    candidate_rows,
+    layer,
+    layer_tensors,
+    start_positions,
+    task_logits,
+)
 from relaygr.training.splits import Split
 from relaygr.worker.model.checkpoint import expected_tensors
 from relaygr.worker.model.config import ModelConfig
@@ -182,9 +189,9 @@ def forward(
 
     for index in range(config.num_layers):
         own, is_last = layer_tensors(tensors, index), not reads_history and index == config.num_layers - 1
-        x = hstu_layer(config, own, x, TargetAttention(config, batch, own["relative_bias.positions"], is_last), product)
+        x = layer(config, own, x, TargetAttention(config, batch, own["relative_bias.positions"], is_last), product)
     history, rows = torch.split(x, [length, candidates.shape[1]], dim=1)
-    logits = task_logits(config, tensors, rows, candidates)
+    logits = task_logits(config, tensors, rows)
     return logits.view(*batch.candidates.shape, len(config.tasks)), history
 
 

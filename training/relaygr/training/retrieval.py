@@ -1,7 +1,7 @@
 """Candidates for a user: exact search over the items of a ranker, or of `relaygr train retrieval`.
 
 The trainer's retrieval loss makes the product of a history's last row and an item's embedding large for the behaviour
-that came next (`trainer.py`). The last row is computed by the dense model from the newest behaviours only: on
+that came next (`trainer.py`). The last row is computed from the newest behaviours only: on
 MovieLens, more of them found no more of the next items.
 """
 
@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.training.contrastive import Encoder, Training
-from relaygr.training.dense.small import layer_norm
 from relaygr.training.domains import mean_matrix
+from relaygr.training.layers import normalised
 from relaygr.training.ranker import Batch, forward
 from relaygr.worker.model.checkpoint import load_checkpoint
 
@@ -60,8 +60,7 @@ class ItemSearch:
             _, history = forward(
                 self._config, self._tensors, Batch(items, actions, nothing, place, first), 0.0, reads_history=True
             )
-            weight, bias = self._tensors["readout.norm.weight"], self._tensors["readout.norm.bias"]
-            return layer_norm(history[0, -1], weight, bias, self._config.norm_eps)
+            return normalised(self._config, self._tensors, "readout.norm", history[0, -1])
 
 
 class GraphSearch:

@@ -22,8 +22,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
-from relaygr.training.dense.layers import Tensors
-from relaygr.training.dense.small import layer_norm
+from relaygr.training.layers import Tensors, normalised
 from relaygr.training.ranker import LIKED, NEXT, Size, forward, initial_tensors, ranker_config, score_items
 from relaygr.training.ranking import NDCG, Judged, chosen_users, judge
 from relaygr.training.runs import Run, TrainingOptions
@@ -252,9 +251,7 @@ def _retrieval_loss(config: ModelConfig, tensors: Tensors, history: torch.Tensor
     wanted = items[:, 1:][known]
     if not wanted.numel():
         return torch.zeros(())
-    rows = layer_norm(
-        history[:, :-1][known], tensors["readout.norm.weight"], tensors["readout.norm.bias"], config.norm_eps
-    )
+    rows = normalised(config, tensors, "readout.norm", history[:, :-1][known])
     table = tensors["items.weight"]
     if config.vocabulary_size <= _RETRIEVED:
         return F.cross_entropy(rows @ table[: config.vocabulary_size].T, wanted)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.training.dense.inputs import Sequence, Tensors, item_vectors, swish_mlp
-from relaygr.training.dense.small import layer_norm
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import ReadoutActivation, ReadoutForm, ReadoutNorm, TaskKind
+from tests.worlds.dense.inputs import Sequence, Tensors, item_vectors, swish_mlp
+from tests.worlds.dense.small import layer_norm
 
 _PI = 3.14
 """The value in Meta's DLRM-v3."""

@@ -1,7 +1,6 @@
 """Layers of the dense model, for any leading dimensions. Formulas: `relaygr.worker.model.hstu`, `.layers`.
 
-The rows of a sequence are the last dimension but one. A layer's caller gives the attention, which decides what a row
-sees: `DenseAttention` by one mask over all rows, `TargetAttention` of the trainer by blocks.
+The rows of a sequence are the last dimension but one.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.training.dense.small import layer_norm
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import Activated, Family, OutputForm
+from tests.worlds.dense.small import layer_norm
 
 Tensors = dict[str, torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

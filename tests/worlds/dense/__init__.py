@@ -1,8 +1,8 @@
-"""The dense model: the whole model on a checkpoint's tensors in plain torch, differentiable, on batches.
+"""The dense model: the whole model on a checkpoint's tensors in plain torch.
 
 It shares with the engine only the configuration and the names of tensors. It has no pages, chunks or tiles. A prefix,
-a suffix and candidates go through all layers together. The trainer runs it in float32 on batches; tests compare the
-engine with `full_inference` in float64. Its masks are those of `relaygr.worker.model.vectors.masks`, which
+a suffix and candidates go through all layers together. Tests compare the engine, and the trainer, with
+`full_inference` in float64. Its masks are those of `relaygr.worker.model.vectors.masks`, which
 `relaygr vectors` checks and the engine does not use.
 """
 
@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
-from relaygr.training.dense.inputs import embed, sequence_of
-from relaygr.training.dense.layers import DenseAttention, Product, decoder_layer, hstu_layer, layer_tensors
-from relaygr.training.dense.mask import bias_of, mask_of
-from relaygr.training.dense.readout import read_out
 from relaygr.worker.model.checkpoint import Checkpoint
 from relaygr.worker.model.options import Family
+from tests.worlds.dense.inputs import embed, sequence_of
+from tests.worlds.dense.layers import DenseAttention, Product, decoder_layer, hstu_layer, layer_tensors
+from tests.worlds.dense.mask import bias_of, mask_of
+from tests.worlds.dense.readout import read_out
 
 __all__ = ["DenseOutputs", "full_inference"]
 

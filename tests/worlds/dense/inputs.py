@@ -1,8 +1,4 @@
-"""The sequence of the dense model: its tokens, and the row of each token.
-
-Rows of tables are read by `F.embedding`: the gradient of an index adds up in another order at each run on several
-threads, and then the same seed would not give the same checkpoint.
-"""
+"""The sequence of the dense model: its tokens, and the row of each token."""
 
 from __future__ import annotations
 
@@ -14,10 +10,10 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
-from relaygr.training.dense.encodings import TimeBuckets, positions_from_end, time_rows
-from relaygr.training.dense.small import layer_norm
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import InputForm, PositionOrigin, TimeEncoding
+from tests.worlds.dense.encodings import TimeBuckets, positions_from_end, time_rows
+from tests.worlds.dense.small import layer_norm
 
 Tensors = dict[str, torch.Tensor]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from relaygr.training.dense.encodings import relative_time_bias
-from relaygr.training.dense.inputs import Sequence
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
+from tests.worlds.dense.encodings import relative_time_bias
+from tests.worlds.dense.inputs import Sequence
 
 
 def mask_of(config: ModelConfig, sequence: Sequence) -> torch.Tensor:
