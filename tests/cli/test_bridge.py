@@ -38,6 +38,7 @@ from relaygr.schemas.topics import Topic
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.inputs.known import write_action_names
 from tests.echo_worker import read_topic
+from tests.waiting import until
 from tests.worlds.model import small_config
 
 pytestmark = pytest.mark.slow
@@ -236,9 +237,10 @@ def test_a_bridge_that_is_killed_goes_on_and_each_record_counts_once(real_settin
     for least in (1, KILLED_RECORDS // 3):
         process = subprocess.Popen([sys.executable, "-m", "relaygr", *words(kafka, "behaviours")])
         try:
-            end_s = time.monotonic() + 120
-            while len(committed_items(kafka, least)) < least:
-                assert time.monotonic() < end_s and process.poll() is None
+            until(
+                lambda least=least: len(committed_items(kafka, least)) >= least, f"{least} records are committed", 120
+            )
+            assert process.poll() is None
         finally:
             process.kill()
             process.wait()

@@ -22,7 +22,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.ui.page import Page
 from relaygr.ui.settings import UiSettings
-from tests.worlds.relay import wait_until
+from tests.waiting import until
 
 RESULT = cast(Any, SimpleNamespace(gates=()))
 
@@ -81,7 +81,7 @@ def test_the_page_stays_until_ctrl_c_and_the_result_is_returned(pages: list[Page
 
     def look_and_interrupt() -> None:
         try:
-            wait_until("the page stays", lambda: "until Ctrl-C" in out.getvalue())
+            until(lambda: "until Ctrl-C" in out.getvalue(), "the page stays")
             address = f"http://127.0.0.1:{port_of(out.getvalue())}/state"
             seen.append(urllib.request.urlopen(address, timeout=10).status)
         finally:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from relaygr.schemas.messages import FailureReason, WorkerState
 from relaygr.settings import Settings, load_settings
 from relaygr.worker.settings import WorkerSettings
 from tests.streams.test_trigger_fleet import NOW_US, status
+from tests.waiting import until
 from tests.worlds.broker_proxy import broker_behind_proxy
 from tests.worlds.relay import environment, make_model
 
@@ -362,16 +362,9 @@ def test_a_broker_that_freezes_in_between_ends_the_checks_of_kafka(monkeypatch: 
         examination = Examination(settings)
         found = {each.check: each for each in examination.run()}
         behind.proxy.cut()
-        _await_the_thread("doctor-topics")
+        # The abandoned check ends once its broker is gone.
+        until(lambda: "doctor-topics" not in {thread.name for thread in threading.enumerate()}, "the check ends", 90)
     assert examination.is_stuck
     assert (found["broker"].verdict, found["topics"].verdict) == (OK, FAIL)
     assert "did not end within 7 s" in found["topics"].what
     assert {found[name].verdict for name in ("rights", "trigger", "workers", "impression")} == {SKIP}
-
-
-def _await_the_thread(name: str) -> None:
-    """The abandoned check ends once its broker is gone."""
-    ends_s = time.monotonic() + 90
-    while any(thread.name == name for thread in threading.enumerate()):
-        assert time.monotonic() < ends_s
-        time.sleep(0.05)

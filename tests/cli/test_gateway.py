@@ -49,8 +49,9 @@ from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
 from tests.echo_worker import EchoWorker, answer_once, echo_worker, ranked, read_topic
 from tests.leftovers import owned_by_a_fixture
+from tests.waiting import until
 from tests.worlds.otlp import traceparent
-from tests.worlds.relay import own_topics, wait_until
+from tests.worlds.relay import own_topics
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -344,7 +345,7 @@ class TestRefusals:
         answers(lambda _: [])
         with ThreadPoolExecutor() as pool:
             first = pool.submit(door.rank, request_id="twice", budget_ms=2_000)
-            wait_until("received", lambda: door.worker.seen[-1:] != [] and door.worker.seen[-1].request_id == "twice")
+            until(lambda: door.worker.seen[-1:] != [] and door.worker.seen[-1].request_id == "twice", "received")
             assert door.rank(request_id="twice", budget_ms=2_000).reason == "request_id_in_use"
             assert first.result().status == 504
 
@@ -409,7 +410,7 @@ class TestOutcomes:
                 refused[:] = [door.rank(budget_ms=1) for _ in range(5)]
                 return {reply.status for reply in refused} == {429}
 
-            wait_until("the bound is reached, and stays so", is_full, 15)
+            until(is_full, "the bound is reached, and stays so", 15)
             go.set()
             assert [call.result().status for call in open_calls] == [200] * MAX_REQUESTS
         assert refused[-1].reason == "too_many_requests" and refused[-1].headers["retry-after"] == "1"
@@ -436,7 +437,7 @@ def test_with_a_token_each_call_needs_it_and_a_stop_serves_what_was_received(
     answers(slowly)
     with ThreadPoolExecutor() as pool:
         call = pool.submit(guarded.post, "/v1/rank", RANK | {"request_id": "last"}, **allowed)
-        wait_until("received", lambda: door.worker.seen[-1].request_id == "last")
+        until(lambda: door.worker.seen[-1].request_id == "last", "received")
         process.process.send_signal(signal.SIGTERM)
         assert call.result().status == 200
     assert process.process.wait(20) == 0
@@ -463,7 +464,7 @@ def test_after_sigterm_the_gateway_serves_on_but_is_not_ready_until_the_second_s
     kept = leaving.connect()
     assert "connection" not in leaving.post("/v1/rank", RANK | {"request_id": "before"}, kept).headers
     process.process.send_signal(signal.SIGTERM)
-    wait_until("not ready", lambda: readiness(process) == 503)
+    until(lambda: readiness(process) == 503, "not ready")
     assert leaving.post("/v1/rank", RANK | {"request_id": "kept"}, kept).status == 200
     numbers = count()
 
@@ -472,7 +473,7 @@ def test_after_sigterm_the_gateway_serves_on_but_is_not_ready_until_the_second_s
         assert reply.status == 200
         return reply.headers.get("connection") == "close"
 
-    wait_until("answers close their connections", closes)
+    until(closes, "answers close their connections")
     process.process.send_signal(signal.SIGTERM)
     assert process.process.wait(20) == 0
     processes.stop([process])

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.topics import Topic
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -140,13 +140,12 @@ def test_serve_exports_lag_is_ready_while_it_measures_and_ends_on_sigterm(kafka:
         assert process.stdout is not None
         address = process.stdout.readline().split()[-1]
         wanted = "kafka_consumergroup_group_lag{"
-        end_s = time.monotonic() + 20
-        metrics = ""
-        while wanted not in metrics and time.monotonic() < end_s:
+
+        def is_exported() -> bool:
             with urllib.request.urlopen(address, timeout=5) as answer:
-                metrics = answer.read().decode()
-            time.sleep(0.05)
-        assert wanted in metrics
+                return wanted in answer.read().decode()
+
+        until(is_exported, "the lag is exported")
         with urllib.request.urlopen(address.replace("/metrics", "/readyz"), timeout=5) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGTERM)

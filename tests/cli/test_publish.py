@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from relaygr.cli.publish import app
 from relaygr.client import RankOutcome, RankStatus
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.publishing.json_lines import MAX_LINE_BYTES, JsonLineError, read_lines
 from relaygr.publishing.known import SentInputs
@@ -40,6 +41,12 @@ DOCS = [Path(__file__).parents[2] / "docs" / page for page in ("gateway.md", "pu
 NOW_US = 1_700_000_000_000_000
 EVENT = {"user_id": "ann", "expected_candidates": 3, "expected_suffix": 1}
 REQUEST = {"user_id": "ann", "candidates": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """`tests/training/test_collect.py` publishes to a real Kafka."""
+    return embedded_broker
 
 
 def event_of(**fields: Any) -> RetrievalEvent:

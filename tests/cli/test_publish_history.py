@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
 from relaygr.cli.publish_history import _last_time_ms, time_option
+from relaygr.devbroker import LocalBroker
 from relaygr.interactions import publishing, read_interactions
 from relaygr.interactions.publishing import MAX_FAILURES, Selection, history_of, publish_histories
 from relaygr.kafka.clients import make_assigned_consumer
@@ -36,6 +37,12 @@ LOG = "userId,movieId,rating,timestamp\n" + "".join(
     f"user-{line % 5},{line},{line % 10 / 2},{1_000_000_000 + line}\n" for line in range(50)
 )
 BAD = "user-1,7\nuser-2,7,high,1000000000\n"
+
+
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """`tests/training/test_collect.py` publishes to a real Kafka."""
+    return embedded_broker
 
 
 @pytest.fixture

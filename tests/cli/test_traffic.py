@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import relaygr.traffic.player
 from relaygr.cli.app import app
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.traffic.player import Player
@@ -40,6 +41,12 @@ SETTINGS = TrafficSettings(
     users=20, duration_s=0.3, rate_per_s=100, lead_median_ms=5, settle_s=0, history_median=20, history_max=64,
     suffix=4, candidates=8, items=100, growth=2,
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """The tests of whole relays use the client on a real Kafka."""
+    return embedded_broker
 
 
 def test_the_same_settings_give_the_same_stream_and_another_seed_another() -> None:

@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -29,22 +27,12 @@ from relaygr.ui import reader as reader_module
 from relaygr.ui.live import LiveCluster
 from relaygr.ui.model import LiveSnapshot
 from relaygr.ui.settings import UiSettings
+from tests.waiting import becomes
 from tests.worlds.ui import worker_status
 
 pytestmark = pytest.mark.slow
 
-WITHIN_S = 20.0
 SETTINGS = UiSettings(scrape_workers=False)
-
-
-def until(condition: Callable[[], bool], act: Callable[[], None] = lambda: None) -> bool:
-    ends_s = time.monotonic() + WITHIN_S
-    while not condition():
-        if time.monotonic() > ends_s:
-            return False
-        act()
-        time.sleep(0.1)
-    return True
 
 
 class Traffic:
@@ -98,13 +86,13 @@ def test_impressions_and_statuses_of_the_topics_are_shown(kafka_settings: KafkaS
     traffic.status("worker-99", "another.group")
     traffic.impression()
     with LiveCluster(kafka_settings, SETTINGS) as live:
-        assert until(lambda: bool(live.snapshot().workers)), "a status that was written before"
-        assert until(lambda: late_of(live.snapshot()) >= 3, traffic.impression)
-        assert until(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
-        assert until(lambda: live.snapshot().lag is not None)
+        assert becomes(lambda: bool(live.snapshot().workers)), "a status that was written before"
+        assert becomes(lambda: late_of(live.snapshot()) >= 3, meanwhile=traffic.impression)
+        assert becomes(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
+        assert becomes(lambda: live.snapshot().lag is not None)
         # On a slow machine the status is stale by now.
         again = partial(traffic.status, "worker-00", kafka_settings.workers_group)
-        assert until(lambda: live.snapshot().owners[:3] == [0, 0, -1], again)
+        assert becomes(lambda: live.snapshot().owners[:3] == [0, 0, -1], meanwhile=again)
         shown = live.snapshot()
     assert [worker.worker_id for worker in shown.workers] == ["worker-00"]
     assert {each.kind for each in shown.kinds if each.count} == {"hbm"}
@@ -133,12 +121,12 @@ def test_after_the_last_worker_the_page_says_that_nothing_is_ranked(kafka_settin
             groups = {group.group: group for group in live.snapshot().lag or ()}
             return groups[kafka.workers_group].status if kafka.workers_group in groups else None
 
-        assert until(lambda: status() == "ok" and live.snapshot().problems == [], work)
+        assert becomes(lambda: status() == "ok" and live.snapshot().problems == [], meanwhile=work)
         worker.close()
         for _ in range(40):
             traffic.request()
-        assert until(lambda: status() == "stop")
-        assert until(lambda: any("No worker is ready" in problem for problem in live.snapshot().problems))
+        assert becomes(lambda: status() == "stop")
+        assert becomes(lambda: any("No worker is ready" in problem for problem in live.snapshot().problems))
 
 
 @pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
@@ -146,10 +134,10 @@ def test_the_page_says_that_a_topic_has_gone(kafka_settings: KafkaSettings, monk
     monkeypatch.setattr(reader_module, "LOOK_S", 0.5)
     name = kafka_settings.topic(Topic.RESULTS)
     with LiveCluster(kafka_settings, SETTINGS) as live:
-        assert until(lambda: live.snapshot().lag is not None)
+        assert becomes(lambda: live.snapshot().lag is not None)
         admin = make_admin(kafka_settings, "test")
         admin.delete_topics([name])[name].result(10)
-        assert until(lambda: any(f"has no topic {name}" in problem for problem in live.snapshot().problems))
+        assert becomes(lambda: any(f"has no topic {name}" in problem for problem in live.snapshot().problems))
 
 
 @pytest.mark.parametrize("broker", ["embedded"], indirect=True)
@@ -157,15 +145,15 @@ def test_jobs_on_the_ranking_topic_are_counted_as_jobs(kafka_settings: KafkaSett
     kafka = kafka_settings.model_copy(update={"affinity": Affinity.ONE_TOPIC})
     traffic = Traffic(kafka)
     with LiveCluster(kafka, SETTINGS) as live:
-        assert until(lambda: late_of(live.snapshot()) >= 3, traffic.impression)
-        assert until(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
+        assert becomes(lambda: late_of(live.snapshot()) >= 3, meanwhile=traffic.impression)
+        assert becomes(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
 
         def counts() -> set[int]:
             return {
                 sum(flow.series) for flow in live.snapshot().stages if flow.stage in (Topic.PREINFER, Topic.RANKING)
             }
 
-        assert until(lambda: 0 not in counts(), traffic.impression)
+        assert becomes(lambda: 0 not in counts(), meanwhile=traffic.impression)
 
 
 @pytest.mark.parametrize("broker", ["embedded"], indirect=True)
@@ -181,8 +169,8 @@ def test_a_reader_that_falls_behind_goes_to_the_ends_of_the_topics(
             for _ in range(20):
                 traffic.impression()
 
-        assert until(lambda: live.snapshot().skipped > 0, burst)
-        assert until(lambda: sum(sum(stage.series) for stage in live.snapshot().stages) > live.snapshot().skipped)
+        assert becomes(lambda: live.snapshot().skipped > 0, meanwhile=burst)
+        assert becomes(lambda: sum(sum(stage.series) for stage in live.snapshot().stages) > live.snapshot().skipped)
 
 
 def options(kafka: KafkaSettings) -> list[str]:

@@ -18,10 +18,11 @@ from relaygr.metrics_reference import metrics_by_process
 from relaygr.schemas.topics import Topic
 from tests.leftovers import owned_by_a_fixture
 from tests.promised import unavailable
+from tests.waiting import until
 from tests.worlds.compose import ALERTS, panel_expressions
 from tests.worlds.pair import await_pair
 from tests.worlds.prometheus import LivePrometheus, live_prometheus
-from tests.worlds.relay import START_TIMEOUT_S, RawGateway, Relay, make_model, own_topics, wait_until
+from tests.worlds.relay import START_TIMEOUT_S, RawGateway, Relay, make_model, own_topics
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage]
 
@@ -101,7 +102,7 @@ def watched(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) 
         with closing(RawGateway(kafka)) as raw_gateway:
             raw_gateway.send(Topic.RANKING, b"no request")
         for needed in ("relaygr_dead_letters_total", 'relaygr_cache_entries{tier="dram"} > 0'):
-            wait_until(needed, lambda needed=needed: live.shows(needed))
+            until(lambda needed=needed: live.shows(needed), needed)
         os.kill(await_pair(worker.port, START_TIMEOUT_S).active, signal.SIGKILL)
         yield Watched(live, {job: port for job, instances in targets.items() for port in instances.values()})
 
@@ -125,12 +126,12 @@ def test_every_panel_has_something_to_draw_or_a_reason_for_not(prometheus: LiveP
         return waiting
 
     with suppress(AssertionError):
-        wait_until("every panel has something to draw", lambda: not empty())
+        until(lambda: not empty(), "every panel has something to draw")
     assert waiting == {}, "these queries of panels have no points"
 
 
 def test_every_rule_is_evaluated(prometheus: LivePrometheus) -> None:
-    wait_until("every rule was evaluated", lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()))
+    until(lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()), "every rule was evaluated")
     rules = prometheus.rules()
     assert rules
     assert {rule["name"]: rule["lastError"] for rule in rules if rule["health"] != "ok"} == {}

@@ -16,6 +16,7 @@ from relaygr.kafka.settings import Affinity
 from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import Path
 from relaygr.schemas.topics import Topic
+from tests.waiting import until
 from tests.worlds.relay import (
     PARTITIONS,
     Relay,
@@ -24,7 +25,6 @@ from tests.worlds.relay import (
     new_user,
     own_topics,
     reading,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage]
@@ -49,7 +49,7 @@ def owned(worker: CommandProcess) -> float:
 
 def await_shares(*workers: CommandProcess) -> None:
     share = PARTITIONS / len(workers)
-    wait_until(f"{len(workers)} workers share all", lambda: all(owned(worker) == share for worker in workers))
+    until(lambda: all(owned(worker) == share for worker in workers), f"{len(workers)} workers share all")
 
 
 class Impressions:
@@ -101,12 +101,12 @@ def assert_all_meet(relay: Relay, trigger: CommandProcess, impressions: Impressi
     for requests no try would succeed.
     """
     owned_by_known = "relaygr_trigger_fleet_owned_partitions"
-    wait_until("the trigger knows every owner", lambda: reading(trigger).total(owned_by_known) == PARTITIONS)
+    until(lambda: reading(trigger).total(owned_by_known) == PARTITIONS, "the trigger knows every owner")
     before = decisions(trigger)
     for _ in range(TRIES):
         users = impressions.retrieve(USERS)
         # Events of earlier impressions may wait, too.
-        wait_until("every event decided", lambda: decisions(trigger).total() >= impressions.retrieved)
+        until(lambda: decisions(trigger).total() >= impressions.retrieved, "every event decided")
         relay.await_all_committed(relay.kafka.jobs_topic)
         outcomes = [future.result(60) for future in impressions.rank(users)]
         assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}

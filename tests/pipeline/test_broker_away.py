@@ -15,6 +15,7 @@ from relaygr.devbroker.kafka import KafkaCluster
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess
+from tests.waiting import until
 from tests.worlds.own_broker import own_cluster
 from tests.worlds.relay import (
     PARTITIONS,
@@ -24,7 +25,6 @@ from tests.worlds.relay import (
     jobs_done,
     new_user,
     reading,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage]
@@ -57,12 +57,12 @@ def test_a_broker_that_is_killed_and_started_again_crashes_nothing(kafka_server,
             # The client answers at its deadline, whatever the broker does.
             assert rank(500).status is RankStatus.TIMED_OUT
             reachable = "relaygr_consumer_broker_reachable"
-            wait_until("the worker reports it", lambda: reading(worker).total(reachable) == 0)
+            until(lambda: reading(worker).total(reachable) == 0, "the worker reports it")
             time.sleep(7)  # More than a session: the worker's membership is gone.
             assert worker.process.poll() is None and trigger.process.poll() is None
             kafka_server.start(1)
-            wait_until("requests are ranked again", lambda: rank(2_000).status is RankStatus.RANKED, 60)
-            wait_until("the worker reports it", lambda: reading(worker).total(reachable) == 1)
+            until(lambda: rank(2_000).status is RankStatus.RANKED, "requests are ranked again", 60)
+            until(lambda: reading(worker).total(reachable) == 1, "the worker reports it")
             relay.await_ready(worker, trigger)
 
             def relayed() -> bool:
@@ -76,7 +76,7 @@ def test_a_broker_that_is_killed_and_started_again_crashes_nothing(kafka_server,
                 time.sleep(0.5)
                 return jobs_done(worker).get("computed", 0) > 0
 
-            wait_until("events make jobs again", relayed, 60)
+            until(relayed, "events make jobs again", 60)
             assert {rank().status for _ in range(20)} == {RankStatus.RANKED}
         assert relay.stop(worker) == 0
         assert relay.stop(trigger) == 0
@@ -95,7 +95,7 @@ def test_processes_whose_broker_is_frozen_say_so_and_end_soon_when_told(kafka_se
         relay.await_ready(*children)
         kafka_server.freeze(1)
         for child in children:
-            wait_until(f"{child.name} is not ready", lambda child=child: not is_ready(child), 60)
+            until(lambda child=child: not is_ready(child), f"{child.name} is not ready", 60)
         for child in children:
             child.process.terminate()
         assert [child.process.wait(timeout=25) for child in children] == [0, 0, 0]

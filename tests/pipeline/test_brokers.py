@@ -28,8 +28,9 @@ from relaygr.processes import CommandProcess, is_ready
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import messages
 from relaygr.schemas.topics import Topic
+from tests.waiting import until
 from tests.worlds.own_broker import own_cluster
-from tests.worlds.relay import PARTITIONS, Relay, candidates_of, history_of, new_user, reading, wait_until
+from tests.worlds.relay import PARTITIONS, Relay, candidates_of, history_of, new_user, reading
 from tests.worlds.steady_traffic import Steady
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(480)]
@@ -71,14 +72,14 @@ class Load(Steady):
             ended = [(user, future) for sent_s, user, future in self._requests if sent_s >= since_s and future.done()]
             return {user for user, future in ended if future.result().status is RankStatus.RANKED}
 
-        wait_until("every user's request is ranked", lambda: ranked() == set(USERS), WAIT_S)
+        until(lambda: ranked() == set(USERS), "every user's request is ranked", WAIT_S)
 
     def flush(self) -> None:
         """Waits for what waits for acknowledgement."""
         assert self._raw.flush(WAIT_S) == 0
-        wait_until(
-            "each history acknowledged or refused",
+        until(
             lambda: len(self.acknowledged) + len(self.refused) == len(self.published),
+            "each history acknowledged or refused",
             WAIT_S,
         )
         assert all("run `relaygr topics check`" in sentence for sentence in self.refused)
@@ -142,12 +143,12 @@ class Stack:
         outcomes = load.outcomes()
         assert len({outcome.request_id for outcome in outcomes}) == len(outcomes)
         unanswered = {outcome.request_id for outcome in outcomes if outcome.reason is TimeOutReason.NO_ANSWER}
-        wait_until("a late answer to each acknowledged request", lambda: unanswered <= self.late, WAIT_S)
+        until(lambda: unanswered <= self.late, "a late answer to each acknowledged request", WAIT_S)
         load.flush()
         assert set(load.acknowledged) <= set(self.keys_of(Topic.HISTORY))
-        wait_until("a dead letter of each garbage", lambda: set(load.garbage) <= self.dead_letters(), WAIT_S)
+        until(lambda: set(load.garbage) <= self.dead_letters(), "a dead letter of each garbage", WAIT_S)
         assert self.relay.process_ids() == pids
-        wait_until("both are ready", lambda: is_ready(self.worker.port) and is_ready(self.trigger.port))
+        until(lambda: is_ready(self.worker.port) and is_ready(self.trigger.port), "both are ready")
         paths = Counter(outcome.result.path for outcome in outcomes[-len(USERS) :] if outcome.result is not None)
         assert sum(paths[path] for path in ON_CACHED_PREFIX) > paths.total() / 2, f"it keeps its prefixes: {paths}"
 
@@ -183,7 +184,7 @@ class Stack:
                         left.pop(message.partition(), None)
             return not left
 
-        wait_until(f"{name} read up to {ends}", read)
+        until(read, f"{name} read up to {ends}")
         consumer.close()
         return found
 
@@ -252,7 +253,7 @@ def test_one_broker_of_three_accepts_requests_and_refuses_what_must_survive_unti
         stack.cluster.stop(*stopped)
         since = len(load.published)
         load.await_ranked()
-        wait_until("histories are published", lambda: len(load.published) > since + 5)
+        until(lambda: len(load.published) > since + 5, "histories are published")
         assert not set(load.published[since:]) & set(load.acknowledged), "none is acknowledged"
         findings = [finding for finding in check_topics(stack.kafka).findings if "refuses messages" in finding.what]
         assert {finding.topic for finding in findings} == {
@@ -265,7 +266,7 @@ def test_one_broker_of_three_accepts_requests_and_refuses_what_must_survive_unti
         }
         stack.cluster.start(stopped[0])
         again = len(load.acknowledged)
-        wait_until("histories are acknowledged again", lambda: len(load.acknowledged) > again, WAIT_S)
+        until(lambda: len(load.acknowledged) > again, "histories are acknowledged again", WAIT_S)
         stack.cluster.start(stopped[1])
 
 

@@ -19,8 +19,9 @@ from relaygr.client import RankStatus
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.messages import Path as ServedBy
 from relaygr.worker.admin_socket import SOCKET_NAME
+from tests.waiting import until
 from tests.worlds.pair import await_pair, children
-from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, wait_until
+from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics
 
 pytestmark = pytest.mark.slow
 
@@ -76,12 +77,12 @@ def test_an_operator_sees_what_a_running_worker_holds(relay: Relay) -> None:
         for seed, user in enumerate(users):
             client.publish_history(history_of(user, LENGTH, seed))
             assert rank(user, seed) is ServedBy.FULL
-        wait_until("both users are in both tiers", lambda: all(map(spilled, users)))
+        until(lambda: all(map(spilled, users)), "both users are in both tiers")
         report = cache_of(relay)
         assert {each["user_id"] for each in report["top"]} == set(users)
 
         os.kill(pair.active, signal.SIGKILL)
-        wait_until("the standby is active", lambda: children(worker.port).get("active") == pair.standby)
+        until(lambda: children(worker.port).get("active") == pair.standby, "the standby is active")
         relay.await_ready(worker)
         assert server_of(path) == pair.standby
         restored = cache_of(relay)["top"]

@@ -18,6 +18,7 @@ from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import Behaviours, History, RankingResult
 from relaygr.schemas.messages import Path as RankPath
 from relaygr.schemas.partitioner import partition_for
+from tests.waiting import until
 from tests.worlds.disk import fill
 from tests.worlds.relay import (
     PARTITIONS,
@@ -27,7 +28,6 @@ from tests.worlds.relay import (
     new_user,
     own_topics,
     reading,
-    wait_until,
 )
 
 pytestmark = pytest.mark.slow
@@ -144,15 +144,15 @@ def test_after_the_stated_time_no_byte_of_a_deleted_user_is_left(relay: Relay, c
         known = dram_pages(relay.folder, "worker-00")
         client.publish_history(user.history)
         rank(client, user)
-        wait_until("the prefix is in DRAM", lambda known=known: len(dram_pages(relay.folder, "worker-00") - known) >= 4)
+        until(lambda known=known: len(dram_pages(relay.folder, "worker-00") - known) >= 4, "the prefix is in DRAM")
         user.pages = sorted(dram_pages(relay.folder, "worker-00") - known)
         assert "worker-00/data.mdb" in files_with(relay.folder, user.marks)
         assert memory_holds(first, user.pages)
     second = relay.start_worker("worker-01")
     relay.await_ready(second)
-    wait_until("both own partitions", lambda: owned(first) == owned(second) == 6)
+    until(lambda: owned(first) == owned(second) == 6, "both own partitions")
     rank(client, moves)
-    wait_until("its prefix is in DRAM", lambda: dram_pages(relay.folder, "worker-01"))
+    until(lambda: dram_pages(relay.folder, "worker-01"), "its prefix is in DRAM")
     moves.pages += sorted(dram_pages(relay.folder, "worker-01"))
     assert memory_holds(second, moves.pages)
     assert "worker-01/data.mdb" in files_with(relay.folder, moves.marks)
@@ -160,13 +160,13 @@ def test_after_the_stated_time_no_byte_of_a_deleted_user_is_left(relay: Relay, c
     for user in (stays, moves):
         client.tombstone(user.user_id)
     for user in (stays, moves):
-        wait_until(
-            "no file holds a byte of the user",
+        until(
             lambda user=user: not files_with(relay.folder, [*user.marks, *user.pages]),
+            "no file holds a byte of the user",
         )
-        wait_until(
-            "no page holds a byte of the user",
+        until(
             lambda user=user: not any(memory_holds(worker, user.pages) for worker in (first, second)),
+            "no page holds a byte of the user",
         )
     assert files_with(relay.folder, kept.marks)
     assert memory_holds(first, kept.pages)
@@ -197,9 +197,9 @@ def test_a_deleted_user_is_ranked_from_no_cache_while_the_history_disk_is_full(
         for number in range(10):
             client.publish_history(history_of(new_user(), 1000, seed=number))
         client.tombstone(user.user_id)
-        wait_until("the user's history is not used", lambda: ranked().history_version is None)
+        until(lambda: ranked().history_version is None, "the user's history is not used")
         assert ranked().prefix_tokens < LENGTH
-        wait_until("/readyz names the disk", lambda: "No space left on device" in readiness(worker)["history"])
+        until(lambda: "No space left on device" in readiness(worker)["history"], "/readyz names the disk")
         filler.unlink()
         relay.await_ready(worker)
         assert ranked().history_version is None

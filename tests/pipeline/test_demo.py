@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.traffic.records import read_records
+from tests.waiting import until
 from tests.worlds.otlp import SeenSpan, collector
-from tests.worlds.relay import environment, wait_until
+from tests.worlds.relay import environment
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,7 @@ def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """In the middle of its first run: the gateway plays."""
     process = start(folder, "--seconds", "60", "--rate", "5")
     try:
-        wait_until("the traffic runs", lambda: any("relaygr traffic" in line for line in commands(process)), 90)
+        until(lambda: any("relaygr traffic" in line for line in commands(process)), "the traffic runs", 90)
         yield process
     finally:
         with suppress(ProcessLookupError):

@@ -24,7 +24,8 @@ from relaygr.training.logs import Log
 from relaygr.training.pipeline import Progress, train_ranker
 from relaygr.training.runs import Run
 from tests.training.made_logs import QUICK, Recorder, cyclic_log, write_inter
-from tests.worlds.relay import environment, wait_until
+from tests.waiting import until
+from tests.worlds.relay import environment
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def test_a_checkpoint_is_deployed_into_the_running_demo_and_no_request_is_lost(t
     )  # fmt: skip
     try:
         played = kept / "relay.jsonl"
-        wait_until("some requests are answered", lambda: played.exists() and len(played.read_text().split()) > 5, 120)
+        until(lambda: played.exists() and len(played.read_text().split()) > 5, "some requests are answered", 120)
         relaygr("model", "deploy", new, data / "deployed")
         said, _ = demo.communicate(timeout=240)
     finally:

@@ -20,7 +20,7 @@ from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import RankingRequest, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
-from tests.waiting import becomes
+from tests.waiting import becomes, until
 from tests.worlds.paced import make_paced_model, set_pace
 from tests.worlds.relay import (
     PARTITIONS,
@@ -31,7 +31,6 @@ from tests.worlds.relay import (
     new_user,
     own_topics,
     reading,
-    wait_until,
 )
 
 pytestmark = pytest.mark.outage
@@ -121,7 +120,7 @@ def fleet(any_broker: LocalBroker, tmp_path: Path) -> Iterator[Fleet]:
             owned = reading(worker).by_label("relaygr_consumer_owned_partitions", "loop")
             return owned.get("workers", 0) > 0 and owned.get("overflow", 0) > 0
 
-        wait_until("each has partitions of both groups", lambda: all(map(owns_some, fleet.workers)))
+        until(lambda: all(map(owns_some, fleet.workers)), "each has partitions of both groups")
         yield fleet
 
 
@@ -204,5 +203,5 @@ def test_a_killed_worker_loses_no_diverted_request_and_the_caller_gets_one_answe
         told = {outcome.request_id for outcome in outcomes if outcome.result is not None}
         timed_out = {outcome.request_id for outcome in outcomes if outcome.status is RankStatus.TIMED_OUT}
         assert len(told) + len(timed_out) == len(futures)
-        wait_until("the others are answered too", lambda: timed_out <= set(late), 30)
+        until(lambda: timed_out <= set(late), "the others are answered too", 30)
         assert len(late) == len(set(late)) and not told & set(late), "the caller got an answer twice"

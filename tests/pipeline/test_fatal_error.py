@@ -10,8 +10,9 @@ from confluent_kafka import KafkaError
 
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.schemas.topics import Topic
+from tests.waiting import until
 from tests.worlds.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.worlds.relay import RawGateway, Relay, new_user, wait_until
+from tests.worlds.relay import RawGateway, Relay, new_user
 
 pytestmark = pytest.mark.slow
 
@@ -50,5 +51,5 @@ def test_a_worker_survives_the_fatal_error_of_its_dead_letters(model: Path, tmp_
         raw = RawGateway(cluster.kafka)
         assert raw.answer(raw.rank(new_user())).request_id
         raw.close()
-        wait_until("the worker is ready", lambda: worker.process.poll() is None)
+        until(lambda: worker.process.poll() is None, "the worker is ready")
         relay.await_ready(worker)

@@ -13,6 +13,7 @@ from relaygr.client import RankStatus, RelayClient
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.messages import BehaviourEvent, Path, RankingResult
 from relaygr.worker.model.checkpoint import random_checkpoint
+from tests.waiting import until
 from tests.worlds.relay import (
     COEFFICIENTS,
     Relay,
@@ -23,7 +24,6 @@ from tests.worlds.relay import (
     own_topics,
     reading,
     save_model,
-    wait_until,
 )
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def test_what_a_user_did_is_cached_when_the_user_is_back(relay: Relay) -> None:
         for each in (user, deleted):
             new = history_of(each, GROWN, seed=3).behaviours[FIRST:GROWN]
             client.publish_behaviours(BehaviourEvent(each, new, FIRST))
-        wait_until("appended", lambda: follows("appended") == 1)
+        until(lambda: follows("appended") == 1, "appended")
         result = ranked(client, user, GROWN)
         client.publish_history(history_of(other, GROWN, seed=3))
         full = ranked(client, other, GROWN)

@@ -9,7 +9,8 @@ import pytest
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import LARGEST_QUEUE_BYTES
 from relaygr.kafka.settings import KafkaSettings
-from tests.worlds.relay import Relay, reading, wait_until
+from tests.waiting import until
+from tests.worlds.relay import Relay, reading
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -38,5 +39,5 @@ def test_the_queue_of_every_kafka_client_is_planned(
         def clients() -> set[str]:
             return set(made.read_text().splitlines())
 
-        wait_until("all clients are made", lambda: len(clients()) >= planned_clients)
+        until(lambda: len(clients()) >= planned_clients, "all clients are made")
         assert len(clients()) == planned_clients, sorted(clients())

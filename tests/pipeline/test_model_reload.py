@@ -29,6 +29,7 @@ from relaygr.worker.latest_answers import DIVERGED_ANSWERS
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from tests.leftovers import owned_by_a_fixture
+from tests.waiting import until
 from tests.worlds.dense import full_inference
 from tests.worlds.relay import (
     PARTITIONS,
@@ -43,7 +44,6 @@ from tests.worlds.relay import (
     own_topics,
     reading,
     save_model,
-    wait_until,
 )
 from tests.worlds.steady_traffic import Steady
 
@@ -170,12 +170,12 @@ def test_a_reload_under_traffic_loses_nothing_and_each_answer_is_of_the_model_th
     histories = world.users(6, 200)
     before = next(iter(world.checkpoints))
     with Traffic(world.client, world.raw, histories) as traffic:
-        wait_until("the first model answers", lambda: traffic.revisions() == {before})
+        until(lambda: traffic.revisions() == {before}, "the first model answers")
         after = world.swap_files(seed=8)
         world.hang_up()
-        wait_until("the second model answers", lambda: after in traffic.revisions())
+        until(lambda: after in traffic.revisions(), "the second model answers")
         answered = len(traffic.sent)
-        wait_until("a little more traffic", lambda: len(traffic.sent) > answered + 100)
+        until(lambda: len(traffic.sent) > answered + 100, "a little more traffic")
     outcomes = [(number, history, future.result(timeout=60)) for number, (history, future) in enumerate(traffic.sent)]
     assert {outcome.status for _, _, outcome in outcomes} == {RankStatus.RANKED}
     results = [outcome.result for _, _, outcome in outcomes]
@@ -197,13 +197,13 @@ def test_a_checkpoint_that_cannot_serve_changes_nothing_and_is_counted(world: Re
     for content, outcome in (("{}", "broken"), (whole.replace('"num_layers": 2', '"num_layers": 3'), "unfit")):
         config.write_text(content)
         world.hang_up()
-        wait_until(outcome, lambda outcome=outcome: world.reloads(outcome) == 1)
+        until(lambda outcome=outcome: world.reloads(outcome) == 1, outcome)
         result = world.rank(history)
         assert result.model_revision == present
         world.assert_of_its_revision(history, result, with_suffix=False)
     config.write_text(whole)
     world.hang_up()
-    wait_until("unchanged", lambda: world.reloads("unchanged") == 1)
+    until(lambda: world.reloads("unchanged") == 1, "unchanged")
     assert world.worker.process.poll() is None
     log = world.worker.log.read_text()
     assert "is not a model configuration" in log and "restart the worker to use it" in log
@@ -222,7 +222,7 @@ def test_a_diverged_model_is_refused_and_the_old_one_serves_on(world: ReloadWorl
     present, broken = list(world.checkpoints)[-1], world.reloads("broken")
     save_model(world.model, *broken_for(seed=9, items=slice(0, VOCABULARY)))
     world.hang_up()
-    wait_until("refused", lambda: world.reloads("broken") == broken + 1)
+    until(lambda: world.reloads("broken") == broken + 1, "refused")
     assert world.rank(history).model_revision == present
     assert "are not finite numbers" in world.worker.log.read_text()
     world.swap_back(present)
@@ -236,7 +236,7 @@ def test_a_model_that_diverges_in_use_gives_way_to_the_previous_one(world: Reloa
     rare = slice(90_000, 90_020)
     save_model(world.model, *broken_for(seed=9, items=rare, vocabulary=100_000))
     world.hang_up()
-    wait_until("swapped", lambda: world.reloads("swapped") == swapped + 1)
+    until(lambda: world.reloads("swapped") == swapped + 1, "swapped")
     asked = np.arange(rare.start, rare.stop)
     reasons = []
     while world.reloads("restored") == 0:
@@ -269,14 +269,14 @@ def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in
         own = ["worker.worker_id=worker-09", f"worker.history_path={tmp_path / 'store'}"]
         supervisor = relay.processes.start("worker-09", ["worker", "--standby"], "worker", own)
         relay.await_ready(supervisor)
-        wait_until("a standby", lambda: "standby" in read_children(supervisor.port), 60)
+        until(lambda: "standby" in read_children(supervisor.port), "a standby", 60)
         with relay.client() as client, closing(RawGateway(kafka)) as raw:
             world = ReloadWorld(relay, supervisor, client, raw, model, {first.revision: first})
             after = world.swap_files(seed=8)
             world.hang_up()
             ports = [child["port"] for child in read_children(supervisor.port).values()]
             swapped = partial(Reading.total, name="relaygr_model_reloads_total", outcome="swapped")
-            wait_until("both swapped", lambda: [swapped(read_metrics(port)) for port in ports] == [1, 1])
+            until(lambda: [swapped(read_metrics(port)) for port in ports] == [1, 1], "both swapped")
             histories = world.users(4, 300)
             spilled = partial(Reading.total, name="relaygr_cache_spills_ended_total", outcome="published")
 
@@ -285,7 +285,7 @@ def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in
                 assert {world.rank(history).model_revision for history in histories} == {after}
                 return spilled(reading(supervisor)) >= len(histories)
 
-            wait_until("spilled", all_spilled)
+            until(all_spilled, "spilled")
             os.kill(read_children(supervisor.port)["active"]["pid"], signal.SIGKILL)
             results = [world.rank(history) for history in histories]
         assert {result.model_revision for result in results} == {after}

@@ -13,7 +13,8 @@ from relaygr.client import RankStatus
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess
-from tests.worlds.relay import Relay, candidates_of, history_of, own_topics, reading, wait_until
+from tests.waiting import until
+from tests.worlds.relay import Relay, candidates_of, history_of, own_topics, reading
 from tests.worlds.steady_traffic import Traffic
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage]
@@ -46,7 +47,7 @@ def pair(relay: Relay, *options: str) -> tuple[CommandProcess, CommandProcess]:
     goes = relay.start_worker("worker-01", command=["worker", *options])
     relay.await_ready(stays, goes)
     half = relay.kafka.partitions / 2
-    wait_until("both own partitions", lambda: (owned(stays), owned(goes)) == (half, half))
+    until(lambda: (owned(stays), owned(goes)) == (half, half), "both own partitions")
     return stays, goes
 
 
@@ -60,7 +61,7 @@ def test_a_worker_that_leaves_on_stop_costs_less_than_its_session(relay: Relay):
         time.sleep(1)
         stopped_s = time.monotonic()
         assert relay.stop(goes) == 0
-        wait_until("the other worker owns all partitions", lambda: owned(stays) == relay.kafka.partitions)
+        until(lambda: owned(stays) == relay.kafka.partitions, "the other worker owns all partitions")
         assert time.monotonic() - stopped_s < SESSION_S / 2
         time.sleep(1)
         asked = traffic.stop()
@@ -78,7 +79,7 @@ def test_a_worker_that_is_stopped_keeps_its_partitions_until_it_is_told_to_leave
     told = relay.processes.start("leave", ["worker", "leave", "worker-01"], "worker")
     assert told.process.wait(60) == 0, told.log_tail()
     relay.forget(told)
-    wait_until("the other worker owns all partitions", lambda: owned(stays) == relay.kafka.partitions, SESSION_S / 2)
+    until(lambda: owned(stays) == relay.kafka.partitions, "the other worker owns all partitions", SESSION_S / 2)
     again = relay.processes.start("again", ["worker", "leave", "worker-01"], "worker")
     assert again.process.wait(60) == 1
     assert "is not a member of the group" in again.log_tail()

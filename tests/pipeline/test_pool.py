@@ -22,6 +22,7 @@ from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import History, PrefixSource, RankingResult
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.pool.settings import PoolSettings
+from tests.waiting import until
 from tests.worlds.pool import Mooncake, mooncake
 from tests.worlds.relay import (
     COEFFICIENTS,
@@ -32,7 +33,6 @@ from tests.worlds.relay import (
     new_user,
     reading,
     save_model,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.outage, pytest.mark.timeout(600)]
@@ -79,7 +79,7 @@ def started(relay: Relay, worker_id: str) -> CommandProcess:
     """A worker that is ready and has the pool."""
     worker = relay.start_worker(worker_id)
     relay.await_ready(worker)
-    wait_until("the pool is there", lambda: counted(worker, "away") == 0)
+    until(lambda: counted(worker, "away") == 0, "the pool is there")
     return worker
 
 
@@ -95,7 +95,7 @@ def written(client: RelayClient, users: Sequence[History], worker: CommandProces
             ranked(client, user)
         return counted(worker, "objects_written_total", outcome="stored") >= len(users)
 
-    wait_until("written", is_written, 180)
+    until(is_written, "written", 180)
     return scores
 
 
@@ -113,10 +113,10 @@ def test_a_new_worker_loads_what_a_stopped_one_computed(module_kafka: KafkaSetti
         second = started(relay, "worker-01")
         for user in users:
             assert_equal(ranked(client, user), scores[user.user_id])
-        wait_until("loaded", lambda: counted(second, "fetches_total", outcome="loaded") > 0)
+        until(lambda: counted(second, "fetches_total", outcome="loaded") > 0, "loaded")
 
         client.tombstone(users[0].user_id)
-        wait_until("deleted", lambda: counted(second, "objects_removed_total", reason="deletion") > 0)
+        until(lambda: counted(second, "objects_removed_total", reason="deletion") > 0, "deleted")
 
         stores.processes[-1].send_signal(signal.SIGSTOP)
         began_s = time.monotonic()
@@ -138,14 +138,14 @@ def test_a_worker_that_joins_has_the_prefixes_of_the_users_that_move_to_it(
         second = relay.start_worker("worker-01")
         relay.await_ready(second)
         # The first worker keeps half of the partitions, and has computed all prefixes of the others.
-        wait_until(
-            "it is warm",
+        until(
             lambda: warmed(second, outcome="fetched") + warmed(second, outcome="computed") >= len(users) / 6,
+            "it is warm",
             180,
         )
-        wait_until(
-            "nothing is fetched",
+        until(
             lambda: counted(second, "fetches_total", outcome="loaded") == warmed(second, outcome="fetched"),
+            "nothing is fetched",
         )
         results = {user.user_id: ranked(client, user) for user in users}
         for user_id, result in results.items():
@@ -171,6 +171,6 @@ def test_a_pool_that_hangs_at_a_warm_up_delays_nobody(module_kafka: KafkaSetting
             assert_equal(result, scores[user_id])
         assert "worker-01" in {result.worker_id for result in results.values()}
         stores.processes[-1].send_signal(signal.SIGCONT)
-        wait_until("the pool is there", lambda: counted(second, "away") == 0, 2 * HANGS_S)
-        wait_until("the warm-up goes on", lambda: warmed(second) > 0)
+        until(lambda: counted(second, "away") == 0, "the pool is there", 2 * HANGS_S)
+        until(lambda: warmed(second) > 0, "the warm-up goes on")
         assert relay.stop(second) == 0

@@ -22,6 +22,7 @@ from relaygr.schemas.messages import History, PrefixSource, RetrievalEvent
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.pool.settings import PoolSettings
 from relaygr.worker.settings import WorkerSettings
+from tests.waiting import until
 from tests.worlds.pool import Mooncake, mooncake
 from tests.worlds.relay import (
     COEFFICIENTS,
@@ -33,7 +34,6 @@ from tests.worlds.relay import (
     new_user,
     reading,
     save_model,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.outage, pytest.mark.timeout(600)]
@@ -59,7 +59,7 @@ class World:
     def start_pre_infer(self, name: str) -> CommandProcess:
         worker = self.relay.start_worker(name, command=("worker", "--role", "pre-infer"))
         self.relay.await_ready(worker)
-        wait_until("the trigger knows it", lambda: self.is_open)
+        until(lambda: self.is_open, "the trigger knows it")
         return worker
 
     def publish(self, count: int) -> list[History]:
@@ -118,7 +118,7 @@ def world(kafka_settings: KafkaSettings, tmp_path: Path) -> Iterator[World]:
         ):
             owner, trigger = relay.start_worker("worker-00"), relay.start_trigger(POOL)
             relay.await_ready(owner, trigger)
-            wait_until("the pool is there", lambda: reading(owner).total("relaygr_pool_away") == 0)
+            until(lambda: reading(owner).total("relaygr_pool_away") == 0, "the pool is there")
             yield World(relay, stores, client, owner, trigger)
 
 
@@ -139,7 +139,7 @@ def warm(world: World, *workers: CommandProcess) -> None:
         time.sleep(0.5)
         return all(jobs(worker, "prepared") > 0 for worker in workers)
 
-    wait_until("every worker has jobs", has_each)
+    until(has_each, "every worker has jobs")
 
 
 def assert_ranked(outcomes: Iterable[RankOutcome]) -> None:
@@ -149,11 +149,11 @@ def assert_ranked(outcomes: Iterable[RankOutcome]) -> None:
 def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: World) -> None:
     worker = world.start_pre_infer("pre-infer-00")
     warm(world, worker)
-    wait_until("nothing is under way", lambda: world.told() == world.to_pool())
+    until(lambda: world.told() == world.to_pool(), "nothing is under way")
     sent, there = world.to_pool(), loaded(world)
     users = world.publish(6)
     events = [world.begin(user, 20.0) for user in users]
-    wait_until("the owner has them", lambda: loaded(world) >= there + len(users))
+    until(lambda: loaded(world) >= there + len(users), "the owner has them")
     assert world.to_pool() == sent + len(users)
     for user, event in zip(users, events, strict=True):
         outcome = world.rank(user, event)
@@ -162,11 +162,11 @@ def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: Worl
         world.assert_as_full(user, outcome)
     assert world.relay.stop(worker) == 0
     # Its last status says that it stops.
-    wait_until("the trigger knows", lambda: not world.is_open)
+    until(lambda: not world.is_open, "the trigger knows")
     sent = world.to_pool()
     (user,) = world.publish(1)
     event = world.begin(user, 2.0)
-    wait_until("the owner has computed it", lambda: jobs_done(world.owner).get("computed", 0) > 0)
+    until(lambda: jobs_done(world.owner).get("computed", 0) > 0, "the owner has computed it")
     assert_ranked([world.rank(user, event)])
     assert world.to_pool() == sent
 
@@ -178,7 +178,7 @@ def test_a_pre_infer_worker_that_dies_or_hangs_takes_only_the_jobs_in_its_slots_
     first, second = world.start_pre_infer("pre-infer-00"), world.start_pre_infer("pre-infer-01")
     is_shared = "no share groups" not in first.log.read_text()
     warm(world, *((first, second) if is_shared else ()))
-    wait_until("nothing is under way", lambda: world.told() == world.to_pool())
+    until(lambda: world.told() == world.to_pool(), "nothing is under way")
     users, outcomes, told, sent = world.publish(24), dict[str, RankOutcome](), world.told(), world.to_pool()
     with ThreadPoolExecutor(len(users)) as requests:
         for at, user in enumerate(users):
@@ -198,7 +198,7 @@ def test_a_pre_infer_worker_that_dies_or_hangs_takes_only_the_jobs_in_its_slots_
         before = jobs(second, "prepared")
         for user in world.publish(4):
             world.begin(user, 20.0)
-        wait_until("the other one goes on", lambda: jobs(second, "prepared") >= before + 4)
+        until(lambda: jobs(second, "prepared") >= before + 4, "the other one goes on")
     world.relay.kill(first)
 
 
@@ -219,11 +219,11 @@ def test_while_the_store_is_dead_or_hangs_owners_compute_and_afterwards_the_pool
         time.sleep(0.2)
         return not world.is_open
 
-    wait_until("jobs go to the owner", is_closed)
+    until(is_closed, "jobs go to the owner")
     sent, computed = world.to_pool(), jobs_done(world.owner).get("computed", 0)
     users = world.publish(4)
     events += [(user, world.begin(user, 2.0)) for user in users]
-    wait_until("the owner computes", lambda: jobs_done(world.owner).get("computed", 0) >= computed + len(users))
+    until(lambda: jobs_done(world.owner).get("computed", 0) >= computed + len(users), "the owner computes")
     assert world.to_pool() == sent
     for user, event in events:
         world.rank_when_due(user, event, outcomes)
@@ -233,7 +233,7 @@ def test_while_the_store_is_dead_or_hangs_owners_compute_and_afterwards_the_pool
         world.stores.start_holder()
     else:
         world.stores.processes[-1].send_signal(signal.SIGCONT)
-    wait_until("jobs go to the pool again", lambda: world.is_open, 120)
+    until(lambda: world.is_open, "jobs go to the pool again", 120)
     before = jobs(worker, "prepared")
 
     def is_prepared() -> bool:
@@ -242,7 +242,7 @@ def test_while_the_store_is_dead_or_hangs_owners_compute_and_afterwards_the_pool
         time.sleep(0.5)
         return jobs(worker, "prepared") > before
 
-    wait_until("it prepares again", is_prepared)
+    until(is_prepared, "it prepares again")
 
 
 def test_a_deleted_user_leaves_nothing_in_the_store(world: World) -> None:
@@ -251,14 +251,14 @@ def test_a_deleted_user_leaves_nothing_in_the_store(world: World) -> None:
     (user,) = world.publish(1)
     written = reading(worker).total("relaygr_pool_objects_written_total", outcome="stored")
     world.begin(user)
-    wait_until(
-        "it is written",
+    until(
         lambda: reading(worker).total("relaygr_pool_objects_written_total", outcome="stored") > written,
+        "it is written",
     )
     # The owner's deletions are not what is asked for.
     world.relay.kill(world.owner)
     world.client.tombstone(user.user_id)
-    wait_until("deleted", lambda: reading(worker).total("relaygr_pool_objects_removed_total", reason="deletion") > 0)
+    until(lambda: reading(worker).total("relaygr_pool_objects_removed_total", reason="deletion") > 0, "deleted")
 
 
 def test_without_a_pool_the_role_is_refused_at_once(module_kafka: KafkaSettings, model: Path, tmp_path: Path) -> None:

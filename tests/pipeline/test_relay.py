@@ -34,6 +34,7 @@ from relaygr.schemas.messages import (
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic
 from tests.leftovers import owned_by_a_fixture
+from tests.waiting import until
 from tests.worlds.relay import (
     MAX_CANDIDATES,
     PARTITIONS,
@@ -45,7 +46,6 @@ from tests.worlds.relay import (
     jobs_done,
     new_user,
     reading,
-    wait_until,
 )
 
 pytestmark = pytest.mark.slow
@@ -103,9 +103,9 @@ class Stack:
                 history_version=history.version(),
             )
             try:
-                wait_until(
-                    f"a job {' or '.join(outcomes)}",
+                until(
                     lambda held=held: ended() or self.held_back() > held,
+                    f"a job {' or '.join(outcomes)}",
                 )
             except AssertionError as error:
                 raise AssertionError(f"{error}: {jobs_done(self.worker)}, {self.decisions()}") from error
@@ -249,7 +249,7 @@ def test_a_prefix_that_had_to_leave_hbm_comes_back_from_dram_with_the_same_score
     user = new_user()
     request_id = stack.pre_infer(user, 512, seed=6)
     first = stack.ranked(user, 512, seed=6, request_id=request_id)
-    wait_until("spilled", lambda: reading(stack.worker).total("relaygr_cache_spills_ended_total") > 0)
+    until(lambda: reading(stack.worker).total("relaygr_cache_spills_ended_total") > 0, "spilled")
 
     def fill_hbm():
         for seed in range(20, 26):  # More than HBM holds.
@@ -282,7 +282,7 @@ def test_a_tombstone_deletes_the_user_everywhere(stack):
     def is_gone() -> bool:
         return stack.ranked(user).prefix_tokens == 1
 
-    wait_until("the history is deleted", is_gone)
+    until(is_gone, "the history is deleted")
     # The same history again: no part of it may still be cached.
     stack.client.publish_history(history_of(user, 200, seed=8))
     result = stack.ranked(user, 200, seed=8)
@@ -320,7 +320,7 @@ def test_unknown_actions_and_features_are_counted_on_every_path(stack):
     def counted(name: str) -> float:
         return reading(stack.worker).total(name) - before.total(name)
 
-    wait_until("both requests are counted", lambda: counted("relaygr_worker_unknown_features_total") == 2)
+    until(lambda: counted("relaygr_worker_unknown_features_total") == 2, "both requests are counted")
     assert counted("relaygr_worker_unknown_actions_total") == 64
 
 
@@ -390,7 +390,7 @@ def test_the_http_gateway_announces_ranks_and_gets_the_scores_that_the_client_ge
         "/v1/retrieval", user_id=user, expected_ranking_in_ms=10_000, expected_candidates=20, expected_suffix=0,
         ranking_budget_ms=BUDGET_MS, history_version=version,
     )  # fmt: skip
-    wait_until("a job", lambda: jobs_done(stack.worker).get("computed", 0) > before)
+    until(lambda: jobs_done(stack.worker).get("computed", 0) > before, "a job")
     del event["status"]
     outcome = post(
         "/v1/rank", user_id=user, candidates=candidates_of().tolist(), budget_ms=BUDGET_MS, history_version=version,
@@ -563,7 +563,7 @@ def test_a_job_on_the_wrong_partition_is_dropped_and_counted(stack):
     before = jobs_done(stack.worker).get("misrouted", 0)
     wrong = (partition_for(user.encode(), PARTITIONS) + 1) % PARTITIONS
     stack.raw.send(Topic.PREINFER, codec.encode(job), user.encode(), partition=wrong)
-    wait_until("counted", lambda: jobs_done(stack.worker).get("misrouted", 0) == before + 1)
+    until(lambda: jobs_done(stack.worker).get("misrouted", 0) == before + 1, "counted")
     stack.relay.await_all_committed(Topic.PREINFER)
 
 
@@ -591,7 +591,7 @@ def test_an_answer_that_has_nowhere_to_go_is_counted_and_blocks_nothing(stack):
     def counted() -> bool:
         return reading(stack.worker).total("relaygr_worker_results_undelivered_total") == before + 1
 
-    wait_until("counted as undelivered", counted, 30)
+    until(counted, "counted as undelivered", 30)
     stack.relay.await_all_committed(Topic.RANKING)
 
 

@@ -47,8 +47,9 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.topics import Topic
 from relaygr.training.collect import collect
+from tests.waiting import until
 from tests.worlds.own_broker import own_broker
-from tests.worlds.relay import Relay, candidates_of, environment, history_of, jobs_done, new_user, wait_until
+from tests.worlds.relay import Relay, candidates_of, environment, history_of, jobs_done, new_user
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -139,11 +140,11 @@ class GuardedBroker:
         taken = [binding(role, right, operation) for operation in operations]
         self.revoke(taken)
         try:
-            wait_until("the right is gone", lambda: bool(self.missing(role)), 30)
+            until(lambda: bool(self.missing(role)), "the right is gone", 30)
             yield
         finally:
             self.grant(taken)
-            wait_until("the right is back", lambda: not self.missing(role), 30)
+            until(lambda: not self.missing(role), "the right is back", 30)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def guarded(real_broker: LocalBroker) -> Iterator[GuardedBroker]:
                 return False
             return True
 
-        wait_until("the administrator's rights are in effect", creates, 60)
+        until(creates, "the administrator's rights are in effect", 60)
         assert created == [True]
         with ExitStack() as stack:
             for role in Role:
@@ -243,7 +244,7 @@ def test_the_whole_relay_runs_with_the_least_rights(guarded: GuardedBroker, mode
         user = new_user()
         publish_history(guarded.settings(Role.HISTORY_PUBLISHER), user)
         with RelayClient(guarded.settings(Role.GATEWAY), "gateway-00", registry=CollectorRegistry()) as client:
-            wait_until("a ranked request", lambda: ranked(client, user) is not None, 60)
+            until(lambda: ranked(client, user) is not None, "a ranked request", 60)
 
             def has_done_a_job() -> bool:
                 """A job that comes after its request is not needed: each try is of another user."""
@@ -252,7 +253,7 @@ def test_the_whole_relay_runs_with_the_least_rights(guarded: GuardedBroker, mode
                 ranked(client, other)
                 return sum(jobs_done(worker).values()) > 0
 
-            wait_until("a pre-infer job", has_done_a_job, 60)
+            until(has_done_a_job, "a pre-infer job", 60)
         lag = subprocess.run(
             [sys.executable, "-m", "relaygr", "lag", "--json", "--config", str(tmp_path / "settings.yaml"),
              "--set", f"security.sasl_username={Role.LAG}"],
@@ -324,7 +325,7 @@ def test_a_right_that_is_taken_away_at_run_time_makes_the_process_not_ready(
                     use_everything()
                     return all(is_told(role, *of) for role, of in taken.items())
 
-                wait_until(f"{', '.join(taken)} are not ready without {taken}", all_are_told, 90)
+                until(all_are_told, f"{', '.join(taken)} are not ready without {taken}", 90)
             relay.processes.await_ready([children[role] for role in taken], 90)
             for role in taken:
                 said[role] += 1

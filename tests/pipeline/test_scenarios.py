@@ -20,6 +20,7 @@ from relaygr.processes import CommandProcess, Processes, write_config
 from relaygr.schemas.messages import FailureReason, RankingResult
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.leftovers import owned_by_a_fixture
+from tests.waiting import until
 from tests.worlds.relay import (
     START_TIMEOUT_S,
     Relay,
@@ -28,7 +29,6 @@ from tests.worlds.relay import (
     make_model,
     new_user,
     reading,
-    wait_until,
 )
 
 pytestmark = pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_scenario_and_its_variant_have_models_of_their_own_and_the_same_histor
         user = of_variant(variant)
         # The history comes on the topics that all scenarios share.
         shop.clients.of(None, user).publish_history(history_of(user, 100))
-        wait_until("the history is known", lambda user=user: shop.ranked("ads", user).prefix_tokens > 100)
+        until(lambda user=user: shop.ranked("ads", user).prefix_tokens > 100, "the history is known")
         found[variant] = shop.ranked("ads", user).model_revision
     assert found["b"] == load_checkpoint(shop.scenarios["ads"].variants["b"].model).revision
     assert found[None] == load_checkpoint(shop.deployed / CURRENT).revision
@@ -162,11 +162,11 @@ def test_the_trigger_counts_the_events_of_each_scenario_and_sends_jobs_that_name
             scenario=scenario,
         )
         assert event.scenario == scenario
-        wait_until(
-            f"a job of {scenario}",
+        until(
             lambda scenario=scenario: reading(shop.trigger).total(
                 "relaygr_trigger_scenario_events_total", scenario=scenario, admitted="yes"
             ) == 1,
+            f"a job of {scenario}",
         )  # fmt: skip
     assert reading(shop.workers["home"]).total("relaygr_worker_preinfer_jobs_total", outcome="unknown_scenario") == 0
 
@@ -175,8 +175,8 @@ def test_a_deployed_revision_serves_soon_and_one_command_takes_it_back(shop: Sho
     user = of_variant(None)
     first = shop.ranked("ads", user).model_revision
     second = deploy(make_model(tmp_path / "second", seed=22), shop.deployed, needs_calibration=False)
-    wait_until("the new revision serves", lambda: shop.ranked("ads", user).model_revision == second)
+    until(lambda: shop.ranked("ads", user).model_revision == second, "the new revision serves")
     assert rollback(shop.deployed) == first
-    wait_until("the old revision serves again", lambda: shop.ranked("ads", user).model_revision == first)
+    until(lambda: shop.ranked("ads", user).model_revision == first, "the old revision serves again")
     assert shop.ranked("ads", of_variant("b")).model_revision != first, "the variant is not touched"
     shutil.rmtree(tmp_path / "second")

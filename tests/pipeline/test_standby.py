@@ -22,8 +22,9 @@ from relaygr.ui.scrape import Reading
 from relaygr.worker.cache import MissReason
 from relaygr.worker.exits import Exit
 from relaygr.worker.settings import StandbyMemory
+from tests.waiting import until
 from tests.worlds.pair import Pair, await_pair, children
-from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
+from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading
 from tests.worlds.steady_traffic import Asked, Traffic, hit_ratio
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage]
@@ -95,7 +96,7 @@ def pair_of(supervisor: CommandProcess, but_not: tuple[int, ...] = ()) -> Pair:
 
 
 def await_take_over(supervisor: CommandProcess, pair: Pair) -> None:
-    wait_until("the standby is active", lambda: children(supervisor.port).get("active") == pair.standby)
+    until(lambda: children(supervisor.port).get("active") == pair.standby, "the standby is active")
 
 
 def require_all_ranked(traffic: Traffic, *died_s: float) -> list[Asked]:
@@ -137,7 +138,7 @@ class LookUps:
             told.append(reading(supervisor))
             return "relaygr_cache_hits_total" in told[-1].samples
 
-        wait_until("the active process serves its metrics", has_told)
+        until(has_told, "the active process serves its metrics")
         missed = told[-1].by_label("relaygr_cache_misses_total", "reason")
         in_dram = missed.pop(MissReason.IN_DRAM, 0)
         return cls(in_dram + told[-1].total("relaygr_cache_hits_total"), sum(missed.values()))
@@ -152,7 +153,7 @@ def test_the_standby_of_a_worker_killed_under_traffic_takes_over(relay: Relay, w
     """No request is lost or answered twice, every prefix in DRAM is found again, and a new standby starts."""
     pair = pair_of(worker)
     with begun(relay) as traffic:
-        wait_until("all prefixes are in DRAM", lambda: all_prefixes_are_in_dram(worker), 60)
+        until(lambda: all_prefixes_are_in_dram(worker), "all prefixes are in DRAM", 60)
         spilled = LookUps.of(worker)
         time.sleep(1.5)
         before = LookUps.of(worker)
@@ -231,7 +232,7 @@ def test_after_a_kill_of_all_processes_the_backlog_is_served_from_the_restored_p
     """HBM holds a few users' prefixes. Full inference once served 100 of 261 requests after such a restart."""
     pair = pair_of(worker)
     with begun(relay) as traffic:
-        wait_until("all prefixes are in DRAM", lambda: all_prefixes_are_in_dram(worker), 60)
+        until(lambda: all_prefixes_are_in_dram(worker), "all prefixes are in DRAM", 60)
         killed_s = time.monotonic()
         for pid in (worker.process.pid, pair.active, pair.standby):
             os.kill(pid, signal.SIGKILL)
@@ -267,7 +268,7 @@ def test_a_stopped_worker_that_wakes_up_after_a_take_over_is_fenced_and_writes_n
     first = relay.start_worker("worker-00")
     relay.await_ready(first)
     ask(relay, 10)
-    wait_until("nothing is being spilled", lambda: nothing_is_being_spilled(first))
+    until(lambda: nothing_is_being_spilled(first), "nothing is being spilled")
     first.process.send_signal(signal.SIGSTOP)
     elsewhere = f"worker.shared_path={relay.folder / 'elsewhere'}"
     second = relay.start_worker("worker-00-elsewhere", elsewhere, "worker.worker_id=worker-00")

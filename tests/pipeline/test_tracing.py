@@ -19,8 +19,9 @@ from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer, TracingSettings, start_tracing
 from relaygr.tracing.tracer import TracerMetrics
 from tests.leftovers import owned_by_a_fixture
+from tests.waiting import until
 from tests.worlds.otlp import Collector, SeenSpan, collector, traceparent
-from tests.worlds.relay import RawGateway, Relay, candidates_of, history_of, jobs_done, new_user, wait_until
+from tests.worlds.relay import RawGateway, Relay, candidates_of, history_of, jobs_done, new_user
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ class Stack:
 
     def spans(self, request_id: str, *names: str) -> dict[str, SeenSpan]:
         """The spans of an impression by name, once those with these names have come."""
-        wait_until(f"spans {names}", lambda: {*names} <= {span.name for span in self.seen.of(request_id)})
+        until(lambda: {*names} <= {span.name for span in self.seen.of(request_id)}, f"spans {names}")
         return {span.name: span for span in self.seen.of(request_id)}
 
 
@@ -85,7 +86,7 @@ def impression(stack: Stack, user: str, **fields: str) -> str:
         history_version=history.version(),
         **fields,
     )
-    wait_until("the job is done", lambda: jobs_done(stack.worker).get("computed", 0) > before)
+    until(lambda: jobs_done(stack.worker).get("computed", 0) > before, "the job is done")
     outcome = stack.client.rank(
         user,
         candidates_of(),

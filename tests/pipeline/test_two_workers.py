@@ -11,7 +11,8 @@ from relaygr.client import LostRequest, RankStatus
 from relaygr.devbroker import LocalBroker
 from relaygr.processes import CommandProcess
 from relaygr.schemas.topics import Topic
-from tests.worlds.relay import Relay, candidates_of, history_of, new_user, reading, wait_until
+from tests.waiting import until
+from tests.worlds.relay import Relay, candidates_of, history_of, new_user, reading
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage]
 
@@ -27,7 +28,7 @@ def broker(real_broker: LocalBroker) -> LocalBroker:
 def workers(relay: Relay) -> Iterator[list[CommandProcess]]:
     workers = [relay.start_worker("worker-00"), relay.start_worker("worker-01")]
     relay.await_ready(*workers)
-    wait_until("both own partitions", lambda: all(owned(worker) == 6 for worker in workers))
+    until(lambda: all(owned(worker) == 6 for worker in workers), "both own partitions")
     yield workers
 
 
@@ -68,7 +69,7 @@ def test_a_worker_whose_id_another_takes_over_is_fenced_and_exits_with_its_own_c
     assert "took over this group.instance.id" in log
     relay.forget(old)
     relay.await_ready(new)
-    wait_until("the successor owns everything", lambda: owned(new) == 12)
+    until(lambda: owned(new) == 12, "the successor owns everything")
     with relay.client() as client:
         for _ in range(5):
             user = new_user("after")

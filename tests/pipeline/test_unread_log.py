@@ -12,7 +12,8 @@ import pytest
 from relaygr.client import RankStatus
 from relaygr.devbroker import LocalBroker
 from relaygr.processes import CommandProcess
-from tests.worlds.relay import Relay, candidates_of, new_user, own_topics, reading, wait_until
+from tests.waiting import until
+from tests.worlds.relay import Relay, candidates_of, new_user, own_topics, reading
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def test_a_worker_starts_ranks_joins_again_and_stops_though_nobody_reads_its_log
         relay.await_ready(unread)
         other = relay.start_worker("worker-01")
         relay.await_ready(other)
-        wait_until("both own partitions", lambda: owned(unread) == owned(other) == relay.kafka.partitions / 2)
+        until(lambda: owned(unread) == owned(other) == relay.kafka.partitions / 2, "both own partitions")
         for _ in range(20):
             assert client.rank(new_user(), candidates_of(), budget_ms=20_000).status is RankStatus.RANKED
         assert relay.stop(unread) == 0

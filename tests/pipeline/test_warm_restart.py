@@ -18,6 +18,7 @@ from relaygr.schemas.messages import Path as ServedBy
 from relaygr.schemas.messages import PrefixSource, RankingResult
 from relaygr.schemas.topics import Topic
 from tests.leftovers import owned_by_a_fixture
+from tests.waiting import until
 from tests.worlds.relay import (
     Relay,
     candidates_of,
@@ -25,7 +26,6 @@ from tests.worlds.relay import (
     make_model,
     new_user,
     reading,
-    wait_until,
 )
 
 pytestmark = pytest.mark.outage
@@ -80,7 +80,7 @@ class Life:
             self.client.publish_history(history_of(user, LENGTH, seed))
             results[user] = self.rank(user, seed)
             assert results[user].path is ServedBy.FULL
-        wait_until("their prefixes are in DRAM", lambda: self.spills() >= before + len(users))
+        until(lambda: self.spills() >= before + len(users), "their prefixes are in DRAM")
         self.await_noted()
         return results
 
@@ -97,7 +97,7 @@ class Life:
             found = {tp.partition: each.finished for tp, each in log.predecessor().items() if tp.topic == topics[1]}
             return all(found.get(partition, 0) >= end for partition, end in ends.items())
 
-        wait_until("all requests noted as finished", noted)
+        until(noted, "all requests noted as finished")
 
     def spills(self) -> float:
         return reading(self.worker).by_label("relaygr_cache_spills_ended_total", "outcome").get("published", 0)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 import uuid
 import zipfile
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -35,19 +33,15 @@ from relaygr.kafka.topic_check import Severity
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
 from tests.promised import unavailable
+from tests.waiting import until
 from tests.worlds.own_broker import own_broker
+
+APPLIED = "the brokers have applied the change, some time after the controller acknowledged it"
 
 
 def fresh(broker: LocalBroker, partitions: int = 12) -> KafkaSettings:
     prefix = f"test-{uuid.uuid4().hex[:12]}"
     return broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=partitions))
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Waits for a condition: brokers apply a change some time after the controller has acknowledged it."""
-    ends_s = time.monotonic() + 10
-    while not holds() and time.monotonic() < ends_s:
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -118,7 +112,7 @@ def test_a_topic_with_another_count_is_refused_before_anything_is_created(real_b
     admin = make_admin(kafka, "test")
     for future in admin.create_topics([NewTopic(kafka.topic(Topic.RANKING), num_partitions=3)]).values():
         future.result(15)
-    eventually(lambda: kafka.topic(Topic.RANKING) in admin.list_topics(timeout=5).topics)
+    until(lambda: kafka.topic(Topic.RANKING) in admin.list_topics(timeout=5).topics, APPLIED)
     with pytest.raises(RelayError, match=r"set `partitions` to 3.*`topic_prefix`"):
         create_topics(kafka)
     assert sum(row.partitions is not None for row in check_topics(kafka).rows) == 1
@@ -140,7 +134,7 @@ def test_settings_that_someone_changed_are_found_and_repaired(real_broker: Local
     )
     for future in admin.incremental_alter_configs([changed]).values():
         future.result(15)
-    eventually(lambda: len(check_topics(kafka).findings) == 2)
+    until(lambda: len(check_topics(kafka).findings) == 2, APPLIED)
     found = check_topics(kafka)
     assert [finding.severity for finding in found.findings] == [Severity.ERROR, Severity.WARNING]
     assert {finding.topic for finding in found.findings} == {kafka.topic(Topic.HISTORY)}
@@ -266,8 +260,7 @@ def test_the_share_group_of_pre_infer_workers_begins_with_the_earliest_job(real_
         [future] = admin.describe_configs([ConfigResource(ConfigResource.Type.GROUP, kafka.pool_group)]).values()
         return {name: entry.value for name, entry in future.result().items()}
 
-    eventually(lambda: SHARE_GROUP.items() <= settings().items())
-    assert SHARE_GROUP.items() <= settings().items()
+    until(lambda: SHARE_GROUP.items() <= settings().items(), APPLIED)
 
 
 def test_the_embedded_cluster_has_no_share_groups(embedded_broker: LocalBroker) -> None:

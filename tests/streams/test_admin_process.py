@@ -23,6 +23,7 @@ from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+from tests.waiting import PATIENCE_S
 from tests.worlds.broker_proxy import BrokerProxy, broker_behind_proxy
 
 NOBODY = KafkaSettings(bootstrap="127.0.0.1:1")
@@ -127,9 +128,9 @@ def require_no_abort(kafka: KafkaSettings, proxy: BrokerProxy, monkeypatch: pyte
             api_keys, call, expected = calls[outage % len(calls)]
             in_flight = proxy.hold(api_keys)
             answer = pool.submit(call)
-            end_s = time.monotonic() + 60
+            ends_s = time.monotonic() + PATIENCE_S
             while not in_flight.wait(0.02):
-                assert time.monotonic() < end_s, api_keys
+                assert time.monotonic() < ends_s, api_keys
                 if answer.done():
                     # Something before the request took too long on a busy machine.
                     answer = pool.submit(call)

@@ -56,6 +56,12 @@ from tests.waiting import becomes
 BUDGET_MS = 8_000
 
 
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """The tests of whole relays use the client on a real Kafka."""
+    return embedded_broker
+
+
 def client(kafka: KafkaSettings, gateway_id: str = "gw-0", **settings: int | float) -> RelayClient:
     return RelayClient(kafka, gateway_id, ClientSettings.model_validate(settings), registry=CollectorRegistry())
 

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from relaygr.client import ClientSettings, RankStatus, RelayClient
 from relaygr.kafka.admin import create_topics
 from tests.echo_worker import echo_worker
+from tests.waiting import until
 from tests.worlds.broker_proxy import Behind, BrokerProxy, broker_behind_proxy
 from tests.worlds.closing_port import ClosingPort
-from tests.worlds.relay import wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -36,19 +36,19 @@ def test_a_connection_lost_for_half_the_budget_costs_no_request(behind: Behind) 
     client = RelayClient(behind.proxied, "gw-0", ClientSettings(), registry=registry)
     with echo_worker(behind.direct), client:
         # A broker that has just started takes too long for the first reconnects.
-        wait_until("an answer in time", lambda: answered(client, behind.proxy, swallows=True), 15)
+        until(lambda: answered(client, behind.proxy, swallows=True), "an answer in time", 15)
         # A round fails if other work takes the machine for a while; before, every round failed.
-        wait_until("a round without a loss", lambda: answered_in_a_round(client, behind.proxy) >= 9, 100)
+        until(lambda: answered_in_a_round(client, behind.proxy) >= 9, "a round without a loss", 100)
         labels = {"client": "relaygr-gateway-gw-0", "type": "producer"}
         retries = partial(registry.get_sample_value, "relaygr_kafka_messages_sent_again_total", labels)
-        wait_until("a retry of librdkafka is counted", lambda: (retries() or 0) >= 1, 15)
+        until(lambda: (retries() or 0) >= 1, "a retry of librdkafka is counted", 15)
         assert client.statistics().retries == 0
 
 
 def test_a_request_is_answered_once_the_port_that_closed_connections_has_a_broker_again(behind: Behind) -> None:
     client = RelayClient(behind.proxied, "gw-0", ClientSettings(), registry=CollectorRegistry())
     with echo_worker(behind.direct), client:
-        wait_until("an answer", lambda: client.rank("ann", [1], budget_ms=5_000).status is RankStatus.RANKED)
+        until(lambda: client.rank("ann", [1], budget_ms=5_000).status is RankStatus.RANKED, "an answer")
         behind.proxy.cut()
         with ClosingPort(behind.proxy.port) as port:
             assert client.rank("ann", [1], budget_ms=3_000).status is RankStatus.TIMED_OUT

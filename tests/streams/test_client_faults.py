@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,13 @@ import pytest
 from confluent_kafka import Consumer
 from prometheus_client import CollectorRegistry
 
-from relaygr.client import DeliveryReport, MessageRefused, RankStatus, RelayClient
+from relaygr.client import DeliveryReport, MessageRefused, RankOutcome, RankStatus, RelayClient
 from relaygr.client import link as link_module
 from relaygr.kafka import durable, refusals
 from relaygr.schemas.messages import FailureReason
 from relaygr.schemas.topics import Topic
 from tests.echo_worker import echo_worker
-from tests.waiting import becomes
+from tests.waiting import becomes, until
 from tests.worlds.faulty_cluster import FaultyCluster, faulty_cluster
 
 WITHIN_S = 25.0
@@ -71,21 +72,21 @@ def test_events_and_requests_wait_while_the_metadata_are_stale(cluster: FaultyCl
         assert gateway.rank("ann", [1, 2, 3], budget_ms=10_000).status is RankStatus.RANKED
         for topic in (Topic.RETRIEVAL, Topic.RANKING):
             cluster.set_topic_error(topic, UNKNOWN_TOPIC)
-        sent, futures = 1, []
-        ends_s = time.monotonic() + WITHIN_S
-        # Until both producers have read the metadata.
-        while (gateway._link.events._producer._waiting < 3 or not gateway.statistics().retries) and (
-            time.monotonic() < ends_s
-        ):
+        futures: list[Future[RankOutcome]] = []
+
+        def send_both() -> None:
             publish(gateway, reports)
             futures.append(gateway.submit_rank("ann", [1, 2, 3], budget_ms=20_000))
-            sent += 1
-            time.sleep(0.02)
+
+        until(
+            lambda: gateway._link.events._producer._waiting >= 3 and gateway.statistics().retries,
+            "both producers have read the metadata",
+            meanwhile=send_both,
+        )
         for topic in (Topic.RETRIEVAL, Topic.RANKING):
             cluster.set_topic_error(topic, 0)
         outcomes = [future.result(WITHIN_S) for future in futures]
-        assert gateway.statistics().retries > 0
-        assert becomes(lambda: len(reports) == sent)
+        assert becomes(lambda: len(reports) == 1 + len(futures))
     assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
     assert [report.error for report in reports if not report.delivered] == []
 
@@ -95,12 +96,12 @@ def test_a_right_that_is_taken_away_ends_a_request_that_waits_for_its_topic(clus
     with client(cluster) as gateway:
         assert gateway.submit_rank("ann", [1, 2, 3], budget_ms=100)
         cluster.set_topic_error(Topic.RANKING, UNKNOWN_TOPIC)
-        waits = []
-        ends_s = time.monotonic() + WITHIN_S
-        while not gateway.statistics().retries and time.monotonic() < ends_s:
+        waits: list[Future[RankOutcome]] = []
+
+        def send() -> None:
             waits.append(gateway.submit_rank("ann", [1, 2, 3], budget_ms=20_000))
-            time.sleep(0.02)
-        assert gateway.statistics().retries
+
+        until(lambda: gateway.statistics().retries, "a request is sent again", meanwhile=send)
         cluster.set_topic_error(Topic.RANKING, NO_RIGHT)
         outcome = waits[-1].result(10)
     assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.REFUSED_BY_KAFKA)

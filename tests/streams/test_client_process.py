@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr.client import AsyncRelayClient, ClientSettings, LostRequest, RankStatus, RelayClient
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
@@ -92,6 +93,12 @@ in_child(work)
 publisher.tombstone("ann")
 print("left", publisher.close(30))
 """
+
+
+@pytest.fixture(scope="module")
+def broker(any_broker: LocalBroker) -> LocalBroker:
+    """A fork does not depend on the broker."""
+    return any_broker
 
 
 def run(program: str, kafka: KafkaSettings) -> list[str]:

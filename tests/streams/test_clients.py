@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import KafkaError, Producer, TopicPartition
 from pydantic import SecretStr
 
 from relaygr.kafka.client_errors import LOG_INTERVAL_US, ClientErrors
@@ -26,6 +26,7 @@ from relaygr.kafka.settings import Affinity, KafkaSettings, SaslMechanism, Secur
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+from tests.waiting import until
 
 
 @contextmanager
@@ -66,13 +67,6 @@ def server(answer: bytes | None) -> Iterator[int]:
             thread.join()
             for connection in open_doors:
                 connection.close()
-
-
-def poll_until_assigned(consumer: Consumer, timeout_s: float = 15.0) -> list[TopicPartition]:
-    ends_s = time.monotonic() + timeout_s
-    while not (assigned := consumer.assignment()) and time.monotonic() < ends_s:
-        consumer.poll(0.05)
-    return assigned
 
 
 def refusal(kafka: KafkaSettings) -> tuple[str, float]:
@@ -211,19 +205,17 @@ def test_two_members_own_the_same_partitions_of_both_topics(kafka_settings: Kafk
     try:
         for member in members:
             member.subscribe(topics)
-        ends_s = time.monotonic() + 25
-        owned: list[dict[str, set[int]]] = []
-        while time.monotonic() < ends_s:
-            for member in members:
-                member.poll(0.02)
-            owned = [
-                {topic: {p.partition for p in member.assignment() if p.topic == topic} for topic in topics}
-                for member in members
-            ]
-            if all(len(sets[topics[0]]) == 6 for sets in owned):
-                break
-        assert all(sets[topics[0]] == sets[topics[1]] for sets in owned)
-        assert set.union(*(sets[topics[0]] for sets in owned)) == set(range(12))
+
+        def owned(topic: str) -> list[set[int]]:
+            return [{each.partition for each in member.assignment() if each.topic == topic} for member in members]
+
+        until(
+            lambda: [len(own) for own in owned(topics[0])] == [6, 6],
+            "each owns a half",
+            meanwhile=lambda: [member.poll(0.02) for member in members],
+        )
+        assert owned(topics[0]) == owned(topics[1])
+        assert set.union(*owned(topics[0])) == set(range(12))
     finally:
         for member in members:
             member.close()
@@ -239,7 +231,7 @@ def test_the_consumer_protocol_is_a_setting(real_broker: Any) -> None:
     real_broker.create_topics(kafka)
     consumer = make_group_consumer(kafka, kafka.workers_group, "w-0", instance_id="w-0")
     consumer.subscribe([kafka.topic(Topic.RANKING), kafka.topic(Topic.PREINFER)])
-    assert len(poll_until_assigned(consumer)) == 4
+    until(lambda: len(consumer.assignment()) == 4, "four are assigned", meanwhile=lambda: consumer.poll(0.05))
     consumer.close()
     real_broker.delete_topics(kafka)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ from relaygr.kafka.clients import make_group_consumer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+from tests.waiting import until
 from tests.worlds.relay import own_topics
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -41,11 +41,12 @@ def member(kafka: KafkaSettings, instance_id: str) -> Iterator[Consumer]:
 
 def await_partitions(count: int, *members: Consumer, timeout_s: float = 20.0) -> None:
     """Waits until each member owns this many partitions."""
-    ends_s = time.monotonic() + timeout_s
-    while any(len(member.assignment()) != count for member in members):
-        assert time.monotonic() < ends_s, [len(member.assignment()) for member in members]
-        for consumer in members:
-            consumer.poll(0.05)
+    until(
+        lambda: all(len(member.assignment()) == count for member in members),
+        f"each owns {count} partitions",
+        timeout_s,
+        meanwhile=lambda: [member.poll(0.05) for member in members],
+    )
 
 
 def test_a_member_that_has_closed_leaves_and_the_others_own_its_partitions_at_once(kafka: KafkaSettings) -> None:

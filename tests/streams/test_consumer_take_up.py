@@ -6,7 +6,6 @@ The consumer is scripted, so that only the commits of the test happen.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from relaygr.consumer.interface import Received
 from relaygr.consumer.loop import ConsumerLoop
 from relaygr.consumer.watermark import Progress, TopicPartition
 from relaygr.kafka.topic_identity import TopicIdentity
+from tests.waiting import until
 
 TOPIC = "t.ranking"
 PLACE = TopicPartition(TOPIC, 0)
@@ -105,10 +105,7 @@ class Successor:
         return lambda *_: None
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < end_s
-            time.sleep(0.002)
+        until(condition, "the loop has come so far", TIMEOUT_S)
 
     def stop(self) -> None:
         self.loop.stop(0)

@@ -9,6 +9,7 @@ import pytest
 from confluent_kafka import Message, TopicPartition
 from prometheus_client import REGISTRY
 
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.dead_letters import (
     KEPT_HEADERS,
@@ -35,6 +36,12 @@ from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic
 
 NOW_US = 1_700_000_000_000_000
+
+
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """The tests of whole relays write dead letters to a real Kafka."""
+    return embedded_broker
 
 
 def message(

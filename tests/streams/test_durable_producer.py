@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+from tests.waiting import until
 from tests.worlds.faulty_cluster import FaultyCluster, faulty_cluster
 
 WITHIN_S = 25.0
@@ -96,11 +96,12 @@ def test_messages_wait_while_the_metadata_are_stale(fresh: FaultyCluster, code: 
     assert producer.flush(WITHIN_S) == 0
     fresh.set_topic_error(HISTORY, code)
     # Until the client has read them: then messages wait here.
-    ends_s = time.monotonic() + WITHIN_S
-    while not producer._waiting and time.monotonic() < ends_s:
+
+    def send_next() -> None:
         reports.send(producer, topic, b"next")
         producer.poll(0.02)
-    assert producer._waiting
+
+    until(lambda: producer._waiting, "a message waits", meanwhile=send_next)
     reports.send(producer, topic, b"last")
     fresh.set_topic_error(HISTORY, 0)
     assert producer.flush(WITHIN_S) == 0
@@ -115,14 +116,9 @@ def test_messages_do_not_wait_for_those_of_another_topic(fresh: FaultyCluster) -
     producer.connect(retrieval, 10)
     fresh.set_topic_error(HISTORY, 3)
     reports.send(producer, history, b"history")
-    ends_s = time.monotonic() + WITHIN_S
-    while not producer._waiting and time.monotonic() < ends_s:
-        producer.poll(0.02)
-    assert producer._waiting == 1
+    until(lambda: producer._waiting == 1, "the history waits", meanwhile=lambda: producer.poll(0.02))
     reports.send(producer, retrieval, b"event")
-    while not reports and time.monotonic() < ends_s:
-        producer.poll(0.02)
-    assert reports == [(b"event", None)]
+    until(lambda: reports == [(b"event", None)], "the event is there", meanwhile=lambda: producer.poll(0.02))
     fresh.set_topic_error(HISTORY, 0)
     assert producer.flush(WITHIN_S) == 0
     assert reports == [(b"event", None), (b"history", None)]
@@ -250,21 +246,21 @@ def test_a_renewed_client_neither_loses_nor_doubles_a_message(
     producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
     producer.connect(topic, 10)
     sent: list[bytes] = []
-    ends_s = time.monotonic() + WITHIN_S
-    while len(maker.threads) < 6 and time.monotonic() < ends_s:
+
+    def send_next() -> None:
         sent.append(b"%04d" % len(sent))
         reports.send(producer, topic, sent[-1])
         producer.poll(0.002)
+
+    def renew() -> None:
+        send_next()
         producer.renew()
-    assert len(maker.threads) >= 6
+
+    until(lambda: len(maker.threads) >= 6, "six clients were made", meanwhile=renew)
     # A client that cannot be made is tried again, and the one before goes on.
     made, maker.failures = len(maker.threads), 2
     producer.renew()
-    while len(maker.threads) < made + 3 and time.monotonic() < ends_s:
-        sent.append(b"%04d" % len(sent))
-        reports.send(producer, topic, sent[-1])
-        producer.poll(0.002)
-    assert len(maker.threads) >= made + 3
+    until(lambda: len(maker.threads) >= made + 3, "three more were tried", meanwhile=send_next)
     assert producer.flush(WITHIN_S) == 0
     assert reports == [(value, None) for value in sent]
     assert fresh.values(HISTORY, len(sent)) == sent

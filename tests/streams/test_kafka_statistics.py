@@ -13,7 +13,7 @@ from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_pro
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.statistics import MAX_BROKERS, MAX_CLIENTS, KafkaStatistics, figures_of, kafka_statistics
 from relaygr.schemas.topics import Topic
-from tests.worlds.relay import wait_until
+from tests.waiting import until
 
 
 def report(client: str, brokers: int = 1, *, type: str = "producer", **partition: int) -> dict[str, Any]:
@@ -87,5 +87,5 @@ def test_a_producer_and_a_consumer_report_their_broker(kafka_settings: KafkaSett
         return seen == {"producer", "consumer"}
 
     consumer.list_topics(timeout=30)
-    wait_until("both clients have reported", reported, 30)
+    until(reported, "both clients have reported", 30)
     consumer.close()

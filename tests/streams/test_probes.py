@@ -25,6 +25,7 @@ from relaygr.runtime import probes
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.http_server import ConnectionLimits, HttpServer
 from relaygr.runtime.probes import STOP_TIMEOUT_S, Check, ProbeServer, Readiness
+from tests.waiting import becomes, until
 
 
 class Subject:
@@ -223,8 +224,8 @@ def test_a_connection_that_sends_its_request_slowly_is_closed(monkeypatch: pytes
     subject = Subject()
     with subject.server, connections(subject, 20, b"GET /healthz HTTP/1.1\r\nx: ") as opened:
         left = list(opened)
-        ends_s = time.monotonic() + 60
-        while left and time.monotonic() < ends_s:
+
+        def send_a_byte_on_each() -> None:
             for connection in list(left):
                 connection.settimeout(0)
                 try:
@@ -236,7 +237,8 @@ def test_a_connection_that_sends_its_request_slowly_is_closed(monkeypatch: pytes
                 except OSError:
                     left.remove(connection)
             assert subject.get("/healthz")[0] == 200
-        assert not left
+
+        until(lambda: not left, "all are closed", meanwhile=send_a_byte_on_each)
 
 
 def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +249,7 @@ def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.M
     with subject.server, connections(subject, 1, b"GET /readyz HTTP/1.1\r\nhost: worker\r\n\r\n") as opened:
         with contextlib.suppress(ConnectionResetError):
             opened[0].recv(1, socket.MSG_PEEK)  # The server has accepted the connection.
-        ends_s = time.monotonic() + 60
-        while subject.open_connections() and time.monotonic() < ends_s:
-            time.sleep(0.02)
+        becomes(lambda: not subject.open_connections())
         received = 0
         with contextlib.suppress(ConnectionResetError):
             while part := opened[0].recv(1 << 20):

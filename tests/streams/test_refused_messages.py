@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +18,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.messages import FailureReason
 from relaygr.schemas.topics import Topic
 from tests.echo_worker import echo_worker
+from tests.waiting import until
 from tests.worlds.faulty_cluster import FaultyCluster, faulty_cluster
 
 BUDGET_MS = 8_000
@@ -70,7 +70,7 @@ def test_an_event_that_kafka_refuses_is_told_with_its_cause(cluster: FaultyClust
         cluster.answer_produce(KafkaError.INVALID_TIMESTAMP, KafkaError.INVALID_TIMESTAMP)
         for _ in range(2):
             client.publish_retrieval("ann", on_delivery=reports.append, **EVENT)
-            _wait_for(lambda: reports and reports[-1].error is not None)
+            until(lambda: reports and reports[-1].error is not None, "the event is refused")
     assert all("set the clocks" in (report.error or "") for report in reports)
     [line] = [each for each in logs if each["event"] == "kafka refuses messages"]
     assert line["topic"] == kafka.topic(Topic.RETRIEVAL) and "set the clocks" in line["cause"]
@@ -94,9 +94,9 @@ def test_a_real_broker_that_refuses_the_time_of_a_request_ends_it(real_broker: L
 
     with RelayClient(kafka, "gw-0", registry=CollectorRegistry()) as client:
         # The leaders of new topics may be unknown at first, and a record of the same millisecond is taken.
-        _wait_for(lambda: refused(client))
+        until(lambda: refused(client), "a request is refused")
         before = client.statistics().retries
-        _wait_for(lambda: refused(client))
+        until(lambda: refused(client), "a request is refused")
         assert client.statistics().retries == before
     real_broker.delete_topics(kafka)
 
@@ -115,10 +115,3 @@ def test_what_a_broker_repeats_is_final_and_what_librdkafka_reports_is_not() -> 
         KafkaError.UNKNOWN,
     )
     assert not any(is_final(KafkaError(code)) for code in transient)
-
-
-def _wait_for(condition: object) -> None:
-    ends_s = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)

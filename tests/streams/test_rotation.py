@@ -28,10 +28,11 @@ from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, Secur
 from relaygr.processes import is_ready
 from relaygr.runtime.errors import RelayError
 from tests.echo_worker import echo_worker
+from tests.waiting import until
 from tests.worlds.broker_proxy import RawProxy
 from tests.worlds.certificates import Authority
 from tests.worlds.own_broker import own_broker
-from tests.worlds.relay import Relay, make_model, wait_until
+from tests.worlds.relay import Relay, make_model
 
 with_a_broker = [pytest.mark.kafka, pytest.mark.slow]
 LIFETIME_S = 30
@@ -162,21 +163,21 @@ class TestClient:
             RelayClient(prompt, "gw-0", registry=CollectorRegistry()) as in_time,
             RelayClient(tardy, "gw-1", registry=CollectorRegistry()) as late,
         ):
-            wait_until("an answer", lambda: is_ranked(in_time) and is_ranked(late), 60)
+            until(lambda: is_ranked(in_time) and is_ranked(late), "an answer", 60)
             before = in_time._link._consumer
             world.authority.issue("client", tmp_path / "prompt")
-            wait_until("new clients", lambda: in_time._link._consumer is not before, 60)
+            until(lambda: in_time._link._consumer is not before, "new clients", 60)
             assert is_ranked(in_time)
-            wait_until("the first certificates have expired", lambda: time.time() > expires_s + 1, LIFETIME_S + 10)
+            until(lambda: time.time() > expires_s + 1, "the first certificates have expired", LIFETIME_S + 10)
             cut(world.certificates)
-            wait_until("an answer by a new connection", lambda: is_ranked(in_time), 60)
+            until(lambda: is_ranked(in_time), "an answer by a new connection", 60)
             assert in_time.refusal is None
-            wait_until("a cause", lambda: late.refusal is not None, 60)
+            until(lambda: late.refusal is not None, "a cause", 60)
             reports: list[DeliveryReport] = []
             late.tombstone("ben", reports.append)
             world.authority.issue("client", tmp_path / "tardy")
-            wait_until("an answer with the new certificate", lambda: is_ranked(late), 60)
-            wait_until("the report of the message", lambda: bool(reports), 60)
+            until(lambda: is_ranked(late), "an answer with the new certificate", 60)
+            until(lambda: bool(reports), "the report of the message", 60)
             assert [report.error for report in reports] == [None]
             assert late.refusal is None
 
@@ -186,12 +187,12 @@ class TestClient:
         world.set_password("one")
         kafka = world.by_password(file)
         with echo_worker(world.plain), RelayClient(kafka, "gw-0", registry=CollectorRegistry()) as client:
-            wait_until("an answer", lambda: is_ranked(client), 60)
+            until(lambda: is_ranked(client), "an answer", 60)
             world.set_password("two")
             cut(world.passwords)
-            wait_until("a cause", lambda: client.refusal is not None, 60)
+            until(lambda: client.refusal is not None, "a cause", 60)
             file.write_text("two")
-            wait_until("an answer with the new password", lambda: is_ranked(client), 60)
+            until(lambda: is_ranked(client), "an answer with the new password", 60)
 
 
 class TestProcess:
@@ -210,10 +211,10 @@ class TestProcess:
             relay.await_ready(*servers, gateway)
             world.set_password("two")
             cut(world.passwords)
-            wait_until("the gateway is not ready", lambda: not is_ready(gateway.port), 60)
+            until(lambda: not is_ready(gateway.port), "the gateway is not ready", 60)
             assert all(server.process.poll() is None for server in servers)
             file.write_text("two")
-            wait_until("the gateway is ready again", lambda: is_ready(gateway.port), 60)
+            until(lambda: is_ready(gateway.port), "the gateway is ready again", 60)
             for server in servers:
                 assert server.process.wait(90) == 1, server.name
                 said = " ".join(server.log_tail().split())

@@ -31,6 +31,7 @@ from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from tests.streams.test_security import token
+from tests.waiting import until
 from tests.worlds.own_broker import own_broker
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -150,10 +151,7 @@ def test_a_static_member_leaves_its_group(broker: SecuredBroker, way: str) -> No
     group = f"secured-{way}"
     member = make_group_consumer(kafka, group, "test", "worker-00")
     member.subscribe(["secured.ranking"])
-    ends_s = time.monotonic() + 30
-    while not member.assignment():
-        assert time.monotonic() < ends_s
-        member.poll(0.05)
+    until(member.assignment, "it has partitions", meanwhile=lambda: member.poll(0.05))
     member.close()
     assert leave(kafka, group, "worker-00", timeout_s=20)
     assert not leave(kafka, group, "worker-00", timeout_s=20)

@@ -27,8 +27,8 @@ from relaygr.tracing.stages import TraceStage as Stage
 from relaygr.tracing.tracer import Sampler, Tracer, TracerMetrics
 from relaygr.tracing.worker import REMEMBERED_JOBS, WorkerTraces
 from relaygr.trigger.traces import TriggerTraces
+from tests.waiting import until
 from tests.worlds.otlp import Collector, collector, traceparent
-from tests.worlds.relay import wait_until
 
 RATIO = pytest.importorskip("opentelemetry.sdk.trace.sampling")
 otel_trace = pytest.importorskip("opentelemetry.trace")
@@ -396,10 +396,10 @@ def test_a_collector_that_refuses_costs_spans_and_nothing_else(
     export = SpanExport(world.tracer, otlp_exporter(), otel_resource(), world.metrics, 0.05)
     export.start()
     world.tracer.end(world.span())
-    wait_until("the failure is counted", lambda: world.count("failed") == 1)
+    until(lambda: world.count("failed") == 1, "the failure is counted")
     collected.status = 200
     world.tracer.end(world.span("later"))
-    wait_until("the next span arrives", lambda: world.count("exported") == 1)
+    until(lambda: world.count("exported") == 1, "the next span arrives")
     export.stop(5)
     assert [span.name for span in collected.spans] == ["later"]
 
@@ -410,7 +410,7 @@ def test_a_full_batch_is_sent_before_its_time(collected: Collector, variables: p
     tracer = started()
     for number in range(3):
         tracer.end(World().span(f"span-{number}"))
-    wait_until("the batch arrives", lambda: len(collected.spans) == 3)
+    until(lambda: len(collected.spans) == 3, "the batch arrives")
     tracer.close()
 
 

@@ -36,12 +36,19 @@ from relaygr.training.collect import collect as collect_histories
 from relaygr.training.logs import Log, usable
 from relaygr.training_progress import training_log
 from tests.training.made_logs import cyclic_log, write_inter
-from tests.workers.test_history_follower import MIB, Publisher, history, until
+from tests.waiting import until
+from tests.workers.test_history_follower import MIB, Publisher, history
 
 pytestmark = pytest.mark.slow
 
 Row = tuple[int, int, int]
 AT_MS = 1_700_000_000_000
+
+
+@pytest.fixture(scope="module")
+def broker(any_broker: LocalBroker) -> LocalBroker:
+    """What is collected does not depend on the broker."""
+    return any_broker
 
 
 class Source(Publisher):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -14,6 +13,7 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import HistoryVersion, Path
 from relaygr.worker.executor.prefixes import ROOM_INTERVAL_US
 from relaygr.worker.executor.work import JobOutcome
+from tests.waiting import until
 from tests.worlds.executor import HIT_US, TOKEN_US, ExecutorWorld
 from tests.worlds.real_executor import COEFFICIENTS, TOLERANCE, RealExecutorWorld
 
@@ -21,7 +21,6 @@ LENGTH = 160
 PAGES = 10
 """Pages of one prefix."""
 USERS = [f"user-{number:02d}" for number in range(12)]
-TIMEOUT_S = 30.0
 
 
 def world_with_all_in_dram(fitting: int = 2, **settings: object) -> tuple[ExecutorWorld, dict[str, HistoryVersion]]:
@@ -147,10 +146,7 @@ def test_the_backlog_after_a_restart_is_served_from_the_restored_prefixes_with_t
     after.corrector.recalibrate(LatencyModel(replace(COEFFICIENTS, b1=1_000)))
     for seed, user in enumerate(USERS):
         after.submit(user, after.put(user, LENGTH, seed), user, budget_us=60_000_000)
-    ends_s = time.monotonic() + TIMEOUT_S
-    while len(after.outbox.ranked_works) < len(USERS) and time.monotonic() < ends_s:
-        after.run()
-        after.executor.work_arrived.wait(0.001)
+    until(lambda: len(after.outbox.ranked_works) == len(USERS), "all are answered", meanwhile=after.run)
     after.die()
     assert Counter(after.outbox.paths) == {Path.DRAM: len(USERS)}
     for user in USERS:
@@ -158,10 +154,7 @@ def test_the_backlog_after_a_restart_is_served_from_the_restored_prefixes_with_t
 
 
 def wait_for_copies(world: RealExecutorWorld) -> None:
-    ends_s = time.monotonic() + TIMEOUT_S
-    while world.cache.stats().hbm.pinned or world.cache.ledger.dram.works:
-        assert time.monotonic() < ends_s
-        time.sleep(0.001)
+    until(lambda: not (world.cache.stats().hbm.pinned or world.cache.ledger.dram.works), "all copies have ended")
 
 
 def test_the_room_counts_what_is_free_now_and_what_rankings_will_give_back():

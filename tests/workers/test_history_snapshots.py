@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
@@ -61,6 +62,12 @@ from tests.workers.test_history_behaviours import (
 )
 
 LIMITS = SnapshotLimits(behaviours=10, after_ms=1000)
+
+
+@pytest.fixture(scope="module")
+def broker(embedded_broker: LocalBroker) -> LocalBroker:
+    """What a snapshot holds does not depend on the broker."""
+    return embedded_broker
 
 
 @pytest.fixture

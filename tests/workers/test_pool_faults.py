@@ -17,6 +17,7 @@ import pytest
 from relaygr.worker.pool import segments, tier
 from relaygr.worker.pool.mooncake import MooncakeStore
 from relaygr.worker.pool.store import PutOutcome, StoredObject, StoreDownError
+from tests.waiting import until
 from tests.worlds.invariants import check_invariants
 from tests.worlds.pool import Mooncake, mooncake
 from tests.worlds.pooled import PooledWorld
@@ -93,13 +94,14 @@ def write_until_there(world: PooledWorld) -> None:
 
 def recover(world: PooledWorld) -> None:
     """Lets the time pass in which a worker tries the store again, until it answers."""
-    end_s = time.monotonic() + PATIENCE_S
-    while tier._AWAY._value.get() or world.pool._fetches:
-        assert time.monotonic() < end_s
+
+    def try_again() -> None:
         world.clock.advance_us(100_000)
         world.run()
         world.wake()
         time.sleep(0.05)
+
+    until(lambda: not (tier._AWAY._value.get() or world.pool._fetches), "the store answers", PATIENCE_S, try_again)
 
 
 def test_prefixes_pass_from_worker_to_worker(processes: Mooncake, tmp_path: Path) -> None:

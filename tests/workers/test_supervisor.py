@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,6 +19,7 @@ import pytest
 from relaygr.devbroker.local import free_ports
 from relaygr.worker.exits import Exit
 from relaygr.worker.supervisor.records import connect, read_records
+from tests.waiting import becomes
 
 pytestmark = pytest.mark.slow
 
@@ -83,10 +83,7 @@ class SupervisorWorld:
             return False
 
     def wait(self, is_so: Callable[[], bool]) -> None:
-        ends_s = time.monotonic() + TIMEOUT_S
-        while not is_so():
-            assert time.monotonic() < ends_s, self.log()
-            time.sleep(0.02)
+        assert becomes(is_so, TIMEOUT_S), self.log()
 
     def log(self) -> list[str]:
         path = self.folder / "log"

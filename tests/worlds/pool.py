@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from relaygr.worker.pool.mooncake import MooncakeStore, connect, missing, progra
 from relaygr.worker.pool.settings import Transport
 from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, StoredObject, StoreDownError
 from tests.promised import unavailable
+from tests.waiting import until
 
 HOLDER = """
 import sys, time
@@ -172,12 +172,14 @@ class Mooncake:
             program("mooncake_master"), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1",
             f"--metrics_port={free_ports(1)[0]}", "--default_kv_lease_ttl=500", f"--client_ttl={self.forgets_s}",
         )  # fmt: skip
-        until_s = time.monotonic() + 20
-        while time.monotonic() < until_s:
+
+        def accepts_connections() -> bool:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2):
-                return master
-            time.sleep(0.05)
-        raise AssertionError("the master did not start")
+                return True
+            return False
+
+        until(accepts_connections, "the master accepts connections")
+        return master
 
     def start_holder(self, size_bytes: int = 64 << 20) -> subprocess.Popen[bytes]:
         holder = self._start(sys.executable, "-c", HOLDER, self.address, str(size_bytes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -38,7 +38,7 @@ from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.options import ContextualFeature, Task, TaskKind
 from relaygr.worker.settings import WorkerSettings
-from tests.waiting import becomes
+from tests.waiting import until
 
 PARTITIONS = 12
 MAX_PREFIX = 1024
@@ -116,11 +116,6 @@ def candidates_of(count: int = 20, seed: int = 0) -> np.ndarray:
 def new_user(name: str = "user") -> str:
     """An id that no other test has."""
     return f"{name}-{uuid.uuid4().hex[:10]}"
-
-
-def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Fails with `what` if it does not become so."""
-    assert becomes(is_so, timeout_s, pause_s=0.05), f"not within {timeout_s:g} s: {what}"
 
 
 @contextmanager
@@ -235,7 +230,7 @@ class Relay:
                 committed = self.committed(topic)
                 return all(committed.get(partition, 0) >= end for partition, end in ends.items())
 
-            wait_until(f"{topic} committed up to {ends}", is_committed)
+            until(is_committed, f"{topic} committed up to {ends}")
 
 
 def reading(child: CommandProcess) -> Reading:
@@ -339,7 +334,7 @@ class RawGateway:
             self.read()
             return headers.request_id in self.answers
 
-        wait_until(f"an answer to {headers.request_id}", came, timeout_s)
+        until(came, f"an answer to {headers.request_id}", timeout_s)
         return self.answers[headers.request_id][0]
 
 
@@ -372,7 +367,7 @@ class DeadLetters:
                     matching.append(headers)
             return bool(matching)
 
-        wait_until(f"a dead letter of {topic}", came, timeout_s)
+        until(came, f"a dead letter of {topic}", timeout_s)
         return matching[0]
 
 
