@@ -69,10 +69,8 @@ def test_the_error_of_the_function_is_the_callers_error() -> None:
 
 @pytest.mark.slow
 def test_a_call_without_an_answer_ends_at_its_time_out() -> None:
-    started_s = time.monotonic()
     with pytest.raises(KafkaException, match=r"did not answer within 0.2 s"):
-        ask(NOBODY, "test", 0.2, sleep, 60)
-    assert time.monotonic() - started_s < 30
+        ask(NOBODY, "test", 0.2, sleep, 600)  # Longer than a test may take.
 
 
 @pytest.mark.slow

