@@ -37,7 +37,6 @@ def offer(
         hit_us=0.0,
         prepare_us=prepare_us,
         new_bytes=new_bytes,
-        lead_us=alive_us,
         alive_us=alive_us,
     )
 

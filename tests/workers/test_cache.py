@@ -32,12 +32,12 @@ from relaygr.worker.cache import (
     WasteReason,
 )
 from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority
-from relaygr.worker.cache.entries import EntryState
+from relaygr.worker.cache.entries import EntryState, Presence
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.metadata import MAX_ENTRIES_PER_USER
 from relaygr.worker.cache.transfers import SpillGate, reload_pays
 from relaygr.worker.kv import DramGeometry
-from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key
+from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, make_key
 from tests.worlds.invariants import check_invariants
 
 
@@ -352,7 +352,7 @@ class TestInvalidation:
         loading = world.cache.transfers.start_reload(make_key("ann"), 100, 0)
         world.store(make_key("bob"))
         world.cache.transfers.spill(make_key("bob"))
-        assert world.cache.peek(make_key("bob")).hbm_state is EntryState.SPILLING
+        assert [each.state for each in world.cache.ledger.hbm.index.of_user("bob")] == [EntryState.SPILLING]
         assert world.cache.invalidate_user("ann") == 2
         assert world.cache.invalidate_user("bob") == 2
         assert isinstance(loading, PendingPrefix) and loading.outcome is PendingOutcome.INVALIDATED
@@ -479,7 +479,7 @@ class TestLooking:
         before = world.cache.stats()
         for _ in range(3):
             assert world.cache.peek(make_key("ann")).hbm_behaviours == 100
-            assert world.cache.peek(make_key("nobody")).hbm_state is EntryState.EMPTY
+            assert world.cache.peek(make_key("nobody")) == Presence(0, 0)
         assert world.cache.stats() == before
         world.store(make_key("cid"), 3)
         assert world.cache.peek(make_key("ann")).hbm_behaviours == 0, "the one peeked at was still the oldest"
@@ -912,15 +912,6 @@ class TestTiers:
         world.store(make_key("bob"), 3)
         assert world.cache.peek(make_key("ann")).hbm_behaviours == 0
         assert world.cache.peek(make_key("zoe")).hbm_behaviours == 100
-
-
-def test_release_takes_effect_when_the_device_has_passed_the_event(world: CacheWorld) -> None:
-    handle = world.compute(make_key())
-    event = Later()
-    world.cache.release(handle, after=event)
-    assert world.cache.stats().hbm.pinned == 7
-    event.complete()
-    assert world.cache.stats().hbm.pinned == 0
 
 
 def test_a_prefix_without_behaviours_is_not_cached(world: CacheWorld) -> None:

@@ -11,12 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from relaygr.schemas.messages import HistoryVersion, Path, PrefixSource
-from relaygr.worker.cache import CacheConfig, Fill, NoRoom, PendingOutcome, SpillOutcome
-from relaygr.worker.cache.build import build_cache
-from relaygr.worker.executor.context import DeviceCompletion
-from relaygr.worker.kv import DramGeometry, DramKvDtype
-from tests.workers.simulated_device import SimulatedDevice, SimulatedStream
-from tests.worlds.cache import GEOMETRY, LAYOUT, make_key
+from relaygr.worker.cache import PendingOutcome, SpillOutcome
+from relaygr.worker.kv import DramKvDtype
+from tests.workers.simulated_device import SimulatedDevice
 from tests.worlds.invariants import check_invariants
 from tests.worlds.overlap import LAYER_US, LAYERS, PAGES, OverlapWorld, worst
 
@@ -285,27 +282,6 @@ class TestRaces:
         assert world.cache.stats().reloads == {PendingOutcome.PUBLISHED: 1}
         for each in ("hurried", "second"):
             assert worst(world.scores(each), world.exact("ann")) <= TOLERANCE
-
-    def test_released_pages_are_free_when_the_device_has_passed_the_event(self) -> None:
-        device = SimulatedDevice()
-        built = build_cache(device, CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 8))
-        fill = built.cache.reserve(make_key(), 0)
-        assert isinstance(fill, Fill)
-        fill.progress(fill.tokens)
-        handle = fill.publish(1)
-        assert handle is not None
-        forward = SimulatedStream(device.timeline, delay_us=500, bytes_per_us=1)
-        forward.run(lambda: None)
-        passed = DeviceCompletion(forward.record())
-        built.cache.release(handle, passed)
-        device.timeline.advance(499)
-        assert not passed.poll()
-        assert built.cache.stats().hbm.pinned == handle.pages.size
-        assert isinstance(built.cache.reserve(make_key("bob", 110), 2), NoRoom)
-        device.timeline.advance(1)
-        assert passed.poll()
-        assert built.cache.stats().hbm.evictable == handle.pages.size
-        assert isinstance(built.cache.reserve(make_key("bob", 110), 3), Fill)
 
     def test_closing_ends_the_copy_under_way_and_fails_those_that_wait(self) -> None:
         world = OverlapWorld(copy_us_per_layer=10 * LAYER_US)

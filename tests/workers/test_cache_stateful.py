@@ -50,7 +50,6 @@ from relaygr.worker.cache.admin import (
     encode_request,
 )
 from relaygr.worker.cache.copies import CopyLimits
-from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from relaygr.worker.cache.stats import HOLDINGS
 from relaygr.worker.cache.transfers import SpillGate
@@ -65,7 +64,7 @@ _KEYS = [make_key("ann", length) for length in _LENGTHS for _ in range(4)]
 _KEYS += [make_key(user, length, at) for user in ("ann", "bob") for length in (100, 130, 190) for at in (None, 70)]
 _KEYS += [make_key("ann", length, 0) for length in (64, 100)]
 _KEYS += [make_key("ann", 100, None, b"m2"), make_key("ann", 100, feature=8), make_key("cid", 130)]
-_NOTHING = Presence(0, 0, EntryState.EMPTY, EntryState.EMPTY)
+_NOTHING = Presence(0, 0)
 _MODELS = (b"model-1", b"m2")
 keys = st.sampled_from(_KEYS)
 picks = st.integers(0, 1_000)
@@ -115,7 +114,6 @@ class Run:
 
     handles: list[Held] = field(default_factory=list)
     leaked: list[Held] = field(default_factory=list)
-    leaving: list[tuple[Held, Later]] = field(default_factory=list)
     fills: list[tuple[PrefixKey, Fill]] = field(default_factory=list)
     leaked_fills: list[tuple[PrefixKey, Fill]] = field(default_factory=list)
     waiters: list[Waiter] = field(default_factory=list)
@@ -255,13 +253,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.run.handles)
     @rule(pick=picks)
-    def release_after_the_device(self, pick: int) -> None:
-        held, event = self.run.handles.pop(pick % len(self.run.handles)), Later()
-        self.cache.release(held.handle, after=event)
-        self.run.leaving.append((held, event))
-
-    @precondition(lambda self: self.run.handles)
-    @rule(pick=picks)
     def lose_a_handle(self, pick: int) -> None:
         self.run.leaked.append(self.run.handles.pop(pick % len(self.run.handles)))
 
@@ -273,9 +264,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(after_the_device=st.booleans())
     def take_what_was_held_too_long(self, after_the_device: bool) -> None:
         event = Later() if after_the_device else None
-        # Handles whose release waits for its event count, too.
-        leaving = [held for held, _ in self.run.leaving]
-        handles = [each for each in (*self.run.handles, *self.run.leaked, *leaving) if each.handle.is_held]
+        handles = [each for each in (*self.run.handles, *self.run.leaked) if each.handle.is_held]
         fills = [each for each in (*self.run.fills, *self.run.leaked_fills) if not each[1].work.revoked]
         taken = self.cache.revoke_overdue(self.tick(), event)
         handles = [held for held in handles if not held.handle.is_held]
@@ -290,11 +279,6 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def the_device_passes_what_was_taken(self) -> None:
         self.run.taken.pop(0).event.complete()
-
-    @precondition(lambda self: self.run.leaving)
-    @rule()
-    def the_device_passes(self) -> None:
-        self.run.leaving.pop(0)[1].complete()
 
     @rule(key=keys, request=st.integers(0, 5), lasts_us=st.integers(1, 4 * VISIT_US))
     def lease(self, key: PrefixKey, request: int, lasts_us: int) -> None:
@@ -502,7 +486,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def no_reader_sees_another_prefix(self) -> None:
         if hasattr(self, "cache"):
-            for held in (*self.run.handles, *self.run.leaked, *(held for held, _ in self.run.leaving)):
+            for held in (*self.run.handles, *self.run.leaked):
                 arrival = held.handle.arrival
                 if held.handle.is_held and not (arrival is not None and arrival.failed):
                     self.world.check_reads(held.handle, held.key)
@@ -548,8 +532,6 @@ class CacheMachine(RuleBasedStateMachine):
             fill.abort()
         for held in self.run.handles:
             self.cache.release(held.handle)
-        for _, event in self.run.leaving:
-            event.complete()
         for taken in self.run.taken:
             taken.event.complete()
         self.cache.revoke_overdue(self.now_us + 10 * VISIT_US)

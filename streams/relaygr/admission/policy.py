@@ -259,8 +259,6 @@ class Estimate:
     """Device time until the prefix is ready: pre-infer, or reload and pre-infer of the tail."""
     new_bytes: int
     """HBM bytes that the admission needs in addition. Tokens that are in HBM already need none."""
-    lead_us: int
-    """From now to the expected ranking request; 0 or less when that time has passed."""
     alive_us: int
     """How long the bytes stay in use: until the expected ranking request plus the margin of the lease."""
     cached_tokens: int = 0
@@ -363,7 +361,6 @@ def estimate(
         hit_us=latency.hit_us(prefix_tokens, scored_tokens),
         prepare_us=prepare_us,
         new_bytes=new_tokens * owner.kv_bytes_per_token,
-        lead_us=lead_us,
         alive_us=min(max(0, lead_us), MAX_JOB_LIFETIME_US) + limits.lease_margin_us,
         # Without a job, nobody would compute it for the owner.
         cached_tokens=0 if cached.tier is PrefixTier.POOL else cached_tokens,

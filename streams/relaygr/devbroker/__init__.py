@@ -49,7 +49,6 @@ def local_broker(
     choice: str = BrokerChoice.AUTO,
     known_bootstrap: str | None = None,
     kafka: KafkaSettings | None = None,
-    environ: Mapping[str, str] | None = None,
     is_brief: bool = False,
 ) -> Iterator[LocalBroker]:
     """A broker while the block runs.
@@ -59,7 +58,7 @@ def local_broker(
     `is_brief`: the broker lives for a few minutes, with few messages a second. Raises RelayError if the choice is not
     possible on this machine, or if the broker does not answer.
     """
-    chosen = choose(choice, available_brokers(known_bootstrap, environ))
+    chosen = choose(choice, available_brokers(known_bootstrap))
     with _open(chosen, kafka or KafkaSettings(), is_brief) as broker:
         yield broker
 
@@ -68,10 +67,9 @@ def check_broker(
     choice: str = BrokerChoice.AUTO,
     known_bootstrap: str | None = None,
     kafka: KafkaSettings | None = None,
-    environ: Mapping[str, str] | None = None,
 ) -> None:
     """Raises the RelayError that `local_broker` would raise for this choice, as far as it can without starting one."""
-    chosen = choose(choice, available_brokers(known_bootstrap, environ))
+    chosen = choose(choice, available_brokers(known_bootstrap))
     if chosen.kind is BrokerChoice.DOCKER:
         from relaygr.devbroker.docker import require_docker
 

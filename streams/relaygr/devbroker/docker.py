@@ -40,7 +40,7 @@ def require_docker() -> None:
 
 
 @contextmanager
-def docker_broker(why: str, start_timeout_s: float = START_TIMEOUT_S) -> Iterator[LocalBroker]:
+def docker_broker(why: str) -> Iterator[LocalBroker]:
     """A broker while the block runs. Raises RelayError without Docker, and if it is not ready in time."""
     require_docker()
     from testcontainers.core.container import DockerContainer
@@ -53,7 +53,7 @@ def docker_broker(why: str, start_timeout_s: float = START_TIMEOUT_S) -> Iterato
     except Exception as error:
         raise RelayError(f"Docker cannot start {IMAGE}: {error}") from error
     try:
-        _await_ready(container, bootstrap, start_timeout_s)
+        _await_ready(container, bootstrap, START_TIMEOUT_S)
         defaults = KafkaSettings()
         yield LocalBroker(
             BrokerChoice.DOCKER,

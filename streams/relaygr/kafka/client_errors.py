@@ -130,8 +130,8 @@ def is_refusal(error: KafkaError) -> bool:
 class LastRefusal:
     """The last time that a broker refused a connection for its certificate or user. Any thread may call it."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
+    def __init__(self) -> None:
+        self._clock = SystemClock()
         self._refused: tuple[int, str] | None = None
 
     def note(self, error: KafkaError) -> None:

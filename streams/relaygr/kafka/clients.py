@@ -215,11 +215,9 @@ def make_group_consumer(
     return _made(Consumer, config)
 
 
-def make_share_consumer(
-    kafka: KafkaSettings, group: str, client_id: str, on_error: ErrorCallback | None = None
-) -> ShareConsumer:
+def make_share_consumer(kafka: KafkaSettings, group: str, client_id: str) -> ShareConsumer:
     """A member of a share group, which gets one record at a time if records were written one to a batch."""
-    config = _config(kafka, client_id, on_error, QUICK_RECONNECT, _SHARE)
+    config = _config(kafka, client_id, None, QUICK_RECONNECT, _SHARE)
     # This kind of consumer refuses the setting; it creates no topics.
     del config["allow.auto.create.topics"]
     return _made(ShareConsumer, {**config, "group.id": group, "fetch.wait.max.ms": asking_fetch_wait_ms(kafka)})

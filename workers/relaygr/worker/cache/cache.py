@@ -207,9 +207,8 @@ class PrefixCache:
     def peek(self, key: PrefixKey) -> Presence:
         """Returns how much of `key` each tier has. Changes and counts nothing."""
         with self.ledger.lock:
-            hbm_behaviours, hbm_state = self._hbm.index.presence(key)
-            dram_behaviours, dram_state = self._dram.index.presence(key)
-        return Presence(hbm_behaviours, dram_behaviours, hbm_state, dram_state)
+            hbm, dram = self._hbm.index.find(key), self._dram.index.find(key)
+        return Presence(hbm.behaviours if hbm else 0, dram.behaviours if dram else 0)
 
     def in_hbm(self, users: Iterable[str]) -> list[str]:
         """Returns which of the users have a prefix in HBM. Changes and counts nothing."""
@@ -293,15 +292,13 @@ class PrefixCache:
         counters.misses[miss.reason] += counted
         return miss
 
-    def release(self, handle: Handle, after: Completion | None = None) -> None:
-        """Unpins, at once or when the device has passed `after`.
-
-        Raises ValueError the second time. For a revoked handle it only counts a late release.
-        """
-        if after is None:
-            self._unpin(handle.pin)
-        else:
-            after.add_done_callback(partial(self._unpin, handle.pin))
+    def release(self, handle: Handle) -> None:
+        """Unpins. Raises ValueError the second time. For a revoked handle it only counts a late release."""
+        with self.ledger.lock:
+            if handle.pin.revoked:
+                self.ledger.counters.late_releases += 1
+            else:
+                self._hbm.unpin(handle.pin)
 
     def revoke_overdue(self, now_us: int, after: Completion | None = None) -> int:
         """Revokes handles and fills that were held far too long. Returns their number.
@@ -563,7 +560,7 @@ class PrefixCache:
                 leases=len(self._hbm.leases),
             )
 
-    # Helpers. `_users_that`, `_drop_all_but`, `_unpin` and `_free` take the lock; callers of the others hold it.
+    # Helpers. `_users_that`, `_drop_all_but` and `_free` take the lock; callers of the others hold it.
 
     def _users_that(self, accepts: Callable[[str], bool]) -> Iterator[str]:
         """The users in the cache that `accepts` accepts. The lock is held only to copy the names."""
@@ -587,13 +584,6 @@ class PrefixCache:
         with self.ledger.lock:
             others = {other for tier in self.ledger.tiers for other in tier.index.by_namespace} - {namespace}
         return sum(self.drop_namespace(other) for other in others)
-
-    def _unpin(self, pin: Pin) -> None:
-        with self.ledger.lock:
-            if pin.revoked:
-                self.ledger.counters.late_releases += 1
-            else:
-                self._hbm.unpin(pin)
 
     def _free(self, revoked: Pin | WorkInFlight) -> None:
         with self.ledger.lock:

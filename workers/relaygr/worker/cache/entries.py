@@ -120,12 +120,10 @@ class Hit:
 
 @record(frozen=True, slots=True)
 class Presence:
-    """Ready behaviours of a key in each tier, and the state of each tier's best entry."""
+    """Ready behaviours of a key in each tier."""
 
     hbm_behaviours: int
     dram_behaviours: int
-    hbm_state: EntryState
-    dram_state: EntryState
 
 
 @dataclass(slots=True, eq=False)
@@ -236,14 +234,6 @@ class EntryIndex:
                 if behaviours > most:
                     best, most = entry.work, behaviours
         return WorkMatch(best, most) if best is not None else None
-
-    def presence(self, key: PrefixKey) -> tuple[int, EntryState]:
-        """Ready behaviours of `key`, and the state of the entry that serves or will serve it; EMPTY without one."""
-        match = self.find(key)
-        if match is not None:
-            return match.behaviours, match.entry.state
-        coming = self.find_work(key)
-        return 0, coming.work.entry.state if coming is not None else EntryState.EMPTY
 
     def of_user(self, user_id: str) -> list[CacheEntry]:
         return list(self.by_user.get(user_id, ()))

@@ -67,7 +67,6 @@ class JobAdmission:
             hit_us=latency.hit_us(prefix.tokens, scored_tokens),
             prepare_us=prepare_us,
             new_bytes=tail_tokens * self._geometry.bytes_per_token,
-            lead_us=work.expected_ranking_us - now_us,
             alive_us=self._alive_us(work, now_us),
             cached_tokens=cached_tokens,
         )

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from relaygr.admission.latency import Corrector
 from relaygr.admission.lead import LeadTimes
 from relaygr.admission.risk import FullPathObserver
-from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.record import record
@@ -164,7 +163,6 @@ class ExecutorParts:
     results: ResultWriter
     metrics: WorkerMetrics
     clock: Clock
-    scenarios: Scenarios = field(default_factory=lambda: ONLY_DEFAULT)
     diverter: Diverter | None = None
     """Passes requests on to other workers; None without `worker.divert`."""
     pool: PoolTier | None = None

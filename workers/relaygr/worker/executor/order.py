@@ -33,6 +33,7 @@ def _overtakes(short: SchedulableWork, longer: SchedulableWork, spare_us: float)
     return 2 * short.remaining_us < longer.remaining_us and short.remaining_us <= _OVERTAKING_PART * spare_us
 
 
+_SHARE_HALF_LIFE_US = 1_000_000
 IDLE_CHUNKS = 4
 """The device is idle when it ran no other work for the time of this many chunks."""
 
@@ -115,10 +116,9 @@ class DeadlineQueue(Generic[W]):
 class ShareAccount:
     """The part of the device time that pre-infer gets while pre-infer work waits."""
 
-    def __init__(self, share: float, tolerance_us: int, half_life_us: int = 1_000_000) -> None:
+    def __init__(self, share: float, tolerance_us: int) -> None:
         self._share = share
         self._tolerance_us = tolerance_us
-        self._half_life_us = half_life_us
         self._preinfer_us = 0.0
         self._ranking_us = 0.0
         self._updated_us: int | None = None
@@ -138,7 +138,7 @@ class ShareAccount:
 
     def _decay(self, now_us: int) -> None:
         if self._updated_us is not None and now_us > self._updated_us:
-            factor = 0.5 ** ((now_us - self._updated_us) / self._half_life_us)
+            factor = 0.5 ** ((now_us - self._updated_us) / _SHARE_HALF_LIFE_US)
             self._preinfer_us *= factor
             self._ranking_us *= factor
         self._updated_us = now_us

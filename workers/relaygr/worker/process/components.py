@@ -281,7 +281,6 @@ class Components:
                 results=self.results,
                 metrics=self.metrics,
                 clock=self._clock,
-                scenarios=config.scenarios,
                 diverter=self.diverter,
                 pool=self._pool,
             ),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.clock import SystemClock
 from relaygr.worker.exits import Exit
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.lock import ArenaLock
@@ -50,7 +50,6 @@ class Supervisor:
         settings: SupervisorSettings,
         folder: Path,
         make_command: MakeCommand,
-        clock: Clock | None = None,
     ) -> None:
         """`worker` gives the id, the address of the HTTP pages, and how long an active child may drain. `folder` is
         the shared folder of the worker id.
@@ -59,7 +58,7 @@ class Supervisor:
         self._folder = folder
         self._make_command = make_command
         self._drain_s = worker.drain_s
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._policy = RestartPolicy(settings)
         self._children: dict[int, Child] = {}
         self._started = 0
