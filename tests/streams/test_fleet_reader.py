@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
 
-import relaygr.trigger.fleet
+import relaygr.trigger.fleet_reader
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
@@ -18,7 +18,8 @@ from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import WORKERS_GROUP
 from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
-from relaygr.trigger.fleet import Fleet, FleetReader
+from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.fleet_reader import FleetReader
 from tests.waiting import becomes
 
 WITHIN_S = 10.0
@@ -166,8 +167,8 @@ def test_a_client_that_fails_is_replaced_and_the_fleet_is_not_caught_up_meanwhil
         )
         return made[-1]
 
-    monkeypatch.setattr(relaygr.trigger.fleet, "make_assigned_consumer", make)
-    monkeypatch.setattr(relaygr.trigger.fleet, "_RETRY_S", 0.5)
+    monkeypatch.setattr(relaygr.trigger.fleet_reader, "make_assigned_consumer", make)
+    monkeypatch.setattr(relaygr.trigger.fleet_reader, "_RETRY_S", 0.5)
     with reading(kafka_settings) as (reader, view):
         assert becomes(lambda: reader.caught_up)
         fails.set()

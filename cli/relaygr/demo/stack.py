@@ -20,7 +20,8 @@ from relaygr.devbroker import LocalBroker
 from relaygr.processes import CommandProcess, Processes, metrics_url, read_metrics, write_config
 from relaygr.runtime.clock import SystemClock
 from relaygr.settings import Settings
-from relaygr.trigger.fleet import Fleet, FleetReader
+from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.fleet_reader import FleetReader
 from relaygr.ui.live import LiveCluster
 from relaygr.ui.page import Page
 from relaygr.ui.scrape import Reading

@@ -30,7 +30,7 @@ from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import available_memory
 from relaygr.schemas.messages import WorkerState, WorkerStatus
-from relaygr.trigger.fleet import FleetReader
+from relaygr.trigger.fleet_reader import FleetReader
 from relaygr.worker.pool.mooncake import missing
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.lock import worker_folder

@@ -34,7 +34,7 @@ from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.headers import RankingHeaders, is_job, workers_group_of
 from relaygr.schemas.messages import PreInferJob, RankingResult, RetrievalEvent
 from relaygr.schemas.topics import Topic
-from relaygr.trigger.fleet import status_of
+from relaygr.trigger.fleet_reader import status_of
 from relaygr.ui.model import STAGES, LiveModel
 
 log = structlog.get_logger()

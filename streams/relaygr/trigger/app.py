@@ -46,7 +46,8 @@ from relaygr.schemas.headers import JOB_HEADER, Headers
 from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer
 from relaygr.trigger.faust_stream import EventFeed, make_app
-from relaygr.trigger.fleet import Fleet, FleetReader
+from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.fleet_reader import FleetReader
 from relaygr.trigger.handler import EventHandler, TriggerDecision
 from relaygr.trigger.metrics import TriggerMetrics
 from relaygr.trigger.settings import TriggerSettings

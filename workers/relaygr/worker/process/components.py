@@ -41,7 +41,7 @@ from relaygr.schemas.partitioner import users_in
 from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer
 from relaygr.tracing.worker import WorkerTraces
-from relaygr.trigger.fleet import FleetReader
+from relaygr.trigger.fleet_reader import FleetReader
 from relaygr.worker.admin_socket import SOCKET_NAME, AdminSocket
 from relaygr.worker.cache.admin import CacheAdmin, ServingModel
 from relaygr.worker.cache.arena import copy_page, zero_pages
