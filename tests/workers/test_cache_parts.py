@@ -20,7 +20,7 @@ from relaygr.worker.cache.arena import allocate_arena, copy_page, copy_runs
 from relaygr.worker.cache.build import ThreadMover, build_cache
 from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyQueue, CopyRequest, Deadline
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
-from relaygr.worker.cache.metadata import PagePool
+from relaygr.worker.cache.pages import PagePool
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.device import CpuDevice

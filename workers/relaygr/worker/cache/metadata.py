@@ -20,9 +20,7 @@ Not thread-safe: the cache's lock guards it. Every time is passed in.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,6 +38,7 @@ from relaygr.worker.cache.entries import (
 )
 from relaygr.worker.cache.identity import Mark, PrefixKey
 from relaygr.worker.cache.journal import StoredEntry, TierJournal
+from relaygr.worker.cache.pages import NO_PAGES, PageAccount, PagePool
 from relaygr.worker.cache.policies import EntryWeight, EvictionPolicy
 from relaygr.worker.cache.results import (
     NoRoomReason,
@@ -54,7 +53,6 @@ from relaygr.worker.cache.results import (
 from relaygr.worker.cache.stats import Counters, TierStats
 from relaygr.worker.kv import PrefixLayout
 
-_NO_PAGES: PageArray = np.empty(0, np.int32)
 _NEVER = -1
 """A generation that no entry has."""
 MAX_ENTRIES_PER_USER = 4
@@ -86,131 +84,6 @@ _STEPS: dict[EntryState, frozenset[EntryState]] = {
 }
 
 
-class PagePool:
-    """Free list and reference counts of the pages of a tier. A page is a number below `capacity`.
-
-    A page leaves the free list with one reference, that of its owner (an entry or work in flight). Every reader adds
-    one. The page is free again when the last reference is dropped, so a reader keeps an evicted or replaced page alive.
-    A dirty page may hold bytes of a prefix that used it.
-    Raises ValueError for a negative capacity.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        if capacity < 0:
-            raise ValueError(f"a pool cannot have {capacity} pages")
-        self.capacity = capacity
-        # A stack whose top is the lowest index: a fresh pool gives adjacent pages, which are copied in one run.
-        self._stack: PageArray = np.arange(capacity - 1, -1, -1, dtype=np.int32)
-        self.free = capacity
-        """Number of free pages."""
-        self._references = np.zeros(capacity, dtype=np.int32)
-        self._dirty = np.zeros(capacity, dtype=np.bool_)
-        self._may_have_dirty = False
-        """False if no free page is dirty."""
-
-    def take(self, count: int) -> PageArray | None:
-        """Takes `count` free pages, with one reference each. None, without taking any, if there are fewer."""
-        if count > self.free:
-            return None
-        pages = self._stack[self.free - count : self.free][::-1].copy()
-        self.free -= count
-        self._references[pages] = 1
-        self._dirty[pages] = True
-        return pages
-
-    def take_dirty(self, count: int) -> PageArray:
-        """Takes at most `count` of the dirty free pages, the last freed first, with one reference each."""
-        if not self._may_have_dirty:
-            return _NO_PAGES
-        free = self._stack[: self.free]
-        (places,) = self._dirty[free.astype(np.intp)].nonzero()
-        self._may_have_dirty = places.size > count
-        places = places[-count:]
-        pages = free[places]
-        is_kept = np.ones(self.free, np.bool_)
-        is_kept[places] = False
-        kept = free[is_kept]
-        self.free = kept.size
-        self._stack[: self.free] = kept
-        self._references[pages] = 1
-        return pages
-
-    def drop_clean(self, pages: PageArray) -> None:
-        """Frees pages of `take_dirty` that hold zeros now."""
-        self._dirty[pages] = False
-        self._references[pages] = 0
-        self._put_back(pages)
-
-    def mark_dirty(self) -> None:
-        """Every page may hold bytes of an earlier process."""
-        self._dirty[:] = True
-        self._may_have_dirty = True
-
-    def claim(self, pages: PageArray) -> None:
-        """Takes these pages, with one reference each. Raises ValueError unless they are distinct and all free."""
-        ordered = np.sort(pages)
-        if (ordered[1:] == ordered[:-1]).any() or self._references[pages].any():
-            raise ValueError("a page that is not free was claimed")
-        self._references[pages] = 1
-        self._dirty[pages] = True
-        free = np.flatnonzero(self._references == 0)[::-1]
-        self.free = free.size
-        self._stack[: self.free] = free
-
-    def share(self, pages: PageArray) -> None:
-        """Adds a reference to each of `pages`, which are distinct and not free."""
-        # Numpy would convert the numbers of pages to its own type of index twice, which takes as long as the rest.
-        self._references[pages.astype(np.intp)] += 1
-
-    def drop(self, pages: PageArray) -> int:
-        """Drops a reference of each of `pages`, which are distinct. Returns the number of pages that became free.
-
-        Raises ValueError if one is free already.
-        """
-        places = pages.astype(np.intp)
-        left = self._references[places] - 1
-        # `left.min()` takes four times as long for the few pages of a prefix.
-        least = int(left[left.argmin()]) if left.size else 1
-        if least < 0:
-            raise ValueError("a free page was dropped again")
-        self._references[places] = left
-        if least:
-            return 0  # The usual end of a request: the prefix keeps its pages.
-        freed = pages[left == 0]
-        self._put_back(freed)
-        self._may_have_dirty = True  # Every page that was in use is dirty.
-        return int(freed.size)
-
-    def _put_back(self, pages: PageArray) -> None:
-        self._stack[self.free : self.free + pages.size] = pages[::-1]
-        self.free += pages.size
-
-    def free_pages(self) -> PageArray:
-        """A copy of the free list."""
-        return self._stack[: self.free].copy()
-
-    def references(self) -> PageArray:
-        """A copy of the reference counts, int32 [capacity]."""
-        return self._references.copy()
-
-
-@dataclass(slots=True)
-class PageAccount:
-    """Number of pages by `Holding`. `orphaned` pages have readers but no entry any more."""
-
-    held: Counter[Holding] = field(default_factory=Counter)
-    orphaned: int = 0
-    in_flight: int = 0
-
-    def reclassify(self, entry: CacheEntry) -> None:
-        """Counts the entry's pages under its present `Holding`."""
-        held = self.held
-        held[entry.holding] -= entry.counted_pages
-        entry.holding = Holding.PINNED if entry.pins else Holding.LEASED if entry.leases else Holding.EVICTABLE
-        entry.counted_pages = entry.pages.size if entry.attached else 0
-        held[entry.holding] += entry.counted_pages
-
-
 class TierMetadata:
     """See the module."""
 
@@ -231,7 +104,7 @@ class TierMetadata:
         self.account = PageAccount()
         self.leases = Leases(lease_limit)
         self.works: set[WorkInFlight] = set()
-        self.cleaned: PageArray = _NO_PAGES
+        self.cleaned: PageArray = NO_PAGES
         """Free pages that are being zeroed; they count as in flight."""
         self.pins: set[Pin] = set()
         self.held_until_us: dict[Pin | WorkInFlight, int] = {}
@@ -468,13 +341,13 @@ class TierMetadata:
             self.cleaned = self.pool.take_dirty(count)
             self.account.in_flight += self.cleaned.size
             return self.cleaned
-        return _NO_PAGES
+        return NO_PAGES
 
     def end_cleaning(self) -> None:
         """The pages of `begin_cleaning` hold zeros."""
         self.account.in_flight -= self.cleaned.size
         self.pool.drop_clean(self.cleaned)
-        self.cleaned = _NO_PAGES
+        self.cleaned = NO_PAGES
 
     def end_journal(self) -> None:
         """Stops the journal: later changes concern this process only."""
@@ -540,7 +413,7 @@ class TierMetadata:
             return NoRoomReason.FULL
         if surplus is not None and surplus.attached:
             self._evict(surplus)
-        entry = CacheEntry(next(self._numbers), key.held(), next(self._numbers), _NO_PAGES)
+        entry = CacheEntry(next(self._numbers), key.held(), next(self._numbers), NO_PAGES)
         _step(entry, EntryState.FILLING if kind is PendingKind.FILL else EntryState.LOADING)
         self.index.add(entry)
         return self._open(WorkInFlight(next(self._numbers), kind, purpose, key, tokens, entry, entry.generation, pages))
