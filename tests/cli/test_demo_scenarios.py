@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.admission.corrector import PredictionQuality
+from relaygr.admission.latency import Stage
 from relaygr.admission.scenarios import ScenarioSettings
 from relaygr.demo.scenarios import ScenarioDemo, ScenarioRun, gates, print_scenarios
 from relaygr.demo.summary import PredictionFigures, summarise

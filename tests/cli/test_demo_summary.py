@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.admission.corrector import PredictionQuality
+from relaygr.admission.latency import Stage
 from relaygr.demo import board
 from relaygr.demo.summary import (
     LEAST_COMPARED,

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from typer.testing import CliRunner
 
-from relaygr.admission.latency import RankPoint
+from relaygr.admission.fit import RankPoint
 from relaygr.cli import COMMANDS, calibrate, model_bench
 from relaygr.cli.app import app, load_command
 from relaygr.cli.lag import Sort

@@ -9,23 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.admission.latency import (
-    MOST_LENGTH_RATIO,
-    RECENT_MEASUREMENTS,
+from relaygr.admission.corrector import MOST_LENGTH_RATIO, RECENT_MEASUREMENTS, Corrector
+from relaygr.admission.fit import (
     AppendPoint,
     BatchPoint,
-    Corrector,
-    LatencyModel,
     RankPoint,
     ReloadPoint,
-    Stage,
     fit,
     fit_append,
     fit_full,
     fit_shared,
-    length_bucket,
     non_negative_least_squares,
 )
+from relaygr.admission.latency import LatencyModel, Stage, length_bucket
 from relaygr.schemas.messages import LatencyCoefficients
 
 MODEL = LatencyModel(LatencyCoefficients(300, 2, 0.001, 200, 1.5, 0.0008, 250, 3, 0.002, 20, 0.0001, 0.05))

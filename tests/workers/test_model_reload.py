@@ -20,7 +20,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 import relaygr.worker.process.reloading
-from relaygr.admission.latency import Corrector, LatencyModel, Stage
+from relaygr.admission.corrector import Corrector
+from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import Memory

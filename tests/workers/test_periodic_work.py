@@ -9,7 +9,8 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry
 
-from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.admission.corrector import PredictionQuality
+from relaygr.admission.latency import Stage
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings

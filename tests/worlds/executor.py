@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from relaygr.admission.latency import Corrector, LatencyModel
+from relaygr.admission.corrector import Corrector
+from relaygr.admission.latency import LatencyModel
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from relaygr.admission.latency import Corrector, LatencyModel
+from relaygr.admission.corrector import Corrector
+from relaygr.admission.latency import LatencyModel
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.messages import (

@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.admission.corrector import PredictionQuality
+from relaygr.admission.latency import Stage
 from relaygr.demo.plan import DemoPlan
 from relaygr.demo.summary import (
     COLD_SHARE,

@@ -12,7 +12,8 @@ from types import TracebackType
 
 from rich.console import Console
 
-from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.admission.corrector import PredictionQuality
+from relaygr.admission.latency import Stage
 from relaygr.admission.policy import DecisionReason
 from relaygr.demo.board import Board, LagWatch, RecordTail
 from relaygr.demo.summary import PredictionFigures, RunSummary, run_view, summarise

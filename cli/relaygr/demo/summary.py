@@ -11,7 +11,8 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.admission.corrector import PredictionQuality
+from relaygr.admission.latency import Stage
 from relaygr.demo.plan import CROWDING
 from relaygr.runtime.quantiles import quantile
 from relaygr.schemas.messages import Outcome, Path, PrefixSource

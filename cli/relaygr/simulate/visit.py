@@ -19,7 +19,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relaygr.admission.latency import LatencyModel, fit_reload
+from relaygr.admission.fit import fit_reload
+from relaygr.admission.latency import LatencyModel
 from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
 from relaygr.worker.model.interface import Engine
 

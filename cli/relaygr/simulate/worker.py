@@ -16,7 +16,7 @@ import numpy as np
 import simpy
 from prometheus_client import CollectorRegistry
 
-from relaygr.admission.latency import Corrector
+from relaygr.admission.corrector import Corrector
 from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.headers import RankingHeaders

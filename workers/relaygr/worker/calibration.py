@@ -30,15 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from relaygr.admission.latency import (
-    AppendPoint,
-    BatchPoint,
-    LatencyModel,
-    RankPoint,
-    ReloadPoint,
-    fit,
-    fit_shared,
-)
+from relaygr.admission.fit import AppendPoint, BatchPoint, RankPoint, ReloadPoint, fit, fit_shared
+from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import write_whole
 from relaygr.schemas.messages import LatencyCoefficients

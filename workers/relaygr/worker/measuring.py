@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relaygr.admission.latency import AppendPoint, RankPoint, ReloadPoint
+from relaygr.admission.fit import AppendPoint, RankPoint, ReloadPoint
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.arena import copy_runs

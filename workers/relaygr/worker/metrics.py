@@ -10,7 +10,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.admission.corrector import PredictionQuality
+from relaygr.admission.latency import Stage
 from relaygr.admission.lead import LeadQuantiles
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.runtime.quantile_metric import QuantilesMetricFamily

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.admission.latency import Corrector
+from relaygr.admission.corrector import Corrector
 from relaygr.admission.lead import LeadTimes
 from relaygr.admission.risk import FullPathObserver
 from relaygr.admission.settings import AdmissionSettings

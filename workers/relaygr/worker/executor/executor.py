@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from relaygr.admission.latency import LatencyModel, PredictionQuality, Stage
+from relaygr.admission.corrector import PredictionQuality
+from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.admission.lead import LeadQuantiles
 from relaygr.schemas.messages import FullPathReport, LeadTimeReport, LengthRatios
 from relaygr.worker.cache import Tier

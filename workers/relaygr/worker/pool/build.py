@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from relaygr.admission.latency import Corrector
+from relaygr.admission.corrector import Corrector
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.cache.build import BuiltCache

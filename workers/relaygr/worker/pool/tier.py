@@ -31,7 +31,7 @@ import numpy as np
 import structlog
 from prometheus_client import Counter, Gauge, Histogram
 
-from relaygr.admission.latency import Corrector
+from relaygr.admission.corrector import Corrector
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.cache.cache import PrefixCache

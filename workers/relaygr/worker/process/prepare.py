@@ -18,7 +18,8 @@ from typing import Final
 import structlog
 from confluent_kafka import KafkaException, Producer
 
-from relaygr.admission.latency import Corrector, LatencyModel
+from relaygr.admission.corrector import Corrector
+from relaygr.admission.latency import LatencyModel
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.refusals import Refusals
