@@ -177,7 +177,9 @@ def _place(file: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process runs a file from its first test to its last."""
+    """One process runs a file from its first test to its last, unless `--dist` asks for another way."""
+    if config.option.dist != "loadscope":
+        return None
     from xdist.scheduler import LoadScopeScheduling  # A part of the dev extra, and only needed with `-n`.
 
     class OneProcessAFile(LoadScopeScheduling):

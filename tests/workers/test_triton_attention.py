@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +37,15 @@ from tests.worlds.attention import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, Rag
 from tests.worlds.triton import BLOCKS, DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def new_memory_is_nan() -> Iterator[None]:
+    """So that a row which no program writes is found."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Forward(RaggedForward):

@@ -20,7 +20,7 @@ from relaygr.runtime.errors import RelayError
 T = TypeVar("T")
 
 HERE = Path("benchmarks/results/engine")
-SHAPE_NAMES = ("small", "dlrm-v3", "nvidia")
+SHAPE_NAMES = ("tiny", "small", "dlrm-v3", "nvidia")
 
 
 def main(

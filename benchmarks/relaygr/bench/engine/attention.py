@@ -217,6 +217,7 @@ class Row:
     users: int
     prefix_tokens: int
     candidates: int
+    beside_rows: int
     back_end: str
     median_us: float
     share_of_peak: float
@@ -303,6 +304,7 @@ def main(
                     users=case.users,
                     prefix_tokens=case.prefix,
                     candidates=case.candidates,
+                    beside_rows=case.beside,
                     back_end=name,
                     median_us=took_us,
                     share_of_peak=case.flops(spec) / took_us / 1e3 / peaks.gflops,

@@ -41,11 +41,14 @@ class Shape:
 
 
 SHAPES: Mapping[str, Shape] = {
+    "tiny": Shape(32, 1, 2, 16, 16),
     "small": Shape(256, 4, 4, 64, 64),
     "dlrm-v3": Shape(512, 5, 4, 128, 128),
     "nvidia": Shape(1024, 8, 4, 256, 256, Activated.UVQK, OutputForm.UNORM),
 }
-"""`dlrm-v3`: Meta's model, 10 KiB of bf16 K,V a token; `nvidia`: NVIDIA's HSTU benchmark, 32 KiB a token."""
+"""`dlrm-v3`: Meta's model, 10 KiB of bf16 K,V a token; `nvidia`: NVIDIA's HSTU benchmark, 32 KiB a token; `tiny`: for
+kernels that are interpreted.
+"""
 
 
 def rows_flops(config: ModelConfig, rows: int) -> float:
