@@ -129,6 +129,13 @@ def test_the_index_lists_every_page_and_the_architecture_every_package() -> None
     assert {package for package in packages if f"`relaygr.{package}`" not in architecture} == set()
 
 
+def test_the_path_of_a_request_begins_at_methods_that_exist() -> None:
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)\.(\w+)` \|", text_of("docs/architecture.md"), re.MULTILINE)
+    assert len(rows) > 10
+    classes = {file: text_of(file).partition(f"\nclass {owner}")[2] for file, owner, _ in rows}
+    assert [(file, method) for file, _, method in rows if f"    def {method}(" not in classes[file]] == []
+
+
 def test_a_bare_file_name_in_the_text_is_there() -> None:
     names = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     found = {(page, code) for page in PAGES for code in CODE.findall(prose_of(page)) if re.fullmatch(r"\w+\.py", code)}
