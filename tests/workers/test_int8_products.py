@@ -1,4 +1,4 @@
-"""Products in int8: exact sums of rounded numbers, each row by itself; and the gate in front of them."""
+"""Products in int8: exact sums of rounded numbers, each row by itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
-from typer.testing import CliRunner
 
-from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.device import CpuDevice, cpu
 from relaygr.worker.kv import KvDtype
@@ -20,9 +17,6 @@ from relaygr.worker.model.engine import build_engine, load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.layer_parts import added_product, product, quantised
 from relaygr.worker.model.options import ComputeDtype
-from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
-from relaygr.worker.process.trial import require_precisions
-from relaygr.worker.settings import WorkerSettings
 from tests.workers.engine_kinds import HAS_ONEDNN
 from tests.worlds.dense.small import int8_product
 from tests.worlds.model import small_config
@@ -116,50 +110,6 @@ def test_a_cpu_without_the_instructions_is_refused(model: Path, monkeypatch: pyt
     for name in ("avx512_vnni", "avx_vnni", "amx_int8"):
         monkeypatch.setattr(cpu, "instruction_sets", lambda name=name: {name})
         assert engine_of(model).compute_dtype is ComputeDtype.INT8
-
-
-def limits(model: Path, max_error: float, min_overlap: float) -> WorkerSettings:
-    # No worker may have an overlap above 1: only such a limit refuses by the overlap alone.
-    limits = {"compute_max_score_error": max_error, "compute_min_topk_overlap": min_overlap}
-    return WorkerSettings(model=model, page_tokens=16, device="cpu").model_copy(update=limits)
-
-
-class TestGate:
-    def test_a_model_within_the_limits_starts_and_its_error_is_told(self, model: Path) -> None:
-        with capture_logs() as logs:
-            require_precisions(engine_of(model), limits(model, 0.2, 0.5))
-        [told] = [entry for entry in logs if "scores by products" in entry["event"]]
-        assert told["compute_dtype"] == "int8" and 0 < told["max_score_error"] <= 0.2
-
-    @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.2, 1.1)])
-    def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
-        self, model: Path, max_error: float, min_overlap: float
-    ) -> None:
-        with pytest.raises(RelayError, match=r"compute_dtype int8 is too inexact.*to float32.*check-compute"):
-            require_precisions(engine_of(model), limits(model, max_error, min_overlap))
-
-    def test_products_in_float32_are_not_measured(self, model: Path) -> None:
-        with capture_logs() as logs:
-            require_precisions(engine_of(model, ComputeDtype.FLOAT32), limits(model, 1e-9, 1.0))
-        assert not [entry for entry in logs if "scores" in entry["event"]]
-
-    def test_a_reloaded_model_is_checked_too(self, model: Path) -> None:
-        present = engine_of(model)
-        config = small_config()
-        save_checkpoint(model, config, random_checkpoint(config, 1).tensors)
-        settings = WorkerSettings(
-            model=model, page_tokens=16, device="cpu", compute_dtype="int8", compute_max_score_error=1e-9
-        )  # type: ignore[arg-type]
-        with pytest.raises(ReloadRefusedError, match="too inexact for this model") as refused:
-            load_beside(present, settings)
-        assert refused.value.outcome is ReloadOutcome.UNFIT
-
-    def test_the_command_tells_the_error_and_exits_with_1_beyond_the_limits(self, model: Path) -> None:
-        arguments = ["model", "check-compute", str(model), "--device", "cpu"]
-        within = CliRunner().invoke(app, [*arguments, "--max-score-error", "0.2", "--min-topk-overlap", "0.5"])
-        assert within.exit_code == 0, within.output
-        assert "products in int8, compared with float32; 16 users" in within.output
-        assert CliRunner().invoke(app, [*arguments, "--max-score-error", "0"]).exit_code == 1
 
 
 def test_the_copies_of_the_weights_are_counted() -> None:

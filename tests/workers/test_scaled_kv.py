@@ -1,30 +1,17 @@
-"""K,V in 8 bits: a scale for each token and head, which no other row changes; and the gate in front of them."""
+"""K,V in 8 bits: a scale for each token and head, which no other row changes."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
-from typer.testing import CliRunner
 
-from relaygr.cli.app import app
-from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
 from relaygr.worker.model.attention.spec import rounding, scaled
-from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.engine import load_engine
-from relaygr.worker.model.interface import Engine
-from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
-from relaygr.worker.process.trial import require_precisions
-from relaygr.worker.settings import WorkerSettings
-from tests.worlds.model import small_config
 
 SCALED = [dtype for dtype in KvDtype if dtype.is_scaled]
 each_type = pytest.mark.parametrize("dtype", SCALED)
@@ -106,57 +93,3 @@ def test_a_page_has_a_byte_for_each_number_and_each_scale(dtype: KvDtype) -> Non
     assert geometry.page_bytes == 5 * geometry.layer_bytes == 16 * geometry.bytes_per_token
     for dram in DramKvDtype:
         assert DramGeometry(geometry, dram).page_bytes == geometry.page_bytes
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    config = small_config()
-    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
-    return tmp_path
-
-
-def engine_of(model: Path, dtype: KvDtype) -> Engine:
-    return load_engine(model, "cpu", dtype, 16)
-
-
-def limits(model: Path, max_error: float, min_overlap: float) -> WorkerSettings:
-    # No worker may have an overlap above 1: only such a limit refuses by the overlap alone.
-    limits = {"kv_max_score_error": max_error, "kv_min_topk_overlap": min_overlap}
-    return WorkerSettings(model=model, page_tokens=16, device="cpu").model_copy(update=limits)
-
-
-class TestGate:
-    @each_type
-    def test_a_model_within_the_limits_starts_and_its_error_is_told(self, model: Path, dtype: KvDtype) -> None:
-        with capture_logs() as logs:
-            require_precisions(engine_of(model, dtype), limits(model, 0.2, 0.5))
-        [told] = [entry for entry in logs if "scores on K,V" in entry["event"]]
-        assert told["kv_dtype"] == dtype.value and 0 < told["max_score_error"] <= 0.2
-
-    @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.2, 1.1)])
-    def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
-        self, model: Path, max_error: float, min_overlap: float
-    ) -> None:
-        with pytest.raises(RelayError, match=r"kv_dtype float8 is too inexact.*kv_dtype to float32.*check-kv"):
-            require_precisions(engine_of(model, KvDtype.FLOAT8), limits(model, max_error, min_overlap))
-
-    def test_wide_types_are_not_measured(self, model: Path) -> None:
-        with capture_logs() as logs:
-            require_precisions(engine_of(model, KvDtype.BFLOAT16), limits(model, 1e-9, 1.0))
-        assert not [entry for entry in logs if "scores" in entry["event"]]
-
-    def test_a_reloaded_model_is_checked_too(self, model: Path) -> None:
-        present = engine_of(model, KvDtype.INT8)
-        config = small_config()
-        save_checkpoint(model, config, random_checkpoint(config, 1).tensors)
-        settings = WorkerSettings(model=model, page_tokens=16, device="cpu", kv_dtype="int8", kv_max_score_error=1e-9)  # type: ignore[arg-type]
-        with pytest.raises(ReloadRefusedError, match="too inexact for this model") as refused:
-            load_beside(present, settings)
-        assert refused.value.outcome is ReloadOutcome.UNFIT
-
-    def test_the_command_tells_the_error_and_exits_with_1_beyond_the_limits(self, model: Path) -> None:
-        arguments = ["model", "check-kv", str(model), "--device", "cpu", "--kv-dtype", "float8"]
-        within = CliRunner().invoke(app, [*arguments, "--max-score-error", "0.2", "--min-topk-overlap", "0.5"])
-        assert within.exit_code == 0, within.output
-        assert "K,V float8, compared with float32" in within.output
-        assert CliRunner().invoke(app, [*arguments, "--max-score-error", "0"]).exit_code == 1

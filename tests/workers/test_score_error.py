@@ -1,28 +1,23 @@
-"""The check of an inexact DRAM tier: the measured error, the limits at the start, and the memory plan."""
+"""The check of an inexact DRAM tier: the measured error, and the memory plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from relaygr.cli.model import app
-from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.arena import block_pages, coding_bytes
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
-from relaygr.worker.model.interface import Engine, RankInputs, RankOutputs
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ContextualFeature, Preset, Task, TaskKind, preset_fields
 from relaygr.worker.process.allocation import allocate_memory, plan_memory
-from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
-from relaygr.worker.process.trial import require_precisions
 from relaygr.worker.score_error import (
     SampleUser,
     _error_of,
@@ -153,60 +148,6 @@ class TestMeasurement:
         assert error.max_score_error == 0
 
 
-class TestLimits:
-    def settings(self, model: Path, dtype: str, max_error: float, min_overlap: float) -> WorkerSettings:
-        # No worker may have an overlap above 1: only such a limit refuses by the overlap alone.
-        limits = {"dram_max_score_error": max_error, "dram_min_topk_overlap": min_overlap}
-        settings = WorkerSettings(model=model, page_tokens=PAGE_TOKENS, device="cpu", dram_kv_dtype=dtype)  # type: ignore[arg-type]
-        return settings.model_copy(update=limits)
-
-    def test_a_model_within_the_limits_starts_and_its_error_is_told(self, model: Path) -> None:
-        with capture_logs() as logs:
-            require_precisions(engine_of(model), self.settings(model, "int8", 0.02, 0.8))
-        [told] = [entry for entry in logs if "scores on reloaded prefixes" in entry["event"]]
-        assert told["dram_kv_dtype"] == "int8" and 0 < told["max_score_error"] <= 0.02
-
-    @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.02, 1.1)])
-    def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
-        self, model: Path, max_error: float, min_overlap: float
-    ) -> None:
-        with pytest.raises(RelayError, match=r"int8 is too inexact for this model.*bfloat16 or same.*check-dram"):
-            require_precisions(engine_of(model), self.settings(model, "int8", max_error, min_overlap))
-
-    def test_scores_that_are_not_numbers_are_beyond_the_limits(
-        self, model: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine, calls = engine_of(model), []
-        rank = engine.rank
-
-        def once_not_a_number(batch: Sequence[RankInputs]) -> list[RankOutputs]:
-            outputs = rank(batch)
-            calls.append(outputs)
-            return [RankOutputs(each.scores * np.nan) for each in outputs] if len(calls) == 4 else outputs
-
-        monkeypatch.setattr(engine, "rank", once_not_a_number)
-        with pytest.raises(RelayError, match="too inexact for this model"):
-            require_precisions(engine, self.settings(model, "int8", 1e9, 0.01))
-
-    def test_a_tier_that_is_exact_or_absent_is_not_measured(self, model: Path) -> None:
-        exact = self.settings(model, "bfloat16", 1e-9, 1.0)
-        absent = self.settings(model, "int8", 1e-9, 1.0).model_copy(update={"dram_bytes": 0})
-        with capture_logs() as logs:
-            for settings in (exact, absent):
-                require_precisions(engine_of(model, KvDtype.BFLOAT16), settings)
-        assert not [entry for entry in logs if "scores" in entry["event"]]
-
-    def test_a_reloaded_model_is_checked_too(self, tmp_path: Path) -> None:
-        present = engine_of(save(tmp_path, small_config(), seed=0))
-        save(tmp_path, small_config(), seed=1)
-        settings = WorkerSettings(
-            model=tmp_path, page_tokens=PAGE_TOKENS, device="cpu", dram_kv_dtype="int8", dram_max_score_error=1e-9
-        )  # type: ignore[arg-type]
-        with pytest.raises(ReloadRefusedError, match="too inexact for this model") as refused:
-            load_beside(present, settings)
-        assert refused.value.outcome is ReloadOutcome.UNFIT
-
-
 class TestCapacity:
     def settings(self, dtype: str) -> WorkerSettings:
         return WorkerSettings(hbm_bytes=1 << 20, dram_bytes=1 << 20, page_tokens=PAGE_TOKENS, dram_kv_dtype=dtype)  # type: ignore[arg-type]
@@ -247,18 +188,6 @@ class TestCapacity:
 
 
 class TestCommand:
-    def test_within_the_limits_it_prints_the_figures(self, model: Path) -> None:
-        ended = CliRunner().invoke(
-            app, ["check-dram", str(model), "--device", "cpu", "--max-score-error", "0.05", "--min-topk-overlap", "0.5"]
-        )
-        assert ended.exit_code == 0, ended.output
-        assert "2.55 times as many prefixes" in ended.output
-        assert "5.0000% at most" in ended.output
-
-    def test_beyond_the_limits_the_exit_code_is_1(self, model: Path) -> None:
-        ended = CliRunner().invoke(app, ["check-dram", str(model), "--device", "cpu", "--max-score-error", "0"])
-        assert ended.exit_code == 1
-
     def test_it_reads_histories_from_a_log(self, model: Path, tmp_path: Path) -> None:
         log = tmp_path / "ratings.csv"
         lines = [f"{user},{item % 40},1.5,{1_600_000_000 + item}" for user in range(7) for item in range(30)]
