@@ -25,7 +25,6 @@ from relaygr.kafka.clients import ProducerKind, make_admin, make_assigned_consum
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Severity
 from relaygr.processes import CommandProcess, is_ready
-from relaygr.runtime.errors import RelayError
 from relaygr.schemas import messages
 from relaygr.schemas.topics import Topic
 from tests.waiting import until
@@ -214,12 +213,6 @@ def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 def all_brokers_up(stack: Stack) -> Iterator[None]:
     yield
     stack.cluster.await_in_sync()
-
-
-def test_more_replicas_than_brokers_are_refused_with_what_to_do(stack: Stack) -> None:
-    kafka = stack.kafka.model_copy(update={"topic_prefix": "more", "replication_factor": 4})
-    with pytest.raises(RelayError, match=r"has 3 brokers up: start the missing ones, or set `replication_factor` to 3"):
-        create_topics(kafka)
 
 
 def test_the_broker_that_leads_partitions_and_coordinates_the_workers_is_killed(stack: Stack) -> None:

@@ -1,4 +1,4 @@
-"""A worker with a hot standby on a real Kafka, under traffic: killed, stopped, hung, and started twice."""
+"""A worker with a hot standby on a real Kafka, under traffic: killed, stopped, hung, and fenced."""
 
 from __future__ import annotations
 
@@ -273,18 +273,6 @@ def test_a_stopped_worker_that_wakes_up_after_its_session_is_fenced_and_writes_n
     relay.await_all_committed(Topic.RANKING)
     after = relay.committed(Topic.RANKING)
     assert all(after[partition] >= offset for partition, offset in committed.items())
-
-
-def test_a_second_process_with_the_same_id_on_one_machine_is_refused(relay: Relay):
-    first = relay.start_worker("worker-00")
-    relay.await_ready(first)
-    second = relay.start_worker("worker-00", "worker.drain_s=0")
-    assert second.process.wait(60) == Exit.FAILED
-    relay.forget(second)
-    said = second.log.read_text()
-    assert f"worker-00 runs already on this machine, as process {first.process.pid}" in said
-    ask(relay, 10)
-    assert first.process.poll() is None
 
 
 def test_a_standby_takes_over_nothing_from_a_worker_that_was_fenced(relay: Relay, worker: CommandProcess):

@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from relaygr.cli.app import app
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.runtime.private_files import private_folder
+from relaygr.runtime.private_files import private_folder, private_folders
 from relaygr.worker.history.files import claim
 from relaygr.worker.model.checkpoint import load_checkpoint, save_checkpoint
+from relaygr.worker.shared.lock import ArenaLock, worker_folder
 from tests.worlds.container import memory_limit
 from tests.worlds.relay import environment
 
@@ -129,6 +130,17 @@ def test_the_history_store_of_another_worker_is_refused_before_the_model_is_load
     finally:
         os.close(held)
     assert "worker-07" in said and "worker.history_path" in said
+
+
+def test_a_second_process_with_the_same_id_on_one_machine_is_refused(
+    kafka: KafkaSettings, model: Path, tmp_path: Path
+) -> None:
+    base, own = worker_folder(tmp_path / "shared", kafka.workers_group, "worker-07")
+    lock = ArenaLock(private_folders(base, *own, setting="worker.shared_path"))
+    lock.acquire()
+    said = refusal(kafka, model, tmp_path, "worker.worker_id=worker-07", "worker.drain_s=0")
+    assert f"worker-07 runs already on this machine, as process {os.getpid()}" in said
+    lock.release()
 
 
 def test_a_checkpoint_whose_sizes_disagree_is_refused(kafka: KafkaSettings, model: Path, tmp_path: Path) -> None:

@@ -191,31 +191,6 @@ def test_a_tombstone_arrives_as_one(kafka_settings: KafkaSettings) -> None:
     assert (message.key(), message.value()) == (b"user", None)
 
 
-def test_two_members_own_the_same_partitions_of_both_topics(kafka_settings: KafkaSettings) -> None:
-    topics = [kafka_settings.topic(Topic.PREINFER), kafka_settings.topic(Topic.RANKING)]
-    members = [
-        make_group_consumer(kafka_settings, kafka_settings.workers_group, name, instance_id=name)
-        for name in ("w-0", "w-1")
-    ]
-    try:
-        for member in members:
-            member.subscribe(topics)
-
-        def owned(topic: str) -> list[set[int]]:
-            return [{each.partition for each in member.assignment() if each.topic == topic} for member in members]
-
-        until(
-            lambda: [len(own) for own in owned(topics[0])] == [6, 6],
-            "each owns a half",
-            meanwhile=lambda: [member.poll(0.02) for member in members],
-        )
-        assert owned(topics[0]) == owned(topics[1])
-        assert set.union(*owned(topics[0])) == set(range(12))
-    finally:
-        for member in members:
-            member.close()
-
-
 @pytest.mark.kafka
 def test_the_consumer_protocol_is_a_setting(real_broker: Any) -> None:
     kafka = real_broker.settings(

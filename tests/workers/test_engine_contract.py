@@ -282,14 +282,18 @@ def test_cached_inference_is_full_inference_for_any_combination_of_options(
 @pytest.mark.slow
 @each_mask
 def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backend: str) -> None:
-    """Tiles are of 256 rows and 512 keys; groups of candidates, windows and the diagonal cross their edges."""
+    """Tiles are of 256 rows and 512 keys; groups of candidates, windows and the diagonal cross their edges.
+
+    Those of an interpreted back end are of 64 rows and 16 keys.
+    """
+    behaviours, candidates = (120, 70) if BACKENDS[backend].is_slow else (560, 290)
     config = KINDS[kind].model_copy(update={"max_prefix_behaviours": 600, "max_candidates": 300})
     # The larger pages hold more than a tile's keys.
     page_tokens = 1024 if backend == AS_CHOSEN else 64
     world = ContractWorld(config, backend, 1, page_tokens)
-    user = world.user(560, 290)
-    prefix = world.prefix_of(560, 16)
-    world.pre_infer(user, prefix, [301])
+    user = world.user(behaviours, candidates)
+    prefix = world.prefix_of(behaviours, 16)
+    world.pre_infer(user, prefix, [behaviours // 2 + 21])
     assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
 
 

@@ -775,16 +775,6 @@ def test_a_history_just_above_the_models_longest_keeps_most_of_it():
     assert work.prefix.tokens == LIMITS.max_prefix_behaviours * 3 // 4 + 1
 
 
-def test_a_user_deleted_before_the_computation_began_leaves_nothing_behind():
-    world = ExecutorWorld()
-    version = world.store.put("u", 100)
-    world.rank(version=version)
-    world.executor.user_deleted("u")
-    world.run()
-    assert world.outbox.answers == 1
-    assert world.cache.stats().hbm.free == 128
-
-
 def test_a_job_of_a_deleted_user_is_not_computed():
     world = ExecutorWorld()
     world.job(version=world.store.put("u", 100))

@@ -72,28 +72,3 @@ def test_one_that_can_not_wait_leaves_and_the_others_get_what_was_computed() -> 
     assert (hurried.has_ended, hurried.path) == (True, Path.TRUNCATED)
     assert (patient.has_ended, patient.path) == (True, Path.PENDING)
     assert world.cache.peek(patient.prefix.key).hbm_behaviours == 400
-
-
-def test_the_first_waiter_for_a_reload_gives_up_and_the_second_hits() -> None:
-    world, version = world_with_a_in_dram()
-    first = world.rank("a", version, "first", budget_us=30_000)
-    world.run()
-    world.idle_until(first.deadline_us - 400 * TOKEN_US - 2 * HIT_US)
-    assert (first.has_ended, first.path) == (True, Path.FULL)
-    world.mover.finish()
-    world.run()
-    second = world.rank("a", version, "second")
-    world.run()
-    assert second.path is Path.HBM
-
-
-def test_a_request_that_overtakes_its_job_takes_the_work_over_and_the_job_finds_it_done() -> None:
-    world = ExecutorWorld()
-    version = world.store.put("a", 400)
-    world.job("a", version, "r")
-    work = world.rank("a", version, "r")
-    world.run()
-    assert (work.path, computed_tokens(world)) == (Path.FULL, 400)
-    world.job("a", version, "r")
-    world.run()
-    assert computed_tokens(world) == 400
