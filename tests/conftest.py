@@ -14,9 +14,11 @@ A test has one try: a test that passes only at its second try hides a race.
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
-A run of the whole suite uses three processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
+A run of the whole suite uses four processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
 of a file stay in one process, and the files that last longest come first. At most two processes run whole relays, as
-long as there are other files. The processes share one real broker; each has an embedded cluster of its own.
+long as there are other files. The fourth process takes only what these leave of the processors: it is nice, and runs
+no relays as long as there are other files. The processes share one real broker; each has an embedded cluster of its
+own.
 
 Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
 (`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
@@ -51,8 +53,11 @@ from tests.promised import promised, unavailable
 TEST_PARTITIONS = 12
 ROOT = Path(__file__).parents[1]
 PIPELINE = "tests/pipeline/"
+CORES = min(2, os.cpu_count() or 1)
 RELAYS = 2
 """The most files with whole relays that run at once: more would make each other late."""
+NICE = 10
+"""Of the process that fills the processors while the others wait for processes and brokers."""
 LONGEST = (
     "tests/pipeline/test_standby.py",
     "tests/pipeline/test_demo.py",
@@ -62,7 +67,6 @@ LONGEST = (
     "tests/pipeline/test_divert.py",
     "tests/training/test_collect.py",
     "tests/pipeline/test_demo_data.py",
-    "tests/pipeline/test_start_refusals.py",
     "tests/workers/test_history_follower.py",
     "tests/pipeline/test_warm_restart.py",
     "tests/streams/test_trigger_app.py",
@@ -73,10 +77,8 @@ LONGEST = (
     "tests/pipeline/test_relay.py",
     "tests/cli/test_first_hour_page.py",
     "tests/streams/test_rotation.py",
-    "tests/workers/test_device.py",
     "tests/workers/test_supervisor.py",
     "tests/cli/test_simulate.py",
-    "tests/wheel/test_versions.py",
 )
 """Files that take a minute or more, the longest first: none of them is to be the last."""
 QUICK = "not slow"
@@ -103,18 +105,25 @@ for _name in [name for name in os.environ if name.startswith("RELAYGR_") and not
     del os.environ[_name]
 
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+def fills(worker: str) -> bool:
+    """Whether this process of pytest-xdist is one more than those that run relays and wait."""
+    return int(worker.removeprefix("gw")) > CORES
+
+
+if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     # Before torch is imported: the workers share the cores already.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if fills(_worker):
+        os.nice(NICE)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0  # Chosen tests: in pytest's own process.
-    cores = min(2, os.cpu_count() or 1)
-    # Slow tests wait for processes and brokers a good part of their time. With two more than cores, tests were late.
-    return cores + (0 if config.option.markexpr == QUICK else 1)
+    # Slow tests wait for processes and brokers a good part of their time. With two more than cores, tests were late,
+    # where the second was not nice.
+    return CORES + (0 if config.option.markexpr == QUICK else 2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -191,7 +200,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             busy = [
                 any(has_relays(file) and not all(tests.values()) for file, tests in files.items()) for files in others
             ]
-            if sum(busy) >= RELAYS:
+            if sum(busy) >= RELAYS or fills(node.gateway.id):
                 other = next((file for file in self.workqueue if not has_relays(file)), None)
                 if other is not None:
                     self.workqueue.move_to_end(other, last=False)
