@@ -426,7 +426,7 @@ def test_much_mail_wakes_the_device_thread_unless_the_poll_thread_of_a_cpu_does_
     for number in range(POSTED_TO_WAKE + 1):
         world.rank(f"u{number}", request_id=f"r{number}", looks_up=False)
     assert world.executor.work_arrived.is_set() is not on_cpu
-    world.executor.backlog.expected_us = LONG_US + 1
+    world.executor.backlog.measured.expected_us = LONG_US + 1
     world.rank("long", request_id="long", looks_up=False)
     assert world.executor.work_arrived.is_set()
 

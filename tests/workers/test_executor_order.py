@@ -66,10 +66,13 @@ def test_the_longest_work_that_may_be_displaced_is_known_while_it_is_queued():
     )
     for piece in (short, longer, begun, whole, Piece(WorkClass.PREINFER, 10_000, 8_000)):
         scheduled.push(piece)
-    assert scheduled.ranking.longest() is longer and scheduled.backlog.displaceable == scheduled.backlog.entry(longer)
+    assert scheduled.ranking.longest() is longer and scheduled.backlog.displaceable == scheduled.backlog.demand_of(
+        longer
+    )
     longer.remaining_us = 1_000
     scheduled.push(longer)
-    assert scheduled.ranking.longest() is short and scheduled.backlog.displaceable == scheduled.backlog.entry(short)
+    assert scheduled.ranking.longest() is short
+    assert scheduled.backlog.displaceable == scheduled.backlog.demand_of(short)
     for piece in (short, longer):
         scheduled.remove(piece)
     assert scheduled.ranking.longest() is None and scheduled.backlog.displaceable is None

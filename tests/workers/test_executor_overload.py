@@ -302,10 +302,10 @@ def test_missed_deadlines_leave_more_time_to_spare_until_none_is_missed():
     put(backlog, Promise(1_000, 100))
     assert backlog.room_us(1_000, 0) == 900
     for _ in range(4):
-        backlog.missed()
+        backlog.measured.missed()
     assert backlog.room_us(1_000, 0) == pytest.approx(1_000 / 1.2 - 100)
     for _ in range(500):
-        backlog.observe(Path.HBM, 100, 0, in_time=True)
+        backlog.measured.observe(Path.HBM, 100, 0, in_time=True)
     assert backlog.room_us(1_000, 0) == 900
 
 
@@ -314,12 +314,12 @@ def test_a_device_thread_that_others_slow_down_admits_less_until_it_rests():
     put(backlog, Promise(100_000, 10_000))
     now_us = 0
     for _ in range(30):
-        backlog.busy_since_us, backlog.done_us = now_us, 20_000
+        backlog.measured.busy_since_us, backlog.measured.done_us = now_us, 20_000
         now_us += 40_000
-        backlog.observe_slowdown(now_us)
+        backlog.measured.observe_slowdown(now_us)
     assert backlog.room_us(100_000, 0) == pytest.approx(80_000, rel=0.01)
     for _ in range(30):
-        backlog.rest(now_us)
+        backlog.measured.rest(now_us)
     assert backlog.room_us(100_000, 0) == pytest.approx(90_000, rel=0.01)
 
 
@@ -327,13 +327,13 @@ def test_time_of_pre_infer_is_no_slow_device_thread():
     scheduler: Scheduler[Promise] = Scheduler(0.1, chunk_us=5_000)
     backlog, now_us = scheduler.backlog, 0
     for _ in range(30):
-        backlog.busy_since_us, backlog.done_us = now_us, 20_000
+        backlog.measured.busy_since_us, backlog.measured.done_us = now_us, 20_000
         now_us += 100_000
         scheduler.charge(WorkClass.PREINFER, 50_000, now_us)
         scheduler.charge(WorkClass.PREINFER, 30_000, now_us)
         scheduler.charge(WorkClass.RANKING, 20_000, now_us)
-        backlog.observe_slowdown(now_us)
-    assert backlog.slowdown == 1
+        backlog.measured.observe_slowdown(now_us)
+    assert backlog.measured.slowdown == 1
 
 
 @given(st.floats(0, 0.9), st.floats(1, 8), st.floats(1, 1.5), PIECES)
@@ -341,12 +341,12 @@ def test_the_share_of_pre_infer_delays_admitted_work_once_beside_all_that_slows_
     share, slowdown, margin, pieces
 ):
     backlog = Backlog()
-    backlog.slowdown, backlog.margin = slowdown, margin
+    backlog.measured.slowdown, backlog.measured.margin = slowdown, margin
     promises = [put(backlog, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
     last_us = max((must_end_us for must_end_us, _ in pieces), default=0)
     ahead_us = sum(promise.remaining_us for promise in promises)
     left_us = last_us if not pieces else (last_us - margin * slowdown / (1 - share) * ahead_us) / margin
-    assert backlog.room_us(last_us, 0, share) == pytest.approx(left_us, abs=1e-3)
+    assert backlog.room_us(last_us, 0, preinfer_share=share) == pytest.approx(left_us, abs=1e-3)
 
 
 def test_pre_infer_beside_hits_makes_the_device_thread_no_slower():
@@ -359,7 +359,7 @@ def test_pre_infer_beside_hits_makes_the_device_thread_no_slower():
         world.rank("hit", hit, f"r{number}", budget_us=10_000_000)
     slowdowns = []
     while world.executor.step() == 0:
-        slowdowns.append(world.executor.backlog.slowdown)
+        slowdowns.append(world.executor.backlog.measured.slowdown)
     assert world.engine.chunks and len(slowdowns) > 60
     assert max(slowdowns) == pytest.approx(1.0, abs=0.01)
 
@@ -371,12 +371,12 @@ ANSWERS = st.lists(st.booleans(), max_size=300)
 def test_new_work_waits_at_most_for_the_part_of_its_time_that_the_limit_allows(answers, pieces):
     backlog, admitted = Backlog(), []
     for is_answered in answers:
-        backlog.observe(Path.HBM, 0, 0, in_time=True) if is_answered else backlog.refused()
-        assert 0.25 <= backlog.wait_limit <= 1
+        backlog.measured.observe(Path.HBM, 0, 0, in_time=True) if is_answered else backlog.measured.refused()
+        assert 0.25 <= backlog.measured.wait_limit <= 1
     for must_end_us, demand_us in pieces:
         ahead_us = sum(promise.remaining_us for promise in admitted if promise.must_end_us <= must_end_us)
         may_wait = backlog.may_wait(must_end_us, 0, sent_us=0)
-        assert may_wait == (backlog.wait_limit == 1 or ahead_us <= backlog.wait_limit * must_end_us)
+        assert may_wait == (backlog.measured.wait_limit == 1 or ahead_us <= backlog.measured.wait_limit * must_end_us)
         if may_wait and demand_us <= backlog.room_us(must_end_us, 0):
             admitted.append(put(backlog, Promise(must_end_us, demand_us)))
 
@@ -385,17 +385,17 @@ def test_new_work_waits_at_most_for_the_part_of_its_time_that_the_limit_allows(a
 def test_the_time_in_transit_counts_as_waiting(waited_us, left_us, ahead_us):
     backlog = Backlog()
     for _ in range(100):
-        backlog.refused()
+        backlog.measured.refused()
     put(backlog, Promise(left_us, ahead_us))
     may_wait = backlog.may_wait(left_us, 0, sent_us=-waited_us)
-    assert may_wait == (waited_us + ahead_us <= backlog.wait_limit * (waited_us + left_us))
+    assert may_wait == (waited_us + ahead_us <= backlog.measured.wait_limit * (waited_us + left_us))
 
 
 def test_requests_that_are_missed_lower_the_wait_limit_too():
     backlog = Backlog()
     for _ in range(20):
-        backlog.missed()
-    assert backlog.wait_limit < 1
+        backlog.measured.missed()
+    assert backlog.measured.wait_limit < 1
 
 
 def test_requests_that_arrive_without_a_pause_do_not_keep_ready_ones_from_being_ranked():
@@ -413,37 +413,37 @@ def test_requests_that_arrive_without_a_pause_do_not_keep_ready_ones_from_being_
 def test_the_wait_limit_lasts_while_few_are_refused_and_falls_while_many_are():
     backlog = Backlog()
     for _ in range(200):
-        backlog.refused()
+        backlog.measured.refused()
         for _ in range(9):
-            backlog.observe(Path.HBM, 0, 0, in_time=True)
-    assert backlog.wait_limit > 0.97
+            backlog.measured.observe(Path.HBM, 0, 0, in_time=True)
+    assert backlog.measured.wait_limit > 0.97
     for _ in range(200):
-        backlog.refused()
-        backlog.observe(Path.HBM, 0, 0, in_time=True)
-    assert backlog.wait_limit < 0.28
+        backlog.measured.refused()
+        backlog.measured.observe(Path.HBM, 0, 0, in_time=True)
+    assert backlog.measured.wait_limit < 0.28
     for _ in range(150):
-        backlog.observe(Path.HBM, 0, 0, in_time=True)
-    assert backlog.wait_limit == pytest.approx(1.0, abs=0.03)
+        backlog.measured.observe(Path.HBM, 0, 0, in_time=True)
+    assert backlog.measured.wait_limit == pytest.approx(1.0, abs=0.03)
 
 
 def test_the_wait_limit_comes_back_while_the_device_rests_however_few_requests_are_answered():
     backlog = Backlog()
     for _ in range(100):
-        backlog.refused()
-    patience = backlog.wait_limit
-    backlog.rest(1_000_000)
-    backlog.wake(1_500_000)
-    backlog.wake(9_000_000)
-    assert backlog.wait_limit == pytest.approx(patience + 0.5)
-    backlog.rest(10_000_000)
-    backlog.wake(12_000_000)
-    assert backlog.wait_limit == 1.0
+        backlog.measured.refused()
+    patience = backlog.measured.wait_limit
+    backlog.measured.rest(1_000_000)
+    backlog.measured.wake(1_500_000)
+    backlog.measured.wake(9_000_000)
+    assert backlog.measured.wait_limit == pytest.approx(patience + 0.5)
+    backlog.measured.rest(10_000_000)
+    backlog.measured.wake(12_000_000)
+    assert backlog.measured.wait_limit == 1.0
 
 
 def test_while_many_are_refused_a_request_is_refused_that_would_fit():
     world, version = world_with_u_cached()
     for _ in range(100):
-        world.executor.backlog.refused()
+        world.executor.backlog.measured.refused()
     for number in range(2):
         world.rank("u", version, f"r{number}", budget_us=4_500 if number else 3_000)
     assert [work.request.request_id for work, _, _ in world.outbox.failures] == []
@@ -460,7 +460,7 @@ def test_while_many_are_refused_a_worker_keeps_half_of_its_queue_for_requests_wh
     world.rank("cached", cached, "first")
     world.run()
     for _ in range(100 if many_refused else 0):
-        world.executor.backlog.refused()
+        world.executor.backlog.measured.refused()
     # It takes 1 ms, a fifth of the time that the other two have.
     world.rank("cached", cached, "ahead", budget_us=4_500)
     world.rank("new", new, "new", budget_us=5_000)
@@ -474,20 +474,20 @@ def test_a_request_that_must_compute_its_prefix_may_wait_for_half_of_the_time_or
 ):
     backlog = Backlog()
     for is_answered in answers:
-        backlog.observe(Path.HBM, 0, 0, in_time=True) if is_answered else backlog.refused()
+        backlog.measured.observe(Path.HBM, 0, 0, in_time=True) if is_answered else backlog.measured.refused()
     admitted = [put(backlog, Promise(must_end_us, demand_us)) for must_end_us, demand_us in pieces]
     ahead_us = sum(promise.remaining_us for promise in admitted if promise.must_end_us <= 1_000)
     may_wait = backlog.may_wait(1_000, 0, sent_us=-transit_us, ready_part=ready_part)
-    longest_us = backlog.wait_limit * (1_000 + transit_us) - transit_us
-    unreserved = max(0.5, 1 - 2 * (1 - backlog.wait_limit))
+    longest_us = backlog.measured.wait_limit * (1_000 + transit_us) - transit_us
+    unreserved = max(0.5, 1 - 2 * (1 - backlog.measured.wait_limit))
     waits = longest_us >= 0 and ahead_us <= max(unreserved, ready_part) * longest_us
-    assert may_wait == (waits or backlog.wait_limit == 1)
+    assert may_wait == (waits or backlog.measured.wait_limit == 1)
 
 
 def test_a_worker_without_a_backlog_serves_a_request_whatever_it_needs():
     world = ExecutorWorld()
     for _ in range(100):
-        world.executor.backlog.refused()
+        world.executor.backlog.measured.refused()
     request = world.rank("new", world.store.put("new", 100), "r", budget_us=20_000, sent_ago_us=3_000)
     world.run()
     assert request.path is Path.FULL and not world.outbox.failures
@@ -497,7 +497,7 @@ def test_while_many_are_refused_a_worker_serves_the_requests_of_a_gateway_that_s
     """Each seemed to have waited since 1970, so it was refused, which lowered the limit further."""
     world = ExecutorWorld()
     version = world.store.put("u", 100)
-    world.executor.backlog.refused()
+    world.executor.backlog.measured.refused()
     request = world.rank("u", version, sent_ago_us=world.clock.wall_us())
     world.run()
     assert request.has_ended and not world.outbox.failures
@@ -509,7 +509,7 @@ def test_while_many_are_refused_a_worker_does_not_refuse_the_request_whose_prefi
     world.job("u", version, "prepared")
     world.run()
     for _ in range(100):
-        world.executor.backlog.refused()
+        world.executor.backlog.measured.refused()
     for number in range(2):
         world.rank("u", version, f"r{number}", budget_us=4_900)
     must_end_us = world.clock.monotonic_us() + 5_000
@@ -552,7 +552,7 @@ class TestDisplacement:
         world = self.world()
         backlog, now_us = world.executor.backlog, world.clock.monotonic_us()
         world.rank("long", self.long, "long", budget_us=self.LONG_US)
-        backlog.own_us[Path.HBM] = 1_000.0
+        backlog.measured.own_us[Path.HBM] = 1_000.0
         assert backlog.room_us(now_us + self.HIT_US, now_us) < 1_000
         assert not backlog.is_hopeless(now_us + self.HIT_US, now_us)
         assert backlog.is_hopeless(now_us + 900, now_us), "nothing helps a request without time"
@@ -595,14 +595,14 @@ class TestDisplacement:
         world = self.world(reuse_prefixes=False)
         now_us, backlog = world.clock.monotonic_us(), world.executor.backlog
         world.rank("long", self.long, "long", budget_us=self.LONG_US)
-        backlog.own_us[Path.HBM] = 1_000.0
+        backlog.measured.own_us[Path.HBM] = 1_000.0
         assert backlog.is_hopeless(now_us + self.HIT_US, now_us)
 
     def test_it_does_not_in_a_lasting_overload_in_which_none_would_ever_end(self):
         world = self.world()
         world.rank("long", self.long, "long", budget_us=self.LONG_US)
         for _ in range(20):
-            world.executor.backlog.refused()
+            world.executor.backlog.measured.refused()
         world.rank("short", self.short, "hit", budget_us=self.HIT_US)
         world.run()
         assert self.failed(world) == ["hit"]
@@ -642,7 +642,7 @@ def test_the_poll_thread_refuses_what_has_no_room_even_if_the_longest_work_is_di
     if ahead_us:
         put(backlog, Promise(must_end_us, ahead_us))
     put(backlog, long)
-    backlog.own_us[Path.HBM] = 1_000.0
+    backlog.measured.own_us[Path.HBM] = 1_000.0
     assert backlog.is_hopeless(must_end_us, 0), "without displacement"
     backlog.note_displaceable(long)
     assert backlog.is_hopeless(must_end_us, 0) is is_hopeless
@@ -710,10 +710,10 @@ def test_the_poll_thread_sees_the_chunk_of_a_request_and_not_that_of_a_job(fails
 
 def test_requests_in_the_mailbox_count_with_the_demand_of_those_before():
     backlog = Backlog()
-    backlog.expected_us, backlog.handed_over = 1_000.0, 50
+    backlog.measured.expected_us, backlog.handed_over = 1_000.0, 50
     assert backlog.is_hopeless(40_000, 0)
     assert not backlog.is_hopeless(60_000, 0)
-    backlog.expected_us = 0.0
+    backlog.measured.expected_us = 0.0
     assert not backlog.is_hopeless(40_000, 0), "requests that are refused demand nothing"
 
 
@@ -808,6 +808,6 @@ def test_while_many_are_refused_results_tell_the_time_that_a_new_request_must_ha
     put(backlog, Promise(must_end_us=4_000, remaining_us=3_000))
     assert backlog.predicted_us == 3_000
     for _ in range(100):
-        backlog.refused()
+        backlog.measured.refused()
     told_us = backlog.predicted_us
     assert backlog.may_wait(told_us, 0, sent_us=0) and not backlog.may_wait(told_us - 10, 0, sent_us=0)

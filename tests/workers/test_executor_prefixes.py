@@ -24,6 +24,7 @@ from tests.worlds.executor import ExecutorWorld, history_of
 FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
 ORDER = (
     "schedulable",
+    "measured",
     "backlog",
     "order",
     "chunks",

@@ -269,7 +269,7 @@ def test_a_time_of_grace_makes_all_deadlines_later(late_us: int, is_work: bool):
 
 def test_with_time_of_grace_a_request_behind_a_long_backlog_is_not_refused():
     world = HandlerWorld(grace_ms=30.0)
-    world.sink.backlog.expected_us, world.sink.backlog.handed_over = 1_000.0, 60
+    world.sink.backlog.measured.expected_us, world.sink.backlog.handed_over = 1_000.0, 60
     world.rank(world.headers(deadline_us=world.clock.wall_us() + 50_000))
     assert len(world.sink.rankings) == 1 and not world.results
 
@@ -286,7 +286,7 @@ def test_an_expired_request_is_answered_without_its_body_being_read(world: Handl
 
 
 def test_a_request_behind_a_long_backlog_is_refused_without_its_body_being_read(world: HandlerWorld):
-    world.sink.backlog.expected_us, world.sink.backlog.handed_over = 1_000.0, 60
+    world.sink.backlog.measured.expected_us, world.sink.backlog.handed_over = 1_000.0, 60
     headers = world.headers(deadline_us=world.clock.wall_us() + 50_000)
     world.send(RANKING, b"not a message", headers=headers.encode())
     (result,) = world.results
@@ -304,7 +304,7 @@ def test_above_capacity_messages_that_waited_on_their_way_are_refused_so_that_ne
     world.rank(left, age_us=60_000)
     assert len(world.sink.rankings) == 1, "nothing is refused yet"
     for _ in range(20):
-        world.sink.backlog.refused()
+        world.sink.backlog.measured.refused()
     world.send(RANKING, b"not a message", headers=left.encode(), age_us=60_000)
     assert [result.reason for result in world.results] == [FailureReason.OVERLOADED]
     world.rank(left, age_us=10_000)
@@ -314,7 +314,7 @@ def test_above_capacity_messages_that_waited_on_their_way_are_refused_so_that_ne
     world.rank(left, age_us=world.clock.wall_us())
     assert len(world.sink.rankings) == 4, "with the time stamp 0"
     for _ in range(100):
-        world.sink.backlog.observe(Path.HBM, 0, 0, in_time=True)
+        world.sink.backlog.measured.observe(Path.HBM, 0, 0, in_time=True)
     world.rank(left, age_us=60_000)
     assert len(world.sink.rankings) == 5, "the worker keeps up again"
 

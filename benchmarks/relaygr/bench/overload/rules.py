@@ -33,7 +33,7 @@ from relaygr.simulate.case import Case, System, case_of, shape_of_tokens
 from relaygr.simulate.figures import RANKED
 from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.times import MeasuredTimes
-from relaygr.worker.executor import backlog, context, order, requests
+from relaygr.worker.executor import backlog, context, measured, order, requests
 
 _NOISE: Final = tuple(float(each) for each in np.exp(0.25 * np.linspace(-2.3, 2.6, 101)))
 """Device times against their prediction: as on a machine that is shared."""
@@ -43,9 +43,9 @@ _NONE: Final = ""
 
 Patches = Sequence[tuple[object, str, Any]]
 RULES: Final[dict[str, Patches]] = {
-    "margin after missed deadlines": [(backlog, "_MISS_STEP", 0.0)],
-    "measured slowdown": [(backlog.Backlog, "observe_slowdown", lambda _self, _now_us: None)],
-    "limit of the wait": [(backlog, "_REFUSED_STEP", 0.0)],
+    "margin after missed deadlines": [(measured, "_MISS_STEP", 0.0)],
+    "measured slowdown": [(measured.Measured, "observe_slowdown", lambda _self, _now_us: None)],
+    "limit of the wait": [(measured, "_REFUSED_STEP", 0.0)],
     "reservation for ready requests": [(backlog, "_MOST_RESERVED", 0.0)],
     "long work is displaced": [(backlog, "_DISPLACES_FROM", 2.0)],
     "short work first": [(order, "_overtakes", lambda _short, _longer, _spare_us: False)],

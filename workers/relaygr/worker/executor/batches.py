@@ -14,9 +14,9 @@ import structlog
 
 from relaygr.admission.latency import Stage
 from relaygr.schemas.record import record
-from relaygr.worker.executor.backlog import SLOWDOWN_SAMPLE_US
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.events import SENT, DeviceFailed, NoTimeLeft, Ranked
+from relaygr.worker.executor.measured import SLOWDOWN_SAMPLE_US
 from relaygr.worker.executor.prefixes import Chunk, Prefixes
 from relaygr.worker.executor.requests import Requests
 from relaygr.worker.executor.schedulable import WorkClass
@@ -147,11 +147,11 @@ class Batches:
             now_us = self._parts.clock.monotonic_us()
             answer_us = (now_us - ended_us) / len(ranked)
             for work in ranked:
-                backlog.observe(work.path, work.remaining_us, answer_us, answered_us <= work.answer_by_us)
+                backlog.measured.observe(work.path, work.remaining_us, answer_us, answered_us <= work.answer_by_us)
             # The first request of a batch had the fixed part of the pass.
-            backlog.done_us += max(0.0, works[0].predicted_us - works[0].remaining_us)
-            if backlog.done_us >= SLOWDOWN_SAMPLE_US:
-                backlog.observe_slowdown(now_us)
+            backlog.measured.done_us += max(0.0, works[0].predicted_us - works[0].remaining_us)
+            if backlog.measured.done_us >= SLOWDOWN_SAMPLE_US:
+                backlog.measured.observe_slowdown(now_us)
         for work, output in zip(works, outputs, strict=True):
             if not isinstance(output, RankOutputs):
                 self._requests.advance(work, DeviceFailed(output))
@@ -161,7 +161,7 @@ class Batches:
         """Takes the requests of the next forward out of the queue."""
         settings, queue = self._parts.settings, self._context.scheduler.ranking
         backlog = self._context.scheduler.backlog
-        answer_us = backlog.answer_us
+        answer_us = backlog.measured.answer_us
         works: list[RankingWork] = []
         plan: BatchPlan | None = None
         must_end_us = float("inf")
@@ -178,7 +178,7 @@ class Batches:
                 must_end_us = min(must_end_us, work.latest_start_us)
                 continue
             # The last request in the queue delays no other, so it needs no margin.
-            margin = backlog.margin if backlog.total_us else 1.0
+            margin = backlog.measured.margin if backlog.total_us else 1.0
             if now_us + work.predicted_us * margin + answer_us > work.answer_by_us:
                 self._requests.advance(work, NoTimeLeft())
                 continue
@@ -190,7 +190,7 @@ class Batches:
             else:
                 # Only here, because a request that is ranked alone needs no latency model of its length.
                 latency = self._parts.corrector.model_at(work.ranked_prefix_tokens)
-                must_pay = latency.shared_us is not None and backlog.wait_limit >= 1.0
+                must_pay = latency.shared_us is not None and backlog.measured.wait_limit >= 1.0
                 further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * margin + answer_us
                 plan.end_before(must_end_us)
                 request = BatchRequest(alone_us, further_us, work.scored_tokens, work.answer_by_us)

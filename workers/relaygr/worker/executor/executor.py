@@ -105,7 +105,8 @@ class Executor:
 
     def _wake_early(self) -> None:
         """Wakes the device thread while the poll thread still reads. On a CPU, short work stays on the poll thread."""
-        if len(self._mailbox) > POSTED_TO_WAKE and (not self._context.is_cpu or self.backlog.expected_us > LONG_US):
+        is_short = self._context.is_cpu and self.backlog.measured.expected_us <= LONG_US
+        if len(self._mailbox) > POSTED_TO_WAKE and not is_short:
             self.work_arrived.set()
 
     def post(self, call: Callable[[], None]) -> None:
@@ -181,7 +182,7 @@ class Executor:
         if work is None:
             if self._mailbox:
                 return 0
-            self.backlog.rest(now_us)
+            self.backlog.measured.rest(now_us)
             if self._warm_ups.begin_next(now_us):
                 return 0
             return self._follow(longest_us, now_us)
@@ -193,8 +194,8 @@ class Executor:
     def _run_what_is_due(self) -> int:
         """Posted calls, timers, the changes of prefixes, and the results of all these. Returns the time."""
         context, prefixes, backlog = self._context, self._prefixes, self.backlog
-        if backlog.idle_since_us is not None:
-            backlog.wake(self._parts.clock.monotonic_us())
+        if backlog.measured.idle_since_us is not None:
+            backlog.measured.wake(self._parts.clock.monotonic_us())
         taken = self._run_posted_and_measure()
         now_us = context.last_progress_us
         if now_us >= context.timers.next_at_us:
@@ -224,7 +225,7 @@ class Executor:
             self._look_ups += backlog.looked_up - looked_up
             self._look_ups_us += now_us - backlog.looking_up_since_us
             if self._look_ups >= LOOK_UPS_MEASURED:
-                backlog.observe_look_ups(self._look_ups_us, self._look_ups)
+                backlog.measured.observe_look_ups(self._look_ups_us, self._look_ups)
                 self._look_ups = self._look_ups_us = 0
         return taken
 
@@ -252,9 +253,9 @@ class Executor:
         backlog = self.backlog
         if work.work_class in IDLE_CLASSES:
             # The device counts as idle, since this work delays nobody.
-            backlog.rest(now_us)
-        elif backlog.busy_since_us is None:
-            backlog.busy_since_us = now_us
+            backlog.measured.rest(now_us)
+        elif backlog.measured.busy_since_us is None:
+            backlog.measured.busy_since_us = now_us
         if isinstance(work, RankingWork):
             self._rank(now_us, work)
             if self._parts.results.unsent:

@@ -207,7 +207,7 @@ class Scheduler(Generic[W]):
         else:
             pause_us = IDLE_CHUNKS * self._chunk_us
         if work_class is WorkClass.PREINFER:
-            self.backlog.preinfer_us += duration_us
+            self.backlog.measured.preinfer_us += duration_us
         self._warm_up_from_us = max(self._warm_up_from_us, now_us + pause_us)
         self._share.charge(work_class, duration_us, now_us, preinfer_waits=len(self.preinfer) > 0)
 

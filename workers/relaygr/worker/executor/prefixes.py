@@ -388,7 +388,7 @@ class Prefixes:
         backlog.end_chunk(now_us)
         self._context.charge(work.work_class, duration_us, now_us, had_job=had_job)
         if work.waiters:
-            backlog.done_us += duration_us
+            backlog.measured.done_us += duration_us
         else:
             work.ran_ahead = True
         for waiter in work.waiters:
@@ -461,7 +461,7 @@ class Prefixes:
 
     def _drop_late(self, work: PrefixWork, now_us: int) -> None:
         """Removes the requests for which the prefix would be complete too late."""
-        kept, answer_us = [], self._context.scheduler.backlog.answer_us
+        kept, answer_us = [], self._context.scheduler.backlog.measured.answer_us
         for waiter in work.waiters:
             if now_us + work.remaining_us + waiter.predicted_us + answer_us <= waiter.answer_by_us:
                 kept.append(waiter)

@@ -33,7 +33,6 @@ from relaygr.worker.cache import (
     Purpose,
     WasteReason,
 )
-from relaygr.worker.executor.backlog import OWN_WEIGHT
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.events import (
     HISTORY_CHANGED,
@@ -54,6 +53,7 @@ from relaygr.worker.executor.events import (
     Taken,
     WaitedTooLong,
 )
+from relaygr.worker.executor.measured import OWN_WEIGHT
 from relaygr.worker.executor.observations import Observations
 from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
@@ -96,6 +96,7 @@ class Requests:
         self._parts = context.parts
         self._prefixes = prefixes
         self._backlog = context.scheduler.backlog
+        self._measured = context.scheduler.backlog.measured
         self._observations = Observations(context)
         settings = context.parts.settings
         self._skew_us = settings.max_clock_skew_ms * 1000
@@ -151,7 +152,7 @@ class Requests:
             case NoRoomToAppend(handle):
                 self._rank_on_cached_part(work, handle)
             case ComputedTooLate(at_us):
-                self._backlog.missed()
+                self._measured.missed()
                 self._cut_short(work, self._time_left_us(work, at_us), at_us)
             case Displaced(at_us):
                 whole_us = self._full_us(work.resolved.tokens, work.scored_tokens)
@@ -161,7 +162,7 @@ class Requests:
                 work.lookups = min(1, work.lookups)
                 self._look_up_again(work)
             case NoTimeLeft():
-                self._backlog.missed()
+                self._measured.missed()
                 self._reject(work)
             case DeviceFailed(error):
                 self._device_failed(work, error)
@@ -198,13 +199,13 @@ class Requests:
         work.lookups += 1
         is_new = work.looked_up_us is None and work.impression not in self._context.leased
         work.looked_up_us = now_us
-        backlog = self._backlog
+        backlog, measured = self._backlog, self._measured
         if not backlog.looking_up_since_us:
             backlog.looking_up_since_us = now_us
         self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
         # Checked before any work for the request: later steps take the device thread's time, a reload the link's.
         backlog.drop(work)
-        needed_us, room_us = work.predicted_us + backlog.own_us[work.path], self._room_us(work, now_us, is_new)
+        needed_us, room_us = work.predicted_us + measured.own_us[work.path], self._room_us(work, now_us, is_new)
         if needed_us > room_us:
             longest = self._displaceable(work, needed_us, now_us, is_new)
             if longest is not None:
@@ -212,9 +213,9 @@ class Requests:
                 room_us = self._room_us(work, now_us, is_new)
         if needed_us > room_us:
             # A refused request demands its look-up only.
-            backlog.expected_us += OWN_WEIGHT * (backlog.prepare_us - backlog.expected_us)
-            return self._cut_short(work, int(room_us - backlog.own_us[work.path]), now_us)
-        backlog.expected_us += OWN_WEIGHT * (work.remaining_us - backlog.expected_us)
+            measured.expected_us += OWN_WEIGHT * (measured.prepare_us - measured.expected_us)
+            return self._cut_short(work, int(room_us - measured.own_us[work.path]), now_us)
+        measured.expected_us += OWN_WEIGHT * (work.remaining_us - measured.expected_us)
         if prefix.tokens == 0:
             return self._ready(work, now_us)
         if not self._uses_cache(work):
@@ -222,11 +223,9 @@ class Requests:
         return self._find_prefix(work, prefix, now_us, is_new, room_us)
 
     def _room_us(self, work: RankingWork, now_us: int, is_new: bool, displacing: bool = False) -> float:
-        """The time for the ranking pass and its own time; 0 for a request that would have to wait for too long."""
-        backlog = self._backlog
-        if is_new and not backlog.may_wait(work.answer_by_us, now_us, work.sent_us, displacing=displacing):
-            return 0.0
-        return backlog.room_us(work.answer_by_us, now_us, displacing=displacing)
+        """The time for the ranking pass and its own time; 0 for a new request that would have to wait for too long."""
+        sent_us = work.sent_us if is_new else None
+        return self._backlog.room_us(work.answer_by_us, now_us, sent_us=sent_us, displacing=displacing)
 
     def _is_ready(self, work: RankingWork) -> bool:
         """Whether the request's prefix is cached but for a short tail."""
@@ -321,7 +320,7 @@ class Requests:
     def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours, scored_tokens: int) -> None:
         """Sets the ranking pass: this many tokens in pages, this suffix, and the candidates."""
         work.ranked_prefix_tokens, work.suffix, work.scored_tokens = prefix_tokens, suffix, scored_tokens
-        time, own_us = self._parts.corrector.pass_time(prefix_tokens, scored_tokens), self._backlog.own_us[work.path]
+        time, own_us = self._parts.corrector.pass_time(prefix_tokens, scored_tokens), self._measured.own_us[work.path]
         work.predicted_us = time.alone_us
         # Under load a request is one of a batch, and what they share is paid once.
         work.remaining_us = time.further_us + own_us
@@ -366,13 +365,13 @@ class Requests:
             tail_may_be_suffix=suffix is not None,
             tail_stays_in_suffix=stays,
             # Without the share of pre-infer, which a computation leaves.
-            pass_remaining_us=room_us - self._backlog.own_us[work.path],
+            pass_remaining_us=room_us - self._measured.own_us[work.path],
         )
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
             self._observations.found_ready(work)
             return self._rank_with_tail(work, handle, suffix, now_us)
         if is_new and plan.route is not Route.REJECT:
-            own_us = self._backlog.own_us[work.path]
+            own_us = self._measured.own_us[work.path]
             ready_part = min(1.0, (work.predicted_us + own_us) / max(1.0, plan.predicted_us + own_us))
             if not self._backlog.may_wait(work.answer_by_us, now_us, work.sent_us, ready_part=ready_part):
                 plan = replace(plan, route=Route.REJECT)
@@ -406,7 +405,7 @@ class Requests:
     def _serve_in_full(self, work: RankingWork, prefix: ResolvedPrefix, plan: RoutePlan, now_us: int) -> None:
         """Full inference over the whole prefix or its newest part; or a rejection."""
         if plan.route is not Route.WHOLE and self._backlog.total_us:
-            self._backlog.refused()
+            self._measured.refused()
         if plan.route is not Route.WHOLE and self._is_diverted(work, plan):
             return self._end(work, ranked=False)
         if plan.route is Route.REJECT:
@@ -632,8 +631,8 @@ class Requests:
         """
         self._backlog.drop(work)
         # Jobs that wait get their share of the device time meanwhile.
-        room_us = self._backlog.room_us(work.answer_by_us, now_us, self._backlog.preinfer_share)
-        return int(room_us - self._backlog.own_us[work.path])
+        room_us = self._backlog.room_us(work.answer_by_us, now_us, preinfer_share=self._backlog.preinfer_share)
+        return int(room_us - self._measured.own_us[work.path])
 
     def _full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Predicted time of full inference in this worker: the chunks of the prefix, then the ranking pass."""
@@ -710,7 +709,7 @@ class Requests:
 
     def refused(self, user_id: str, request_id: str) -> None:
         """Notes that the poll thread has refused this request: its prefix is not needed any more."""
-        self._backlog.refused()
+        self._measured.refused()
         self._context.resolved.take((user_id, request_id))
         self._context.answered.add((user_id, request_id), self._parts.clock.monotonic_us())
         self._parts.cache.end_lease(user_id, request_id, WasteReason.REQUEST_EXPIRED)
