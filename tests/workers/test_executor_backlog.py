@@ -11,7 +11,7 @@ import pytest
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import HistoryVersion, Path
-from relaygr.worker.executor.prefixes import ROOM_INTERVAL_US
+from relaygr.worker.executor.reloads import ROOM_INTERVAL_US
 from relaygr.worker.executor.work import JobOutcome
 from tests.waiting import until
 from tests.worlds.executor import HIT_US, TOKEN_US, ExecutorWorld

@@ -203,7 +203,7 @@ def test_a_request_that_broke_while_it_waited_for_a_copy_is_not_answered_again_w
     world.mover.finish()
     world.run()
     assert world.outbox.answers == answers
-    assert world.executor.ranking_outstanding == world.executor._prefixes.reloads_awaited == 0
+    assert world.executor.ranking_outstanding == world.executor._prefixes.reloads.awaited == 0
     assert world.executor.backlog.total_us == 0
 
 

@@ -38,6 +38,7 @@ ORDER = (
     "context",
     "events",
     "observations",
+    "reloads",
     "prefixes",
     "requests",
     "jobs",

@@ -18,7 +18,8 @@ from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
 from relaygr.worker.executor.events import TAKEN, ModelChanged, PrefixComputed
 from relaygr.worker.executor.jobs import Jobs
-from relaygr.worker.executor.prefixes import ROOM_INTERVAL_US, ChunkReadiness, Prefixes
+from relaygr.worker.executor.prefixes import ChunkReadiness, Prefixes
+from relaygr.worker.executor.reloads import ROOM_INTERVAL_US
 from relaygr.worker.executor.requests import Requests
 from relaygr.worker.executor.schedulable import IDLE_CLASSES, WorkClass
 from relaygr.worker.executor.warm_up import Follows, WarmUps
@@ -200,7 +201,7 @@ class Executor:
         now_us = context.last_progress_us
         if now_us >= context.timers.next_at_us:
             context.timers.run_due(now_us)
-        if prefixes.without_room and prefixes.find_room():
+        if prefixes.reloads.waits and prefixes.reloads.find_room():
             self.run_posted()
         if prefixes.changes:
             self._hand_on_changes()
@@ -269,7 +270,7 @@ class Executor:
             self._context.timers.next_in_us(now_us),
             self._warm_ups.next_in_us(now_us),
             self._follows.next_in_us(now_us),
-            ROOM_INTERVAL_US if self._prefixes.without_room else None,
+            ROOM_INTERVAL_US if self._prefixes.reloads.waits else None,
         ]
         return min((each for each in waits_us if each is not None), default=None)
 

@@ -127,7 +127,7 @@ class Jobs:
                 cache.release(handle)
             return None
         # A job for a prefix in DRAM triggers its reload.
-        pending = self._prefixes.reload(prefix, found, work.expected_ranking_us)
+        pending = self._prefixes.reloads.reload(prefix, found, work.expected_ranking_us)
         if not isinstance(pending, PendingPrefix):
             return self._queue(work, prefix, now_us, handle)
         in_hbm = handle.tokens if handle is not None else 0
@@ -169,7 +169,7 @@ class Jobs:
 
     def _fetch(self, work: JobWork, prefix: ResolvedPrefix, found: Hit | Miss) -> bool:
         """Waits for the prefix from the pool, until it is time to compute it. Then the job is looked up again."""
-        fetch = self._prefixes.fetch(work, prefix, found, work.expected_ranking_us)
+        fetch = self._prefixes.reloads.fetch(work, prefix, found, work.expected_ranking_us)
         if fetch is None:
             return False
         goes_on = [partial(self.advance, work, PrefixLeft(prefix))]

@@ -15,7 +15,6 @@ This module never calls the requests and jobs that wait for a prefix: it appends
 from __future__ import annotations
 
 import enum
-from bisect import insort
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -25,15 +24,11 @@ from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.messages import Path, PrefixSource
 from relaygr.schemas.record import record
 from relaygr.worker.cache import (
-    Declined,
     Fill,
     Handle,
     Hit,
     Miss,
     MissReason,
-    NoRoom,
-    PendingKind,
-    PendingOutcome,
     PendingPrefix,
     PrefixKey,
     Purpose,
@@ -50,6 +45,7 @@ from relaygr.worker.executor.events import (
     PrefixComputed,
     PrefixLeft,
 )
+from relaygr.worker.executor.reloads import Reloads
 from relaygr.worker.executor.schedulable import IDLE_CLASSES, WorkClass
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import DiscardedWork
@@ -58,7 +54,6 @@ from relaygr.worker.model.interface import PrefixChunk
 if TYPE_CHECKING:
     # The simulation runs the executor without torch.
     from relaygr.worker.device import Event
-    from relaygr.worker.pool.tier import Fetch
 
 log = structlog.get_logger()
 
@@ -93,29 +88,12 @@ class Chunk:
 
 
 @record(frozen=True, slots=True)
-class RoomWait:
-    """A request that waits for `pages` pages of HBM, to reload its prefix. `pending` ends when the wait ends."""
-
-    latest_start_us: int
-    user_id: str
-    pages: int
-    pending: PendingPrefix
-
-
-@record(frozen=True, slots=True)
 class _Running:
     """A chunk that was started on the device, and the event that completes with it."""
 
     chunk: Chunk
     started_us: int
     event: Event
-
-
-MOST_RELOADS = 16
-"""Reloads under way up to which requests that wait for room begin theirs. More would end no earlier, and the queue of
-copies is bounded."""
-ROOM_INTERVAL_US = 1_000
-"""How often an idle device thread looks for room: a copy to DRAM gives its pages back without a notice."""
 
 
 class Prefixes:
@@ -125,6 +103,7 @@ class Prefixes:
         self._context = context
         self._parts = context.parts
         self._chunk_us = context.parts.settings.chunk_ms * 1000
+        self.reloads = Reloads(context)
         self.changes: deque[Change] = deque()
         self.by_user: dict[str, PrefixWork] = {}
         """Computations into cache pages, queued or under way."""
@@ -132,10 +111,6 @@ class Prefixes:
         """The user of the scratch pages: a computation, and after it its request."""
         self.running: _Running | None = None
         """The chunk that was started on the device and is not settled."""
-        self.without_room: list[RoomWait] = []
-        """Waits for room in HBM, the earliest latest start first."""
-        self.reloads_awaited = 0
-        """Requests that wait for a reload. Until it has looked up its prefix, such a request leases it."""
 
     @property
     def preinfer_backlog_us(self) -> int:
@@ -151,103 +126,6 @@ class Prefixes:
             return None
         common = common_behaviours(key, work.prefix.key)
         return work if 0 < common in (work.prefix.key.length, key.length) else None
-
-    def reload(
-        self, prefix: ResolvedPrefix, found: Hit | Miss, deadline_us: int, rank_us: float = 0.0
-    ) -> PendingPrefix | NoRoom | Declined | None:
-        """Starts a reload if DRAM holds more of the prefix than HBM does, and copying ends earlier than computing,
-        which waits for the ranking work on the device. None if DRAM holds no more.
-
-        A ranking pass of `rank_us` may run beside the copy.
-        """
-        in_hbm, in_dram = self._cached(prefix, found)
-        if in_dram <= in_hbm:
-            return None
-        saved_us, now_us = self._computing_us(in_hbm, in_dram), self._parts.clock.monotonic_us()
-        return self._parts.cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
-
-    def fetch(self, work: JobWork | RankingWork, prefix: ResolvedPrefix, found: Hit | Miss, at_us: int) -> Fetch | None:
-        """As `fetch_missing`, once for each job and request."""
-        if self._parts.pool is None or work.asked_pool:
-            return None
-        fetch = self.fetch_missing(prefix, max(self._cached(prefix, found)), at_us)
-        work.asked_pool = fetch is not None
-        return fetch
-
-    def fetch_missing(
-        self, prefix: ResolvedPrefix, cached: int, at_us: int, *, saved_us: float | None = None
-    ) -> Fetch | None:
-        """Starts, or joins, a fetch of the prefix from the pool to DRAM, if that is expected to take less than
-        `saved_us`: by default the time of computing what follows its first `cached` behaviours. It is needed at
-        `at_us`. None without a pool.
-        """
-        pool = self._parts.pool
-        if pool is None or prefix.for_one_impression or self._context.deletions.cover(prefix):
-            return None
-        covered = pool.covered(prefix.key)
-        if covered <= cached:
-            return None
-        saved_us = self._computing_us(cached, covered) if saved_us is None else saved_us
-        return pool.fetch(prefix.key, cached, at_us, saved_us, self._parts.clock.monotonic_us())
-
-    def _cached(self, prefix: ResolvedPrefix, found: Hit | Miss) -> tuple[int, int]:
-        """The prefix's behaviours in HBM, and in DRAM."""
-        if isinstance(found, Hit):
-            return found.handle.behaviours, self._parts.cache.dram_behaviours(prefix.key)
-        return 0, found.dram_behaviours
-
-    def _computing_us(self, cached: int, wanted: int) -> float:
-        """Time until the behaviours after the first `cached` are computed, behind the ranking work on the device."""
-        layout = self._context.engine.layout
-        tokens = layout.tokens(wanted)
-        latency = self._parts.corrector.model_at(tokens)
-        computing_us = self._context.chunking.duration_us(layout.tokens(cached) if cached else 0, tokens, latency)
-        return computing_us + self._context.scheduler.backlog.predicted_us
-
-    def is_behind(self, latest_start_us: int) -> bool:
-        """Whether more urgent requests wait for room."""
-        return bool(self.without_room) and self.without_room[0].latest_start_us <= latest_start_us
-
-    def wait_for_room(self, work: RankingWork, dram_behaviours: int) -> PendingPrefix | None:
-        """A wait of a request for room in HBM, to reload its prefix: the requests whose prefixes fill HBM will be
-        ranked and give their pages back. Without this wait most prefixes of a backlog would be computed although DRAM
-        has them. None if no more urgent request waits, and no ranking request holds pages that it will give back.
-        """
-        engine = self._context.engine
-        pages = engine.geometry.pages_for(engine.layout.tokens(dram_behaviours))
-        if not (self.is_behind(work.latest_start_us) or self.reloads_awaited or self._parts.cache.room().held_pages):
-            return None
-        # The request loses no prefix by this wait.
-        work.lookups = max(1, work.lookups - 1)
-        pending = PendingPrefix(PendingKind.LOAD, dram_behaviours)
-        wait = RoomWait(work.latest_start_us, work.request.user_id, pages, pending)
-        insort(self.without_room, wait, key=lambda each: each.latest_start_us)
-        return pending
-
-    def find_room(self) -> bool:
-        """Ends the waits that may go on: there is room, or room can not come. Returns whether a wait ended."""
-        room = self._parts.cache.room()
-        free_pages, reloads, is_open = room.free_pages, room.reloads, True
-        may_come = room.held_pages > 0 or self.reloads_awaited > 0
-        if may_come and (reloads >= MOST_RELOADS or self.without_room[0].pages > free_pages):
-            return False
-        users, kept = set(), []
-        for wait in self.without_room:
-            if wait.user_id not in users and may_come:
-                # A long prefix is not passed by shorter ones, which could keep it waiting for ever.
-                is_open = is_open and reloads < MOST_RELOADS and wait.pages <= free_pages
-                if not is_open:
-                    kept.append(wait)
-                    continue
-                free_pages, reloads = free_pages - wait.pages, reloads + 1
-            users.add(wait.user_id)
-            wait.pending.finish(PendingOutcome.PUBLISHED)
-        has_ended, self.without_room = len(kept) < len(self.without_room), kept
-        return has_ended
-
-    def end_wait_for_room(self, pending: PendingPrefix) -> None:
-        """The request gave up this wait. Does nothing if it was no wait for room."""
-        self.without_room = [wait for wait in self.without_room if wait.pending is not pending]
 
     def compute(
         self,
@@ -521,7 +399,7 @@ class Prefixes:
             [waiter.deadline_us for waiter in work.waiters] or [job.expected_ranking_us for job in work.jobs]
         )
         found = Miss(MissReason.IN_DRAM, in_dram)
-        return isinstance(self.reload(work.prefix, found, deadline_us), PendingPrefix)
+        return isinstance(self.reloads.reload(work.prefix, found, deadline_us), PendingPrefix)
 
     def _reserve(self, work: PrefixWork, now_us: int) -> object:
         purpose = Purpose.RANKING if work.waiters else Purpose.PRE_INFER

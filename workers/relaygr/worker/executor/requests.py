@@ -95,6 +95,7 @@ class Requests:
         self._context = context
         self._parts = context.parts
         self._prefixes = prefixes
+        self._reloads = prefixes.reloads
         self._backlog = context.scheduler.backlog
         self._measured = context.scheduler.backlog.measured
         self._observations = Observations(context)
@@ -273,18 +274,18 @@ class Requests:
         """Starts a fetch from the pool or a reload from DRAM, or waits for room to start it. None if the request has to
         go without.
         """
-        fetch = self._prefixes.fetch(work, prefix, found, work.latest_start_us)
+        fetch = self._reloads.fetch(work, prefix, found, work.latest_start_us)
         if fetch is not None:
             # The look-up after it reloads the prefix.
             work.lookups = max(1, work.lookups - 1)
             return fetch.pending
         in_dram = found.dram_behaviours if isinstance(found, Miss) else 0
-        if in_dram and self._prefixes.is_behind(work.latest_start_us):
-            return self._prefixes.wait_for_room(work, in_dram)
-        begun = self._prefixes.reload(prefix, found, work.deadline_us, work.predicted_us)
+        if in_dram and self._reloads.has_more_urgent(work.latest_start_us):
+            return self._reloads.wait_for_room(work, in_dram)
+        begun = self._reloads.reload(prefix, found, work.deadline_us, work.predicted_us)
         if isinstance(begun, PendingPrefix):
             return begun
-        return self._prefixes.wait_for_room(work, in_dram) if in_dram and begun in _LACKS_ROOM else None
+        return self._reloads.wait_for_room(work, in_dram) if in_dram and begun in _LACKS_ROOM else None
 
     def _resolve(self, work: RankingWork) -> ResolvedPrefix | None:
         """The request's prefix; None if the request waits for its history, or was answered."""
@@ -541,7 +542,7 @@ class Requests:
             work.tokens_cached = self._context.engine.layout.tokens(pending.behaviours)
             # A request that waits for room gets no lease, since there is no entry yet.
             has_lease = self._parts.cache.lease(prefix.key, work.request.request_id, work.deadline_us)
-            self._prefixes.reloads_awaited += has_lease
+            self._reloads.awaited += has_lease
         else:
             work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
         now_us = self._parts.clock.monotonic_us()
@@ -576,7 +577,7 @@ class Requests:
         work.wait = None
         if wait.timer is not None:
             wait.timer.cancel()
-        self._prefixes.reloads_awaited -= wait.has_lease
+        self._reloads.awaited -= wait.has_lease
         self._context.arrivals.announced.pop(work.impression, None)
 
     def _copy_ended(self, work: RankingWork, wait: CopyWait) -> None:
@@ -619,7 +620,7 @@ class Requests:
     def _compute_instead(self, work: RankingWork, wait: CopyWait) -> None:
         """There is no time left to wait."""
         self._end_wait(work, wait)
-        self._prefixes.end_wait_for_room(wait.pending)
+        self._reloads.end_wait_for_room(wait.pending)
         if work.resolved.revision != self._context.engine.revision:
             return self._look_up(work)
         return self._plan(work, work.resolved, None, self._parts.clock.monotonic_us())

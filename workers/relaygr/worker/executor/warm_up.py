@@ -158,7 +158,8 @@ class WarmUps:
             return False
         # Nobody waits for it, and it takes no device time: what the pool has is fetched, even if that takes longer than
         # computing it. The worker that wrote it found that fetching pays.
-        fetch = self._prefixes.fetch_missing(prefix, 0, now_us + FETCHED_WITHIN_US, saved_us=FETCHED_WITHIN_US / 2)
+        reloads, at_us = self._prefixes.reloads, now_us + FETCHED_WITHIN_US
+        fetch = reloads.fetch_missing(prefix, 0, at_us, saved_us=FETCHED_WITHIN_US / 2)
         if fetch is None:
             return False
         self._is_fetching = True
