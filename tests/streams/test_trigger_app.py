@@ -447,7 +447,7 @@ def admitted_by_one(settings: TriggerSettings, status: WorkerStatus, partitions:
     for number in range(events):
         sent = budget_event(number)
         partition = partition_for(sent.user_id.encode(), partitions)
-        admitted += alone.admit(sent, partition, clock.wall_us()).admit
+        admitted += alone.decide_event(sent, partition, clock.wall_us()).admit
         clock.advance_us(INTERVAL_US)
     return admitted
 

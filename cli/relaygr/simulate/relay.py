@@ -265,7 +265,7 @@ class RelaySimulation:
 
     def _decide(self, number: int, event: RetrievalEvent, partition: int) -> None:
         wall_us = EPOCH_US + int(self._env.now)
-        decision = self._handler.admit(event, partition, wall_us)
+        decision = self._handler.decide_event(event, partition, wall_us)
         if decision.admit:
             job = PoolJob(number, job_of(event, wall_us), partition)
             self._has_job[number] = True

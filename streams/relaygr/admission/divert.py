@@ -372,7 +372,7 @@ def _work_us(peer: Peer, need: Need, behaviours: int, cached: int) -> float:
         return full_us
     latency, kept_tokens = view.latency_at(tokens), view.prefix_tokens(cached)
     append_us = latency.append_us(kept_tokens, tokens - kept_tokens) if tokens > kept_tokens else 0.0
-    return min(full_us, view.caution * (append_us + latency.hit_us(tokens, scored_tokens)))
+    return min(full_us, view.safety_factor * (append_us + latency.hit_us(tokens, scored_tokens)))
 
 
 def _affinity(need: Need, peer: Peer) -> int:

@@ -72,7 +72,7 @@ class DecisionReason(enum.StrEnum):
     """A bug in the trigger. The event is in dead letters, the traceback in the log."""
 
 
-OFF_CAUTION: Final = 1.25
+OFF_FACTOR: Final = 1.25
 """Factor on predicted times while a worker's predictions are off: more impressions are at risk, fewer feasible."""
 LATE_PART: Final = 0.5
 """A worker orders jobs as due when this part of the ranking budget has passed after the request is expected. With an
@@ -225,9 +225,9 @@ class OwnerView:
         return max(outside_us, self.full_outside_us or 0)
 
     @property
-    def caution(self) -> float:
+    def safety_factor(self) -> float:
         """The factor on predicted times where a prediction that is too short would cause a wrong decision."""
-        return OFF_CAUTION if self.predictions_off else 1.0
+        return OFF_FACTOR if self.predictions_off else 1.0
 
     def prefix_tokens(self, behaviours: int) -> int:
         """Tokens of the prefix of a history. Behaviours beyond the model's limit add no tokens."""
@@ -245,6 +245,11 @@ class PolicyLimits:
     lease_margin_us: int
     only_at_risk: bool = True
     """False: impressions that are not at risk are admitted, too."""
+
+    def behaviours_of(self, impression: ImpressionFacts) -> int:
+        """The length of the history, assumed if the message names none."""
+        known = impression.history_behaviours
+        return self.assumed_behaviours if known is None else known
 
 
 @record(frozen=True, slots=True)
@@ -372,7 +377,7 @@ def at_risk(
 ) -> bool:
     """Whether full inference would miss the ranking budget more than rarely. `margins`: by length bucket."""
     full_us = risky_us(owner.latency, owner.full_path_ratios, margins, prefix_tokens, scored_tokens)
-    return owner.full_path_outside_us + owner.caution * full_us > ranking_budget_us
+    return owner.full_path_outside_us + owner.safety_factor * full_us > ranking_budget_us
 
 
 def usable_lead_us(impression: ImpressionFacts, owner: OwnerView, lead_fraction: float, now_us: int) -> float:
@@ -415,9 +420,7 @@ def decide(
         return decide_by_length(impression, limits, now_us)
     if expired(impression, now_us):
         return Decision(False, DecisionReason.EXPIRED)
-    behaviours = impression.history_behaviours
-    if behaviours is None:
-        behaviours = limits.assumed_behaviours
+    behaviours = limits.behaviours_of(impression)
     cost = estimate(impression, behaviours, owner, limits, now_us, cached)
     reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us, margins)
     if buckets is not None:
@@ -431,9 +434,7 @@ def decide_by_length(impression: ImpressionFacts, limits: PolicyLimits, now_us: 
     """Decides by the length of the history alone."""
     if expired(impression, now_us):
         return Decision(False, DecisionReason.EXPIRED)
-    behaviours = impression.history_behaviours
-    if behaviours is None:
-        behaviours = limits.assumed_behaviours
+    behaviours = limits.behaviours_of(impression)
     if behaviours == 0:
         return Decision(False, DecisionReason.NO_HISTORY)
     if behaviours < limits.fallback_behaviours:
@@ -460,7 +461,7 @@ def _refused_by(
     ):
         return DecisionReason.NOT_AT_RISK
     usable_us = usable_lead_us(impression, owner, limits.lead_fraction, now_us)
-    device_us = owner.caution * (cost.prepare_us + cost.hit_us)
+    device_us = owner.safety_factor * (cost.prepare_us + cost.hit_us)
     if not feasible(owner.preinfer_queue_us, device_us, usable_us, impression.ranking_budget_us):
         return DecisionReason.INFEASIBLE
     refusal = None if buckets is None else buckets.admit(cost, now_us, impression.scenario)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from relaygr.admission.buckets import FleetBuckets
@@ -100,35 +101,25 @@ class EventHandler:
             event = decode(RetrievalEvent, value)
         except DecodeError as error:
             return TriggerDecision(DecisionReason.UNDECODABLE, detail=str(error))
-        age_us = max(0, now_us - event.retrieval_at_us)
+        decided = partial(TriggerDecision, request_id=event.request_id, age_us=max(0, now_us - event.retrieval_at_us))
         misrouted = self._misrouted(key, event.user_id, partition)
         if misrouted is not None:
-            return TriggerDecision(
-                DecisionReason.MISROUTED, detail=misrouted, age_us=age_us, request_id=event.request_id
-            )
+            return decided(DecisionReason.MISROUTED, detail=misrouted)
         scenario = event.scenario or DEFAULT_SCENARIO
         if scenario not in self._rules:
-            return TriggerDecision(DecisionReason.UNKNOWN_SCENARIO, age_us=age_us, request_id=event.request_id)
+            return decided(DecisionReason.UNKNOWN_SCENARIO)
         if not self._enabled:
-            return TriggerDecision(
-                DecisionReason.DISABLED, age_us=age_us, request_id=event.request_id, scenario=scenario
-            )
-        decision = self.admit(event, partition, now_us)
+            return decided(DecisionReason.DISABLED, scenario=scenario)
+        decision = self.decide_event(event, partition, now_us)
         if not decision.admit:
-            return TriggerDecision(decision.reason, age_us=age_us, request_id=event.request_id, scenario=scenario)
+            return decided(decision.reason, scenario=scenario)
         try:
             job = encode(job_of(event, now_us))
-            return TriggerDecision(
-                decision.reason, job=job, age_us=age_us, request_id=event.request_id, scenario=scenario,
-                by_pool=decision.by_pool,
-            )  # fmt: skip
         except EncodeError as error:
             # A job is an event with one more number, so only an event of the largest size can fail here.
             self.unsent(event.user_id)
-            return TriggerDecision(
-                DecisionReason.NOT_SENT, detail=str(error), age_us=age_us, request_id=event.request_id,
-                scenario=scenario,
-            )  # fmt: skip
+            return decided(DecisionReason.NOT_SENT, detail=str(error), scenario=scenario)
+        return decided(decision.reason, job=job, scenario=scenario, by_pool=decision.by_pool)
 
     def take_reports(self) -> None:
         """Takes the workers' reports of full inference since the last call."""
@@ -148,7 +139,7 @@ class EventHandler:
             )
         return None
 
-    def admit(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
+    def decide_event(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
         """The decision about an event of this partition, at this wall time."""
         owner = self._fleet.owner_of(partition, now_us)
         rules = self._rules.get(event.scenario or DEFAULT_SCENARIO)
@@ -238,12 +229,7 @@ class _Rules:
 
     def __init__(self, scenario: ScenarioSettings, settings: TriggerSettings, lease_margin_ms: int) -> None:
         """Raises RelayError if there is no policy of the name in the settings."""
-        own = {
-            name: value
-            for name in ("fallback_behaviours", "assumed_behaviours")
-            if (value := getattr(scenario, name)) is not None
-        }
-        self.policy = make_policy(settings.policy, replace(settings.limits(lease_margin_ms), **own))
+        self.policy = make_policy(settings.policy, settings.limits(lease_margin_ms, scenario))
         self.pre_infer = scenario.pre_infer
         self._budget_us = math.inf if scenario.budget_ms is None else scenario.budget_ms * 1000
 

@@ -77,7 +77,7 @@ class _Always:
     def decide(self, case: PolicyCase) -> Decision:
         if expired(case.impression, case.now_us):
             return Decision(False, DecisionReason.EXPIRED)
-        if not _behaviours(case, self._limits):
+        if not self._limits.behaviours_of(case.impression):
             return Decision(False, DecisionReason.NO_HISTORY)
         return Decision(True, DecisionReason.ADMITTED, _estimate(case, self._limits))
 
@@ -99,15 +99,12 @@ class _Never:
         return Decision(False, DecisionReason.DISABLED)
 
 
-def _behaviours(case: PolicyCase, limits: PolicyLimits) -> int:
-    known = case.impression.history_behaviours
-    return limits.assumed_behaviours if known is None else known
-
-
 def _estimate(case: PolicyCase, limits: PolicyLimits) -> Estimate | None:
     if case.owner is None:
         return None
-    return estimate(case.impression, _behaviours(case, limits), case.owner, limits, case.now_us, case.cached)
+    return estimate(
+        case.impression, limits.behaviours_of(case.impression), case.owner, limits, case.now_us, case.cached
+    )
 
 
 PolicyFactory = Callable[[PolicyLimits], TriggerPolicy]

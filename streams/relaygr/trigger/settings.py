@@ -12,6 +12,7 @@ from relaygr.schemas.limits import MAX_BEHAVIOURS
 if TYPE_CHECKING:
     from relaygr.admission.policy import PolicyLimits
     from relaygr.admission.risk import RiskTargets
+    from relaygr.admission.scenarios import ScenarioSettings
 
 DEFAULT_POLICY: Final = "policy"
 
@@ -93,13 +94,14 @@ class TriggerSettings(Section):
 
         return RiskTargets(self.missed_share, self.needless_share)
 
-    def limits(self, lease_margin_ms: int) -> PolicyLimits:
-        """The settings as the policy takes them."""
+    def limits(self, lease_margin_ms: int, scenario: ScenarioSettings) -> PolicyLimits:
+        """The settings of a scenario as the policy takes them: its own, or else those of this section."""
         from relaygr.admission.policy import PolicyLimits
 
+        fallback, assumed = scenario.fallback_behaviours, scenario.assumed_behaviours
         return PolicyLimits(
-            fallback_behaviours=self.fallback_behaviours,
-            assumed_behaviours=self.assumed_behaviours,
+            fallback_behaviours=self.fallback_behaviours if fallback is None else fallback,
+            assumed_behaviours=self.assumed_behaviours if assumed is None else assumed,
             lead_fraction=self.lead_fraction,
             only_at_risk=self.only_at_risk,
             lease_margin_us=lease_margin_ms * 1000,
