@@ -40,7 +40,7 @@ from relaygr.worker.pool import deletions, tier
 from relaygr.worker.preinfer import slots
 from relaygr.worker.process.reloading import reloads_counter
 from relaygr.worker.shared import dram_tier
-from relaygr.worker.supervisor.pages import Pages, View
+from relaygr.worker.supervisor.probes import SupervisorProbes, SupervisorView
 
 _UNITS: Final = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "share": "ratio", "margin": "ratio"}
 """Words of names -> the unit that they tell. Every other metric counts things, or is a state."""
@@ -149,7 +149,7 @@ def _make_worker_metrics(registry: CollectorRegistry) -> None:
 
 
 def _make_supervisor_metrics(registry: CollectorRegistry) -> None:
-    registry.register(Pages("", 0, lambda: View("")))
+    registry.register(SupervisorProbes("", 0, lambda: SupervisorView("")))
 
 
 def _make_lag_metrics(registry: CollectorRegistry) -> None:

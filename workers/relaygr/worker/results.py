@@ -36,12 +36,12 @@ from relaygr.schemas.messages import (
     StageTimings,
 )
 from relaygr.tracing.spans import MessagePlace
-from relaygr.tracing.stages import RankingTimes, StageSpan, TraceStage, stages_of
 from relaygr.tracing.worker import RankingTrace, WorkerTraces
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.latest_answers import DeliveryTimes, FiniteScores, QueueWaits
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
+from relaygr.worker.request_traces import RequestTraces
 
 log = structlog.get_logger()
 
@@ -58,14 +58,6 @@ the rights on them.
 """
 NO_TIME: Final = "the work that was admitted before leaves no time for this request"
 _VARYING: Final = ("request_id", "received_at_us", "sent_at_us", "backlog_us", "diverted_by")
-_WORKING: Final = {
-    JobOutcome.COMPUTED: TraceStage.PRE_INFER,
-    JobOutcome.JOINED: TraceStage.PRE_INFER,
-    JobOutcome.NO_ROOM: TraceStage.PRE_INFER,
-    JobOutcome.FAILED: TraceStage.PRE_INFER,
-    JobOutcome.RELOADED: TraceStage.RELOAD,
-}
-"""The stage of a job that has begun, by its outcome."""
 _NOWHERE: Final = frozenset(
     (
         KafkaError._UNKNOWN_TOPIC,
@@ -120,7 +112,7 @@ class ResultWriter:
         self._skew_us = max_clock_skew_ms * 1000
         self._metrics = metrics
         self._clock = clock
-        self._traces = traces
+        self._traces = RequestTraces(traces, worker_id) if traces is not None else None
         self.unsent: deque[_Outgoing] = deque()
         """Results that were written and not sent. On the path of a hit, callers of `send` look here first."""
         self._failed: deque[_Outgoing] = deque()
@@ -174,7 +166,7 @@ class ResultWriter:
         self.finite_scores.note(are_finite=True)
         trace = None
         if self._traces is not None:
-            trace = self._trace(work.reply, work.received, result, now_us, now_wall_us, work)
+            trace = self._traces.ranking(work.reply, work.received, result, now_us, now_wall_us, work)
             work.exemplar = trace.exemplar if trace is not None else None
         self._send(work.reply, value, work.received.token, work.deadline_us, now_us, trace)
         return True
@@ -215,7 +207,7 @@ class ResultWriter:
         """Counts the outcome of a pre-infer job, and finishes its offset. `work`: None if the executor never got it."""
         self._metrics.job_done(outcome)
         if self._traces is not None and work is not None:
-            self._trace_job(work, outcome)
+            self._traces.job_ended(work, outcome, self._clock.monotonic_us(), self._clock.wall_us())
         self.finish(received.token)
 
     # -- the poll thread ---------------------------------------------------------------------------
@@ -242,7 +234,7 @@ class ResultWriter:
         trace = None
         if self._traces is not None:
             outcome, reason = (Outcome.EXPIRED, None) if is_expired else (Outcome.FAILED, FailureReason.OVERLOADED)
-            trace = self._trace(reply, received, self._undecoded(outcome, reason, None), now_us, now_wall_us)
+            trace = self._traces.ranking(reply, received, self._undecoded(outcome, reason, None), now_us, now_wall_us)
         deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
         self._send(reply, value, received.token, deadline_us, now_us, trace)
 
@@ -263,7 +255,7 @@ class ResultWriter:
         )
         trace = None
         if self._traces is not None:
-            trace = self._trace(reply, received, result, now_us, now_wall_us)
+            trace = self._traces.ranking(reply, received, result, now_us, now_wall_us)
         deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
         self._send(reply, encode(result), received.token, deadline_us, now_us, trace)
 
@@ -327,7 +319,7 @@ class ResultWriter:
         )
         trace = None
         if self._traces is not None:
-            trace = self._trace(work.reply, work.received, result, now_us, now_wall_us, work)
+            trace = self._traces.ranking(work.reply, work.received, result, now_us, now_wall_us, work)
         self._send(work.reply, encode(result), work.received.token, work.deadline_us, now_us, trace)
 
     def _send(
@@ -399,84 +391,6 @@ class ResultWriter:
         if outgoing.trace is not None:
             outgoing.trace.delivered(_reply_place(outgoing.reply), "not_delivered")
         self.finish(outgoing.token)
-
-    # -- traces ------------------------------------------------------------------------------------
-
-    def _trace(
-        self,
-        reply: RankingHeaders,
-        received: Received,
-        result: RankingResult,
-        now_us: int,
-        now_wall_us: int,
-        work: RankingWork | None = None,
-    ) -> RankingTrace | None:
-        """The trace of a request that is answered now; None if it is not recorded. `work`: its stages."""
-        assert self._traces is not None
-        trace = self._traces.ranking(reply)
-        if trace is None:
-            return None
-        times = RankingTimes(received.received_us, now_us) if work is None else _times(work, now_us)
-        attributes: dict[str, str | int | bool] = {
-            "relaygr.worker_id": self._worker_id,
-            "relaygr.outcome": result.outcome.value,
-            "relaygr.prefix_tokens": result.prefix_tokens,
-            "relaygr.tokens_cached": result.tokens_cached,
-        }
-        if result.path is not None:
-            attributes["relaygr.path"] = str(result.path)
-        error = None if result.outcome is Outcome.RANKED else str(result.reason or result.outcome.value)
-        trace.answered(
-            _place(received),
-            received.received_us,
-            times.ranked_us or now_us,
-            now_us,
-            stages_of(times, _computed(work)),
-            now_wall_us - now_us,
-            attributes,
-            error,
-        )
-        return trace
-
-    def _trace_job(self, work: JobWork, outcome: JobOutcome) -> None:
-        assert self._traces is not None
-        received = work.received
-        trace = self._traces.job(received.headers, work.job.request_id)
-        if trace is None:
-            return
-        now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
-        ahead_us = now_wall_us - now_us
-        begun_us = work.begun_wall_us - ahead_us if work.begun_wall_us else now_us
-        stages = [StageSpan(TraceStage.QUEUE, received.received_us, begun_us)]
-        if outcome in _WORKING and work.begun_wall_us:
-            stages.append(StageSpan(_WORKING[outcome], begun_us, now_us))
-        error = outcome.value if outcome is JobOutcome.FAILED else None
-        trace.ended(_place(received), received.received_us, now_us, stages, ahead_us, outcome.value, error)
-
-
-def _times(work: RankingWork, now_us: int) -> RankingTimes:
-    return RankingTimes(
-        work.received.received_us,
-        now_us,
-        work.started_us,
-        work.reload_us,
-        work.reloaded_us,
-        work.pre_infer_us,
-        work.ready_us,
-        work.rank_us,
-        work.ranked_us,
-    )
-
-
-def _computed(work: RankingWork | None) -> TraceStage:
-    """What the computation of the request's prefix was."""
-    if work is None or work.path in (Path.FULL, Path.TRUNCATED):
-        return TraceStage.FULL
-    return TraceStage.PRE_INFER if work.path is Path.PENDING else TraceStage.APPEND
-
-
-def _place(received: Received) -> MessagePlace:
-    return MessagePlace(received.topic, received.partition, received.offset)
 
 
 def _reply_place(reply: RankingHeaders) -> MessagePlace:

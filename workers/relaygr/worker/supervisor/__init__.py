@@ -9,5 +9,5 @@ docs/architecture.md describes what it does. `relaygr worker --standby` runs `Su
     policy      the settings and the pure decisions: which child is started, killed, replaced
     children    the supervisor's end of a child that it started or adopted
     supervisor  the loop that carries out the decisions
-    pages       the supervisor's HTTP pages
+    probes      the supervisor's HTTP pages
 """

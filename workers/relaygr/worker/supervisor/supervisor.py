@@ -21,8 +21,8 @@ from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.supervisor.children import AdoptedChild, Child, MakeCommand, StartedChild
 from relaygr.worker.supervisor.heartbeat import ChildPhase
-from relaygr.worker.supervisor.pages import ChildPage, Pages, View
 from relaygr.worker.supervisor.policy import PolicyState, RestartPolicy, SupervisorSettings
+from relaygr.worker.supervisor.probes import ChildView, SupervisorProbes, SupervisorView
 from relaygr.worker.supervisor.records import (
     ChildRecord,
     ProcessStat,
@@ -65,8 +65,8 @@ class Supervisor:
         self._hangups: set[int] = set()
         """Children that get SIGHUP once they have loaded."""
         self._signals: list[signal.Signals] = []
-        self._view = View(worker.worker_id)
-        self._pages = Pages(worker.http_host, worker.http_port, lambda: self._view)
+        self._view = SupervisorView(worker.worker_id)
+        self._probes = SupervisorProbes(worker.http_host, worker.http_port, lambda: self._view)
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> Exit:
@@ -75,14 +75,14 @@ class Supervisor:
         Raises RelayError if the port is taken, or if the worker id has a supervisor already.
         """
         with contextlib.closing(SupervisorEndpoint(self._folder, self._worker_id)) as endpoint:
-            self._pages.start()
-            log.info("supervisor started", worker_id=self._worker_id, port=self._pages.port)
+            self._probes.start()
+            log.info("supervisor started", worker_id=self._worker_id, port=self._probes.port)
             try:
                 with self._woken_by_signals():
                     return self._supervise(endpoint)
             finally:
                 # After an error here the children go on, as after a kill.
-                self._pages.stop()
+                self._probes.stop()
 
     def _supervise(self, endpoint: SupervisorEndpoint) -> Exit:
         self._selector.register(endpoint.socket, selectors.EVENT_READ, lambda: self._accept(endpoint))
@@ -271,9 +271,9 @@ class Supervisor:
 
     def _show(self) -> None:
         children = tuple(
-            ChildPage.of(self._policy.children[number], child.pid) for number, child in self._children.items()
+            ChildView.of(self._policy.children[number], child.pid) for number, child in self._children.items()
         )
-        self._view = View(self._worker_id, children, self._policy.deaths)
+        self._view = SupervisorView(self._worker_id, children, self._policy.deaths)
 
     @contextlib.contextmanager
     def _woken_by_signals(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ _FETCH_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class ChildPage:
+class ChildView:
     """One child on the page `/children`. `port` 0: its probes are not served yet."""
 
     number: int
@@ -35,7 +35,7 @@ class ChildPage:
     detail: str
 
     @classmethod
-    def of(cls, child: ChildState, pid: int) -> ChildPage:
+    def of(cls, child: ChildState, pid: int) -> ChildView:
         heartbeat = child.heartbeat
         if heartbeat is None:
             waits = child.phase is not ChildPhase.PREPARING
@@ -45,21 +45,21 @@ class ChildPage:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SupervisorView:
     """The state that the pages show. The supervisor replaces it as a whole."""
 
     worker_id: str
-    children: tuple[ChildPage, ...] = ()
+    children: tuple[ChildView, ...] = ()
     replaced: int = 0
 
-    def child_in(self, phase: ChildPhase) -> ChildPage | None:
+    def child_in(self, phase: ChildPhase) -> ChildView | None:
         return next((child for child in self.children if child.phase is phase), None)
 
 
-class Pages:
+class SupervisorProbes:
     """The supervisor's probe server. The server's thread only reads the view."""
 
-    def __init__(self, host: str, port: int, view: Callable[[], View]) -> None:
+    def __init__(self, host: str, port: int, view: Callable[[], SupervisorView]) -> None:
         self._host = host
         self._view = view
         registry = CollectorRegistry()
@@ -101,7 +101,7 @@ class Pages:
         """Called by prometheus_client at registration. Empty, since there is no child yet."""
         return ()
 
-    def _metrics_of(self, child: ChildPage) -> Iterator[Metric]:
+    def _metrics_of(self, child: ChildView) -> Iterator[Metric]:
         # Not urllib, which would use a proxy that is set for other hosts.
         connection = http.client.HTTPConnection(self._host, child.port, timeout=_FETCH_TIMEOUT_S)
         try:

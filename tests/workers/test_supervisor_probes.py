@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from relaygr.worker.supervisor.heartbeat import ChildPhase
-from relaygr.worker.supervisor.pages import ChildPage, Pages, View
+from relaygr.worker.supervisor.probes import ChildView, SupervisorProbes, SupervisorView
 
 METRICS = b"# TYPE relaygr_worker_things_total counter\nrelaygr_worker_things_total 7\n"
 
@@ -39,8 +39,8 @@ def child_that_answers(body: bytes, promised_bytes: int) -> Iterator[int]:
 
 def names(port: int) -> list[str]:
     """The names of the metrics in a scrape, with an active child on `port`."""
-    view = View("worker-00", (ChildPage(1, 1, ChildPhase.ACTIVE, port, True, ""),))
-    return [family.name for family in Pages("127.0.0.1", 0, lambda: view).collect()]
+    view = SupervisorView("worker-00", (ChildView(1, 1, ChildPhase.ACTIVE, port, True, ""),))
+    return [family.name for family in SupervisorProbes("127.0.0.1", 0, lambda: view).collect()]
 
 
 OWN = ["relaygr_supervisor_children", "relaygr_supervisor_replaced"]
