@@ -33,6 +33,7 @@ from relaygr.consumer.health import Health
 from relaygr.consumer.interface import Handler, LoopState, LoopStatus, Membership, Received, Token
 from relaygr.consumer.membership import Member
 from relaygr.consumer.offsets import Offsets
+from relaygr.consumer.pauses import Pauses
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.consumer.watermark import Begin, TopicPartition, split_partitions
 from relaygr.kafka.client_errors import GROUP_REFUSALS, ErrorCallback, LimitedLog, cause_of
@@ -78,7 +79,6 @@ _REJOINS = Counter(
     "relaygr_consumer_rejoins_total", "New consumers created to join the group again after an outage", ["loop"]
 )
 _IN_FLIGHT = Gauge("relaygr_consumer_in_flight_messages", "Messages read and not finished", ["loop"])
-_PAUSED = Gauge("relaygr_consumer_paused_partitions", "Partitions paused now", ["loop"])
 _OWNED = Gauge("relaygr_consumer_owned_partitions", "Partition numbers owned, counted once for all topics", ["loop"])
 _EPOCH = Gauge("relaygr_consumer_assignment_epoch", "Number of assignments that this process has received", ["loop"])
 _OWNER_SPLIT = Gauge(
@@ -124,6 +124,7 @@ class ConsumerLoop:
         self._offsets = Offsets(name, self._settings, finished_log, self._count_error)
         self._tracker = self._offsets.tracker
         self._health = Health(name, self._settings, self._clock, self._topics[0])
+        self._pauses = Pauses(name, self._tracker, self._settings.max_span)
         # Calls of a confluent consumer from other threads block for seconds, so the poll thread makes them all.
         self._commands: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"poll-{name}", daemon=True)
@@ -134,11 +135,6 @@ class ConsumerLoop:
         self._owner_split: frozenset[int] = frozenset()
         self._epoch = 0
         self._in_flight = 0
-
-        self._asked: set[TopicPartition] = set()
-        """The partitions that callers paused."""
-        self._full: set[TopicPartition] = set()
-        self._paused: set[TopicPartition] = set()
 
         self._received: Tally[str] = Tally()
         self._messages = {topic: _MESSAGES.labels(name, topic) for topic in topics}
@@ -169,7 +165,7 @@ class ConsumerLoop:
         self._member.join()
         self._health.start()
         self._state = LoopState.RUNNING
-        self._set_paused(set())
+        self._pauses.show()
         self._thread.start()
 
     # Called by any thread.
@@ -181,12 +177,12 @@ class ConsumerLoop:
     def pause(self, topic: str, partitions: Iterable[int]) -> None:
         """Stops the delivery of these partitions until `resume`, also after rebalances."""
         asked = {TopicPartition(topic, partition) for partition in partitions}
-        self._commands.append(lambda: self._asked.update(asked))
+        self._commands.append(lambda: self._pauses.asked.update(asked))
 
     def resume(self, topic: str, partitions: Iterable[int]) -> None:
         """Undoes `pause`."""
         asked = {TopicPartition(topic, partition) for partition in partitions}
-        self._commands.append(lambda: self._asked.difference_update(asked))
+        self._commands.append(lambda: self._pauses.asked.difference_update(asked))
 
     def read_anew(self, topics: Collection[str]) -> None:
         """Reads these topics from their beginning: they were deleted and created again."""
@@ -218,7 +214,7 @@ class ConsumerLoop:
             broker_reachable=self._health.is_broker_reachable,
             stalled=self._health.is_stalled,
             in_flight=self._in_flight,
-            paused=len(self._paused),
+            paused=len(self._pauses.paused),
             owner_split=self._owner_split,
         )
 
@@ -311,8 +307,7 @@ class ConsumerLoop:
         if begin is not Begin.NEW:
             _SKIPPED.labels(self._name, begin.value).inc()
             return
-        if self._tracker.is_full(tp):
-            self._full.add(tp)
+        self._pauses.note_message(tp)
         self._health.note_message()
         self._received[topic] += 1
         self._has_work = True
@@ -335,10 +330,13 @@ class ConsumerLoop:
         self._handler.on_tick(now_us)
         # A tick polls producers, and delivery reports finish messages.
         self._offsets.take_finished()
-        self._full = {tp for tp in self._full if self._tracker.span(tp) * 2 > self._settings.max_span}
         client = self._member.client
         if client is not None:
-            self._apply_pauses(client)
+            try:
+                self._pauses.apply(client, is_reading=self._state is LoopState.RUNNING)
+            except KafkaException as error:
+                # A rebalance is in progress. The next tick tries again with the new assignment.
+                self._count_error(error.args[0])
         if self._received:
             self._health.note_broker(True)
             for topic, count in self._received.items():
@@ -359,7 +357,7 @@ class ConsumerLoop:
             sentence = f"Topic {missing} does not exist. Create it: relaygr topics create"
             self._fail(LoopState.FAILED, RelayError(sentence))
             return
-        readable = self._tracker.owned() - self._paused if self._member.is_assigned else None
+        readable = self._tracker.owned() - self._pauses.paused if self._member.is_assigned else None
         try:
             self._health.check(client, self._offsets, readable)
         except KafkaException as error:
@@ -392,7 +390,7 @@ class ConsumerLoop:
         gained = _from_kafka(partitions)
         self._offsets.assign(client, gained, is_first=self._epoch == 0)
         self._health.note_assigned({tp.topic for tp in self._tracker.owned()})
-        self._set_paused(self._paused.difference(gained))  # Newly assigned partitions are not paused.
+        self._pauses.forget(gained)  # Newly assigned partitions are not paused.
         self._begin_epoch()
         self._member.note_assigned(client.memberid())
         if self._owner_split:
@@ -436,7 +434,7 @@ class ConsumerLoop:
     def _drop_partitions(self, partitions: list[KafkaPartition]) -> frozenset[int]:
         gone = _from_kafka(partitions)
         self._offsets.revoke(gone)
-        self._set_paused(self._paused.difference(gone))
+        self._pauses.forget(gone)
         return frozenset(tp.partition for tp in gone)
 
     def _begin_epoch(self) -> None:
@@ -453,29 +451,6 @@ class ConsumerLoop:
         _EPOCH.labels(self._name).set(self._epoch)
         _OWNED.labels(self._name).set(len(self._partitions))
         _OWNER_SPLIT.labels(self._name).set(len(self._owner_split))
-
-    # Pauses.
-
-    def _apply_pauses(self, client: Consumer) -> None:
-        wanted = self._asked | self._full
-        if wanted == self._paused and self._state is LoopState.RUNNING:
-            return
-        owned = self._tracker.owned()
-        wanted = set(owned) if self._state is not LoopState.RUNNING else wanted & owned
-        try:
-            if pause := wanted - self._paused:
-                client.pause([KafkaPartition(*tp) for tp in pause])
-            if resume := self._paused - wanted:
-                client.resume([KafkaPartition(*tp) for tp in resume])
-        except KafkaException as error:
-            # A rebalance is in progress. The next tick tries again with the new assignment.
-            self._count_error(error.args[0])
-            return
-        self._set_paused(wanted)
-
-    def _set_paused(self, paused: set[TopicPartition]) -> None:
-        self._paused = paused
-        _PAUSED.labels(self._name).set(len(paused))
 
     # Errors.
 
