@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaygr.worker.pool import segments, tier
+from relaygr.worker.pool import metrics, segments
 from relaygr.worker.pool.mooncake import MooncakeStore
 from relaygr.worker.pool.store import PutOutcome, StoredObject, StoreDownError
 from tests.waiting import until
@@ -60,7 +60,7 @@ def keys(world: PooledWorld, user: str = "ann") -> list[str]:
 
 
 def count(outcome: str) -> float:
-    return tier._FETCHES.labels(outcome)._value.get()
+    return metrics.FETCHES.labels(outcome)._value.get()
 
 
 def serve(world: PooledWorld, user: str = "ann", request: str = "r") -> None:
@@ -101,7 +101,7 @@ def recover(world: PooledWorld) -> None:
         world.wake()
         time.sleep(0.05)
 
-    until(lambda: not (tier._AWAY._value.get() or world.pool._fetches), "the store answers", PATIENCE_S, try_again)
+    until(lambda: not (metrics.AWAY._value.get() or world.pool._fetches), "the store answers", PATIENCE_S, try_again)
 
 
 def test_prefixes_pass_from_worker_to_worker(processes: Mooncake, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_master_that_dies_and_comes_back_costs_misses(processes: Mooncake, tmp
     failed, loaded = count("failed"), count("loaded")
     serve(second)
     second.until(lambda: count("failed") == failed + 1)
-    assert tier._AWAY._value.get() == 1
+    assert metrics.AWAY._value.get() == 1
     serve(second, "bob", "again")
     assert count("failed") == failed + 1 and count("loaded") == loaded
     processes.start_master()

@@ -14,7 +14,7 @@ from relaygr.schemas.messages import Path as RankedOn
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.kv import DramGeometry
-from relaygr.worker.pool import deletions, segments, tier
+from relaygr.worker.pool import deletions, metrics, segments, tier
 from relaygr.worker.pool.store import Store, StoreDownError
 from tests.worlds import real_executor
 from tests.worlds.cache import GEOMETRY, LAYOUT
@@ -54,7 +54,7 @@ def writer(store: TwinStore, folder: Path, kind: str = "plain", length: int = LE
 
 
 def fetched(outcome: str = "loaded") -> float:
-    return tier._FETCHES.labels(outcome)._value.get()
+    return metrics.FETCHES.labels(outcome)._value.get()
 
 
 def assert_job_then_rank_is_exact(world: PooledWorld, length: int = LENGTH, outcome: str | None = "loaded") -> RankedOn:
@@ -254,10 +254,10 @@ def test_a_store_that_is_down_is_not_asked_until_it_answers(store: TwinStore, tm
     calls = len(store.calls)
     version = world.put("bob", LENGTH)
     world.assert_exact(world.rank("bob", version, "bob"), behaviours_of(LENGTH))
-    assert len(store.calls) == calls and tier._AWAY._value.get() == 1
+    assert len(store.calls) == calls and metrics.AWAY._value.get() == 1
     store.down = False
     world.clock.advance_us(int(tier.FIRST_RETRY_S * 1e6))
-    world.until(lambda: tier._AWAY._value.get() == 0)
+    world.until(lambda: metrics.AWAY._value.get() == 0)
 
 
 def test_a_store_that_went_down_is_away_whatever_becomes_of_fetches_that_waited(
@@ -279,11 +279,11 @@ def test_a_store_that_went_down_is_away_whatever_becomes_of_fetches_that_waited(
         world.clock.advance_us(200_000)
         store.down = True
         world.pool.forget_user("dan")
-        world.until(lambda: tier._AWAY._value.get() == 1)
+        world.until(lambda: metrics.AWAY._value.get() == 1)
         calls = len(store.calls)
     world.until(lambda: not world.pool._fetches)
     world.rank("eve", world.put("eve", LENGTH), "eve")
-    assert tier._AWAY._value.get() == 1 and len(store.calls) == calls
+    assert metrics.AWAY._value.get() == 1 and len(store.calls) == calls
 
 
 def test_a_fetch_that_hangs_is_given_up_and_keeps_its_pages_until_it_returns(store: TwinStore, tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_two_fetches_that_hang_put_the_tier_away_until_one_returns(store: TwinSt
         work = world.rank("cid", versions["cid"], "cid")
         assert time.monotonic() - before_s < 5 and len(store.calls) == calls
         world.assert_exact(work, behaviours_of(LENGTH))
-    world.until(lambda: tier._AWAY._value.get() == 0)
+    world.until(lambda: metrics.AWAY._value.get() == 0)
     world.settle()
     check_invariants(world.cache)
 
@@ -409,7 +409,7 @@ def test_a_put_that_ends_after_the_deletion_removes_its_own_object(store: TwinSt
         world.clock.advance_us(2 * tier.SETTLE_US)
         world.until(lambda: store.waiting == 1)
         world.cache.invalidate_user("ann")
-    world.until(lambda: tier._WRITES.labels("withdrawn")._value.get() > 0)
+    world.until(lambda: metrics.WRITES.labels("withdrawn")._value.get() > 0)
     assert not store.objects
     check_invariants(world.cache)
 

@@ -15,9 +15,10 @@ import simpy
 from relaygr.runtime.clock import ManualClock
 from relaygr.simulate.device import SimulatedModel
 from relaygr.worker.cache import PendingKind, PendingOutcome, PendingPrefix, PrefixCache, PrefixKey
+from relaygr.worker.pool.link import Link
 from relaygr.worker.pool.segments import Segments
 from relaygr.worker.pool.settings import PoolSettings
-from relaygr.worker.pool.tier import MOST_FETCHES, READERS, SETTLE_US, WAIT_FACTOR, Fetch, Link, Visits
+from relaygr.worker.pool.tier import MOST_FETCHES, READERS, SETTLE_US, WAIT_FACTOR, Fetch, Visits
 
 _ABSENT_US: Final = 250
 """The time to learn that the store has nothing: measured with Mooncake 0.3.13."""

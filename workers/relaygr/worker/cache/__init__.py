@@ -1,9 +1,11 @@
 """Prefix cache: pages of K,V in two tiers, found by identity, protected by pins and leases.
 
-    cache         `PrefixCache` and `Fill`: look-up, release, reserve, publish, leases, removal
+    cache         `PrefixCache`: look-up, release, reserve, leases, removal
+    fill          a prefix that is computed into pages: publish, abort
     transfers     reloads and spills, the break-even rule, the spill gate
     ledger        both tiers under one lock, with counters and pending prefixes
-    metadata      entries and pages of one tier, pins, work in flight, evictions
+    metadata      entries of one tier, pins, work in flight, evictions
+    pages         the pages of one tier: free list, reference counts, sums
     entries       entries and their states, pins, handles, leases
     identity      which cached prefix may serve which request
     policies      eviction policies
@@ -27,8 +29,9 @@ from typing import TYPE_CHECKING
 from relaygr.schemas.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from relaygr.worker.cache.cache import CacheConfig, Fill, PrefixCache
+    from relaygr.worker.cache.cache import CacheConfig, PrefixCache
     from relaygr.worker.cache.entries import Handle, Hit, Presence
+    from relaygr.worker.cache.fill import Fill
     from relaygr.worker.cache.identity import PrefixKey
     from relaygr.worker.cache.ledger import PendingPrefix
     from relaygr.worker.cache.results import (
@@ -86,6 +89,7 @@ if not TYPE_CHECKING:
             "relaygr.worker.cache.entries",
             "relaygr.worker.cache.stats",
             "relaygr.worker.cache.ledger",
+            "relaygr.worker.cache.fill",
             "relaygr.worker.cache.cache",
         ),
     )

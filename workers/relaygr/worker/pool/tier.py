@@ -29,7 +29,6 @@ from typing import Final
 
 import numpy as np
 import structlog
-from prometheus_client import Counter, Gauge, Histogram
 
 from relaygr.admission.corrector import Corrector
 from relaygr.runtime.clock import Clock
@@ -40,7 +39,9 @@ from relaygr.worker.cache.entries import Pin
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.ledger import PendingPrefix
 from relaygr.worker.cache.results import PageArray, PendingKind, PendingOutcome
+from relaygr.worker.pool import metrics
 from relaygr.worker.pool.deletions import Deletions
+from relaygr.worker.pool.link import GUESS_US_PER_BYTE, Link
 from relaygr.worker.pool.segments import SEAL_BYTES, Segment, Segments
 from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, Store, StoredObject, StoreDownError
 
@@ -66,52 +67,11 @@ _STAGE_BYTES: Final = 8 * 1024 * 1024
 """Objects that a reader asks for in one call, but at least one."""
 _PROBE_BYTES: Final = 1024 * 1024
 _PROBES: Final = 8
-_GUESS_US_PER_BYTE: Final = 1 / 128
-_GUESS_FIXED_US: Final = 2_000.0
-_NEWEST_WEIGHS: Final = 0.2
 _OLD_US: Final = 10_000_000
 """After so long without a fetch the link is measured again: while processes start, it looks slower than it is, and what
 does not pay is neither fetched nor written.
 """
 _MOST_BROKEN: Final = 1024
-
-_FETCHES = Counter(
-    "relaygr_pool_fetches_total",
-    "Fetches of prefixes from the pool, by outcome: loaded, absent (the store has no more of it than this worker), "
-    "late (nobody waited any more), no_room (in DRAM), unreadable (the store has it and did not give it), torn (wrong "
-    "bytes arrived), failed (the store does not answer)",
-    ["outcome"],
-)
-_DECLINED = Counter(
-    "relaygr_pool_fetches_declined_total",
-    "Prefixes that were not asked for: away (the store hangs or does not answer), slow (computing is faster), full "
-    "(too many fetches wait)",
-    ["reason"],
-)
-_FETCH_SECONDS = Histogram(
-    "relaygr_pool_fetch_seconds",
-    "Time of a fetch that ended with its prefix in DRAM",
-    buckets=[*(each / 1000 for each in range(1, 21)), 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5],
-)
-_WRITES = Counter(
-    "relaygr_pool_objects_written_total",
-    "Objects that were written, by outcome: stored, no_room, failed, withdrawn (their user was deleted, or moved to "
-    "another worker, meanwhile)",
-    ["outcome"],
-)
-_DROPPED = Counter(
-    "relaygr_pool_writes_dropped_total",
-    "Prefixes that were not written: full (too many wait), gone (DRAM or this worker has the user no more), slow "
-    "(computing is faster than fetching), torn (its DRAM pages are)",
-    ["reason"],
-)
-_BYTES = Counter("relaygr_pool_bytes_total", "Bytes of pages read from the pool and written to it", ["direction"])
-_REMOVED = Counter(
-    "relaygr_pool_objects_removed_total",
-    "Objects removed: deletion (of a user), unreadable",
-    ["reason"],
-)
-_AWAY = Gauge("relaygr_pool_away", "Whether the pool is not used now, because the store hangs or does not answer")
 
 
 @dataclass(slots=True, eq=False)
@@ -124,36 +84,6 @@ class Fetch:
     until_us: int
     pending: PendingPrefix
     started_us: int = 0
-
-
-@dataclass(slots=True)
-class Link:
-    """The time of a fetch. It is measured at the start, by each fetch, and again if there was none for a while: a fetch
-    that does not pay is not made.
-    """
-
-    us_per_byte: float = _GUESS_US_PER_BYTE
-    fastest_us_per_byte: float = math.inf
-    measured_us: int = 0
-
-    def measured(self, us_per_byte: float, now_us: int) -> None:
-        """The link was measured by itself."""
-        self.us_per_byte, self.measured_us = us_per_byte, now_us
-        self.fastest_us_per_byte = min(self.fastest_us_per_byte, us_per_byte)
-
-    def observe(self, size_bytes: int, took_us: float, now_us: int) -> None:
-        """A fetch of so many bytes took so long."""
-        newest = max(0.0, took_us - _GUESS_FIXED_US) / size_bytes
-        self.us_per_byte += _NEWEST_WEIGHS * (newest - self.us_per_byte)
-        self.measured_us = now_us
-
-    def fetch_us(self, size_bytes: int) -> float:
-        """The expected time."""
-        return _GUESS_FIXED_US + size_bytes * self.us_per_byte
-
-    def least_fetch_us(self, size_bytes: int) -> float:
-        """The expected time when the link is as fast as it ever was."""
-        return _GUESS_FIXED_US + size_bytes * min(self.fastest_us_per_byte, self.us_per_byte)
 
 
 @dataclass(slots=True)
@@ -232,9 +162,9 @@ class PoolTier:
         for at in range(READERS):
             reader = threading.Thread(target=self._run_reader, args=(at,), name=f"pool-reader-{at}", daemon=True)
             self._threads.append(reader)
-        _AWAY.set(1)
+        metrics.AWAY.set(1)
         # The metric of a worker with a pool has this outcome before its first fetch: the live page tells by it.
-        _FETCHES.labels("loaded")
+        metrics.FETCHES.labels("loaded")
 
     # -- any thread, without waiting -------------------------------------------------------------------
 
@@ -278,7 +208,7 @@ class PoolTier:
                 return known
             declined = self._why_declined(expected_us, saved_us, now_us) if known is None else "away"
             if declined is not None:
-                _DECLINED.labels(declined).inc()
+                metrics.DECLINED.labels(declined).inc()
                 return None
             pending = PendingPrefix(PendingKind.LOAD, self.covered(key), longest_wait_us=WAIT_FACTOR * expected_us)
             fetch = Fetch(key, behind, until_us, pending)
@@ -295,11 +225,11 @@ class PoolTier:
         computing_us = self._corrector.model_at(covered).append_us(0, covered)
         # Another worker will fetch it at another time: that the link is slow now says little.
         if self._link.least_fetch_us(self._segments.size_bytes(key.length)) >= computing_us:
-            _DROPPED.labels("slow").inc()
+            metrics.DROPPED.labels("slow").inc()
             return
         with self._changed:
             if key.user_id not in self._writes and len(self._writes) >= MOST_WRITES:
-                _DROPPED.labels("full").inc()
+                metrics.DROPPED.labels("full").inc()
                 return
             self._writes.pop(key.user_id, None)
             self._writes[key.user_id] = now_us + SETTLE_US, key
@@ -348,7 +278,7 @@ class PoolTier:
     def _is_away(self, now_us: int) -> bool:
         bound = sum(fetch.until_us < now_us for fetch in self._running)
         is_away = self._store is None or self._is_down or bound >= READERS
-        _AWAY.set(is_away)
+        metrics.AWAY.set(is_away)
         return is_away
 
     def _why_declined(self, expected_us: float, saved_us: float, now_us: int) -> str | None:
@@ -372,7 +302,7 @@ class PoolTier:
             self._retry_at_us = self._clock.monotonic_us() + int(self._retry_s * 1e6)
             log.warning("the pool's store does not answer", error=str(error), again_in_s=self._retry_s)
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
-            _AWAY.set(1)
+            metrics.AWAY.set(1)
         self._was_tried.set()
 
     # -- the readers -----------------------------------------------------------------------------------
@@ -391,7 +321,7 @@ class PoolTier:
                 self._running.discard(fetch)
                 self._fetches.pop(_name(fetch.key), None)
                 self._is_away(self._clock.monotonic_us())
-            _FETCHES.labels(outcome).inc()
+            metrics.FETCHES.labels(outcome).inc()
             fetch.pending.finish(PendingOutcome.FAILED)  # Has no effect after PUBLISHED.
 
     def _next_fetch(self) -> Fetch | None:
@@ -435,8 +365,8 @@ class PoolTier:
         if published:
             now_us, size_bytes = self._clock.monotonic_us(), int(work.new_pages.size) * self._memory.shape[1]
             self._link.observe(size_bytes, now_us - fetch.started_us, now_us)
-            _FETCH_SECONDS.observe((now_us - fetch.started_us) / 1e6)
-            _BYTES.labels("read").inc(size_bytes)
+            metrics.FETCH_SECONDS.observe((now_us - fetch.started_us) / 1e6)
+            metrics.BYTES.labels("read").inc(size_bytes)
         return outcome if published or outcome != "loaded" else "late"
 
     def _read(self, store: Store, found: list[Segment], pages: PageArray, stage: Memory) -> str:
@@ -472,7 +402,7 @@ class PoolTier:
             self._broken[key] = None
             if len(self._broken) > _MOST_BROKEN:
                 self._broken.popitem(last=False)
-        _REMOVED.labels("unreadable").inc(store.remove(key))
+        metrics.REMOVED.labels("unreadable").inc(store.remove(key))
 
     def _rows(self, segment: Segment, pages: PageArray) -> list[Memory]:
         """The segment's rows of the DRAM tier."""
@@ -525,7 +455,7 @@ class PoolTier:
                     break  # It may have taken a minute, and deletions wait.
                 took_s.append(time.perf_counter() - began_s)
             store.remove(key)
-        us_per_byte = min(took_s) * 1e6 / _PROBE_BYTES if took_s else _GUESS_US_PER_BYTE
+        us_per_byte = min(took_s) * 1e6 / _PROBE_BYTES if took_s else GUESS_US_PER_BYTE
         self._link.measured(us_per_byte, self._clock.monotonic_us())
 
     def _carry_out(self, store: Store) -> None:
@@ -546,7 +476,7 @@ class PoolTier:
             while (gone := store.forget(pattern)) and not self._closing:
                 removed += gone
             self._deletions.passed(parts, self._clock.monotonic_us())
-            _REMOVED.labels("deletion").inc(removed)
+            metrics.REMOVED.labels("deletion").inc(removed)
 
     def _next_write(self) -> PrefixKey | None:
         """The prefix that waits the longest, if it is due."""
@@ -561,13 +491,13 @@ class PoolTier:
         """Writes the objects of the prefix that the store lacks. `seal`: of the thread. Whether it has all then."""
         pinned = self._transfers.pin_stored(key) if self._owns(key.user_id) else None
         if pinned is None:
-            _DROPPED.labels("gone").inc()
+            metrics.DROPPED.labels("gone").inc()
             return False
         pin, behaviours = pinned
         try:
             found = self._segments.of(key, behaviours)
             if not self._are_as_sealed(pin.pages):
-                _DROPPED.labels("torn").inc()
+                metrics.DROPPED.labels("torn").inc()
                 found = []
             for segment, exists in zip(found, store.has([each.key for each in found]), strict=True):
                 if not exists and (self._closing or not self._put(store, segment, pin, seal, bytes_per_s)):
@@ -590,7 +520,7 @@ class PoolTier:
         """Writes one object. Withdraws it if its user was deleted or left meanwhile. Whether the next may follow."""
         self._delete(store)
         if not self._may_keep(pin):
-            _DROPPED.labels("gone").inc()
+            metrics.DROPPED.labels("gone").inc()
             return False
         rows = self._rows(segment, pin.pages)
         seal[:] = self._segments.seal(segment.key, rows)
@@ -600,11 +530,11 @@ class PoolTier:
         if outcome == PutOutcome.STORED and not self._may_keep(pin):
             store.remove(segment.key)
             outcome = "withdrawn"
-        _WRITES.labels(outcome).inc()
+        metrics.WRITES.labels(outcome).inc()
         if outcome != PutOutcome.STORED:
             return False
         size_bytes = sum(part.nbytes for part in object.parts)
-        _BYTES.labels("written").inc(size_bytes)
+        metrics.BYTES.labels("written").inc(size_bytes)
         time.sleep(max(0.0, size_bytes / bytes_per_s - (time.monotonic() - began_s)))
         return True
 
