@@ -34,7 +34,7 @@ ORDER = (
     "work",
     "accounts",
     "resolver",
-    "admission",
+    "job_admission",
     "context",
     "events",
     "observations",

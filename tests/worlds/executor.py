@@ -25,9 +25,9 @@ from relaygr.simulate.device import SimulatedDevice, SimulatedEngine, SimulatedM
 from relaygr.simulate.times import Draws
 from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
-from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.job_admission import JobAdmission
 from relaygr.worker.executor.work import JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout

@@ -28,9 +28,9 @@ from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
 from relaygr.worker.cache.copies import PageGuard
 from relaygr.worker.device import CpuDevice
-from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.job_admission import JobAdmission
 from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, KvDtype

@@ -32,7 +32,7 @@ from relaygr.traffic.schedule import Impression
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, job_of
 from relaygr.worker.cache import Hit, Miss, MissReason, PendingPrefix, Purpose
-from relaygr.worker.executor.admission import SlotAdmission
+from relaygr.worker.executor.job_admission import SlotAdmission
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.settings import FollowBehaviours
 

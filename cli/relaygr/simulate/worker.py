@@ -34,9 +34,9 @@ from relaygr.simulate.store import SharedStore, SimulatedPool
 from relaygr.simulate.times import Draws, MeasuredTimes
 from relaygr.worker.cache import CacheConfig, Hit, Miss, PendingPrefix, PrefixCache, PrefixKey, Purpose
 from relaygr.worker.cache.policies import TierPolicies
-from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.job_admission import JobAdmission
 from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.status import status_of
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork

@@ -22,9 +22,9 @@ from relaygr.schemas.record import record
 from relaygr.worker.cache import Handle, PageCopy, PrefixCache, Tier
 from relaygr.worker.cache.results import PageArray
 from relaygr.worker.executor.accounts import Deletions, HeldMemory, JobPrefixes, RecentIds
-from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.arrivals import ExpectedArrivals
 from relaygr.worker.executor.chunks import Chunking, chunk_bound_us
+from relaygr.worker.executor.job_admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
 from relaygr.worker.executor.schedulable import WorkClass

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from relaygr.worker.executor.backlog import Backlog
 from relaygr.worker.executor.schedulable import IDLE_CLASSES, SchedulableWork, WorkClass
@@ -38,10 +38,14 @@ IDLE_CHUNKS = 4
 """The device is idle when it ran no other work for the time of this many chunks."""
 
 
-QueueEntry = tuple[float, int, W]
-"""One push of work: when its device work must have ended, a number that no other push has, and the work. A later push
-of the same work invalidates this one.
-"""
+class QueueEntry(NamedTuple, Generic[W]):
+    """One push of work. A later push of the same work invalidates it."""
+
+    due_us: float
+    """When its device work must have ended."""
+    number: int
+    """No other push has it. So entries with the same due time keep their order, and no work is compared."""
+    work: W
 
 
 class DeadlineQueue(Generic[W]):
@@ -53,35 +57,35 @@ class DeadlineQueue(Generic[W]):
     def __init__(self, backlog: Backlog | None = None) -> None:
         self._backlog = backlog
         self._heap: list[QueueEntry[W]] = []
-        self.entries: dict[int, QueueEntry[W]] = {}
+        self._entries: dict[int, QueueEntry[W]] = {}
         """The last push of each queued work, by its `id`."""
         self._in_chunks: dict[int, W] = {}
         self._sequence = itertools.count()
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[W]:
-        return (work for _, _, work in self.entries.values())
+        return (entry.work for entry in self._entries.values())
 
     def push(self, work: W) -> None:
         """Adds the work, or moves it to the place of its present deadline."""
         latest_start_us = work.latest_start_us
-        entry = latest_start_us + work.remaining_us, next(self._sequence), work
-        self.entries[id(work)] = entry
+        entry = QueueEntry(latest_start_us + work.remaining_us, next(self._sequence), work)
+        self._entries[id(work)] = entry
         heapq.heappush(self._heap, entry)
         if self._backlog is not None:
             self._backlog.put(work, latest_start_us)
             if work.runs_in_chunks:
                 self._in_chunks[id(work)] = work
                 self._note_longest()
-        if len(self._heap) > 64 + 2 * len(self.entries):
-            self._heap = list(self.entries.values())
+        if len(self._heap) > 64 + 2 * len(self._entries):
+            self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
 
     def remove(self, work: W) -> None:
         """Removes the work, if it is queued."""
-        if self.entries.pop(id(work), None) is not None and self._backlog is not None:
+        if self._entries.pop(id(work), None) is not None and self._backlog is not None:
             self._backlog.drop(work)
             if self._in_chunks.pop(id(work), None) is not None:
                 self._note_longest()
@@ -99,9 +103,8 @@ class DeadlineQueue(Generic[W]):
         """The work with the earliest deadline."""
         while self._heap:
             entry = self._heap[0]
-            work = entry[2]
-            if self.entries.get(id(work)) is entry:
-                return work
+            if self._entries.get(id(entry.work)) is entry:
+                return entry.work
             heapq.heappop(self._heap)
         return None
 
@@ -166,14 +169,14 @@ class Scheduler(Generic[W]):
             if other is not mine:
                 other.remove(work)
         mine.push(work)
-        self.backlog.preinfer_share = self._preinfer_share if self.preinfer.entries else 0.0
+        self.backlog.preinfer_share = self._preinfer_share if len(self.preinfer) else 0.0
 
     def remove(self, work: W) -> None:
         """Removes the work from its queue."""
         self.ranking.remove(work)
         self.preinfer.remove(work)
         self.warm_up.remove(work)
-        self.backlog.preinfer_share = self._preinfer_share if self.preinfer.entries else 0.0
+        self.backlog.preinfer_share = self._preinfer_share if len(self.preinfer) else 0.0
 
     def pick(self, now_us: int) -> W | None:
         """The work to run next, which stays in its queue; None if there is none.

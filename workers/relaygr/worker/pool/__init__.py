@@ -4,6 +4,8 @@
     mooncake    the store on Mooncake Store
     segments    how a prefix is cut into objects: their keys, pages and seals
     tier        reads objects into the DRAM tier, and writes them from there
+    link        how long a fetch takes
+    metrics     what the pool counts
     deletions   deletions that the store has still to carry out
     settings, build
 

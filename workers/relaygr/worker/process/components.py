@@ -49,9 +49,9 @@ from relaygr.worker.cache.build import BuiltCache
 from relaygr.worker.cache.results import PageArray, Tier
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.divert import Diverter, DivertParts
-from relaygr.worker.executor.admission import JobAdmission, SlotAdmission
 from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.job_admission import JobAdmission, SlotAdmission
 from relaygr.worker.executor.thread import DeviceThread
 from relaygr.worker.handler import HandlerSettings, OverflowHandler, WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
