@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import CALIBRATION_FILE
 
@@ -111,19 +109,17 @@ def _from_files(source: str, place: Path) -> Path:
         there = files.exists(folder)
         raise SourceError(f"{source} has no {CONFIG_FILE}." if there else f"{source} does not exist.")
     before = [files.ukey(f"{folder}/{name}") for name in names]
-    with _progress() as progress:
+    with progress_bars() as bars:
+
+        def show(size: int | None, value: int, **_: object) -> None:
+            bars.total(size or 0)
+            bars.reached(value)
+
         for name in names:
-            bar = progress.add_task(name, total=None)
-            shown = fsspec.callbacks.Callback(
-                hooks={"bar": lambda size, value, bar=bar, **_: progress.update(bar, total=size, completed=value)}
-            )
+            bars.began(name, 0)
+            shown = fsspec.callbacks.Callback(hooks={"bar": show})
             files.get_file(f"{folder}/{name}", str(place / name), callback=shown)
     files.invalidate_cache()
     if before != [files.ukey(f"{folder}/{name}") for name in names]:
         raise SourceError(f"{source} was replaced while it was read.")
     return place
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)

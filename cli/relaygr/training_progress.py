@@ -1,17 +1,16 @@
-"""The log that a training reads, and how it is followed: a bar for each piece of work, a line for each epoch."""
+"""The log that a training reads, and a line for each of its epochs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from relaygr.interactions import Interactions, Limits, joined, log_bytes, read_interactions
 from relaygr.interactions.mapping import NO_MAP, LogMap
+from relaygr.progress import Bars, progress_bars
 from relaygr.training.logs import Log
 
 if TYPE_CHECKING:
@@ -54,29 +53,6 @@ def training_log(parts: Sequence[Interactions]) -> Log:
     )
 
 
-class Bars:
-    """One bar at a time, on standard error."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None, visible=False)
-
-    def began(self, name: str, steps: int) -> None:
-        self._progress.reset(self._task, description=name, total=steps or None, visible=True)
-
-    def total(self, steps: int) -> None:
-        self._progress.update(self._task, total=steps or None, visible=True)
-
-    def stepped(self) -> None:
-        self._progress.advance(self._task)
-
-    def reached(self, done: int) -> None:
-        self._progress.update(self._task, completed=done)
-
-    def share(self, share: float, text: str) -> None:
-        self._progress.update(self._task, completed=share, description=text)
-
-
 class EpochLines:
     """The epoch's bar with its loss, and a line for each epoch."""
 
@@ -98,10 +74,3 @@ class EpochLines:
             f"epoch {record.epoch + 1:3}  loss {record.loss:.4f}  next {record.next_loss:.4f}  "
             f"validation NDCG@10 {record.ndcg:.4f}  {record.seconds:.0f} s"
         )
-
-
-@contextmanager
-def progress_bars() -> Iterator[Bars]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield Bars(progress)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, KvDtypeOption, ThreadsOption
 from relaygr.cli.options import require_writable
 from relaygr.cli.texts import parse_size, plain_console, stdout_console
+from relaygr.progress import progress_bars
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -62,14 +62,9 @@ def calibrate(
     )
     require_finite_scores(engine, model)
     bind_own_arena(engine)
-    columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=1.0)
-        calibration = measure(
-            engine,
-            QUICK_BUDGET_S if quick else budget_s,
-            lambda share, text: progress.update(bar, completed=share, description=text),
-        )
+    with progress_bars() as bars:
+        bars.began("calibrating", 1)
+        calibration = measure(engine, QUICK_BUDGET_S if quick else budget_s, bars.share)
     if as_json:
         typer.echo(calibration_text(calibration), nl=False)
     else:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from relaygr.cli.options import command_settings
 from relaygr.cli.texts import parse_size
+from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 
 if TYPE_CHECKING:
@@ -181,11 +179,12 @@ def plan_systems(
     from relaygr.simulate.plan import plan_capacity
 
     rows = []
-    with Runner(jobs) as runner, progress_bar() as (progress, task):
+    with Runner(jobs) as runner, progress_bars() as bars:
+        bars.began("simulating", 1)
         for each in systems:
 
             def show(workers: int, share: float, name: str = each.value) -> None:
-                progress.update(task, completed=share, description=f"{name}: {workers:,} workers")
+                bars.share(share, f"{name}: {workers:,} workers")
 
             case = fleet.case(each)
             found = plan_capacity(case, sample, seeds, runner, show, impressions)
@@ -241,10 +240,3 @@ def users_caveat(users: int, workers: int) -> str | None:
     if users >= _USERS_PER_WORKER * workers:
         return None
     return f"{users:,} users are few for {workers:,} workers, and some workers may have none: raise --users."
-
-
-@contextmanager
-def progress_bar() -> Iterator[tuple[Progress, TaskID]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield progress, progress.add_task("simulating", total=1.0)

@@ -11,10 +11,11 @@ import typer
 from relaygr.cli.options import JsonOption
 from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
 from relaygr.interactions.mapping import recorded_map
+from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
 from relaygr.runtime.stop_signals import exit_on_sigterm
-from relaygr.training_progress import progress_bars, read_training_log
+from relaygr.training_progress import read_training_log
 
 if TYPE_CHECKING:
     from relaygr.training.post_training import Compared

@@ -10,7 +10,6 @@ import numpy as np
 import typer
 from confluent_kafka import Message
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from relaygr.cli.options import (
     ActionsOption,
@@ -35,6 +34,7 @@ from relaygr.interactions.publishing import (
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.progress import progress_bars
 from relaygr.publishing.avro import AvroValues
 from relaygr.publishing.bridge import SOURCE, Bridge, Passed, time_of
 from relaygr.publishing.json_lines import MAX_LIST_TEXTS, parse_object
@@ -239,9 +239,9 @@ def behaviours_of_log(
     read = _read_all(console, paths, Limits(max_bad_lines=max_bad_lines), model, names)
     if not read.users:
         raise RelayError(f"{_named(paths)} contains no interactions: there is nothing to publish")
-    with _progress() as progress:
-        task = progress.add_task("publishing", total=behaviours_count(read, after_ms))
-        report = publish_behaviours(kafka, read, after_ms, lambda done: progress.update(task, completed=done))
+    with progress_bars() as bars:
+        bars.began("publishing", behaviours_count(read, after_ms))
+        report = publish_behaviours(kafka, read, after_ms, bars.reached)
     _tell_published(console, report, "behaviours", kafka.topic(Topic.BEHAVIOURS), kafka)
     return report.complete
 
@@ -313,20 +313,15 @@ def _named(paths: list[Path]) -> str:
 
 
 def _read(path: Path, limits: Limits, names: LogMap) -> Interactions:
-    with _progress() as progress:
-        task = progress.add_task(f"reading {path.name}", total=log_bytes(path) or None)
-        return read_interactions(path, limits, lambda done: progress.update(task, completed=done), names)
+    with progress_bars() as bars:
+        bars.began(f"reading {path.name}", log_bytes(path))
+        return read_interactions(path, limits, bars.reached, names)
 
 
 def _publish(kafka: KafkaSettings, read: Interactions, selection: Selection) -> PublishReport:
-    with _progress() as progress:
-        task = progress.add_task("publishing", total=histories_count(read, selection))
-        return publish_histories(kafka, read, selection, lambda done: progress.update(task, completed=done))
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    with progress_bars() as bars:
+        bars.began("publishing", histories_count(read, selection))
+        return publish_histories(kafka, read, selection, bars.reached)
 
 
 def _tell_read(console: Console, report: ReadReport) -> None:

@@ -26,12 +26,12 @@ from relaygr.cli.fleet_options import (
     fleet_of,
     plan_caveats,
     plan_systems,
-    progress_bar,
     us_per_byte,
     users_caveat,
 )
 from relaygr.cli.options import ConfigOption, SetOption
 from relaygr.cli.texts import stdout_console
+from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 
 if TYPE_CHECKING:
@@ -116,10 +116,11 @@ def run(
         lengths=lengths, users=users, seconds=day if seconds is None else seconds,
     )  # fmt: skip
     size, console, results = FleetSize(workers, sample, seeds), stdout_console(), {}
-    with Runner(jobs) as runner, progress_bar() as (progress, task):
+    with Runner(jobs) as runner, progress_bars() as bars:
+        bars.began("simulating", 1)
 
         def show(name: str, share: float) -> None:
-            progress.update(task, completed=share, description=f"simulating: {name}")
+            bars.share(share, f"simulating: {name}")
 
         if system == "pool":
             case = replace(fleet.case(System.RELAY, day), refresh_s=refresh)

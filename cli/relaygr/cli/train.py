@@ -26,10 +26,11 @@ from relaygr.cli.post_train import post_train_command
 from relaygr.cli.texts import figures_table, parse_size, plain_console, print_json, stdout_console
 from relaygr.interactions import require_pyarrow
 from relaygr.interactions.mapping import log_map, recorded_map
+from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
 from relaygr.runtime.stop_signals import StopSignals, exit_on_sigterm
-from relaygr.training_progress import EpochLines, progress_bars, read_training_log
+from relaygr.training_progress import EpochLines, read_training_log
 
 if TYPE_CHECKING:
     from relaygr.training.collect import Collected

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from relaygr.demo.machine import CoreWatch
 from relaygr.deployment import CURRENT, deploy
+from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import lock_folder
 from relaygr.settings import Settings
-from relaygr.training_progress import EpochLines, progress_bars, read_training_log
+from relaygr.training_progress import EpochLines, read_training_log
 
 if TYPE_CHECKING:
     from relaygr.training.runs import Run

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pydantic import ByteSize
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.demo.machine import CoreWatch
 from relaygr.demo.plan import CROWDING, HBM_SHARE, NEW_SHARE, DemoPlan, PlanOverrides, plan_demo
 from relaygr.devbroker import LocalBroker
+from relaygr.progress import progress_bars
 from relaygr.settings import Settings
 from relaygr.traffic.population import Population
 from relaygr.worker.calibration import QUICK_BUDGET_S, calibrate, save_calibration
@@ -71,18 +71,10 @@ def plan_for_this_machine(
         model, worker.device, worker.kv_dtype, worker.page_tokens, worker.threads, worker.compute_dtype
     )
     bind_own_arena(engine)
-    columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress, CoreWatch() as watch:
-        bar = progress.add_task("", total=2.0)
-        alone = calibrate(
-            engine,
-            QUICK_BUDGET_S,
-            lambda share, text: progress.update(bar, completed=share, description=text),
-            rest=lambda: None,
-        )
-        predicting = calibrate(
-            engine, QUICK_BUDGET_S, lambda share, text: progress.update(bar, completed=1 + share, description=text)
-        )
+    with progress_bars(console) as bars, CoreWatch() as watch:
+        bars.began("calibrating", 2)
+        alone = calibrate(engine, QUICK_BUDGET_S, bars.share, rest=lambda: None)
+        predicting = calibrate(engine, QUICK_BUDGET_S, lambda share, text: bars.share(1 + share, text))
     save_calibration(predicting, calibration)
     longest = engine.limits.max_prefix_behaviours
     lengths = [min(population.first_length(index), longest) for index in range(population.size)]

@@ -13,8 +13,8 @@ from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 
 T = TypeVar("T")
@@ -73,10 +73,9 @@ def main(
     for shape in shapes.split(","):
         _named(SHAPES, shape)
         bench = SideBySide(shape, variants, sizes, opened)
-        columns = (TextColumn(shape), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            bar = progress.add_task("", total=(rounds + 1) * len(variants))
-            bench.run(rounds, lambda text, bar=bar: progress.update(bar, advance=1, description=text))  # type: ignore[misc]
+        with progress_bars() as bars:
+            bars.began(shape, (rounds + 1) * len(variants))
+            bench.run(rounds, lambda _, bars=bars: bars.stepped())  # type: ignore[misc]
         figures = bench.figures()
         print_tables(console, figures)
         for name, error in bench.errors().items():

@@ -28,10 +28,11 @@ def main(
     """Measure what scores on K,V of the previous weights lose after a refresh."""
     from relaygr.bench.refresh.run import compare
     from relaygr.cli.texts import figures_table, plain_console, stdout_console
+    from relaygr.progress import progress_bars
     from relaygr.training.logs import usable
     from relaygr.training.ranking import chosen_users
     from relaygr.training.splits import Protocol, split_log
-    from relaygr.training_progress import progress_bars, read_training_log
+    from relaygr.training_progress import read_training_log
 
     split = split_log(usable(read_training_log(logs, 100, plain_console(stderr=True))), Protocol.TIME)
     chosen = chosen_users(split, users, 0)
