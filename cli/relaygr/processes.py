@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,7 @@ STOP_TIMEOUT_S = 20.0
 """Longer than a supervisor waits for its two processes. They would outlive a supervisor that is killed."""
 LOG_TAIL_LINES = 12
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +102,25 @@ class Processes:
         return child
 
     def await_ready(self, children: Sequence[CommandProcess], timeout_s: float) -> None:
-        """Waits until all are ready. Raises RelayError, with the log, if one ends or the time is over."""
+        """Waits until all are ready. Raises RelayError, with the logs, if one ends or the time is over."""
+        waiting = list(children)
+
+        def are_ready() -> bool:
+            while waiting and is_ready(waiting[0].port):
+                waiting.pop(0)
+            return not waiting
+
+        self.await_so(f"{', '.join(child.name for child in children)} are ready", are_ready, timeout_s)
+
+    def await_so(self, what: str, is_so: Callable[[], bool], timeout_s: float) -> None:
+        """Waits. Raises RelayError, with the ends of the logs, if a child ends with an error or the time is over."""
         ends_s = time.monotonic() + timeout_s
-        for child in children:
-            while not is_ready(child.port):
-                self.require_running()
-                if time.monotonic() > ends_s:
-                    raise RelayError(f"{child.name} was not ready after {timeout_s:.0f} s:\n{child.log_tail()}")
-                time.sleep(0.1)
+        while not is_so():
+            self.require_running()
+            if time.monotonic() > ends_s:
+                logs = "\n".join(f"{child.name}:\n{child.log_tail()}" for child in self._children)
+                raise RelayError(f"not within {timeout_s:.0f} s: {what}. The ends of the logs:\n{logs}")
+            time.sleep(_POLL_S)
 
     def require_running(self) -> None:
         """Raises RelayError, with its log, if a child has ended with an error."""

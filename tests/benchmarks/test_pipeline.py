@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
+from relaygr.bench.null_model import null_settings
 from relaygr.bench.pipeline.__main__ import main
-from relaygr.bench.pipeline.echo import Children, Echo, read_run
+from relaygr.bench.pipeline.echo import Echo, read_run
 from relaygr.bench.pipeline.run import (
     COLUMNS,
-    MeasuredWindow,
     Plan,
     RoundFigures,
     RunFigures,
     measure_rates,
     medians,
-    null_settings,
 )
 from relaygr.bench.rows import refuse_other_columns
+from relaygr.bench.window import MeasuredWindow
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
@@ -70,13 +70,6 @@ def test_two_runs_on_one_broker_have_topics_of_their_own(tmp_path: Path) -> None
     assert first.topic_prefix != second.topic_prefix
 
 
-def test_a_process_that_still_runs_is_stopped_with_the_others() -> None:
-    with Children() as children:
-        child = children.start("gateway", "http.server", "0", "--bind", "127.0.0.1")
-        assert children.roles() == {child.pid: "gateway"}
-    assert child.returncode is not None and children.roles() == {}
-
-
 @pytest.mark.slow
 def test_a_run_in_miniature_has_the_figures_of_relay_http_and_echo(tmp_path: Path) -> None:
     plan = Plan(2.0, 1, 1.0, http=True)
@@ -101,10 +94,10 @@ def test_a_window_takes_no_sample_after_its_end(
 ) -> None:
     begun, taken = tmp_path / "begun", list[float]()
     begun.write_text("begun")
-    monkeypatch.setattr("relaygr.bench.pipeline.run.busy_s", lambda: taken.append(0.0) or 0.0)
+    monkeypatch.setattr("relaygr.bench.window.busy_s", lambda: taken.append(0.0) or 0.0)
     window = MeasuredWindow(begun, dict, longest_s=longest_s)
     for now_s in (0.0, 1.0, 2.0):
-        monkeypatch.setattr("relaygr.bench.pipeline.run.time.monotonic", lambda at_s=now_s: at_s)
+        monkeypatch.setattr("relaygr.bench.window.time.monotonic", lambda at_s=now_s: at_s)
         window.sample()
     assert len(taken) == readings
 
@@ -123,7 +116,7 @@ def test_the_echo_answers_every_request(embedded_broker: LocalBroker, tmp_path: 
     )
     with Echo(tmp_path, embedded_broker, settings) as echo:
         gateway = echo.start_run(tmp_path / "run.json", traffic)
-        assert gateway.wait(60) == 0
+        assert gateway.process.wait(60) == 0
         assert sorted(echo.roles().values()) == ["gateway", "trigger", "worker"]
     latencies, offered = read_run(tmp_path / "run.json")
     assert offered > 20

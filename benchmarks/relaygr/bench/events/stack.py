@@ -21,7 +21,6 @@ from relaygr.bench.rows import now
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess, Processes, is_ready, read_children, read_metrics, write_config
-from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import Settings
 from relaygr.worker.calibration import Calibration, describe, save_calibration
@@ -175,13 +174,7 @@ class Stack:
         return {child.name: child.process.returncode for child in running}
 
     def _await(self, what: str, is_so: Callable[[], bool]) -> None:
-        ends_s = time.monotonic() + START_TIMEOUT_S
-        while not is_so():
-            self._processes.require_running()
-            if time.monotonic() > ends_s:
-                logs = "\n".join(child.log_tail() for child in self._commands.values())
-                raise RelayError(f"not within {START_TIMEOUT_S:.0f} s: {what}. The ends of the logs:\n{logs}")
-            time.sleep(POLL_S)
+        self._processes.await_so(what, is_so, START_TIMEOUT_S)
 
     def _is_calm(self) -> bool:
         lives = [child for name, child in self._commands.items() if name not in ("gateway", "hot")]

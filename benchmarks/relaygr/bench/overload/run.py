@@ -17,9 +17,10 @@ from pydantic import ByteSize
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.bench.null_model import null_settings
 from relaygr.bench.overload.__main__ import OverloadModel
-from relaygr.bench.pipeline.run import MeasuredWindow, null_settings
 from relaygr.bench.rows import append_rows, machine, now, refuse_other_columns
+from relaygr.bench.window import MeasuredWindow
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker

@@ -4,19 +4,15 @@ Gateway, trigger and worker are processes of their own, as in the pipeline. Thei
 the same factories, the gateway sends at the times of the same schedule, and each message has the size of the real one.
 The trigger forwards each event as a job, the worker drops jobs and answers each ranking request, and nobody decodes.
 
-`Echo` runs the three processes: `python -m relaygr.bench.pipeline.echo ROLE SETTINGS ...` is one of them.
+`Echo` runs the three processes: `python -m relaygr.bench.pipeline.echo ROLE FILE --config SETTINGS` is one of them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +20,11 @@ from types import TracebackType
 import numpy as np
 from confluent_kafka import Consumer, Message, TopicPartition
 
+from relaygr.cli.options import ConfigOption, SetOption
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
 from relaygr.kafka.message_headers import headers_of
-from relaygr.processes import write_config
-from relaygr.runtime.errors import RelayError
+from relaygr.processes import CommandProcess, Processes, write_config
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
@@ -48,7 +44,6 @@ from relaygr.traffic.schedule import Candidates, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 
 START_TIMEOUT_S = 120.0
-_READY = "ready"
 _BATCH = 64
 _WAIT_S = 0.1
 _DRAIN_S = 10.0
@@ -64,21 +59,20 @@ class Echo:
         self._folder = folder / name
         self._broker = broker
         self._settings = settings.model_copy(update={"topic_prefix": name, "group_prefix": name})
-        self._config = self._folder / "settings.yaml"
-        self._children = Children()
 
     def __enter__(self) -> Echo:
         self._folder.mkdir(parents=True)
-        write_config(self._settings, self._config)
+        config = self._folder / "settings.yaml"
+        write_config(self._settings, config)
         with ExitStack() as started:
             self._broker.create_topics(self._settings)
             if not self._broker.ours:
                 started.callback(self._broker.delete_topics, self._settings)
-            started.enter_context(self._children)
-            for process in [self._start(role) for role in ("worker", "trigger")]:
-                assert process.stdout is not None
-                if process.stdout.readline().strip() != _READY:
-                    raise RelayError("the echo's worker or trigger did not start")
+            self._processes = started.enter_context(Processes(self._folder, config))
+            signs = [self._folder / role for role in ("worker", "trigger")]
+            for sign in signs:
+                self._start(sign.name, sign)
+            self._processes.await_so("the echo is ready", lambda: all(map(Path.exists, signs)), START_TIMEOUT_S)
             self._cleanup = started.pop_all()
         return self
 
@@ -88,57 +82,20 @@ class Echo:
         self._cleanup.close()
 
     def roles(self) -> Mapping[int, str]:
-        """The role of each running process, by its process id."""
-        return self._children.roles()
-
-    def start_run(self, records: Path, traffic: TrafficSettings) -> subprocess.Popen[str]:
-        """Starts a gateway that plays the schedule once. `read_run` reads the file when the gateway has ended."""
-        schedule = traffic.model_dump_json(include={"rate_per_s", "duration_s"})
-        return self._start("gateway", str(records), schedule)
-
-    def _start(self, role: str, *arguments: str) -> subprocess.Popen[str]:
-        return self._children.start(role, __name__, role, str(self._config), *arguments)
-
-
-class Children:
-    """Modules that run as processes, by role. The context manager stops them."""
-
-    def __init__(self) -> None:
-        self._running: dict[str, subprocess.Popen[str]] = {}
-
-    def __enter__(self) -> Children:
-        return self
-
-    def roles(self) -> dict[int, str]:
         """The role of each process, by its process id."""
-        return {process.pid: role for role, process in self._running.items()}
+        return {child.process.pid: child.name for child in self._processes.running}
 
-    def start(self, role: str, module: str, *arguments: str) -> subprocess.Popen[str]:
-        """Starts a process, in place of an ended one of the same role."""
-        self._running[role] = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,  # A process ends when this one closes the pipe, or ends itself.
-            stdout=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
-        return self._running[role]
+    def start_run(self, records: Path, traffic: TrafficSettings) -> CommandProcess:
+        """Starts a gateway that plays the schedule once. `read_run` reads the file when the gateway has ended."""
+        return self._start("gateway", records, schedule_of(traffic))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self._running.values():
-            process.send_signal(signal.SIGTERM)
-        for process in self._running.values():
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
-        self._running.clear()
+    def _start(self, role: str, file: Path, settings: Sequence[str] = ()) -> CommandProcess:
+        return self._processes.start(role, [role, str(file)], "traffic", settings, [__name__])
+
+
+def schedule_of(traffic: TrafficSettings) -> list[str]:
+    """The settings in which the runs differ."""
+    return [f"traffic.rate_per_s={traffic.rate_per_s}", f"traffic.duration_s={traffic.duration_s}"]
 
 
 def read_run(records: Path) -> tuple[np.ndarray, int]:
@@ -150,22 +107,22 @@ def read_run(records: Path) -> tuple[np.ndarray, int]:
 # -- the processes ----------------------------------------------------------------------------------
 
 
-def _trigger(settings: Settings) -> None:
+def _trigger(settings: Settings, sign: Path) -> None:
     producer = make_producer(settings, ProducerKind.PREINFER, "echo-trigger")
     topic = settings.topic(Topic.PREINFER)
     consumer = make_group_consumer(settings, settings.trigger_group, "echo-trigger")
-    for messages in _batches(consumer, [settings.topic(Topic.RETRIEVAL)]):
+    for messages in _batches(consumer, [settings.topic(Topic.RETRIEVAL)], sign):
         for message in messages:
             producer.produce(topic, message.value(), message.key())
         producer.poll(0)
 
 
-def _worker(settings: Settings) -> None:
+def _worker(settings: Settings, sign: Path) -> None:
     producer = make_producer(settings, ProducerKind.LATENCY, "echo-worker")
     ranking, results = settings.topic(Topic.RANKING), settings.topic(Topic.RESULTS)
     value = encode(_result(settings.traffic))
     consumer = make_group_consumer(settings, settings.workers_group, "echo-worker", instance_id="echo-worker")
-    for messages in _batches(consumer, [settings.topic(Topic.PREINFER), ranking]):
+    for messages in _batches(consumer, [settings.topic(Topic.PREINFER), ranking], sign):
         for message in messages:
             if message.topic() == ranking:
                 request_id = _request_id(message)
@@ -230,15 +187,15 @@ def _gateway(settings: Settings, records: Path) -> None:
     records.write_text(json.dumps({"latency_us": in_order}), encoding="utf-8")
 
 
-def _batches(consumer: Consumer, topics: list[str]) -> Iterator[list[Message]]:
-    """Joins the group, says so, and yields what arrives."""
+def _batches(consumer: Consumer, topics: list[str], sign: Path) -> Iterator[list[Message]]:
+    """Joins the group, makes the file `sign`, and yields what arrives."""
     assigned = threading.Event()
     consumer.subscribe(topics, on_assign=lambda *_: assigned.set())
     ends_s = time.monotonic() + START_TIMEOUT_S
     while not assigned.is_set() and time.monotonic() < ends_s:
         yield _next(consumer)
     tune_interpreter()
-    print(_READY, flush=True)  # noqa: T201 - the parent waits for this line
+    sign.touch()
     while True:
         yield _next(consumer)
 
@@ -291,27 +248,14 @@ def _result(traffic: TrafficSettings) -> RankingResult:
     )
 
 
-def end_with_the_parent() -> None:
-    """Ends this process when the parent closes the pipe or ends."""
-
-    def wait() -> None:
-        # Not `sys.stdin`, whose lock would be held when the interpreter ends.
-        os.read(0, 1)
-        os._exit(0)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _main(role: str, config: str, *arguments: str) -> None:
-    settings = load_settings(config, environment={})
-    end_with_the_parent()
-    if role == "gateway":
-        records, schedule = arguments
-        traffic = settings.traffic.model_copy(update=json.loads(schedule))
-        _gateway(settings.model_copy(update={"traffic": traffic}), Path(records))
-    else:
-        {"trigger": _trigger, "worker": _worker}[role](settings)
+def main(role: str, file: Path, config: ConfigOption, overrides: SetOption = None) -> None:
+    """Runs one of the processes. `file`: what the gateway writes, or a file that says that another one is ready."""
+    {"trigger": _trigger, "worker": _worker, "gateway": _gateway}[role](
+        load_settings(config, overrides=overrides or ()), file
+    )
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    from relaygr.cli.app import run
+
+    run(main)

@@ -1,15 +1,13 @@
 """The same impressions over HTTP: `relaygr gateway`, and a player whose client sends JSON to it.
 
 Histories still go to Kafka. `Http` runs the gateway, and a player for each run:
-`python -m relaygr.bench.pipeline.http SETTINGS PORT RECORDS SCHEDULE`.
+`python -m relaygr.bench.pipeline.http PORT RECORDS --config SETTINGS`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -21,13 +19,14 @@ from typing import Any, Unpack
 
 from numpy.typing import ArrayLike
 
-from relaygr.bench.pipeline.echo import Children, end_with_the_parent
+from relaygr.bench.pipeline.echo import schedule_of
+from relaygr.cli.options import ConfigOption, SetOption
 from relaygr.client import RankOutcome, RankStatus, RelayClient
 from relaygr.client.publisher import OnDelivery
 from relaygr.client.requests import RankFields, RetrievalFields, ranking_request, retrieval_event
 from relaygr.devbroker.local import free_ports
 from relaygr.gateway.bodies import RankBody, RetrievalBody
-from relaygr.processes import Processes
+from relaygr.processes import CommandProcess, Processes
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.schemas.json_messages import to_json
 from relaygr.schemas.messages import RetrievalEvent
@@ -47,15 +46,14 @@ class Http:
     def __init__(self, folder: Path, config: Path) -> None:
         """`config`: the settings file of the pipeline."""
         self._folder, self._config = folder, config
-        self._players = Children()
         (self._port,) = free_ports(1)
 
     def __enter__(self) -> Http:
         with ExitStack() as started:
-            processes = started.enter_context(Processes(self._folder, self._config))
-            started.enter_context(self._players)
-            self._gateway = processes.start("http", ["gateway"], "gateway", [f"gateway.listen_port={self._port}"])
-            processes.await_ready([self._gateway], START_TIMEOUT_S)
+            self._processes = started.enter_context(Processes(self._folder, self._config))
+            own = [f"gateway.listen_port={self._port}"]
+            gateway = self._processes.start("http", ["gateway"], "gateway", own)
+            self._processes.await_ready([gateway], START_TIMEOUT_S)
             self._cleanup = started.pop_all()
         return self
 
@@ -66,12 +64,12 @@ class Http:
 
     def roles(self) -> dict[int, str]:
         """`gateway` for the processes of the HTTP gateway and of the player, by their process ids."""
-        return {self._gateway.process.pid: "gateway", **self._players.roles()}
+        return {child.process.pid: "gateway" for child in self._processes.running}
 
-    def start_run(self, records: Path, traffic: TrafficSettings) -> subprocess.Popen[str]:
+    def start_run(self, records: Path, traffic: TrafficSettings) -> CommandProcess:
         """Starts a player that plays the schedule once."""
-        schedule = traffic.model_dump_json(include={"rate_per_s", "duration_s"})
-        return self._players.start("gateway", __name__, str(self._config), str(self._port), str(records), schedule)
+        command = [str(self._port), str(records)]
+        return self._processes.start("player", command, "traffic", schedule_of(traffic), [__name__])
 
 
 class HttpClient(RelayClient):
@@ -166,16 +164,17 @@ class HttpClient(RelayClient):
             self._ended += 1
 
 
-def _main(config: str, port: str, records: str, schedule: str) -> None:
-    settings = load_settings(config, environment={})
-    end_with_the_parent()
-    traffic = settings.traffic.model_copy(update=json.loads(schedule))
-    writer = RecordWriter(Path(records))
-    client_of = partial(HttpClient, int(port), settings, traffic.gateway_id, settings.client)
+def main(port: int, records: Path, config: ConfigOption, overrides: SetOption = None) -> None:
+    """Plays the schedule of the settings once."""
+    settings = load_settings(config, overrides=overrides or ())
+    traffic, writer = settings.traffic, RecordWriter(records)
+    client_of = partial(HttpClient, port, settings, traffic.gateway_id, settings.client)
     tune_interpreter()
     Player(client_of, traffic, population_of(traffic), writer.write).play()
     writer.close()
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    from relaygr.cli.app import run
+
+    run(main)

@@ -4,47 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.bench.pipeline.echo import Echo, read_run
+from relaygr.bench.null_model import null_settings
+from relaygr.bench.pipeline.echo import Echo, read_run, schedule_of
 from relaygr.bench.pipeline.http import Http
 from relaygr.bench.rows import append_rows, machine, now, refuse_other_columns
-from relaygr.demo.machine import busy_s
+from relaygr.bench.window import SAMPLE_S, MeasuredWindow
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import LatencyCoefficients, Outcome
-from relaygr.settings import Settings
+from relaygr.schemas.messages import Outcome
 from relaygr.traffic.records import read_records
 from relaygr.traffic.settings import TrafficSettings
-from relaygr.worker.calibration import Calibration, describe, save_calibration
-from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.engine import load_engine
-from relaygr.worker.model.options import Family
 
-BUDGET_MS = 1_000
-CANDIDATES = 128
-HISTORY = 512
-PARTITIONS = 8
-"""The least number of partitions for one worker."""
-SAMPLE_S = 0.1
 TABLE_WIDTH = 150
 
 
@@ -179,31 +165,30 @@ def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: flo
 
 def _run_pipeline(stack: DemoStack, records: Path, traffic: TrafficSettings) -> RunFigures:
     window = MeasuredWindow(records, stack.roles)
-    stack.play_unobserved(
-        records, window.sample, [f"traffic.rate_per_s={traffic.rate_per_s}", f"traffic.duration_s={traffic.duration_s}"]
-    )
+    stack.play_unobserved(records, window.sample, schedule_of(traffic))
     return _recorded(records, window)
 
 
 def _run_http(http: Http, stack: DemoStack, records: Path, traffic: TrafficSettings) -> RunFigures:
     window = MeasuredWindow(records, lambda: stack.roles() | http.roles())
-    _watch(http.start_run(records, traffic), window, "player over HTTP")
+    _watch(http.start_run(records, traffic), window)
     return _recorded(records, window)
 
 
 def _run_echo(echo: Echo, records: Path, traffic: TrafficSettings) -> RunFigures:
     window = MeasuredWindow(records.with_suffix(".begun"), echo.roles)
-    _watch(echo.start_run(records, traffic), window, "echo's gateway")
+    _watch(echo.start_run(records, traffic), window)
     latencies, offered = read_run(records)
     return _figures(latencies, offered, window)
 
 
-def _watch(sender: subprocess.Popen[Any], window: MeasuredWindow, what: str) -> None:
-    while sender.poll() is None:
+def _watch(sender: CommandProcess, window: MeasuredWindow) -> None:
+    """Raises RelayError, with its log, if the sender fails."""
+    while sender.process.poll() is None:
         window.sample()
         time.sleep(SAMPLE_S)
-    if sender.returncode != 0:
-        raise RelayError(f"the {what} ended with exit code {sender.returncode}")
+    if sender.process.returncode:
+        raise RelayError(f"{sender.name} ended with exit code {sender.process.returncode}:\n{sender.log_tail()}")
 
 
 def _recorded(records: Path, window: MeasuredWindow) -> RunFigures:
@@ -223,134 +208,6 @@ def _figures(latencies_ms: NDArray[np.float64], offered: int, window: MeasuredWi
         p99_ms=percentile(latencies_ms, 99),
         python_cpu=sum(cpu.get(role, 0.0) for role in ("gateway", "trigger", "worker")),
         foreign_cpu=window.foreign_cpu_per_second(),
-    )
-
-
-class MeasuredWindow:
-    """The measured part of a run: CPU time of each process, of the broker, and of the rest of the machine."""
-
-    def __init__(
-        self,
-        begun: Path,
-        roles: Callable[[], Mapping[int, str]],
-        longest_s: float = math.inf,
-    ) -> None:
-        """The window begins when the file `begun` has content, and ends after `longest_s` or with the last sample.
-        `roles`: the measured processes by their ids.
-        """
-        self._begun = begun
-        self._longest_s, self._ends_s = longest_s, math.inf
-        self._roles = roles
-        self._processes: dict[psutil.Process, str] = {}
-        self._first: dict[psutil.Process, tuple[float, float]] = {}
-        self._last: dict[psutil.Process, tuple[float, float]] = {}
-        self._machine: list[tuple[float, float]] = []
-        self._next_s = 0.0
-
-    def sample(self) -> None:
-        """Reads the CPU time of every process, at most once a second, because reading takes CPU time too."""
-        if not self._next_s <= time.monotonic() <= self._ends_s:
-            return
-        self._next_s = time.monotonic() + (1.0 if self._processes else SAMPLE_S)
-        if not self._processes:
-            if not (self._begun.exists() and self._begun.stat().st_size):
-                return
-            self._open()
-        for process in self._processes:
-            try:
-                times = process.cpu_times()
-            except psutil.Error:
-                continue
-            now = (time.monotonic(), times.user + times.system)
-            self._first.setdefault(process, now)
-            self._last[process] = now
-        self._machine.append((time.monotonic(), busy_s()))
-
-    def _open(self) -> None:
-        self._ends_s = time.monotonic() + self._longest_s
-        roles = self._roles()
-        own = psutil.Process()
-        self._processes = {process: roles.get(process.pid, _role_of_other(process)) for process in own.children(True)}
-        self._processes[own] = "benchmark"
-
-    def cpu_per_second(self) -> dict[str, float]:
-        """CPU seconds in a second of wall time, by role. The longest sampled process gives the wall time."""
-        wall_s = max((self._last[process][0] - self._first[process][0] for process in self._last), default=0.0)
-        used: dict[str, float] = {}
-        for process, last in self._last.items():
-            role = self._processes[process]
-            used[role] = used.get(role, 0.0) + last[1] - self._first[process][1]
-        return {role: seconds / wall_s for role, seconds in used.items()} if wall_s else {}
-
-    def foreign_cpu_per_second(self) -> float:
-        """The CPU seconds a second that processes used which this one did not start."""
-        if len(self._machine) < 2:
-            return float("nan")
-        (from_s, busy_from_s), (to_s, busy_to_s) = self._machine[0], self._machine[-1]
-        return max(0.0, (busy_to_s - busy_from_s) / (to_s - from_s) - sum(self.cpu_per_second().values()))
-
-
-def _role_of_other(process: psutil.Process) -> str:
-    """`idle` for the Python processes that wait for their turn, else `broker`."""
-    try:
-        return "idle" if "python" in process.name() else "broker"
-    except psutil.Error:
-        return "broker"
-
-
-SLOW_FULL = LatencyCoefficients(a0=10_000_000, a1=0, a2=0, b0=1, b1=0, b2=0, c0=1, c1=0, c2=0, d0=1, d1=0)
-"""A latency model by which every impression is at risk and feasible."""
-
-
-def null_settings(
-    broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float, latency: LatencyCoefficients = SLOW_FULL
-) -> Settings:
-    """Settings with a null model that is said to take these times."""
-    config = ModelConfig(
-        family=Family.NULL,
-        embedding_dim=64,
-        num_heads=1,
-        attention_dim=16,
-        hidden_dim=16,
-        num_layers=1,
-        normalizer=1024.0,
-        vocabulary_size=10_000,
-        max_prefix_behaviours=HISTORY * 2,
-        max_suffix_behaviours=32,
-        max_candidates=CANDIDATES,
-    )
-    model = folder / "model"
-    save_checkpoint(model, config, random_checkpoint(config, seed=0).tensors)
-    engine = load_engine(model, "cpu", threads=1)
-    made = Calibration(describe(engine), now(), latency, (), (), (), ())
-    save_calibration(made, folder / "calibration.json")
-    # The topics are deleted at the end: another's run on the same cluster keeps its own.
-    prefix = f"bench-{secrets.token_hex(3)}"
-    kafka = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
-    return Settings.model_validate(
-        {
-            **kafka.model_dump(),
-            "log": {"level": "warning"},
-            "worker": {
-                "model": model,
-                "calibration": folder / "calibration.json",
-                "hbm_bytes": 256 << 20,
-                "dram_bytes": 0,
-                "history_max_bytes": 256 << 20,
-            },
-            "traffic": {
-                "duration_s": seconds,
-                "rate_per_s": rate_per_s,
-                "users": 1_000,
-                "history_median": HISTORY,
-                "history_sigma": 0.0,
-                "history_max": HISTORY * 2,
-                "growth": 0,
-                "candidates": CANDIDATES,
-                "lead_median_ms": 200.0,
-                "budget_ms": BUDGET_MS,
-            },
-        }
     )
 
 

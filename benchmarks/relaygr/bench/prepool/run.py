@@ -26,7 +26,6 @@ from relaygr.kafka.clients import ONE_A_BATCH, ProducerKind, make_admin, make_as
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess, Processes, read_metrics, write_config
-from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.headers import PREPARED_BY
 from relaygr.schemas.messages import Behaviours, History, PreInferJob
@@ -109,8 +108,10 @@ class Fleet:
     ready: Ready
     users: int = 0
 
+    def await_so(self, what: str, is_so: Callable[[], bool]) -> None:
+        self.processes.await_so(what, is_so, WAIT_S)
+
     def total(self, name: str, **labels: str) -> int:
-        self.processes.require_running()
         return int(sum(read_metrics(each.port).total(name, **labels) for each in self.workers))
 
     def jobs(self, event: str) -> int:
@@ -123,7 +124,10 @@ class Fleet:
             self.client.publish_history(history)
             self.users += 1
             if self.users % AT_ONCE == 0 or history is histories[-1]:
-                _await("the histories are there", lambda: self.total("relaygr_history_users") == WORKERS * self.users)
+                self.await_so(
+                    "the histories are there",
+                    lambda: self.total("relaygr_history_users") == WORKERS * self.users,
+                )
         return histories
 
     def send(self, histories: Sequence[History], at_s: Sequence[float], lead_ms: int) -> dict[str, int]:
@@ -213,7 +217,7 @@ def _job(history: History, lead_ms: int) -> PreInferJob:
 def _capacity(fleet: Fleet) -> float:
     """Jobs a second, of a backlog in which each has much time. The first half touches all memory for the first time."""
     due = fleet.send(fleet.publish(2 * BACKLOG), [0.0] * 2 * BACKLOG, 60_000)
-    _await("the backlog is computed", lambda: due.keys() <= fleet.ready.told_us.keys())
+    fleet.await_so("the backlog is computed", lambda: due.keys() <= fleet.ready.told_us.keys())
     told_us = sorted(fleet.ready.told_us[each] for each in due)[BACKLOG:]
     return (BACKLOG - 1) / (told_us[-1] - told_us[0]) * 1e6
 
@@ -286,21 +290,12 @@ def _warm(fleet: Fleet) -> None:
 
     def has_each() -> bool:
         fleet.send(fleet.publish(8), [each / 4 for each in range(8)], 20_000)
-        fleet.processes.require_running()
         return all(
             read_metrics(each.port).total("relaygr_preinfer_pool_jobs_total", event="prepared") >= 8
             for each in fleet.workers
         )
 
-    _await("every worker has jobs", has_each)
-
-
-def _await(what: str, is_so: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + WAIT_S
-    while not is_so():
-        if time.monotonic() > ends_s:
-            raise RelayError(f"not within {WAIT_S:.0f} s: {what}")
-        time.sleep(0.1)
+    fleet.await_so("every worker has jobs", has_each)
 
 
 def _history(number: int, length: int = LENGTH) -> History:
