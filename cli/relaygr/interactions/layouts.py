@@ -72,6 +72,8 @@ _KNOWN: Final = (
 
 BLOCK_BYTES: Final = 1024 * 1024
 MAX_LINE_BYTES: Final = 1024 * 1024
+Line = str | tuple[str, ...]
+"""A line of text, or a row of Parquet: the texts of its columns."""
 _GZIP = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
 
@@ -85,8 +87,14 @@ class LineBlock:
     bytes_read: int
     """Bytes of the file on disk up to the end of this block."""
 
-    def lines(self) -> list[str]:
-        return self.text.split("\n")
+    def numbered(self) -> tuple[Sequence[int], list[str]]:
+        """The lines that are not blank, and their numbers."""
+        lines = self.text.split("\n")
+        numbers: Sequence[int] = range(self.first_number, self.first_number + len(lines))
+        if all(lines) and not any(map(str.isspace, lines)):
+            return numbers, lines
+        kept = [(number, line) for number, line in zip(numbers, lines, strict=True) if line.strip()]
+        return [number for number, _ in kept], [line for _, line in kept]
 
 
 def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[LineBlock]:
@@ -174,7 +182,7 @@ class Layout:
     """The column of action codes or event names."""
     map: LogMap = NO_MAP
     keys: tuple[str, ...] = ()
-    """The columns of JSON lines: their names."""
+    """The columns of JSON lines and Parquet: their names."""
 
     @property
     def has_times(self) -> bool:
@@ -183,15 +191,17 @@ class Layout:
     @property
     def has_gaps(self) -> bool:
         """Whether `nan` is a missing id: of text without types, which JSON and Parquet have."""
-        return not self.keys and self.kind is not LayoutKind.PARQUET
+        return not self.keys
 
     @property
     def has_ratings(self) -> bool:
         """Whether the action codes are ratings: twice the stars."""
         return self.rating is not None
 
-    def split(self, line: str) -> list[str]:
+    def split(self, line: Line) -> Sequence[str]:
         """The fields of a line. Raises csv.Error for broken quotes, JsonLineError for broken JSON."""
+        if isinstance(line, tuple):
+            return line
         if self.keys:
             found = parse_object(line.encode("utf-8", "surrogateescape"))
             ids = (self.user, self.item)
@@ -200,16 +210,16 @@ class Layout:
             return next(csv.reader((line,), delimiter=self.separator, strict=True))
         return line.split(self.separator)
 
-    def columns(self, lines: list[str]) -> list[Sequence[str]]:
+    def columns(self, lines: Sequence[Line]) -> list[Sequence[str]]:
         """The fields of all lines by column. Raises ValueError unless every line has `column_count` fields."""
-        text = "\n".join(lines)
+        text = "" if self.keys else "\n".join(cast(Sequence[str], lines))
         if self.keys or (self.quoted and '"' in text):
             columns: list[Sequence[str]] = list(zip(*map(self.split, lines), strict=True))
             if len(columns) != self.column_count:
                 raise ValueError(f"{len(columns)} fields, expected {self.column_count}")
             return columns
         separators = self.column_count - 1
-        if any(line.count(self.separator) != separators for line in lines):
+        if any(line.count(self.separator) != separators for line in cast(Sequence[str], lines)):
             raise ValueError(f"a line does not have {self.column_count} fields")
         # One split of the whole text: a list for every line would take more time than everything else together.
         fields = text.replace("\n", self.separator).split(self.separator)
@@ -295,14 +305,17 @@ def _json_lines(path: Path, lines: Sequence[str], log_map: LogMap) -> Layout:
     if not fields:
         raise RelayError(f"{path} begins with '{{', but no line is an object: write each on one line (jq -c .).")
     found = named_columns(path, list(fields), log_map)
-    place = {column: at for at, column in enumerate(found.used)}
+    return with_keys(LayoutKind.JSON_LINES, found, log_map, f"an object on each line, with {found.shown}")
+
+
+def with_keys(kind: LayoutKind, found: NamedColumns, log_map: LogMap, because: str) -> Layout:
+    """The layout of a log of which only the named columns are taken."""
+    place: dict[int | None, int] = {column: at for at, column in enumerate(found.used)}
     return Layout(
-        LayoutKind.JSON_LINES, "", False, len(place), place[found.user], place[found.item],
-        None if found.time is None else place[found.time], None if found.rating is None else place[found.rating],
-        tuple((place[column], bit) for column, bit in found.flags), found.time_is_ms,
-        because=f"an object on each line, with {found.shown}", notes=found.notes,
-        codes=None if found.action is None else place[found.action], map=log_map,
-        keys=tuple(found.fields[column] for column in place),
+        kind, "", False, len(place), place[found.user], place[found.item], place.get(found.time),
+        place.get(found.rating), tuple((place[column], bit) for column, bit in found.flags), found.time_is_ms,
+        because=because, notes=found.notes, codes=place.get(found.action), map=log_map,
+        keys=tuple(found.fields[column] for column in found.used),
     )  # fmt: skip
 
 

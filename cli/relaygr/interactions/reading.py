@@ -8,8 +8,9 @@
   microseconds below 1e17, else nanoseconds. Columns such as `time_ms` are milliseconds. A line whose time would fit
   another unit is a bad line. A file wholly before 1990 or after tomorrow is refused.
 * Several files are one log, as are those of a folder (in the order of names, numbers in them by their value, without
-  names that begin with `.` or `_`). The behaviours of a user are ordered by time; behaviours of equal time stay in the
-  order of the files. Rows that repeat another one exactly count like any other, and a note says how many they are.
+  names that begin with `.` or `_`; if it has Parquet files, only these). The behaviours of a user are ordered by time;
+  behaviours of equal time stay in the order of the files. Rows that repeat another one exactly count like any other,
+  and a note says how many they are.
 * User ids stay text. An item id that is a plain decimal integer of 64 bits stays that number. Any other item id, `007`
   included, becomes the first 63 bits of its blake2b hash, which is the same in every run and every file. If two ids get
   the same number, reading stops with RelayError.
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -46,13 +48,14 @@ from relaygr.interactions.layouts import (
     FLAG_VALUES,
     Layout,
     LayoutKind,
+    Line,
     LineBlock,
     files_of,
     read_blocks,
     recognise_text,
 )
 from relaygr.interactions.mapping import LARGEST_RATING, LARGEST_TIME, NO_MAP, LogMap, rating_code, time_number
-from relaygr.interactions.parquet import is_parquet, parquet_files, read_parquet, recognise_parquet
+from relaygr.interactions.parquet import PARQUET_SUFFIXES, RowBlock, is_parquet, read_rows, recognise_parquet
 from relaygr.publishing.json_lines import JsonLineError
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
@@ -68,13 +71,12 @@ def read_interactions(
     Raises RelayError if the layout is unknown, a file is not readable, or a limit is exceeded.
     """
     path, limits = Path(path), limits or Limits()
-    layout = recognise(path, log_map)
-    if layout.kind is LayoutKind.PARQUET:
-        return read_parquet(path, layout, limits, on_progress).finish()
-    rows, done_bytes = Rows(path, layout, limits), 0
-    for each in _text_files(path):
-        reader = _TextReader(each, recognise_text(each, layout.map), rows, each.name if path.is_dir() else "")
-        for block in read_blocks(each):
+    rows, done_bytes = Rows(path, recognise(path, log_map), limits), 0
+    for each in log_files(path):
+        layout = recognise(each, log_map)
+        reader = _Reader(each, layout, rows, each.name if path.is_dir() else "")
+        blocks = read_rows(each, layout.keys) if layout.kind is LayoutKind.PARQUET else read_blocks(each)
+        for block in blocks:
             reader.take(block)
             if on_progress is not None:
                 on_progress(done_bytes + block.bytes_read)
@@ -84,27 +86,32 @@ def read_interactions(
 
 def recognise(path: Path, log_map: LogMap = NO_MAP) -> Layout:
     """The layout of a file or folder. Raises RelayError, with the first line of a text, if it is unknown."""
-    return recognise_parquet(path, log_map) if is_parquet(path) else recognise_text(_text_files(path)[0], log_map)
+    files = log_files(path)
+    layout = (recognise_parquet if is_parquet(files[0]) else recognise_text)(files[0], log_map)
+    named = {part.partition("=")[0] for each in files for part in each.relative_to(path).parts[:-1] if "=" in part}
+    if not named:
+        return layout
+    return replace(
+        layout, notes=(*layout.notes, f"columns in the names of folders are not used: {', '.join(sorted(named))[:200]}")
+    )
+
+
+def log_files(path: Path) -> list[Path]:
+    """The files of a folder, only those of Parquet if there are any, or the file itself, in the order of reading."""
+    return (files_of(path, PARQUET_SUFFIXES) or files_of(path) if path.is_dir() else []) or [path]
 
 
 def log_bytes(path: Path) -> int:
     """The bytes of a log on disk; 0 if it is not there."""
-    if path.is_dir():
-        return sum(each.stat().st_size for each in (parquet_files if is_parquet(path) else _text_files)(path))
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _text_files(path: Path) -> list[Path]:
-    """The files of a folder, or the file itself, in the order of reading."""
-    return (files_of(path) if path.is_dir() else []) or [path]
+    return sum(each.stat().st_size for each in log_files(path) if each.is_file())
 
 
 class _LogLineError(ValueError):
     """The reason why a line is not an interaction."""
 
 
-class _TextReader:
-    """Converts blocks of lines."""
+class _Reader:
+    """Converts the blocks of one file."""
 
     def __init__(self, path: Path, layout: Layout, rows: Rows, file: str) -> None:
         """`file`: the name of one of several files. Raises RelayError if it has other columns than the first one."""
@@ -116,19 +123,15 @@ class _TextReader:
             if own != wanted and (what in ("kind", "flags", "time_is_ms") or None in (own, wanted)):
                 raise RelayError(f"{path} has another {what} than the first file of the folder: give each alone.")
 
-    def take(self, block: LineBlock) -> None:
-        lines = block.lines()
-        numbers: Sequence[int] = range(block.first_number, block.first_number + len(lines))
-        if not all(lines) or any(map(str.isspace, lines)):
-            kept = [(number, line) for number, line in zip(numbers, lines, strict=True) if line.strip()]
-            numbers, lines = [number for number, _ in kept], [line for _, line in kept]
+    def take(self, block: LineBlock | RowBlock) -> None:
+        numbers, lines = block.numbered()
         self.rows.count(len(lines))
         if self.layout.has_header and not self.header_seen and lines:
             self.header_seen = True
             numbers, lines = numbers[1:], lines[1:]
         self._take(numbers, lines)
 
-    def _take(self, numbers: Sequence[int], lines: list[str]) -> None:
+    def _take(self, numbers: Sequence[int], lines: Sequence[Line]) -> None:
         """Converts all lines at once. If that fails, converts each half, down to single lines."""
         if not lines:
             return
@@ -149,7 +152,7 @@ class _TextReader:
             except (_LogLineError, BadIdError, JsonLineError, csv.Error) as error:
                 self.rows.reject(number, str(error), self._file)
 
-    def _convert(self, numbers: Sequence[int], lines: list[str]) -> Columns:
+    def _convert(self, numbers: Sequence[int], lines: Sequence[Line]) -> Columns:
         """The lines as columns. Raises one of several errors if a line is bad. `_explain` finds the line and reason."""
         layout = self.layout
         columns = layout.columns(lines)
@@ -171,7 +174,7 @@ class _TextReader:
         users = np.fromiter(map(self.rows.users.__getitem__, columns[layout.user]), np.int32, count)
         return Columns(numbers, users, items, times, actions, file=self._file)
 
-    def _explain(self, line: str) -> None:
+    def _explain(self, line: Line) -> None:
         """Raises _LogLineError or csv.Error with the reason if the fields of the line are wrong."""
         layout = self.layout
         fields = layout.split(line)
