@@ -1,4 +1,4 @@
-"""SiLU in LLVM's language: of float32, and as exact as bfloat16 needs.
+"""SiLU in machine code: of float32, and as exact as bfloat16 needs.
 
     SiLU(x) = x / (1 + exp(-x))
 
@@ -7,7 +7,13 @@ exp is a power of two, and a polynomial for the rest.
 
 from __future__ import annotations
 
-from relaygr.worker.model.machine_code import LANES, fma, joined, part, registers, same, splat, vector_of
+import functools
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from relaygr.worker.model.attention.emit import I32, Code, splat, vector_of
+from relaygr.worker.model.attention.form import LANES
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -21,84 +27,52 @@ _TO_WHOLE = 12_582_912.0
 """1.5 x 2^23: a float32 that is added to it is rounded to a whole number, in the lowest bits of the sum."""
 
 
-def silu_declarations(lanes: int) -> str:
-    of = vector_of(lanes)
-    return "\n".join(
-        f"declare {of} @llvm.{name}.v{lanes}f32({', '.join([of] * count)})"
-        for name, count in (("fma", 3), ("rint", 1), ("minnum", 2), ("maxnum", 2))
-    )
+def silu(code: Code, x: ir.Value) -> ir.Value:
+    """SiLU of a vector."""
+    b, constant = code.builder, functools.partial(splat, x.type.count)
+    y = _bounded(code, x)
+    power = code.elementwise("rint", b.fmul(y, constant(-_LOG2_E)))
+    # In two steps, for the product with the first part is exact.
+    rest = code.fma(power, constant(-_LN2_LOW), code.fma(power, constant(-_LN2_HIGH), b.fneg(y)))
+    less_one = code.fma(_polynomial(code, rest, _EXP), b.fmul(rest, rest), rest)
+    exponent = b.fptosi(power, vector_of(x.type.count, I32))
+    return b.fdiv(x, _one_and_power(code, b.fadd(less_one, constant(1.0)), exponent))
 
 
-def silu(lanes: int, tag: str) -> str:
-    """%result{tag} = SiLU of %x{tag}."""
-    of, whole = vector_of(lanes), vector_of(lanes, "i32")
-    lines = [
-        _bounded(lanes, tag),
-        f"  %scaled{tag} = fmul {of} %y{tag}, {splat(lanes, -_LOG2_E)}",
-        f"  %power{tag} = call {of} @llvm.rint.v{lanes}f32({of} %scaled{tag})",
-        f"  %minus{tag} = fneg {of} %y{tag}",
-        fma(lanes, f"rest_high{tag}", f"%power{tag}", splat(lanes, -_LN2_HIGH), f"%minus{tag}"),
-        fma(lanes, f"rest{tag}", f"%power{tag}", splat(lanes, -_LN2_LOW), f"%rest_high{tag}"),
-        _polynomial(lanes, tag, _EXP),
-        f"  %square{tag} = fmul {of} %rest{tag}, %rest{tag}",
-        fma(lanes, f"fraction_less_one{tag}", f"%poly{tag}", f"%square{tag}", f"%rest{tag}"),
-        f"  %fraction{tag} = fadd {of} %fraction_less_one{tag}, {splat(lanes, 1.0)}",
-        f"  %whole{tag} = fptosi {of} %power{tag} to {whole}",
-        _denominator(lanes, tag, f"%fraction{tag}"),
-        f"  %result{tag} = fdiv {of} %x{tag}, %under{tag}",
-    ]
-    return "\n".join(lines)
-
-
-def short_silu(lanes: int, tag: str) -> str:
+def short_silu(code: Code, x: ir.Value) -> ir.Value:
     """The same with a relative error of at most 2e-4, in AVX-512."""
-    of, whole = vector_of(lanes), vector_of(lanes, "i32")
-    lines = [
-        _bounded(lanes, tag),
-        fma(lanes, f"rounded{tag}", f"%y{tag}", splat(lanes, -_LOG2_E), splat(lanes, _TO_WHOLE)),
-        f"  %power{tag} = fsub {of} %rounded{tag}, {splat(lanes, _TO_WHOLE)}",
-        f"  %minus{tag} = fneg {of} %power{tag}",
-        fma(lanes, f"rest{tag}", f"%y{tag}", splat(lanes, -_LOG2_E), f"%minus{tag}"),
-        _polynomial(lanes, tag, _EXP2),
-        # Shifted, the bits above those of the whole number are gone.
-        f"  %whole{tag} = bitcast {of} %rounded{tag} to {whole}",
-        _denominator(lanes, tag, f"%poly{tag}"),
-    ]
-    for register in registers(lanes):
-        lines += [
-            part(f"under{tag}_{register}", f"%under{tag}", lanes, register),
-            f"  %inverse{tag}_{register} = call {_INVERSE}(<16 x float> %under{tag}_{register}, "
-            "<16 x float> zeroinitializer, i16 -1)",
-        ]
-    return "\n".join([*lines, joined(f"inverse{tag}", lanes), f"  %result{tag} = fmul {of} %x{tag}, %inverse{tag}"])
+    b, constant = code.builder, functools.partial(splat, x.type.count)
+    y = _bounded(code, x)
+    shifted = code.fma(y, constant(-_LOG2_E), constant(_TO_WHOLE))
+    power = b.fsub(shifted, constant(_TO_WHOLE))
+    rest = code.fma(y, constant(-_LOG2_E), b.fneg(power))
+    # The bits above those of the whole number are shifted out.
+    exponent = b.bitcast(shifted, vector_of(x.type.count, I32))
+    under = _one_and_power(code, _polynomial(code, rest, _EXP2), exponent)
+    return b.fmul(x, code.by_register(functools.partial(_inverse, code), under))
 
 
-_INVERSE = f"{vector_of(LANES)} @llvm.x86.avx512.rcp14.ps.512"
-SHORT_DECLARATION = f"declare {_INVERSE}(<16 x float>, <16 x float>, i16)"
+def _inverse(code: Code, x: ir.Value) -> ir.Value:
+    """1 / x of 16 numbers, with a relative error of at most 2^-14."""
+    nothing, all_lanes = ir.Constant(vector_of(LANES), None), ir.IntType(16)(-1)
+    return code.intrinsic("llvm.x86.avx512.rcp14.ps.512", x.type, x, nothing, all_lanes)
 
 
-def _bounded(lanes: int, tag: str) -> str:
-    """%y: %x within the numbers whose exp is a normal number."""
-    of = vector_of(lanes)
-    return f"""  %low{tag} = call {of} @llvm.maxnum.v{lanes}f32({of} %x{tag}, {of} {splat(lanes, -_WIDEST)})
-  %y{tag} = call {of} @llvm.minnum.v{lanes}f32({of} %low{tag}, {of} {splat(lanes, _WIDEST)})"""
+def _bounded(code: Code, x: ir.Value) -> ir.Value:
+    """x within the numbers whose exp is a normal number."""
+    lanes = x.type.count
+    return code.elementwise("minnum", code.elementwise("maxnum", x, splat(lanes, -_WIDEST)), splat(lanes, _WIDEST))
 
 
-def _polynomial(lanes: int, tag: str, factors: tuple[float, ...]) -> str:
-    """%poly: a polynomial of %rest. The factor of the highest power comes first."""
-    before, lines = splat(lanes, factors[0]), []
-    for place, factor in enumerate(factors[1:], 1):
-        result = f"poly{tag}" if place + 1 == len(factors) else f"poly{place}{tag}"
-        lines.append(fma(lanes, result, before, f"%rest{tag}", splat(lanes, factor)))
-        before = f"%{result}"
-    return "\n".join(lines)
+def _polynomial(code: Code, x: ir.Value, factors: Sequence[float]) -> ir.Value:
+    """The factor of the highest power comes first."""
+    first, *others = (splat(x.type.count, factor) for factor in factors)
+    return functools.reduce(lambda result, factor: code.fma(result, x, factor), others, first)
 
 
-def _denominator(lanes: int, tag: str, fraction: str) -> str:
-    """%under = 1 + the fraction times 2 to the power of %whole, which is added to its exponent."""
-    of, whole = vector_of(lanes), vector_of(lanes, "i32")
-    return f"""  %shifted{tag} = shl {whole} %whole{tag}, {same(lanes, "i32 23")}
-  %bits{tag} = bitcast {of} {fraction} to {whole}
-  %sum{tag} = add {whole} %bits{tag}, %shifted{tag}
-  %exp{tag} = bitcast {whole} %sum{tag} to {of}
-  %under{tag} = fadd {of} %exp{tag}, {splat(lanes, 1.0)}"""
+def _one_and_power(code: Code, fraction: ir.Value, exponent: ir.Value) -> ir.Value:
+    """1 + fraction times 2 to the power of `exponent`, a vector of integers."""
+    b, whole = code.builder, exponent.type
+    shifted = b.shl(exponent, ir.Constant(whole, [23] * whole.count))
+    power = b.bitcast(b.add(b.bitcast(fraction, whole), shifted), fraction.type)
+    return b.fadd(power, splat(whole.count, 1.0))
