@@ -119,14 +119,19 @@ class Code:
     def __init__(self, module: ir.Module, name: str, pointers: int, ints: int) -> None:
         """The function takes so many pointers, then so many integers: `pointers` and `ints`."""
         types = [POINTER] * pointers + [I64] * ints
-        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
-        self.function.linkage = "internal"
-        self.builder = ir.IRBuilder(self.function.append_basic_block())
-        arguments = self.function.args
+        self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
+        self._function.linkage = "internal"
+        self.builder = ir.IRBuilder(self._function.append_basic_block())
+        arguments = self._function.args
         for argument in arguments[:pointers]:
             argument.add_attribute("noalias")
         self.pointers = [Memory(self.builder, argument) for argument in arguments[:pointers]]
         self.ints = [Int(self.builder, argument) for argument in arguments[pointers:]]
+
+    def end(self) -> ir.Function:
+        """Returns from the function."""
+        self.builder.ret_void()
+        return self._function
 
     def room(self, numbers: int) -> Memory:
         """Memory for float32 numbers, as long as the function runs. Only before the first loop."""

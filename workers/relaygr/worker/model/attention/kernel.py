@@ -65,8 +65,7 @@ class _Scores:
 
     def write(self) -> ir.Function:
         self._code.loop(0, self._keys, LANES, self._sixteen_keys)
-        self._code.builder.ret_void()
-        return self._code.function
+        return self._code.end()
 
     def _sixteen_keys(self, key: Int) -> None:
         code, block, form = self._code, self._block, self._form
@@ -93,10 +92,7 @@ class _Scores:
         code, block, form = self._code, self._block, self._form
         multiply = dot if form.bfloat16 else Code.fma
         g, keys_at = form.geometry, self._k.at(key * form.k_lanes)
-        near = self._next_k
-        if not form.bfloat16:
-            following = keys_at.at(LANES * g.attention_dim)
-            near = code.either(key + LANES < self._keys, following, self._next_k)
+        next_keys = code.either(key + LANES < self._keys, keys_at.at(LANES * g.attention_dim), self._next_k)
 
         def step(d: Int, *sums: ir.Value) -> list[ir.Value]:
             row = self._q.at(d * block.rows).load_vector(block.rows, align=64)
@@ -104,7 +100,7 @@ class _Scores:
             number = d * (count * form.per_lane) + first * g.attention_dim
             # Converted keys are in the cache.
             if not form.bfloat16:
-                code.fetch(near.at(number), TO_FIRST)
+                code.fetch(next_keys.at(number), TO_FIRST)
             line = (number + key * g.attention_dim) // LANES
             for more in range(-(-count * form.per_lane // LANES)):
                 code.fetch_evenly(self._next_k, line + more, form.unit * g.attention_dim // LANES)
@@ -160,8 +156,7 @@ class _Values:
                 self._tile(range(row, row + rows), range(first, last), lines_before, lines)
                 lines_before += lines
                 row += rows
-        self._code.builder.ret_void()
-        return self._code.function
+        return self._code.end()
 
     def _tile(self, rows: range, vectors: range, lines_before: int, lines: int) -> None:
         """Sums of some rows and vectors of columns. Each step fetches `lines` lines, behind those of tiles before."""
@@ -233,7 +228,7 @@ class _Work:
         items = self._int["parts"] * self._geometry.num_heads
         with code.when(number < items):
             code.loop(number, items, threads, self._item)
-        code.builder.ret_void()
+        code.end()
 
     def _item(self, item: Int) -> None:
         code, g, of = self._code, self._geometry, self._int

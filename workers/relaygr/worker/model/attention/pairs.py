@@ -81,5 +81,4 @@ def conversion(module: ir.Module, g: KvGeometry) -> ir.Function:
 
     code.loop(0, keys * g.attention_dim, LANES, of_k)
     code.loop(0, keys, 2, of_v)
-    code.builder.ret_void()
-    return code.function
+    return code.end()
