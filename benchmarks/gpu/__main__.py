@@ -28,6 +28,8 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.worker.device import open_device
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "gpu" / "results"
 DRY_LIMIT_S = 300.0
@@ -248,11 +250,12 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments) == ["--dry"]:
         phases, environment, device = dry(), {"CUDA_VISIBLE_DEVICES": ""}, "dry run on a CPU"
     elif arguments and set(arguments) <= set(groups):
-        if not torch.cuda.is_available():
+        opened = open_device()
+        if opened.is_cpu:
             console.print("torch finds no GPU here; --dry runs on a CPU")
             return 2
         phases = [phase for name in arguments for phase in groups[name]]
-        environment, device = {}, torch.cuda.get_device_name()
+        environment, device = {}, opened.description
     else:
         console.print(f"name one or more of {', '.join(groups)}, or --dry alone")
         return 2
