@@ -67,6 +67,7 @@ LONGEST = (
     "tests/pipeline/test_divert.py",
     "tests/training/test_collect.py",
     "tests/pipeline/test_demo_data.py",
+    "tests/benchmarks/test_gpu.py",
     "tests/workers/test_history_follower.py",
     "tests/pipeline/test_warm_restart.py",
     "tests/streams/test_trigger_app.py",

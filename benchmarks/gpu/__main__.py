@@ -19,12 +19,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
-import triton
 from rich.console import Console
 from rich.table import Table
 
@@ -157,8 +157,8 @@ def dry() -> list[Phase]:
         f"{KERNEL_TESTS[1]}::test_the_fused_norm_is_the_plain_one_narrowed",
         f"{KERNEL_TESTS[2]}::test_a_size_seen_twice_runs_from_its_graph_and_gives_the_same_rows",
     )
-    attention = "-m benchmarks.gpu.interpreted relaygr.bench.engine.attention --json OUT"
-    engine = "-m benchmarks.gpu.interpreted relaygr.bench.engine --out OUT"
+    attention = "-m tests.worlds.interpreted relaygr.bench.engine.attention --json OUT"
+    engine = "-m tests.worlds.interpreted relaygr.bench.engine --out OUT"
     return [
         _tests("kernels", DRY_LIMIT_S, " ".join(tests)),
         _tests("contract", DRY_LIMIT_S, f"{CONTRACT}::test_an_appended_prefix_is_the_longer_prefix -k triton"),
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         console.print(f"name one or more of {', '.join(groups)}, or --dry alone")
         return 2
-    device += f", torch {torch.__version__}, Triton {triton.__version__}"
+    device += f", torch {torch.__version__}, Triton {version('triton')}"
     results = run(phases, RESULTS, environment)
     report(results, phases, device, RESULTS / "figures.json")
     return int(any(result.outcome is not Outcome.PASSED for result in results))

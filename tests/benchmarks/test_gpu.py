@@ -6,17 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
-pytest.importorskip("triton", reason="the kernels need Triton, which is there for Linux only")
-
 from benchmarks.gpu import __main__ as gpu
+from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is there for Linux only"),
+]
 ROOT = Path(__file__).parents[2]
+ENDINGS = {"fails": gpu.Outcome.FAILED, "hangs": gpu.Outcome.TOO_LONG, "passes": gpu.Outcome.PASSED}
 
 SCRIPT = """
 import json, subprocess, sys, time
@@ -43,14 +47,18 @@ def test_a_phase_that_fails_or_hangs_is_reported_and_does_not_stop_the_next(
     assert {each.name: each.outcome for each in results} == ENDINGS | {"breaks": gpu.Outcome.FAILED}
     children = {each.name: row["child"] for each in results for row in each.rows}
     assert list(children) == list(ENDINGS), "what broke has no figures"
-    assert not any(map(psutil.pid_exists, children.values())), "a phase's processes end with it"
+    until(lambda: not any(map(runs, children.values())), "the processes of the phases have ended")
     written = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert [each["outcome"] for each in written["phases"]] == ["failed", "failed", "too long", "passed"]
     shown = capsys.readouterr().out
     assert all(f"process {child}" in shown for child in children.values())
 
 
-ENDINGS = {"fails": gpu.Outcome.FAILED, "hangs": gpu.Outcome.TOO_LONG, "passes": gpu.Outcome.PASSED}
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_what_is_not_a_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

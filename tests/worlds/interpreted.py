@@ -1,6 +1,6 @@
 """Runs a module with the attention of CUDA on Triton's interpreter, which the tests use, too.
 
-python -m benchmarks.gpu.interpreted MODULE [ARGUMENT ...]
+python -m tests.worlds.interpreted MODULE [ARGUMENT ...]
 """
 
 import runpy
