@@ -19,7 +19,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from relaygr.client.metrics import GatewayMetrics
-from relaygr.consumer import health, loop, offsets
+from relaygr.consumer import health, loop, offsets, pauses
 from relaygr.gateway.app import HttpMetrics
 from relaygr.kafka import dead_letters
 from relaygr.kafka.settings import KafkaSettings
@@ -36,7 +36,8 @@ from relaygr.worker.cache.stats import CacheCollector, CacheStats, TierStats
 from relaygr.worker.history import metrics as history_metrics
 from relaygr.worker.history import snapshots
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
-from relaygr.worker.pool import deletions, tier
+from relaygr.worker.pool import deletions
+from relaygr.worker.pool import metrics as pool_metrics
 from relaygr.worker.preinfer import slots
 from relaygr.worker.process.reloading import reloads_counter
 from relaygr.worker.shared import dram_tier
@@ -92,7 +93,18 @@ def metrics_by_process() -> dict[str, list[MetricDefinition]]:
         "Triggers": _definitions(TriggerMetrics),
         "Workers": _definitions(
             _make_worker_metrics,
-            of_modules=(health, loop, offsets, history_metrics, snapshots, dram_tier, tier, deletions, slots),
+            of_modules=(
+                health,
+                loop,
+                offsets,
+                pauses,
+                history_metrics,
+                snapshots,
+                dram_tier,
+                pool_metrics,
+                deletions,
+                slots,
+            ),
         ),
         "The supervisor of a worker with a standby": _definitions(_make_supervisor_metrics),
         "The lag monitor": _definitions(_make_lag_metrics),
