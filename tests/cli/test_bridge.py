@@ -49,6 +49,12 @@ MAP = ["--columns", "user=uid,item=sku,time=at,action=event", "--actions", "view
 KILLED_RECORDS = 30_000
 
 
+@pytest.fixture(scope="module")
+def broker(any_broker: LocalBroker) -> LocalBroker:
+    """What a bridge makes of records does not depend on the broker."""
+    return any_broker
+
+
 def source_of(kafka: KafkaSettings) -> str:
     """A topic that the test has for itself: no trigger runs."""
     return kafka.topic(Topic.RETRIEVAL)

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.codec import decode
@@ -53,6 +54,12 @@ HISTORY = {
     ],
 }
 SCHEMAS: dict[int, Any] = {1: EVENT, 2: HISTORY, 3: "string"}
+
+
+@pytest.fixture(scope="module")
+def broker(any_broker: LocalBroker) -> LocalBroker:
+    """The records do not depend on the broker."""
+    return any_broker
 
 
 @dataclass

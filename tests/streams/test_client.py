@@ -428,14 +428,6 @@ def test_what_waits_is_refused_inside_a_callback_instead_of_waiting_for_itself(
         assert gateway.rank("u", [3], budget_ms=BUDGET_MS).status is RankStatus.RANKED
 
 
-def test_close_tells_who_still_waits(kafka_settings: KafkaSettings) -> None:
-    gateway = client(kafka_settings, close_timeout_s=0.05)
-    gateway.start()
-    future = gateway.submit_rank("u", [1], budget_ms=60_000)
-    gateway.close()
-    assert (future.result(0).status, future.result(0).reason) == (RankStatus.TIMED_OUT, TimeOutReason.CLOSED)
-
-
 def test_no_thread_is_left_behind(kafka_settings: KafkaSettings) -> None:
     with client(kafka_settings, "gw-left"):
         assert [t for t in threading.enumerate() if "gw-left" in t.name] != []
