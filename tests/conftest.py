@@ -17,8 +17,8 @@ leaves a thread or a child process behind fails.
 A run of the whole suite uses four processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
 of a file stay in one process, and the files that last longest come first. At most two processes run whole relays, as
 long as there are other files. The fourth process takes only what these leave of the processors: it is nice, and runs
-no relays as long as there are other files. The processes share one real broker; each has an embedded cluster of its
-own.
+short files without relays as long as there are some. The processes share one real broker; each has an embedded cluster
+of its own.
 
 Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
 (`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
@@ -56,7 +56,7 @@ PIPELINE = "tests/pipeline/"
 CORES = min(2, os.cpu_count() or 1)
 RELAYS = 2
 """The most files with whole relays that run at once: more would make each other late."""
-NICE = 10
+NICE = 5
 """Of the process that fills the processors while the others wait for processes and brokers."""
 LONGEST = (
     "tests/pipeline/test_standby.py",
@@ -197,14 +197,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            others = [files for other, files in self.assigned_work.items() if other is not node]
+            elsewhere = [files for other, files in self.assigned_work.items() if other is not node]
             busy = [
-                any(has_relays(file) and not all(tests.values()) for file, tests in files.items()) for files in others
+                any(has_relays(file) and not all(tests.values()) for file, tests in files.items())
+                for files in elsewhere
             ]
-            if sum(busy) >= RELAYS or fills(node.gateway.id):
-                other = next((file for file in self.workqueue if not has_relays(file)), None)
-                if other is not None:
-                    self.workqueue.move_to_end(other, last=False)
+            others = [file for file in self.workqueue if not has_relays(file)]
+            if fills(node.gateway.id):
+                others = [file for file in others if file not in LONGEST] or others
+            elif sum(busy) < RELAYS:
+                others = []
+            if others:
+                self.workqueue.move_to_end(others[0], last=False)
             super()._assign_work_unit(node)
 
     return OneProcessAFile(config, log)

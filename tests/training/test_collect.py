@@ -337,7 +337,7 @@ def test_a_folder_that_may_have_missed_deletions_is_read_anew(
     """Kafka keeps tombstones for some days. Each run that reads to the end counts as current."""
     source.events("ann", 5)
     collect(source.kafka, folder)
-    monkeypatch.setattr(module, "_MAX_AGE_MS", 30_000)
+    monkeypatch.setattr(module, "_MAX_AGE_MS", 3_600_000)
     assert collect(source.kafka, folder).written_files == 0
     monkeypatch.setattr(module, "_MAX_AGE_MS", -1000)
     assert collect(source.kafka, folder) == Collected(behaviours=5, users=1, written_files=4, reached_end=True)
