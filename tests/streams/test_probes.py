@@ -24,7 +24,7 @@ from relaygr.runtime import probes
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.http_server import ConnectionLimits, HttpServer
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
-from tests.waiting import becomes, until
+from tests.waiting import until
 
 
 class Subject:
@@ -246,7 +246,7 @@ def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.M
     with subject.server, connections(subject, 1, b"GET /readyz HTTP/1.1\r\nhost: worker\r\n\r\n") as opened:
         with contextlib.suppress(ConnectionResetError):
             opened[0].recv(1, socket.MSG_PEEK)  # The server has accepted the connection.
-        becomes(lambda: not subject.open_connections())
+        until(lambda: not subject.open_connections(), "the server has closed it")
         received = 0
         with contextlib.suppress(ConnectionResetError):
             while part := opened[0].recv(1 << 20):

@@ -13,6 +13,7 @@ from relaygr.worker.pool.deletions import Deletions
 from relaygr.worker.pool.segments import Segments
 from relaygr.worker.pool.store import Store
 from relaygr.worker.pool.tier import SETTLE_US, PoolTier
+from tests.waiting import until
 from tests.worlds.real_executor import RealExecutorWorld
 
 SLOW_DEVICE = LatencyCoefficients(0, 100, 0, b0=0, b1=100, b2=0, c0=1, c1=0, c2=0, d0=100, d1=0)
@@ -71,14 +72,14 @@ class PooledWorld(RealExecutorWorld):
         for world in list(cls.opened):
             world.close()
 
-    def until(self, holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def until(self, holds: Callable[[], bool]) -> None:
         """Runs the executor until the condition holds."""
-        end_s = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < end_s
+
+        def step() -> None:
             self.run()
             self.wake()
-            time.sleep(0.002)
+
+        until(holds, "the worker has come so far", meanwhile=step)
         self.run()
 
     def wake(self) -> None:
