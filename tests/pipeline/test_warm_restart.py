@@ -181,36 +181,6 @@ def test_flipped_bytes_are_detected_at_the_first_reload_and_never_served(life: L
     assert life.counted("relaygr_arena_pages_verified_total", "outcome")["torn"] == 2
 
 
-def test_a_truncated_file_is_never_served(life: Life) -> None:
-    user = new_user()
-    before = life.spilled(user)
-
-    def cut() -> None:
-        with life.file("dram").open("r+b") as file:
-            file.truncate(1000)
-
-    life.restart(after_death=cut)
-    after = life.rank(user, 0)
-    assert after.path is ServedBy.FULL
-    assert_same_scores(after, before[user])
-
-
-def test_a_foreign_index_is_dropped_as_a_whole(life: Life) -> None:
-    user = new_user()
-    before = life.spilled(user)
-
-    def scribble() -> None:
-        with life.file("index").open("r+b") as file:
-            file.write(b"relaygr.arena.0\0 of a version that never was")
-
-    life.restart(after_death=scribble)
-    assert life.counted("relaygr_arena_index_dropped_total", "reason") == {"other_format": 1}
-    assert life.counted("relaygr_arena_prefixes_total", "outcome") == {}
-    after = life.rank(user, 0)
-    assert after.path is ServedBy.FULL
-    assert_same_scores(after, before[user])
-
-
 def test_another_models_prefixes_are_not_served_and_freed(life: Life, tmp_path_factory: pytest.TempPathFactory) -> None:
     user = new_user()
     before = life.spilled(user)

@@ -309,8 +309,8 @@ def test_a_dram_file_that_was_replaced_drops_the_index(tmp_path: Path) -> None:
     assert (said["reason"], said["fields"]) == ("other_arena", ("dram_file",))
 
 
-@pytest.mark.parametrize("damage", ["header", "format", "emptied"])
-def test_an_index_of_another_arena_is_dropped_as_a_whole(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(("damage", "reason"), [("header", "torn_header"), ("format", "other_format"), ("emptied", "")])
+def test_an_index_of_another_arena_is_dropped_as_a_whole(tmp_path: Path, damage: str, reason: str) -> None:
     left_by(tmp_path, ANN, BOB)
     with path_of(tmp_path, "index").open("r+b") as file:
         if damage == "header":
@@ -320,8 +320,10 @@ def test_an_index_of_another_arena_is_dropped_as_a_whole(tmp_path: Path, damage:
             file.write(b"relaygr.arena.0\0")
         else:
             file.truncate(0)
-    world = SharedWorld(tmp_path)
+    with counted("relaygr_arena_index_dropped_total", reason=reason) as grown:
+        world = SharedWorld(tmp_path)
     assert world.restored == ()
+    assert grown == [1 if reason else 0]
     world.spilled(ANN)
     world.die()
     assert users(SharedWorld(tmp_path).restored) == ["ann"], "the index is valid from then on"
