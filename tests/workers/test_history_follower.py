@@ -30,7 +30,8 @@ from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history import follower as follower_module
 from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
-from relaygr.worker.history.follower import MAX_STORE_AGE_MS, HistoryFollower
+from relaygr.worker.history.current import MAX_STORE_AGE_MS
+from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.store import HistoryStore
 from tests.waiting import PATIENCE_S, until
 from tests.worlds.disk import fill

@@ -39,7 +39,8 @@ from relaygr.runtime.files import lock_folder, partial_of, put_in_place, write_w
 from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history.apply import UNREAD
-from relaygr.worker.history.follower import DELETED_KEPT_MS, HistoryFollower
+from relaygr.worker.history.current import DELETED_KEPT_MS
+from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.store import HistoryStore
 
 _log = structlog.get_logger(__name__)

@@ -3,6 +3,7 @@
 docs/histories.md has the rules.
 
     follower, partitions     reads the logs of owned partitions; how far each is read and stored
+    current                  marks partitions that are stored up to the ends of their logs
     decode, batches          records of both topics, and batches of them
     letters, tombstones      dead letters; deletions while the disk takes nothing
     store, tables            what the rest of the worker calls; keys and values of the tables

@@ -24,7 +24,6 @@ import lmdb
 import structlog
 from confluent_kafka import (
     OFFSET_BEGINNING,
-    OFFSET_END,
     Consumer,
     KafkaError,
     KafkaException,
@@ -40,13 +39,14 @@ from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import check_room
-from relaygr.schemas.topics import CATALOGUE, Topic
+from relaygr.schemas.topics import Topic
 from relaygr.worker.history import metrics
 from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryRecord, StoreFullError
+from relaygr.worker.history.current import MAX_STORE_AGE_MS, METADATA_S, CurrentMarks
 from relaygr.worker.history.decode import read_event, read_record
 from relaygr.worker.history.erasure import Erasure
 from relaygr.worker.history.letters import RETRY_S, DeadLetters, UndeliveredLetters
-from relaygr.worker.history.partitions import FollowedPartition, LogEnds, Stage
+from relaygr.worker.history.partitions import FollowedPartition, Stage
 from relaygr.worker.history.snapshots import SnapshotLimits, SnapshotWriter
 from relaygr.worker.history.store import HistoryStore, StoreOrigin
 from relaygr.worker.history.tombstones import TombstoneReader
@@ -60,17 +60,8 @@ IDLE_POLL_S: Final = 0.01
 BATCH_RECORDS: Final = 2048
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_UNDELIVERED: Final = 256
-# An older store may have missed deletions: topics that an earlier version created keep a tombstone for a day
-# (`delete.retention.ms`).
-MAX_STORE_AGE_MS: Final = 20 * 3600 * 1000
-# No record of the behaviours topic outlives the tombstones of the history topic.
-DELETED_KEPT_MS: Final = CATALOGUE[Topic.HISTORY].delete_retention_ms or MAX_STORE_AGE_MS
-CURRENT_INTERVAL_US: Final = 300 * 1_000_000
-EXPIRY_US: Final = 24 * 3600 * 1_000_000
-"""Time in which the follower looks once at the hash of every deleted user."""
 GAUGE_INTERVAL_US: Final = 1_000_000
 REFUSED_INTERVAL_US: Final = 10_000_000
-METADATA_S: Final = 2.0
 
 _CONSUMER_OPTIONS: Final = {
     # Offsets alone do not show the end of a compacted log.
@@ -144,7 +135,7 @@ class HistoryFollower:
         self._tombstones = TombstoneReader(kafka, store, self._take_tombstone)
         self._missed: set[int] = set()
         """Partitions that `on_missed` has to get."""
-        self._current_at_us = self._clock.monotonic_us()
+        self._current = CurrentMarks(store, self._topic, self._behaviours, self._clock)
         self._gauges_at_us = 0
         self._refused = 0
         self._refused_at_us = 0
@@ -507,10 +498,7 @@ class HistoryFollower:
                 max_bytes=self._store.max_bytes,
             )
             self._refused, self._refused_at_us = 0, now_us
-        if now_us - self._current_at_us >= CURRENT_INTERVAL_US:
-            self._current_at_us = now_us
-            self._ask_ends(consumer)
-        self._mark_current()
+        self._current.turn(consumer, self._followed)
 
     def _behind(self, consumer: Consumer, topic: str) -> int:
         """The offsets of followed logs that are not read yet, by the last fetches."""
@@ -535,41 +523,6 @@ class HistoryFollower:
                 log.info("histories of moved partitions deleted", partitions=known, users=users)
             # Not before: on a full disk it is tried again.
             self._to_forget.popleft()
-
-    def _ask_ends(self, consumer: Consumer) -> None:
-        """Asks the broker for the ends of both logs, of partitions that are stored up to their earlier ends."""
-        asked_ms = self._clock.wall_us() // 1000
-        topics = (self._topic, self._behaviours)
-        # A partition keeps its ends until it is stored up to them. With new ends at each interval, a partition that is
-        # further behind than an interval would never be marked.
-        asked = [partition for partition, followed in self._followed.items() if followed.ends is None]
-        wanted = [TopicPartition(topic, partition, OFFSET_END) for partition in asked for topic in topics]
-        ends: dict[tuple[str, int], int] = {}
-        try:
-            # One request for all partitions: each one waits for the fetch before it.
-            for found in consumer.offsets_for_times(wanted, timeout=METADATA_S) if wanted else []:
-                if found.error is None and found.offset >= 0:
-                    ends[found.topic, found.partition] = found.offset
-        except KafkaException as error:
-            log.info("ends of the history logs not known", cause=error.args[0].str())
-        for partition in asked:
-            history, behaviours = (ends.get((topic, partition)) for topic in topics)
-            if history is not None and behaviours is not None:
-                self._followed[partition].ends = LogEnds(asked_ms, history, behaviours)
-        self._store.expire(asked_ms - DELETED_KEPT_MS, CURRENT_INTERVAL_US / EXPIRY_US)
-
-    def _mark_current(self) -> None:
-        """Marks the partitions that are stored up to their ends, as of the time when these were asked for.
-
-        A log with steady records is never stored up to its end of now: the next record comes meanwhile.
-        """
-        current: dict[int, list[int]] = {}
-        for partition, followed in self._followed.items():
-            if followed.ends is not None and followed.reached_ends:
-                current.setdefault(followed.ends.asked_ms, []).append(partition)
-                followed.ends = None
-        for asked_ms, partitions in current.items():
-            self._store.mark_current(partitions, asked_ms)
 
     @property
     def _undelivered(self) -> int:
