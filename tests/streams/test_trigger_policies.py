@@ -7,14 +7,14 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from relaygr.admission.policy import Decision, DecisionReason, PolicyLimits
+from relaygr.admission.policy import Decision, DecisionReason, PolicyCase, PolicyLimits
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.trigger import policies
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler
-from relaygr.trigger.policies import GROUP, PolicyCase, make_policy, policy_names
+from relaygr.trigger.policies import GROUP, make_policy, policy_names
 from relaygr.trigger.settings import TriggerSettings
 from tests.streams.test_trigger_policy import AT_RISK, LIMITS, NOW_US, OWNER, OpenBuckets
 

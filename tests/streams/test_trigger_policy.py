@@ -17,6 +17,7 @@ from relaygr.admission.policy import (
     Estimate,
     ImpressionFacts,
     OwnerView,
+    PolicyCase,
     PolicyLimits,
     PrefixTier,
     Refusal,
@@ -70,7 +71,7 @@ class OpenBuckets:
 
 def decided(buckets: OpenBuckets | None = None, owner: OwnerView | None = OWNER, **changes: object) -> Decision:
     impression = dataclasses.replace(AT_RISK, **changes)  # type: ignore[arg-type]
-    return decide(impression, owner, buckets or OpenBuckets(), LIMITS, NOW_US)
+    return decide(PolicyCase(impression, NOW_US, owner, buckets or OpenBuckets()), LIMITS)
 
 
 CASES = [
@@ -139,7 +140,8 @@ def test_without_the_question_of_risk_only_the_other_rules_refuse() -> None:
     everybody = dataclasses.replace(LIMITS, only_at_risk=False)
     short = dataclasses.replace(AT_RISK, history_behaviours=100)
     late = dataclasses.replace(short, expected_ranking_at_us=NOW_US)
-    assert [decide(each, OWNER, None, everybody, NOW_US).reason for each in (short, late)] == ["admitted", "infeasible"]
+    decisions = [decide(PolicyCase(each, NOW_US, OWNER), everybody) for each in (short, late)]
+    assert [each.reason for each in decisions] == ["admitted", "infeasible"]
 
 
 @pytest.mark.parametrize("refusal", Refusal)
@@ -169,7 +171,7 @@ def test_what_is_not_at_risk_charges_no_bucket_but_its_ranking_counts_as_load() 
 def test_a_ranking_without_a_job_counts_what_is_not_cached(cached: CachedPrefix, left_us: float) -> None:
     buckets = OpenBuckets()
     short = dataclasses.replace(AT_RISK, history_behaviours=5_000)
-    assert decide(short, OWNER, buckets, LIMITS, NOW_US, cached).reason is DecisionReason.NOT_AT_RISK
+    assert decide(PolicyCase(short, NOW_US, OWNER, buckets, cached), LIMITS).reason is DecisionReason.NOT_AT_RISK
     assert buckets.ranking_us == [left_us]
 
 
@@ -204,7 +206,7 @@ def test_a_history_beyond_the_owners_longest_counts_its_newest_part_only() -> No
 def test_an_assumed_length_stands_in_where_no_history_is_named() -> None:
     limits = dataclasses.replace(LIMITS, assumed_behaviours=25_000)
     unnamed = dataclasses.replace(AT_RISK, history_behaviours=None)
-    decision = decide(unnamed, OWNER, OpenBuckets(), limits, NOW_US)
+    decision = decide(PolicyCase(unnamed, NOW_US, OWNER, OpenBuckets()), limits)
     assert decision.admit
     assert decision.estimate is not None
     assert decision.estimate.prefix_tokens == 25_000
@@ -261,9 +263,9 @@ impressions = st.builds(
 @given(impressions, owners, st.integers(0, 5000))
 def test_a_longer_history_never_stops_being_at_risk(impression: ImpressionFacts, owner: OwnerView, more: int) -> None:
     length = impression.history_behaviours or 1
-    shorter = decide(dataclasses.replace(impression, history_behaviours=length), owner, OpenBuckets(), LIMITS, NOW_US)
-    longer = decide(
-        dataclasses.replace(impression, history_behaviours=length + more), owner, OpenBuckets(), LIMITS, NOW_US
+    shorter, longer = (
+        decide(PolicyCase(each, NOW_US, owner, OpenBuckets()), LIMITS)
+        for each in (dataclasses.replace(impression, history_behaviours=count) for count in (length, length + more))
     )
     if shorter.admit:
         assert longer.reason in (DecisionReason.ADMITTED, DecisionReason.INFEASIBLE)
@@ -278,8 +280,8 @@ def test_without_an_owner_a_longer_history_is_never_refused_where_a_shorter_one_
     length = impression.history_behaviours or 0
     longer = dataclasses.replace(impression, history_behaviours=length + more)
     shorter = dataclasses.replace(impression, history_behaviours=length)
-    if decide(shorter, None, None, LIMITS, NOW_US).admit:
-        assert decide(longer, None, None, LIMITS, NOW_US).admit
+    if decide(PolicyCase(shorter, NOW_US), LIMITS).admit:
+        assert decide(PolicyCase(longer, NOW_US), LIMITS).admit
 
 
 @given(impressions, owners)
@@ -298,7 +300,7 @@ def test_more_in_the_cache_never_costs_more(impression: ImpressionFacts, owner: 
 def test_an_admitted_impression_is_never_over_and_has_a_history(
     impression: ImpressionFacts, owner: OwnerView | None
 ) -> None:
-    decision = decide(impression, owner, OpenBuckets(), LIMITS, NOW_US)
+    decision = decide(PolicyCase(impression, NOW_US, owner, OpenBuckets()), LIMITS)
     if decision.admit:
         assert impression.expected_ranking_at_us > NOW_US or (decision.estimate and decision.estimate.prepare_us == 0)
         assert impression.history_behaviours

@@ -5,20 +5,9 @@
     footprint  admitted rate × E[bytes × time alive] <= (1 - r) × cache capacity          (Little's law)
     load       admitted rate × E[T_prepare] + ranking rate × E[T_hit; T_full if not at risk] <= rho
 
-The usable lead time is a low quantile of the measured ones (`relaygr.admission.lead`), or `lead_fraction` of the
-expected one. A request waits for a prefix that is nearly ready, and takes the computation over, so a job may end after
-its request has arrived: the lead time that it used is saved in any case. Only a job that by its predicted device time
-leaves too little time for ranking is of no use. A request at risk counts with T_hit as ranking load, whether its job is
-admitted or not: if the refused ones counted with T_full, each refusal would raise the ranking load and cause the next
-one, although the device has the same work with the job as without it.
-
-An impression is admitted if it is at risk and feasible and both buckets have room. When a bucket is nearly full, the
-impressions that save the most time per byte are preferred. While the owner is unknown or silent, the length of the
-history decides alone. Skipping an impression is always safe: its ranking request takes the full path. The rules come
-from the RelayGR paper, arXiv 2601.01712 (sequence-aware trigger); `docs/trigger.md` has a worked example.
-
-The trigger decides from metadata and estimates what the owner has cached. The worker decides again with buckets of its
-own and the real state of its cache: a prefix in HBM is charged for its tail, a prefix in DRAM for its reload and tail.
+An impression is admitted if it is at risk and feasible and both buckets have room. While the owner is unknown or
+silent, the length of the history decides alone. Skipping an impression is always safe: its request takes the full path.
+docs/trigger.md explains the rules, which come from the RelayGR paper, arXiv 2601.01712 (sequence-aware trigger).
 
 Pure. Only the buckets (`relaygr.admission.buckets`) hold state, and only `decide` charges them. All durations are in
 µs; `now_us` is wall time, as in the messages.
@@ -309,6 +298,21 @@ class Buckets(Protocol):
 
 
 @record(frozen=True, slots=True)
+class PolicyCase:
+    """One impression, and what the trigger knows about its user and its owner."""
+
+    impression: ImpressionFacts
+    now_us: int
+    owner: OwnerView | None = None
+    """None: unknown, or silent. Then the length of the history decides."""
+    buckets: Buckets | None = None
+    """The owner's buckets; None without an owner, or without limits."""
+    cached: CachedPrefix = NOTHING_CACHED
+    margins: Sequence[float] = NO_FACTORS
+    """The margins of the risk, by length bucket."""
+
+
+@record(frozen=True, slots=True)
 class Decision:
     """Whether the impression is admitted, and why. `estimate` is None without an owner or if it was not needed."""
 
@@ -392,7 +396,7 @@ def usable_lead_us(impression: ImpressionFacts, owner: OwnerView, lead_fraction:
 
 def feasible(preinfer_queue_us: float, device_us: float, usable_us: float, ranking_budget_us: float) -> bool:
     """Whether the job comes before its request, and the request can be ranked on its prefix in time. `device_us`: of
-    the prefix and the ranking.
+    the prefix and the ranking. The request waits for a prefix that is nearly ready, so the job may end after it came.
     """
     return usable_us > 0 and preinfer_queue_us + device_us <= usable_us + ranking_budget_us
 
@@ -402,29 +406,20 @@ def expired(impression: ImpressionFacts, now_us: int) -> bool:
     return now_us >= impression.expected_ranking_at_us + impression.ranking_budget_us
 
 
-def decide(
-    impression: ImpressionFacts,
-    owner: OwnerView | None,
-    buckets: Buckets | None,
-    limits: PolicyLimits,
-    now_us: int,
-    cached: CachedPrefix = NOTHING_CACHED,
-    margins: Sequence[float] = NO_FACTORS,
-) -> Decision:
-    """Decides about one impression. Charges `buckets` for an admission, and counts the ranking request in any case.
-
-    `owner` None: the owner is unknown or silent, and the length of the history decides. `buckets` None: no limit.
-    `margins`: the corrections of the risk, by length bucket.
-    """
+def decide(case: PolicyCase, limits: PolicyLimits) -> Decision:
+    """Decides about one impression. Charges its buckets for an admission, and counts the ranking request always."""
+    impression, owner, now_us = case.impression, case.owner, case.now_us
     if owner is None:
         return decide_by_length(impression, limits, now_us)
     if expired(impression, now_us):
         return Decision(False, DecisionReason.EXPIRED)
     behaviours = limits.behaviours_of(impression)
-    cost = estimate(impression, behaviours, owner, limits, now_us, cached)
-    reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us, margins)
-    if buckets is not None:
-        buckets.count_ranking(cost.alone_us if reason in _WITHOUT_RISK else cost.hit_us, now_us)
+    cost = estimate(impression, behaviours, owner, limits, now_us, case.cached)
+    reason = DecisionReason.NO_HISTORY if behaviours == 0 else _refused_by(case, owner, cost, limits)
+    if case.buckets is not None:
+        # A request at risk counts with T_hit, with or without a job. If the refused ones counted with T_full, each
+        # refusal would raise the ranking load and cause the next one.
+        case.buckets.count_ranking(cost.alone_us if reason in _WITHOUT_RISK else cost.hit_us, now_us)
     if reason is None:
         return Decision(True, DecisionReason.ADMITTED, cost)
     return Decision(False, reason, cost)
@@ -444,25 +439,14 @@ def decide_by_length(impression: ImpressionFacts, limits: PolicyLimits, now_us: 
     return Decision(True, DecisionReason.NO_STATUS_THRESHOLD)
 
 
-def _refused_by(
-    impression: ImpressionFacts,
-    behaviours: int,
-    owner: OwnerView,
-    cost: Estimate,
-    buckets: Buckets | None,
-    limits: PolicyLimits,
-    now_us: int,
-    margins: Sequence[float],
-) -> DecisionReason | None:
-    if behaviours == 0:
-        return DecisionReason.NO_HISTORY
-    if limits.only_at_risk and not at_risk(
-        owner, cost.prefix_tokens, cost.scored_tokens, impression.ranking_budget_us, margins
-    ):
+def _refused_by(case: PolicyCase, owner: OwnerView, cost: Estimate, limits: PolicyLimits) -> DecisionReason | None:
+    impression = case.impression
+    budget_us = impression.ranking_budget_us
+    if limits.only_at_risk and not at_risk(owner, cost.prefix_tokens, cost.scored_tokens, budget_us, case.margins):
         return DecisionReason.NOT_AT_RISK
-    usable_us = usable_lead_us(impression, owner, limits.lead_fraction, now_us)
+    usable_us = usable_lead_us(impression, owner, limits.lead_fraction, case.now_us)
     device_us = owner.safety_factor * (cost.prepare_us + cost.hit_us)
-    if not feasible(owner.preinfer_queue_us, device_us, usable_us, impression.ranking_budget_us):
+    if not feasible(owner.preinfer_queue_us, device_us, usable_us, budget_us):
         return DecisionReason.INFEASIBLE
-    refusal = None if buckets is None else buckets.admit(cost, now_us, impression.scenario)
+    refusal = None if case.buckets is None else case.buckets.admit(cost, case.now_us, impression.scenario)
     return None if refusal is None else _REFUSED[refusal]

@@ -19,6 +19,7 @@ from relaygr.admission.policy import (
     DecisionReason,
     ImpressionFacts,
     OwnerView,
+    PolicyCase,
     PrefixTier,
 )
 from relaygr.admission.risk import RiskFeedback
@@ -30,7 +31,7 @@ from relaygr.schemas.messages import DEFAULT_SCENARIO, PreInferJob, RetrievalEve
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.record import record
 from relaygr.trigger.fleet import Fleet
-from relaygr.trigger.policies import PolicyCase, make_policy
+from relaygr.trigger.policies import make_policy
 from relaygr.trigger.recent import RecentPrefixes
 from relaygr.trigger.settings import TriggerSettings
 from relaygr.trigger.users import LastJob, Users

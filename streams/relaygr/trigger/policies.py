@@ -13,46 +13,25 @@ callable that takes `PolicyLimits` and returns a `TriggerPolicy`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Final, Protocol
 
 from relaygr.admission.policy import (
-    NOTHING_CACHED,
-    Buckets,
-    CachedPrefix,
     Decision,
     DecisionReason,
     Estimate,
-    ImpressionFacts,
-    OwnerView,
+    PolicyCase,
     PolicyLimits,
     decide,
     decide_by_length,
     estimate,
     expired,
 )
-from relaygr.admission.risk import NO_FACTORS
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.record import record
 from relaygr.trigger.settings import DEFAULT_POLICY
 
 GROUP: Final = "relaygr.trigger_policies"
-
-
-@record(frozen=True, slots=True)
-class PolicyCase:
-    """One impression, and what the trigger knows about its user and its owner."""
-
-    impression: ImpressionFacts
-    now_us: int
-    owner: OwnerView | None = None
-    """None: unknown, or silent."""
-    buckets: Buckets | None = None
-    """The owner's buckets; None without an owner."""
-    cached: CachedPrefix = NOTHING_CACHED
-    margins: Sequence[float] = NO_FACTORS
-    """The margins of the risk, by length bucket."""
 
 
 class TriggerPolicy(Protocol):
@@ -67,7 +46,7 @@ class _Default:
         self._limits = limits
 
     def decide(self, case: PolicyCase) -> Decision:
-        return decide(case.impression, case.owner, case.buckets, self._limits, case.now_us, case.cached, case.margins)
+        return decide(case, self._limits)
 
 
 class _Always:
