@@ -156,7 +156,7 @@ def test_popularity_counts_the_training_part_only() -> None:
 def test_an_interval_covers_what_is_known_and_leaves_out_what_is_not() -> None:
     found = estimate(np.array([1.0, 2.0, 3.0, np.nan]))
     assert (found.mean, found.users) == (2.0, 3)
-    assert found.high - found.mean == pytest.approx(1.96 / math.sqrt(3))
+    assert found.high - found.mean == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)  # Student's t of three.
     assert estimate(np.array([np.nan])).users == 0
 
 

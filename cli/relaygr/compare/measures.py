@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.compare.requests import Scores
+from relaygr.worker.score_error import kept_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ def agreement(ours: Sequence[Scores], theirs: Sequence[Scores], top_k: int) -> t
     for task in range(errors.shape[1]):
         pairs = [(mine[:, task], source[:, task]) for mine, source in zip(ours, theirs, strict=True)]
         correlations = [_rank_correlation(mine, source) for mine, source in pairs if np.ptp(source) > 0]
-        overlaps = [_topk_overlap(mine, source, top_k) for mine, source in pairs if source.size > top_k]
+        overlaps = [kept_share(source, mine, top_k) for mine, source in pairs if source.size > top_k]
         found.append(
             TaskAgreement(
                 float(errors[:, task].max()),
@@ -65,8 +66,3 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     ends = np.cumsum(counts)
     means = ends - (counts + 1) / 2
     return np.asarray(means[groups], np.float64)
-
-
-def _topk_overlap(ours: NDArray[np.float64], theirs: NDArray[np.float64], top_k: int) -> float:
-    best = [set(np.argsort(-scores, kind="stable")[:top_k].tolist()) for scores in (ours, theirs)]
-    return len(best[0] & best[1]) / top_k

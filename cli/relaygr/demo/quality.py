@@ -10,7 +10,7 @@ import numpy as np
 
 from relaygr.schemas.messages import Outcome, Path
 from relaygr.traffic.records import ImpressionRecord
-from relaygr.training.ranking import TOP, Estimate, estimate_in_groups
+from relaygr.training.ranking import TOP, Estimate, estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ def _quality(
     return ServedQuality(
         len(numbers),
         len(set(users)),
-        estimate_in_groups(relay, users),
-        estimate_in_groups(full, users),
-        estimate_in_groups(relay - full, users),
+        estimate(relay, users),
+        estimate(full, users),
+        estimate(relay - full, users),
     )
 
 

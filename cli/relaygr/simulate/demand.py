@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from relaygr.schemas.partitioner import partition_for
 from relaygr.traffic.population import LogPopulation, Population, population_of
-from relaygr.traffic.schedule import Impression, next_length
+from relaygr.traffic.schedule import Impression, next_length, user_shares
 from relaygr.traffic.settings import TrafficSettings
 
 _BLOCK: Final = 4096
@@ -143,13 +143,6 @@ class Demand:
                 if partition in partitions:
                     partition_of[user] = partition
                     yield user
-
-
-def user_shares(traffic: TrafficSettings, users: int) -> NDArray[np.float64]:
-    """The expected share of the impressions of each user: Zipf, as the schedule of the gateway."""
-    weights: NDArray[np.float64] = np.arange(1, users + 1, dtype=np.float64) ** -traffic.zipf_exponent
-    shares: NDArray[np.float64] = weights / weights.sum()
-    return shares
 
 
 def partitions_of(users: NDArray[np.int64], partitions: int) -> NDArray[np.int64]:

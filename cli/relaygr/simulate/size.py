@@ -37,8 +37,8 @@ from relaygr.schemas.messages import (
     StageTimings,
 )
 from relaygr.simulate.case import Case
-from relaygr.simulate.demand import user_shares
 from relaygr.simulate.visit import BreakEven, Tier, break_even
+from relaygr.traffic.schedule import user_shares
 
 _REQUEST_ID = "gateway-00.19a0c5d2f00a1b2c3d4.1000000.0123456789abcdef"
 _USER_ID = "user-000000"

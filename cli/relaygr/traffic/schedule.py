@@ -76,8 +76,7 @@ def _drawn(settings: TrafficSettings, population: Population) -> Iterator[Impres
     random = np.random.default_rng((settings.seed, 2))
     # With random numbers of its own, so that times and leads are the same at every share.
     random_new, new = np.random.default_rng((settings.seed, 4)), population.size
-    weights = (1.0 + np.arange(population.size)) ** -settings.zipf_exponent
-    cumulative = np.cumsum(weights) / weights.sum()
+    cumulative = np.cumsum(user_shares(settings, population.size))
     lengths: dict[int, int] = {}
     at_us, number = 0.0, 0
     while True:
@@ -93,6 +92,13 @@ def _drawn(settings: TrafficSettings, population: Population) -> Iterator[Impres
             lengths[user] = length
         yield Impression(number, user, int(at_us), int(at_us + lead_us), length)
         number += 1
+
+
+def user_shares(settings: TrafficSettings, users: int) -> NDArray[np.float64]:
+    """The expected share of each user who returns in the impressions of all these: Zipf."""
+    weights: NDArray[np.float64] = np.arange(1, users + 1, dtype=np.float64) ** -settings.zipf_exponent
+    shares: NDArray[np.float64] = weights / weights.sum()
+    return shares
 
 
 def next_length(before: int | None, settings: TrafficSettings, population: Population, user: int) -> int:

@@ -18,11 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from relaygr.training.contrastive import SOURCE, TARGET, Arm, OnStep, RetrievalOptions, Training, advance
 from relaygr.training.domains import Domains
-from relaygr.training.ranking import TOP, Estimate, estimate, estimate_in_groups
+from relaygr.training.ranking import TOP, Estimate, estimate
 from relaygr.training.retrieval import MODEL_FILE, save_retrieval
 from relaygr.training.runs import METRICS_FILE, Run
 from relaygr.training.splits import Part
@@ -248,10 +247,6 @@ def _compared(results: list[dict[Arm, Result]], searched: dict[Arm, dict[str, fl
                     np.array([result[each][group][metric] for result in results], dtype=np.float64)
                     for each in (arm, Arm.SEPARATED)
                 )
-                arms[arm][group][metric] = _over_seeds(values)
-                gains[arm][group][metric] = _over_seeds(values - ours if group == "loss" else ours - values)
+                arms[arm][group][metric] = estimate(values)
+                gains[arm][group][metric] = estimate(values - ours if group == "loss" else ours - values)
     return Compared(arms, gains, over_users, searched, served, len(results))
-
-
-def _over_seeds(values: NDArray[np.float64]) -> Estimate:
-    return estimate_in_groups(values, [str(seed) for seed in range(len(values))])

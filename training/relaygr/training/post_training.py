@@ -29,7 +29,7 @@ from relaygr.training.layers import Tensors
 from relaygr.training.logs import Log
 from relaygr.training.plots import plot_post_training
 from relaygr.training.ranker import candidate_logits
-from relaygr.training.ranking import NDCG, Estimate, Judged, chosen_users, estimate, estimate_in_groups, judge
+from relaygr.training.ranking import NDCG, Estimate, Judged, chosen_users, estimate, judge
 from relaygr.training.runs import CARD_FILE, METRICS_FILE, PostTrainingOptions, Run, TrainingOptions
 from relaygr.training.sampling import TrainingBatch, training_batches
 from relaygr.training.splits import Part, Split
@@ -280,7 +280,7 @@ def _row(arm: Arm, kept: str, found: Mapping[Arm, Sequence[ArmResult]]) -> Row:
         arm,
         kept,
         {name: float(values.mean()) for name, values in ours.items()},
-        {name: estimate_in_groups(values - theirs[name], seeds) for name, values in ours.items()},
+        {name: estimate(values - theirs[name], seeds) for name, values in ours.items()},
         float(np.mean([each.step for each in at])),
         float(np.mean([each.cpu_s for each in at])),
         sum(one.without_spread for one in found[arm]) / max(1, sum(one.groups for one in found[arm])),

@@ -34,8 +34,6 @@ AUC: Final = "auc"
 LOG_LOSS: Final = "log_loss"
 MOST_RANKED: Final = 20_000
 """Candidates of a user. From a larger vocabulary so many are drawn, the same for every model."""
-_CONFIDENCE: Final = 1.96
-"""Standard errors of a 95 % interval."""
 
 
 class Model(Protocol):
@@ -79,7 +77,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over users with its 95 % interval (normal)."""
+    """A mean over users with its 95 % interval."""
 
     mean: float
     low: float
@@ -95,23 +93,17 @@ class Estimate:
         return f"{self.mean:+.4f} ({self.low:+.4f} to {self.high:+.4f})"
 
 
-def estimate(values: NDArray[np.float64]) -> Estimate:
-    """Of the values that are not NaN."""
-    known = values[~np.isnan(values)]
-    if not known.size:
-        return Estimate(math.nan, math.nan, math.nan, 0)
-    mean = float(known.mean())
-    half = _CONFIDENCE * float(known.std(ddof=1)) / math.sqrt(known.size) if known.size > 1 else math.nan
-    return Estimate(mean, mean - half, mean + half, int(known.size))
-
-
-def estimate_in_groups(values: NDArray[np.float64], groups: Sequence[str]) -> Estimate:
-    """The mean of all values. For its 95 % interval (Student's t) the groups, such as users, are the sample."""
+def estimate(values: NDArray[np.float64], groups: Sequence[str] | None = None) -> Estimate:
+    """The mean of the values that are not NaN. Of its interval (Student's t) the groups, such as the users of the
+    values, are the sample; by default each value is.
+    """
+    is_known = ~np.isnan(values)
+    values = values[is_known]
     if not values.size:
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = float(values.mean())
-    places = np.unique(np.asarray(groups), return_inverse=True)[1]
-    sums = np.bincount(places, weights=values - mean)
+    names = np.arange(values.size) if groups is None else np.asarray(groups)[is_known]
+    sums = np.bincount(np.unique(names, return_inverse=True)[1], weights=values - mean)
     count = sums.size
     error = math.sqrt(float(np.square(sums).sum()) * count / (count - 1)) / values.size if count > 1 else math.nan
     half = float(student_t.ppf(0.975, count - 1)) * error if count > 1 else math.nan

@@ -134,7 +134,7 @@ def _error_of(pairs: Iterable[tuple[Scores, Scores]], candidates: NDArray[np.int
     exact, inexact = (np.stack(scores).astype(np.float64) for scores in zip(*pairs, strict=True))
     errors = np.abs(inexact - exact) / _scales(exact)
     overlaps = [
-        _overlap(exact[user, :, task], inexact[user, :, task])
+        kept_share(exact[user, :, task], inexact[user, :, task])
         for user in range(exact.shape[0])
         for task in range(exact.shape[2])
     ]
@@ -242,7 +242,8 @@ def _through_dram(arena: torch.Tensor, geometry: DramGeometry) -> None:
     codec.decode(stored, pages)
 
 
-def _overlap(exact: NDArray[np.float64], inexact: NDArray[np.float64]) -> float:
-    count = min(TOP_K, exact.size)
+def kept_share(exact: NDArray[np.float64], inexact: NDArray[np.float64], top_k: int = TOP_K) -> float:
+    """The share of the best candidates that stays among as many best ones; of all if there are fewer."""
+    count = min(top_k, exact.size)
     best = [set(np.argsort(-scores, kind="stable")[:count].tolist()) for scores in (exact, inexact)]
     return len(best[0] & best[1]) / count

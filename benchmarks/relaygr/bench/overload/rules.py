@@ -23,6 +23,7 @@ from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from scipy.special import stdtrit
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.admission.risk import RiskFeedback
@@ -164,15 +165,9 @@ def row_of(
     differences = np.array(without) - np.array(whole)
     mean = np.array(whole).mean(axis=0)
     change = differences.mean(axis=0)
-    interval = _student(len(whole)) * differences.std(axis=0, ddof=1) / np.sqrt(len(whole))
+    interval = stdtrit(len(whole) - 1, 0.975) * differences.std(axis=0, ddof=1) / np.sqrt(len(whole))
     figures = [float(value) for each in zip(mean, change, interval, strict=True) for value in each]
     return RuleRow(load, rule, len(whole), *figures)
-
-
-def _student(pairs: int) -> float:
-    """The 0.975 quantile of Student's t for so many pairs, at least five (Cornish and Fisher's expansion)."""
-    z, free = 1.959964, pairs - 1
-    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
 
 
 def _is_worth(row: RuleRow) -> bool:
