@@ -149,6 +149,7 @@ def attend_kernel(
     # Tokens that share place 0 with the first one.
     folded: tl.constexpr = CONTEXTUAL - 1 if CONTEXTUAL > 0 else 0
     has_bias: tl.constexpr = POSITIONS > 0 or TIMES
+    # The fields of the item and of its segment: `plan.ITEM_FIELDS`, `plan.SEGMENT_FIELDS`.
     item = items_ptr + 5 * (tl.program_id(0) // HEADS)
     head = tl.program_id(0) % HEADS
     segment = segments_ptr + 7 * tl.load(item)
