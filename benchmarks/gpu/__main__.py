@@ -37,7 +37,7 @@ DRY_LIMIT_S = 300.0
 STOP_S = 20.0
 """How long a phase that exceeded its limit has to end its own processes."""
 Row = Mapping[str, Any]
-console = Console(highlight=False)
+console = Console(highlight=False, width=140)
 
 
 class Outcome(enum.StrEnum):
