@@ -129,24 +129,26 @@ CONTRACT = "tests/workers/test_engine_contract.py"
 
 
 def on_gpu() -> dict[str, list[Phase]]:
-    """The phases by group. Tests use a GPU where there is one."""
+    """The phases by group. Tests use a GPU where there is one. All limits together are ten minutes, for hosts that are
+    lent for a quarter of an hour.
+    """
     processes = f"-n {min(12, os.cpu_count() or 1)} --dist load"
     attention = "-m relaygr.bench.engine.attention --json OUT --device cuda"
     engine = "-m relaygr.bench.engine --out OUT --device cuda"
     sizes = "--prefixes 2048,8192 --candidates 128 --appends 64 --batches 16 --rounds 3"
     return {
         "right": [
-            _tests("kernels", 150, f"{' '.join(KERNEL_TESTS)} {processes}"),
-            _tests("contract", 150, f"{CONTRACT} -k triton {processes}"),
+            _tests("kernels", 75, f"{' '.join(KERNEL_TESTS)} {processes}"),
+            _tests("contract", 75, f"{CONTRACT} -k triton {processes}"),
         ],
         "kernel": [
             # The first one also compiles and tunes.
-            Phase("pre-infer", 200, f"{attention} --users 1 --prefixes 2048,8192 --candidates 0", ATTENTION),
-            Phase("hits", 100, f"{attention} --users 1,16,64 --prefixes 8192 --candidates 128", ATTENTION),
-            Phase("split", 60, f"{attention} --users 1 --prefixes 16384 --candidates 128 --beside 2048", ATTENTION),
+            Phase("pre-infer", 100, f"{attention} --users 1 --prefixes 2048,8192 --candidates 0", ATTENTION),
+            Phase("hits", 60, f"{attention} --users 1,16,64 --prefixes 8192 --candidates 128", ATTENTION),
+            Phase("split", 30, f"{attention} --users 1 --prefixes 16384 --candidates 128 --beside 2048", ATTENTION),
         ],
-        "engine": [_engine(shape, 150, f"{engine} --shapes {shape} {sizes}") for shape in ("dlrm-v3", "nvidia")],
-        "relay": [Phase("relay", 240, "-m benchmarks.gpu.relay OUT", RELAY)],
+        "engine": [_engine(shape, 80, f"{engine} --shapes {shape} {sizes}") for shape in ("dlrm-v3", "nvidia")],
+        "relay": [Phase("relay", 120, "-m benchmarks.gpu.relay OUT", RELAY)],
     }
 
 
