@@ -4,19 +4,16 @@ option.
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from relaygr.cli.options import require_writable
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import check_room
 from relaygr.simulate.figures import Ending, Estimate, Figures
 from relaygr.simulate.visit import BreakEven
 
@@ -25,21 +22,16 @@ _POINTS = 400
 
 def require_plot(path: Path) -> None:
     """Raises RelayError if no picture can be written to this file: before work that may take minutes."""
-    known = FigureCanvasAgg(Figure()).get_supported_filetypes()
+    known = Figure().canvas.get_supported_filetypes()
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in known:
         raise RelayError(f"--plot {path} cannot be written: its suffix must be one of {', '.join(sorted(known))}.")
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        check_room(path.parent)
-    except OSError as error:
-        raise RelayError(f"--plot {path} cannot be written: {error.strerror}.") from error
+    require_writable("--plot", path)
 
 
 def plot_figures(path: Path, columns: Mapping[str, Figures], title: str) -> None:
     """Draws latencies, late requests and the ends of requests, of each named column. Raises RelayError."""
-    figure = _figure(10, 4)
+    figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(f"Simulated: {title}")
     left, middle, right = figure.subplots(1, 3)
     _bars(left, list(columns), [each.p50_ms for each in columns.values()], -0.2, label="P50")
@@ -61,7 +53,7 @@ def plot_figures(path: Path, columns: Mapping[str, Figures], title: str) -> None
 
 def plot_break_even(path: Path, found: Sequence[BreakEven], gaps_s: Sequence[float]) -> None:
     """Draws the work of a visit against the gap since the visit before, a line for each length. Raises RelayError."""
-    figure = _figure(8, 4.5)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     first, last = min(gaps_s) / 10, max(gaps_s)
     gaps = [first * (last / first) ** (step / (_POINTS - 1)) for step in range(_POINTS)]
@@ -76,12 +68,6 @@ def plot_break_even(path: Path, found: Sequence[BreakEven], gaps_s: Sequence[flo
     axes.set_ylabel("device work of a visit, full inference = 100 %")
     axes.legend(loc="lower right")
     _save(figure, path)
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _bars(

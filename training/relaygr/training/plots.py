@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from relaygr.runtime.errors import RelayError
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 def plot_training(path: Path, epochs: Sequence[EpochRecord]) -> None:
     """The losses and the validation NDCG@10 of each epoch. Raises RelayError."""
-    figure = _figure(9, 3.6)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     numbers = [record.epoch + 1 for record in epochs]
     for name in ("next_loss", "retrieval_loss", "liked_loss"):
@@ -35,7 +34,7 @@ def plot_training(path: Path, epochs: Sequence[EpochRecord]) -> None:
 
 def plot_lengths(path: Path, points: Sequence[LengthPoint], title: str) -> None:
     """NDCG@10 with its interval, and T_full and T_hit, by the number of behaviours served. Raises RelayError."""
-    figure = _figure(9, 3.8)
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
     lengths = [point.length for point in points]
@@ -57,7 +56,7 @@ def plot_lengths(path: Path, points: Sequence[LengthPoint], title: str) -> None:
 
 def plot_post_training(path: Path, arms: Mapping[str, Sequence[Sequence[Validation]]]) -> None:
     """Validation NDCG@10 by the CPU time of training: a line for each seed of each arm. Raises RelayError."""
-    figure = _figure(7, 3.8)
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
     axes = figure.subplots()
     for number, (arm, seeds) in enumerate(arms.items()):
         for seed, validations in enumerate(seeds):
@@ -67,12 +66,6 @@ def plot_post_training(path: Path, arms: Mapping[str, Sequence[Sequence[Validati
     axes.set_ylabel("validation NDCG@10")
     axes.legend()
     _save(figure, path)
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -46,7 +45,6 @@ def reloads_table(figures: Sequence[ReloadFigures]) -> Table:
 def plot_operations(path: Path, figures: Sequence[OperationFigures]) -> None:
     """Groups of bars, with a colour for each policy."""
     figure = Figure(figsize=(10, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     operations = list(dict.fromkeys(one.operation for one in figures))
     policies = list(dict.fromkeys(one.policy for one in figures))
@@ -68,7 +66,6 @@ def plot_operations(path: Path, figures: Sequence[OperationFigures]) -> None:
 def plot_reloads(path: Path, figures: Sequence[ReloadFigures]) -> None:
     """Latency of the first and the last of the reloads requested at once, with a colour for each size."""
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for size in dict.fromkeys(one.size_mib for one in figures):
         line = [one for one in figures if one.size_mib == size]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from matplotlib import figure as matplotlib_figure
 from rich.console import Console
 from rich.table import Table
 
@@ -81,21 +82,18 @@ def _ratios(figures: Sequence[Figure]) -> Table:
 
 def plot(figures: Sequence[Figure], path: Path) -> None:
     """Plots time over prefix length for pre-infer, hit and full inference, one line for each variant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     candidates = sorted({figure.candidates for figure in _stage(figures, EngineStage.FULL)})
     chosen = candidates[len(candidates) // 2]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    colours = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
-    for colour, variant in zip(colours, _variants(figures), strict=False):
+    figure = matplotlib_figure.Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, variant in enumerate(_variants(figures)):
         own = [each for each in figures if each.variant == variant and each.requests == 1]
         for stage, style in ((EngineStage.FULL, "-"), (EngineStage.PRE_INFER, ":"), (EngineStage.HIT, "--")):
             line = [each for each in _stage(own, stage) if each.candidates in (0, chosen)]
             lengths = [each.prefix_tokens for each in line]
-            left.plot(lengths, [each.median_us / 1e3 for each in line], style, color=colour, marker="o", markersize=3)
+            left.plot(
+                lengths, [each.median_us / 1e3 for each in line], style, color=f"C{number}", marker="o", markersize=3
+            )
         pre = list(_stage(own, EngineStage.PRE_INFER))
         right.plot([e.prefix_tokens for e in pre], [100 * e.share_of_peak for e in pre], marker="o", label=variant)
     for style, name in (("-", f"full, {chosen} candidates"), (":", "pre-infer"), ("--", f"hit, {chosen} candidates")):
@@ -111,7 +109,6 @@ def plot(figures: Sequence[Figure], path: Path) -> None:
         axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def _stage(figures: Iterable[Figure], stage: EngineStage) -> list[Figure]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -337,7 +336,6 @@ def _rich(title: str, lines: Sequence[Sequence[str]]) -> Table:
 def plot(figures: Figures, path: Path) -> None:
     """Bars of each load and system, with the range of the seeds."""
     drawing = Figure(figsize=(7, 3.6), layout="constrained")
-    FigureCanvasAgg(drawing)
     axes: Axes = drawing.subplots()
     width = 0.8 / len(LIVE)
     for number, system in enumerate(LIVE):

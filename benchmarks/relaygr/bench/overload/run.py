@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from pydantic import ByteSize
 from rich.console import Console
@@ -391,7 +390,6 @@ def _table(plan: OverloadPlan, rows: Sequence[OverloadRow]) -> Table:
 def _plot(path: Path, plan: OverloadPlan, rows: Sequence[OverloadRow]) -> None:
     """Goodput and refusals against the offered load, and the wasted share of the device time below."""
     figure = Figure(figsize=(7, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     offered = [row.offered_per_s for row in rows]
     series: list[tuple[str, list[Any]]] = [
