@@ -19,7 +19,6 @@ import pytest
 from relaygr.client import RankOutcome, RankStatus, RelayClient
 from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.devbroker.local import free_ports
-from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.limits import MAX_MESSAGE_BYTES
 from relaygr.schemas.messages import (
@@ -28,7 +27,6 @@ from relaygr.schemas.messages import (
     Outcome,
     Path,
     PrefixSource,
-    PreInferJob,
     RankingResult,
 )
 from relaygr.schemas.partitioner import partition_for
@@ -289,15 +287,6 @@ def test_a_tombstone_deletes_the_user_everywhere(stack):
     assert (result.path, result.tokens_cached, result.prefix_tokens) == (Path.FULL, 0, 201)
 
 
-def test_other_features_are_another_prefix(stack):
-    user = new_user()
-    one = history_of(user, 128, seed=9)
-    stack.ranked(user, history=one)
-    other = type(one)(user, one.number + 1, np.array([7], "<i8"), one.behaviours)
-    result = stack.ranked(user, history=other)
-    assert result.tokens_cached == 0 and result.path is Path.FULL
-
-
 def test_unknown_items_are_counted_in_the_result(stack):
     user = new_user()
     result = stack.ranked(user, candidates=np.array([1, 2, 10**12, -5], "<i8"))
@@ -338,12 +327,6 @@ def test_more_candidates_than_the_model_takes_are_too_long(stack):
     outcome = stack.rank(new_user(), candidates=np.arange(MAX_CANDIDATES + 1))
     assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.TOO_LONG)
     assert str(MAX_CANDIDATES) in outcome.result.detail
-
-
-def test_a_suffix_longer_than_the_model_takes_is_too_long(stack):
-    user = new_user()
-    outcome = stack.rank(user, suffix=history_of(user, 33).behaviours)
-    assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.TOO_LONG)
 
 
 def test_many_requests_at_once_get_one_answer_each(stack):
@@ -544,45 +527,6 @@ def test_a_request_on_the_wrong_partition_is_told_which_partitioner_to_use(stack
     assert "murmur2" in result.detail
 
 
-def test_a_request_under_another_users_key_is_refused(stack):
-    user, other = new_user(), new_user()
-    headers = stack.raw.headers()
-    value = codec.encode(stack.raw.request(headers, user))
-    stack.raw.send(Topic.RANKING, value, other.encode(), headers.encode(), partition_for(user.encode(), PARTITIONS))
-    assert stack.raw.answer(headers).reason is FailureReason.WRONG_PARTITIONER
-    headers = stack.raw.headers()
-    value = codec.encode(stack.raw.request(headers, user))
-    stack.raw.send(Topic.RANKING, value, None, headers.encode(), partition_for(user.encode(), PARTITIONS))
-    assert stack.raw.answer(headers).reason is FailureReason.WRONG_PARTITIONER
-
-
-def test_a_job_on_the_wrong_partition_is_dropped_and_counted(stack):
-    user = new_user()
-    now_us = SystemClock().wall_us()
-    job = PreInferJob("r-1", user, now_us, now_us + 10**6, 1000, 20, 0, now_us, history=history_of(user, 10))
-    before = jobs_done(stack.worker).get("misrouted", 0)
-    wrong = (partition_for(user.encode(), PARTITIONS) + 1) % PARTITIONS
-    stack.raw.send(Topic.PREINFER, codec.encode(job), user.encode(), partition=wrong)
-    until(lambda: jobs_done(stack.worker).get("misrouted", 0) == before + 1, "counted")
-    stack.relay.await_all_committed(Topic.PREINFER)
-
-
-def test_a_history_on_the_wrong_partition_goes_to_dead_letters(stack):
-    user = new_user()
-    value = codec.encode(history_of(user, 10))
-    wrong = (partition_for(user.encode(), PARTITIONS) + 1) % PARTITIONS
-    stack.raw.send(Topic.HISTORY, value, user.encode(), partition=wrong)
-    assert stack.letters.of(value, stack.relay.kafka.topic(Topic.HISTORY))["dead_letter_reason"]
-
-
-def test_a_request_that_is_past_its_deadline_is_answered_expired_without_compute(stack):
-    before = reading(stack.worker).total("relaygr_worker_device_seconds_total")
-    headers = [stack.raw.rank(new_user(), budget_ms=-1_000) for _ in range(5)]
-    for one in headers:
-        assert stack.raw.answer(one).outcome is Outcome.EXPIRED
-    assert reading(stack.worker).total("relaygr_worker_device_seconds_total") == before
-
-
 def test_an_answer_that_has_nowhere_to_go_is_counted_and_blocks_nothing(stack):
     """Even with a deadline years away, the offset must not wait for the deadline."""
     before = reading(stack.worker).total("relaygr_worker_results_undelivered_total")
@@ -593,16 +537,6 @@ def test_an_answer_that_has_nowhere_to_go_is_counted_and_blocks_nothing(stack):
 
     until(counted, "counted as undelivered", 30)
     stack.relay.await_all_committed(Topic.RANKING)
-
-
-def test_a_request_that_wants_its_answer_on_another_topic_is_a_dead_letter(stack):
-    headers = stack.raw.headers(reply_topic=stack.relay.kafka.topic(Topic.HISTORY))
-    user = new_user()
-    value = codec.encode(stack.raw.request(headers, user))
-    where = partition_for(user.encode(), PARTITIONS)
-    stack.raw.send(Topic.RANKING, value, user.encode(), headers.encode(), where)
-    letter = stack.letters.of(value, stack.relay.kafka.topic(Topic.RANKING))
-    assert "reply_topic" in letter["dead_letter_detail"]
 
 
 def test_everything_that_was_sent_is_committed_at_the_end(stack):

@@ -394,11 +394,16 @@ def test_a_failed_chunk_fails_its_request_and_frees_its_pages():
     assert world.outbox.paths == [Path.FULL]
 
 
-def test_too_many_candidates_are_refused_with_the_limit():
+def test_too_many_candidates_and_too_long_a_suffix_are_refused_with_the_limit():
     world = ExecutorWorld()
     world.rank(candidates=101)
+    most = LIMITS.max_suffix_behaviours
+    world.rank(suffix=most + 1, request_id="r2")
+    world.rank(candidates=100, suffix=most, request_id="r3")
+    world.run()
     assert [(reason, detail) for _, reason, detail in world.outbox.failures] == [
-        (FailureReason.TOO_LONG, "101 candidates, the model takes 100")
+        (FailureReason.TOO_LONG, "101 candidates, the model takes 100"),
+        (FailureReason.TOO_LONG, f"{most + 1} suffix behaviours, the model takes {most}"),
     ]
 
 

@@ -251,11 +251,12 @@ class ExecutorWorld(DrivenExecutor):
         looks_up=True,
         diverted=None,
         sent_ago_us=0,
+        suffix=0,
     ):
         wall_us = self.clock.wall_us()
         request = RankingRequest(
-            request_id, user_id, wall_us - sent_ago_us, wall_us + budget_us, 0, np.arange(candidates), behaviours_of(0),
-            version, history, diverted=diverted,
+            request_id, user_id, wall_us - sent_ago_us, wall_us + budget_us, 0, np.arange(candidates),
+            behaviours_of(suffix), version, history, diverted=diverted,
         )  # fmt: skip
         return self.take_ranking(request, budget_us, looks_up=looks_up)
 
