@@ -440,7 +440,7 @@ def test_with_a_token_each_call_needs_it_and_a_stop_serves_what_was_received(
         until(lambda: door.worker.seen[-1].request_id == "last", "received")
         process.process.send_signal(signal.SIGTERM)
         assert call.result().status == 200
-    assert process.process.wait(20) == 0
+    assert process.process.wait(60) == 0
     with pytest.raises(ConnectionRefusedError):
         guarded.rank()
     processes.stop([process])
@@ -475,7 +475,7 @@ def test_after_sigterm_the_gateway_serves_on_but_is_not_ready_until_the_second_s
 
     until(closes, "answers close their connections")
     process.process.send_signal(signal.SIGTERM)
-    assert process.process.wait(20) == 0
+    assert process.process.wait(60) == 0
     processes.stop([process])
 
 
@@ -487,7 +487,7 @@ def test_the_gateway_stops_by_itself_after_the_delay_and_at_once_by_ctrl_c(
     process, _ = start(processes, f"stopping-{number}", f"stop_delay_s={delay_s}")
     processes.await_ready([process], 60)
     process.process.send_signal(number)
-    assert process.process.wait(30) == 0
+    assert process.process.wait(60) == 0
     processes.stop([process])
 
 

@@ -149,7 +149,7 @@ def test_serve_exports_lag_is_ready_while_it_measures_and_ends_on_sigterm(kafka:
         with urllib.request.urlopen(address.replace("/metrics", "/readyz"), timeout=5) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait(10)

@@ -29,7 +29,7 @@ BENCHMARKS: dict[str, str] = PROJECT["entry-points"]["relaygr.benchmarks"]
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAYGR_")}
     command = [sys.executable, "-m", "relaygr", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=clean, check=False)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
         "commands = [name for name in modules if name in sys.modules]\n"
         "assert not commands, commands\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert [name for name in COMMANDS if name not in done.stdout] == []
 
@@ -158,6 +158,6 @@ def test_an_interrupt_ends_without_a_traceback(command: ModuleType) -> None:
 
 def test_without_the_command_lines_own_libraries_it_says_what_to_install() -> None:
     script = "import sys\nsys.modules['typer'] = None\nfrom relaygr.__main__ import main\nmain()\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert done.stderr == "typer is not installed: pip install 'relaygr[cli]'.\n"

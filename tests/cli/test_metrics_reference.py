@@ -47,7 +47,7 @@ def complaints(definitions: Iterable[MetricDefinition]) -> str:
     registry = CollectorRegistry()
     registry.register(Defined(definitions))
     checked = subprocess.run(
-        [promtool, "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=60, check=False
+        [promtool, "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=240, check=False
     )
     assert checked.returncode in (0, 3), checked.stderr
     return (checked.stdout + checked.stderr).decode()

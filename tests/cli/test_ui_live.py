@@ -192,7 +192,7 @@ def test_the_command_serves_the_page_until_it_is_stopped(kafka_settings: KafkaSe
             assert state["live"]["prefix"] == kafka_settings.topic_prefix
         finally:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def ui(*arguments: str) -> str:

@@ -149,7 +149,7 @@ def test_a_process_serves_metrics_of_its_page_that_promtool_accepts(watched: Wat
     assert own.items() <= documented.items()
     promtool = shutil.which("promtool") or unavailable("promtool", "promtool is not installed")
     checked = subprocess.run(
-        [promtool, "check", "metrics"], input=page, capture_output=True, text=True, timeout=60, check=False
+        [promtool, "check", "metrics"], input=page, capture_output=True, text=True, timeout=240, check=False
     )
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 

@@ -62,7 +62,7 @@ def test_the_command_is_a_worker_with_a_standby_and_valid_settings() -> None:
 def test_systemd_reads_the_unit_without_a_word() -> None:
     """A missing program is no fault of the unit."""
     result = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(UNIT)], capture_output=True, text=True, timeout=60, check=False
+        ["systemd-analyze", "verify", "--man=no", str(UNIT)], capture_output=True, text=True, timeout=240, check=False
     )
     faults = [line for line in result.stderr.splitlines() if UNIT.name in line and "is not executable" not in line]
     assert faults == []

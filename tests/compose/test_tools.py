@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.promised import unavailable
+from tests.waiting import PATIENCE_S
 from tests.worlds.compose import ALERTS, COMPOSE, PROMETHEUS
 
 CASES = Path(__file__).with_name("alerts_cases.yaml")
@@ -25,7 +26,7 @@ def promtool() -> str:
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_promtool_accepts_configuration_and_rules(promtool: str) -> None:
@@ -68,7 +69,7 @@ def entrypoint(folder: Path, script: str, **variables: str) -> subprocess.Popen[
 def test_only_a_fenced_worker_looks_as_if_it_had_ended_well(tmp_path: Path, ends_with: int, engine_sees: int) -> None:
     """An engine restarts on failure; a fenced worker that came back would take its id from the other."""
     process = entrypoint(tmp_path, f"exit {ends_with}")
-    process.communicate(timeout=10)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == engine_sees
 
 
@@ -84,7 +85,7 @@ def test_kubernetes_sees_a_fenced_worker_stay_until_its_pod_is_deleted(tmp_path:
         process.wait(timeout=0.3)
     assert mark.exists(), "the liveness probe passes by this file"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=PATIENCE_S) == 0
 
 
 @pytest.mark.slow
@@ -94,5 +95,5 @@ def test_a_worker_is_told_to_stop_and_awaited(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert (output, process.returncode) == ("draining\n", 7)

@@ -395,7 +395,7 @@ def as_other_programs_see_it(stack: Stack) -> tuple[str, list[str], list[float]]
 
 
 def run_example(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -265,7 +265,7 @@ def test_a_stopped_worker_that_wakes_up_after_its_session_is_fenced_and_writes_n
     committed = relay.committed(Topic.RANKING)
     left = dram_of(relay)
     first.process.send_signal(signal.SIGCONT)
-    assert first.process.wait(30) == Exit.FENCED
+    assert first.process.wait(60) == Exit.FENCED
     relay.forget(first)
     assert dram_of(relay) == left
     assert second.process.poll() is None

@@ -172,7 +172,7 @@ def test_figures_equal_those_of_kafkas_own_tool_on_a_quiet_topic(real_kafka: Kaf
     tool = Path(home) / "bin" / "kafka-consumer-groups.sh"
     command = [str(tool), "--bootstrap-server", kafka.bootstrap, "--describe", "--group", kafka.workers_group]
     environment = {**os.environ, "KAFKA_HEAP_OPTS": "-Xmx128m"}
-    said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True).stdout
+    said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=True).stdout
     theirs = {}
     for line in said.splitlines():
         fields = line.split()

@@ -25,7 +25,7 @@ def test_the_files_carry_the_version(release: Release) -> None:
 
 def test_a_registry_would_take_both_files(release: Release) -> None:
     command = [sys.executable, "-m", "twine", "check", "--strict", str(release.source), str(release.wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASSED") == 2
 

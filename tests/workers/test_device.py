@@ -34,7 +34,7 @@ def run_python(code: str, path: Path | None = None) -> subprocess.CompletedProce
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     environment["PYTHONPATH"] = "" if path is None else str(path)
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 

@@ -228,7 +228,7 @@ store = HistoryStore.open({str(store.path)!r}, {store.max_bytes})
 print(store.get("u"))
 print(store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1")), store.get("u").version.number)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.splitlines()[-2:] == ["None", "True 9"]
 
 

@@ -81,7 +81,7 @@ class Helm:
         return Rendered(tuple(objects_of(answer["files"])), answer["lint"])
 
     def close(self) -> None:
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=60)
 
 
 def objects_of(files: Mapping[str, str]) -> Iterator[Any]:
