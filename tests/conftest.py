@@ -14,11 +14,9 @@ A test has one try: a test that passes only at its second try hides a race.
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
-A run of the whole suite uses four processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
+A run of the whole suite uses three processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
 of a file stay in one process, and the files that last longest come first. At most two processes run whole relays, as
-long as there are other files. The fourth process takes only what these leave of the processors: it is nice, and runs
-short files without relays as long as there are some. The processes share one real broker; each has an embedded cluster
-of its own.
+long as there are other files. The processes share one real broker; each has an embedded cluster of its own.
 
 Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
 (`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
@@ -53,11 +51,8 @@ from tests.promised import promised, unavailable
 TEST_PARTITIONS = 12
 ROOT = Path(__file__).parents[1]
 PIPELINE = "tests/pipeline/"
-CORES = min(2, os.cpu_count() or 1)
 RELAYS = 2
 """The most files with whole relays that run at once: more would make each other late."""
-NICE = 5
-"""Of the process that fills the processors while the others wait for processes and brokers."""
 LONGEST = (
     "tests/pipeline/test_standby.py",
     "tests/pipeline/test_demo.py",
@@ -106,25 +101,18 @@ for _name in [name for name in os.environ if name.startswith("RELAYGR_") and not
     del os.environ[_name]
 
 
-def fills(worker: str) -> bool:
-    """Whether this process of pytest-xdist is one more than those that run relays and wait."""
-    return int(worker.removeprefix("gw")) > CORES
-
-
-if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: the workers share the cores already.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if fills(_worker):
-        os.nice(NICE)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0  # Chosen tests: in pytest's own process.
-    # Slow tests wait for processes and brokers a good part of their time. With two more than cores, tests were late,
-    # where the second was not nice.
-    return CORES + (0 if config.option.markexpr == QUICK else 2)
+    cores = min(2, os.cpu_count() or 1)
+    # Slow tests wait for processes and brokers a good part of their time. With two more than cores, tests were late.
+    return cores + (0 if config.option.markexpr == QUICK else 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -197,18 +185,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            elsewhere = [files for other, files in self.assigned_work.items() if other is not node]
+            others = [files for other, files in self.assigned_work.items() if other is not node]
             busy = [
-                any(has_relays(file) and not all(tests.values()) for file, tests in files.items())
-                for files in elsewhere
+                any(has_relays(file) and not all(tests.values()) for file, tests in files.items()) for files in others
             ]
-            others = [file for file in self.workqueue if not has_relays(file)]
-            if fills(node.gateway.id):
-                others = [file for file in others if file not in LONGEST] or others
-            elif sum(busy) < RELAYS:
-                others = []
-            if others:
-                self.workqueue.move_to_end(others[0], last=False)
+            if sum(busy) >= RELAYS:
+                other = next((file for file in self.workqueue if not has_relays(file)), None)
+                if other is not None:
+                    self.workqueue.move_to_end(other, last=False)
             super()._assign_work_unit(node)
 
     return OneProcessAFile(config, log)
