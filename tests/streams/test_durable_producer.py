@@ -63,7 +63,7 @@ def test_messages_survive_the_errors_of_an_idempotent_producer(fresh: FaultyClus
     reports.send(producer, topic, sent[0])
     assert producer.flush(WITHIN_S) == 0
     fresh.answer_produce(*codes)
-    # The first one alone: a real broker that refuses it refuses what is under way behind it, too, but this one would not.
+    # One alone: a real broker that refuses it refuses what is under way behind it, too, but this one would not.
     reports.send(producer, topic, sent[1])
     assert producer.flush(WITHIN_S) == 0
     for value in sent[2:]:

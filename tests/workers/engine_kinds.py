@@ -17,10 +17,10 @@ from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.blocked import BlockedAttention
 from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
-from relaygr.worker.model.attention.compiled import CompiledAttention
-from relaygr.worker.model.attention.form import NARROW_BLOCKS, WIDE_BLOCKS, Block, blocks_of_processor
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import TiledAttention
+from relaygr.worker.model.compiled.attention import CompiledAttention
+from relaygr.worker.model.compiled.form import NARROW_BLOCKS, WIDE_BLOCKS, Block, blocks_of_processor
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
 from relaygr.worker.model.options import (

@@ -14,9 +14,9 @@ from relaygr.worker.device import CpuDevice, set_threads
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.model.attention.blocked import BlockedAttention
 from relaygr.worker.model.attention.choose import choose_attention
-from relaygr.worker.model.attention.compiled import CompiledAttention
-from relaygr.worker.model.attention.form import NARROW_BLOCKS, WIDE_BLOCKS, Block
 from relaygr.worker.model.attention.spec import spec_of
+from relaygr.worker.model.compiled.attention import CompiledAttention
+from relaygr.worker.model.compiled.form import NARROW_BLOCKS, WIDE_BLOCKS, Block
 from relaygr.worker.model.options import ComputeDtype
 from tests.worlds.attention import LAYER, MIXED, SHAPES, RaggedForward, SegmentRows
 from tests.worlds.model import small_config

@@ -5,7 +5,8 @@ pages; the keys of a segment's own rows are used directly.
 
 torch computes a tile of all heads in one call. Where oneDNN's float32 products are faster, each head has a product of
 its own, and reads blocks of 2048 keys: a call of oneDNN costs about 15 us, which a small product does not repay. Where
-`compiled.py` can be used, it computes the context, in place, and the own keys of chunks, which are in their pages too.
+`compiled/attention.py` can be used, it computes the context, in place, and the own keys of chunks, which are in their
+pages too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.worker.model.attention.compiled import CompiledAttention
 from relaygr.worker.model.attention.interface import AttentionPass
 from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
 from relaygr.worker.model.attention.segments import Placed, Segment, place
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import ROW_BLOCK, by_head, by_row
+from relaygr.worker.model.compiled.attention import CompiledAttention
 from relaygr.worker.model.layer_parts import onednn_product
 
 ONEDNN_KEY_BLOCK = 2048

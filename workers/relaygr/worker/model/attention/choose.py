@@ -17,11 +17,11 @@ from relaygr.worker.device import Device
 from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.blocked import ONEDNN_WORK, BlockedAttention
-from relaygr.worker.model.attention.compiled import CompiledAttention
 from relaygr.worker.model.attention.interface import AttentionBackend
 from relaygr.worker.model.attention.softmax import SoftmaxAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import TiledAttention
+from relaygr.worker.model.compiled.attention import CompiledAttention
 from relaygr.worker.model.layer_parts import onednn_is_faster
 
 AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], AttentionBackend]

@@ -1,4 +1,4 @@
-"""The machine code of `compiled.py`: `work` calls `scores` and `values` for each unit of keys and block of rows.
+"""The machine code of `attention.py`: `work` calls `scores` and `values` for each unit of keys and block of rows.
 
 The sums of an innermost loop are in registers: `Block` says how many rows, keys and columns that is. Each step reads
 numbers, and multiplies copies of them by vectors: of rows for scores, of columns of V for values. In bfloat16 it makes
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from llvmlite import ir
 
-from relaygr.worker.model.attention.emit import (
+from relaygr.worker.model.compiled.emit import (
     F32,
     I8,
     I32,
@@ -29,9 +29,9 @@ from relaygr.worker.model.attention.emit import (
     vector_of,
     zeros,
 )
-from relaygr.worker.model.attention.form import FACTORS, INTS, LANES, POINTERS, Arguments, Block, Form
-from relaygr.worker.model.attention.pairs import BFLOAT16, conversion, dot, paired
-from relaygr.worker.model.attention.silu import short_silu, silu
+from relaygr.worker.model.compiled.form import FACTORS, INTS, LANES, POINTERS, Arguments, Block, Form
+from relaygr.worker.model.compiled.pairs import BFLOAT16, conversion, dot, paired
+from relaygr.worker.model.compiled.silu import short_silu, silu
 
 _NO_ROW = 2**31 - 1
 """The first row that sees a key which is none."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 from llvmlite import ir
 
 from relaygr.worker.kv import KvGeometry
-from relaygr.worker.model.attention.emit import Code, Int, vector_of, zeros
-from relaygr.worker.model.attention.form import LANES
+from relaygr.worker.model.compiled.emit import Code, Int, vector_of, zeros
+from relaygr.worker.model.compiled.form import LANES
 
 
 class _BFloat16(ir.types.Type):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from llvmlite import binding, ir
 
-from relaygr.worker.model.attention.form import LANES
+from relaygr.worker.model.compiled.form import LANES
 
 I64, I32, I8, F32, POINTER = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.PointerType()
 TO_FIRST, TO_SECOND = 3, 2

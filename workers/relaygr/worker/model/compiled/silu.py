@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from relaygr.worker.model.attention.emit import I32, Code, splat, vector_of
-from relaygr.worker.model.attention.form import LANES
+from relaygr.worker.model.compiled.emit import I32, Code, splat, vector_of
+from relaygr.worker.model.compiled.form import LANES
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.profiler import record_function
 
 from relaygr.worker.kv import KvDtype, KvGeometry
-from relaygr.worker.model.attention.form import (
+from relaygr.worker.model.compiled.form import (
     LANES,
     Arguments,
     Block,
@@ -27,7 +27,7 @@ from relaygr.worker.model.attention.form import (
     blocks_of_processor,
     has_bfloat16_products,
 )
-from relaygr.worker.model.attention.machine_code import Call, compiled_call
+from relaygr.worker.model.compiled.machine_code import Call, compiled_call
 
 _ROWS = 256
 """Rows of one call: their sums and q of one head fit into the second-level cache."""
@@ -148,7 +148,7 @@ class CompiledAttention:
 @functools.cache
 def _compiled(form: Form, blocks: tuple[Block, ...]) -> Call:
     """The function for a form."""
-    from relaygr.worker.model.attention.kernel import kernel
+    from relaygr.worker.model.compiled.kernel import kernel
 
     return compiled_call(kernel(form, blocks))
 
