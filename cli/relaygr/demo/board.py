@@ -250,7 +250,7 @@ def print_plan(console: Console, plan: DemoPlan, users: int, expected: int = 0) 
     )
     if expected:
         console.print(
-            f"           {expected:,} test behaviours, twice {expected / plan.rate_per_s / 60:.1f} minutes "
+            f"           {expected:,} test behaviours, twice {expected / plan.rate_per_s / 60:.1f} minutes or more "
             "(--seconds N plays fewer)"
         )
     if plan.cores.is_busy:
