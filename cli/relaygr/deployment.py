@@ -13,6 +13,7 @@ of its own, and says so in its log only. So `deploy` refuses it too, unless it i
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 from pathlib import Path
@@ -69,8 +70,9 @@ def _copy(checkpoint: Path, calibration: Path, folder: Path, revision: str) -> N
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-            if is_new and not target.exists():
-                folder.rmdir()
+            if is_new:
+                with contextlib.suppress(OSError):  # It is not empty, as after a success.
+                    folder.rmdir()
     # Also of a revision that was deployed before: it may have been calibrated since.
     if calibration.exists() and calibration.parent != target.resolve():
         new = target / f".{CALIBRATION_FILE}.{secrets.token_hex(4)}"

@@ -206,11 +206,13 @@ def parquet_bytes(folder: Path) -> int:
 def test_files_that_do_not_fit_together_are_refused(write: Write, tmp_path: Path) -> None:
     write("logs/1.parquet", user_id=["a"], item_id=[1], timestamp=[T0])
     other = write("logs/2.parquet", user_id=["a"], item_id=[1])
-    with pytest.raises(RelayError, match=r"2\.parquet has another time"):
+    with pytest.raises(
+        RelayError, match=r"2\.parquet differs from the first file of the folder in its column of times"
+    ):
         read_interactions(tmp_path / "logs")
     for name, flag in (("1", "is_click"), ("2", "is_like")):
         write(f"flags/{name}.parquet", user_id=[1], video_id=[2], time_ms=[T0 * 1000], **{flag: [1]})
-    with pytest.raises(RelayError, match=r"2\.parquet has another flags"):
+    with pytest.raises(RelayError, match=r"2\.parquet differs from the first file of the folder in its flags"):
         read_interactions(tmp_path / "flags")
     other.write_bytes(other.read_bytes()[:-10])
     with pytest.raises(RelayError, match=r"2\.parquet is not a Parquet file that can be read"):

@@ -41,6 +41,9 @@ class Inexact:
     remedy: str
     said: str
     command: list[str] = field(default_factory=list)
+    max_error: float = 0.2
+    """Limits that the model of these tests meets."""
+    min_overlap: float = 0.5
 
     def engine(self, model: Path) -> Engine:
         kv = KvDtype(self.dtype) if self.part == "kv" else KvDtype.FLOAT32
@@ -57,6 +60,7 @@ class Inexact:
 DRAM = Inexact(
     "dram", "dram_kv_dtype", "int8", "scores on reloaded prefixes",
     r"int8 is too inexact for this model.*bfloat16 or same.*check-dram", "2.55 times as many prefixes",
+    max_error=0.02, min_overlap=0.8,
 )  # fmt: skip
 COMPUTE = Inexact(
     "compute", "compute_dtype", "int8", "scores by products",
@@ -92,16 +96,17 @@ def model(tmp_path: Path) -> Path:
 @each_part
 def test_a_model_within_the_limits_starts_and_its_error_is_told(model: Path, part: Inexact) -> None:
     with capture_logs() as logs:
-        require_precisions(part.engine(model), part.settings(model, 0.2, 0.5))
+        require_precisions(part.engine(model), part.settings(model, part.max_error, part.min_overlap))
     [told] = [entry for entry in logs if part.event in entry["event"]]
-    assert told[part.setting] == part.dtype and 0 < told["max_score_error"] <= 0.2
+    assert told[part.setting] == part.dtype and 0 < told["max_score_error"] <= part.max_error
 
 
 @each_part
-@pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.2, 1.1)])
+@pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (None, 1.1)])
 def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
-    model: Path, part: Inexact, max_error: float, min_overlap: float
+    model: Path, part: Inexact, max_error: float | None, min_overlap: float
 ) -> None:
+    max_error = part.max_error if max_error is None else max_error
     with pytest.raises(RelayError, match=part.remedy):
         require_precisions(part.engine(model), part.settings(model, max_error, min_overlap))
 
@@ -118,9 +123,9 @@ def test_a_reloaded_model_is_checked_too(model: Path, part: Inexact) -> None:
 @each_part
 def test_the_command_tells_the_error_and_exits_with_1_beyond_the_limits(model: Path, part: Inexact) -> None:
     arguments = ["model", f"check-{part.part}", str(model), "--device", "cpu", *part.command, "--max-score-error"]
-    within = CliRunner().invoke(app, [*arguments, "0.2", "--min-topk-overlap", "0.5"])
+    within = CliRunner().invoke(app, [*arguments, str(part.max_error), "--min-topk-overlap", str(part.min_overlap)])
     assert within.exit_code == 0, within.output
-    assert part.said in within.output and "20.0000% at most" in within.output
+    assert part.said in within.output and f"{part.max_error:.4%} at most" in within.output
     assert CliRunner().invoke(app, [*arguments, "0"]).exit_code == 1
 
 

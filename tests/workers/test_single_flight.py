@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from relaygr.schemas.messages import Path
+from relaygr.worker.cache import NoRoom
 from tests.worlds.executor import HIT_US, TOKEN_US, ExecutorWorld, world_with_a_in_dram
 
 CROWD = 20
@@ -57,6 +60,17 @@ def test_a_crowd_reloads_a_prefix_once() -> None:
     world.run()
     assert {work.path for work in works} == {Path.DRAM}
     assert computed_tokens(world) == before
+
+
+def test_what_was_reloaded_for_a_request_is_not_evicted_before_the_request_looks_again() -> None:
+    world, version = world_with_a_in_dram()
+    work = world.rank("a", version, "waits")
+    world.run()
+    world.mover.finish()
+    key = dataclasses.replace(work.prefix.key, user_id="c")
+    assert isinstance(world.cache.reserve(key, world.clock.monotonic_us()), NoRoom)
+    world.run()
+    assert (work.has_ended, work.path) == (True, Path.DRAM)
 
 
 def test_one_that_can_not_wait_leaves_and_the_others_get_what_was_computed() -> None:

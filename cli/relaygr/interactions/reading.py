@@ -110,6 +110,17 @@ class _LogLineError(ValueError):
     """The reason why a line is not an interaction."""
 
 
+_MUST_AGREE: Final = {
+    "kind": "format",
+    "time": "column of times",
+    "rating": "column of ratings",
+    "codes": "column of actions",
+    "flags": "flags",
+    "time_is_ms": "unit of times",
+}
+"""Of the layouts of a folder's files."""
+
+
 class _Reader:
     """Converts the blocks of one file."""
 
@@ -118,10 +129,11 @@ class _Reader:
         self.layout, self.rows, self._file = layout, rows, file
         self.header_seen = False
         first = rows.layout
-        for what in ("kind", "time", "rating", "codes", "flags", "time_is_ms"):
+        for what, said in _MUST_AGREE.items():
             own, wanted = (getattr(each, what) for each in (layout, first))
+            # Columns may have other places.
             if own != wanted and (what in ("kind", "flags", "time_is_ms") or None in (own, wanted)):
-                raise RelayError(f"{path} has another {what} than the first file of the folder: give each alone.")
+                raise RelayError(f"{path} differs from the first file of the folder in its {said}: give each alone.")
 
     def take(self, block: LineBlock | RowBlock) -> None:
         numbers, lines = block.numbered()

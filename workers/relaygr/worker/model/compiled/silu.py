@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from relaygr.worker.model.compiled.emit import I32, Code, splat, vector_of
+from relaygr.worker.model.compiled.emit import I32, Code, splat, vector_of, zeros
 from relaygr.worker.model.compiled.form import LANES
 
 _LOG2_E = 1.4426950408889634
@@ -54,8 +54,7 @@ def short_silu(code: Code, x: ir.Value) -> ir.Value:
 
 def _inverse(code: Code, x: ir.Value) -> ir.Value:
     """1 / x of 16 numbers, with a relative error of at most 2^-14."""
-    nothing, all_lanes = ir.Constant(vector_of(LANES), None), ir.IntType(16)(-1)
-    return code.intrinsic("llvm.x86.avx512.rcp14.ps.512", x.type, x, nothing, all_lanes)
+    return code.intrinsic("llvm.x86.avx512.rcp14.ps.512", x.type, x, zeros(LANES), ir.IntType(16)(-1))
 
 
 def _bounded(code: Code, x: ir.Value) -> ir.Value:
