@@ -54,14 +54,19 @@ PIPELINE = "tests/pipeline/"
 RELAYS = 2
 """The most files with whole relays that run at once: more would make each other late."""
 LONGEST = (
+    "tests/pipeline/test_prepool.py",
     "tests/pipeline/test_standby.py",
     "tests/pipeline/test_demo.py",
+    "tests/pipeline/test_pool.py",
     "tests/pipeline/test_affinity.py",
     "tests/pipeline/test_brokers.py",
+    "tests/pipeline/test_older_disk.py",
     "tests/training/test_runs.py",
     "tests/pipeline/test_divert.py",
     "tests/training/test_collect.py",
     "tests/pipeline/test_demo_data.py",
+    "tests/pipeline/test_demo_pool.py",
+    "tests/workers/test_pool_faults.py",
     "tests/benchmarks/test_gpu.py",
     "tests/workers/test_history_follower.py",
     "tests/pipeline/test_warm_restart.py",

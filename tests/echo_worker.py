@@ -15,8 +15,9 @@ from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_pro
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
+from relaygr.schemas.ended import Ended
 from relaygr.schemas.headers import RankingHeaders, RawHeaders, ResultHeaders
-from relaygr.schemas.messages import Outcome, Path, RankingRequest, RankingResult, StageTimings
+from relaygr.schemas.messages import Path, RankingRequest, RankingResult, StageTimings
 from relaygr.schemas.topics import Topic
 
 Answer = Callable[[RankingRequest], Sequence[bytes]]
@@ -28,7 +29,7 @@ def ranked(request: RankingRequest, worker_id: str = "echo") -> RankingResult:
     return RankingResult(
         request.request_id,
         worker_id,
-        Outcome.RANKED,
+        Ended.RANKED,
         request.sent_at_us,
         now_us,
         now_us,

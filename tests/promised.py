@@ -1,4 +1,4 @@
-"""Parts of a machine that some tests need: a broker, Docker, a browser, Prometheus and its promtool, Mooncake.
+"""Parts of a machine that some tests need: a broker, Docker, a browser, Mooncake, transformers, and programs.
 
 Without its part a test is skipped. Where the part is promised, the test fails: `RELAYGR_TEST_REQUIRE` names the
 promised parts, separated by commas. `RELAYGR_TEST_REQUIRE_BROKER=1` is another way to name the broker.
@@ -7,12 +7,23 @@ promised parts, separated by commas. `RELAYGR_TEST_REQUIRE_BROKER=1` is another 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from typing import NoReturn
 
 import pytest
 
-PARTS = frozenset({"broker", "docker", "browser", "prometheus", "promtool", "mooncake"})
+PROGRAMS = {
+    "go": "go",
+    "jdk": "javac",
+    "jq": "jq",
+    "openssl": "openssl",
+    "prometheus": "prometheus",
+    "promtool": "promtool",
+    "systemd": "systemd-analyze",
+}
+"""The parts that are one program."""
+PARTS = frozenset({"broker", "docker", "browser", "mooncake", "transformers", *PROGRAMS})
 
 
 def promised(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
@@ -31,3 +42,9 @@ def unavailable(part: str, reason: str) -> NoReturn:
     if part in promised():
         pytest.fail(f"{part} is promised by RELAYGR_TEST_REQUIRE, but: {reason}")
     pytest.skip(reason)
+
+
+def program(part: str) -> str:
+    """The path of the program that is this part. Ends the test if it is not installed."""
+    name = PROGRAMS[part]
+    return shutil.which(name) or unavailable(part, f"{name} is not installed")

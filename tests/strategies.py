@@ -15,7 +15,6 @@ from relaygr.schemas import (
     BehavioursOffset,
     Continuation,
     Diverted,
-    FailureReason,
     FullPathReport,
     History,
     HistoryVersion,
@@ -23,7 +22,6 @@ from relaygr.schemas import (
     LeadTimeReport,
     LengthRatios,
     Other,
-    Outcome,
     Path,
     PrefixSource,
     PreInferJob,
@@ -31,9 +29,11 @@ from relaygr.schemas import (
     RankingResult,
     RetrievalEvent,
     StageTimings,
+    StaleCause,
     WorkerState,
     WorkerStatus,
 )
+from relaygr.schemas.ended import WIRE_ENDS, WIRE_REASONS, Ended
 from relaygr.schemas.fields import INT64_MAX, MAX_CHOICE_BYTES
 from relaygr.schemas.messages import (
     LENGTH_BUCKETS,
@@ -64,7 +64,7 @@ def texts(max_bytes: int) -> st.SearchStrategy[str]:
     return st.text(characters, min_size=1, max_size=20).filter(lambda text: len(text.encode()) <= max_bytes)
 
 
-def choices(members: type[enum.StrEnum]) -> st.SearchStrategy[Any]:
+def choices(members: type[enum.StrEnum] | tuple[enum.StrEnum, ...]) -> st.SearchStrategy[Any]:
     """A value of an open choice: a member, or a text of a newer version."""
     unknown = texts(MAX_CHOICE_BYTES).filter(lambda text: text not in set(members)).map(Other)
     return st.sampled_from(members) | unknown
@@ -196,6 +196,7 @@ def ranking_requests(draw: st.DrawFn) -> RankingRequest:
                 st.none() | history_versions,
                 st.booleans(),
                 st.booleans(),
+                st.none() | choices(StaleCause),
             )
         ),
         **draw(_histories_of(user_id)),
@@ -204,9 +205,9 @@ def ranking_requests(draw: st.DrawFn) -> RankingRequest:
 
 @st.composite
 def ranking_results(draw: st.DrawFn) -> RankingResult:
-    outcome = draw(st.sampled_from(Outcome))
+    outcome = draw(st.sampled_from(WIRE_ENDS))
     specific: dict[str, Any] = {}
-    if outcome is Outcome.RANKED:
+    if outcome is Ended.RANKED:
         num_tasks = draw(st.integers(1, MAX_TASKS))
         size = num_tasks * draw(st.integers(1, 10))
         specific = {
@@ -217,8 +218,8 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
             "history_version": draw(st.none() | history_versions),
             "model_revision": draw(texts(64)),
         }
-    elif outcome is Outcome.FAILED:
-        specific = {"reason": draw(choices(FailureReason)), "detail": draw(st.none() | texts(512))}
+    elif outcome is Ended.FAILED:
+        specific = {"reason": draw(choices(WIRE_REASONS)), "detail": draw(st.none() | texts(512))}
     return RankingResult(
         request_id=draw(texts(128)),
         worker_id=draw(texts(128)),
@@ -226,7 +227,7 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
         request_sent_at_us=draw(whole),
         received_at_us=draw(whole),
         sent_at_us=draw(whole),
-        timings=StageTimings(*draw(st.lists(whole, min_size=6, max_size=6))),
+        timings=StageTimings(*draw(st.lists(whole, min_size=6, max_size=6)), draw(st.none() | whole)),
         prefix_tokens=draw(whole),
         tokens_cached=draw(whole),
         history_stale=draw(st.booleans()),
@@ -237,6 +238,7 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
         unknown_actions=draw(st.none() | whole),
         unknown_features=draw(st.none() | whole),
         history_missing=draw(st.none() | st.booleans()),
+        history_stale_cause=draw(st.none() | choices(StaleCause)),
         **specific,
     )
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-PACKAGES = ("relaygr.client", "relaygr.schemas", "relaygr.settings")
+PACKAGES = ("relaygr.client", "relaygr.ranker", "relaygr.schemas", "relaygr.settings")
 
 
 def names_in_table(package: str) -> list[str]:

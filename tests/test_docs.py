@@ -8,6 +8,7 @@ from __future__ import annotations
 import html.parser
 import importlib.util
 import itertools
+import os
 import re
 import shlex
 import subprocess
@@ -129,11 +130,22 @@ def test_the_index_lists_every_page_and_the_architecture_every_package() -> None
     assert {package for package in packages if f"`relaygr.{package}`" not in architecture} == set()
 
 
-def test_the_path_of_a_request_begins_at_methods_that_exist() -> None:
-    rows = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)\.(\w+)` \|", text_of("docs/architecture.md"), re.MULTILINE)
-    assert len(rows) > 10
-    classes = {file: text_of(file).partition(f"\nclass {owner}")[2] for file, owner, _ in rows}
-    assert [(file, method) for file, _, method in rows if f"    def {method}(" not in classes[file]] == []
+def test_the_steps_of_one_request_begin_at_methods_that_exist() -> None:
+    """A step names a file by the end of its path, and then a class with its method."""
+    steps = (
+        text_of("docs/architecture.md")
+        .partition("## One request, from HTTP to score and back")[2]
+        .partition("\n## ")[0]
+    )
+    named = re.findall(r"`([\w/]+\.py)`[,:]\s+`([A-Z]\w+)\.(\w+)`", steps)
+    assert len(named) > 10
+    sources = [path for path in ROOT.glob("*/relaygr/**/*.py") if "tests" not in path.parts]
+
+    def is_there(file: str, owner: str, method: str) -> bool:
+        places = [path for path in sources if path.as_posix().endswith("/" + file)]
+        return any(f" def {method}(" in path.read_text().partition(f"\nclass {owner}")[2] for path in places)
+
+    assert [each for each in named if not is_there(*each)] == []
 
 
 def test_a_bare_file_name_in_the_text_is_there() -> None:
@@ -439,10 +451,32 @@ def test_extras_in_the_text_exist() -> None:
 
 def test_the_workflow_runs_the_test_command_of_the_readme_and_installs_extras_that_exist() -> None:
     jobs = yaml.safe_load(text_of(".github/workflows/ci.yml"))["jobs"]
-    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    steps = [step for job in jobs.values() for step in job["steps"] if "run" in step]
+    runs = [step["run"] for step in steps]
     assert "make test" in runs and "make test " in text_of("README.md")
+    assert [step for step in steps if step["run"].startswith("make") and "env" in step] == []
+    assert text_of(".ci/run").endswith("exec make test\n") and "PIP_ARGS" not in text_of(".ci/run")
     extras = re.findall(r"whl\)\[(\w+)\]", "\n".join(runs))
     assert extras and set(extras) <= set(tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"])
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+@pytest.mark.parametrize(
+    ("given", "installs_with"),
+    [
+        ([], "--constraint constraints.txt"),
+        (["PIP_ARGS=--index-url http://127.0.0.1/"], "--index-url http://127.0.0.1/"),
+    ],
+    ids=["by default", "as asked"],
+)
+def test_a_command_of_the_readme_installs_the_tested_versions_unless_it_is_told_otherwise(
+    target: str, given: list[str], installs_with: str, tmp_path: Path
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PIP_ARGS", "MAKEFLAGS")}
+    command = ["make", "--dry-run", target, f"VENV={tmp_path}", *given]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    [install] = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert f"pip install {installs_with} --editable" in install
 
 
 @pytest.mark.parametrize("file", [".pre-commit-config.yaml", "mkdocs.yml", *FORMS])

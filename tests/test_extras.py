@@ -62,7 +62,7 @@ USES: dict[str, Use] = {
         """,
     ),
     "client": Use(
-        ("relaygr.client", "relaygr.settings", "relaygr.settings_reference", "relaygr.kafka.admin"),
+        ("relaygr.client", "relaygr.settings", "relaygr.settings_reference", "relaygr.cluster.admin"),
         """
         from relaygr.client import AsyncRelayClient, EventPublisher, RelayClient, __version__
         from relaygr.settings import load_settings
@@ -120,7 +120,7 @@ USES: dict[str, Use] = {
         (
             "relaygr.cli.data",
             "relaygr.cli.train",
-            "relaygr.interactions.parquet",
+            "relaygr.ingest.parquet",
             "relaygr.training.collect",
             "relaygr.training.lengths",
             "relaygr.training.pipeline",
@@ -130,7 +130,6 @@ USES: dict[str, Use] = {
         (
             "relaygr.cli.demo",
             "relaygr.demo.run",
-            "relaygr.bench.cache.__main__",
             "relaygr.bench.engine.__main__",
             "relaygr.bench.events.run",
             "relaygr.bench.headline.run",
@@ -290,11 +289,11 @@ def test_every_command_names_extras_that_exist() -> None:
     assert {name for name, command in COMMANDS.items() if not set(command.extras.split(",")) <= known} == set()
 
 
-def test_all_is_every_extra_of_the_program_but_npu_and_pool() -> None:
+def test_all_is_every_extra_of_the_program_but_npu_pool_and_transformers() -> None:
     extras = PROJECT["optional-dependencies"]
     everything = {
         str(requirement)
-        for extra in extras.keys() - {"npu", "pool", "docs", "dev"}
+        for extra in extras.keys() - {"npu", "pool", "transformers", "docs", "dev"}
         for requirement in requirements(extra)
     }
     assert {str(requirement) for requirement in requirements("all")} == everything

@@ -18,7 +18,7 @@ LAYERS = ("schemas", "streams", "workers", "training", "cli", "benchmarks")
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 NPU_FILE = ROOT / "workers" / "relaygr" / "worker" / "device" / "__init__.py"
 _IMPORT = re.compile(r"^ *(?:from ([\w.]+) import |import ([\w.]+))", re.MULTILINE)
-STREAMS = ("runtime", "tracing", "kafka", "admission", "consumer", "client", "lag", "devbroker", "trigger")
+STREAMS = ("runtime", "tracing", "kafka", "cluster", "admission", "consumer", "client", "lag", "devbroker", "trigger")
 """Packages of the root `streams`, likewise."""
 
 

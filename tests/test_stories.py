@@ -1,4 +1,4 @@
-"""The stories of docs/testing.md: each stands as a test, under the name that the page gives."""
+"""The stories of docs/testing.md and the boundaries of CONTRIBUTING.md: each has the tests that the page names."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def names_in(path: Path) -> set[str]:
     return names
 
 
+def boundaries() -> list[tuple[str, list[str]]]:
+    """(boundary, the four cells) of each row of the table."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Boundaries\n")[2].partition("\n## ")[0]
+    rows = [line[2:-2].split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return [(boundary, cells) for boundary, *cells in rows[1:]]
+
+
 def test_every_story_has_a_test() -> None:
     assert sorted({story for story, _ in told()}) == list(range(1, STORIES + 1))
 
@@ -46,6 +54,16 @@ def test_every_story_has_a_test() -> None:
 def test_the_test_that_tells_a_story_is_there(story: int, test: str) -> None:
     path, _, name = test.partition("::")
     assert name in names_in(ROOT / "tests" / path), f"story {story}"
+
+
+@pytest.mark.parametrize(("boundary", "cells"), boundaries())
+def test_each_question_at_a_boundary_has_a_test_that_is_there_or_was_not_tried(boundary: str, cells: list[str]) -> None:
+    assert len(cells) == 4
+    for cell in cells:
+        tests = re.findall(r"`([^`]+)`", cell)
+        assert (cell == "not tried") != bool(tests), cell
+        for path, _, name in (test.partition("::") for test in tests):
+            assert name in names_in(ROOT / "tests" / path), cell
 
 
 @pytest.mark.parametrize("slo_ms", [10, TrafficSettings().budget_ms])

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from relaygr.kafka.rights import Resource, Role, rights_of
+from relaygr.cluster.rights import Resource, Role, rights_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.topics import CATALOGUE
 

@@ -1,11 +1,13 @@
 """The revision that the workers of a scenario serve, as a link in a folder.
 
-    FOLDER/REVISION/     config.json, model.safetensors, calibration.json: one folder for each deployed revision
+    FOLDER/REVISION/     the files of the checkpoint: one folder for each deployed revision
     FOLDER/current       link to the revision that serves: `worker.model` of the workers is this
     FOLDER/previous      link to the one before
 
 Each link is replaced in one step. Workers with `worker.model_poll_s` load what `current` names within that time, and
 others at SIGHUP. A revision whose K,V have another form is refused by a running worker, which then keeps its model.
+
+A revision that is deployed again gets the files that are not part of the revision, such as the names of actions, anew.
 
 A worker whose setting `worker.calibration` is FOLDER/current/calibration.json refuses a revision without a calibration
 of its own, and says so in its log only. So `deploy` refuses it too, unless it is told that workers calibrate at start.
@@ -14,12 +16,14 @@ of its own, and says so in its log only. So `deploy` refuses it too, unless it i
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import secrets
 import shutil
 from pathlib import Path
 from typing import Final
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import removed_on_failure
 from relaygr.settings import CALIBRATION_FILE
 
 CURRENT: Final = "current"
@@ -33,12 +37,12 @@ def deploy(checkpoint: Path, folder: Path, *, needs_calibration: bool, calibrati
     Raises RelayError for a checkpoint that cannot be read, and for one with the calibration of another, or with none
     though it is needed. Nothing was changed then.
     """
-    from relaygr.worker.model.checkpoint import load_checkpoint
+    from relaygr.worker.model.engine import load_model
 
     # A training job may point a link at its next checkpoint meanwhile.
     checkpoint = checkpoint.resolve()
     calibration = calibration or checkpoint / CALIBRATION_FILE
-    revision = load_checkpoint(checkpoint).revision
+    revision = load_model(checkpoint).revision
     _check_calibration(calibration, checkpoint, revision, needs_calibration)
     try:
         _copy(checkpoint, calibration, folder, revision)
@@ -53,7 +57,8 @@ def deploy(checkpoint: Path, folder: Path, *, needs_calibration: bool, calibrati
 
 
 def _copy(checkpoint: Path, calibration: Path, folder: Path, revision: str) -> None:
-    from relaygr.worker.model.checkpoint import load_checkpoint
+    from relaygr.worker.model.config import CONFIG_FILE, WEIGHTS_FILE
+    from relaygr.worker.model.engine import load_model
 
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +68,7 @@ def _copy(checkpoint: Path, calibration: Path, folder: Path, revision: str) -> N
         partial = folder / f".{revision}.{secrets.token_hex(4)}"
         try:
             shutil.copytree(checkpoint, partial)
-            if load_checkpoint(partial).revision != revision:
+            if load_model(partial).revision != revision:
                 raise RelayError(
                     f"{checkpoint} was replaced while it was copied: nothing was changed. Deploy it again."
                 )
@@ -73,11 +78,25 @@ def _copy(checkpoint: Path, calibration: Path, folder: Path, revision: str) -> N
             if is_new:
                 with contextlib.suppress(OSError):  # It is not empty, as after a success.
                     folder.rmdir()
-    # Also of a revision that was deployed before: it may have been calibrated since.
-    if calibration.exists() and calibration.parent != target.resolve():
-        new = target / f".{CALIBRATION_FILE}.{secrets.token_hex(4)}"
-        shutil.copy2(calibration, new)
-        new.replace(target / CALIBRATION_FILE)
+    elif checkpoint != target.resolve():
+        # The revision is of the configuration and the weights; that of a ranker of one's own of all that its code may
+        # read. The others may have come, or changed, since.
+        kept = (CONFIG_FILE, WEIGHTS_FILE)
+        for path in checkpoint.iterdir():
+            if path.is_file() and not path.name.startswith(".") and path.name not in kept:
+                _replace(path, target / path.name)
+    if calibration.exists() and calibration.parent not in (checkpoint, target.resolve()):
+        _replace(calibration, target / CALIBRATION_FILE)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Replaces a file that differs, in one step."""
+    if target.exists() and filecmp.cmp(source, target):
+        return
+    new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    with removed_on_failure(new):
+        shutil.copy2(source, new)
+        new.replace(target)
 
 
 def _check_calibration(path: Path, checkpoint: Path, revision: str, needed: bool) -> None:
@@ -125,8 +144,8 @@ def _target(folder: Path, name: str) -> str | None:
 def _point(folder: Path, name: str, revision: str) -> None:
     new = folder / f".{name}.{secrets.token_hex(4)}"
     try:
-        new.symlink_to(revision, target_is_directory=True)
-        new.replace(folder / name)
+        with removed_on_failure(new):
+            new.symlink_to(revision, target_is_directory=True)
+            new.replace(folder / name)
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise RelayError(f"{folder / name} cannot be made: {error.strerror}.") from error

@@ -22,6 +22,7 @@ from relaygr.client.metrics import GatewayMetrics
 from relaygr.consumer import health, loop, offsets, pauses
 from relaygr.gateway.app import HttpMetrics
 from relaygr.kafka import dead_letters
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.statistics import KafkaStatistics
 from relaygr.lag.exporter import LagExporter
@@ -166,7 +167,7 @@ def _make_supervisor_metrics(registry: CollectorRegistry) -> None:
 
 def _make_lag_metrics(registry: CollectorRegistry) -> None:
     settings = LagSettings()
-    monitor = LagMonitor(KafkaSettings(), settings)
+    monitor = LagMonitor(KafkaSession(KafkaSettings(), "metrics", registry=CollectorRegistry()), settings)
     monitor.state = MonitorState(LagReport("", SystemClock().monotonic_us(), 0, settled=False, groups=()))
     registry.register(LagExporter(monitor, settings))
 

@@ -11,14 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from http import HTTPStatus
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
 from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.masking import masked
 from relaygr.settings import CALIBRATION_FILE
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _MLFLOW_SCHEMES: Final = ("models", "runs", "mlflow-artifacts")
 _SHOWN: Final = 8
@@ -43,7 +48,8 @@ def local_checkpoint(source: str, beside: Path) -> Iterator[Path]:
     """The folder of a source: itself, or a copy, which is removed afterwards. The copy lies in the folder `beside`, or,
     before there is one, in the one above it: a failure leaves no empty folder.
 
-    Raises SourceError if a URL cannot be read, and RelayError if its files disagree.
+    Raises SourceError if a URL cannot be read, and RelayError if its files disagree. An error about the copy, here or
+    in the body of the `with`, names the source: nobody knows the copy, and it is gone.
     """
     if not is_url(source):
         yield Path(source)
@@ -58,8 +64,14 @@ def local_checkpoint(source: str, beside: Path) -> Iterator[Path]:
         copy = Path(name) / "checkpoint"
         copy.mkdir()
         folder = _fetched(_from_mlflow if _is_mlflow(source) else _from_files, source, copy)
-        _trust(source, folder)
-        yield folder
+        try:
+            _trust(source, folder)
+            yield folder
+        except RelayError as error:
+            text = str(error)
+            for path in (folder.resolve(), folder):
+                text = text.replace(str(path), masked(source))
+            raise RelayError(text) from error
 
 
 def _fetched(fetch: Callable[[str, Path], Path], source: str, place: Path) -> Path:
@@ -68,7 +80,9 @@ def _fetched(fetch: Callable[[str, Path], Path], source: str, place: Path) -> Pa
     except (ModuleNotFoundError, RelayError):
         raise
     except Exception as error:  # Each library has errors of its own.
-        complaint = f"{source} cannot be read: {type(error).__name__}: {_first_line(error)}."
+        addresses = f"{source} {os.environ.get('MLFLOW_TRACKING_URI', '')}"
+        reason = masked(_first_line(error), of=addresses)
+        complaint = f"{masked(source)} cannot be read: {type(error).__name__}: {reason}."
         # A scheme that is unknown, or whose library is missing, will not be known later.
         raise (RelayError if isinstance(error, ImportError | ValueError) else SourceError)(complaint) from error
 
@@ -80,34 +94,57 @@ def _first_line(error: Exception) -> str:
 def _trust(source: str, folder: Path) -> None:
     """Checks the digests, and gives the copy the time of its record: else each load would read the weights again."""
     from relaygr.worker.model.checkpoint import verify_checkpoint
+    from relaygr.worker.model.config import is_ranker
 
+    # A ranker of one's own has no digests.
+    if is_ranker(folder):
+        return
     if changed := verify_checkpoint(folder, trust=True).changed:
-        raise RelayError(f"{source} was changed after it was written: {', '.join(changed[:_SHOWN])} differ.")
+        raise RelayError(f"{masked(source)} was changed after it was written: {_shown(changed)} differ.")
 
 
 def _from_mlflow(source: str, place: Path) -> Path:
-    # Its own seven retries take four minutes.
+    # Its own seven retries take four minutes, and its bars are eight lines where there is no terminal.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import mlflow.artifacts
 
     from relaygr.worker.model.config import CONFIG_FILE
 
-    fetched = Path(mlflow.artifacts.download_artifacts(artifact_uri=source, dst_path=str(place)))
-    configs = [*fetched.glob(CONFIG_FILE), *fetched.glob(f"*/{CONFIG_FILE}")]
-    return configs[0].parent if configs else fetched
+    with progress_bars() as bars:
+        bars.began(f"fetching {masked(source)}", 0)
+        fetched = Path(mlflow.artifacts.download_artifacts(artifact_uri=source, dst_path=str(place)))
+    if (fetched / CONFIG_FILE).is_file():
+        return fetched
+    below = sorted(path.parent.relative_to(fetched).as_posix() for path in fetched.rglob(CONFIG_FILE))
+    if len(below) > 1:
+        raise RelayError(
+            f"{masked(source)} has {len(below)} checkpoints: {_shown(below)}. Name one, such as "
+            f"{masked(source).rstrip('/')}/{below[0]}."
+        )
+    if not below:
+        raise SourceError(_without_config(source, (path.name for path in fetched.iterdir())))
+    return fetched / below[0]
 
 
 def _from_files(source: str, place: Path) -> Path:
     import fsspec
 
-    from relaygr.worker.model.config import CONFIG_FILE, WEIGHTS_FILE
+    from relaygr.worker.model.config import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, names_ranker
+    from relaygr.worker.model.inputs.known import ACTIONS_FILE
 
     # Paths of file URLs are percent-encoded, as Path.as_uri() writes them; fsspec takes them literally.
     files, folder = fsspec.core.url_to_fs(unquote(source) if source.startswith("file:") else source)
-    names = [name for name in (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE) if files.exists(f"{folder}/{name}")]
-    if CONFIG_FILE not in names:
-        there = files.exists(folder)
-        raise SourceError(f"{source} has no {CONFIG_FILE}." if there else f"{source} does not exist.")
+    if not _is_there(files, f"{folder}/{CONFIG_FILE}"):
+        if not _is_there(files, folder):
+            raise SourceError(f"{masked(source)} does not exist.")
+        content = files.ls(folder, detail=False) if files.isdir(folder) else ()
+        raise SourceError(_without_config(source, (path.rstrip("/").rpartition("/")[2] for path in content)))
+    if names_ranker(files.cat_file(f"{folder}/{CONFIG_FILE}")):
+        names = _names_below(files, folder)
+    else:
+        others = (WEIGHTS_FILE, CALIBRATION_FILE, ACTIONS_FILE, CARD_FILE)
+        names = [CONFIG_FILE, *(name for name in others if _is_there(files, f"{folder}/{name}", may_be_hidden=True))]
     before = [files.ukey(f"{folder}/{name}") for name in names]
     with progress_bars() as bars:
 
@@ -117,9 +154,53 @@ def _from_files(source: str, place: Path) -> Path:
 
         for name in names:
             bars.began(name, 0)
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
             shown = fsspec.callbacks.Callback(hooks={"bar": show})
             files.get_file(f"{folder}/{name}", str(place / name), callback=shown)
     files.invalidate_cache()
     if before != [files.ukey(f"{folder}/{name}") for name in names]:
-        raise SourceError(f"{source} was replaced while it was read.")
+        raise SourceError(f"{masked(source)} was replaced while it was read.")
     return place
+
+
+def _names_below(files: AbstractFileSystem, folder: str) -> list[str]:
+    """All files of a ranker of one's own, of which any may be read. Raises RelayError for one elsewhere."""
+    names = sorted(path.removeprefix(folder).lstrip("/") for path in files.find(folder))
+    if wrong := [name for name in names if ".." in PurePosixPath(name).parts]:
+        raise RelayError(f"{folder} lists a file that is not in it: {wrong[0]}.")
+    return names
+
+
+def _is_there(files: AbstractFileSystem, path: str, *, may_be_hidden: bool = False) -> bool:
+    """Raises what kept the library from looking: `exists` calls a server that is away a file that is not there.
+
+    `may_be_hidden`: a refusal means "not there", as S3 says it of a missing file to a reader who may not list files.
+    """
+    try:
+        files.info(path)
+    except FileNotFoundError as error:
+        # fsspec's HTTP gives each error this name, and the real one as its cause.
+        cause = error.__cause__
+        status = getattr(cause, "status", None)
+        if cause is None or isinstance(cause, FileNotFoundError) or status == HTTPStatus.NOT_FOUND:
+            return False
+        if status == HTTPStatus.FORBIDDEN and may_be_hidden:
+            return False
+        raise cause from error
+    except PermissionError:
+        if may_be_hidden:
+            return False
+        raise
+    return True
+
+
+def _without_config(source: str, content: Iterable[str]) -> str:
+    from relaygr.worker.model.config import CONFIG_FILE
+
+    names = sorted(content)
+    return f"{masked(source)} has no {CONFIG_FILE}: {f'it has {_shown(names)}' if names else 'it is empty'}."
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

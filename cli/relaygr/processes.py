@@ -7,14 +7,13 @@ file, and reads their metrics over HTTP.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,12 @@ from types import TracebackType
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
 from relaygr.devbroker.local import free_ports
+from relaygr.runtime.direct_http import open_directly
 from relaygr.runtime.errors import RelayError
-from relaygr.settings import ENV_PREFIX, TEST_ENV_PREFIX, Settings
+from relaygr.settings import ENV_PREFIX, TEST_ENV_PREFIX, Settings, plain, values
 from relaygr.ui.scrape import Reading, parse_reading
 
 STOP_TIMEOUT_S = 20.0
@@ -156,9 +156,9 @@ class Processes:
 def is_ready(port: int) -> bool:
     """Whether the process with its probes on this port is ready."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+        with open_directly(f"http://127.0.0.1:{port}/readyz", timeout_s=1) as answer:
+            return answer.status == 200
+    except OSError:
         return False
 
 
@@ -169,34 +169,13 @@ def die_with_the_parent() -> None:
 
 def write_config(settings: Settings, path: Path) -> None:
     """Writes the settings that differ from the defaults, secrets included, to a file with mode 0600."""
+    content = plain(settings)
+    for key, value in values(settings).items():
+        if isinstance(value, SecretStr):
+            *sections, name = key.split(".")
+            functools.reduce(dict.__getitem__, sections, content)[name] = value.get_secret_value()
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        yaml.safe_dump(_plain(settings), file)
-
-
-def _plain(section: BaseModel) -> dict[str, Any]:
-    default = type(section)()
-    values: dict[str, Any] = {}
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            nested = _plain(value)
-            if nested:
-                values[name] = nested
-        elif value != getattr(default, name):
-            values[name] = _scalar(value)
-    return values
-
-
-def _scalar(value: Any) -> Any:
-    if isinstance(value, SecretStr):
-        return value.get_secret_value()
-    if isinstance(value, dict):
-        return {name: each.model_dump(mode="json", exclude_defaults=True) for name, each in value.items()}
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int):
-        return int(value)
-    return value if isinstance(value, float) else str(value)
+        yaml.safe_dump(content, file)
 
 
 def metrics_url(child: CommandProcess) -> str:
@@ -207,16 +186,16 @@ def metrics_url(child: CommandProcess) -> str:
 def read_metrics(port: int) -> Reading:
     """The metrics of the process with its probes on this port."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1) as answer:
+        with open_directly(f"http://127.0.0.1:{port}/metrics", timeout_s=1) as answer:
             return parse_reading(answer.read().decode())
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return Reading()
 
 
 def read_children(port: int) -> dict[str, dict[str, Any]]:
     """The processes of the supervisor with its probes on this port by phase, each with `pid` and `port`."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/children", timeout=5) as answer:
+        with open_directly(f"http://127.0.0.1:{port}/children", timeout_s=5) as answer:
             return {child["phase"]: child for child in json.load(answer)["children"]}
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return {}

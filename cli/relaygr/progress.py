@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from relaygr.console import plain_console
+
 
 class Bars:
     """The bars of a command, one after the other."""
@@ -38,5 +40,5 @@ class Bars:
 def progress_bars(console: Console | None = None) -> Iterator[Bars]:
     """`console`: None for standard error."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console or Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console or plain_console(stderr=True), transient=True) as progress:
         yield Bars(progress)

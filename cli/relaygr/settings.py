@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from relaygr.admission.scenarios import (
     NAME,
@@ -44,11 +45,13 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.client.settings import ClientSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.gateway.settings import GatewaySettings
+from relaygr.ingest.settings import RegistrySettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.masking import masked
 from relaygr.runtime.settings import LogSettings
-from relaygr.tracing.settings import TracingSettings
+from relaygr.tracing import TracingSettings
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.trigger.settings import TriggerSettings
 from relaygr.ui.settings import UiSettings
@@ -94,6 +97,7 @@ class Settings(KafkaSettings):
     lag: LagSettings = LagSettings()
     ui: UiSettings = UiSettings()
     tracing: TracingSettings = TracingSettings()
+    schema_registry: RegistrySettings = RegistrySettings()
 
     @field_validator("scenarios")
     @classmethod
@@ -153,7 +157,11 @@ class SettingField:
         return SecretStr in union_members(self.info.annotation)
 
     def parse(self, text: str) -> Any:
-        """Parses a text from the command line or a variable. The value is validated later."""
+        """Parses a text from the command line or a variable. The value is validated later.
+
+        A line break at its end is no part of it: a Secret of Kubernetes that was made from a file has one.
+        """
+        text = text.rstrip("\r\n")
         members = union_members(self.info.annotation)
         if type(None) in members and text.lower() in ("", "none", "null"):
             return None
@@ -282,6 +290,17 @@ def setting_fields() -> Mapping[str, SettingField]:
 def values(settings: Settings) -> dict[str, Any]:
     """The value of every setting, by key."""
     return {key: functools.reduce(getattr, key.split("."), settings) for key in setting_fields()}
+
+
+def plain(value: Any) -> Any:
+    """A setting's value, or all settings, as JSON and YAML have them: without defaults, and with masked secrets."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    return to_jsonable_python(value)
 
 
 def size_text(size_bytes: int) -> str:
@@ -443,6 +462,7 @@ _HOW_TO_WRITE = {
     "byte_size_unit": ": write a size such as 512MiB",
     "bool_parsing": ": write true or false",
     "bool_type": ": write true or false",
+    "tuple_type": ": write a list such as [a, b]",
 }
 """For the kinds of pydantic's errors that do not say what is allowed."""
 
@@ -460,7 +480,7 @@ def _explain_one(detail: Any, given: Mapping[str, _Given]) -> str:
         origins = ", ".join(f"{name} ({given[name].origin})" for name in inside)
         return f"{key or 'settings'}: {message}" + (f"; given: {origins}" if origins else "")
     entry = given.get(key)
-    shown = "" if field.secret or entry is None else f" = {entry.value!r}"
+    shown = "" if field.secret or entry is None else f" = {masked(repr(entry.value))}"
     origin = entry.origin if entry else DEFAULT_ORIGIN
     return f"{key}{shown} ({origin}): {message[:1].lower()}{message[1:]}{_HOW_TO_WRITE.get(detail['type'], '')}."
 

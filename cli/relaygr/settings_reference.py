@@ -80,7 +80,7 @@ def _lines() -> Iterator[str]:
     yield from ("", "## The first fifteen", "", "What most installations set; the rest can wait.", "")
     yield from ("| key | default | meaning |", "|---|---|---|")
     for field in map(setting_fields().__getitem__, FIRST):
-        yield _row(f"`{field.key}`", _default(field), field.info.description or "")
+        yield row(f"`{field.key}`", _default(field), field.info.description or "")
     section = None
     for field in setting_fields().values():
         current = field.key.rpartition(".")[0]
@@ -95,15 +95,16 @@ def _lines() -> Iterator[str]:
             yield ""
             yield "| key | type | default | meaning |"
             yield "|---|---|---|---|"
-        yield _row(f"`{field.key}`", _type(field), _default(field), field.info.description or "")
+        yield row(f"`{field.key}`", _type(field), _default(field), field.info.description or "")
     yield from ("", "## An entry of `scenarios`", "", inspect.getdoc(ScenarioSettings) or "", "")
     yield from ("| key | type | default | meaning |", "|---|---|---|---|")
     for name, info in ScenarioSettings.model_fields.items():
         entry = SettingField(name, info)
-        yield _row(f"`{name}`", _type(entry), _default(entry), info.description or "")
+        yield row(f"`{name}`", _type(entry), _default(entry), info.description or "")
 
 
-def _row(*cells: str) -> str:
+def row(*cells: str) -> str:
+    """A row of a table, Markdown."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 
-from relaygr.interactions import Interactions, Limits, joined, log_bytes, read_interactions
-from relaygr.interactions.mapping import NO_MAP, LogMap
+from relaygr.ingest.gather import Interactions, Limits
+from relaygr.ingest.log_map import NO_MAP, LogMap
+from relaygr.ingest.reading import joined, log_bytes, read_interactions
 from relaygr.progress import Bars, progress_bars
-from relaygr.training.logs import Log
+from relaygr.training.logs import Log, Ties
 
 if TYPE_CHECKING:
     from relaygr.training.trainer import EpochRecord
@@ -37,19 +39,30 @@ def read_training_log(paths: list[Path], max_bad_lines: int, console: Console, n
 
 
 def training_log(parts: Sequence[Interactions]) -> Log:
-    """One log of these files, which are in the order of time."""
+    """One log of these files, which are in the order of time.
+
+    Its users are in the order of their ids, unless equal times are ordered as in the files: then the same rows give the
+    same log, with the same digest, and the same model, whatever the files are sorted by.
+    """
     layouts = [part.report.layout for part in parts]
     whole = joined(parts)
+    users, lengths = whole.users, np.diff(whole.starts)
+    order = np.arange(len(users))
+    if layouts[0].map.ties is Ties.HASH:
+        order = np.array(sorted(range(len(users)), key=users.__getitem__), np.int64)
+    starts = np.concatenate(([0], np.cumsum(lengths[order])))
+    rows = np.arange(starts[-1]) + np.repeat(whole.starts[:-1][order] - starts[:-1], lengths[order])
     return Log(
-        whole.users,
-        whole.starts,
-        whole.behaviours.items,
-        whole.behaviours.actions,
-        whole.behaviours.timestamps_ms,
+        [users[place] for place in order],
+        starts,
+        whole.behaviours.items[rows],
+        whole.behaviours.actions[rows],
+        whole.behaviours.timestamps_ms[rows],
         has_times=all(layout.has_times for layout in layouts),
         has_ratings=all(layout.has_ratings for layout in layouts),
         columns=layouts[0].map.columns,
         action_names=layouts[0].map.actions,
+        ties=layouts[0].map.ties,
     )
 
 

@@ -41,15 +41,12 @@ def test_the_ratios_are_the_medians_of_the_rounds() -> None:
     assert (row["p50_ratio"], row["p99_ratio"], row["python_cpu_ratio"]) == (4.0, 4.0, 3.0)
     assert row["foreign_cpu"] == pytest.approx(0.2)
     assert (row["pipeline_answered_share"], row["echo_answered_share"]) == (0.5, 1.0)
-    assert row["http_p50_ms"] is None
-    assert medians(200.0, [RoundFigures(PIPELINE, ECHO, replace(ECHO, p50_ms=2.0))])["http_p50_ms"] == 2.0
 
 
-def test_the_committed_rows_have_the_columns_that_a_run_appends_with_http_and_without() -> None:
+def test_the_committed_rows_have_the_columns_that_a_run_appends() -> None:
     committed = Path(__file__).parents[2] / "benchmarks" / "results" / "pipeline" / "ratios.csv"
     refuse_other_columns(committed, COLUMNS)
-    for http in (None, ECHO):
-        assert COLUMNS[4:] == tuple(medians(200.0, [RoundFigures(PIPELINE, ECHO, http)]))
+    assert COLUMNS[4:] == tuple(medians(200.0, [RoundFigures(PIPELINE, ECHO)]))
 
 
 def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
@@ -71,11 +68,10 @@ def test_two_runs_on_one_broker_have_topics_of_their_own(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_run_in_miniature_has_the_figures_of_relay_http_and_echo(tmp_path: Path) -> None:
-    plan = Plan(2.0, 1, 1.0, http=True)
-    measure_rates([20.0], plan, "embedded", tmp_path / "ratios.csv", tmp_path / "ratios.json")
+def test_a_run_in_miniature_has_the_figures_of_relay_and_echo(tmp_path: Path) -> None:
+    measure_rates([20.0], Plan(2.0, 1, 1.0), "embedded", tmp_path / "ratios.csv", tmp_path / "ratios.json")
     (row,) = json.loads((tmp_path / "ratios.json").read_text(encoding="utf-8"))
-    for system in ("pipeline", "http", "echo"):
+    for system in ("pipeline", "echo"):
         assert row[f"{system}_p50_ms"] > 0 and row[f"{system}_cpu"] > 0
         # A machine that others keep busy may be late.
         assert row[f"{system}_answered_share"] > 0

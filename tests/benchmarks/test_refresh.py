@@ -10,9 +10,10 @@ import torch
 
 from relaygr.bench.refresh.run import compare
 from relaygr.runtime.errors import RelayError
+from relaygr.training.options import Protocol
 from relaygr.training.ranker import Size, initial_tensors, ranker_config
 from relaygr.training.ranking import NDCG, judge
-from relaygr.training.splits import Part, Protocol, split_log
+from relaygr.training.splits import Part, split_log
 from relaygr.training.trainer import RankerModel
 from relaygr.worker.model.checkpoint import save_checkpoint
 from relaygr.worker.model.config import ModelConfig

@@ -22,14 +22,21 @@ from confluent_kafka import Message, TopicPartition
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
+from relaygr.cluster.admin import create_topics
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
-from relaygr.interactions.gather import hashed_item
-from relaygr.interactions.mapping import log_map
-from relaygr.kafka.clients import READ_COMMITTED, ProducerKind, make_assigned_consumer, make_producer
+from relaygr.ingest.bridge import Bridge, Convert, Passed
+from relaygr.ingest.gather import hashed_item
+from relaygr.ingest.json_lines import parse_object
+from relaygr.ingest.log_map import log_map
+from relaygr.ingest.log_objects import MappedObjects
+from relaygr.kafka.clients import (
+    READ_COMMITTED,
+    ProducerKind,
+    make_assigned_consumer,
+    make_producer,
+)
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.publishing.bridge import Bridge, Convert, Passed
-from relaygr.publishing.json_lines import parse_object
-from relaygr.publishing.mapped import MappedObjects
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.messages import BehaviourEvent, History
@@ -37,9 +44,12 @@ from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.inputs.known import write_action_names
+from relaygr.worker.preinfer.source import ShareSource
 from tests.echo_worker import read_topic
 from tests.waiting import until
 from tests.worlds.model import small_config
+from tests.worlds.own_broker import own_broker
+from tests.worlds.relay import own_topics
 
 pytestmark = pytest.mark.slow
 
@@ -269,7 +279,7 @@ def ten_records(kafka: KafkaSettings) -> None:
 def test_a_broker_that_is_away_for_longer_than_a_call_may_take_does_not_end_a_bridge(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relaygr.publishing.bridge._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("relaygr.ingest.bridge._TIMEOUT_S", 0.2)
     paused: list[int] = []
     resumed = threading.Event()
 
@@ -351,3 +361,51 @@ def committed_items(kafka: KafkaSettings, count: int, idle_s: float = 1.0) -> li
                 found += decode(BehaviourEvent, message.value() or b"").behaviours.items.tolist()
     consumer.close()
     return found
+
+
+@pytest.mark.kafka
+@pytest.mark.outage
+def test_brokers_that_cannot_keep_the_state_of_transactions_and_share_groups_are_named_and_nothing_waits_in_silence(
+    tmp_path: Path,
+) -> None:
+    """A member of the share group counted as free, and the bridge waited without a word."""
+    transactions, shares = (
+        "transaction.state.log.replication.factor",
+        "share.coordinator.state.topic.replication.factor",
+    )
+    with own_broker({}, {transactions: "4", shares: "2"}) as broker:
+        kafka = KafkaSettings(bootstrap=broker.bootstrap, partitions=2)
+        found = [finding.what for finding in create_topics(kafka).findings]
+        assert [
+            any(f"{key}={count}, but 1 broker is up" in what for what in found)
+            for key, count in ((transactions, 4), (shares, 2))
+        ] == [True, True]
+        log = tmp_path / "bridge.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "relaygr", *words(kafka, "behaviours", "--until-end")],
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        source = pool_source(kafka)
+        try:
+            until(lambda: "waits for Kafka" in log.read_text(), "the bridge says what it waits for")
+            assert "`relaygr topics check`" in log.read_text()
+            for _ in range(20):
+                assert source.next(0.2) is None and not source.has_jobs
+        finally:
+            process.terminate()
+            assert process.wait(60) == 1
+            source.close()
+
+
+@pytest.mark.kafka
+def test_a_member_of_a_share_group_counts_once_kafka_has_given_it_the_partition(real_broker: LocalBroker) -> None:
+    with own_topics(real_broker) as kafka:
+        source = pool_source(kafka)
+        assert not source.has_jobs
+        until(lambda: source.has_jobs, "Kafka gives it the partition", meanwhile=lambda: source.next(0.2))
+        source.close()
+
+
+def pool_source(kafka: KafkaSettings) -> ShareSource:
+    return ShareSource(KafkaSession(kafka, "test"), "pre-infer")

@@ -6,11 +6,8 @@ import base64
 import io
 import json
 import struct
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import fastavro
@@ -25,6 +22,7 @@ from relaygr.schemas.codec import decode
 from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.topics import Topic
 from tests.echo_worker import read_topic
+from tests.worlds.registry import Registry, served_registry
 
 pytestmark = pytest.mark.slow
 
@@ -62,45 +60,13 @@ def broker(any_broker: LocalBroker) -> LocalBroker:
     return any_broker
 
 
-@dataclass
-class Registry:
-    """The one path of a registry that is read, with a password."""
-
-    url: str = ""
-    asked: list[str] = field(default_factory=list)
-    fails: bool = False
-
-    def answer(self, path: str, password: str | None) -> tuple[int, Any]:
-        self.asked.append(path)
-        if password != "Basic " + base64.b64encode(b"ann:se:cret").decode():
-            return 401, {}
-        number = int(path.removeprefix("/schemas/ids/"))
-        if self.fails or number not in SCHEMAS:
-            return (500 if self.fails else 404), {"error_code": 40403}
-        return 200, {"schema": json.dumps(SCHEMAS[number])}
-
-
 @pytest.fixture
 def registry() -> Iterator[Registry]:
-    served = Registry()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, content = served.answer(self.path, self.headers.get("Authorization"))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
-
-        def log_message(self, *_: object) -> None:
-            """Says nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        served.url = f"http://ann:se%3Acret@127.0.0.1:{server.server_port}"
+    with served_registry() as served:
+        served.schemas |= SCHEMAS
+        served.authorization = "Basic " + base64.b64encode(b"ann:se:cret").decode()
+        served.url = served.url.replace("//", "//ann:se%3Acret@")
         yield served
-        server.shutdown()
-        thread.join()
 
 
 def avro(number: int, value: Any, schema: int | None = None) -> bytes:
@@ -145,7 +111,7 @@ def test_avro_becomes_behaviours_and_a_schema_is_asked_for_once(
     for each in found:
         behaviours = each.behaviours
         assert (behaviours.items[0], behaviours.actions[0], behaviours.timestamps_ms[0]) == (7, 2, T0)
-    assert registry.asked.count("/schemas/ids/1") == 1
+    assert registry.paths.count("/schemas/ids/1") == 1
 
 
 def test_avro_becomes_histories_and_an_avro_key_deletes(kafka_settings: KafkaSettings, registry: Registry) -> None:
@@ -162,6 +128,54 @@ def test_avro_becomes_histories_and_an_avro_key_deletes(kafka_settings: KafkaSet
     history = decode(History, messages["ann"] or b"")
     assert (history.behaviours.items.tolist(), history.behaviours.actions.tolist()) == ([1, 2], [1, 2])
     assert history.behaviours.timestamps_ms.tolist() == [T0, T0 + 5]
+
+
+def test_no_record_ends_the_bridge_and_each_poisonous_one_is_counted(
+    kafka_settings: KafkaSettings, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that name themselves without end, or claim more than there is, are passed and not met again."""
+    fields = {field["name"]: field for field in EVENT["fields"]}
+    comment = {"type": "record", "name": "Comment", "fields": [{"name": "on", "type": ["null", "Comment"]}]}
+    mirror = {"type": "record", "name": "Mirror", "fields": [{"name": "own", "type": "Mirror"}]}
+    unused = [("comment", comment), ("raw", ["null", "bytes"]), ("holes", {"type": "array", "items": "null"})]
+    wide = {**EVENT, "fields": [*({"name": name, "type": kind} for name, kind in unused), *EVENT["fields"]]}
+    referring = {**EVENT, "fields": [*EVENT["fields"][:3], {**fields["event"], "type": "shop.Kind"}]}
+    kinds = {"type": "enum", "name": "shop.Kind", "symbols": ["view", "buy"]}
+    reference = {"name": "shop.Kind", "subject": "kinds", "version": 2}
+    registry.subjects["kinds/versions/2"] = {"schema": json.dumps(kinds)}
+    registry.schemas |= {
+        10: wide,
+        11: {"schema": json.dumps(referring), "references": [reference]},
+        12: {"schema": json.dumps(referring), "references": [{**reference, "version": 9}]},
+        13: mirror,
+        14: {"schema": "[" * 90_000 + "]" * 90_000},
+        15: {**EVENT, "fields": [{"name": "uid", "type": "bytes"}, *EVENT["fields"][1:]]},
+    }
+    plain = avro(1, event("ann"))[5:]
+    link, nothing, end = b"\2", b"\0", b"\0"
+
+    def of(number: int, body: bytes) -> bytes:
+        return struct.pack(">bI", 0, number) + body
+
+    good = [of(10, link * 20 + end + nothing + end + plain), of(10, end + b"\2\4\xff\xfe" + end + plain), of(11, plain)]
+    poison = [
+        of(10, link * 7000 + end + nothing + end + plain),
+        of(10, link * 600 + end + nothing + end + plain),
+        of(10, end + nothing + b"\x80\x80\x80\x80\x80\x80\x08" + end + plain),
+        *(of(number, plain) for number in (12, 13, 14, 15)),
+    ]
+    # The login is not on the command line, which other users of the machine can read.
+    monkeypatch.setenv("RELAYGR_SCHEMA_REGISTRY__USERNAME", "ann")
+    monkeypatch.setenv("RELAYGR_SCHEMA_REGISTRY__PASSWORD", "se:cret")
+    registry.url = registry.url.replace("ann:se%3Acret@", "")
+    done = bridge(kafka_settings, "behaviours", registry, [(b"k", each) for each in (good[0], *poison, *good[1:])])
+    assert done.exit_code == 0, done.output
+    assert "3 records published, 7 bad ones left out, lag 0" in done.output, done.output
+    for reason in ("nested too deeply", "holes: it claims", "no version 9 of subject kinds", "uid: it is bytes"):
+        assert reason in done.output, done.output
+    assert len(read_topic(kafka_settings, Topic.BEHAVIOURS, 3)) == 3
+    done = bridge(kafka_settings, "behaviours", registry, [])
+    assert "0 records published, 0 bad ones left out, lag 0" in done.output, done.output
 
 
 def test_a_registry_that_fails_ends_the_bridge_and_no_record_is_lost(

@@ -32,7 +32,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[Page | None]:
     """The page that each demo gave its runs."""
     found: list[Page | None] = []
 
-    def runs(console: object, settings: object, options: object, page: Page | None) -> Any:
+    def runs(console: object, settings: object, options: object, prefix: object, page: Page | None) -> Any:
         found.append(page)
         return RESULT
 

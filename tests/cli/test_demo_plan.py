@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from relaygr import machine
 from relaygr.admission.latency import LatencyModel
-from relaygr.demo import machine
-from relaygr.demo.machine import Cores, CoreWatch
 from relaygr.demo.plan import LEAST_IMPRESSIONS, LONGEST_S, DemoPlan, PlanOverrides, plan_demo
 from relaygr.demo.run import DemoOptions, run_demo
+from relaygr.devbroker import LocalBroker
+from relaygr.machine import Cores, CoreWatch
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import load_settings
@@ -81,13 +82,24 @@ def test_the_time_of_the_processor_only_grows() -> None:
     assert all(0 < earlier <= later for earlier, later in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("scenarios", [False, True])
+@pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize(("broker", "cause"), [("127.0.0.1:1", "127.0.0.1:1"), ("banana", "banana")])
 def test_a_wrong_broker_is_refused_before_anything_is_measured(
-    broker: str, cause: str, scenarios: bool, tmp_path: Path
+    broker: str, cause: str, pool: bool, tmp_path: Path
 ) -> None:
     said, kept = Console(file=io.StringIO()), tmp_path / "kept"
-    options = DemoOptions(broker, PlanOverrides(), None, kept, True, False, False, scenarios)
+    options = DemoOptions(broker, PlanOverrides(), None, kept, True, False, False, pool)
     with pytest.raises(RelayError, match=cause):
         run_demo(said, load_settings(None, overrides=["connect_timeout_s=2"]), options)
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_cluster_that_nobody_may_confirm_is_refused_before_anything_is_measured(
+    pool: bool, embedded_broker: LocalBroker, tmp_path: Path
+) -> None:
+    said, kept = Console(file=io.StringIO()), tmp_path / "kept"
+    options = DemoOptions(embedded_broker.bootstrap, PlanOverrides(), None, kept, False, False, False, pool)
+    with pytest.raises(RelayError, match=f"Nothing was created on {embedded_broker.bootstrap}. Run with --yes"):
+        run_demo(said, load_settings(None, environment={}), options)
     assert not kept.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -9,25 +10,37 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
+from prometheus_client import CollectorRegistry, start_http_server
 
-from relaygr.client import RankOutcome, RankStatus, TimeOutReason
+from relaygr.admission.fit import RankPoint
+from relaygr.admission.latency import LatencyModel
+from relaygr.admission.worker_table import NoRoomError
+from relaygr.client import Ended, RankOutcome, Reason
+from relaygr.client.clock_offset import ClockOffset
+from relaygr.cluster.rights import Role
+from relaygr.cluster.topic_check import Finding, Severity, TopicReport
 from relaygr.devbroker.local import free_ports
 from relaygr.doctor import examine, judge, observe
 from relaygr.doctor.examine import Examination
-from relaygr.doctor.findings import Diagnosis, Verdict, exit_code
-from relaygr.doctor.judge import SeenBroker, SeenFolder, SeenWorker
+from relaygr.doctor.judge import Diagnosis, SeenBroker, SeenFolder, SeenWorker, Verdict, exit_code
 from relaygr.kafka.client_errors import why_undelivered
-from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import GroupProtocol, KafkaSettings
-from relaygr.kafka.topic_check import Finding, Severity, TopicReport
-from relaygr.schemas.messages import FailureReason, WorkerState
+from relaygr.kafka.statistics import KafkaStatistics
+from relaygr.schemas.messages import LatencyCoefficients, WorkerState
 from relaygr.settings import Settings, load_settings
+from relaygr.trigger.fleet import MAX_WORKERS
+from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.options import ComputeDtype
+from relaygr.worker.pool.stores import store_url
 from relaygr.worker.settings import WorkerSettings
+from tests.streams.test_kafka_statistics import report
 from tests.streams.test_trigger_fleet import NOW_US, status
 from tests.waiting import until
 from tests.worlds.broker_proxy import broker_behind_proxy
@@ -47,7 +60,7 @@ def seen_broker(apis: dict[int, tuple[int, int]], is_embedded: bool = False) -> 
 
 
 def worker(worker_id: str = "worker-00", partitions: Sequence[int] = (0, 1), is_fresh: bool = True) -> SeenWorker:
-    return SeenWorker(worker_id, "ready", is_fresh, 1.0, frozenset(partitions), 0)
+    return SeenWorker(worker_id, "ready", is_fresh, 1.0, frozenset(partitions), ClockOffset(0, 0))
 
 
 def pre_infer_worker(is_fresh: bool = True) -> SeenWorker:
@@ -147,9 +160,67 @@ def test_installed_libraries_must_lie_in_the_ranges_of_the_package(
     ("offset_us", "verdict"), [(0, OK), (4_000, OK), (-5_001, WARN), (99_000, WARN), (-100_001, FAIL)]
 )
 def test_clocks_may_differ_by_the_skew_that_workers_allow(offset_us: int, verdict: Verdict) -> None:
-    [found] = judge.clocks({"near": 100, "far": offset_us}, 5_000)
+    [found] = judge.clocks({"near": ClockOffset(100, 0), "far": ClockOffset(offset_us, 0)}, 5_000)
     assert found.verdict is verdict
     assert verdict is OK or "far" in found.what
+
+
+@pytest.mark.parametrize(
+    ("offset", "verdict", "says"),
+    [
+        (ClockOffset(-412_300, 413_000), SKIP, "-412.3 ms from ours (+/- 413.0 ms)"),
+        (ClockOffset(-412_300, 380_000), WARN, "over worker.max_clock_skew_ms"),
+        (ClockOffset(-412_300, 300_000), FAIL, "(+/- 300.0 ms)"),
+        (ClockOffset(2_400, 61_000), OK, "1 compared: the clock of w is +2.4 ms from ours (+/- 61.0 ms)"),
+    ],
+)
+def test_half_of_a_slow_round_trip_is_no_offset(offset: ClockOffset, verdict: Verdict, says: str) -> None:
+    """Under a quota, a clock on the same machine was 757 ms from ours."""
+    [found] = judge.clocks({"w": offset}, 5_000)
+    assert found.verdict is verdict and says in found.what
+    assert bool(found.mend) == (verdict in (WARN, FAIL))
+
+
+def test_clocks_that_can_be_compared_are_judged_beside_those_that_cannot() -> None:
+    found = judge.clocks({"quick": ClockOffset(700, 900), "slow": ClockOffset(-2_000_000, 10_000_000)}, 5_000)
+    assert verdicts(found) == [OK, SKIP]
+    assert "1 compared" in found[0].what and "1 cannot be compared" in found[1].what and "slow" in found[1].what
+
+
+def test_what_kafka_holds_back_names_the_processes_the_time_and_the_quota() -> None:
+    assert judge.throttling({"worker-03": 0.0, "this process": 0.0}) == []
+    [found] = judge.throttling({"worker-03": 1.25, "worker-04": 0.4, "this process": 0.0})
+    assert found.verdict is WARN and "kafka-configs.sh" in found.mend
+    assert found.what == "Kafka holds answers back for up to 1.25 s, by a quota: worker-03, worker-04"
+
+
+def test_the_metrics_pages_of_workers_and_others_tell_what_kafka_holds_back() -> None:
+    """The processes have the traffic that a quota is for; the one impression has not."""
+    pages = {}
+    with contextlib.ExitStack() as stack:
+        for name, throttle_ms in (("worker-00", 0), ("worker-01", 640)):
+            registry = CollectorRegistry()
+            figures = report(name, brokers=2)
+            figures["brokers"]["b1"] = figures["brokers"]["b1"] | {"throttle": {"max": throttle_ms}}
+            KafkaStatistics(registry).read(json.dumps(figures))
+            server, thread = start_http_server(0, "127.0.0.1", registry)
+            stack.callback(thread.join)
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            pages[name] = f"http://127.0.0.1:{server.server_port}/metrics"
+        (closed,) = free_ports(1)
+        known = {**pages, "gone": f"http://127.0.0.1:{closed}/metrics"}
+        assert observe.held_back(known) == {"worker-00": 0.0, "worker-01": 0.64}
+        host = socket.gethostname()
+        statuses = observe.Statuses()
+        statuses.apply("worker-01", replace(status("worker-01"), metrics_url=pages["worker-01"], host=host), NOW_US)
+        statuses.apply("far", replace(status("far"), metrics_url=pages["worker-01"], host="another"), NOW_US)
+        examination = Examination(Settings())
+        examination._workers = statuses.workers(NOW_US)
+        [found] = examination._quotas()
+        assert "0.64 s, by a quota: worker-01" in found.what
+        examination._workers = statuses.workers(NOW_US + 3_600_000_000)
+        assert examination._quotas() == [], "they are silent"
 
 
 def test_without_another_process_no_clock_is_compared() -> None:
@@ -167,19 +238,25 @@ def test_memory_shared_memory_and_open_files_that_do_not_suffice_are_warnings() 
 
 def test_a_pool_lacks_libraries_by_name_or_a_master_or_nothing() -> None:
     lack = "Mooncake needs libibverbs.so.1, libnuma.so.1: apt-get install libibverbs1 libnuma1"
-    [found] = judge.pool("pool:50051", lack, True)
+    url = store_url("mooncake://pool:50051")
+    [found] = judge.pool(url, lack, None)
     assert found.verdict is FAIL and "libibverbs.so.1, libnuma.so.1" in found.what
     assert found.mend == "apt-get install libibverbs1 libnuma1"
-    assert verdicts(judge.pool("pool:50051", None, False)) == [WARN]
-    assert verdicts(judge.pool("pool:50051", None, True)) == [OK]
+    [found] = judge.pool(url, None, "nothing listens at pool:50051: start it")
+    assert (found.verdict, found.what) == (WARN, "nothing listens at pool:50051 (worker.pool.store)")
+    assert found.mend == "start it; until then workers compute"
+    assert verdicts(judge.pool(url, None, None)) == [OK]
 
 
 def test_the_pool_is_looked_at_only_where_one_is_set() -> None:
     (port,) = free_ports(1)
     assert Examination(load_settings(environment={}))._pool() == []
-    pool = {"RELAYGR_WORKER__POOL__ADDRESS": f"127.0.0.1:{port}", "RELAYGR_WORKER__POOL__SECRET_FILE": "secret"}
-    [found] = Examination(load_settings(environment=pool))._pool()
-    assert found.check == "pool" and found.verdict in (FAIL, WARN)
+    secret = {"RELAYGR_WORKER__POOL__SECRET_FILE": "secret"}
+    address = f"127.0.0.1:{port}"
+    for form in ({"STORE": f"mooncake://{address}"}, {"ADDRESS": address}):
+        pool = {f"RELAYGR_WORKER__POOL__{name}": value for name, value in form.items()}
+        [found] = Examination(load_settings(environment=secret | pool))._pool()
+        assert found.check == "pool" and found.verdict in (FAIL, WARN)
 
 
 def test_partitions_without_an_owner_are_named() -> None:
@@ -203,6 +280,8 @@ def test_pre_infer_workers_rank_nothing_and_owners_compute_without_them() -> Non
     [found] = judge.pre_infer_workers([owner, ready], is_wanted=False)
     assert found.verdict is WARN and "pre-infer-00 get no jobs" in found.what
     assert judge.pre_infer_workers([owner], is_wanted=False) == []
+    [found] = judge.pre_infer_workers([owner, replace(ready, has_slots=False)], is_wanted=True)
+    assert found.verdict is WARN and "can take no jobs" in found.what
 
 
 def test_a_trigger_that_does_not_run_is_a_warning() -> None:
@@ -214,15 +293,15 @@ def test_a_trigger_that_does_not_run_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("status", "reason", "verdict", "says"),
     [
-        (RankStatus.TIMED_OUT, TimeOutReason.NO_ANSWER, FAIL, "no_answer"),
-        (RankStatus.EXPIRED, None, FAIL, "expired"),
-        (RankStatus.FAILED, FailureReason.OVERLOADED, WARN, "overloaded"),
-        (RankStatus.FAILED, FailureReason.DEVICE_ERROR, FAIL, "device_error"),
-        (RankStatus.FAILED, FailureReason.REFUSED_BY_KAFKA, FAIL, "refused_by_kafka"),
+        (Ended.TIMED_OUT, Reason.NO_ANSWER, FAIL, "no_answer"),
+        (Ended.EXPIRED, None, FAIL, "expired"),
+        (Ended.FAILED, Reason.OVERLOADED, WARN, "overloaded"),
+        (Ended.FAILED, Reason.DEVICE_ERROR, FAIL, "device_error"),
+        (Ended.FAILED, Reason.REFUSED_BY_KAFKA, FAIL, "refused_by_kafka"),
     ],
 )
 def test_an_impression_that_is_not_ranked_says_how_it_ended(
-    status: RankStatus, reason: Any, verdict: Verdict, says: str
+    status: Ended, reason: Any, verdict: Verdict, says: str
 ) -> None:
     [found] = judge.impression(None, RankOutcome("r", status, 10, None, reason))
     assert found.verdict is verdict and says in found.what and found.mend
@@ -237,7 +316,7 @@ def test_an_impression_that_is_not_ranked_says_how_it_ended(
     ],
 )
 def test_an_event_that_kafka_refuses_names_the_cause(code: int, what: str, mend: str) -> None:
-    outcome = RankOutcome("r", RankStatus.FAILED, 10, None, FailureReason.REFUSED_BY_KAFKA)
+    outcome = RankOutcome("r", Ended.FAILED, 10, None, Reason.REFUSED_BY_KAFKA)
     event, _ = judge.impression(why_undelivered(KafkaError(code)), outcome)
     assert event.verdict is FAIL and what in event.what and mend in event.mend
     assert ("acls" in event.mend) == (code == KafkaError.TOPIC_AUTHORIZATION_FAILED)
@@ -256,8 +335,9 @@ def test_a_worker_is_ready_that_writes_while_we_read_whatever_its_clock_says() -
     statuses.apply("starting", status("starting", state=WorkerState.STARTING), NOW_US)
     found = {each.worker_id: each for each in statuses.workers(NOW_US + hour_us)}
     assert {name: each.is_fresh for name, each in found.items()} == {"dead": False, "alive": True, "starting": False}
-    assert (found["alive"].partitions, found["alive"].offset_us) == (frozenset({2, 3}), -hour_us)
-    assert (found["dead"].offset_us, found["dead"].age_s) == (None, 3600)
+    assert found["alive"].partitions == frozenset({2, 3})
+    assert found["alive"].offset is not None and found["alive"].offset.offset_us == -hour_us
+    assert (found["dead"].offset, found["dead"].age_s) == (None, 3600)
 
 
 def test_the_status_that_came_quickest_tells_the_clock() -> None:
@@ -265,7 +345,31 @@ def test_the_status_that_came_quickest_tells_the_clock() -> None:
     statuses.is_live.set()
     for delay_us in (9_000, 700, 4_000):
         statuses.apply("w", status("w"), NOW_US + delay_us)
-    assert statuses.workers(NOW_US)[0].offset_us == -700
+    [seen] = statuses.workers(NOW_US)
+    assert seen.offset is not None and seen.offset.offset_us == -700
+
+
+@pytest.mark.parametrize(("behind_us", "verdict"), [(-240_000, FAIL), (3_100_000, SKIP), (30_000_000, FAIL)])
+def test_a_status_that_comes_late_makes_no_clock_slow_by_seconds(behind_us: int, verdict: Verdict) -> None:
+    """Kafka may hold back what its worker writes. A clock that is ahead cannot come from that."""
+    statuses = observe.Statuses()
+    statuses.is_live.set()
+    statuses.apply("w", status("w"), NOW_US + behind_us)
+    [seen] = statuses.workers(NOW_US)
+    assert seen.offset is not None
+    [found] = judge.clocks({"w": seen.offset}, 5_000)
+    assert found.verdict is verdict
+
+
+def test_of_very_many_made_up_workers_a_bounded_number_is_kept() -> None:
+    statuses, kept = observe.Statuses(), 0
+    for number in range(MAX_WORKERS + 25):
+        with contextlib.suppress(NoRoomError):
+            statuses.apply(f"w{number}", status(f"w{number}"), NOW_US)
+            kept += 1
+    assert kept == len(statuses.heard) == MAX_WORKERS
+    statuses.apply("late", status("late"), NOW_US + 3_600_000_000)
+    assert "late" in statuses.heard and len(statuses.heard) == MAX_WORKERS, "they are silent by then"
 
 
 def test_a_check_that_fails_in_an_unexpected_way_says_how_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,15 +387,38 @@ def test_a_check_that_fails_in_an_unexpected_way_says_how_and_at_once(monkeypatc
 
 
 def test_a_checkpoint_is_read_whole(tmp_path: Path) -> None:
-    assert verdicts(observe.checkpoint(tmp_path / "absent")) == [SKIP]
+    assert verdicts(observe.checkpoint(tmp_path / "absent", ())) == [SKIP]
     model = make_model(tmp_path / "model")
-    assert verdicts(observe.checkpoint(model)) == [OK]
+    assert verdicts(observe.checkpoint(model, ())) == [OK]
     weights = model / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-3] ^= 0x01
     weights.write_bytes(bytes(data))
-    [found] = observe.checkpoint(model)
+    [found] = observe.checkpoint(model, ())
     assert found.verdict is FAIL and "was changed after it was written" in found.what
+
+
+def test_a_calibration_whose_fits_are_far_off_is_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    assert observe.calibration(None) == [] and verdicts(observe.calibration(file)) == [SKIP]
+    model = LatencyModel(LatencyCoefficients(50.0, 3.0, 0.0, 40.0, 2.0, 0.0, 30.0, 1.0, 0.0, 1.0, 0.001))
+    sizes = [(tokens, scored) for tokens in (32, 64, 128, 256) for scored in (8, 40)]
+    machine = MachineDescription("ab", "cpu", "", "", 1, "2.0", KvDtype.FLOAT32, 64, ComputeDtype.FLOAT32, "torch")
+
+    def written(slower: float) -> list[Diagnosis]:
+        """After half of the full passes took so much longer."""
+        full = tuple(RankPoint(n, m, model.full_us(n, m) * (slower if m == 40 else 1.0)) for n, m in sizes)
+        save_calibration(Calibration(machine, "now", model.coefficients, full, (), (), ()), file)
+        return observe.calibration(file)
+
+    [good] = written(1.1)
+    assert good.verdict is OK and "at most 6% off" in good.what
+    [bad] = written(3.0)
+    assert bad.verdict is WARN and "the fitted T_full is 47% off" in bad.what and "relaygr calibrate" in bad.mend
+    file.write_text("{}")
+    examination = Examination(load_settings(environment={}, overrides=[f"worker.calibration={file}"]))
+    [broken] = examination._bounded("calibration", 60, lambda: observe.calibration(file))
+    assert broken.verdict is FAIL and "is not a calibration" in broken.what
 
 
 # -- the command -------------------------------------------------------------------------------------

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -16,8 +12,10 @@ import numpy as np
 import pytest
 
 from relaygr.devbroker import LocalBroker
-from relaygr.interactions import read_interactions
+from relaygr.devbroker.local import free_ports
+from relaygr.ingest.reading import read_interactions
 from relaygr.kafka.settings import KafkaSettings
+from tests.worlds.page_script import type_in
 
 PAGE = (Path(__file__).parents[2] / "docs" / "first-hour.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -35,12 +33,6 @@ TIMEOUT_S = 400
 
 def blocks(language: str) -> dict[str, str]:
     return {name or str(at): text for at, (found, name, text) in enumerate(BLOCK.findall(PAGE)) if found == language}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_log(path: Path) -> None:
@@ -63,6 +55,13 @@ def test_the_gateway_of_the_page_sends_the_codes_that_publish_sends(tmp_path: Pa
     assert behaviour == str(published)
 
 
+def test_the_page_waits_until_each_process_of_its_settings_is_ready() -> None:
+    before = "\n".join(blocks("bash").values()).partition("python gateway.py")[0]
+    ports = re.findall(r"http_port: (\d+)", blocks("yaml")["relaygr"])
+    assert len(ports) == 2
+    assert [port for port in ports if not re.search(rf"^until .*localhost:{port}/readyz", before, re.MULTILINE)] == []
+
+
 @pytest.mark.kafka
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_the_page_can_be_typed_in(real_broker: LocalBroker, tmp_path: Path) -> None:
@@ -77,7 +76,8 @@ def test_the_page_can_be_typed_in(real_broker: LocalBroker, tmp_path: Path) -> N
     (tmp_path / "gateway.py").write_text(gateway, encoding="utf-8")
     script = "\n".join(blocks("bash").values())
     shared = Path("/dev/shm") / prefix
-    ports = {port: str(free_port()) for port in ("9301", "9302")}
+    worker, trigger, page = map(str, free_ports(3))
+    ports = {"9301": worker, "9302": trigger}
     hosts = {
         "localhost:9092": kafka.bootstrap,
         **{f"localhost:{port}": f"localhost:{own}" for port, own in ports.items()},
@@ -86,38 +86,22 @@ def test_the_page_can_be_typed_in(real_broker: LocalBroker, tmp_path: Path) -> N
         assert written in script
         script = script.replace(written, meant)
     environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("RELAYGR_")},
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
         "RELAYGR_TOPIC_PREFIX": prefix,
         "RELAYGR_GROUP_PREFIX": prefix,
         "RELAYGR_PARTITIONS": "12",
         "RELAYGR_REPLICATION_FACTOR": str(kafka.replication_factor),
-        "RELAYGR_WORKER__HTTP_PORT": ports["9301"],
-        "RELAYGR_TRIGGER__HTTP_PORT": ports["9302"],
+        "RELAYGR_WORKER__HTTP_PORT": worker,
+        "RELAYGR_TRIGGER__HTTP_PORT": trigger,
         # With that much time no request is at risk.
         "RELAYGR_TRIGGER__POLICY": "always",
         "RELAYGR_WORKER__SHARED_PATH": str(shared),
-        "RELAYGR_UI__HTTP_PORT": str(free_port()),
+        "RELAYGR_UI__HTTP_PORT": page,
     }
-    # A failed line ends the shell, which then ends what it started.
-    (tmp_path / "page.sh").write_text(
-        f"trap 'kill -9 -- $(jobs -p | sed s/^/-/) 2>&- || :' EXIT\n{script}", encoding="utf-8"
-    )
-    # Not a pipe, which orphans of a killed worker keep open for a minute.
-    said = tmp_path / "page.out"
     try:
-        with said.open("w") as output:
-            done = subprocess.run(
-                ["bash", "-e", "-m", "page.sh"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False,
-            )  # fmt: skip
+        printed = type_in(script, tmp_path, environment, TIMEOUT_S)
     finally:
         real_broker.delete_topics(kafka)
         shutil.rmtree(shared, ignore_errors=True)
-    logs = "".join(log.read_text(encoding="utf-8")[-2000:] for log in tmp_path.glob("*.log"))
-    printed = said.read_text(encoding="utf-8")
-    assert done.returncode == 0, printed[-6000:] + logs
     paths = dict(re.findall(r"^(long-\d) \w+ (\w+) [\d.]+ ms of \d+ ms$", printed, re.MULTILINE))
     assert paths.pop("long-4") in ("hbm", "pending"), printed
     assert paths == dict.fromkeys(("long-1", "long-2", "long-3"), "full"), printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -10,20 +11,22 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import msgpack
 import numpy as np
 import pytest
-from pydantic import ValidationError
+from prometheus_client import CollectorRegistry
+from pydantic import ByteSize, ValidationError
 
 from relaygr.client import (
+    AsyncRelayClient,
     ClientError,
     ClientSettings,
     MessageRefused,
@@ -36,6 +39,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.devbroker.local import free_ports
 from relaygr.gateway import server as gateway_server
 from relaygr.gateway.answers import refused_by_client
+from relaygr.gateway.app import GatewayApp
 from relaygr.gateway.bodies import BadBody, Encoding, RankBody, RetrievalBody, read_body
 from relaygr.gateway.openapi import document, page
 from relaygr.gateway.server import run_gateway
@@ -43,8 +47,10 @@ from relaygr.gateway.settings import GatewaySettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess, Processes, write_config
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.http_server import ConnectionLimits, HttpServer
 from relaygr.schemas import codec
-from relaygr.schemas.messages import FailureReason, Outcome, RankingRequest, RankingResult, RetrievalEvent
+from relaygr.schemas.ended import Ended, Reason
+from relaygr.schemas.messages import RankingRequest, RankingResult, RetrievalEvent
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
 from tests.echo_worker import EchoWorker, answer_once, echo_worker, ranked, read_topic
@@ -122,10 +128,12 @@ def processes(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) ->
         yield processes
 
 
-def start(processes: Processes, name: str, *settings: str) -> tuple[CommandProcess, int]:
+def start(
+    processes: Processes, name: str, *settings: str, module: Sequence[str] = ("relaygr",)
+) -> tuple[CommandProcess, int]:
     (port,) = free_ports(1)
     chosen = [f"gateway.{setting}" for setting in (f"listen_port={port}", f"gateway_id={name}", *settings)]
-    return processes.start(name, ["gateway"], "gateway", chosen), port
+    return processes.start(name, ["gateway"], "gateway", chosen, module), port
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +161,7 @@ def answers(door: Door) -> Iterator[Callable[[Any], None]]:
     door.worker.answer = answer_once
 
 
-def result_of(
-    request: RankingRequest, outcome: Outcome, reason: FailureReason | None = None, **more: Any
-) -> list[bytes]:
+def result_of(request: RankingRequest, outcome: Ended, reason: Reason | None = None, **more: Any) -> list[bytes]:
     plain = replace(ranked(request), outcome=outcome, reason=reason, path=None, scores=None, num_tasks=0)
     return [codec.encode(replace(plain, model_revision=None, **more))]
 
@@ -304,6 +310,16 @@ class TestRefusals:
             slow.sendall(head.encode())
             assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
 
+    def test_slow_bodies_keep_no_other_call_out(self, door: Door) -> None:
+        """Each took one of the places of `max_requests` until its time was over."""
+        head = f"POST /v1/rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\ncontent-length: 90\r\n\r\n{{"
+        for _ in range(3):
+            with contextlib.ExitStack() as slow:
+                for _ in range(3 * MAX_REQUESTS):
+                    connection = slow.enter_context(socket.create_connection(("127.0.0.1", door.port), timeout=10))
+                    connection.sendall(head.encode())
+                assert [door.rank().status for _ in range(3)] == [200] * 3
+
     def test_connections_that_send_nothing_or_half_a_head_are_closed(self, door: Door) -> None:
         for sent in (b"", b"POST /v1/rank HTTP/1.1\r\nhost: loc"):
             with socket.create_connection(("127.0.0.1", door.port), timeout=10) as idle:
@@ -361,19 +377,19 @@ class TestOutcomes:
     @pytest.mark.parametrize(
         ("outcome", "reason", "more", "status", "retry_after"),
         [
-            (Outcome.EXPIRED, None, {}, 504, None),
-            (Outcome.FAILED, FailureReason.OVERLOADED, {}, 503, "1"),
-            (Outcome.FAILED, FailureReason.OVERLOADED, {"backlog_us": 2_100_000}, 503, "3"),
-            (Outcome.FAILED, FailureReason.TOO_LONG, {"detail": "500 candidates"}, 400, None),
-            (Outcome.FAILED, FailureReason.DEVICE_ERROR, {}, 502, None),
+            (Ended.EXPIRED, None, {}, 504, None),
+            (Ended.FAILED, Reason.OVERLOADED, {}, 503, "1"),
+            (Ended.FAILED, Reason.OVERLOADED, {"backlog_us": 2_100_000}, 503, "3"),
+            (Ended.FAILED, Reason.TOO_LONG, {"detail": "500 candidates"}, 400, None),
+            (Ended.FAILED, Reason.DEVICE_ERROR, {}, 502, None),
         ],
     )
     def test_each_outcome_has_its_status(
         self,
         door: Door,
         answers: Callable[[Any], None],
-        outcome: Outcome,
-        reason: FailureReason | None,
+        outcome: Ended,
+        reason: Reason | None,
         more: dict[str, Any],
         status: int,
         retry_after: str | None,
@@ -443,6 +459,23 @@ def test_with_a_token_each_call_needs_it_and_a_stop_serves_what_was_received(
     assert process.process.wait(60) == 0
     with pytest.raises(ConnectionRefusedError):
         guarded.rank()
+    processes.stop([process])
+
+
+def test_with_few_open_files_idle_connections_keep_nothing_from_its_answer(door: Door, processes: Processes) -> None:
+    """The bound was above the limit: no connection was accepted any more, not even one of a probe."""
+    process, port = start(processes, "few-files", module=("tests.worlds.few_files", "90", "260", "relaygr"))
+    processes.await_ready([process], 60)
+    crowded = replace(door, process=process, port=port)
+    with contextlib.ExitStack() as stack:
+        for each in [port] * 400 + [process.port] * 300:
+            stack.enter_context(contextlib.closing(socket.create_connection(("127.0.0.1", each), 20)))
+        assert [crowded.rank(request_id=f"few-{number}").status for number in range(3)] == [200] * 3
+        assert readiness(process) == 200
+    log = process.log.read_text(encoding="utf-8")
+    assert "open files bound the connections" in log and "out of system resource" not in log
+    # The soft limit alone would leave 8.
+    assert '"max_connections": 50' in log
     processes.stop([process])
 
 
@@ -559,6 +592,78 @@ def test_each_refusal_of_the_client_has_its_own_status(error: ClientError, statu
     assert ("retry-after" in answer.headers) == (status == 503)
 
 
+@pytest.mark.slow
+def test_the_bytes_of_all_bodies_under_way_are_bounded_and_the_oldest_goes() -> None:
+    settings = GatewaySettings(max_requests=3, max_body_bytes=ByteSize(40_000), body_timeout_s=60)
+    app = GatewayApp(cast(AsyncRelayClient, None), settings, CollectorRegistry())
+    server = HttpServer("test-gateway", "127.0.0.1", 0, app.asgi, ConnectionLimits(16, 60))
+    server.start()
+    head = f"POST /v1/rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\ncontent-length: 40000\r\n\r\n"
+    try:
+        with contextlib.ExitStack() as stack:
+            bodies = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)) for _ in range(4)
+            ]
+            for number, body in enumerate(bodies[:3], 1):
+                body.sendall(head.encode() + b" " * 39_000)
+                until(lambda number=number: app._body_bytes == number * 39_000, "it is received")
+            bodies[3].sendall(head.encode() + b" " * 39_000)
+            refused = b""
+            while part := bodies[0].recv(65_536):
+                refused += part
+            assert refused.startswith(b"HTTP/1.1 429 ") and b"connection: close" in refused
+            assert b"gateway.max_body_bytes" in refused
+            assert app._body_bytes == 3 * 39_000
+            for body in bodies[1:]:
+                body.sendall(b" " * 1_000)
+                assert body.recv(65_536).startswith(b"HTTP/1.1 400 "), "its body is read, and holds no fields"
+            until(lambda: app._body_bytes == 0 and not app._bodies, "nothing is kept")
+    finally:
+        server.stop()
+
+
+def test_a_body_that_makes_room_while_the_time_of_the_oldest_is_over_is_served() -> None:
+    """The oldest cannot be ended twice: the call of the other one failed with 500."""
+    settings = GatewaySettings(max_requests=1, max_body_bytes=ByteSize(40_000), body_timeout_s=60)
+    app = GatewayApp(cast(AsyncRelayClient, None), settings, CollectorRegistry())
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/rank",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", JSON.encode())],
+    }
+
+    async def call(parts: list[bytes], more: asyncio.Future[None]) -> int:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            if len(parts) == 1:
+                await more
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app.asgi(scope, receive, send)
+        return int(sent[0]["status"])
+
+    async def both() -> tuple[int, int]:
+        loop = asyncio.get_running_loop()
+        never, more = loop.create_future(), loop.create_future()
+        oldest = asyncio.create_task(call([b" " * 30_000, b""], never))
+        other = asyncio.create_task(call([b" " * 5_000, b" " * 10_000], more))
+        while app._body_bytes < 35_000:
+            assert not oldest.done() and not other.done()
+            await asyncio.sleep(0)
+        next(iter(app._bodies)).reschedule(loop.time())
+        more.set_result(None)
+        return await oldest, await other
+
+    assert asyncio.run(both()) == (429, 400)
+    assert app._body_bytes == 0 and not app._bodies
+
+
 def test_an_address_that_others_reach_needs_a_token() -> None:
     with pytest.raises(RelayError, match=r"0\.0\.0\.0, which other machines can reach.*set gateway\.token"):
         run_gateway(KafkaSettings(), ClientSettings(), GatewaySettings(listen_host="0.0.0.0"), lambda _: None)
@@ -593,7 +698,8 @@ def test_a_signal_while_the_gateway_starts_stops_it(monkeypatch: pytest.MonkeyPa
 
 def test_a_gateway_that_kafka_refuses_is_not_ready_and_names_the_cause() -> None:
     server = SimpleNamespace(started=True, is_stopping=False)
-    accepted, refused = SimpleNamespace(refusal=None), SimpleNamespace(refusal="certificate expired")
+    accepted = SimpleNamespace(refusal=None, silence=None)
+    refused = SimpleNamespace(refusal="certificate expired", silence=None)
     assert gateway_server._readiness(server, accepted).ready  # type: ignore[arg-type]
     readiness = gateway_server._readiness(server, refused)  # type: ignore[arg-type]
     [check] = [each for each in readiness.checks if not each.ok]

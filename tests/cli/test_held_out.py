@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaygr.client import RankOutcome, RankStatus
+from relaygr.client import Ended, RankOutcome
 from relaygr.demo.quality import compare_quality
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import BehaviourEvent, History, Outcome, RankingResult, StageTimings
+from relaygr.schemas.messages import BehaviourEvent, History, RankingResult, StageTimings
 from relaygr.schemas.messages import Path as RankingPath
 from relaygr.traffic.held_out import FoundCandidates, HeldOutPopulation
 from relaygr.traffic.player import Player
@@ -33,6 +33,8 @@ from tests.training.made_logs import QUICK, Recorder, cyclic_log, write_inter
 pytestmark = pytest.mark.slow  # They train.
 
 LOG = cyclic_log(users=30, length=60)
+# In the order of their ids, as in a log that is read from a file.
+LOG = replace(LOG, users=sorted(LOG.users))
 USERS = 8
 
 
@@ -192,11 +194,11 @@ class Answering:
         if "history_version" in fields:
             assert len(fields["suffix"]) == 0 and fields["history_version"].length == self.published[user_id]
         result = RankingResult(
-            fields.get("request_id") or "warm-up", "w", Outcome.RANKED, 1, 1, 1, StageTimings(), path=RankingPath.HBM,
+            fields.get("request_id") or "warm-up", "w", Ended.RANKED, 1, 1, 1, StageTimings(), path=RankingPath.HBM,
             num_tasks=2, scores=scores,
         )  # fmt: skip
         done: Future[RankOutcome] = Future()
-        done.set_result(RankOutcome(result.request_id, RankStatus.RANKED, 10, result))
+        done.set_result(RankOutcome(result.request_id, Ended.RANKED, 10, result))
         return done
 
     def drain(self, timeout_s: float) -> bool:
@@ -222,7 +224,7 @@ def test_the_player_publishes_each_behaviour_and_records_the_rank_of_what_the_us
 
 def record(number: int, user: str, rank: int | None, **changed: object) -> ImpressionRecord:
     fields = {
-        "number": number, "request_id": f"r{number}", "user_id": user, "status": Outcome.RANKED.value,
+        "number": number, "request_id": f"r{number}", "user_id": user, "status": Ended.RANKED.value,
         "latency_us": 1000, "send_lag_us": 0, "late": False, "path": "hbm", "next_retrieved": rank is not None,
         "next_rank": rank, **changed,
     }  # fmt: skip

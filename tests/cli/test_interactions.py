@@ -14,18 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr.interactions import (
-    BadLine,
-    Interactions,
-    LayoutKind,
-    Limits,
-    joined,
-    layouts,
-    read_interactions,
-    recognise,
-)
-from relaygr.interactions.gather import BadIdError, ItemIndex, UserIndex, hashed_item
+from relaygr.ingest import layouts
+from relaygr.ingest.gather import BadIdError, BadLine, Interactions, ItemIndex, Limits, UserIndex, hashed_item
+from relaygr.ingest.layouts import LayoutKind
+from relaygr.ingest.log_map import LogMap, recorded_map
+from relaygr.ingest.reading import joined, read_interactions, recognise
 from relaygr.runtime.errors import RelayError
+from relaygr.training import logs
+from relaygr.training.logs import Ties
+from relaygr.training_progress import training_log
 
 INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
 KUAIRAND = (
@@ -33,6 +30,8 @@ KUAIRAND = (
     "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab\n"
 )
 
+IN_FILE = LogMap(ties=Ties.FILE)
+REVIEWS = "userId,movieId,rating,timestamp,review\n"
 Behaviour = tuple[int, int, int]
 Write = Callable[..., Path]
 
@@ -164,10 +163,10 @@ def test_line_ends_byte_order_marks_and_gzip(write: Write, line_end: str, bom: b
     assert read.report.bad_lines == ()
 
 
-def test_equal_times_keep_the_order_of_the_file(write: Write) -> None:
+def test_equal_times_keep_the_order_of_the_file_if_that_is_asked_for(write: Write) -> None:
     rows = [f"u\t{item}\t1\t{1_000_000_000 + item // 50}\n" for item in range(200)]
     shuffled = [rows[index] for index in np.random.default_rng(3).permutation(200)]
-    read = read_interactions(write(INTER + "".join(shuffled)))
+    read = read_interactions(write(INTER + "".join(shuffled)), log_map=IN_FILE)
     expected = sorted((int(row.split("\t")[1]) // 50, place) for place, row in enumerate(shuffled))
     assert [item for item, _, _ in of(read, "u")] == [int(shuffled[place].split("\t")[1]) for _, place in expected]
 
@@ -207,7 +206,7 @@ def test_bad_lines_are_left_out_with_number_and_reason(write: Write) -> None:
     ]
     read = read_interactions(write(INTER + "\n".join(rows)))
     assert read.report.bad_lines == tuple(BadLine(number, reason) for number, (_, reason) in bad.items())
-    assert [item for item, _, _ in of(read, "good")] == [2, 4, 15, 16, 17, 18, 19]
+    assert sorted(item for item, _, _ in of(read, "good")) == [2, 4, 15, 16, 17, 18, 19]
     assert read.users == ["good"]
     assert read.report.lines == 18
 
@@ -254,7 +253,7 @@ def test_blocks_of_any_size_read_the_same(write: Write, monkeypatch: pytest.Monk
     assert len(whole.report.bad_lines) == 10
     for block_bytes in (1, 7, 50, 1000):
         by_blocks = functools.partial(layouts.read_blocks, block_bytes=block_bytes)
-        monkeypatch.setattr("relaygr.interactions.reading.read_blocks", by_blocks)
+        monkeypatch.setattr("relaygr.ingest.reading.read_blocks", by_blocks)
         parts = read_interactions(path)
         assert parts.users == whole.users
         assert parts.behaviours == whole.behaviours
@@ -446,8 +445,11 @@ def test_nanoseconds_are_read(write: Write) -> None:
 
 
 def test_several_files_are_one_log_and_equal_times_keep_the_order_of_the_files(write: Write) -> None:
-    first = read_interactions(write(INTER + "a\t1\t1\t1000000001\nb\t2\t1\t1000000009\nb\tx\t1\t1000000003\n"))
-    second = read_interactions(write("c::4::5::1000000000\nb::5::5::1000000009\na::6::5::1000000001\n", "two"))
+    inter = INTER + "a\t1\t1\t1000000001\nb\t2\t1\t1000000009\nb\tx\t1\t1000000003\n"
+    first = read_interactions(write(inter), log_map=IN_FILE)
+    second = read_interactions(
+        write("c::4::5::1000000000\nb::5::5::1000000009\na::6::5::1000000001\n", "two"), log_map=IN_FILE
+    )
     log = joined([first, second])
     assert log.users == ["a", "b", "c"]
     x = first.item_numbers["x"]
@@ -479,3 +481,190 @@ def test_files_with_and_without_times_are_no_log(write: Write) -> None:
     assert [item for item, _, _ in of(joined([untimed, untimed]), "u")] == [2, 2]
     with pytest.raises(RelayError, match="some of the files have no times"):
         joined([timed, untimed])
+
+
+def histories(read: Interactions) -> dict[str, list[Behaviour]]:
+    return {user: of(read, user) for user in read.users}
+
+
+def test_the_order_of_the_file_says_nothing_about_behaviours_of_equal_time(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each user has the same history, whatever the file is sorted by, also in several files and as JSON."""
+    random = np.random.default_rng(5)
+    rows = [
+        (f"u{user}", item, rating, 1_500_000_000 + 86_400 * day)
+        for user, item, rating, day in random.integers([0, 0, 1, 0], [6, 40, 6, 3], (500, 4)).tolist()
+    ]
+    header = "userId,movieId,rating,timestamp\n"
+
+    def log(chosen: list[tuple[str, int, int, int]], name: str = "log") -> Interactions:
+        return read_interactions(write(header + "".join(f"{u},{i},{r},{t}\n" for u, i, r, t in chosen), name))
+
+    wanted = histories(log(rows))
+    json = "".join(f'{{"user":"{u}","item":"{i}","rating":{r},"time":{t}}}\n' for u, i, r, t in rows[::-1])
+    parts = joined([log(rows[300:], "one"), log(rows[:300], "two")])
+    monkeypatch.setattr(logs, "_SORTED_AT_ONCE", 7)
+    digest = training_log([log(rows)]).digest()
+    for found in log(sorted(rows)), log(sorted(rows, key=lambda row: row[2])), parts, read_interactions(write(json)):
+        assert histories(found) == wanted
+        assert training_log([found]).digest() == digest, "so the same model is trained"
+    assert training_log([read_interactions(write(json), log_map=IN_FILE)]).users == list(
+        dict.fromkeys(user for user, _, _, _ in rows[::-1])
+    ), "runs of earlier releases have their digests"
+
+
+def test_no_item_stands_before_another_for_most_users_of_equal_times(write: Write) -> None:
+    """Else a model would learn which one comes first, and it would be true of every user."""
+    rows = "".join(f"u{user}\t{item}\t3\t1400000000\n" for user in range(400) for item in (1, 2))
+    read = read_interactions(write(INTER + rows))
+    first = sum(of(read, f"u{user}")[0][0] == 1 for user in range(400))
+    assert 150 < first < 250
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_line_breaks_in_quoted_fields_are_text_and_no_rows(
+    write: Write, monkeypatch: pytest.MonkeyPatch, line_end: str, packed: bool
+) -> None:
+    """Whatever stands in them, such as a row of another user, and wherever a block of the file ends."""
+    rows = [
+        REVIEWS.strip(),
+        'ann,3,4,1500000001,"good',
+        "",
+        'eve,8,5,1500000777,""from inside""',
+        "1::2::3::4",
+        'bye"',
+        "bob,4,2,1500000002,short",
+        '"bob","5","3","1500000003","a ""quote"", a comma and \u2028 a line separator"',
+        'cyd,6,1,1500000004,"',
+        '"',
+    ]
+    content = ("\ufeff" + line_end.join(rows) + line_end).encode()
+    path = write(gzip.compress(content) if packed else content)
+    for block_bytes in (1, 9, 60, 1 << 20):
+        by_blocks = functools.partial(layouts.read_blocks, block_bytes=block_bytes)
+        monkeypatch.setattr("relaygr.ingest.reading.read_blocks", by_blocks)
+        read = read_interactions(path)
+        assert {user: [item for item, _, _ in shown] for user, shown in histories(read).items()} == {
+            "ann": [3], "bob": [4, 5], "cyd": [6],
+        }  # fmt: skip
+        assert read.report.bad_lines == () and read.report.lines == 5
+        assert "5 lines go on with a field in quotes, and are no rows" in read.report.notes
+
+
+def test_a_bad_record_of_several_lines_has_the_number_of_its_first_one(write: Write) -> None:
+    path = write(REVIEWS + 'ann,3,4,1500000001,"a\nb"\nann,3,none,1500000001,"c\nd"\n"an\nn",3,4,1500000001,x\n')
+    assert [(bad.number, bad.reason.split(",")[0]) for bad in read_interactions(path).report.bad_lines] == [
+        (4, "rating is 'none'"),
+        (6, "user id: text contains control characters"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ('ann,3,4,1500000001,"good\n' + "bob,4,2,1500000002,short\n" * 3, "line 3: a field in quotes does not end"),
+        (
+            'ann,3,4,1500000001,"good\nbob,4,2,1500000002,short\nbob,5,2,1500000003,"fine"\n',
+            "line 3: the quotes are broken",
+        ),
+        ('ann,3,4,1500000001, "good\neve,8,5,1500000777,bye"\n', "line 3: a space stands before a quote"),
+        (' "ann",3,4,1500000001,  "go ""on""\neve,8,5,1500000777,x"\n', "line 3: a space stands before a quote"),
+        ('ann,3,4,1500000001,"she said "no" \neve,8,5,1500000777,x\nbye"\n', "line 3: the quotes are broken"),
+        ('ann,3,4,1500000001,"no\\"\neve,8,5,1500000777,x\n\\""\n', "line 3: a backslash stands before a quote"),
+        ('ann,3,4,1500000001,"she said \\"no\\""\n', "line 3: a backslash stands before a quote"),
+        ('ann,3,4,1500000001,"' + ("x" * 5000 + "\n") * 500, "line 3: (a field in quotes|the quotes)"),
+    ],
+    ids=[
+        "no end",
+        "another quote ends it",
+        "space",
+        "more spaces",
+        "quotes in quotes",
+        "backslash at the end",
+        "backslash",
+        "too long",
+    ],
+)
+def test_quotes_that_leave_open_what_is_a_row_are_refused(write: Write, rows: str, said: str) -> None:
+    """At most a record of the largest size is in memory, and not the rest of the file."""
+    with pytest.raises(RelayError, match=f"{said}.*unknown which of the lines after it are rows.*without columns of"):
+        read_interactions(write(REVIEWS + "bob,4,2,1500000002,short\n" + rows))
+
+
+def test_quotes_that_decide_nothing_are_read_or_are_bad_lines(write: Write) -> None:
+    """Backslashes of JSON in a field, long fields, a quote inside an unquoted field, and a file that was cut off."""
+    rows = [
+        'ann,3,4,1500000001,"{""a"": ""says \\""no\\"" then""}"',
+        f'ann,4,4,1500000002,"{"x" * 200_000}"',
+        'ann,5,4,1500000003,the 5" disk',
+        'ann,6,4,1500000004,"fine" or not',
+        'ann,8,4,1500000006, "fine"',
+        'ann,9,4,1500000007," ""no"", he said"',
+        'ann,7,4,1500000005,"cut o',
+    ]
+    read = read_interactions(write(REVIEWS + "\n".join(rows)))
+    assert [item for item, _, _ in of(read, "ann")] == [3, 4, 5, 8, 9]
+    assert [bad.number for bad in read.report.bad_lines] == [5, 8]
+
+
+def test_text_that_looks_like_a_log_without_a_header_does_not_decide_the_layout(write: Write) -> None:
+    read = read_interactions(write(REVIEWS + 'ann,3,4,1500000001,"' + "8::8::5::1500000777\n" * 25 + '"\n'))
+    assert read.report.layout.kind is LayoutKind.CSV and read.users == ["ann"]
+
+
+def test_lines_that_end_with_cr_alone_are_refused_with_the_cure(write: Write) -> None:
+    with pytest.raises(RelayError, match=r"CR alone: convert it \(tr"):
+        read_interactions(write((REVIEWS + "ann,3,4,1500000001,a\n" * 3).replace("\n", "\r")))
+
+
+def test_times_that_have_lost_digits_are_bad_lines(write: Write) -> None:
+    texts = ["1.512e+09", "1.51E+9", "2e+09", "1.512345678e+09", "1.51E9", "1.5e+18", "1512345679"]
+    rows = "".join(f"ann\t{item}\t4\t{text}\n" for item, text in enumerate(texts))
+    read = read_interactions(write(INTER + rows))
+    assert [item for item, _, _ in of(read, "ann")] == [4, 3, 6]
+    reasons = {bad.number: bad.reason for bad in read.report.bad_lines}
+    assert sorted(reasons) == [2, 3, 4, 7]
+    assert reasons[2] == "timestamp '1.512e+09' has lost its last digits: write whole numbers"
+    assert "nanoseconds among seconds" in reasons[7], "all large floats are written so"
+
+
+def test_a_time_that_no_message_can_carry_is_a_bad_line(write: Write) -> None:
+    times = (1_512_345_678, 1_512_345_679, 90_000_000_000_000_000)
+    read = read_interactions(write(INTER + "".join(f"ann\t1\t4\t{time}\n" for time in times)))
+    assert [(bad.number, bad.reason.split(", ")[1]) for bad in read.report.bad_lines] == [(4, "no time among seconds")]
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "said"),
+    [
+        ("user,item,time,action\n", "ann,5,1500000001,3\n", "those of its column of actions"),
+        ("user,item,time\n", "ann,5,1500000001\n", "all 0, since it has no column of them"),
+        ("user,video_id,time_ms,is_like\n", "ann,5,1500000001000,1\n", "sums of the bits of is_like"),
+    ],
+)
+def test_logs_whose_codes_mean_different_things_are_not_one_log(write: Write, header: str, row: str, said: str) -> None:
+    ratings = read_interactions(write(INTER + "ann\t1\t4\t1500000000\n", "stars"))
+    other = read_interactions(write(header + row, "other"))
+    assert len(joined([other, other]).of(0)) == 2
+    for parts in [ratings, other], [other, ratings]:
+        with pytest.raises(RelayError, match=rf"(?=.*stars)(?=.*other)(?=.*twice the rating)(?=.*{said}).*Give each"):
+            joined(parts)
+
+
+def test_files_with_other_flags_are_not_one_log(write: Write) -> None:
+    one, other = (
+        read_interactions(write(f"user_id,video_id,time_ms,{flag}\n7,5,1500000001000,1\n", flag))
+        for flag in ("is_click", "long_view")
+    )
+    with pytest.raises(RelayError, match="bits of is_click, those of the other are sums of the bits of long_view"):
+        joined([one, other])
+
+
+def test_a_run_of_an_earlier_release_is_read_in_the_order_of_its_file() -> None:
+    """So that its log has the digest that it recorded."""
+    assert recorded_map({"columns": {}, "actions": {}}).ties is Ties.FILE
+    assert recorded_map({"ties": "hash"}) == LogMap()
+    with pytest.raises(RelayError, match="not of this release"):
+        recorded_map({"ties": "stars"})

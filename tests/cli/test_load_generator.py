@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from relaygr.client import RankOutcome, RankStatus
+from relaygr.client import Ended, RankOutcome
 from relaygr.traffic.player import Player
 from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.records import ImpressionRecord
@@ -92,7 +92,7 @@ class StallingClient:
             time.sleep(STALL_S)
         future: Future[RankOutcome] = Future()
         latency_us = time.monotonic_ns() // 1000 - taken_us
-        future.set_result(RankOutcome(request_id or "", RankStatus.RANKED, latency_us))
+        future.set_result(RankOutcome(request_id or "", Ended.RANKED, latency_us))
         return future
 
     def drain(self, timeout_s: float) -> bool:

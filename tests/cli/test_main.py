@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -17,6 +21,7 @@ import relaygr.client
 from relaygr.cli import COMMANDS, CommandSpec
 from relaygr.cli.app import OPTIONAL, LazyGroup
 from relaygr.runtime.errors import RelayError
+from tests.waiting import until
 
 HEAVY = ("torch", "faust", "confluent_kafka", "aiokafka", "matplotlib", "lmdb")
 """Modules that `relaygr --help` does not import."""
@@ -30,6 +35,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAYGR_")}
     command = [sys.executable, "-m", "relaygr", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=clean, check=False)
+
+
+AS_FIRST_PROCESS = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+def can_make_a_pid_namespace() -> bool:
+    return (
+        shutil.which("unshare") is not None and not subprocess.run([*AS_FIRST_PROCESS, "true"], check=False).returncode
+    )
+
+
+def has_handler(pid: int, number: int) -> bool:
+    [caught] = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="ascii"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 @pytest.fixture
@@ -145,6 +164,32 @@ def test_a_missing_library_names_the_extra_to_install(command: ModuleType, libra
     assert f"pip install 'relaygr[{extra}]'" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("lag",), ("trigger",), ("traffic", "--out", "records.jsonl")])
+def test_a_folder_of_metrics_that_is_missing_is_one_sentence(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Servers of several processes set the variable, for all that they start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "relaygr", *words, "--bootstrap", "127.0.0.1:1"],
+        env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "gone")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"PROMETHEUS_MULTIPROC_DIR is {tmp_path / 'gone'}, which is no folder: make the folder")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("words", [("settings",), ("settings", "--json"), ("topics", "--help")])
+def test_a_full_disk_under_what_is_printed_is_one_sentence(words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "relaygr", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("No space left on device") and len(done.stderr.splitlines()) == 1
+
+
 def test_a_missing_module_of_our_own_is_a_bug_and_stays_one(command: ModuleType) -> None:
     done = invoke_probe(command, ModuleNotFoundError("No module named 'relaygr.x'", name="relaygr.x"))
     assert isinstance(done.exception, ModuleNotFoundError)
@@ -154,6 +199,22 @@ def test_an_interrupt_ends_without_a_traceback(command: ModuleType) -> None:
     done = invoke_probe(command, KeyboardInterrupt())
     assert done.exit_code == 130
     assert done.output == ""
+
+
+@pytest.mark.skipif(not can_make_a_pid_namespace(), reason="this user may not make a namespace of processes")
+def test_the_first_process_of_a_container_ends_by_sigterm_while_it_starts() -> None:
+    """Nobody listens at the address, so that the command still waits."""
+    words = ["topics", "create", "--bootstrap", "127.0.0.1:1", "--set", "connect_timeout_s=200"]
+    outer = subprocess.Popen([*AS_FIRST_PROCESS, sys.executable, "-m", "relaygr", *words])
+    try:
+        until(lambda: len(psutil.Process(outer.pid).children()) == 1, "a process in the namespace")
+        [inner] = psutil.Process(outer.pid).children()
+        until(lambda: has_handler(inner.pid, signal.SIGTERM), "a handler of SIGTERM", 20)
+        inner.send_signal(signal.SIGTERM)
+        assert outer.wait(60) == 128 + signal.SIGTERM
+    finally:
+        outer.kill()
+        outer.wait()
 
 
 def test_without_the_command_lines_own_libraries_it_says_what_to_install() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from relaygr.metrics_reference import MetricDefinition, metrics_by_process, reference
-from tests.promised import unavailable
+from tests.promised import program
 from tests.worlds.compose import exported_metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -43,7 +42,7 @@ class Defined(Collector):
 
 def complaints(definitions: Iterable[MetricDefinition]) -> str:
     """What `promtool check metrics` says about a page with these metrics."""
-    promtool = shutil.which("promtool") or unavailable("promtool", "promtool is not installed")
+    promtool = program("promtool")
     registry = CollectorRegistry()
     registry.register(Defined(definitions))
     checked = subprocess.run(

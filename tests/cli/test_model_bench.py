@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
+from relaygr.machine import Cores, CoreWatch
 from relaygr.simulate.visit import Tier, VisitTimes, break_even
 
 FIGURES = VisitTimes(
@@ -47,7 +48,9 @@ def test_prefixes_that_do_not_grow_are_kept_for_no_visit() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_measured_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
+def test_a_model_is_measured_as_a_table_as_json_and_as_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = "--layers 1 --dim 16 --heads 2 --max-prefix 256 --vocabulary 100"
     assert run("init", tmp_path / "model", *sizes.split()).exit_code == 0
     common = ("bench", tmp_path / "model", "--device", "cpu", "--repeats", 1, "--hbm", "1MiB", "--dram", "4MiB")
@@ -59,6 +62,9 @@ def test_a_model_is_measured_as_a_table_as_json_and_as_a_picture(tmp_path: Path)
     # 256 tokens x 1 layer x 2 heads x (8 + 8) x 4 bytes.
     assert (row["behaviours"], row["kv_bytes"], row["prefixes_in_hbm"]) == (256, 32_768, 32)
     assert row["full_us"] == pytest.approx(row["pre_us"] + row["hit_us"])
+    monkeypatch.setattr(CoreWatch, "__exit__", lambda watch, *_: setattr(watch, "cores", Cores(2, 1.1)))
+    busy = run(*common, "--length", 64, "--json")
+    assert "Other processes use 1.1 of 2 cores" in busy.stderr and json.loads(busy.stdout)
     refused = run(*common, "--length", 300)
     assert refused.exit_code == 1
     assert "The model takes 256 behaviours" in refused.output

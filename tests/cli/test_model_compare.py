@@ -1,8 +1,10 @@
-"""`relaygr model compare`: scores that agree pass; of scores that differ the cause is found and named as an option."""
+"""`relaygr model compare`: scores that agree pass; scores that differ are shown, with the page of the usual causes."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +27,14 @@ from relaygr.worker.model.convert.conversion import convert_state_dict
 from relaygr.worker.model.convert.options import ConvertOptions, ProjectionLayout, SourceFeature, SourceKind
 from relaygr.worker.model.convert.state_dict import StateDict
 from relaygr.worker.model.options import ReadoutActivation, Task, TaskKind
+from tests.promised import program
 from tests.workers.vector_models import make_dlrm
 from tests.worlds.converted import Tensors, dlrm_state_dict, make_nvidia
 
 HISTORIES = (0, 3, 6, 9, 14, 20, 26, 32)
 CANDIDATES = 13
 """More than the best ten."""
-REQUESTS_OF_A_BATCH = 3
+PAGE = Path(__file__).parents[2] / "docs" / "differing-scores.md"
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +89,7 @@ def asked(config: ModelConfig, histories: Sequence[int] = HISTORIES) -> list[Req
     """Requests with histories of these lengths; the scores are still zeros."""
     random = np.random.default_rng(0)
     requests = []
-    for number, length in enumerate(histories):
+    for length in histories:
         times = 1_600_000_000_000 + np.sort(random.integers(0, 600, length)) * 1000
         behaviours = Behaviours(
             random.integers(0, config.vocabulary_size, length), random.integers(0, 4, length).astype(np.uint16), times
@@ -98,7 +101,6 @@ def asked(config: ModelConfig, histories: Sequence[int] = HISTORIES) -> list[Req
                 np.array(features, np.int64),
                 random.choice(config.vocabulary_size, CANDIDATES, replace=False),
                 1_600_000_660_000,
-                number // REQUESTS_OF_A_BATCH,
                 np.zeros((CANDIDATES, len(config.tasks))),
             )
         )
@@ -122,9 +124,9 @@ def lines_of(requests: Sequence[Request], config: ModelConfig) -> list[dict[str,
             "features": dict(zip(names, request.features.tolist(), strict=True)),
             "candidates": request.candidates.tolist(),
             "scores": {task.name: request.scores[:, k].tolist() for k, task in enumerate(config.tasks)},
-            "batch": request.batch,
+            "batch": number // 3,
         }
-        for request in requests
+        for number, request in enumerate(requests)
     ]
 
 
@@ -153,96 +155,67 @@ def test_the_same_model_agrees(tmp_path: Path) -> None:
     assert "1.0000" in done.output and "100.0%" in done.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrong", "remedy"),
-    [
-        ({"heads": 1}, "--heads 2"),
-        ({"normalizer": 64}, "--normalizer 40"),
-        ({"normalizer": 16384}, "--normalizer 40"),
-        ({"features": (SourceFeature(name="user_id", min_tokens=0), SourceFeature(name="region"))}, "user_id=19"),
-        (
-            {"features": (SourceFeature(name="region", min_tokens=0), SourceFeature(name="user_id", min_tokens=18))},
-            "--feature user_id --feature region, in this order",
-        ),
-        ({"tables": {"user_id": "region", "region": "user_id"}}, "exchange the tables of user_id and region"),
-        ({"tasks": (Task(name="click"), Task(name="watch"))}, "--task watch:regression"),
-    ],
-)
-def test_a_wrong_option_is_named(tmp_path: Path, wrong: dict[str, Any], remedy: str) -> None:
-    right = converted(meta_source(), SourceKind.META, meta_options())
-    done = compared(tmp_path, right, converted(meta_source(), SourceKind.META, meta_options(**wrong)))
-    assert done.exit_code == 1
-    assert "With this change all 8 requests agree" in done.output, done.output
-    assert remedy in done.output
-
-
 def nvidia(layout: str, **changes: Any) -> Checkpoint:
     return converted(nvidia_source(layout), SourceKind.NVIDIA, nvidia_options(**changes))
 
 
-@pytest.mark.slow
+def assert_differs(done: Result) -> None:
+    assert done.exit_code == 1
+    assert "docs/differing-scores.md has the usual causes" in " ".join(done.output.split()), done.output
+
+
 @pytest.mark.parametrize(
-    ("layout", "wrong", "remedy"),
+    "wrong",
     [
-        ("fused", {"heads": 1}, "--heads 2"),
-        ("native", {"heads": 1}, "--heads 2"),
-        ("native", {"projection": ProjectionLayout.CONTIGUOUS}, "--projection per_head"),
-        ("fused", {"contextual_mask": True}, "--no-contextual-mask"),
-        ("fused", {"target_group_size": 4}, "--target-group-size 1"),
-        ("fused", {"activation": ReadoutActivation.SILU}, "--activation relu"),
-        ("fused", {"alpha": 1.0}, "--alpha 0.577"),
+        {"heads": 1},
+        {"normalizer": 64},
+        {"normalizer": 16384},
+        {"features": (SourceFeature(name="user_id", min_tokens=0), SourceFeature(name="region"))},
+        {"features": (SourceFeature(name="region", min_tokens=0), SourceFeature(name="user_id", min_tokens=18))},
+        {"tables": {"user_id": "region", "region": "user_id"}},
+        {"tasks": (Task(name="click"), Task(name="watch"))},
     ],
 )
-def test_a_wrong_option_of_another_source_is_named(
-    tmp_path: Path, layout: str, wrong: dict[str, Any], remedy: str
-) -> None:
-    done = compared(tmp_path, nvidia(layout), nvidia(layout, **wrong))
-    assert done.exit_code == 1
-    assert "With this change all 8 requests agree" in done.output, done.output
-    assert remedy in done.output
-
-
-@pytest.mark.slow
-def test_two_wrong_options_are_named_together(tmp_path: Path) -> None:
-    wrong = converted(meta_source(), SourceKind.META, meta_options(heads=1, normalizer=64))
-    done = compared(tmp_path, converted(meta_source(), SourceKind.META, meta_options()), wrong)
-    assert "all 8 requests agree" in done.output, done.output
-    assert "--heads 2" in done.output and "--normalizer 40" in done.output
-
-
-MANY = (*range(7), *range(7), *range(7), *range(7, 26))
-"""Histories of 40 requests, which the search does not try at once. Those of less than 7 hide a feature."""
-
-
-def hiding(user_id: int) -> dict[str, Any]:
-    return {"features": (SourceFeature(name="user_id", min_tokens=user_id), SourceFeature(name="region", min_tokens=0))}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("least", "wrong"), [(17, {}), (20, {}), (19, {"heads": 1})])
-def test_a_limit_between_the_lengths_of_the_sample_is_found(tmp_path: Path, least: int, wrong: dict[str, Any]) -> None:
-    """Requests outside the sample lie between its lengths, and tell the limit."""
-    right = converted(meta_source(), SourceKind.META, meta_options(**hiding(least)))
-    requests = scored(right, asked(right.config, MANY))
-    shown = converted(meta_source(), SourceKind.META, meta_options(**hiding(0), **wrong))
-    done = run(tmp_path, shown, write(tmp_path / "requests.jsonl", lines_of(requests, right.config)))
-    assert "With this change all 40 requests agree" in done.output, done.output
-    assert f"--hide-below user_id={least}" in done.output
-    assert "heads" not in wrong or "--heads 2" in done.output
-
-
-@pytest.mark.slow
-def test_requests_that_a_cause_does_not_explain_are_counted(tmp_path: Path) -> None:
+def test_a_wrong_option_shows(tmp_path: Path, wrong: dict[str, Any]) -> None:
     right = converted(meta_source(), SourceKind.META, meta_options())
-    rows = lines_of(scored(right, asked(right.config, MANY)), right.config)
-    rows[37]["scores"]["click"][0] *= 1.001
-    wrong = converted(meta_source(), SourceKind.META, meta_options(heads=1))
-    done = run(tmp_path, wrong, write(tmp_path / "requests.jsonl", rows))
-    assert done.exit_code == 1
-    text = " ".join(done.output.split())
-    assert "With this change 39 of 40 requests agree; request 38 has the worst error" in text, done.output
-    assert "--heads 2" in text and "None of the usual causes" not in text
+    assert_differs(compared(tmp_path, right, converted(meta_source(), SourceKind.META, meta_options(**wrong))))
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrong"),
+    [
+        ("fused", {"heads": 1}),
+        ("native", {"heads": 1}),
+        ("native", {"projection": ProjectionLayout.CONTIGUOUS}),
+        ("fused", {"contextual_mask": True}),
+        ("fused", {"target_group_size": 4}),
+        ("fused", {"activation": ReadoutActivation.SILU}),
+        ("fused", {"alpha": 1.0}),
+    ],
+)
+def test_a_wrong_option_of_another_source_shows(tmp_path: Path, layout: str, wrong: dict[str, Any]) -> None:
+    assert_differs(compared(tmp_path, nvidia(layout), nvidia(layout, **wrong)))
+
+
+def test_the_request_with_the_worst_error_is_named(tmp_path: Path) -> None:
+    model = converted(meta_source(), SourceKind.META, meta_options())
+    rows = lines_of(scored(model, asked(model.config)), model.config)
+    rows[5]["scores"]["click"][0] *= 1.001
+    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", rows))
+    assert_differs(done)
+    assert "Request 6 has the worst error" in done.output
+
+
+def commands_of(block: str) -> dict[str, str]:
+    """The commands of a block of the page, by the comment above each."""
+    [text] = re.findall(rf"^```bash {block}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = text.splitlines()
+    return {above: line for above, line in zip(["", *lines], lines, strict=False) if line[0] != "#"}
+
+
+def run_jq(command: str, folder: Path) -> str:
+    program("jq")
+    return subprocess.run(command, shell=True, cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
 def shifted_actions(row: dict[str, Any]) -> None:
@@ -259,9 +232,8 @@ def shifted_items(row: dict[str, Any]) -> None:
         row[name] = [item - 1 for item in row[name]]
 
 
-def logits(row: dict[str, Any]) -> None:
-    click = np.array(row["scores"]["click"])
-    row["scores"]["click"] = np.log(click / (1 - click)).tolist()
+def numbers_of_bits(row: dict[str, Any]) -> None:
+    row["actions"] = [action.bit_length() - 1 for action in row["actions"]]
 
 
 def in_seconds(row: dict[str, Any]) -> None:
@@ -269,96 +241,82 @@ def in_seconds(row: dict[str, Any]) -> None:
     row["query_time_ms"] //= 1000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spoil", "remedy"),
-    [
-        (shifted_actions, "subtract 1 from the file's actions"),
-        (reversed_history, "write the oldest behaviour first"),
-        (shifted_items, "add 1 to the file's item ids"),
-        (logits, "write scores after the sigmoid"),
-        (in_seconds, "multiply timestamps_ms and query_time_ms by 1,000"),
-    ],
+def in_microseconds(row: dict[str, Any]) -> None:
+    row["timestamps_ms"] = [time * 1000 for time in row["timestamps_ms"]]
+    row["query_time_ms"] *= 1000
+
+
+def asked_later(row: dict[str, Any]) -> None:
+    row["query_time_ms"] += 10_000_000
+
+
+def exchanged_features(row: dict[str, Any]) -> None:
+    row["features"] = dict(zip(row["features"], reversed(row["features"].values()), strict=True))
+
+
+def exchanged_tasks(row: dict[str, Any]) -> None:
+    row["scores"] = dict(zip(row["scores"], reversed(row["scores"].values()), strict=True))
+
+
+def logits(row: dict[str, Any]) -> None:
+    click = np.array(row["scores"]["click"])
+    row["scores"]["click"] = np.log(click / (1 - click)).tolist()
+
+
+SPOILED = (
+    shifted_items,
+    shifted_actions,
+    numbers_of_bits,
+    reversed_history,
+    in_seconds,
+    in_microseconds,
+    asked_later,
+    exchanged_features,
+    exchanged_tasks,
+    logits,
 )
-def test_a_wrong_content_of_the_file_is_named(
-    tmp_path: Path, spoil: Callable[[dict[str, Any]], None], remedy: str
+"""A wrong content of the file for each command of the page, in its order."""
+
+
+@pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
+def test_the_pages_command_undoes_a_wrong_content_of_the_file(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], None]
 ) -> None:
     model = converted(meta_source(), SourceKind.META, meta_options())
-    rows = lines_of(scored(model, asked(model.config)), model.config)
+    # Actions are bits, and each request is asked at its last behaviour: what each command restores.
+    requests = []
+    for request in asked(model.config, HISTORIES[1:]):
+        own = request.behaviours
+        behaviours = Behaviours(own.items, 1 << (own.actions % 3), own.timestamps_ms)
+        requests.append(replace(request, behaviours=behaviours, query_time_ms=int(own.timestamps_ms[-1])))
+    rows = lines_of(scored(model, requests), model.config)
     for row in rows:
         spoil(row)
-    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", rows))
-    assert done.exit_code == 1
-    assert "With this change all 8 requests agree" in done.output, done.output
-    assert remedy in done.output
+    assert_differs(run(tmp_path, model, write(tmp_path / "requests.jsonl", rows)))
+    commands = list(commands_of("contents").values())
+    assert len(commands) == len(SPOILED)
+    run_jq(commands[SPOILED.index(spoil)], tmp_path)
+    done = run(tmp_path, model, tmp_path / "try.jsonl")
+    assert done.exit_code == 0, done.output
 
 
-def scored_in_batches(
-    checkpoint: Checkpoint, requests: Sequence[Request], length_of: Callable[[Sequence[Request]], int]
-) -> list[Request]:
-    """With the scores of a source whose N is a length of the batch."""
-    found = []
-    for start in range(0, len(requests), REQUESTS_OF_A_BATCH):
-        batch = requests[start : start + REQUESTS_OF_A_BATCH]
-        config = checkpoint.config.model_copy(update={"normalizer": float(length_of(batch))})
-        found += scored(replace(checkpoint, config=config), batch)
-    return found
-
-
-def padded_by_meta(batch: Sequence[Request]) -> int:
-    return 2 + max(len(request.behaviours) for request in batch) + CANDIDATES
-
-
-def test_a_source_that_divides_by_the_length_of_its_batch_is_recognised(tmp_path: Path) -> None:
-    """No constant N reproduces its scores."""
-    model = converted(meta_source(), SourceKind.META, meta_options())
-    found = scored_in_batches(model, asked(model.config), padded_by_meta)
-    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", lines_of(found, model.config)))
-    assert "N is the padded length of the batch, 21 to 47: no constant reproduces scores" in done.output, done.output
-
-
-@pytest.mark.slow
-def test_the_length_of_a_batch_in_nvidias_training_is_recognised(tmp_path: Path) -> None:
-    """Each candidate has a token of an action there: one feature, and two tokens for each item."""
-    model = nvidia("fused")
-    found = scored_in_batches(
-        model, asked(model.config), lambda batch: 1 + 2 * max(len(request.behaviours) + CANDIDATES for request in batch)
+def test_the_page_prints_length_and_error_of_each_request(tmp_path: Path) -> None:
+    """A feature that should be hidden shows in short requests only."""
+    right = converted(meta_source(), SourceKind.META, meta_options())
+    shown = (SourceFeature(name="user_id", min_tokens=0), SourceFeature(name="region", min_tokens=0))
+    done = run(
+        tmp_path,
+        converted(meta_source(), SourceKind.META, meta_options(features=shown)),
+        write(tmp_path / "requests.jsonl", lines_of(scored(right, asked(right.config)), right.config)),
+        "--json",
     )
-    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", lines_of(found, model.config)))
-    text = " ".join(done.output.split())
-    assert "With this change all 8 requests agree" in text, done.output
-    assert "N is the longest length of the batch, with two tokens for each candidate, 39 to 91" in text
+    (tmp_path / "compared.json").write_text(done.stdout)
+    _, command = commands_of("lengths").values()
+    found = [line.split(",") for line in run_jq(command, tmp_path).splitlines()]
+    assert [int(length) for length, _ in found] == [length + CANDIDATES for length in HISTORIES]
+    assert [float(error) > 1e-4 for _, error in found] == [length + CANDIDATES < 18 for length in HISTORIES]
 
 
-def with_more_ages(checkpoint: Checkpoint) -> Checkpoint:
-    """Ages differ beyond the width of the time table. They weigh so little that their errors look like rounding."""
-    import torch
-
-    tensors = checkpoint.tensors
-    width = checkpoint.config.embedding_dim
-    times = torch.randn(64, width, generator=torch.Generator().manual_seed(0)) * 0.15
-    config = checkpoint.config.model_copy(update={"num_times": 64})
-    return replace(checkpoint, config=config, tensors={**tensors, "times.weight": times})
-
-
-@pytest.mark.slow
-def test_metas_code_on_a_cpu_is_recognised_by_two_changes(tmp_path: Path) -> None:
-    """N is that of the batch, and ages are limited to the table's width. Neither change alone halves the error."""
-    model = with_more_ages(converted(meta_source(), SourceKind.META, meta_options()))
-    width = model.config.embedding_dim
-    limited = replace(
-        model,
-        config=model.config.model_copy(update={"num_times": width}),
-        tensors={**model.tensors, "times.weight": model.tensors["times.weight"][:width]},
-    )
-    found = scored_in_batches(limited, asked(model.config), padded_by_meta)
-    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", lines_of(found, model.config)))
-    assert "With this change all 8 requests agree" in done.output, done.output
-    assert "N is the padded length of the batch" in done.output
-    assert "Meta's CPU reference (pt_position.py) limits ages" in " ".join(done.output.split())
-
-
-@pytest.mark.slow
 def test_small_errors_are_explained_by_rounding(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     model = converted(meta_source(), SourceKind.META, meta_options())
@@ -367,8 +325,8 @@ def test_small_errors_are_explained_by_rounding(tmp_path: Path) -> None:
         for request in scored(model, asked(model.config))
     ]
     done = run(tmp_path, model, write(tmp_path / "requests.jsonl", lines_of(requests, model.config)))
-    assert done.exit_code == 1
-    assert "None of the usual causes" in done.output and "bfloat16" in done.output
+    assert_differs(done)
+    assert "bfloat16" in done.output
     tolerant = run(tmp_path, model, tmp_path / "requests.jsonl", "--tolerance", 1e-2)
     assert tolerant.exit_code == 0
 
@@ -423,7 +381,7 @@ def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
         assert ours.behaviours == theirs.behaviours
         assert ours.features.tolist() == theirs.features.tolist()
         assert ours.candidates.tolist() == theirs.candidates.tolist()
-        assert (ours.query_time_ms, ours.batch) == (theirs.query_time_ms, theirs.batch)
+        assert ours.query_time_ms == theirs.query_time_ms
         assert (ours.scores == theirs.scores).all()
     done = run(tmp_path, model, asked_for, "--scores", given)
     assert done.exit_code == 0, done.output
@@ -496,7 +454,7 @@ def test_ids_outside_the_vocabulary_are_counted(tmp_path: Path) -> None:
     model = converted(meta_source(), SourceKind.META, meta_options())
     rows = lines_of(scored(model, asked(model.config)), model.config)
     rows[-1]["candidates"][:2] = [10**12, 10**13]
-    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", rows), "--no-search")
+    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", rows))
     assert "2 of 214 item ids are not in the model's vocabulary" in done.output, done.output
 
 
@@ -505,7 +463,7 @@ def test_features_and_codes_that_the_model_does_not_know_are_counted(tmp_path: P
     rows = lines_of(scored(model, asked(model.config)), model.config)
     rows[-1]["actions"][:2] = [2**15, 2**15 + 1]
     rows[-1]["features"] = {feature.name: [] for feature in model.config.contextual_features}
-    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", rows), "--no-search", "--json")
+    done = run(tmp_path, model, write(tmp_path / "requests.jsonl", rows), "--json")
     found = json.loads(done.output)
     assert (found["unknown_actions"], found["unknown_features"]) == (2, model.config.contextual_tokens)
 

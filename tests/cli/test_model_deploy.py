@@ -15,7 +15,9 @@ from relaygr.settings import CALIBRATION_FILE
 from relaygr.worker.calibration import Calibration, MachineDescription, load_calibration, save_calibration
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
+from relaygr.worker.model.inputs.known import read_action_names, write_action_names
 from relaygr.worker.model.options import ComputeDtype
+from tests.worlds.disk import fill
 from tests.worlds.model import small_config
 
 COEFFICIENTS = LatencyCoefficients(0, 10, 0, 0, 10, 0, 0, 10, 0, 0, 0)
@@ -65,6 +67,21 @@ def test_a_copy_loads_without_being_read_again(tmp_path: Path, checkpoints: list
     run("deploy", checkpoints[0], tmp_path / "served")
     original, copy = (folder / "model.safetensors" for folder in (checkpoints[0], tmp_path / "served" / "current"))
     assert original.stat().st_mtime_ns == copy.stat().st_mtime_ns
+
+
+def test_a_calibration_that_a_full_disk_does_not_take_leaves_the_one_before_and_no_part_of_its_own(
+    small_disk: Path, checkpoints: list[Path]
+) -> None:
+    served, source = small_disk / "served", checkpoints[1]
+    assert run("deploy", source, served)[0] == 0
+    known = load_calibration(served / "current" / CALIBRATION_FILE)
+    host = "h" * 300_000
+    save_calibration(replace(known, machine=replace(known.machine, host=host)), source / CALIBRATION_FILE)
+    fill(small_disk)
+    code, said = run("deploy", source, served)
+    assert code == 1 and "No space left" in said
+    assert load_calibration(served / "current" / CALIBRATION_FILE) == known
+    assert not list((served / "current").glob(".*"))
 
 
 def test_the_same_revision_again_keeps_the_way_back(tmp_path: Path, checkpoints: list[Path]) -> None:
@@ -121,6 +138,19 @@ def test_a_later_calibration_of_a_deployed_revision_replaces_the_one_before(
     code, _ = run("deploy", checkpoints[0], tmp_path / "served")
     assert code == 0
     assert load_calibration(tmp_path / "served" / "current" / CALIBRATION_FILE).measured_at == later.measured_at
+
+
+def test_a_revision_that_is_deployed_again_gets_what_came_beside_its_weights_since(
+    tmp_path: Path, checkpoints: list[Path]
+) -> None:
+    served = tmp_path / "served"
+    run("deploy", checkpoints[1], served)
+    for names in ({"play": 2}, {"play": 2, "skip": 5}):
+        write_action_names(checkpoints[1], names)
+        assert run("deploy", checkpoints[1], served)[0] == 0
+        assert read_action_names(served / "current") == names
+    assert run("deploy", served / "current", served)[0] == 0
+    assert {path.name for path in (served / "current").iterdir()} == {path.name for path in checkpoints[1].iterdir()}
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_deployed(

@@ -6,15 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.asyn import get_loop
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
 from relaygr.worker.model.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint, verify_checkpoint
+from relaygr.worker.model.inputs.known import read_action_names, write_action_names
 from tests.worlds.model import small_config
 
 BUCKET = "memory://bucket/ranker"
@@ -57,6 +62,97 @@ def test_a_checkpoint_in_object_storage_serves_with_its_revision_and_its_digests
     mode = (tmp_path / "served" / "current").resolve().stat().st_mode
     assert mode & 0o777 == checkpoint.stat().st_mode & 0o777, "a worker of another user can read it"
     assert {path.name for path in (tmp_path / "served").iterdir()} == {"current", serving(tmp_path / "served")}
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_bucket_has_the_files_that_a_folder_has(tmp_path: Path, checkpoint: Path) -> None:
+    """Without the names of its actions a model would take any names, with any codes."""
+    write_action_names(checkpoint, {"seen": 4, "saved": 9})
+    (checkpoint / "README.md").write_text("# Ranker of March\n")
+    fsspec.filesystem("memory").put(f"{checkpoint}/", "/bucket/ranker/", recursive=True)
+    assert deploy(BUCKET, tmp_path / "served").exit_code == 0
+    assert read_action_names(tmp_path / "served" / "current") == {"seen": 4, "saved": 9}
+    assert deploy(str(checkpoint), tmp_path / "other").exit_code == 0
+    assert contents(tmp_path / "served" / "current") == contents(tmp_path / "other" / "current")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_optional_file_that_a_reader_may_not_look_for_is_not_there(
+    tmp_path: Path, bucket: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 says 403 of a missing file to a reader who may not list the bucket."""
+    info = type(bucket).info
+
+    def refuse(self: fsspec.AbstractFileSystem, path: str, **options: object) -> object:
+        if not self.exists(path):
+            raise PermissionError("Forbidden")
+        return info(self, path, **options)
+
+    monkeypatch.setattr(type(bucket), "exists", lambda self, path, **_: path.strip("/") in str(self.find("/bucket")))
+    monkeypatch.setattr(type(bucket), "info", refuse)
+    assert deploy(BUCKET, tmp_path / "served").exit_code == 0
+    bucket.rm("/bucket/ranker/config.json")
+    assert "cannot be read: PermissionError: Forbidden" in said(deploy(BUCKET, tmp_path / "served"))
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_place_without_a_checkpoint_is_named_with_what_is_in_it(tmp_path: Path) -> None:
+    result = deploy("memory://bucket", tmp_path / "served")
+    assert result.exit_code == 1 and "memory://bucket has no config.json: it has ranker." in said(result)
+
+
+def test_an_error_about_a_copy_names_its_source(tmp_path: Path, bucket: fsspec.AbstractFileSystem) -> None:
+    """The copy is gone when the sentence is read."""
+    bucket.pipe("/bucket/ranker/config.json", b"[3]")
+    result = deploy(BUCKET, tmp_path / "served")
+    assert result.exit_code == 1 and f"{BUCKET}/config.json" in said(result)
+    assert ".fetched" not in result.output
+
+
+@pytest.fixture(scope="module")
+def http() -> None:
+    """fsspec keeps the thread of its connections for the rest of the process."""
+    get_loop()
+
+
+@contextmanager
+def server(status: int) -> Iterator[str]:
+    """An HTTP server that answers so to everything."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as serving:
+        thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}/ranker"
+        serving.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("http")
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (404, " does not exist."),
+        (403, " cannot be read: ClientResponseError: 403"),
+        (503, " cannot be read: ClientResponseError: 503"),
+    ],
+)
+def test_a_server_that_does_not_answer_well_is_no_missing_checkpoint(
+    tmp_path: Path, status: int, sentence: str
+) -> None:
+    with server(status) as url:
+        assert f"{url}{sentence}" in said(deploy(url, tmp_path / "served"))
 
 
 def test_weights_that_were_changed_in_the_store_are_refused(tmp_path: Path, bucket: fsspec.AbstractFileSystem) -> None:
@@ -122,6 +218,7 @@ def test_an_unknown_scheme_is_an_error_though_a_revision_serves(tmp_path: Path, 
     assert result.exit_code == 1 and "Protocol not known: bucket" in said(result)
 
 
+DEPLOY = ("-m", "relaygr.cli", "model", "deploy")
 REGISTER = """
 import sys, mlflow
 
@@ -131,6 +228,8 @@ client.log_artifacts(run, sys.argv[1], "checkpoint")
 client.create_registered_model("ranker")
 client.create_model_version("ranker", f"runs:/{run}/checkpoint", run)
 client.set_registered_model_alias("ranker", "champion", "1")
+for epoch in ("007", "012"):
+    client.log_artifacts(run, sys.argv[1], f"sweep/{epoch}")
 print(run)
 """
 
@@ -151,14 +250,42 @@ def test_a_version_of_mlflow_s_registry_serves_by_its_alias_and_by_its_run(tmp_p
 
     def deployed(source: str, *options: str) -> str:
         served = str(tmp_path / "served")
-        done = run("-m", "relaygr.cli", "model", "deploy", source, served, "--calibrate-at-start", *options)
+        done = run(*DEPLOY, source, served, "--calibrate-at-start", *options)
         assert done.returncode == 0, done.stderr
         return " ".join((done.stdout + done.stderr).split())
 
     run_id = run("-c", REGISTER, str(checkpoint)).stdout.strip().splitlines()[-1]
     revision = load_checkpoint(checkpoint).revision
-    for source in ("models:/ranker@champion", f"runs:/{run_id}/"):
-        assert f"{revision} serves from" in deployed(source)
+    for source in ("models:/ranker@champion", f"runs:/{run_id}/checkpoint", f"runs:/{run_id}/sweep/012"):
+        output = deployed(source)
+        assert output.startswith(f"{revision} serves from"), "MLflow's bars would stand before it"
         assert serving(tmp_path / "served") == revision
+    refused = run(*DEPLOY, f"runs:/{run_id}/sweep/", str(tmp_path / "other"), "--calibrate-at-start")
+    assert refused.returncode == 1
+    complaint = f"runs:/{run_id}/sweep/ has 2 checkpoints: 007, 012. Name one, such as runs:/{run_id}/sweep/007."
+    assert complaint in " ".join(refused.stderr.split())
     shutil.rmtree(tmp_path / "store")
     assert f"{revision}, which was deployed before, serves" in deployed("models:/ranker@champion", "--keep-current")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("http://bea:Hush3d@127.0.0.1:1/ranker", "http://***@127.0.0.1:1/ranker cannot be read: ClientConnectorError"),
+        ("http://127.0.0.1:1/ranker?X-Amz-Signature=Hush3d", "127.0.0.1:1/ranker?*** cannot be read: ClientConnector"),
+        ("models:/ranker/4", "models:/ranker/4 cannot be read: MlflowException: API request to http://***@127.0.0.1:1"),
+    ],
+)
+def test_no_secret_of_an_address_is_shown_while_its_server_is_away(tmp_path: Path, source: str, shown: str) -> None:
+    if source.startswith("models:"):
+        pytest.importorskip("mlflow")
+    environment = os.environ | {
+        "MLFLOW_TRACKING_URI": "http://bea:Hush3d@127.0.0.1:1/flow",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    }
+    command = [sys.executable, "-m", "relaygr.cli", "model", "deploy", source, str(tmp_path / "served")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert shown in " ".join(done.stderr.split())
+    assert "Hush3d" not in done.stdout + done.stderr

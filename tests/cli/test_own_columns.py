@@ -14,13 +14,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
-from relaygr.interactions import Interactions, LayoutKind, read_interactions
-from relaygr.interactions.gather import hashed_item
-from relaygr.interactions.mapping import NO_MAP, log_map
-from relaygr.publishing.json_lines import parse_object
-from relaygr.publishing.known import named_log
-from relaygr.publishing.mapped import MappedObjects
+from relaygr.ingest.gather import Interactions, hashed_item
+from relaygr.ingest.json_lines import parse_object
+from relaygr.ingest.known import named_log
+from relaygr.ingest.layouts import LayoutKind
+from relaygr.ingest.log_map import NO_MAP, log_map
+from relaygr.ingest.log_objects import MappedObjects
+from relaygr.ingest.reading import read_interactions
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.limits import MAX_BEHAVIOURS
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.inputs.known import write_action_names
@@ -155,13 +157,13 @@ def test_a_headerless_file_cannot_have_own_columns(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_read_in_the_order_of_its_numbers(tmp_path: Path) -> None:
-    """Times are equal, so that the order of the files decides. Spark writes `_SUCCESS` and hidden files, too."""
+    """Times are equal, so that the order of the files decides, as asked for. Spark writes `_SUCCESS` too."""
     for day, item in ((10, 3), (2, 2), (1, 1)):
         folder = tmp_path / "log" / f"day={day}"
         folder.mkdir(parents=True)
         (folder / "part.csv").write_text(f"uid,sku,at\nann,{item},{T0}\n")
     (tmp_path / "log" / "_SUCCESS").write_text("")
-    found = read(tmp_path / "log", "user=uid,item=sku,time=at", None)
+    found = read_interactions(tmp_path / "log", log_map=log_map("user=uid,item=sku,time=at", None, "file"))
     assert [item for item, _, _ in of(found, "ann")] == [1, 2, 3]
     (tmp_path / "log" / "day=10" / "part.csv").write_text("uid,sku\nann,3\n")
     with pytest.raises(RelayError, match="there is no such column among uid, sku"):
@@ -232,6 +234,14 @@ def test_a_history_has_a_list_of_items() -> None:
     assert mapped.history({"user": 7, "item": [1], "time": [T0]}, T0).number == T0
     with pytest.raises(ValueError, match=r"item is no list, .* by `relaygr publish behaviours`"):
         mapped.history({"user": 7, "item": 1, "time": T0}, T0)
+
+
+def test_a_list_longer_than_any_history_is_refused_by_the_name_of_its_field() -> None:
+    mapped, many = MappedObjects(NO_MAP), [1] * (MAX_BEHAVIOURS + 1)
+    with pytest.raises(ValueError, match=r"^time is a list of 131,073 values"):
+        mapped.history({"user": 7, "item": [1], "time": many}, T0)
+    with pytest.raises(ValueError, match=r"^item is a list of 131,073 values"):
+        mapped.event({"user": 7, "item": many}, T0)
 
 
 KUAIRAND: dict[str, Any] = {"user_id": 1, "video_id": 2, "time_ms": T0, "is_click": 1, "is_like": True, "long_view": 0}

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import subprocess
 import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
-from relaygr.interactions import LayoutKind, Limits, joined, parquet, read_interactions, recognise
-from relaygr.interactions.gather import hashed_item
-from relaygr.interactions.reading import log_files
+from relaygr.ingest import parquet
+from relaygr.ingest.gather import Limits, hashed_item
+from relaygr.ingest.layouts import LayoutKind
+from relaygr.ingest.log_map import LogMap
+from relaygr.ingest.reading import joined, log_files, read_interactions, recognise
 from relaygr.runtime.errors import RelayError
+from relaygr.training.logs import Ties
 from tests.cli.test_interactions import of
 
 Write = Callable[..., Path]
@@ -194,13 +200,53 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(write: Writ
         write(f"logs/{name}", user_id=["a"], item_id=[item], timestamp=[T0])
     (tmp_path / "logs" / "_SUCCESS").write_text("")
     seen: list[int] = []
-    read = read_interactions(tmp_path / "logs", on_progress=seen.append)
+    read = read_interactions(tmp_path / "logs", on_progress=seen.append, log_map=LogMap(ties=Ties.FILE))
     assert [item for item, _, _ in of(read, "a")] == [1, 2]
     assert seen == sorted(seen) and seen[-1] == parquet_bytes(tmp_path / "logs")
 
 
 def parquet_bytes(folder: Path) -> int:
     return sum(each.stat().st_size for each in log_files(folder))
+
+
+@pytest.mark.parametrize("places", [("0", "3"), ("5", "6")], ids=["first", "last"])
+def test_files_of_empty_partitions_have_no_rows_and_need_no_types(
+    write: Write, tmp_path: Path, places: tuple[str, str]
+) -> None:
+    """Spark writes a file without bytes, Dask one whose columns have no type."""
+    hour = pa.array([T0 * 1000, (T0 + 3600) * 1000], pa.timestamp("ms"))
+    write("logs/part-4.parquet", user_id=["kim", "lea"], item_id=[8, 9], timestamp=hour)
+    (tmp_path / "logs" / f"part-{places[0]}.parquet").write_bytes(b"")
+    write(f"logs/part-{places[1]}.parquet", user_id=pa.nulls(0), item_id=pa.nulls(0), timestamp=pa.nulls(0))
+    read = read_interactions(tmp_path / "logs")
+    assert [item for item, _, _ in of(read, "lea")] == [9] and read.report.interactions == 2
+    assert "2 files have no rows" in read.report.notes
+
+
+def test_a_folder_of_text_may_have_files_without_bytes_and_those_of_the_file_system(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "lost+found" / "#131").write_bytes(b"\0")
+    (tmp_path / "part-00000.csv").write_text("")
+    (tmp_path / "part-00001.csv").write_text("user_id,item_id,timestamp\nada,5,1600000000\n")
+    (tmp_path / "part-00002.csv").write_text("")
+    read = read_interactions(tmp_path)
+    assert read.users == ["ada"] and "2 files have no rows" in read.report.notes
+    (tmp_path / "part-00001.csv").write_text("")
+    with pytest.raises(RelayError, match=r"part-00000\.csv is empty"):
+        read_interactions(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["user_id", "item_id", "timestamp", "rating"])
+@pytest.mark.parametrize("name", ["a.parquet", "c.parquet"], ids=["first", "last"])
+def test_a_column_whose_values_are_all_missing_makes_bad_lines(
+    write: Write, tmp_path: Path, missing: str, name: str
+) -> None:
+    hour = pa.array([T0 * 1000], pa.timestamp("ms"))
+    columns = {"user_id": ["kim"], "item_id": [8], "timestamp": hour, "rating": [4.5]}
+    write("logs/b.parquet", **columns)
+    write(f"logs/{name}", **{**columns, missing: pa.nulls(1)})
+    read = read_interactions(tmp_path / "logs")
+    assert of(read, "kim") == [(8, 9, T0 * 1000)] and len(read.report.bad_lines) == 1
 
 
 def test_files_that_do_not_fit_together_are_refused(write: Write, tmp_path: Path) -> None:
@@ -231,9 +277,13 @@ def test_files_that_do_not_fit_together_are_refused(write: Write, tmp_path: Path
         ),
         ({"user_id": ["a"], "item_id": [[1]], "timestamp": [T0]}, r"the column item_id is list<.*>, expected numbers"),
         ({"user_id": ["a"], "item_id": [1], "timestamp": [True]}, "timestamp is bool, expected timestamps"),
+        (
+            {"user_id": ["a"], "item_id": [1], "timestamp": pa.array([2.0**30], pa.float32())},
+            "timestamp is float, expected timestamps, whole numbers, floats of 64 bits",
+        ),
         ({"user_id": [True], "item_id": [1], "timestamp": [T0]}, "user_id is bool"),
     ],
-    ids=["no item", "lists", "times of bool", "users of bool"],
+    ids=["no item", "lists", "times of bool", "times of 32 bits", "users of bool"],
 )
 def test_columns_that_cannot_be_read_are_refused(write: Write, columns: dict[str, Any], said: str) -> None:
     with pytest.raises(RelayError, match=said):
@@ -262,3 +312,60 @@ def test_memory_is_bounded_by_a_batch_and_the_columns(write: Write, monkeypatch:
     sizes = [len(block.rows) for block in parquet.read_rows(path, ("user_id", "item_id"))]
     assert max(sizes) <= 512 and len(sizes) >= 10
     assert len(read_interactions(path).of(0)) == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"store_schema": False}], ids=["arrow's dictionary", "dictionary"])
+def test_a_small_file_with_one_long_text_for_all_rows_takes_little_memory(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """As copies for 50,000 rows it would be 2.5 GB."""
+    path, rows, text = tmp_path / "log.parquet", 50_000, "y" * 50_000
+    item = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), [text])
+    pq.write_table(pa.table({"user_id": ["a"] * rows, "item_id": item, "timestamp": [T0] * rows}), path, **options)
+    code = (
+        "import sys, pathlib\n"
+        "from relaygr.ingest.reading import read_interactions\n"
+        "from relaygr.runtime.errors import RelayError\n"
+        "try:\n    read_interactions(pathlib.Path(sys.argv[1]))\n"
+        "except RelayError as error:\n    print(error)\n"
+        "print(pathlib.Path('/proc/self/status').read_text())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert path.stat().st_size < 1 << 20
+    assert "item id: 50000 bytes of text, expected 1 to 4096" in done.stdout
+    assert int(done.stdout.partition("VmHWM:")[2].split()[0]) < 1_000_000, "KiB"
+
+
+def test_gaps_and_repeated_texts_of_a_dictionary_are_read(write: Write) -> None:
+    places = pa.array([1, None, 0, 1], pa.int8())
+    users = pa.DictionaryArray.from_arrays(places, ["b", "a", "unused"])
+    items = pa.DictionaryArray.from_arrays(places.fill_null(0), pa.array([40, 50]))
+    read = read_interactions(write(user_id=users, item_id=items, timestamp=[T0, T0, T0, T0 + 1]))
+    assert (of(read, "a"), of(read, "b")) == ([(50, 0, T0 * 1000), (50, 0, T0 * 1000 + 1000)], [(40, 0, T0 * 1000)])
+    assert [(bad.number, bad.reason) for bad in read.report.bad_lines] == [(2, "an id is empty")]
+
+
+def test_a_file_whose_bytes_were_changed_is_read_or_refused_with_a_sentence(write: Write) -> None:
+    """Also names that are no UTF-8, and columns that the schema has and the data has not."""
+    path = write(
+        user_id=[f"u{n % 9}" for n in range(200)], item_id=list(range(200)), timestamp=[T0 + n for n in range(200)]
+    )
+    whole, random, refused = path.read_bytes(), np.random.default_rng(11), 0
+    for _ in range(120):
+        changed = bytearray(whole)
+        for _ in range(int(random.integers(1, 4))):
+            changed[-1 - int(random.integers(1200))] = int(random.integers(256))
+        path.write_bytes(changed)
+        try:
+            read_interactions(path)
+        except RelayError:
+            refused += 1
+    assert refused > 30
+    for name, other in ((b"user_id", b"user_\xffd"), (b"item_id", b"item_ix")):
+        # Of the columns' paths, and not of the schema before them.
+        head, _, tail = whole.rpartition(name)
+        for changed in head + other + tail, whole.replace(name, other):
+            path.write_bytes(changed)
+            with contextlib.suppress(RelayError):
+                read_interactions(path)

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from relaygr.client import RankStatus
+from relaygr.client import Ended
 from relaygr.traffic.player import Player
 from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.records import LOST, OPEN, ImpressionRecord
@@ -46,7 +46,7 @@ class ForgetfulClient:
     def submit_rank(self, user_id, candidates, **fields):
         future = Future()
         if "request_id" not in fields:
-            future.set_result(SimpleNamespace(status=RankStatus.RANKED))
+            future.set_result(SimpleNamespace(status=Ended.RANKED))
         return future
 
     def drain(self, timeout_s):

@@ -19,13 +19,13 @@ from hypothesis import given
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.publish import app
-from relaygr.client import RankOutcome, RankStatus
+from relaygr.client import Ended, RankOutcome
 from relaygr.devbroker import LocalBroker
+from relaygr.ingest.json_lines import MAX_LINE_BYTES, JsonLineError, read_lines
+from relaygr.ingest.known import SentInputs
+from relaygr.ingest.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
+from relaygr.ingest.publish_lines import Outcomes
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.publishing.json_lines import MAX_LINE_BYTES, JsonLineError, read_lines
-from relaygr.publishing.known import SentInputs
-from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
-from relaygr.publishing.outcomes import Outcomes
 from relaygr.schemas import codec
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.json_messages import from_json, to_json
@@ -180,7 +180,7 @@ def test_requests_without_an_answer_are_outcomes_and_counted(kafka_settings: Kaf
     assert "1 timed_out (0 of them answered late, 1 not at all)" in done.stderr
 
 
-def outcome_now(status: RankStatus = RankStatus.RANKED) -> Future[RankOutcome]:
+def outcome_now(status: Ended = Ended.RANKED) -> Future[RankOutcome]:
     future: Future[RankOutcome] = Future()
     future.set_result(RankOutcome("id", status, 1))
     return future

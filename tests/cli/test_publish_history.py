@@ -15,9 +15,11 @@ from typer.testing import CliRunner, Result
 from relaygr.cli.app import app
 from relaygr.cli.publish_history import _last_time_ms, time_option
 from relaygr.devbroker import LocalBroker
-from relaygr.interactions import publishing, read_interactions
-from relaygr.interactions.publishing import MAX_FAILURES, Selection, history_of, publish_histories
+from relaygr.ingest import publish_log
+from relaygr.ingest.publish_log import MAX_FAILURES, Selection, history_of, publish_histories
+from relaygr.ingest.reading import read_interactions
 from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas.codec import decode
@@ -118,9 +120,34 @@ def test_users_behaviours_and_number_can_be_chosen(kafka_settings: KafkaSettings
     assert histories["user-1"].number == 77
 
 
+def test_logs_of_ratings_and_of_events_in_one_command_are_refused(log: Path, tmp_path: Path) -> None:
+    """Publishing and training: code 4 would be two stars and event 4."""
+    events = tmp_path / "clicks.csv"
+    events.write_text("user,item,time,action\nuser-1,7,1000000000,4\n")
+    said = f"{log} and {events} are no one log"
+    for command in (
+        ["publish", "history", "--interactions", log, "--interactions", events, "--dry-run"],
+        ["train", "ranker", log, events, "--out", tmp_path / "run"],
+    ):
+        result = CliRunner().invoke(app, list(map(str, command)), env={"COLUMNS": "400"})
+        assert result.exit_code == 1 and said in result.output
+    assert not (tmp_path / "run").exists()
+    assert publish(events, "--dry-run").exit_code == publish(log, "--dry-run").exit_code == 0
+
+
+def test_the_order_of_ties_is_an_option_of_a_log_and_refused_of_a_topic(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("user,item,time\n" + "".join(f"ann,{item},1000000000\n" for item in range(9)))
+    assert publish(log, "--dry-run", "--ties", "file").exit_code == 0
+    wrong = publish(log, "--dry-run", "--ties", "item")
+    assert wrong.exit_code == 1 and "--ties is 'item': give hash or file" in wrong.output
+    of_topic = CliRunner().invoke(app, ["publish", "history", "--from", "kafka:clicks", "--ties", "hash"])
+    assert of_topic.exit_code == 1 and "Leave out --ties" in of_topic.output
+
+
 def test_a_dry_run_needs_no_broker_and_writes_the_item_map(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text("u::Alien, the::5::1000000000\nu::12::5::1000000000\n")
+    log.write_text("u::Alien, the::5::1000000000\nu::12::5::1000000001\n")
     items = tmp_path / "items.csv"
     result = publish(log, "--dry-run", "--item-map", str(items), "--bootstrap", "127.0.0.1:1")
     assert result.exit_code == 0, result.output
@@ -230,7 +257,7 @@ def test_behaviours_of_the_log_continue_a_history_without_the_oldest(log: Path) 
     earlier.write_text("".join(f"{line}\n" for line in LOG.splitlines()[:36]))
     draft = Draft.of_snapshot(history_of(read_interactions(earlier), 0, Selection(max_behaviours=4)), 0, Coverage())
     read = read_interactions(log)
-    for offset, event in enumerate(publishing._events(read, None)):
+    for offset, event in enumerate(publish_log._events(read, None)):
         if event.user_id == read.users[0]:
             draft.add(event, offset, 0)
     stored = assembled("user-0", draft.head, draft.head_bytes(), [])
@@ -399,7 +426,7 @@ def test_failed_deliveries_are_counted_by_cause_and_stop_the_run(
 ) -> None:
     log = tmp_path / "log"
     log.write_text("".join(f"user-{user}::1::5::1000000000\n" for user in range(300)))
-    monkeypatch.setattr(publishing, "DurableProducer", lambda *_: FailingProducer(accepted=20))
+    monkeypatch.setattr(KafkaSession, "durable_producer", lambda *_: FailingProducer(accepted=20))
     report = publish_histories(KafkaSettings(), read_interactions(log), Selection())
     assert (report.offered, report.delivered, report.failed) == (20 + MAX_FAILURES, 20, MAX_FAILURES)
     assert not report.complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from relaygr.admission.scenarios import ScenarioSettings
 from relaygr.cli.app import app
+from relaygr.processes import write_config
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from relaygr.settings import (
     DEFAULT_ORIGIN,
     LoadedSettings,
+    Settings,
     apart_from_secrets,
     load,
     setting_fields,
@@ -84,6 +88,23 @@ def test_what_may_be_none_can_be_unset(text: str, tmp_path: Path) -> None:
 def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
     assert from_yaml(tmp_path, "").settings == load(None, {}).settings
     assert from_yaml(tmp_path, "worker:\n").settings == load(None, {}).settings
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n"])
+def test_a_variable_from_a_secret_that_was_made_from_a_file_is_without_its_line_break(ending: str) -> None:
+    given = {
+        "RELAYGR_SECURITY__PROTOCOL": "SASL_PLAINTEXT",
+        "RELAYGR_SECURITY__SASL_MECHANISM": "PLAIN",
+        "RELAYGR_SECURITY__SASL_USERNAME": "shop",
+        "RELAYGR_SECURITY__SASL_PASSWORD": "two words ",
+        "RELAYGR_GATEWAY__TOKEN": "0123456789abcdef",
+        "RELAYGR_WORKER__THREADS": "3",
+    }
+    settings = load(None, {name: value + ending for name, value in given.items()}).settings
+    assert settings == load(None, given).settings
+    assert settings.security.sasl_password is not None and settings.gateway.token is not None
+    assert settings.security.sasl_password.get_secret_value() == "two words "
+    assert settings.gateway.token.get_secret_value() == "0123456789abcdef"
 
 
 def test_a_value_may_hold_an_equals_sign() -> None:
@@ -296,6 +317,12 @@ def test_a_supervisor_gives_its_children_secrets_in_the_environment_alone(monkey
     assert os.environ[variable] == "hunter2"
 
 
+def lines(*words: str) -> list[str]:
+    done = CliRunner().invoke(app, ["settings", *words])
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
+
+
 SCENARIOS = """
 topic_prefix: shop
 worker: {model: models/home}
@@ -307,6 +334,51 @@ scenarios:
     budget_ms: 30
     variants: {b: {users: 0.1, model: models/ads-b}}
 """
+
+
+def test_a_child_reads_the_scenarios_that_its_parent_wrote(tmp_path: Path) -> None:
+    scenarios = {
+        "home": ScenarioSettings(share=2, budget_ms=40),
+        "ads": ScenarioSettings(topic_prefix="shop-ads", model=tmp_path, budget_ms=25),
+    }
+    written = Settings(topic_prefix="shop", scenarios=scenarios)
+    file = tmp_path / "settings.yaml"
+    write_config(written, file)
+    assert load(file, {}).settings.scenarios == scenarios
+    ads = load(file, {}, ["scenario=ads"]).settings
+    assert (ads.topic_prefix, ads.history_prefix, ads.traffic.budget_ms) == ("shop-ads", "shop", 25)
+    # A process that is started from the settings of another one of the same scenario has the same settings.
+    write_config(ads, file)
+    assert load(file, {}).settings == ads
+
+
+TABLES_AND_LISTS = """
+topic_settings: {dead-letters: {retention.ms: 86400000, max.message.bytes: null}, behaviours: {segment.bytes: 14680064}}
+client: {model_revisions: [a1, b2]}
+ui: {scrape: ["http://trigger-0:9100/metrics"]}
+worker: {hbm_bytes: 3MiB}
+security: {protocol: SASL_PLAINTEXT, sasl_mechanism: PLAIN, sasl_username: u, sasl_password: "pass: word"}
+"""
+
+
+def test_a_child_reads_each_table_and_list_that_its_parent_wrote(tmp_path: Path) -> None:
+    """`topic_settings` ended the demo in a traceback, and a list became a text."""
+    written = from_yaml(tmp_path, TABLES_AND_LISTS).settings
+    write_config(written, tmp_path / "child.yaml")
+    assert load(tmp_path / "child.yaml", {}).settings == written
+
+
+def test_tables_and_lists_are_shown_as_they_can_be_written(tmp_path: Path) -> None:
+    loaded = from_yaml(tmp_path, TABLES_AND_LISTS)
+    file = str(tmp_path / "relaygr.yaml")
+    shown = dict(line.split(maxsplit=1) for line in lines("--config", file))
+    for key in ("topic_settings", "client.model_revisions", "ui.scrape"):
+        text = shown[key].rsplit(maxsplit=1)[0]
+        assert values(load(None, {}, [f"{key}={text}"]).settings)[key] == values(loaded.settings)[key]
+    as_json = json.loads("".join(lines("--config", file, "--json")))
+    assert as_json["topic_settings"]["value"]["behaviours"] == {"segment.bytes": "14680064"}
+    assert as_json["ui.scrape"]["value"] == ["http://trigger-0:9100/metrics"]
+    assert "pass: word" not in str(as_json)
 
 
 def test_without_a_scenario_a_process_serves_those_on_its_topics(tmp_path: Path) -> None:
@@ -369,9 +441,7 @@ def test_every_setting_has_a_meaning() -> None:
 
 
 def printed(*words: str) -> list[str]:
-    done = CliRunner().invoke(app, ["settings", *words])
-    assert done.exit_code == 0, done.output
-    return [line.split()[0] for line in done.output.splitlines()]
+    return [line.split()[0] for line in lines(*words)]
 
 
 def test_a_section_is_printed_alone() -> None:

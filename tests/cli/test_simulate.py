@@ -19,6 +19,7 @@ from relaygr.cli.app import app
 from relaygr.cli.fleet_options import plan_caveats
 from relaygr.cli.fleet_output import PlanRow, plain, plan_json, plan_table, table_of
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Path as RankingPath
 from relaygr.schemas.messages import PreInferJob, RankingRequest, StageTimings
 from relaygr.schemas.partitioner import partition_for
 from relaygr.settings import load_settings
@@ -27,7 +28,7 @@ from relaygr.simulate import worker as worker_module
 from relaygr.simulate.case import Case, System, case_of, shape_of_tokens
 from relaygr.simulate.demand import Demand, partitions_of
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
-from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, Figures, PartOutcome, Requests, figures_of
+from relaygr.simulate.figures import CODE, NO_LATENCY, Figures, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
 from relaygr.simulate.plan import CapacityPlan, Probe, least_workers, plan_capacity
 from relaygr.simulate.relay import RelaySimulation
@@ -81,7 +82,7 @@ def outcome(one: Case) -> PartOutcome:
     return RelaySimulation(one, range(one.demand.partitions)).run()
 
 
-def share(done: PartOutcome, ending: Ending) -> float:
+def share(done: PartOutcome, ending: str) -> float:
     return float((done.requests.endings == CODE[ending]).mean())
 
 
@@ -103,7 +104,7 @@ def test_without_the_relay_the_mean_latency_is_that_of_an_m_d_1_queue(load: floa
     ]  # fmt: skip
     means_us = [float(part.requests.latencies_us.mean()) for part in parts]
     expected_us = service_us + load * service_us / (2 * (1 - load))
-    assert all(share(part, Ending.FULL) == 1 for part in parts)
+    assert all(share(part, RankingPath.FULL) == 1 for part in parts)
     error_us = 3.2 * float(np.std(means_us, ddof=1)) / 2
     assert np.mean(means_us) == pytest.approx(expected_us, abs=max(error_us, 0.02 * expected_us))
 
@@ -123,7 +124,7 @@ def test_a_request_is_looked_up_also_if_its_job_has_read_the_history():
         outcome(case(*settings, times=NO_TIMES.model_copy(update={"look_up_us": each}), rate=2))
         for each in (0.0, 3_000.0)
     )
-    assert share(some, Ending.HBM) > 0.9
+    assert share(some, RankingPath.HBM) > 0.9
     later_us = np.median(some.requests.latencies_us) - np.median(none.requests.latencies_us)
     assert later_us == pytest.approx(3_000, abs=20)
 
@@ -153,7 +154,7 @@ def test_the_poll_thread_sees_the_request_that_the_device_computes(is_admitted: 
     # The prefix takes 10.2 ms: 9.2 are left.
     worker.receive_ranking(1, request("new", 9_000), 0)
     env.run(until=1_001)
-    assert ended.get(1) == ((1_000, Ending.REFUSED) if is_admitted else None)
+    assert ended.get(1) == ((1_000, "refused") if is_admitted else None)
     worker.receive_ranking(2, request("long", 9_800), 0)
     env.run(until=30_000)
     assert ended[2][0] == 10_560, "its prefix is ready in time"
@@ -171,8 +172,8 @@ def test_with_enough_lead_time_the_relay_ranks_on_prepared_prefixes(on_cpu: bool
     # Full inference takes longer than the time limit.
     settings = ("traffic.budget_ms=8", "worker.reply_margin_ms=0")
     relay, off = (outcome(case(*settings, system=each, on_cpu=on_cpu)) for each in (System.RELAY, System.OFF))
-    assert share(relay, Ending.HBM) > 0.9
-    assert share(off, Ending.FULL) == 0
+    assert share(relay, RankingPath.HBM) > 0.9
+    assert share(off, RankingPath.FULL) == 0
     assert np.percentile(relay.requests.latencies_us, 50) < 2_000
 
 
@@ -181,13 +182,13 @@ def test_the_cache_alone_has_hits_of_returning_users_and_no_jobs():
     settings = ("traffic.users=20", "traffic.budget_ms=16")
     relay, cache, off = (outcome(case(*settings, system=each)) for each in System)
     assert relay.jobs and not cache.jobs and not off.jobs
-    assert (share(cache, Ending.HBM) > 0.5, share(off, Ending.HBM)) == (True, 0)
+    assert (share(cache, RankingPath.HBM) > 0.5, share(off, RankingPath.HBM)) == (True, 0)
 
 
 def test_with_time_of_grace_requests_are_ranked_whole_although_they_are_late():
     settings = ("traffic.budget_ms=8", "worker.reply_margin_ms=0")
     done = outcome(case(*settings, "worker.grace_ms=1000", system=System.OFF, rate=2))
-    assert share(done, Ending.FULL) == 1.0
+    assert share(done, RankingPath.FULL) == 1.0
     assert np.percentile(done.requests.latencies_us, 50) > 8_000
 
 
@@ -224,14 +225,14 @@ def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
 @pytest.mark.parametrize("system", System)
 def test_each_request_ends_exactly_once(system: System):
     done = outcome(case("traffic.growth=8", system=system, times=MeasuredTimes(), rate=40, seconds=12))
-    assert share(done, Ending.LOST) == share(done, Ending.FAILED) == 0
+    assert share(done, "lost") == share(done, "failed") == 0
     assert (done.requests.latencies_us != NO_LATENCY).all()
 
 
 @pytest.mark.slow
 def test_a_user_that_starts_again_is_deleted_first():
     done = outcome(case("traffic.start_again=true", "traffic.growth=200", "traffic.users=4", seconds=30))
-    assert share(done, Ending.LOST) == 0
+    assert share(done, "lost") == 0
     assert done.found["nowhere"] > 4
 
 
@@ -243,7 +244,7 @@ def test_behaviours_between_the_visits_are_appended_before_the_next_one():
         for each in ("off", "cached")
     )
     assert len(off.requests) == len(cached.requests)
-    assert share(cached, Ending.LOST) == 0
+    assert share(cached, "lost") == 0
     p50_off_us, p50_cached_us = (float(np.median(each.requests.latencies_us)) for each in (off, cached))
     assert p50_off_us - p50_cached_us > 0.9 * 64 * COEFFICIENTS.b1, "a visit appends nothing"
     assert cached.device_s > off.device_s, "some users do not return"
@@ -263,7 +264,7 @@ def test_new_weights_empty_the_caches_and_a_warm_up_fills_them_again_for_those_w
     assert found(never) == 1.0
     assert 0.8 < found(cold) < 0.95, "in four seconds each user comes eight times, and misses once"
     assert found(cold) < found(warmed) < 1.0
-    assert share(cold, Ending.LOST) == share(warmed, Ending.LOST) == 0
+    assert share(cold, "lost") == share(warmed, "lost") == 0
 
 
 # -- demand ---------------------------------------------------------------------------------------
@@ -406,7 +407,7 @@ def test_processes_give_the_same_figures_as_one():
 
 
 def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero():
-    requests = Requests(np.array([1_000, 3_000, 90_000]), np.array([CODE[Ending.HBM]] * 3, np.uint8))
+    requests = Requests(np.array([1_000, 3_000, 90_000]), np.array([CODE[RankingPath.HBM]] * 3, np.uint8))
     part = PartOutcome(
         requests=requests, found={"hbm": 1, "nowhere": 3}, jobs={}, device_s=0.6, thread_s=1.0, worker_s=4.0,
         impressions=4, took_s=0.5,
@@ -421,7 +422,7 @@ def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero
 
 
 def part_with(latencies_us: Sequence[int], device_s: float) -> PartOutcome:
-    requests = Requests(np.array(latencies_us), np.array([CODE[Ending.HBM]] * len(latencies_us), np.uint8))
+    requests = Requests(np.array(latencies_us), np.array([CODE[RankingPath.HBM]] * len(latencies_us), np.uint8))
     return PartOutcome(
         requests=requests, found={}, jobs={}, device_s=device_s, worker_s=1.0,
         impressions=len(latencies_us), took_s=0.1,
@@ -458,7 +459,7 @@ def test_percentiles_count_a_request_as_often_as_its_part_stands_for_others():
 @pytest.mark.parametrize(("thread_s", "is_in_range", "said"), [(3.2, True, "yes"), (3.3, False, "no")])
 def test_figures_near_saturation_are_marked_as_out_of_range(thread_s: float, is_in_range: bool, said: str):
     part = PartOutcome(
-        requests=Requests(np.zeros(1, np.int64), np.array([CODE[Ending.HBM]], np.uint8)), found={}, jobs={},
+        requests=Requests(np.zeros(1, np.int64), np.array([CODE[RankingPath.HBM]], np.uint8)), found={}, jobs={},
         device_s=1.0, thread_s=thread_s, worker_s=4.0, impressions=1, took_s=0.1,
     )  # fmt: skip
     found = figures_of([part], 40)
@@ -471,7 +472,7 @@ def test_figures_near_saturation_are_marked_as_out_of_range(thread_s: float, is_
 
 
 def test_latencies_are_those_of_ranked_requests_and_refusals_are_late():
-    endings = np.array([CODE[each] for each in (Ending.HBM, Ending.TRUNCATED, *[Ending.REFUSED] * 98)], np.uint8)
+    endings = np.array([CODE[each] for each in (RankingPath.HBM, RankingPath.TRUNCATED, *["refused"] * 98)], np.uint8)
     requests = Requests(np.array([20_000, 30_000, *[1_000] * 98]), endings)
     part = PartOutcome(
         requests=requests, found={}, jobs={}, device_s=0.1, worker_s=1.0,
@@ -485,7 +486,7 @@ def test_latencies_are_those_of_ranked_requests_and_refusals_are_late():
 def test_an_error_is_that_of_students_t(parts: int):
     outcomes = [
         PartOutcome(
-            requests=Requests(np.zeros(1, np.int64), np.array([CODE[Ending.HBM]], np.uint8)), found={}, jobs={},
+            requests=Requests(np.zeros(1, np.int64), np.array([CODE[RankingPath.HBM]], np.uint8)), found={}, jobs={},
             device_s=float(number % 3), worker_s=1.0, impressions=1, took_s=0.1,
         )
         for number in range(parts)
@@ -656,9 +657,9 @@ def record(number: int, path: str, timings: StageTimings, latency_us: int, cache
 
 
 def test_times_are_learnt_from_a_run(tmp_path: Path):
-    hit = StageTimings(queue_us=200, rank_us=640, total_us=940)
+    hit = StageTimings(queue_us=200, rank_us=640, total_us=4_940, history_wait_us=4_000)
     full = StageTimings(queue_us=200, pre_infer_us=15_360, rank_us=400, total_us=16_100)
-    records = [record(number, "hbm", hit, 2_940) for number in range(60)]
+    records = [record(number, "hbm", hit, 6_940) for number in range(60)]
     records += [record(number, "full", full, 18_100, cached=0) for number in range(60, 120)]
     times = learn(records, LATENCY, CANDIDATES, "a run")
     assert set(times.hop_us) == {1_000.0}
@@ -709,7 +710,7 @@ def test_simulated_requests_teach_the_times_that_they_were_simulated_with(monkey
     def record_too(self: RelaySimulation, *ended: Any) -> None:
         end(self, *ended)
         number, at_us, ending = ended
-        records.append(record(number, ending.value, timings_of(works[number], at_us), self._latencies_us[number], 0))
+        records.append(record(number, ending, timings_of(works[number], at_us), self._latencies_us[number], 0))
         records[-1] = replace(records[-1], tokens_cached=works[number].tokens_cached)
 
     monkeypatch.setattr(worker_module._Results, "ranked", keep_too)

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.cli.app import app
+from relaygr.schemas.messages import Path as RankingPath
 from relaygr.settings import load_settings
 from relaygr.simulate import plan as plan_module
 from relaygr.simulate.case import Case, System, case_of, shape_of_tokens
-from relaygr.simulate.figures import CODE, Ending, PartOutcome, Requests, figures_of
+from relaygr.simulate.figures import CODE, PartOutcome, Requests, figures_of
 from relaygr.simulate.fleet import Runner
 from relaygr.simulate.plan import CapacityPlan, Probe
 from relaygr.simulate.size import Kind, message_sizes, returns, size_of
@@ -146,7 +147,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, int, int, int]]
 
     def plan(one: Case, sample: int, seeds: int, _runner: Runner, _show: object, impressions: int) -> CapacityPlan:
         asked.append((one, sample, seeds, impressions))
-        requests = Requests(np.array([1_000]), np.array([CODE[Ending.HBM]], np.uint8))
+        requests = Requests(np.array([1_000]), np.array([CODE[RankingPath.HBM]], np.uint8))
         part = PartOutcome(
             requests=requests, found={}, jobs={}, device_s=0.1, worker_s=1.0,
             impressions=1, took_s=0.1,

@@ -5,21 +5,28 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
+import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 from typer.testing import CliRunner
 
+import relaygr.console
 from relaygr.admission.fit import RankPoint
 from relaygr.cli import COMMANDS, calibrate, model_bench
 from relaygr.cli.app import app, load_command
 from relaygr.cli.lag import Sort
 from relaygr.cli.lag_view import exit_code, render
-from relaygr.cli.texts import page, stdout_console
+from relaygr.cli.texts import page, plain_console, stdout_console
 from relaygr.lag.model import GroupMember
 from relaygr.lag.report import GroupReport, LagReport, PartitionReport, TimeLag, TimeLagSource
 from relaygr.lag.status import LagStatus
@@ -160,6 +167,40 @@ def test_a_watch_fits_the_height_of_the_terminal(partitions: int) -> None:
     assert any("more: enlarge" in line for line in lines) == (partitions == 500)
 
 
+CLEARS = "\x1b[2J\x1b]0;title\x07\x9b31m"
+"""What clears a screen, sets the title of its window and rings, and what some terminals take for a colour."""
+
+
+def test_no_text_of_others_reaches_the_terminal_as_an_escape_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("of others")
+    table.add_row(Text(f"cell {CLEARS}"))
+    table.add_row(f"string {CLEARS}")
+    for stderr in (False, True):
+        console = plain_console(stderr=stderr, width=200)
+        console.print(f"line {CLEARS}\nnext line")
+        console.print(Group(Text(f"text {CLEARS}"), table))
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err):
+        assert not any(each in text for each in "\x1b\x07\x9b")
+        assert sum("\\x1b[2J" in line for line in text.splitlines()) == 4
+        assert "\nnext line\n" in text
+
+
+def test_every_command_prints_by_such_a_console() -> None:
+    sources = Path(relaygr.console.__file__).parent.rglob("*.py")
+    own = [path.name for path in sources if re.search(r"\bConsole\(", path.read_text(encoding="utf-8"))]
+    assert not own
+
+
+def test_lag_keeps_the_names_of_others_on_their_line() -> None:
+    owner = GroupMember("m", f"c{CLEARS}", "/host", f"worker{CLEARS}\nnext", frozenset())
+    found = report(replace(row(3, 17), owner=owner, topic=f"topic\n{CLEARS}"))
+    found = replace(found, groups=(replace(found.groups[0], group=f"group{CLEARS}", problems=(f"odd\r{CLEARS}",)),))
+    lines = shown(found, 400)
+    assert len(lines) == len(shown(report(row(3, 17)), 400)) + 1, "that of the problem"
+    assert not any(each in line for line in lines for each in "\x1b\x07\x9b\r")
+
+
 @pytest.mark.parametrize(("lines", "is_paged"), [(10, False), (100, True)])
 def test_what_is_longer_than_the_terminal_goes_through_the_pager(
     monkeypatch: pytest.MonkeyPatch, lines: int, is_paged: bool
@@ -211,6 +252,30 @@ def test_the_tables_of_a_bench_stay_whole_at_80_columns() -> None:
     assert sum(line.lstrip().startswith("131,072 ") for line in lines) == 3, "\n".join(lines)
 
 
+def test_colours_in_a_pipe_break_no_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Servers of continuous integration set it."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stdout_console().print("a figure " * 30)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_a_terminal_of_ascii_gets_escapes_and_no_traceback(tmp_path: Path, environment: dict[str, str]) -> None:
+    log = tmp_path / "jan.csv"
+    log.write_text("user_id,item_id,timestamp\nzoé,kött,1600000000\nzoé,kött,ärlig\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "relaygr", "publish", "history", "--interactions", str(log), "--dry-run"],
+        env={key: value for key, value in os.environ.items() if key not in ("LC_ALL", "PYTHONUTF8")} | environment,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert rb"line 3: timestamp is '\xe4rlig'" in done.stdout
+
+
 # JSON
 
 
@@ -228,7 +293,9 @@ def test_settings_print_json_with_numbers_and_truths() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_shown_and_measured_in_json(tmp_path: Path) -> None:
+def test_a_model_is_shown_and_measured_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever else the machine does.
+    monkeypatch.setattr("relaygr.worker.calibration.FIT_ERROR_BOUND", math.inf)
     folder = str(tmp_path / "model")
     small = ["--layers", "1", "--dim", "16", "--heads", "2", "--vocabulary", "50", "--max-prefix", "256"]
     assert CliRunner().invoke(app, ["model", "init", folder, *small]).exit_code == 0

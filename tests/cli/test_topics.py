@@ -15,11 +15,19 @@ from confluent_kafka import Message
 from typer.testing import CliRunner
 
 from relaygr.cli.topics import app
+from relaygr.cluster.rights import Resource, Role, rights_of
 from relaygr.devbroker import LocalBroker
-from relaygr.kafka.dead_letters import DeadLetterWriter
-from relaygr.kafka.rights import Resource, Role, rights_of
+from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.headers import (
+    DEAD_LETTER_REASON,
+    DEAD_LETTERED_AT_US,
+    ORIGIN_OFFSET,
+    ORIGIN_PARTITION,
+    ORIGIN_TOPIC,
+)
 from relaygr.schemas.topics import CATALOGUE, Topic
 
 
@@ -36,7 +44,7 @@ def fresh(broker: LocalBroker) -> KafkaSettings:
 def test_dead_letters_are_shown_with_origin_reason_and_size(kafka_settings: KafkaSettings, with_bodies: bool) -> None:
     kafka = kafka_settings.model_copy(update={"dead_letter_bodies": with_bodies})
     assert "0 of 0 dead letters" in run(kafka, "dead-letters").stdout
-    writer = DeadLetterWriter(kafka, "test")
+    writer = KafkaSession(kafka, "test").dead_letters
     for offset in range(5):
         message = Message("relaygr.ranking", 7, offset, key=b"ann", value=b"x" * 100)
         writer.write(message, "undecodable", f"field {offset} is \x1b[31mred")
@@ -51,6 +59,33 @@ def test_dead_letters_are_shown_with_origin_reason_and_size(kafka_settings: Kafk
     listed = json.loads(run(kafka, "dead-letters", "--json").stdout)
     assert sorted(each["offset"] for each in listed) == [0, 1, 2, 3, 4]
     assert {each["key"] for each in listed} == {"ann" if with_bodies else None}
+
+
+def test_a_dead_letter_that_others_wrote_neither_moves_the_cursor_nor_hides_the_rest(
+    kafka_settings: KafkaSettings,
+) -> None:
+    """A number of thousands of digits ended the command in a traceback, while such a letter was among the newest."""
+    producer = make_producer(kafka_settings, ProducerKind.LATENCY, "vandal")
+    title = b"\x1b]2;title\x07\x1b[1A\nforged line"
+    for origin in (
+        {},
+        {ORIGIN_OFFSET: b"8" * 6_000},
+        {ORIGIN_PARTITION: b"1" * 4_400, DEAD_LETTERED_AT_US: b"9" * 9_000},
+    ):
+        headers = {
+            ORIGIN_TOPIC: title,
+            ORIGIN_PARTITION: b"3",
+            ORIGIN_OFFSET: b"41",
+            DEAD_LETTER_REASON: title,
+        } | origin
+        producer.produce(kafka_settings.topic(Topic.DEAD_LETTERS), b"", title, headers=list(headers.items()))
+    assert producer.flush(30) == 0
+    done = run(kafka_settings, "dead-letters")
+    assert done.exit_code == 0 and "3 of 3 dead letters" in done.stdout
+    assert len(done.stdout.splitlines()) == 7
+    assert not any(each in done.stdout for each in "\x1b\x07")
+    listed = json.loads(run(kafka_settings, "dead-letters", "--json").stdout)
+    assert sorted((each["partition"], each["offset"]) for each in listed) == [(-1, 41), (3, -1), (3, 41)]
 
 
 def test_check_succeeds_where_all_topics_are_as_they_should_be(kafka_settings: KafkaSettings) -> None:

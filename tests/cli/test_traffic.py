@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 import signal
 import time
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 import relaygr.traffic.player
 from relaygr.cli.app import app
-from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus
+from relaygr.client import Ended, LostRequest, QueueFull, RankOutcome
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
@@ -32,7 +33,7 @@ from relaygr.traffic.records import (
     pack_scores,
     read_records,
 )
-from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
+from relaygr.traffic.schedule import HISTORY_LEAD_US, Candidates, Impression, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.traffic.summary import TrafficSummary
 from tests.echo_worker import echo_worker
@@ -84,18 +85,33 @@ def test_a_returning_users_history_grows_and_the_older_one_is_its_beginning() ->
     assert newer.behaviours[: len(older.behaviours)] == older.behaviours
 
 
-STARTING_AGAIN = SETTINGS.model_copy(update={"start_again": True, "growth": 16, "users": 3, "duration_s": 1.0})
+STARTING_AGAIN = SETTINGS.model_copy(
+    update={"start_again": True, "growth": 40, "users": 3, "duration_s": 2.0, "rate_per_s": 12.0}
+)
 
 
-def test_a_user_whose_history_is_at_its_longest_starts_again() -> None:
-    population = SyntheticPopulation(STARTING_AGAIN)
-    lengths = [
-        impression.history_length for impression in impressions(STARTING_AGAIN, population) if not impression.user
-    ]
-    first, longest = population.first_length(0), STARTING_AGAIN.history_max
-    for before, after in itertools.pairwise(lengths):
-        assert after == (first if before == longest else min(before + 16, longest))
-    assert lengths.count(first) > 1
+@pytest.mark.parametrize(("lead_ms", "rate_per_s"), [(5, 12.0), (700, 2.0)])
+def test_a_user_whose_history_is_at_its_longest_starts_again_once_no_impression_is_open(
+    lead_ms: int, rate_per_s: float
+) -> None:
+    """The tombstone came while a request that named the deleted history was under way: it waited for nothing."""
+    settings = STARTING_AGAIN.model_copy(
+        update={"duration_s": 200.0, "lead_median_ms": lead_ms, "lead_sigma": 0.5, "rate_per_s": rate_per_s}
+    )
+    population = SyntheticPopulation(settings)
+    stream = [impression for impression in impressions(settings, population) if not impression.user]
+    first, longest = population.first_length(0), settings.history_max
+    kept = begun = 0
+    for at, (before, after) in enumerate(itertools.pairwise(stream), 1):
+        deleted_us = after.retrieval_us - HISTORY_LEAD_US
+        is_open = any(each.ranking_us + settings.budget_ms * 1000 > deleted_us for each in stream[:at])
+        if before.history_length == longest and not is_open:
+            begun += 1
+            assert after.history_length == first
+        else:
+            kept += before.history_length == longest
+            assert after.history_length == min(before.history_length + 40, longest)
+    assert kept and begun
 
 
 def test_candidates_are_distinct_and_the_suffix_follows_the_history() -> None:
@@ -120,6 +136,27 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     found, second = read_records(tmp_path / "out" / "records.jsonl")
     assert (found, second.number) == (record, 2)
     assert list(found.score_array()) == [0.5, -2]
+
+
+def test_after_a_full_disk_the_file_has_whole_lines_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of the file's size, in place of a disk: half of the third line fits."""
+    record = ImpressionRecord(7, "g.0.1", "u", "expired", None, 30, True)
+    monkeypatch.setattr("relaygr.traffic.records.FLUSH_INTERVAL_S", 0.0)
+    writer, file = RecordWriter(tmp_path / "records.jsonl"), tmp_path / "records.jsonl"
+    writer.write(record)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # CPython ignores SIGXFSZ, so that a write raises.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size * 5 // 2, before[1]))
+    try:
+        for number in range(8, 12):
+            writer.write(replace(record, number=number))
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [each.number for each in read_records(file)] == [7, 8]
+    assert writer.problem == f"{file} lacks records: File too large"
 
 
 def test_a_file_of_records_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -177,13 +214,13 @@ class FakeClient:
     ) -> Future[RankOutcome]:
         future: Future[RankOutcome] = Future()
         if user_id.startswith("warm-up") or self.ends == "expired":
-            future.set_result(RankOutcome(request_id or "", RankStatus.EXPIRED, 10))
+            future.set_result(RankOutcome(request_id or "", Ended.EXPIRED, 10))
         elif self.ends == "full":
             raise QueueFull("full")
         elif self.ends == "slow":
-            future.set_result(RankOutcome(request_id or "", RankStatus.RANKED, 200_000))
+            future.set_result(RankOutcome(request_id or "", Ended.RANKED, 200_000))
         else:
-            future.set_result(RankOutcome(request_id or "", RankStatus.TIMED_OUT, 10))
+            future.set_result(RankOutcome(request_id or "", Ended.TIMED_OUT, 10))
             self.on_lost(LostRequest(request_id or "", acknowledged=self.ends == "lost"))
         return future
 
@@ -297,8 +334,11 @@ def test_the_command_ends_with_the_figures_of_its_run(
     overrides = [word for name, value in chosen.items() for word in ("--set", f"traffic.{name}={value}")]
     with echo_worker(kafka_settings):
         arguments = ["traffic", "--bootstrap", kafka_settings.bootstrap, *overrides]
+        full = CliRunner().invoke(app, [*arguments, "--out", "/dev/full"])
         found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
         table = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"}).stdout
+    assert full.exit_code == 1 and "/dev/full lacks records: No space left on device" in full.stderr
+    assert "requests were answered whole" in full.stdout
     assert found["requests"] > 5 and found["endings"] == {"full": found["requests"]}
     assert 0 < found["p50_ms"] <= found["p99_ms"] and found["late"] == found["late_share"] == 0
     assert f"{found['requests']} requests with a deadline of 9000 ms: P50 " in table

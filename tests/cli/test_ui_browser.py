@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 from relaygr.lag.report import GroupReport, LagReport, PartitionReport
 from relaygr.lag.status import LagStatus
 from relaygr.schemas.messages import Path as RankingPath
+from relaygr.ui import server as server_module
 from relaygr.ui.page import GateView, Page, RunView
 from relaygr.ui.scrape import parse_reading
 from relaygr.ui.server import UiServer
@@ -121,6 +123,61 @@ def test_the_labels_of_curves_and_deadline_cover_neither_a_curve_nor_each_other(
     assert all(upper[1] <= lower[0] for upper, lower in pairwise(sorted(labels)))
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("from_s", "late_ms", "usual_ms"),
+    [(0, 53, 30), (0, 52, 51), (0, 7, 4), (28, 6, 3), (35, 49, 4), (0, 47, 12)],
+)
+def test_the_labels_of_the_latencies_cover_no_line_no_axis_and_not_each_other(
+    tab: Browser, width: int, from_s: int, late_ms: int, usual_ms: int
+) -> None:
+    """`from_s`: how long the page was there before the first request."""
+    world, page = UiWorld(), Page("RelayGR")
+    world.wait(from_s)
+    for number in range(118 - from_s):
+        world.impression(f"g.2.{number}.t", late_ms if number % 7 == 0 else usual_ms)
+        world.wait(0.85)
+    page.follow(world, "relay on")
+    with served(page) as server:
+        tab.show(server.address, width)
+        tab.until("document.querySelectorAll('#latency path').length == 2")
+        words = tab.ask("[...document.querySelectorAll('#latency text')].map(each => each.textContent)")
+        boxes = tab.ask(
+            "[...document.querySelectorAll('#latency text')].map(each => each.getBBox())"
+            ".map(({x, y, width, height}) => [x, y + 1, x + width, y + height - 1])"
+        )
+        points = tab.ask(
+            "[...document.querySelectorAll('#latency path.p50, #latency path.p99')].flatMap(line => "
+            "Array.from({length: 2000}, (_, at) => line.getPointAtLength(line.getTotalLength() * at / 2000)))"
+            ".map(({x, y}) => [x, y])"
+        )
+    labels = [box for box, word in zip(boxes, words, strict=True) if word.startswith(("deadline", "P"))]
+    assert [word for word in words if word.startswith("P")] == ["P99 over 10 s", "P50 over 10 s"]
+    assert len(labels) == 3
+    for left, top, right, bottom in labels:
+        assert not any(left < x < right and top < y < bottom for x, y in points)
+        covered = [box for box in boxes if box[0] < right and left < box[2] and box[1] < bottom and top < box[3]]
+        assert len(covered) == 1, "the label itself"
+
+
+def test_in_an_outage_the_page_says_what_is_wrong_where_it_said_live(
+    tab: Browser, server: UiServer, page: Page, world: UiWorld
+) -> None:
+    tab.show(server.address, 390)
+    tab.until("document.getElementById('link')?.innerText == 'live'")
+    world.model.note_reader("The brokers of the cluster in the cellar are all silent: look at them")
+    page.set_phase("later")
+    tab.until("document.getElementById('link').innerText == 'The brokers of the cluster in the cellar ar…'")
+    assert "look at them" in text_of(tab, "#problems")
+    assert tab.ask("document.documentElement.scrollWidth") <= 390
+    world.model.note_reader("Kafka is away: wait")
+    page.set_phase("later still")
+    tab.until("document.getElementById('link').innerText == 'Kafka is away'")
+    world.model.note_reader(None)
+    page.set_phase("at last")
+    tab.until("document.getElementById('link').innerText == 'live'")
+
+
 def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page, world: UiWorld) -> None:
     tab.show(server.address, 1280)
     tab.until(SHOWN)
@@ -135,6 +192,25 @@ def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page,
     page.set_phase("relay off")
     tab.until("document.querySelector('#late').innerText.includes('333.0 ms')")
     assert "relay off" in text_of(tab, "#phase") and text_of(tab, "#link") == "live"
+
+
+def test_the_page_connects_again_when_its_stream_ends_and_not_when_another_browser_takes_its_place(
+    tab: Browser, server: UiServer, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_told(phase: str) -> None:
+        page.set_phase(phase)
+        tab.until(f"document.querySelector('#phase')?.innerText.includes('{phase}')")
+
+    monkeypatch.setattr(server_module, "MAX_WATCHERS", 1)
+    monkeypatch.setattr(server_module, "WATCH_S", 0.1)
+    tab.show(server.address, 1280)
+    for phase in ("first", "second", "third"):
+        is_told(phase)
+    monkeypatch.setattr(server_module, "WATCH_S", 600.0)
+    for phase in ("fourth", "on a stream that stays"):
+        is_told(phase)
+    with urllib.request.urlopen(f"{server.address}events", timeout=20):
+        tab.until("document.querySelector('#link').innerText.includes('another browser took this place')")
 
 
 def test_the_page_is_used_with_the_keyboard(tab: Browser, server: UiServer, page: Page, world: UiWorld) -> None:

@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import encode
+from relaygr.schemas.ended import Ended
 from relaygr.schemas.headers import JOB_HEADER, WORKERS_GROUP, RankingHeaders
-from relaygr.schemas.messages import Outcome, Path, PreInferJob, RankingResult, RetrievalEvent, StageTimings
+from relaygr.schemas.messages import Path, PreInferJob, RankingResult, RetrievalEvent, StageTimings
 from relaygr.schemas.topics import Topic
 from relaygr.ui import reader as reader_module
 from relaygr.ui.live import LiveCluster
@@ -60,7 +62,7 @@ class Traffic:
         job = PreInferJob(name, "ann", now_us, now_us + 1000, 50, 3, 0, now_us + 100)
         headers = RankingHeaders(name, "g", "results", 0, now_us + 50_000)
         result = RankingResult(
-            name, "worker-00", Outcome.RANKED, now_us, now_us + 1000, now_us + 70_000, StageTimings(total_us=69_000),
+            name, "worker-00", Ended.RANKED, now_us, now_us + 1000, now_us + 70_000, StageTimings(total_us=69_000),
             path=Path.HBM, num_tasks=1, scores=np.zeros(3, "<f4"), model_revision="m",
         )  # fmt: skip
         self._send(Topic.RETRIEVAL, b"ann", encode(event))
@@ -85,7 +87,7 @@ def test_impressions_and_statuses_of_the_topics_are_shown(kafka_settings: KafkaS
     traffic.status("worker-00", kafka_settings.workers_group)
     traffic.status("worker-99", "another.group")
     traffic.impression()
-    with LiveCluster(kafka_settings, SETTINGS) as live:
+    with LiveCluster(KafkaSession(kafka_settings, "test"), SETTINGS) as live:
         assert becomes(lambda: bool(live.snapshot().workers)), "a status that was written before"
         assert becomes(lambda: late_of(live.snapshot()) >= 3, meanwhile=traffic.impression)
         assert becomes(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
@@ -95,10 +97,20 @@ def test_impressions_and_statuses_of_the_topics_are_shown(kafka_settings: KafkaS
         assert becomes(lambda: live.snapshot().owners[:3] == [0, 0, -1], meanwhile=again)
         shown = live.snapshot()
     assert [worker.worker_id for worker in shown.workers] == ["worker-00"]
-    assert {each.kind for each in shown.kinds if each.count} == {"hbm"}
+    # On a slow machine an impression's time is over before its result is read.
+    assert "hbm" in {each.kind for each in shown.kinds if each.count} <= {"hbm", "unanswered"}
     assert (shown.late[-1].latency_ms, shown.late[-1].budget_ms) == (70, 50)
     assert shown.unreadable >= 3 and shown.problems == []
     assert live.has_ended and live.snapshot() is live.snapshot(), "the last figures stay"
+
+
+@pytest.mark.parametrize("broker", ["embedded"], indirect=True)
+def test_a_page_that_does_not_answer_is_named_without_the_secret_of_its_address(kafka_settings: KafkaSettings) -> None:
+    address = "http://127.0.0.1:1/metrics?token=Hush3d"
+    with LiveCluster(KafkaSession(kafka_settings, "test"), UiSettings(scrape_workers=False, scrape=(address,))) as live:
+        assert becomes(lambda: any("metrics pages do not answer" in each for each in live.snapshot().problems))
+        shown = live.snapshot()
+    assert any("http://127.0.0.1:1/metrics?***" in each for each in shown.problems) and "Hush3d" not in str(shown)
 
 
 @pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
@@ -115,7 +127,7 @@ def test_after_the_last_worker_the_page_says_that_nothing_is_ranked(kafka_settin
         if owned:
             worker.commit(offsets=owned, asynchronous=False)
 
-    with LiveCluster(kafka, SETTINGS) as live:
+    with LiveCluster(KafkaSession(kafka, "test"), SETTINGS) as live:
 
         def status() -> str | None:
             groups = {group.group: group for group in live.snapshot().lag or ()}
@@ -133,7 +145,7 @@ def test_after_the_last_worker_the_page_says_that_nothing_is_ranked(kafka_settin
 def test_the_page_says_that_a_topic_has_gone(kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "LOOK_S", 0.5)
     name = kafka_settings.topic(Topic.RESULTS)
-    with LiveCluster(kafka_settings, SETTINGS) as live:
+    with LiveCluster(KafkaSession(kafka_settings, "test"), SETTINGS) as live:
         assert becomes(lambda: live.snapshot().lag is not None)
         admin = make_admin(kafka_settings, "test")
         admin.delete_topics([name])[name].result(10)
@@ -144,7 +156,7 @@ def test_the_page_says_that_a_topic_has_gone(kafka_settings: KafkaSettings, monk
 def test_jobs_on_the_ranking_topic_are_counted_as_jobs(kafka_settings: KafkaSettings) -> None:
     kafka = kafka_settings.model_copy(update={"affinity": Affinity.ONE_TOPIC})
     traffic = Traffic(kafka)
-    with LiveCluster(kafka, SETTINGS) as live:
+    with LiveCluster(KafkaSession(kafka, "test"), SETTINGS) as live:
         assert becomes(lambda: late_of(live.snapshot()) >= 3, meanwhile=traffic.impression)
         assert becomes(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
 
@@ -163,7 +175,7 @@ def test_a_reader_that_falls_behind_goes_to_the_ends_of_the_topics(
     monkeypatch.setattr(reader_module, "BATCH", 5)
     monkeypatch.setattr(reader_module, "BEHIND_S", 0.3)
     traffic = Traffic(kafka_settings)
-    with LiveCluster(kafka_settings, SETTINGS) as live:
+    with LiveCluster(KafkaSession(kafka_settings, "test"), SETTINGS) as live:
 
         def burst() -> None:
             for _ in range(20):

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from relaygr.lag.report import GroupReport, LagReport, PartitionReport
 from relaygr.lag.status import LagStatus
-from relaygr.schemas.messages import FailureReason, Outcome, Path, PreInferSlots, WorkerState
+from relaygr.schemas.ended import Ended, Reason
+from relaygr.schemas.messages import Path, PreInferSlots, WorkerState
 from relaygr.schemas.topics import Topic
 from relaygr.ui import model
-from relaygr.ui.model import Kind, LiveSnapshot, PoolView, ranges
+from relaygr.ui.model import LiveSnapshot, PoolView, ranges
 from relaygr.ui.scrape import Reading, parse_reading
 from tests.worlds.ui import BUDGET_MS, UiWorld, worker_status
 
@@ -58,9 +59,9 @@ def test_a_result_that_comes_before_its_request_waits_for_it() -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "reason", "kind"),
-    [(Outcome.EXPIRED, None, "expired"), (Outcome.FAILED, FailureReason.OVERLOADED, "failed")],
+    [(Ended.EXPIRED, None, "expired"), (Ended.FAILED, Reason.OVERLOADED, "failed")],
 )
-def test_a_request_that_was_not_ranked_is_late(outcome: Outcome, reason: FailureReason | None, kind: str) -> None:
+def test_a_request_that_was_not_ranked_is_late(outcome: Ended, reason: Reason | None, kind: str) -> None:
     world = UiWorld()
     world.retrieve("g.1.1.t")
     world.ask("g.1.1.t")
@@ -76,7 +77,7 @@ def test_the_mean_latency_has_a_part_for_prefixes_that_were_not_ready() -> None:
         world.ask(f"g.1.{number}.t")
         world.answer(f"g.1.{number}.t", latency_ms, path)
     world.ask("g.1.9.t")
-    world.answer("g.1.9.t", 90, path=None, outcome=Outcome.EXPIRED)
+    world.answer("g.1.9.t", 90, path=None, outcome=Ended.EXPIRED)
     shown = world.snapshot().latency
     assert (shown.mean_ms, shown.not_ready_share) == (25, 0.75)
 
@@ -203,6 +204,23 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(shown.late) == model.SHOWN_REQUESTS and len(shown.workers) == model.MAX_SHOWN_WORKERS
     assert len(shown.latency.dots) <= model.DOTS_PER_S * (model.SERIES_S + 1)
     assert len(world.model._workers) <= 4 * model.MAX_SHOWN_WORKERS
+
+
+def test_made_up_workers_do_not_hide_one_that_still_writes_from_the_page() -> None:
+    world = UiWorld()
+    world.status("real", 3)
+    world.wait(0.5)
+    for number in range(model.MAX_KNOWN_WORKERS + 90):
+        world.status(f"aa-{number:04}", 3)
+    world.status("real", 3)
+    shown = world.snapshot()
+    assert [each.fresh for each in shown.workers if each.worker_id == "real"] == [True]
+    assert shown.unreadable > 0, "refused claims are counted"
+    assert len(world.model._workers) == model.MAX_KNOWN_WORKERS
+    world.wait(model.SILENT_S + 1)
+    world.status("new", 3)
+    shown = world.snapshot()
+    assert [each.worker_id for each in shown.workers] == ["new"] and shown.owners[3] == 0
 
 
 def test_the_newest_late_request_comes_first() -> None:
@@ -346,6 +364,21 @@ def test_a_pool_is_shown_beside_the_tiers_and_told_when_it_is_away() -> None:
     assert problem == "The pool hangs or does not answer for 1 workers, such as worker-01: they compute instead"
 
 
+def test_a_quota_of_kafka_is_told_with_the_process_that_waits_longest() -> None:
+    world = UiWorld()
+    now_us = world.clock.monotonic_us()
+    page = 'relaygr_kafka_broker_throttle_seconds{{broker="1",client="c",type="producer"}} {}\n'
+    for name, held_s in (("worker-07", 0.3), ("gateway-1", 1.75), ("trigger", 0)):
+        world.model.note_metrics(name, parse_reading(page.format(held_s)), now_us)
+    [problem] = world.snapshot().problems
+    assert problem.startswith(
+        "A quota of Kafka holds back the answers to 2 processes, such as gateway-1, for up to 1.75 s"
+    )
+    world.model.note_metrics("worker-07", parse_reading(page.format(0)), now_us)
+    world.model.keep_pages(["worker-07", "trigger"])
+    assert world.snapshot().problems == [], "one waits no more, and the other is gone"
+
+
 def test_decisions_are_those_of_the_last_minute_over_all_triggers() -> None:
     world = UiWorld()
     assert world.snapshot().decisions is None
@@ -444,4 +477,6 @@ def test_ranges_name_every_partition_once(partitions: list[int]) -> None:
 
 
 def test_every_kind_of_an_end_has_a_place() -> None:
-    assert {each.kind for each in UiWorld().snapshot().kinds} == {kind.value for kind in Kind}
+    assert [each.kind for each in UiWorld().snapshot().kinds] == [
+        "hbm", "dram", "pending", "full", "truncated", "other", "expired", "failed", "unanswered"
+    ]  # fmt: skip

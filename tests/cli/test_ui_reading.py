@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.server
+import inspect
+import re
 import socket
 import threading
 import time
@@ -16,13 +18,15 @@ from confluent_kafka import KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr.kafka.log_reader import Batch, Failure
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import SCHEMA_VERSION
+from relaygr.schemas.ended import Ended
 from relaygr.schemas.fields import Other
 from relaygr.schemas.headers import RankingHeaders
-from relaygr.schemas.messages import Outcome
-from relaygr.ui import scrape
+from relaygr.ui import model, scrape
 from relaygr.ui.reader import TopicReader
 from relaygr.ui.scrape import Scraper, check_url, pages_at, parse_reading, read_page, wanted_lines
 from tests.worlds.ui import UiWorld
@@ -155,6 +159,12 @@ def test_lines_of_other_metrics_are_left_out() -> None:
     assert wanted_lines(text) == "relaygr_cache_bytes 1\n"
 
 
+def test_every_metric_that_the_page_asks_for_is_read() -> None:
+    """The pool was on no page, since its lines were left out."""
+    asked = set(re.findall(r'"(relaygr_[a-z_]+)"', inspect.getsource(model) + inspect.getsource(scrape.Reading)))
+    assert {"relaygr_pool_fetches_total", "relaygr_cache_hits_total"} <= asked <= set(scrape.WANTED)
+
+
 @pytest.mark.parametrize("url", ["ftp://a/metrics", "trigger-0:9100", "http:///metrics", ""])
 def test_an_address_that_is_not_one_of_http_is_refused(url: str) -> None:
     with pytest.raises(RelayError, match="write the address of a metrics page"):
@@ -187,12 +197,8 @@ class Received:
 
     at_ms: int
     headers_: object
-    refusal: KafkaError | None = None
     topic_: str = "relaygr.ranking"
     body: bytes | None = b"not read"
-
-    def error(self) -> KafkaError | None:
-        return self.refusal
 
     def topic(self) -> str:
         return self.topic_
@@ -217,7 +223,13 @@ class Received:
 
 
 def reader_of(world: UiWorld) -> TopicReader:
-    return TopicReader(KafkaSettings(), world.model, threading.Lock(), world.clock.monotonic_us, world.clock.wall_us)
+    return TopicReader(
+        KafkaSession(KafkaSettings(), "test"),
+        world.model,
+        threading.Lock(),
+        world.clock.monotonic_us,
+        world.clock.wall_us,
+    )
 
 
 TOPICS = [f"relaygr.{name}" for name in ("retrieval", "preinfer", "ranking", "results", "workers")]
@@ -231,7 +243,7 @@ def test_a_message_that_cannot_be_decoded_is_counted(data: bytes, is_message: bo
     if topic == "relaygr.workers" and not body:
         return  # A tombstone.
     message: Any = Received(world.clock.wall_us() // 1000, [("request_id", data)], topic_=topic, body=body)
-    reader_of(world)._fold([message])
+    reader_of(world)._fold(Batch([message]))
     assert world.snapshot().unreadable == 1
 
 
@@ -241,7 +253,7 @@ def test_a_message_that_cannot_be_decoded_is_counted(data: bytes, is_message: bo
 def test_a_ranking_request_without_its_headers_cannot_be_read(headers: list[tuple[str, bytes]] | None) -> None:
     world = UiWorld()
     message: Any = Received(world.clock.wall_us() // 1000, headers)
-    reader_of(world)._fold([message])
+    reader_of(world)._fold(Batch([message]))
     assert world.snapshot().unreadable == 1
 
 
@@ -250,7 +262,7 @@ def test_a_path_and_a_reason_of_a_newer_version_are_other() -> None:
     world.ask("g.1.1.t")
     world.answer("g.1.1.t", 70, Other("teleported"))
     world.ask("g.1.2.t")
-    world.answer("g.1.2.t", 70, None, Outcome.FAILED, Other("bored"))
+    world.answer("g.1.2.t", 70, None, Ended.FAILED, Other("bored"))
     assert {(late.kind, late.reason) for late in world.snapshot().late} == {("other", None), ("failed", "other")}
 
 
@@ -263,7 +275,7 @@ def test_only_a_time_stamp_that_can_be_true_dates_a_message(per_second: int) -> 
     headers = RankingHeaders("g.1.1.t", "g", "results", 0, now_us + 50_000).encode()
     message: Any = Received(now_us * per_second // 10**6, headers)
     is_true = per_second == 1000
-    assert reader._fold([message]) == (message.at_ms if is_true else None)
+    assert reader._fold(Batch([message])) == (message.at_ms if is_true else None)
     world.wait(4)
     shown = world.snapshot()
     assert [late.kind for late in shown.late] == ["unanswered"]
@@ -276,8 +288,8 @@ def test_a_topic_that_may_be_read_again_is_no_problem_any_more() -> None:
     reader = reader_of(world)
     headers = RankingHeaders("g.1.1.t", "g", "results", 0, world.clock.wall_us() + 50_000).encode()
     message: Any = Received(world.clock.wall_us() // 1000, headers)
-    refused: Any = Received(0, [], KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
-    reader._fold([refused])
+    refused = Failure(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), "relaygr.ranking", 0)
+    reader._fold(Batch(failures=[refused]))
     assert any("may not read relaygr.ranking" in text for text in world.snapshot().problems)
-    reader._fold([message])
+    reader._fold(Batch([message]))
     assert not world.snapshot().problems

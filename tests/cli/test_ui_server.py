@@ -17,6 +17,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.ui import server as server_module
 from relaygr.ui.page import GateView, Page, RunView
 from relaygr.ui.server import ASSETS, UiServer
+from tests.waiting import until
 from tests.worlds.ui import UiWorld, served
 
 STATIC = Path(server_module.__file__).parent / "static"
@@ -138,18 +139,74 @@ def test_a_port_in_use_is_said_with_a_remedy(page: Page) -> None:
             UiServer(page, "127.0.0.1", port).start()
 
 
-def test_events_carry_the_document_and_the_number_of_browsers_is_bounded(
+def watch(server: UiServer) -> http.client.HTTPResponse:
+    """A stream of events whose first one has come."""
+    answer = ask(server, "/events")
+    assert answer.readline() == b"retry: 1000\n" and answer.readline() == b"\n"
+    assert json.loads(answer.readline().removeprefix(b"data: "))["title"] == "RelayGR"
+    return answer
+
+
+def test_one_browser_more_takes_the_place_of_the_one_that_watched_longest(
     local: UiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It was refused, so whoever held the places kept the operator out."""
     monkeypatch.setattr(server_module, "MAX_WATCHERS", 2)
-    watching = [ask(local, "/events") for _ in range(2)]
-    for answer in watching:
-        assert answer.readline() == b"retry: 1000\n" and answer.readline() == b"\n"
-        assert json.loads(answer.readline().removeprefix(b"data: "))["title"] == "RelayGR"
-    assert status(local, "/events") == 503
+    first, second = watch(local), watch(local)
+    third = watch(local)
+    assert b"event: taken" in first.read(), "its stream has ended"
+    for _ in range(3):
+        assert second.readline() and third.readline()
+    assert len(local._watchers) == 2
     local.stop()
-    for answer in watching:
-        answer.close()
+    assert b"event: end" in second.read() and b"event: end" in third.read()
+
+
+FOREIGN = [
+    ("of another site", {"sec-fetch-site": "cross-site"}),
+    ("of another site without CORS", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}),
+    ("of another server on this machine", {"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:3000"}),
+    ("in a browser that sends only the origin", {"origin": "http://news.example"}),
+    ("of another port, by its origin", {"origin": "http://localhost:3000"}),
+    ("without an origin of its own, such as a file", {"origin": "null"}),
+]
+
+
+@pytest.mark.parametrize(("name", "headers"), FOREIGN, ids=[name for name, _ in FOREIGN])
+def test_a_page_gets_nothing(local: UiServer, name: str, headers: dict[str, str]) -> None:
+    """A page of another site took all places of the events: nobody else could watch."""
+    for path in ("/events", "/state"):
+        assert status(local, path, headers) == 403, name
+    for path in ("/search", "/login"):
+        assert ask(local, path, headers, form={"text": "ann"}).status == 403
+    assert not local._watchers
+
+
+def test_the_page_s_own_requests_and_links_from_elsewhere_are_served(local: UiServer, guarded: UiServer) -> None:
+    netloc = urllib.parse.urlsplit(local.address).netloc
+    for headers in ({"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, {"origin": f"http://{netloc}"}):
+        assert status(local, "/state", headers) == 200
+        assert ask(local, "/search", headers, form={"text": "ann"}).status == 200
+    assert status(local, "/", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}) == 200
+    proxied = {"authorization": f"Bearer {TOKEN}", "origin": "https://relay.example"}
+    assert status(guarded, "/state", proxied) == 200, "a proxy may replace the Host header"
+    assert status(guarded, "/state", proxied | {"sec-fetch-site": "cross-site"}) == 403
+
+
+@pytest.mark.slow
+def test_a_browser_that_never_reads_holds_its_place_for_a_bounded_time(
+    local: UiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers of the connection took minutes of events, and the place was kept meanwhile."""
+    monkeypatch.setattr(server_module, "WATCH_S", 0.2)
+    with socket.create_connection(("127.0.0.1", local._server.port), timeout=60) as silent:
+        silent.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        until(lambda: local._watchers, "it watches")
+        until(lambda: not local._watchers, "its place is free")
+        received = b""
+        while part := silent.recv(65536):
+            received += part
+    assert b"data: " in received and b"event: " not in received, "a browser then connects again"
 
 
 @pytest.mark.parametrize("path", ["/", "/state", "/assets/app.js", "/nothing-here"])
@@ -170,6 +227,26 @@ def test_no_file_of_the_page_names_another_host() -> None:
     # The name of the SVG format, which no browser asks for.
     assert found == {(name, "http://www.w3.org/2000/svg") for name in ("icon.svg", "charts.js")}
     assert {path.name for path in STATIC.iterdir()} == {*ASSETS, "index.html", "login.html"}
+
+
+def test_a_proxy_may_serve_the_page_below_a_path(guarded: UiServer) -> None:
+    """Every reference leads to where the page itself is, so that of `/ops/relay/` the proxy gets them all."""
+    login, page = ask(guarded, "/"), ask(guarded, "/", {"authorization": f"Bearer {TOKEN}"})
+    assert (login.status, page.status) == (401, 200)
+    texts = [each.body.decode() for each in (login, page)]  # type: ignore[attr-defined]
+    found = {each for text in texts for each in re.findall(r'(?:href|src|action)="([^"#]+)"', text)}
+    script = (STATIC / "app.js").read_text(encoding="utf-8")
+    found |= set(re.findall(r'(?:fetch|EventSource)\("([^"]+)"', script))
+    found |= {ask(guarded, "/login", form={"token": TOKEN}).headers["location"]}
+    assert {"login", "events", "search", "assets/app.js"} <= found
+    paths = {urllib.parse.urljoin("https://shop.example/ops/relay/", each) for each in found}
+    assert all(each.startswith("https://shop.example/ops/relay/") for each in paths), paths
+
+
+def test_a_proxy_passes_events_on_at_once(local: UiServer) -> None:
+    answer = ask(local, "/events")
+    assert answer.headers["x-accel-buffering"] == "no"
+    answer.close()
 
 
 def test_infinite_and_undefined_figures_are_null_in_the_document() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ByteSize, TypeAdapter
@@ -12,9 +13,11 @@ from typer.testing import CliRunner
 
 from relaygr.admission.scenarios import PreInferBy
 from relaygr.cli.app import app
+from relaygr.runtime.http_server import ANY_ADDRESS
 from relaygr.schemas.messages import DEFAULT_SCENARIO
 from relaygr.settings import load, setting_fields
-from relaygr.worker.pool.mooncake import LIBRARIES
+from relaygr.worker.pool.stores import store_url
+from relaygr.worker.pool.stores.mooncake import LIBRARIES
 from relaygr.worker.process.allocation import queues_bytes
 from relaygr.worker.settings import WorkerRole
 from tests.worlds.compose import (
@@ -63,7 +66,7 @@ def test_the_image_sets_nothing_but_settings() -> None:
 @pytest.mark.parametrize("section", ["worker", "trigger", "traffic", "gateway", "lag", "ui"])
 def test_every_process_serves_its_probes_where_the_health_check_asks(section: str) -> None:
     settings = getattr(load(None, image_environment()).settings, section)
-    assert (settings.http_host, settings.http_port) == ("0.0.0.0", 8080)
+    assert (settings.http_host, settings.http_port) == (ANY_ADDRESS, 8080)
     assert "http://127.0.0.1:8080/healthz" in DOCKERFILE.read_text(encoding="utf-8")
 
 
@@ -123,7 +126,8 @@ def test_workers_get_the_address_of_the_master_and_the_secret() -> None:
         own = pooled["services"][name]
         values = {**environment_of(name), **own["environment"]}
         pool = load(None, {key: str(value) for key, value in values.items()}).settings.worker.pool
-        host, _, port = str(pool.address).partition(":")
+        assert pool.url is not None
+        host, _, port = pool.url.address.partition(":")
         assert f"--rpc_port={port}" in pooled["services"][host]["command"]
         assert str(pool.secret_file) in [f"/run/secrets/{secret}" for secret in own["secrets"]]
     assert "worker-npu" not in pooled["services"], "its image has no apt-get"
@@ -137,17 +141,25 @@ def test_the_lines_of_the_page_send_jobs_to_the_pre_infer_worker(tmp_path: Path)
     [echo, up] = re.findall(r"^(echo .*SCENARIOS.*)\n(docker compose .*)$", text, re.MULTILINE)[0]
     subprocess.run(["/bin/sh", "-c", echo], cwd=tmp_path, check=True)
     name, _, value = (tmp_path / "settings.env").read_text(encoding="utf-8").rstrip("\n").partition("=")
-    settings = load(None, {**environment_of("trigger"), name: value}).settings
+    values = {**environment_of("trigger"), name: value}
+    settings = load(None, {key: str(value) for key, value in values.items()}).settings
     assert settings.served[DEFAULT_SCENARIO].pre_infer is PreInferBy.POOL
     own = services()["pre-infer-00"]
     assert f"--file pool.yaml --profile {own['profiles'][0]} " in up
     assert own["command"] == ["worker", "--role", WorkerRole.PRE_INFER]
 
 
+def _store(service: dict[str, Any]) -> str:
+    return service.get("environment", {}).get("RELAYGR_WORKER__POOL__STORE", "")
+
+
 def test_a_holder_joins_the_master_and_has_memory_beside_its_part_of_the_store() -> None:
-    holder = compose_file(POOL_FILE)["services"]["pool-holder"]
+    pooled = compose_file(POOL_FILE)["services"]
+    [text] = {_store(each) for each in pooled.values()} - {""}
+    holder, url = pooled["pool-holder"], store_url(text)
     flags = dict(each.removeprefix("--").partition("=")[::2] for each in holder["command"])
-    assert (flags["host"], flags["master_server_address"]) == ("pool-holder", "pool-master:50051")
+    assert (flags["host"], flags["master_server_address"]) == ("pool-holder", url.address)
+    assert url.options == {"protocol": flags["protocol"]}
     assert size_bytes(holder["mem_limit"]) >= size_bytes(flags["global_segment_size"]) + BESIDE_BYTES
 
 
@@ -217,7 +229,7 @@ def test_every_one_of_ours_has_an_init_and_few_rights() -> None:
     for name, service in our_services().items():
         assert service["init"] is True, name
         assert service["cap_drop"] == ["ALL"], name
-    assert re.search(r"^USER relaygr$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.search(r"^USER 10001$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_images_are_pinned() -> None:

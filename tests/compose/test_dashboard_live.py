@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import urllib.request
@@ -17,7 +16,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.metrics_reference import metrics_by_process
 from relaygr.schemas.topics import Topic
 from tests.leftovers import owned_by_a_fixture
-from tests.promised import unavailable
+from tests.promised import program
 from tests.waiting import until
 from tests.worlds.compose import ALERTS, panel_expressions
 from tests.worlds.pair import await_pair
@@ -78,8 +77,7 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """It scrapes a worker whose standby has taken over, a trigger, the lag monitor, traffic and the HTTP gateway."""
-    if shutil.which("prometheus") is None:
-        unavailable("prometheus", "prometheus is not installed")
+    program("prometheus")
     folder = tmp_path_factory.mktemp("dashboard")
     model = make_model(folder / "model", contextual_features=())
     with ExitStack() as stack:
@@ -99,11 +97,13 @@ def watched(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) 
         targets = {child.name.partition("-")[0]: {child.name: child.port} for child in children}
         live = stack.enter_context(live_prometheus(folder, targets, [ALERTS]))
         # What healthy processes never show: a dead letter, and a successor.
-        with closing(RawGateway(kafka)) as raw_gateway:
-            raw_gateway.send(Topic.RANKING, b"no request")
+        raw_gateway = stack.enter_context(closing(RawGateway(kafka)))
+        raw_gateway.send(Topic.RANKING, b"no request")
         for needed in ("relaygr_dead_letters_total", 'relaygr_cache_entries{tier="dram"} > 0'):
             until(lambda needed=needed: live.shows(needed), needed)
         os.kill(await_pair(worker.port, START_TIMEOUT_S).active, signal.SIGKILL)
+        # The successor counts its own.
+        raw_gateway.send(Topic.RANKING, b"no request either")
         yield Watched(live, {job: port for job, instances in targets.items() for port in instances.values()})
 
 
@@ -147,7 +147,7 @@ def test_a_process_serves_metrics_of_its_page_that_promtool_accepts(watched: Wat
     own = {name: kind for name, kind in kinds.items() if name.startswith(("relaygr_", "kafka_"))}
     assert len(own) > 5
     assert own.items() <= documented.items()
-    promtool = shutil.which("promtool") or unavailable("promtool", "promtool is not installed")
+    promtool = program("promtool")
     checked = subprocess.run(
         [promtool, "check", "metrics"], input=page, capture_output=True, text=True, timeout=240, check=False
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,6 +122,15 @@ def test_prometheus_scrapes_every_process_that_stays() -> None:
     jobs = yaml.safe_load(PROMETHEUS.read_text(encoding="utf-8"))["scrape_configs"]
     names = {name for job in jobs for discovery in job["dns_sd_configs"] for name in discovery["names"]}
     assert names == set(our_services()) - {"topics", "model", "ui"}
+
+
+def test_prometheus_reads_the_rules_of_the_chart_in_its_container_as_in_the_repository() -> None:
+    [rules] = yaml.safe_load(PROMETHEUS.read_text(encoding="utf-8"))["rule_files"]
+    assert (PROMETHEUS.parent / rules).resolve() == ALERTS
+    service = yaml.safe_load((COMPOSE / "compose.yaml").read_text(encoding="utf-8"))["services"]["prometheus"]
+    mounted = {target: COMPOSE / source for source, target, *_ in (each.split(":") for each in service["volumes"])}
+    in_container = Path(os.path.normpath(Path("/etc/prometheus") / rules))
+    assert (mounted[str(in_container.parent)] / in_container.name).resolve() == ALERTS
 
 
 def alerts() -> list[Any]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import configparser
 import itertools
 import shlex
-import shutil
 import subprocess
-
-import pytest
 
 from relaygr.settings import load
 from relaygr.worker.exits import Exit
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.supervisor.supervisor import STANDBY_STOP_S
+from relaygr.worker.supervisor.supervisor import _DEATH_S, STANDBY_STOP_S
+from tests.promised import program
 from tests.worlds.compose import COMPOSE
 
 UNIT = COMPOSE / "systemd" / "relaygr-worker@.service"
@@ -38,6 +36,13 @@ def test_a_killed_supervisor_leaves_its_processes_and_is_started_again() -> None
     assert float(service["RestartSec"]) < WorkerSettings().orphan_s
 
 
+def test_a_supervisor_that_stands_still_is_killed_and_started_again() -> None:
+    """It tells systemd once a second that it is alive, and waits at most twice `_DEATH_S` in between."""
+    service = unit()["Service"]
+    assert (service["Type"], service["WatchdogSignal"]) == ("notify", "SIGKILL")
+    assert 2 * _DEATH_S < float(service["WatchdogSec"]) < WorkerSettings().orphan_s
+
+
 def test_a_fenced_worker_is_not_started_again() -> None:
     assert int(unit()["Service"]["RestartPreventExitStatus"]) == Exit.FENCED
 
@@ -58,11 +63,10 @@ def test_the_command_is_a_worker_with_a_standby_and_valid_settings() -> None:
     assert INSTANCE in settings.history_path.parts
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_reads_the_unit_without_a_word() -> None:
     """A missing program is no fault of the unit."""
     result = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(UNIT)], capture_output=True, text=True, timeout=240, check=False
+        [program("systemd"), "verify", "--man=no", str(UNIT)], capture_output=True, text=True, timeout=240, check=False
     )
     faults = [line for line in result.stderr.splitlines() if UNIT.name in line and "is not executable" not in line]
     assert faults == []

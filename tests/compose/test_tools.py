@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.promised import unavailable
+from tests.promised import program, unavailable
 from tests.waiting import PATIENCE_S
 from tests.worlds.compose import ALERTS, COMPOSE, PROMETHEUS
 
@@ -22,7 +22,7 @@ PROFILES = ("gateway", "pre-infer", "kafka-ui", "monitoring", "cuda", "npu")
 @pytest.fixture
 def promtool() -> str:
     """Its path."""
-    return shutil.which("promtool") or unavailable("promtool", "promtool is not installed")
+    return program("promtool")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -9,9 +9,9 @@ from pathlib import Path as FilePath
 
 import pytest
 
-from relaygr.client import LostRequest, RankOutcome, RankStatus, RelayClient
+from relaygr.client import Ended, LostRequest, RankOutcome, RelayClient
+from relaygr.cluster.admin import check_topics
 from relaygr.devbroker import LocalBroker
-from relaygr.kafka.admin import check_topics
 from relaygr.kafka.settings import Affinity
 from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import Path
@@ -109,7 +109,7 @@ def assert_all_meet(relay: Relay, trigger: CommandProcess, impressions: Impressi
         until(lambda: decisions(trigger).total() >= impressions.retrieved, "every event decided")
         relay.await_all_committed(relay.kafka.jobs_topic)
         outcomes = [future.result(60) for future in impressions.rank(users)]
-        assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+        assert {outcome.status for outcome in outcomes} == {Ended.RANKED}
         paths = {outcome.result.path for outcome in outcomes if outcome.result is not None}
         if paths <= CACHED:
             return
@@ -136,7 +136,7 @@ def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Rel
         workers.append(relay.start_worker("worker-02"))
         relay.await_ready(*workers)
         await_shares(*workers)
-        assert {future.result(60).status for future in during} == {RankStatus.RANKED}
+        assert {future.result(60).status for future in during} == {Ended.RANKED}
         assert_all_meet(relay, trigger, impressions)
         moved = [reading(worker).by_label("relaygr_worker_moved_partitions_total", "direction") for worker in workers]
         assert sum(each.get("left", 0) for each in moved) >= PARTITIONS / 3
@@ -146,7 +146,7 @@ def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Rel
         during = impressions.rank(impressions.retrieve(USERS))
         relay.kill(workers.pop(0))
         await_shares(*workers)
-        assert {future.result(60).status for future in during} == {RankStatus.RANKED}
+        assert {future.result(60).status for future in during} == {Ended.RANKED}
         assert_all_meet(relay, trigger, impressions)
 
         # One dies and is started again at once, within its session.
@@ -156,7 +156,7 @@ def test_jobs_and_requests_of_every_user_meet_again_after_each_change(relay: Rel
         during += impressions.rank(impressions.retrieve(USERS))
         relay.await_ready(*workers)
         await_shares(*workers)
-        assert {future.result(60).status for future in during} == {RankStatus.RANKED}
+        assert {future.result(60).status for future in during} == {Ended.RANKED}
         assert_all_meet(relay, trigger, impressions)
     assert not lost
     relay.await_all_committed(*relay.kafka.worker_topics)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from relaygr.client import RankStatus
+from relaygr.client import Ended
+from relaygr.cluster.admin import create_topics
 from relaygr.devbroker.kafka import KafkaCluster
-from relaygr.kafka.admin import create_topics
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess
 from tests.waiting import until
@@ -52,16 +52,16 @@ def test_a_broker_that_is_killed_and_started_again_crashes_nothing(kafka_server,
                 return client.rank(user, candidates_of(), budget_ms=budget_ms, history=history_of(user, 50))
 
             # These offsets are finished but not committed when the broker stops, so their commit comes too late.
-            assert {rank().status for _ in range(30)} == {RankStatus.RANKED}
+            assert {rank().status for _ in range(30)} == {Ended.RANKED}
             kafka_server.kill(1)
             # The client answers at its deadline, whatever the broker does.
-            assert rank(500).status is RankStatus.TIMED_OUT
+            assert rank(500).status is Ended.TIMED_OUT
             reachable = "relaygr_consumer_broker_reachable"
             until(lambda: reading(worker).total(reachable) == 0, "the worker reports it")
             time.sleep(7)  # More than a session: the worker's membership is gone.
             assert worker.process.poll() is None and trigger.process.poll() is None
             kafka_server.start(1)
-            until(lambda: rank(2_000).status is RankStatus.RANKED, "requests are ranked again", 60)
+            until(lambda: rank(2_000).status is Ended.RANKED, "requests are ranked again", 60)
             until(lambda: reading(worker).total(reachable) == 1, "the worker reports it")
             relay.await_ready(worker, trigger)
 
@@ -77,7 +77,7 @@ def test_a_broker_that_is_killed_and_started_again_crashes_nothing(kafka_server,
                 return jobs_done(worker).get("computed", 0) > 0
 
             until(relayed, "events make jobs again", 60)
-            assert {rank().status for _ in range(20)} == {RankStatus.RANKED}
+            assert {rank().status for _ in range(20)} == {Ended.RANKED}
         assert relay.stop(worker) == 0
         assert relay.stop(trigger) == 0
 

@@ -18,12 +18,12 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, Producer, TopicPartition
 from pydantic import ByteSize
 
-from relaygr.client import ClientSettings, LostRequest, RankOutcome, RankStatus, RelayClient, TimeOutReason
+from relaygr.client import ClientSettings, Ended, LostRequest, RankOutcome, Reason, RelayClient
+from relaygr.cluster.admin import check_topics, create_topics
+from relaygr.cluster.topic_check import Severity
 from relaygr.devbroker.kafka import KafkaCluster
-from relaygr.kafka.admin import check_topics, create_topics
 from relaygr.kafka.clients import ProducerKind, make_admin, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_check import Severity
 from relaygr.processes import CommandProcess, is_ready
 from relaygr.schemas import messages
 from relaygr.schemas.topics import Topic
@@ -69,7 +69,7 @@ class Load(Steady):
 
         def ranked() -> set[str]:
             ended = [(user, future) for sent_s, user, future in self._requests if sent_s >= since_s and future.done()]
-            return {user for user, future in ended if future.result().status is RankStatus.RANKED}
+            return {user for user, future in ended if future.result().status is Ended.RANKED}
 
         until(lambda: ranked() == set(USERS), "every user's request is ranked", WAIT_S)
 
@@ -141,7 +141,7 @@ class Stack:
             load.await_ranked()
         outcomes = load.outcomes()
         assert len({outcome.request_id for outcome in outcomes}) == len(outcomes)
-        unanswered = {outcome.request_id for outcome in outcomes if outcome.reason is TimeOutReason.NO_ANSWER}
+        unanswered = {outcome.request_id for outcome in outcomes if outcome.reason is Reason.NO_ANSWER}
         until(lambda: unanswered <= self.late, "a late answer to each acknowledged request", WAIT_S)
         load.flush()
         assert set(load.acknowledged) <= set(self.keys_of(Topic.HISTORY))

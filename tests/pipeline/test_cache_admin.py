@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
-from relaygr.client import RankStatus
+from relaygr.client import Ended
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.messages import Path as ServedBy
 from relaygr.worker.admin_socket import SOCKET_NAME
@@ -66,7 +66,7 @@ def test_an_operator_sees_what_a_running_worker_holds(relay: Relay) -> None:
             outcome = client.rank(
                 user, candidates_of(), history_version=history_of(user, LENGTH, seed).version(), budget_ms=BUDGET_MS
             )
-            assert outcome.status is RankStatus.RANKED and outcome.result is not None
+            assert outcome.status is Ended.RANKED and outcome.result is not None
             assert isinstance(outcome.result.path, ServedBy)
             return outcome.result.path
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaygr.client import RankStatus, RelayClient
+from relaygr.client import Ended, RelayClient
 from relaygr.devbroker import LocalBroker
 from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import Behaviours, History, RankingResult
@@ -128,7 +128,7 @@ def readiness(worker: CommandProcess) -> dict[str, str]:
 
 def rank(client: RelayClient, user: User) -> None:
     outcome = client.rank(user.user_id, candidates_of(), history_version=user.history.version(), budget_ms=20_000)
-    assert outcome.status is RankStatus.RANKED, outcome
+    assert outcome.status is Ended.RANKED, outcome
 
 
 def owned(worker: CommandProcess) -> float:
@@ -189,7 +189,7 @@ def test_a_deleted_user_is_ranked_from_no_cache_while_the_history_disk_is_full(
 
         def ranked() -> RankingResult:
             outcome = client.rank(user.user_id, candidates_of(), budget_ms=20_000)
-            assert outcome.status is RankStatus.RANKED and outcome.result is not None, outcome
+            assert outcome.status is Ended.RANKED and outcome.result is not None, outcome
             return outcome.result
 
         assert ranked().path is RankPath.HBM

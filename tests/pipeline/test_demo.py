@@ -57,7 +57,7 @@ def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """In the middle of its first run: the gateway plays."""
     process = start(folder, "--seconds", "60", "--rate", "5")
     try:
-        until(lambda: any("relaygr traffic" in line for line in commands(process)), "the traffic runs", 90)
+        until(lambda: any("relaygr traffic" in line for line in commands(process)), "the traffic runs", 240)
         yield process
     finally:
         with suppress(ProcessLookupError):

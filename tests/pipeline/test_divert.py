@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import TopicPartition
 from pydantic import ByteSize
 
-from relaygr.client import RankOutcome, RankStatus
+from relaygr.client import Ended, RankOutcome
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.processes import CommandProcess
@@ -171,7 +171,7 @@ def test_what_a_slow_worker_has_no_time_for_is_answered_by_the_others_once(fleet
     with fleet.relay.client() as client:
         for user in users[:20]:
             outcome = client.rank(user, candidates_of(), budget_ms=10_000, history=history_of(user, LENGTH))
-            assert outcome.status is RankStatus.RANKED
+            assert outcome.status is Ended.RANKED
             assert outcome.result is not None and outcome.result.worker_id == slow.name
     assert fleet.diverted(slow) == before
     fleet.relay.await_all_committed(Topic.RANKING)
@@ -201,7 +201,7 @@ def test_a_killed_worker_loses_no_diverted_request_and_the_caller_gets_one_answe
         # After the kill even the worker that passed a request on may own the partition on which it lies.
         assert any(result.diverted_by is not None for result in results_of(outcomes))
         told = {outcome.request_id for outcome in outcomes if outcome.result is not None}
-        timed_out = {outcome.request_id for outcome in outcomes if outcome.status is RankStatus.TIMED_OUT}
+        timed_out = {outcome.request_id for outcome in outcomes if outcome.status is Ended.TIMED_OUT}
         assert len(told) + len(timed_out) == len(futures)
         until(lambda: timed_out <= set(late), "the others are answered too", 30)
         assert len(late) == len(set(late)) and not told & set(late), "the caller got an answer twice"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from relaygr.kafka.admin import is_embedded
+from relaygr.cluster.admin import is_embedded
 from relaygr.kafka.clients import require_broker
 from tests.worlds.relay import Relay, environment
 

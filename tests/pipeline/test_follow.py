@@ -9,7 +9,7 @@ from pathlib import Path as FilePath
 import numpy as np
 import pytest
 
-from relaygr.client import RankStatus, RelayClient
+from relaygr.client import Ended, RelayClient
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.messages import BehaviourEvent, Path, RankingResult
 from relaygr.worker.model.checkpoint import random_checkpoint
@@ -47,7 +47,7 @@ def relay(embedded_broker: LocalBroker, tmp_path: FilePath) -> Iterator[Relay]:
 
 def ranked(client: RelayClient, user: str, length: int) -> RankingResult:
     outcome = client.rank(user, candidates_of(), history_at_least=length, budget_ms=20_000)
-    assert outcome.status is RankStatus.RANKED and outcome.result is not None, outcome
+    assert outcome.status is Ended.RANKED and outcome.result is not None, outcome
     return outcome.result
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
+from pydantic import ByteSize
 
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import LARGEST_QUEUE_BYTES
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import Processes, write_config
+from relaygr.traffic.settings import TrafficSettings
 from tests.waiting import until
-from tests.worlds.relay import Relay, reading
+from tests.worlds.relay import VOCABULARY, Relay, reading
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +45,40 @@ def test_the_queue_of_every_kafka_client_is_planned(
 
         until(lambda: len(clients()) >= planned_clients, "all clients are made")
         assert len(clients()) == planned_clients, sorted(clients())
+
+
+def test_steady_traffic_takes_no_more_memory_than_is_planned(
+    module_kafka: KafkaSettings, model: Path, tmp_path: Path
+) -> None:
+    """A worker grew by 400 MiB in three minutes: oneDNN and torch kept products for each number of rows."""
+    with Relay(module_kafka, tmp_path / "relay", model, hbm_bytes=ByteSize(12 << 20)) as relay:
+        worker, trigger = relay.start_worker(), relay.start_trigger()
+        relay.await_ready(worker, trigger)
+        for users in (40, 400):
+            traffic = {
+                "users": users,
+                "rate_per_s": 70,
+                "duration_s": 15,
+                "items": VOCABULARY,
+                "history_median": 300,
+                "history_sigma": 0.6,
+                "history_max": 900,
+                "growth": 5,
+                "candidates": 45,
+                "suffix": 8,
+                "budget_ms": 3000,
+                "start_again": True,
+                "settle_s": 0.5,
+            }
+            path = tmp_path / f"{users}.yaml"
+            write_config(relay.settings.model_copy(update={"traffic": TrafficSettings(**traffic)}), path)
+            with Processes(tmp_path, path) as gateway:
+                played = gateway.start(f"gateway-{users}", ["traffic"], "traffic")
+                assert played.process.wait(90) == 0, played.log_tail()
+            told = reading(worker)
+            assert told.total("relaygr_worker_ranked_total") > 0
+            planned = told.by_label("relaygr_worker_bytes_at_most", "kind")
+            # Nothing waits in the queues, and the store holds few histories.
+            most = sum(planned.values()) - planned["queues"] - planned["history"] + told.total("relaygr_history_bytes")
+            resident = psutil.Process(worker.process.pid).memory_info().rss
+            assert resident < most, f"{resident >> 20} MiB with {users} users"

@@ -14,13 +14,14 @@ from pathlib import Path as FilePath
 import numpy as np
 import pytest
 
-from relaygr.client import RankOutcome, RankStatus, RelayClient
+from relaygr.client import Ended, RankOutcome, RelayClient
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess, read_children, read_metrics
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
-from relaygr.schemas.messages import FailureReason, History, Path, PreInferJob, RankingResult
+from relaygr.schemas.ended import Reason
+from relaygr.schemas.messages import History, Path, PreInferJob, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.ui.scrape import Reading
@@ -118,7 +119,7 @@ class ReloadWorld:
         outcome = self.client.rank(
             history.user_id, candidates_of(), budget_ms=BUDGET_MS, history_version=history.version()
         )
-        assert outcome.status is RankStatus.RANKED
+        assert outcome.status is Ended.RANKED
         return outcome.result
 
     def users(self, count: int, length: int) -> list[History]:
@@ -174,7 +175,7 @@ def test_a_reload_under_traffic_loses_nothing_and_each_answer_is_of_the_model_th
         answered = len(traffic.sent)
         until(lambda: len(traffic.sent) > answered + 100, "a little more traffic")
     outcomes = [(number, history, future.result(timeout=60)) for number, (history, future) in enumerate(traffic.sent)]
-    assert {outcome.status for _, _, outcome in outcomes} == {RankStatus.RANKED}
+    assert {outcome.status for _, _, outcome in outcomes} == {Ended.RANKED}
     results = [outcome.result for _, _, outcome in outcomes]
     for number, history, outcome in outcomes:
         world.assert_of_its_revision(history, outcome.result, with_suffix=number % 2 == 0)
@@ -227,7 +228,7 @@ def test_a_model_that_diverges_in_use_gives_way_to_the_previous_one(world: Reloa
         outcome = world.client.rank(histories[0].user_id, asked, budget_ms=BUDGET_MS)
         reasons.append(outcome.reason)
         assert len(reasons) < 1_000
-    assert reasons[:DIVERGED_ANSWERS] == [FailureReason.DEVICE_ERROR] * DIVERGED_ANSWERS
+    assert reasons[:DIVERGED_ANSWERS] == [Reason.DEVICE_ERROR] * DIVERGED_ANSWERS
     assert {world.rank(history).model_revision for history in histories} == {present}
     world.relay.await_ready(world.worker)
     world.swap_back(present)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr.client import RankOutcome, RankStatus
+from relaygr.client import Ended, RankOutcome
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.topics import Topic
 from tests.waiting import until
@@ -29,7 +29,7 @@ def test_new_topics_are_served_like_the_old_ones_and_hold_no_history_of_them(
 
             for number in range(3):
                 client.publish_history(history_of(f"user-{number}", 50))
-            assert {rank(new_user()).status for _ in range(100)} == {RankStatus.RANKED}
+            assert {rank(new_user()).status for _ in range(100)} == {Ended.RANKED}
             until(lambda: reading(worker).total("relaygr_history_users") == 3, "stored")
             relay.await_all_committed(Topic.RANKING)
 
@@ -38,15 +38,15 @@ def test_new_topics_are_served_like_the_old_ones_and_hold_no_history_of_them(
             real_broker.create_topics(kafka)
             # Most partitions of the new topics stay empty, and their commits must go back, too.
             few = [new_user() for _ in range(3)]
-            until(lambda: rank(few[0], 2_000).status is RankStatus.RANKED, "requests are ranked again")
-            assert {rank(few[number % 3]).status for number in range(50)} == {RankStatus.RANKED}
+            until(lambda: rank(few[0], 2_000).status is Ended.RANKED, "requests are ranked again")
+            assert {rank(few[number % 3]).status for number in range(50)} == {Ended.RANKED}
             until(lambda: reading(worker).total("relaygr_history_users") == 0, "no history of before")
             user = new_user()
             history = history_of(user, 40)
             client.publish_history(history)
             until(lambda: reading(worker).total("relaygr_history_users") == 1, "stored")
             found = client.rank(user, candidates_of(), budget_ms=5_000, history_version=history.version())
-            assert found.status is RankStatus.RANKED and found.result is not None and not found.result.history_stale
+            assert found.status is Ended.RANKED and found.result is not None and not found.result.history_stale
             until(lambda: committed_of(relay) == relay.ends(Topic.RANKING), "committed up to the end")
             relay.await_ready(worker, trigger)
 

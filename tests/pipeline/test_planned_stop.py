@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr.client import RankStatus
+from relaygr.client import Ended
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess
@@ -65,7 +65,7 @@ def test_a_worker_that_leaves_on_stop_costs_less_than_its_session(relay: Relay):
         until(lambda: owned(stays) == relay.kafka.partitions, "the other worker owns all partitions")
         time.sleep(1)
         asked = traffic.stop()
-    assert {each.outcome.status for each in asked} == {RankStatus.RANKED}
+    assert {each.outcome.status for each in asked} == {Ended.RANKED}
 
 
 def test_a_worker_that_is_stopped_keeps_its_partitions_until_it_is_told_to_leave(relay: Relay):

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,14 +16,16 @@ import numpy as np
 import pytest
 from pydantic import ByteSize
 
-from relaygr.client import RankOutcome, RankStatus, RelayClient
+from relaygr.client import Ended, RankOutcome, RelayClient
+from relaygr.cluster.admin import create_topics
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.processes import CommandProcess
+from relaygr.processes import CommandProcess, is_ready
 from relaygr.schemas.messages import History, PrefixSource, RetrievalEvent
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.pool.settings import PoolSettings
 from relaygr.worker.settings import WorkerSettings
 from tests.waiting import until
+from tests.worlds.own_broker import own_broker
 from tests.worlds.pool import Mooncake, mooncake
 from tests.worlds.relay import (
     COEFFICIENTS,
@@ -43,6 +46,8 @@ LEAD_S = 4.0
 SLOTS = WorkerSettings().pre_infer_slots
 SLOW_DEVICE = replace(COEFFICIENTS, b1=500)
 """The calibration says that a prefix takes half a second, so that fetching pays on a busy machine, too."""
+ON_KAFKA = pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+"""The embedded cluster has no share groups: there one worker gets all jobs, which two tests try."""
 POOL = "scenarios={default: {pre_infer: pool}}"
 
 
@@ -90,6 +95,13 @@ class World:
         assert full is not None and outcome.result is not None
         np.testing.assert_allclose(outcome.result.scores, full.scores, rtol=0, atol=2e-5 * np.abs(full.scores).max())
 
+    def await_quiet(self, *workers: CommandProcess) -> None:
+        """Until no job is under way. One that no worker can end in time ends there."""
+        until(
+            lambda: self.told() + sum(jobs(worker, "rejected") for worker in workers) == self.to_pool(),
+            "nothing is under way",
+        )
+
     def told(self) -> float:
         """Jobs that reached their owner."""
         return sum(jobs_done(self.owner).values())
@@ -102,24 +114,28 @@ class World:
         return reading(self.trigger).total("relaygr_trigger_jobs_to_pool_total")
 
 
-@pytest.fixture
-def world(kafka_settings: KafkaSettings, tmp_path: Path) -> Iterator[World]:
+@contextmanager
+def running(kafka: KafkaSettings, folder: Path) -> Iterator[World]:
+    """Without pre-infer workers yet."""
     config = model_config()
-    model = save_model(tmp_path / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
-    secret = tmp_path / "secret"
+    model = save_model(folder / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
+    secret = folder / "secret"
     secret.write_bytes(b"0123456789abcdef")
     # Else the master forgets a holder that is stopped, and for good.
-    with mooncake(tmp_path / "mooncake", forgets_s=120) as stores:
-        pool = PoolSettings(address=stores.address, secret_file=secret)
+    with mooncake(folder / "mooncake", forgets_s=120) as stores:
+        pool = PoolSettings(store=stores.url, secret_file=secret)
         memory = {"hbm_bytes": ByteSize(16 << 20), "dram_bytes": ByteSize(32 << 20)}
-        with (
-            Relay(kafka_settings, tmp_path / "relay", model, pool=pool, **memory) as relay,
-            relay.client() as client,
-        ):
+        with Relay(kafka, folder / "relay", model, pool=pool, **memory) as relay, relay.client() as client:
             owner, trigger = relay.start_worker("worker-00"), relay.start_trigger(POOL)
             relay.await_ready(owner, trigger)
             until(lambda: reading(owner).total("relaygr_pool_away") == 0, "the pool is there")
             yield World(relay, stores, client, owner, trigger)
+
+
+@pytest.fixture
+def world(kafka_settings: KafkaSettings, tmp_path: Path) -> Iterator[World]:
+    with running(kafka_settings, tmp_path) as world:
+        yield world
 
 
 def jobs(worker: CommandProcess, event: str) -> float:
@@ -143,13 +159,13 @@ def warm(world: World, *workers: CommandProcess) -> None:
 
 
 def assert_ranked(outcomes: Iterable[RankOutcome]) -> None:
-    assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+    assert {outcome.status for outcome in outcomes} == {Ended.RANKED}
 
 
 def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: World) -> None:
     worker = world.start_pre_infer("pre-infer-00")
     warm(world, worker)
-    until(lambda: world.told() == world.to_pool(), "nothing is under way")
+    world.await_quiet(worker)
     sent, there = world.to_pool(), loaded(world)
     users = world.publish(6)
     events = [world.begin(user, 20.0) for user in users]
@@ -157,7 +173,7 @@ def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: Worl
     assert world.to_pool() == sent + len(users)
     for user, event in zip(users, events, strict=True):
         outcome = world.rank(user, event)
-        assert outcome.status is RankStatus.RANKED and outcome.result is not None, outcome
+        assert outcome.status is Ended.RANKED and outcome.result is not None, outcome
         assert outcome.result.prefix_source is PrefixSource.DRAM
         world.assert_as_full(user, outcome)
     assert world.relay.stop(worker) == 0
@@ -171,14 +187,15 @@ def test_an_owner_ranks_on_prefixes_that_a_pre_infer_worker_computed(world: Worl
     assert world.to_pool() == sent
 
 
+@ON_KAFKA
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_a_pre_infer_worker_that_dies_or_hangs_takes_only_the_jobs_in_its_slots_along(
     world: World, number: signal.Signals
 ) -> None:
     first, second = world.start_pre_infer("pre-infer-00"), world.start_pre_infer("pre-infer-01")
-    is_shared = "no share groups" not in first.log.read_text()
-    warm(world, *((first, second) if is_shared else ()))
-    until(lambda: world.told() == world.to_pool(), "nothing is under way")
+    warm(world, first, second)
+    world.await_quiet(first, second)
+    rejected = jobs(second, "rejected")
     users, outcomes, told, sent = world.publish(24), dict[str, RankOutcome](), world.told(), world.to_pool()
     with ThreadPoolExecutor(len(users)) as requests:
         for at, user in enumerate(users):
@@ -190,19 +207,26 @@ def test_a_pre_infer_worker_that_dies_or_hangs_takes_only_the_jobs_in_its_slots_
     assert_ranked(outcomes.values())
     for user in users:
         world.assert_as_full(user, outcomes[user.user_id])
-    if is_shared:
-        # The session and the locks of the dead one have not ended. The status of the other one says what it refused.
-        finished = jobs(second, "rejected")
-        missing = world.to_pool() - sent - (world.told() - told) - finished
-        assert missing <= SLOTS, (world.to_pool() - sent, world.told() - told, finished)
-        before = jobs(second, "prepared")
-        for user in world.publish(4):
-            world.begin(user, 20.0)
-        until(lambda: jobs(second, "prepared") >= before + 4, "the other one goes on")
+    # The session and the locks of the dead one have not ended. The status of the other one says what it refused.
+    finished = jobs(second, "rejected") - rejected
+    missing = world.to_pool() - sent - (world.told() - told) - finished
+    assert missing <= SLOTS, (world.to_pool() - sent, world.told() - told, finished)
+    before = jobs(second, "prepared")
+    for user in world.publish(4):
+        world.begin(user, 20.0)
+    until(lambda: jobs(second, "prepared") >= before + 4, "the other one goes on")
     world.relay.kill(first)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("broker", "number"),
+    [
+        pytest.param("kafka", signal.SIGKILL, marks=pytest.mark.kafka),
+        pytest.param("kafka", signal.SIGSTOP, marks=pytest.mark.kafka),
+        ("embedded", signal.SIGSTOP),
+    ],
+    indirect=["broker"],
+)
 def test_while_the_store_is_dead_or_hangs_owners_compute_and_afterwards_the_pool_does(
     world: World, number: signal.Signals
 ) -> None:
@@ -245,9 +269,11 @@ def test_while_the_store_is_dead_or_hangs_owners_compute_and_afterwards_the_pool
     until(is_prepared, "it prepares again")
 
 
+@ON_KAFKA
 def test_a_deleted_user_leaves_nothing_in_the_store(world: World) -> None:
     worker = world.start_pre_infer("pre-infer-00")
     warm(world, worker)
+    world.await_quiet(worker)
     (user,) = world.publish(1)
     written = reading(worker).total("relaygr_pool_objects_written_total", outcome="stored")
     world.begin(user)
@@ -261,9 +287,27 @@ def test_a_deleted_user_leaves_nothing_in_the_store(world: World) -> None:
     until(lambda: reading(worker).total("relaygr_pool_objects_removed_total", reason="deletion") > 0, "deleted")
 
 
+@pytest.mark.kafka
+def test_while_kafka_cannot_keep_the_share_group_owners_compute_and_the_pre_infer_worker_is_not_ready(
+    tmp_path: Path,
+) -> None:
+    """One broker, and an internal topic that wants two: Kafka gives the group's members no partition."""
+    with own_broker({}, {"share.coordinator.state.topic.replication.factor": "2"}) as broker:
+        kafka = KafkaSettings(bootstrap=broker.bootstrap, partitions=4)
+        create_topics(kafka)
+        with running(kafka, tmp_path) as world:
+            worker = world.relay.start_worker("pre-infer-00", command=("worker", "--role", "pre-infer"))
+            until(lambda: "no partition of its share group" in worker.log.read_text(), "the worker says it")
+            assert not is_ready(worker.port)
+            for user in world.publish(5):
+                world.begin(user, 20.0)
+            until(lambda: jobs_done(world.owner).get("computed", 0) >= 5, "the owner computes")
+            assert world.to_pool() == 0
+
+
 def test_without_a_pool_the_role_is_refused_at_once(module_kafka: KafkaSettings, model: Path, tmp_path: Path) -> None:
     with Relay(module_kafka, tmp_path / "relay", model) as relay:
         worker = relay.start_worker("pre-infer-00", command=("worker", "--role", "pre-infer"))
         assert worker.process.wait(60) == 1
-        assert "set worker.pool.address" in worker.log.read_text()
+        assert "set worker.pool.store" in worker.log.read_text()
         relay.forget(worker)

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -16,22 +15,17 @@ from pathlib import Path as FilePath
 import numpy as np
 import pytest
 
-from relaygr.client import RankOutcome, RankStatus, RelayClient
+from relaygr.client import Ended, RankOutcome, RelayClient
 from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.devbroker.local import free_ports
 from relaygr.schemas import codec
+from relaygr.schemas.ended import Reason
 from relaygr.schemas.limits import MAX_MESSAGE_BYTES
-from relaygr.schemas.messages import (
-    BehaviourEvent,
-    FailureReason,
-    Outcome,
-    Path,
-    PrefixSource,
-    RankingResult,
-)
+from relaygr.schemas.messages import BehaviourEvent, Path, PrefixSource, RankingResult, StaleCause
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic
 from tests.leftovers import owned_by_a_fixture
+from tests.promised import program, unavailable
 from tests.waiting import until
 from tests.worlds.relay import (
     MAX_CANDIDATES,
@@ -127,7 +121,7 @@ class Stack:
 
     def ranked(self, *arguments, **fields) -> RankingResult:
         outcome = self.rank(*arguments, **fields)
-        assert outcome.status is RankStatus.RANKED, outcome
+        assert outcome.status is Ended.RANKED, outcome
         assert outcome.result is not None
         return outcome.result
 
@@ -243,6 +237,67 @@ def test_behaviours_that_were_added_one_by_one_are_ranked_like_a_whole_history(s
     assert (whole.history_stale, whole.prefix_tokens) == (False, 311)
 
 
+def stale(stack: Stack) -> dict[str, float]:
+    return reading(stack.worker).by_label("relaygr_worker_history_stale_total", "cause")
+
+
+def test_after_a_lost_behaviour_nothing_waits_until_a_snapshot_mends_the_gap(stack):
+    """As an outage leaves it: each request of such a user took its whole budget, and its job ended without a prefix."""
+    user, before = new_user("lost"), stale(stack)
+    stack.client.publish_history(history_of(user, 130, seed=31))
+    assert stack.ranked(user, 130, seed=31).prefix_tokens == 131
+    lost = history_of(user, 140, seed=31)
+    stack.client.publish_behaviours(BehaviourEvent(user, lost.behaviours[131:140], 131))
+
+    def has_gap() -> bool:
+        return stack.ranked(user).history_stale_cause is StaleCause.GAP
+
+    until(has_gap, "the behaviours after the lost one are stored")
+    computed = jobs_done(stack.worker).get("computed", 0) + jobs_done(stack.worker).get("already_cached", 0)
+    event = stack.client.publish_retrieval(
+        user, ranking_budget_ms=BUDGET_MS, expected_ranking_in_ms=10_000, expected_candidates=20, expected_suffix=4,
+        history_version=lost.version(),
+    )  # fmt: skip
+    until(
+        lambda: sum(jobs_done(stack.worker).get(each, 0) for each in ("computed", "already_cached")) > computed,
+        "the newest history is prepared",
+    )
+    result = stack.ranked(user, 140, seed=31, request_id=event.request_id)
+    assert (result.path, result.prefix_tokens) == (Path.HBM, 140)
+    assert (result.history_stale_cause, result.timings.history_wait_us) == (StaleCause.GAP, None)
+    until(lambda: stale(stack)["gap"] >= before["gap"] + 2, "both are counted")
+    stack.client.publish_history(lost)
+    until(lambda: not stack.ranked(user, 140, seed=31).history_stale, "the snapshot has come")
+    mended = stack.ranked(user, 140, seed=31)
+    assert (mended.history_stale_cause, mended.history_version) == (None, lost.version())
+
+
+def test_a_version_from_before_the_users_deletion_is_answered_with_the_new_life_at_once(stack):
+    user = new_user("again")
+    stack.client.publish_history(history_of(user, 220, seed=32))
+    assert stack.ranked(user, 220, seed=32).prefix_tokens == 221
+    chosen_ms = int(time.time() * 1000) - 1_000
+    stack.client.tombstone(user)
+    stack.client.publish_history(history_of(user, 90, seed=33))
+    # Its number is smaller, so nothing says that it is newer until the worker has read the deletion.
+    until(lambda: stack.ranked(user, 90, seed=33).prefix_tokens == 91, "the new life is read")
+    result = stack.ranked(user, 220, seed=32, query_time_ms=chosen_ms)
+    assert (result.history_stale_cause, result.timings.history_wait_us) == (StaleCause.DELETED, None)
+    assert (result.history_stale, result.history_version.length) == (True, 90)
+
+
+def test_a_version_that_never_came_is_waited_for_once(stack):
+    user, before = new_user("late"), reading(stack.worker).total("relaygr_worker_history_wait_seconds_count")
+    first = stack.ranked(user, 70, seed=34)
+    assert first.timings.history_wait_us and first.timings.history_wait_us <= BUDGET_MS * 1000 / 4
+    assert (first.history_stale, first.history_stale_cause) == (True, StaleCause.MISSING)
+    second = stack.ranked(user, 75, seed=34)
+    assert (second.timings.history_wait_us, second.history_stale_cause) == (None, StaleCause.MISSING)
+    until(lambda: reading(stack.worker).total("relaygr_worker_history_wait_seconds_count") > before, "counted")
+    stack.client.publish_history(history_of(user, 75, seed=34))
+    until(lambda: not stack.ranked(user, 75, seed=34).history_stale, "it has come")
+
+
 def test_a_prefix_that_had_to_leave_hbm_comes_back_from_dram_with_the_same_scores(stack):
     user = new_user()
     request_id = stack.pre_infer(user, 512, seed=6)
@@ -325,7 +380,7 @@ def test_a_user_without_a_history_is_said_to_have_none(stack):
 
 def test_more_candidates_than_the_model_takes_are_too_long(stack):
     outcome = stack.rank(new_user(), candidates=np.arange(MAX_CANDIDATES + 1))
-    assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.TOO_LONG)
+    assert (outcome.status, outcome.reason) == (Ended.FAILED, Reason.TOO_LONG)
     assert str(MAX_CANDIDATES) in outcome.result.detail
 
 
@@ -342,7 +397,7 @@ def test_many_requests_at_once_get_one_answer_each(stack):
         for _ in range(2)
     ]
     outcomes: list[RankOutcome] = [future.result(timeout=2 * BURST_BUDGET_MS / 1000) for future in futures]
-    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [(RankStatus.RANKED, None)] * 200
+    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [(Ended.RANKED, None)] * 200
     after = stack.client.statistics()
     # A request that was sent again after a failed delivery report may have arrived twice.
     assert after.duplicates - before.duplicates <= after.retries - before.retries
@@ -415,8 +470,9 @@ def test_a_gateway_in_java_gets_the_scores_that_the_client_gets(stack, broker):
     if broker.kind is BrokerChoice.EMBEDDED:
         pytest.skip("Java's clients do not speak to the embedded cluster")
     jars = list((FilePath(os.environ.get("KAFKA_HOME", "/nowhere")) / "libs").glob("kafka-clients-*.jar"))
-    if shutil.which("javac") is None or not jars:
-        pytest.skip("a JDK and KAFKA_HOME with kafka-clients are needed")
+    if not jars:
+        unavailable("broker", "KAFKA_HOME with kafka-clients is needed")
+    program("jdk")
     user, candidates, scores = as_other_programs_see_it(stack)
     kafka = stack.relay.kafka
     slf4j = jars[0].parent.glob("slf4j-api-*.jar")
@@ -430,17 +486,18 @@ def test_a_gateway_in_go_gets_the_scores_that_the_client_gets(stack, tmp_path):
     """With Debian's libraries, whose older client has another import path and the same functions."""
     libraries = GO_LIBRARIES / "src" / "github.com"
     client = "confluentinc/confluent-kafka-go"
-    if shutil.which("go") is None or not (libraries / client).is_dir() or not (libraries / "vmihailenco").is_dir():
-        pytest.skip(f"Go and Debian's golang-github-{client.replace('/', '-')}-dev and msgpack.v5-dev are needed")
-    source, program = tmp_path / "gateway.go", tmp_path / "gateway"
+    go = program("go")
+    if not (libraries / client).is_dir() or not (libraries / "vmihailenco").is_dir():
+        unavailable("go", f"Debian's golang-github-{client.replace('/', '-')}-dev and msgpack.v5-dev are needed")
+    source, gateway = tmp_path / "gateway.go", tmp_path / "gateway"
     example = (EXAMPLES / "gateway.go").read_text(encoding="utf-8")
     source.write_text(example.replace(f"{client}/v2/kafka", f"{client}/kafka"), encoding="utf-8")
     built = {"GO111MODULE": "off", "GOPATH": str(GO_LIBRARIES), "GOCACHE": str(tmp_path / "cache")}
-    subprocess.run(["go", "build", "-o", program, source], env={**os.environ, **built}, check=True, timeout=120)
+    subprocess.run([go, "build", "-o", gateway, source], env={**os.environ, **built}, check=True, timeout=120)
     user, candidates, scores = as_other_programs_see_it(stack)
     kafka = stack.relay.kafka
     arguments = ["--prefix", kafka.topic_prefix, "--budget-ms", "20000", kafka.bootstrap, user, *candidates]
-    assert_ranked_as_text(run_example([str(program), *arguments]), scores)
+    assert_ranked_as_text(run_example([str(gateway), *arguments]), scores)
 
 
 def assert_ranked_as_text(said: str, scores: list[float]) -> None:
@@ -504,7 +561,7 @@ def test_an_undecodable_request_with_reply_headers_is_answered_failed_too(stack,
     headers = stack.raw.headers()
     stack.raw.send(Topic.RANKING, value, headers=headers.encode())
     result = stack.raw.answer(headers)
-    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.UNDECODABLE)
+    assert (result.outcome, result.reason) == (Ended.FAILED, Reason.UNDECODABLE)
     assert result.detail
     letter = stack.letters.of(value, stack.relay.kafka.topic(Topic.RANKING), request_id=headers.request_id)
     assert letter["dead_letter_reason"]
@@ -523,19 +580,18 @@ def test_a_request_on_the_wrong_partition_is_told_which_partitioner_to_use(stack
     value = codec.encode(stack.raw.request(headers, user))
     stack.raw.send(Topic.RANKING, value, user.encode(), headers.encode(), wrong)
     result = stack.raw.answer(headers)
-    assert result.reason is FailureReason.WRONG_PARTITIONER
+    assert result.reason is Reason.WRONG_PARTITIONER
     assert "murmur2" in result.detail
 
 
-def test_an_answer_that_has_nowhere_to_go_is_counted_and_blocks_nothing(stack):
+def test_a_request_whose_answer_has_nowhere_to_go_is_a_dead_letter_and_blocks_nothing(stack):
     """Even with a deadline years away, the offset must not wait for the deadline."""
-    before = reading(stack.worker).total("relaygr_worker_results_undelivered_total")
-    stack.raw.rank(new_user(), budget_ms=10 * 365 * 86_400_000, reply_partition=3_999)
-
-    def counted() -> bool:
-        return reading(stack.worker).total("relaygr_worker_results_undelivered_total") == before + 1
-
-    until(counted, "counted as undelivered", 30)
+    user = new_user()
+    headers = stack.raw.headers(budget_ms=10 * 365 * 86_400_000, reply_partition=3_999)
+    value = codec.encode(stack.raw.request(headers, user))
+    stack.raw.send(Topic.RANKING, value, user.encode(), headers.encode())
+    letter = stack.letters.of(value, stack.relay.kafka.topic(Topic.RANKING), request_id=headers.request_id)
+    assert "reply_partition is 3999" in letter["dead_letter_detail"]
     stack.relay.await_all_committed(Topic.RANKING)
 
 
@@ -568,7 +624,7 @@ def test_sigterm_answers_what_was_received_commits_and_nothing_is_done_twice(sta
     stack.worker = stack.relay.start_worker()
     stack.relay.await_ready(stack.worker)
     outcomes = [future.result(timeout=60) for future in futures]
-    unranked = [(place, outcome) for place, outcome in enumerate(outcomes) if outcome.status is not RankStatus.RANKED]
+    unranked = [(place, outcome) for place, outcome in enumerate(outcomes) if outcome.status is not Ended.RANKED]
     assert not unranked
     after = stack.client.statistics()
     # A request that was sent again after a failed delivery report may have arrived twice.
@@ -585,7 +641,7 @@ def test_a_backlog_that_expired_while_no_worker_ran_is_answered_expired(stack):
     headers = [stack.raw.rank(new_user("backlog"), budget_ms=300) for _ in range(20)]
     stack.worker = stack.relay.start_worker()
     stack.relay.await_ready(stack.worker)
-    assert {stack.raw.answer(one).outcome for one in headers} == {Outcome.EXPIRED}
+    assert {stack.raw.answer(one).outcome for one in headers} == {Ended.EXPIRED}
     assert reading(stack.worker).total("relaygr_worker_device_seconds_total") == 0
     stack.relay.await_all_committed(Topic.RANKING)
 

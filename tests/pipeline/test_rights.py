@@ -34,13 +34,13 @@ from pydantic import SecretStr
 from relaygr.client import RelayClient
 from relaygr.client.outcome import DeliveryReport
 from relaygr.client.publisher import EventPublisher
+from relaygr.cluster.admin import create_topics, require_topics
+from relaygr.cluster.admin_process import AdminProcess
+from relaygr.cluster.rights import Resource, Right, Role, missing_rights, require_rights, rights_of
 from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.devbroker.local import free_ports
-from relaygr.interactions import read_interactions
-from relaygr.kafka.admin import create_topics, require_topics
-from relaygr.kafka.admin_process import AdminProcess
+from relaygr.ingest.reading import read_interactions
 from relaygr.kafka.clients import ProducerKind, make_admin, make_producer
-from relaygr.kafka.rights import Resource, Right, Role, missing_rights, require_rights, rights_of
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.processes import CommandProcess
 from relaygr.runtime.errors import RelayError
@@ -66,7 +66,7 @@ OPERATIONS = {
 KINDS = {Resource.TOPIC: ResourceType.TOPIC, Resource.GROUP: ResourceType.GROUP}
 PROCESSES = (Role.GATEWAY, Role.TRIGGER, Role.WORKER, Role.LAG, Role.HISTORY_PUBLISHER, Role.COLLECTOR)
 KAFKA = KafkaSettings(topic_prefix="rights", group_prefix="rights", partitions=4, connect_timeout_s=30)
-ASKS_EACH_SECOND = ("tests.worlds.impatient", "relaygr.kafka.refusals.ASK_S=1")
+ASKS_EACH_SECOND = ("tests.worlds.impatient", "relaygr.kafka.session.ASK_S=1")
 TAKEN: list[dict[Role, tuple[Topic, str]]] = [
     {
         Role.WORKER: (Topic.WORKERS, "Write"),

@@ -11,13 +11,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.scenarios import ScenarioSettings, VariantSettings, deployment_of, variant_of
-from relaygr.client import RankStatus, RelayClient, ScenarioClients
+from relaygr.client import Ended, RelayClient, ScenarioClients
 from relaygr.client.scenarios import kafka_of
 from relaygr.deployment import CURRENT, deploy, rollback
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess, Processes, write_config
-from relaygr.schemas.messages import FailureReason, RankingResult
+from relaygr.schemas.ended import Reason
+from relaygr.schemas.messages import RankingResult
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.leftovers import owned_by_a_fixture
 from tests.waiting import until
@@ -94,7 +95,7 @@ class Shop:
         outcome = self.clients.of(scenario, user_id).rank(
             user_id, candidates_of(), budget_ms=BUDGET_MS, scenario=scenario
         )
-        assert outcome.status is RankStatus.RANKED, outcome
+        assert outcome.status is Ended.RANKED, outcome
         assert outcome.result is not None
         return outcome.result
 
@@ -130,7 +131,7 @@ def test_an_unknown_scenario_fails_with_its_reason(shop: Shop) -> None:
     client = shop.clients.of(None, "u")
     for scenario in ("news", "ads"):
         outcome = client.rank(new_user(), candidates_of(), budget_ms=BUDGET_MS, scenario=scenario)
-        assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.UNKNOWN_SCENARIO), scenario
+        assert (outcome.status, outcome.reason) == (Ended.FAILED, Reason.UNKNOWN_SCENARIO), scenario
 
 
 def test_a_scenario_and_its_variant_have_models_of_their_own_and_the_same_histories(shop: Shop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import uuid
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr.client import RankStatus
+from relaygr.client import Ended
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess
@@ -108,7 +109,7 @@ def require_all_ranked(traffic: Traffic, *died_s: float) -> list[Asked]:
     """
     asked = traffic.stop()
     assert not traffic.lost
-    assert Counter(each.outcome.status for each in asked) == {RankStatus.RANKED: len(asked)}
+    assert Counter(each.outcome.status for each in asked) == {Ended.RANKED: len(asked)}
     were_open = sum(each.sent_s <= at_s < each.answered_s for each in asked for at_s in died_s)
     assert traffic.repeated <= were_open + 10
     return asked
@@ -215,6 +216,25 @@ def test_a_killed_supervisor_costs_no_request_and_the_next_one_adopts_the_pair(r
     assert relay.stop(again) == 0
 
 
+def test_an_emptied_shared_folder_costs_no_request_and_its_standby_takes_over_later(
+    relay: Relay, worker: CommandProcess
+):
+    """What systemd-logind does (RemoveIPC). The standby fenced the active process, and both ended with 3."""
+    pair = pair_of(worker)
+    with begun(relay) as traffic:
+        time.sleep(1)
+        shutil.rmtree(relay.folder / "shared", ignore_errors=True)
+        until(lambda: "RemoveIPC=no" in worker.log.read_text(encoding="utf-8"), "the active process says so")
+        assert pair_of(worker) == pair
+        killed_s = time.monotonic()
+        os.kill(pair.active, signal.SIGKILL)
+        await_take_over(worker, pair)
+        assert pair_of(worker, (pair.active,)).active == pair.standby
+        require_all_ranked(traffic, killed_s)
+    assert worker.log.read_text(encoding="utf-8").count("RemoveIPC=no") == 1
+    assert relay.stop(worker) == 0
+
+
 def test_after_a_kill_of_all_processes_the_backlog_is_served_from_the_restored_prefixes(
     relay: Relay, worker: CommandProcess
 ):
@@ -231,7 +251,7 @@ def test_after_a_kill_of_all_processes_the_backlog_is_served_from_the_restored_p
         time.sleep(1)
         asked = traffic.stop()
     assert reading(again).by_label("relaygr_arena_prefixes_total", "outcome") == {"restored": len(USERS)}
-    backlog = [each for each in asked if each.sent_s > killed_s and each.outcome.status is RankStatus.RANKED]
+    backlog = [each for each in asked if each.sent_s > killed_s and each.outcome.status is Ended.RANKED]
     assert hit_ratio(backlog) > 0.8, "the break-even rule may choose full inference for a few"
     assert not traffic.lost
     assert relay.stop(again) == 0
@@ -293,7 +313,7 @@ def ask(relay: Relay, count: int) -> None:
         for _ in range(count):
             user = new_user("ask")
             outcome = client.rank(user, candidates_of(), budget_ms=BUDGET_MS, history=history_of(user, 50))
-            assert outcome.status is RankStatus.RANKED
+            assert outcome.status is Ended.RANKED
 
 
 def dram_of(relay: Relay) -> list[bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr.client import RankStatus, RelayClient
+from relaygr.client import Ended, RelayClient
 from relaygr.devbroker import LocalBroker
 from relaygr.schemas.codec import encode
 from relaygr.schemas.messages import Path
@@ -21,7 +21,7 @@ from relaygr.tracing.tracer import TracerMetrics
 from tests.leftovers import owned_by_a_fixture
 from tests.waiting import until
 from tests.worlds.otlp import Collector, SeenSpan, collector, traceparent
-from tests.worlds.relay import RawGateway, Relay, candidates_of, history_of, jobs_done, new_user
+from tests.worlds.relay import RawGateway, Relay, candidates_of, computed_ahead, history_of, new_user
 
 pytestmark = pytest.mark.slow
 
@@ -75,30 +75,28 @@ def stack(relay: Relay) -> Iterator[Stack]:
 def impression(stack: Stack, user: str, **fields: str) -> str:
     """One impression whose prefix is computed ahead. Returns its request id."""
     history = history_of(user, 200)
-    stack.client.publish_history(history)
-    before = jobs_done(stack.worker).get("computed", 0)
-    event = stack.client.publish_retrieval(
-        user,
+    request_id = computed_ahead(
+        stack.client,
+        stack.worker,
+        history,
         ranking_budget_ms=BUDGET_MS,
         expected_ranking_in_ms=10_000,
         expected_candidates=20,
         expected_suffix=4,
-        history_version=history.version(),
         **fields,
     )
-    until(lambda: jobs_done(stack.worker).get("computed", 0) > before, "the job is done")
     outcome = stack.client.rank(
         user,
         candidates_of(),
         budget_ms=BUDGET_MS,
         suffix=history_of(user, 4, seed=77).behaviours,
         history_version=history.version(),
-        request_id=event.request_id,
+        request_id=request_id,
         **fields,
     )
-    assert outcome.status is RankStatus.RANKED and outcome.result is not None
+    assert outcome.status is Ended.RANKED and outcome.result is not None
     assert outcome.result.path is Path.HBM
-    return event.request_id
+    return request_id
 
 
 def test_an_impression_is_two_traces_that_a_link_joins(stack: Stack) -> None:

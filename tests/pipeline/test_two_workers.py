@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from relaygr.client import LostRequest, RankStatus
+from relaygr.client import Ended, LostRequest
 from relaygr.devbroker import LocalBroker
 from relaygr.processes import CommandProcess
 from relaygr.schemas.topics import Topic
@@ -41,7 +41,7 @@ def test_a_worker_killed_in_mid_run_loses_no_request(relay: Relay):
                 relay.kill(workers[0])
             time.sleep(0.002)
         outcomes = [future.result(timeout=60) for future in futures]
-        assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+        assert {outcome.status for outcome in outcomes} == {Ended.RANKED}
         assert {outcome.result.worker_id for outcome in outcomes} >= {"worker-01"}
         assert len({outcome.request_id for outcome in outcomes}) == 120
     assert not lost

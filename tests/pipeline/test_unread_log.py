@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr.client import RankStatus
+from relaygr.client import Ended
 from relaygr.devbroker import LocalBroker
 from relaygr.processes import CommandProcess
 from tests.waiting import until
@@ -57,5 +57,5 @@ def test_a_worker_starts_ranks_joins_again_and_stops_though_nobody_reads_its_log
         relay.await_ready(other)
         until(lambda: owned(unread) == owned(other) == relay.kafka.partitions / 2, "both own partitions")
         for _ in range(20):
-            assert client.rank(new_user(), candidates_of(), budget_ms=20_000).status is RankStatus.RANKED
+            assert client.rank(new_user(), candidates_of(), budget_ms=20_000).status is Ended.RANKED
         assert relay.stop(unread) == 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from relaygr.client import RankStatus, RelayClient
+from relaygr.client import Ended, RankOutcome, RelayClient
+from relaygr.cluster.topic_identity import identify_topics
 from relaygr.consumer.finished import FinishedOffsets
 from relaygr.devbroker import LocalBroker
-from relaygr.kafka.topic_identity import identify_topics
 from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import Path as ServedBy
 from relaygr.schemas.messages import PrefixSource, RankingResult
@@ -32,6 +34,8 @@ pytestmark = pytest.mark.outage
 
 LENGTH = 300
 BUDGET_MS = 20_000
+START_BUDGET_MS = 60_000
+"""A worker may take long to start on a busy machine."""
 TOLERANCE = 2e-5
 
 
@@ -68,7 +72,7 @@ class Life:
     def rank(self, user: str, seed: int) -> RankingResult:
         version = history_of(user, LENGTH, seed).version()
         outcome = self.client.rank(user, candidates_of(), history_version=version, budget_ms=BUDGET_MS)
-        assert outcome.status is RankStatus.RANKED, outcome
+        assert outcome.status is Ended.RANKED, outcome
         assert outcome.result is not None
         return outcome.result
 
@@ -192,3 +196,64 @@ def test_another_models_prefixes_are_not_served_and_freed(life: Life, tmp_path_f
     earlier = before[user].scores
     assert after.scores is not None and earlier is not None
     assert np.abs(after.scores - earlier).max() > TOLERANCE
+
+
+def known(life: Life, prefix: str, count: int, length: int) -> list[str]:
+    """Users whose histories the worker has stored."""
+    users = [new_user(prefix) for _ in range(count)]
+    for seed, user in enumerate(users):
+        life.client.publish_history(history_of(user, length, seed))
+    for seed, user in enumerate(users):
+        outcome = life.client.rank(
+            user, candidates_of(), history_version=history_of(user, length, seed).version(), budget_ms=BUDGET_MS
+        )
+        assert outcome.result is not None and outcome.result.prefix_tokens == length + 1
+    return users
+
+
+def asked_without_a_version(life: Life, users: list[str]) -> list[Future[RankOutcome]]:
+    return [life.client.submit_rank(user, candidates_of(), budget_ms=START_BUDGET_MS) for user in users]
+
+
+def histories_used(answers: list[Future[RankOutcome]]) -> list[int]:
+    results = [answer.result(2 * START_BUDGET_MS / 1000).result for answer in answers]
+    return [-1 if result is None else result.prefix_tokens for result in results]
+
+
+@pytest.mark.parametrize("ends", ["stop", "kill"])
+def test_requests_that_waited_for_a_start_are_ranked_with_the_histories_in_the_workers_store(
+    life: Life, ends: str
+) -> None:
+    """Half of them were ranked on nothing: the worker had its partitions before it had looked into its store."""
+    users = known(life, "returning", 40, 57)
+    if ends == "kill":
+        life.relay.kill(life.worker)
+    else:
+        assert life.relay.stop(life.worker) == 0
+    answers = asked_without_a_version(life, users)
+    life.worker = life.start()
+    answers += asked_without_a_version(life, users[:10])
+    assert histories_used(answers) == [58] * 50
+
+
+def test_requests_of_moved_partitions_wait_for_the_histories_that_their_new_owner_reads(life: Life) -> None:
+    users = known(life, "moving", 24, 61)
+    life.relay.stop(life.worker)
+    answers = asked_without_a_version(life, users)
+    life.worker = life.relay.start_worker("worker-00", store="an-empty-store")
+    life.relay.await_ready(life.worker)
+    other = life.relay.start_worker("worker-01")
+    until(lambda: not answers.extend(asked_without_a_version(life, users)) and owned(other), "partitions moved")
+    life.relay.await_ready(other)
+    answers += asked_without_a_version(life, users)
+    found = histories_used(answers)
+    assert found == [62] * len(found)
+    assert reading(other).total("relaygr_worker_ranked_total") > 0
+    life.relay.stop(other)
+    life.restart()
+
+
+def owned(worker: CommandProcess) -> float:
+    with suppress(OSError):
+        return reading(worker).total("relaygr_consumer_owned_partitions")
+    return 0.0

@@ -14,8 +14,8 @@ from relaygr.schemas.asyncapi import document
 from relaygr.schemas.codec import field_specs
 from relaygr.schemas.json_schema import Form, schemas_of
 from relaygr.schemas.topics import CATALOGUE
-from relaygr.schemas.vectors import vectors
-from relaygr.schemas.vectors.samples import MESSAGES
+from tests.schemas.wire_samples import MESSAGES
+from tests.schemas.wire_vectors import vectors
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "asyncapi.json"
 SCHEMA = Path(__file__).with_name("asyncapi-3.0.0.schema.json.gz")

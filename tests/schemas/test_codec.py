@@ -21,13 +21,13 @@ from relaygr.schemas import (
     DecodeError,
     DecodeReason,
     EncodeError,
-    FailureReason,
+    Ended,
     History,
     Other,
-    Outcome,
     Path,
     RankingRequest,
     RankingResult,
+    Reason,
     RetrievalEvent,
     StageTimings,
     WorkerStatus,
@@ -81,7 +81,7 @@ def result(**changes: Any) -> RankingResult:
     values = {
         "request_id": "gateway.1.7",
         "worker_id": "worker-00",
-        "outcome": Outcome.RANKED,
+        "outcome": Ended.RANKED,
         "request_sent_at_us": 1,
         "received_at_us": 2,
         "sent_at_us": 3,
@@ -428,7 +428,7 @@ UNENCODABLE: dict[str, tuple[Any, str]] = {
     "a score beyond 32 bits": (result(scores=np.array([1e300, 0.0])), "not finite"),
     "a part of the wrong class": (request(suffix=StageTimings()), "expected Behaviours"),
     "a required value that is None": (request(user_id=None), "is required"),
-    "a reason that is no member": (result(outcome=Outcome.FAILED, reason="tired"), "is not one of"),
+    "a reason that is no member": (result(outcome=Ended.FAILED, reason="tired"), "is not one of"),
 }
 
 
@@ -468,20 +468,20 @@ def test_an_inline_history_must_have_the_length_that_its_version_says() -> None:
 
 
 def test_a_failed_result_keeps_its_reason() -> None:
-    failed = result(outcome=Outcome.FAILED, reason=FailureReason.OVERLOADED, path=None, scores=None, num_tasks=0)
-    assert decode(RankingResult, encode(failed)).reason is FailureReason.OVERLOADED
+    failed = result(outcome=Ended.FAILED, reason=Reason.OVERLOADED, path=None, scores=None, num_tasks=0)
+    assert decode(RankingResult, encode(failed)).reason is Reason.OVERLOADED
 
 
 def test_an_unknown_reason_is_kept_as_other_and_equals_its_text() -> None:
-    failed = result(outcome=Outcome.FAILED, reason=Other("tired"), path=None, scores=None, num_tasks=0)
+    failed = result(outcome=Ended.FAILED, reason=Other("tired"), path=None, scores=None, num_tasks=0)
     reason = decode(RankingResult, encode(failed)).reason
     assert isinstance(reason, Other)
-    assert not isinstance(reason, FailureReason)
+    assert not isinstance(reason, Reason)
     assert (reason, reason.value) == ("tired", "tired")
 
 
 def test_metrics_count_every_unknown_choice_under_one_label() -> None:
-    assert [choice_label(choice) for choice in (FailureReason.TOO_LONG, Other("tired"), Other("bored"))] == [
+    assert [choice_label(choice) for choice in (Reason.TOO_LONG, Other("tired"), Other("bored"))] == [
         "too_long",
         "other",
         "other",
@@ -490,7 +490,7 @@ def test_metrics_count_every_unknown_choice_under_one_label() -> None:
 
 @pytest.mark.parametrize("text", ["", "x" * (MAX_CHOICE_BYTES + 1), "tired\n"])
 def test_the_text_of_an_unknown_choice_is_bounded(text: str) -> None:
-    choice = Choice(FailureReason, is_open=True)
+    choice = Choice(Reason, is_open=True)
     with pytest.raises(FieldError):
         choice.unpack(text)
     with pytest.raises(FieldError):

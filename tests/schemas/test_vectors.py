@@ -19,9 +19,10 @@ import pytest
 
 from relaygr.schemas import Other, WorkerStatus, decode, encode
 from relaygr.schemas.codec import SCHEMA_VERSION
-from relaygr.schemas.vectors import differences, vectors, wire_file
-from relaygr.schemas.vectors.__main__ import main, write
-from relaygr.schemas.vectors.samples import HEADERS, HISTORY, MESSAGES
+from relaygr.schemas.vectors import differences, wire_file
+from relaygr.schemas.vectors.__main__ import main
+from tests.schemas.wire_samples import HEADERS, HISTORY, MESSAGES
+from tests.schemas.wire_vectors import vectors, write
 
 OURS = vectors()
 SHIPPED = {entry["name"]: bytes.fromhex(entry["wire"]) for entry in wire_file()["messages"]}

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import uuid
 import zipfile
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic
 
-import relaygr.kafka.admin
-from relaygr.devbroker import LocalBroker
-from relaygr.kafka.admin import (
+import relaygr.cluster.admin
+from relaygr.cluster.admin import (
     SHARE_GROUP,
+    _await_brokers,
     _topic_configs,
     check_topics,
     create_topics,
@@ -26,15 +26,16 @@ from relaygr.kafka.admin import (
     has_share_groups,
     require_topics,
 )
+from relaygr.cluster.rights import Role
+from relaygr.cluster.topic_check import Severity
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import make_admin
-from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import Affinity, KafkaSettings
-from relaygr.kafka.topic_check import Severity
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
-from tests.promised import unavailable
+from tests.promised import program, unavailable
 from tests.waiting import until
-from tests.worlds.own_broker import own_broker
+from tests.worlds.own_broker import own_broker, own_cluster
 
 APPLIED = "the brokers have applied the change, some time after the controller acknowledged it"
 
@@ -72,10 +73,52 @@ def test_a_broker_that_has_not_heard_of_a_new_topic_is_asked_again(monkeypatch: 
     expected = {"retention.ms": "60000"}
     assert _topic_configs(slow, ["old", "new"]) == {"old": expected, "new": expected}
     assert asked == [["old", "new"], ["new"], ["new"]]
-    monkeypatch.setattr(relaygr.kafka.admin, "_HEARD_OF_TOPIC_S", 0)
+    monkeypatch.setattr(relaygr.cluster.admin, "_HEARD_OF_TOPIC_S", 0)
     asked.clear()
     with pytest.raises(RelayError, match="The settings of new cannot be read"):
         _topic_configs(slow, ["new"])
+
+
+class LateBroker:
+    """Hears of a change of topics a few questions later."""
+
+    def __init__(self, before: list[str], after: list[str], late: int) -> None:
+        self._before, self._after, self._late = before, after, late
+        self.asked = 0
+
+    def list_topics(self, timeout: float) -> Any:
+        assert timeout > 0
+        self.asked += 1
+        names = self._before if self.asked <= self._late else self._after
+        topic = SimpleNamespace(partitions={0: SimpleNamespace(leader=1)})
+        return SimpleNamespace(brokers={1: SimpleNamespace(id=1, host="b", port=1)}, topics=dict.fromkeys(names, topic))
+
+
+@pytest.mark.parametrize(("before", "after", "exist"), [(["old"], ["old", "new"], True), (["new"], [], False)])
+def test_a_command_ends_when_the_brokers_know_what_it_did_and_says_if_one_does_not(
+    before: list[str], after: list[str], exist: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker: Any = LateBroker(before, after, late=4)
+    _await_brokers(KafkaSettings(), broker, ["new"], exist=exist)
+    assert broker.asked == 5
+    monkeypatch.setattr(relaygr.cluster.admin, "ADMIN_TIMEOUT_S", 0.1)
+    broker = LateBroker(before, after, late=1000)
+    with pytest.raises(RelayError, match=r"broker 1 does not know the (creation|deletion) of new after"):
+        _await_brokers(KafkaSettings(), broker, ["new"], exist=exist)
+
+
+@pytest.mark.kafka
+@pytest.mark.outage
+def test_every_broker_of_a_cluster_knows_the_topics_when_their_creation_or_deletion_ends() -> None:
+    with own_cluster(2) as cluster:
+        kafka = KafkaSettings(bootstrap=cluster.bootstrap, partitions=5)
+        addresses = cluster.bootstrap.split(",")
+        for change in (create_topics, delete_topics):
+            change(kafka)
+            for address in addresses:
+                admin = make_admin(KafkaSettings(bootstrap=address), "test")
+                known = {kafka.topic(topic) for topic in CATALOGUE} & admin.list_topics(timeout=30).topics.keys()
+                assert len(known) == (len(CATALOGUE) if change is create_topics else 0)
 
 
 def test_a_start_without_topics_is_refused_with_the_command_that_makes_them(broker: LocalBroker) -> None:
@@ -176,9 +219,7 @@ SHORT = [Topic.RETRIEVAL, Topic.PREINFER, Topic.PREINFER_POOL, Topic.RANKING, To
 @pytest.fixture
 def home_with_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KAFKA_HOME with one more jar."""
-    given, javac = os.environ.get("KAFKA_HOME"), shutil.which("javac")
-    if given is None or javac is None:
-        unavailable("broker", "KAFKA_HOME or javac is missing")
+    given, javac = os.environ.get("KAFKA_HOME") or unavailable("broker", "KAFKA_HOME is not set"), program("jdk")
     home, source = tmp_path / "kafka", tmp_path / "LeastSizes.java"
     (home / "libs").mkdir(parents=True)
     for path in (Path(given) / "bin", Path(given) / "config", *(Path(given) / "libs").glob("*.jar")):

@@ -12,13 +12,14 @@ import pytest
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-import relaygr.kafka.admin
+import relaygr.cluster.admin
+from relaygr.cluster.admin import check_topics, create_topics
+from relaygr.cluster.admin_process import AdminProcess, ask
+from relaygr.cluster.topic_identity import identify_topics
 from relaygr.consumer.membership import holder_of
-from relaygr.kafka.admin import check_topics, create_topics
-from relaygr.kafka.admin_process import AdminProcess, ask
 from relaygr.kafka.clients import make_group_consumer
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_identity import identify_topics
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.errors import RelayError
@@ -104,8 +105,8 @@ def require_no_abort(kafka: KafkaSettings, proxy: BrokerProxy, monkeypatch: pyte
             except KafkaException:
                 assert time.monotonic() < end_s, "the broker has no group coordinator"
                 time.sleep(0.1)
-    monkeypatch.setattr(relaygr.kafka.admin, "ADMIN_TIMEOUT_S", REQUEST_S)
-    monitor = LagMonitor(kafka, LagSettings(request_timeout_s=REQUEST_S, record_timeout_s=0))
+    monkeypatch.setattr(relaygr.cluster.admin, "ADMIN_TIMEOUT_S", REQUEST_S)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), LagSettings(request_timeout_s=REQUEST_S, record_timeout_s=0))
     # The lag is known as far as Kafka told it before the outage, so a poll may end without an error.
     polled = (RelayError, type(None))
     calls: list[tuple[set[int], Callable[[], object], type | tuple[type, ...]]] = [

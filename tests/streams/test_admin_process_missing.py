@@ -10,11 +10,11 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from structlog.testing import capture_logs
 
-import relaygr.kafka.rights
-from relaygr.kafka.admin_process import AdminProcess, CannotStart, ask
-from relaygr.kafka.rights import Role, require_rights
+import relaygr.cluster.rights
+from relaygr.cluster.admin_process import AdminProcess, CannotStart, ask
+from relaygr.cluster.rights import Role, require_rights
+from relaygr.cluster.topic_identity import identify_topics
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_identity import identify_topics
 
 NOBODY = KafkaSettings(bootstrap="127.0.0.1:1")
 
@@ -79,7 +79,7 @@ def test_without_an_interpreter_the_check_of_rights_warns(
 def test_an_interpreter_that_does_not_start_is_not_waited_for_long(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaygr.kafka.rights, "START_OF_CHECK_S", 0.2)
+    monkeypatch.setattr(relaygr.cluster.rights, "START_OF_CHECK_S", 0.2)
     monkeypatch.setattr(sys, "executable", hanging(nowhere, "python3"))
     with capture_logs() as logs:
         require_rights(NOBODY, Role.WORKER)

@@ -15,18 +15,20 @@ from relaygr.admission.divert import (
     CACHED_FOR_US,
     CALM_US,
     EXAMINED_PEERS,
+    MOST_PEERS,
     NEAR_US,
     PLACES_OF_A_USER,
     SHORT_REQUESTS,
     SHORT_WITHIN_US,
     USED_SHARE,
+    DivertOutcome,
     DivertPolicy,
     Need,
-    NotDiverted,
     Peers,
     Placements,
     Target,
 )
+from relaygr.admission.worker_table import NoRoomError
 from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import FullPathReport, LatencyCoefficients, WorkerState, WorkerStatus
 
@@ -63,7 +65,7 @@ class World:
     def hear(self, status: WorkerStatus) -> None:
         self.peers.apply(status.worker_id, status, self.now_us)
 
-    def choose(self, need: Need = NEED, received: int = 0, *, is_delivered: bool = True) -> Target | NotDiverted:
+    def choose(self, need: Need = NEED, received: int = 0, *, is_delivered: bool = True) -> Target | DivertOutcome:
         """One more request, and so many others, were received."""
         self.received += 1 + received
         chosen = self.policy.choose(need, "model", self.received, self.now_us)
@@ -96,14 +98,14 @@ def test_the_least_loaded_peer_gets_the_whole_history_on_one_of_its_partitions()
 )
 def test_no_request_goes_to_a_worker(name: str, status: WorkerStatus) -> None:
     world = World(status)
-    assert world.policy.objection("model", 1, NOW_US) is NotDiverted.NO_PEER, name
-    assert world.choose() is NotDiverted.NO_PEER
+    assert world.policy.objection("model", 1, NOW_US) is DivertOutcome.NO_PEER, name
+    assert world.choose() is DivertOutcome.NO_PEER
 
 
 def test_a_tombstone_ends_a_peer() -> None:
     world = World(STATUS)
     world.peers.apply("peer-1", None, NOW_US)
-    assert world.choose() is NotDiverted.NO_PEER
+    assert world.choose() is DivertOutcome.NO_PEER
 
 
 @pytest.mark.parametrize(
@@ -124,16 +126,16 @@ def test_a_request_goes_only_where_three_quarters_of_its_time_are_enough(
 ) -> None:
     chosen = World(peer("peer-1", **changes)).choose()
     assert isinstance(chosen, Target) is is_diverted
-    assert is_diverted or chosen is NotDiverted.NO_TIME
+    assert is_diverted or chosen is DivertOutcome.NO_TIME
 
 
 def test_a_request_without_time_for_the_way_is_not_diverted() -> None:
-    assert World(STATUS).choose(replace(NEED, left_us=4_999)) is NotDiverted.NO_TIME
+    assert World(STATUS).choose(replace(NEED, left_us=4_999)) is DivertOutcome.NO_TIME
 
 
 @pytest.mark.parametrize("kept", [0, 600])
 def test_a_history_is_never_cut_to_save_time(kept: int) -> None:
-    assert World(STATUS).choose(replace(NEED, left_us=19_999, kept_behaviours=kept)) is NotDiverted.NO_TIME
+    assert World(STATUS).choose(replace(NEED, left_us=19_999, kept_behaviours=kept)) is DivertOutcome.NO_TIME
     assert isinstance(World(STATUS).choose(replace(NEED, left_us=20_000, kept_behaviours=kept)), Target)
 
 
@@ -149,7 +151,7 @@ def test_a_cut_history_is_diverted_if_enough_is_left_and_more_than_here(
     fits: int, kept: int, is_diverted: bool
 ) -> None:
     chosen = World(STATUS).choose(replace(NEED, most_behaviours=fits, kept_behaviours=kept))
-    assert isinstance(chosen, Target) if is_diverted else chosen is NotDiverted.TOO_LARGE
+    assert isinstance(chosen, Target) if is_diverted else chosen is DivertOutcome.TOO_LARGE
 
 
 def test_a_user_without_a_history_is_diverted_too() -> None:
@@ -246,7 +248,7 @@ def test_a_peer_that_serves_another_model_has_no_prefix() -> None:
     settled(world, model_revision="other")
     world.received += 1
     need = replace(NEED, left_us=10_000)
-    assert world.policy.choose(need, "other", world.received, world.now_us) is NotDiverted.NO_TIME
+    assert world.policy.choose(need, "other", world.received, world.now_us) is DivertOutcome.NO_TIME
 
 
 def test_a_prefix_of_another_lineage_or_of_a_cut_history_is_no_hit() -> None:
@@ -308,6 +310,23 @@ def test_a_peer_with_the_prefix_is_found_among_many_idle_ones() -> None:
     for each in (*idle, peer("peer-1", ranking_backlog_us=10_000, latency=HIT)):
         world.hear(replace(each, written_at_us=world.now_us))
     assert isinstance(chosen := world.choose(), Target) and chosen.worker_id == "peer-1"
+
+
+def test_made_up_peers_leave_no_place_empty_and_keep_no_real_one_out_once_they_are_silent() -> None:
+    """A peer that was once heard kept its place for ever, also when it was gone."""
+    peers, refused = Peers("own", STALE_US), 0
+    peers.apply("peer-1", peer("peer-1"), NOW_US)
+    for number in range(MOST_PEERS + 60):
+        try:
+            peers.apply(f"made-up-{number}", peer(f"made-up-{number}", partitions=tuple(range(900))), NOW_US)
+        except NoRoomError:
+            refused += 1
+    assert refused == 61 and len(alive := peers.alive("model", NOW_US)) == MOST_PEERS
+    assert "peer-1" in {each.view.worker_id for each in alive}
+    assert not any(each.view.partitions for each in alive), "they are not needed, and may be many"
+    later_us = NOW_US + STALE_US + 1
+    peers.apply("peer-2", peer("peer-2", written_at_us=later_us), later_us)
+    assert [each.view.worker_id for each in peers.alive("model", later_us)] == ["peer-2"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), max_size=300))
@@ -391,8 +410,8 @@ def test_at_most_the_share_of_the_received_requests_is_diverted_after_a_burst() 
         world.hear(peer("peer-1", written_at_us=world.now_us))
         diverted += isinstance(world.choose(), Target)
     assert diverted == pytest.approx(BURST + 0.25 * count, abs=1)
-    assert NotDiverted.SHARE in [world.choose() for _ in range(2)]
-    assert world.policy.objection("model", world.received, world.now_us) is NotDiverted.SHARE
+    assert DivertOutcome.SHARE in [world.choose() for _ in range(2)]
+    assert world.policy.objection("model", world.received, world.now_us) is DivertOutcome.SHARE
 
 
 def test_a_worker_takes_no_diverted_requests_while_it_is_short_of_time() -> None:
@@ -450,6 +469,6 @@ def test_a_fleet_that_is_overloaded_everywhere_diverts_nothing() -> None:
 
 def test_when_one_has_time_again_it_takes_requests_again() -> None:
     world = World(peer("peer-1", overflow_partitions=()))
-    assert world.choose() is NotDiverted.NO_PEER
+    assert world.choose() is DivertOutcome.NO_PEER
     world.hear(STATUS)
     assert isinstance(world.choose(), Target)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import structlog.testing
 from confluent_kafka import TopicPartition
 from prometheus_client import CollectorRegistry
 
@@ -19,15 +20,15 @@ from relaygr.client import (
     ClientError,
     ClientSettings,
     DeliveryReport,
+    Ended,
     EventPublisher,
     LostRequest,
     MessageRefused,
     NotRunning,
     QueueFull,
     RankOutcome,
-    RankStatus,
+    Reason,
     RelayClient,
-    TimeOutReason,
 )
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
@@ -39,7 +40,6 @@ from relaygr.schemas.headers import DEAD_LETTER_REASON, RankingHeaders, ResultHe
 from relaygr.schemas.messages import (
     BehaviourEvent,
     Behaviours,
-    FailureReason,
     History,
     HistoryVersion,
     RankingRequest,
@@ -77,7 +77,7 @@ def test_a_request_is_ranked_and_reaches_the_partition_of_its_user(kafka_setting
         suffix = Behaviours(np.array([7]), np.array([1]), np.array([1_700_000_000_000]))
         version = HistoryVersion(3, 100, bytes(16))
         outcome = gateway.rank("ünïcode user", [3, 1, 2], budget_ms=BUDGET_MS, suffix=suffix, history_version=version)
-        assert outcome.status is RankStatus.RANKED
+        assert outcome.status is Ended.RANKED
         assert outcome.result is not None and outcome.result.scores is not None
         assert outcome.result.scores.tolist() == [3.0, 1.0, 2.0]
         assert 0 < outcome.latency_us < BUDGET_MS * 1000
@@ -104,7 +104,7 @@ def test_a_request_is_ranked_and_reaches_the_partition_of_its_user(kafka_setting
 def test_a_suffix_may_be_plain_sequences(kafka_settings: KafkaSettings, suffix: Any) -> None:
     with echo_worker(kafka_settings) as worker, client(kafka_settings) as gateway:
         for given in (suffix, []):
-            assert gateway.rank("u", (3, 1), budget_ms=BUDGET_MS, suffix=given).status is RankStatus.RANKED
+            assert gateway.rank("u", (3, 1), budget_ms=BUDGET_MS, suffix=given).status is Ended.RANKED
     times = np.array([1_700_000_000_000, 1_700_000_001_000])
     assert [seen.suffix for seen in worker.seen] == [
         Behaviours(np.array([7, 8]), np.array([1, 2], np.uint16), times),
@@ -169,7 +169,7 @@ def test_without_an_answer_rank_returns_at_its_deadline_and_the_request_is_lost(
         # acknowledges it later than after 150 ms.
         gateway.rank("u", [1], budget_ms=2_000)
         outcome = gateway.rank("u", [1], budget_ms=1_000)
-        assert (outcome.status, outcome.reason) == (RankStatus.TIMED_OUT, TimeOutReason.NO_ANSWER)
+        assert (outcome.status, outcome.reason) == (Ended.TIMED_OUT, Reason.NO_ANSWER)
         assert outcome.latency_us >= 1_000_000
         assert gateway.drain(5)
         assert [request.acknowledged for request in lost] == [True, True]
@@ -182,12 +182,12 @@ def test_a_client_fails_fast_without_sending_while_its_worker_has_no_time(kafka_
         client(kafka_settings, fail_fast=True) as gateway,
         client(kafka_settings, "gw-1") as patient,
     ):
-        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
         partition = partition_for(b"u", kafka_settings.partitions)
         gateway._ledger._backlogs.note(partition, "echo", time.monotonic_ns() // 1000 + 20_000_000)
         refused = gateway.rank("u", [1], budget_ms=BUDGET_MS)
-        assert (refused.status, refused.result, refused.reason) == (RankStatus.FAILED, None, FailureReason.OVERLOADED)
-        assert patient.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert (refused.status, refused.result, refused.reason) == (Ended.FAILED, None, Reason.OVERLOADED)
+        assert patient.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
         assert len(worker.seen) == 2
 
 
@@ -207,16 +207,16 @@ def test_an_answer_after_the_deadline_reaches_on_late(kafka_settings: KafkaSetti
     )
     with echo_worker(kafka_settings, answer), gateway:
         outcome = gateway.rank("u", [5], budget_ms=100)
-        assert outcome.status is RankStatus.TIMED_OUT
+        assert outcome.status is Ended.TIMED_OUT
         release.set()
         assert gateway.drain(15)
-        assert [(o.request_id, o.status, o.late) for o in late] == [(outcome.request_id, RankStatus.RANKED, True)]
+        assert [(o.request_id, o.status, o.late) for o in late] == [(outcome.request_id, Ended.RANKED, True)]
         assert gateway.statistics().lost == 0
 
 
 def test_a_second_answer_is_dropped_and_counted(kafka_settings: KafkaSettings) -> None:
     with echo_worker(kafka_settings, lambda request: answer_once(request) * 2), client(kafka_settings) as gateway:
-        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
         assert becomes(lambda: gateway.statistics().duplicates == 1)
 
 
@@ -240,9 +240,9 @@ def test_a_new_incarnation_does_not_read_the_old_ones_answers(kafka_settings: Ka
     with echo_worker(kafka_settings):
         with client(kafka_settings) as before:
             for _ in range(3):
-                assert before.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+                assert before.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
         with client(kafka_settings) as after:
-            assert after.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+            assert after.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
             assert after.statistics().foreign == 0
 
 
@@ -251,7 +251,7 @@ def test_an_undecodable_answer_fails_its_request_and_goes_to_dead_letters(kafka_
     garbage = b"\x01\xc1"
     with echo_worker(kafka_settings, lambda request: [garbage]), client(kafka_settings) as gateway:
         outcome = gateway.rank("u", [1], budget_ms=BUDGET_MS)
-        assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.UNDECODABLE)
+        assert (outcome.status, outcome.reason) == (Ended.FAILED, Reason.UNDECODABLE)
         (letter,) = read_topic(kafka_settings, Topic.DEAD_LETTERS, 1)
         assert letter.value() == garbage
         assert dict(letter.headers() or [])[DEAD_LETTER_REASON] == b"malformed"
@@ -273,9 +273,27 @@ def test_garbage_on_the_results_topic_does_not_stop_the_answers(kafka_settings: 
         ):
             producer.produce(results, partition=gateway.results_partition, value=value, headers=headers)
         assert producer.flush(5) == 0
-        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
         assert becomes(lambda: gateway.statistics().undecodable == 5)
         assert len(worker.seen) == 1
+
+
+@pytest.mark.slow
+def test_many_bad_results_make_few_lines_in_the_log_of_the_program_that_has_the_client(
+    kafka_settings: KafkaSettings,
+) -> None:
+    """Each made a line, and the time of that was taken from the answers of others."""
+    with echo_worker(kafka_settings), client(kafka_settings) as gateway, structlog.testing.capture_logs() as lines:
+        producer = make_producer(kafka_settings, ProducerKind.LATENCY, "vandal")
+        for number in range(700):
+            value = b"\x01\xc1%d" % number
+            producer.produce(kafka_settings.topic(Topic.RESULTS), value, partition=gateway.results_partition)
+        assert producer.flush(20) == 0
+        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
+        assert becomes(lambda: gateway.statistics().undecodable == 700), "all are counted"
+    told = [line for line in lines if line["event"] == "a result could not be decoded"]
+    # Again after ten seconds, if that takes so long.
+    assert 1 <= len(told) < 20
 
 
 def test_an_event_carries_its_impression_to_the_ranking(kafka_settings: KafkaSettings) -> None:
@@ -339,7 +357,7 @@ def test_misuse_raises_before_anything_is_sent(kafka_settings: KafkaSettings) ->
         first = gateway.submit_rank("u", [1], budget_ms=10)
         with pytest.raises(QueueFull):
             gateway.rank("u", [1], budget_ms=10)
-        assert first.result(10).status is RankStatus.TIMED_OUT
+        assert first.result(10).status is Ended.TIMED_OUT
 
 
 @pytest.mark.parametrize("unit", ["seconds", "microseconds"])
@@ -425,7 +443,7 @@ def test_what_waits_is_refused_inside_a_callback_instead_of_waiting_for_itself(
 
         gateway.submit_rank("u", [1], budget_ms=BUDGET_MS).add_done_callback(wait_for_itself)
         assert becomes(lambda: bool(problems))
-        assert gateway.rank("u", [3], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert gateway.rank("u", [3], budget_ms=BUDGET_MS).status is Ended.RANKED
 
 
 def test_no_thread_is_left_behind(kafka_settings: KafkaSettings) -> None:
@@ -492,7 +510,7 @@ async def test_in_asyncio_callbacks_run_in_the_loop(kafka_settings: KafkaSetting
             expected_suffix=0,
             on_delivery=on_delivery,
         )
-        assert (await gateway.rank("u", [1], budget_ms=20)).status is RankStatus.TIMED_OUT
+        assert (await gateway.rank("u", [1], budget_ms=20)).status is Ended.TIMED_OUT
         await asyncio.wait_for(lost.wait(), 10)
         assert (await gateway.tombstone("u")).delivered
     assert set(threads) == {loop_thread} and len(threads) == 2
@@ -514,7 +532,7 @@ async def test_cancelling_an_await_leaves_the_client_whole(kafka_settings: Kafka
             release.set()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert (await gateway.rank("u", [2], budget_ms=BUDGET_MS)).status is RankStatus.RANKED
+            assert (await gateway.rank("u", [2], budget_ms=BUDGET_MS)).status is Ended.RANKED
             assert gateway.statistics().ranked == 2
 
 
@@ -542,10 +560,10 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
         gateway = RelayClient(kafka, "gw-0", settings, registry=registry, tracer=tracer)
         gateway.start()
         with echo_worker(kafka):
-            assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+            assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
     assert becomes(lambda: registry.get_sample_value("relaygr_gateway_broker_reachable") == 0)
     outcome = gateway.rank("u", [1], budget_ms=50)
-    assert (outcome.status, outcome.reason) == (RankStatus.TIMED_OUT, TimeOutReason.NOT_ACKNOWLEDGED)
+    assert (outcome.status, outcome.reason) == (Ended.TIMED_OUT, Reason.NOT_ACKNOWLEDGED)
     assert becomes(lambda: gateway.statistics().lost == 1)
     reports: list[DeliveryReport] = []
     gateway.tombstone("u", reports.append)
@@ -555,7 +573,8 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
     spans = [span.attributes["messaging.message.conversation_id"] for span in tracer.take_batch()]
     assert spans and "patient" not in spans, "it is being sent still"
     gateway.close()
-    assert patient.result(0).reason is TimeOutReason.CLOSED
+    assert registry.get_sample_value("relaygr_gateway_broker_reachable") == 1, "a client that is closed misses none"
+    assert patient.result(0).reason is Reason.CLOSED
     assert [report.delivered for report in reports] == [False], "the caller gets an error when the client closes"
     assert [thread for thread in threading.enumerate() if "gw-0" in thread.name] == []
 

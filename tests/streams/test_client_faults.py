@@ -14,10 +14,11 @@ import pytest
 from confluent_kafka import Consumer
 from prometheus_client import CollectorRegistry
 
-from relaygr.client import DeliveryReport, MessageRefused, RankOutcome, RankStatus, RelayClient
+from relaygr.client import DeliveryReport, Ended, MessageRefused, RankOutcome, RelayClient
 from relaygr.client import link as link_module
-from relaygr.kafka import durable, refusals
-from relaygr.schemas.messages import FailureReason
+from relaygr.cluster import rights
+from relaygr.kafka import session
+from relaygr.schemas.ended import Reason
 from relaygr.schemas.topics import Topic
 from tests.echo_worker import echo_worker
 from tests.waiting import becomes, until
@@ -69,7 +70,7 @@ def test_events_and_requests_wait_while_the_metadata_are_stale(cluster: FaultyCl
     reports: list[DeliveryReport] = []
     with echo_worker(cluster.kafka), client(cluster) as gateway:
         publish(gateway, reports)
-        assert gateway.rank("ann", [1, 2, 3], budget_ms=10_000).status is RankStatus.RANKED
+        assert gateway.rank("ann", [1, 2, 3], budget_ms=10_000).status is Ended.RANKED
         for topic in (Topic.RETRIEVAL, Topic.RANKING):
             cluster.set_topic_error(topic, UNKNOWN_TOPIC)
         futures: list[Future[RankOutcome]] = []
@@ -87,7 +88,7 @@ def test_events_and_requests_wait_while_the_metadata_are_stale(cluster: FaultyCl
             cluster.set_topic_error(topic, 0)
         outcomes = [future.result(WITHIN_S) for future in futures]
         assert becomes(lambda: len(reports) == 1 + len(futures))
-    assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+    assert {outcome.status for outcome in outcomes} == {Ended.RANKED}
     assert [report.error for report in reports if not report.delivered] == []
 
 
@@ -104,7 +105,7 @@ def test_a_right_that_is_taken_away_ends_a_request_that_waits_for_its_topic(clus
         until(lambda: gateway.statistics().retries, "a request is sent again", meanwhile=send)
         cluster.set_topic_error(Topic.RANKING, NO_RIGHT)
         outcome = waits[-1].result(10)
-    assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.REFUSED_BY_KAFKA)
+    assert (outcome.status, outcome.reason) == (Ended.FAILED, Reason.REFUSED_BY_KAFKA)
 
 
 @pytest.mark.parametrize("topic", [Topic.RETRIEVAL, Topic.RANKING])
@@ -112,8 +113,8 @@ def test_a_right_that_is_taken_away_is_told_until_it_is_back(
     cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch, topic: Topic
 ) -> None:
     missing = ["gateway may not Write the topic"]
-    monkeypatch.setattr(refusals, "missing_rights", lambda *_: tuple(missing))
-    monkeypatch.setattr(refusals, "ASK_S", 0.01)
+    monkeypatch.setattr(rights, "missing_rights", lambda *_: tuple(missing))
+    monkeypatch.setattr(session, "ASK_S", 0.01)
 
     def use() -> None:
         with contextlib.suppress(MessageRefused):
@@ -148,8 +149,7 @@ def test_start_makes_its_clients_side_by_side(cluster: FaultyCluster, monkeypatc
         return make_together
 
     for name in ("require_broker", "make_assigned_consumer", "make_producer"):
-        monkeypatch.setattr(link_module, name, meeting(getattr(link_module, name)))
-    monkeypatch.setattr(durable, "make_producer", meeting(durable.make_producer))
+        monkeypatch.setattr(session, name, meeting(getattr(session, name)))
     with client(cluster) as gateway:
         assert gateway.results_partition >= 0
 
@@ -161,7 +161,7 @@ def test_new_clients_that_connect_only_after_the_end_are_closed(
     consumers: list[Consumer] = []
     renewed, connecting, may_connect = threading.Event(), threading.Event(), threading.Event()
     files = SimpleNamespace(paths=("ca.pem",), changed=renewed.is_set)
-    make = link_module.make_assigned_consumer
+    make = session.make_assigned_consumer
 
     def made(*args: Any) -> Consumer:
         consumers.append(make(*args))
@@ -171,9 +171,9 @@ def test_new_clients_that_connect_only_after_the_end_are_closed(
         connecting.set()
         assert may_connect.wait(WITHIN_S)
 
-    monkeypatch.setattr(link_module, "SecurityFiles", lambda _: files)
-    monkeypatch.setattr(link_module, "make_assigned_consumer", made)
-    monkeypatch.setattr(link_module, "FILES_INTERVAL_S", 0.05)
+    monkeypatch.setattr(session, "SecurityFiles", lambda _: files)
+    monkeypatch.setattr(session, "make_assigned_consumer", made)
+    monkeypatch.setattr(session, "LOOK_S", 0.05)
     with client(cluster):
         monkeypatch.setattr(link_module, "fetch_metadata", connect_slowly)
         renewed.set()

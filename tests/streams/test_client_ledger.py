@@ -12,20 +12,14 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.client.ledger import MOST_WORKERS, Ledger, WorkerBacklogs
 from relaygr.client.metrics import GatewayMetrics
-from relaygr.client.outcome import LostRequest, QueueFull, RankOutcome, RankStatus, TimeOutReason
+from relaygr.client.outcome import LostRequest, QueueFull, RankOutcome
 from relaygr.client.pending import AnswerMatch, PendingRequest
 from relaygr.client.settings import ClientSettings
+from relaygr.kafka.client_errors import LOG_INTERVAL_US
 from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.fields import Other
-from relaygr.schemas.messages import (
-    Behaviours,
-    FailureReason,
-    Outcome,
-    Path,
-    RankingRequest,
-    RankingResult,
-    StageTimings,
-)
+from relaygr.schemas.messages import Behaviours, Path, RankingRequest, RankingResult, StageTimings
 
 MS = 1000
 
@@ -38,10 +32,11 @@ class Gateway:
         self.registry = CollectorRegistry()
         self.late: list[RankOutcome] = []
         self.lost: list[LostRequest] = []
+        self.metrics = GatewayMetrics(self.registry)
         self.ledger = Ledger(
             ClientSettings.model_validate(settings),
             self.clock,
-            GatewayMetrics(self.registry),
+            self.metrics,
             self.late.append,
             self.lost.append,
         )
@@ -59,12 +54,10 @@ class Gateway:
         self.clock.advance_us(round(duration_ms * MS))
         return self.ledger.fire()
 
-    def result(
-        self, outcome: Outcome = Outcome.RANKED, request_id: str = "gw.1.1", offset_us: int = 0
-    ) -> RankingResult:
+    def result(self, outcome: Ended = Ended.RANKED, request_id: str = "gw.1.1", offset_us: int = 0) -> RankingResult:
         """A result of a worker whose clock is `offset_us` ahead. The worker itself took no time."""
         now_us = self.clock.wall_us() + offset_us
-        ranked = outcome is Outcome.RANKED
+        ranked = outcome is Ended.RANKED
         return RankingResult(
             request_id,
             "w-0",
@@ -73,7 +66,7 @@ class Gateway:
             now_us,
             now_us,
             StageTimings(),
-            reason=FailureReason.OVERLOADED if outcome is Outcome.FAILED else None,
+            reason=Reason.OVERLOADED if outcome is Ended.FAILED else None,
             path=Path.HBM if ranked else None,
             scores=np.zeros(2, "<f4") if ranked else None,
             num_tasks=1 if ranked else 0,
@@ -94,7 +87,7 @@ def test_an_answer_in_time_reaches_its_caller_with_its_latency() -> None:
     gateway.wait_ms(12)
     result = gateway.result()
     assert gateway.ledger.answered(result) is AnswerMatch.ON_TIME
-    assert outcome_of(entry.future) == RankOutcome("gw.1.1", RankStatus.RANKED, 12 * MS, result)
+    assert outcome_of(entry.future) == RankOutcome("gw.1.1", Ended.RANKED, 12 * MS, result)
     assert gateway.sample("relaygr_gateway_requests_total", status="ranked", path="hbm") == 1
     assert gateway.sample("relaygr_gateway_latency_seconds_bucket", le="0.011") == 0
     assert gateway.sample("relaygr_gateway_latency_seconds_bucket", le="0.012") == 1
@@ -115,18 +108,18 @@ def test_paths_of_a_newer_worker_are_kept_and_counted_under_one_label() -> None:
 def test_a_reason_of_a_newer_worker_reaches_the_caller_with_its_text() -> None:
     gateway = Gateway()
     entry = gateway.open()
-    gateway.ledger.answered(replace(gateway.result(Outcome.FAILED), reason=Other("quota_exceeded")))
+    gateway.ledger.answered(replace(gateway.result(Ended.FAILED), reason=Other("quota_exceeded")))
     assert outcome_of(entry.future).reason == Other("quota_exceeded")
 
 
 @pytest.mark.parametrize(
     ("answer", "status", "reason"),
     [
-        (Outcome.EXPIRED, RankStatus.EXPIRED, None),
-        (Outcome.FAILED, RankStatus.FAILED, FailureReason.OVERLOADED),
+        (Ended.EXPIRED, Ended.EXPIRED, None),
+        (Ended.FAILED, Ended.FAILED, Reason.OVERLOADED),
     ],
 )
-def test_a_workers_refusal_is_an_outcome(answer: Outcome, status: RankStatus, reason: FailureReason | None) -> None:
+def test_a_workers_refusal_is_an_outcome(answer: Ended, status: Ended, reason: Reason | None) -> None:
     gateway = Gateway()
     entry = gateway.open()
     gateway.ledger.answered(gateway.result(answer))
@@ -135,10 +128,8 @@ def test_a_workers_refusal_is_an_outcome(answer: Outcome, status: RankStatus, re
     assert gateway.sample("relaygr_gateway_requests_total", status=status.value, path="none") == 1
 
 
-@pytest.mark.parametrize(
-    ("acknowledged", "reason"), [(True, TimeOutReason.NO_ANSWER), (False, TimeOutReason.NOT_ACKNOWLEDGED)]
-)
-def test_at_its_deadline_a_caller_is_told_timed_out_and_why(acknowledged: bool, reason: TimeOutReason) -> None:
+@pytest.mark.parametrize(("acknowledged", "reason"), [(True, Reason.NO_ANSWER), (False, Reason.NOT_ACKNOWLEDGED)])
+def test_at_its_deadline_a_caller_is_told_timed_out_and_why(acknowledged: bool, reason: Reason) -> None:
     gateway = Gateway()
     entry = gateway.open()
     if acknowledged:
@@ -146,7 +137,7 @@ def test_at_its_deadline_a_caller_is_told_timed_out_and_why(acknowledged: bool, 
     gateway.wait_ms(49.999)
     assert not entry.future.done()
     gateway.wait_ms(0.001)
-    assert outcome_of(entry.future) == RankOutcome("gw.1.1", RankStatus.TIMED_OUT, 50 * MS, reason=reason)
+    assert outcome_of(entry.future) == RankOutcome("gw.1.1", Ended.TIMED_OUT, 50 * MS, reason=reason)
 
 
 def test_a_late_answer_goes_to_on_late_with_its_true_latency_and_not_to_the_caller() -> None:
@@ -156,8 +147,8 @@ def test_a_late_answer_goes_to_on_late_with_its_true_latency_and_not_to_the_call
     gateway.wait_ms(20)
     result = gateway.result()
     assert gateway.ledger.answered(result) is AnswerMatch.LATE
-    assert gateway.late == [RankOutcome("gw.1.1", RankStatus.RANKED, 70 * MS, result, late=True)]
-    assert outcome_of(entry.future).status is RankStatus.TIMED_OUT
+    assert gateway.late == [RankOutcome("gw.1.1", Ended.RANKED, 70 * MS, result, late=True)]
+    assert outcome_of(entry.future).status is Ended.TIMED_OUT
     gateway.wait_ms(5_000)
     assert gateway.lost == []
     assert gateway.sample("relaygr_gateway_late_results_total", status="ranked") == 1
@@ -168,7 +159,7 @@ def test_an_answer_that_overtakes_its_own_timer_is_late_and_the_caller_is_told_f
     entry = gateway.open()
     gateway.clock.advance_us(51 * MS)
     gateway.ledger.answered(gateway.result())
-    assert outcome_of(entry.future).status is RankStatus.TIMED_OUT
+    assert outcome_of(entry.future).status is Ended.TIMED_OUT
     assert [outcome.late for outcome in gateway.late] == [True]
     counts = gateway.ledger.statistics()
     assert (counts.timed_out, counts.ranked, counts.late) == (1, 0, 1)
@@ -184,7 +175,6 @@ def test_a_request_that_nobody_answers_within_the_grace_is_lost_once() -> None:
     gateway.wait_ms(1_000)
     assert gateway.lost == [LostRequest("gw.1.1", acknowledged=True)]
     assert gateway.sample("relaygr_gateway_lost_requests_total", acknowledged="yes") == 1
-    assert gateway.sample("relaygr_gateway_in_flight_requests") == 0
 
 
 def test_a_second_answer_is_dropped_and_counted() -> None:
@@ -192,7 +182,7 @@ def test_a_second_answer_is_dropped_and_counted() -> None:
     entry = gateway.open()
     gateway.ledger.answered(gateway.result())
     first = outcome_of(entry.future)
-    assert gateway.ledger.answered(gateway.result(Outcome.FAILED)) is AnswerMatch.DUPLICATE
+    assert gateway.ledger.answered(gateway.result(Ended.FAILED)) is AnswerMatch.DUPLICATE
     assert outcome_of(entry.future) is first
     assert gateway.ledger.statistics().duplicates == 1
     assert gateway.sample("relaygr_gateway_duplicate_results_total") == 1
@@ -202,7 +192,7 @@ def test_a_second_answer_is_dropped_and_counted() -> None:
 def test_an_answer_to_an_earlier_incarnation_is_counted_as_none_of_ours() -> None:
     gateway = Gateway()
     assert gateway.ledger.answered(gateway.result(request_id="gw.0.1")) is AnswerMatch.UNKNOWN
-    assert gateway.sample("relaygr_gateway_ignored_results_total", reason="unknown") == 1
+    assert gateway.ledger.statistics().foreign == 1
 
 
 def test_an_answer_whose_body_can_not_be_read_fails_its_request_at_once() -> None:
@@ -210,7 +200,7 @@ def test_an_answer_whose_body_can_not_be_read_fails_its_request_at_once() -> Non
     entry = gateway.open()
     gateway.ledger.answered_undecodable("gw.1.1")
     outcome = outcome_of(entry.future)
-    assert (outcome.status, outcome.reason, outcome.result) == (RankStatus.FAILED, FailureReason.UNDECODABLE, None)
+    assert (outcome.status, outcome.reason, outcome.result) == (Ended.FAILED, Reason.UNDECODABLE, None)
     gateway.wait_ms(5_000)
     assert gateway.lost == [], "a worker did answer"
 
@@ -242,7 +232,44 @@ def test_a_failed_delivery_near_the_deadline_is_not_tried_again_and_may_still_be
     gateway.wait_ms(15)
     assert not gateway.ledger.not_delivered(entry, lambda: None)
     gateway.ledger.answered(gateway.result())
-    assert outcome_of(entry.future).status is RankStatus.RANKED
+    assert outcome_of(entry.future).status is Ended.RANKED
+
+
+@pytest.mark.parametrize("given_up_at_ms", [15, 60, 240])
+def test_nothing_waits_for_an_answer_to_a_request_that_was_not_delivered(given_up_at_ms: int) -> None:
+    """Before the deadline, in the grace, and after it. `RelayClient.drain` waited for all of `lost_after_ms`."""
+    gateway = Gateway(result_grace_ms=100, lost_after_ms=20_000)
+    entry = gateway.open(budget_ms=30)
+    now_ms = 0
+    for at_ms in sorted((30, 130, given_up_at_ms)):
+        gateway.wait_ms(at_ms - now_ms)
+        now_ms = at_ms
+        if at_ms == given_up_at_ms:
+            assert gateway.lost == [] and not gateway.ledger.not_delivered(entry, lambda: None)
+    gateway.wait_ms(0)
+    assert gateway.lost == [LostRequest("gw.1.1", acknowledged=False)]
+    assert gateway.ledger.is_settled
+
+
+def test_a_retry_that_the_deadline_came_before_is_not_waited_for() -> None:
+    gateway = Gateway(result_grace_ms=200, lost_after_ms=9_000)
+    entry = gateway.open(budget_ms=25)
+    assert gateway.ledger.not_delivered(entry, lambda: None)
+    gateway.ledger.time_out(entry)
+    gateway.wait_ms(224)
+    assert gateway.lost == []
+    gateway.wait_ms(1)
+    assert gateway.lost == [LostRequest("gw.1.1", acknowledged=False)]
+
+
+def test_an_acknowledged_request_is_waited_for_though_a_later_report_says_otherwise() -> None:
+    gateway = Gateway(result_grace_ms=200, lost_after_ms=9_000)
+    entry = gateway.open(budget_ms=25)
+    gateway.ledger.acknowledged(entry)
+    gateway.wait_ms(25)
+    gateway.ledger.not_delivered(entry, lambda: None)
+    gateway.wait_ms(8_999)
+    assert gateway.lost == []
 
 
 def test_what_a_callback_raises_stops_nothing() -> None:
@@ -256,7 +283,7 @@ def test_what_a_callback_raises_stops_nothing() -> None:
     gateway.clock.advance_us(60 * MS)
     ledger.fire()
     assert ledger.answered(gateway.result()) is AnswerMatch.LATE
-    assert outcome_of(entry.future).status is RankStatus.TIMED_OUT
+    assert outcome_of(entry.future).status is Ended.TIMED_OUT
 
 
 def test_closing_tells_who_still_waits() -> None:
@@ -266,11 +293,10 @@ def test_closing_tells_who_still_waits() -> None:
     gateway.ledger.close()
     outcome = outcome_of(entry.future)
     assert (outcome.status, outcome.reason, outcome.latency_us) == (
-        RankStatus.TIMED_OUT,
-        TimeOutReason.CLOSED,
+        Ended.TIMED_OUT,
+        Reason.CLOSED,
         10 * MS,
     )
-    assert gateway.sample("relaygr_gateway_in_flight_requests") == 0
 
 
 def test_a_withdrawn_request_is_not_counted_and_makes_room() -> None:
@@ -288,7 +314,6 @@ def test_a_request_that_close_ended_while_it_was_sent_is_withdrawn_without_being
     entry = gateway.open()
     gateway.ledger.close()
     gateway.ledger.withdraw(entry)
-    assert gateway.sample("relaygr_gateway_in_flight_requests") == 0
     assert gateway.ledger.statistics().submitted == gateway.ledger.statistics().timed_out == 1
 
 
@@ -297,7 +322,7 @@ def test_a_callers_cancel_does_not_take_a_sent_request_back() -> None:
     entry = gateway.open()
     assert not entry.future.cancel()
     gateway.ledger.answered(gateway.result())
-    assert outcome_of(entry.future).status is RankStatus.RANKED
+    assert outcome_of(entry.future).status is Ended.RANKED
 
 
 def test_a_deadline_that_has_passed_when_it_is_sent_times_out_at_once() -> None:
@@ -319,6 +344,58 @@ def test_the_workers_clock_offset_is_estimated_from_the_echoes() -> None:
     offset = gateway.ledger.clock_offsets()["w-0"]
     assert (offset.offset_us, offset.error_us) == (300 * MS, 2 * MS)
     assert gateway.sample("relaygr_clock_offset_seconds", worker="w-0") == pytest.approx(0.3)
+    assert gateway.sample("relaygr_clock_offset_error_seconds", worker="w-0") == pytest.approx(0.002)
+
+
+def answer(gateway: Gateway, request_id: str, worker_id: str, offset_us: int) -> None:
+    entry = gateway.open(request_id)
+    result = replace(gateway.result(request_id=request_id, offset_us=offset_us), worker_id=worker_id)
+    gateway.ledger.answered(replace(result, request_sent_at_us=entry.echo_us))
+
+
+def test_a_worker_that_answers_no_more_has_no_clock_on_the_page_after_some_minutes() -> None:
+    """Its alert went on until the gateway was restarted."""
+    gateway = Gateway()
+    answer(gateway, "gw.1.1", "gone", 4_000 * MS)
+    for minute in range(6):
+        gateway.clock.advance_us(60_000 * MS)
+        answer(gateway, f"gw.2.{minute}", "alive", 2 * MS)
+    assert set(gateway.ledger.clock_offsets()) == {"alive"}
+    for name in ("relaygr_clock_offset_seconds", "relaygr_clock_offset_error_seconds"):
+        assert gateway.sample(name, worker="gone") is None
+        assert gateway.sample(name, worker="alive") is not None
+
+
+def test_of_several_clients_the_one_with_the_least_error_tells_a_clock_and_a_closed_one_tells_none() -> None:
+    first = Gateway()
+    second = Ledger(ClientSettings(), first.clock, first.metrics)
+    answer(first, "gw.1.1", "w-7", 90 * MS)
+    entry = second.open(first.request("gw.3.1"))
+    first.clock.advance_us(30 * MS)
+    slow = first.result(request_id="gw.3.1", offset_us=60 * MS)
+    second.answered(replace(slow, worker_id="w-7", request_sent_at_us=entry.echo_us))
+    assert first.sample("relaygr_clock_offset_seconds", worker="w-7") == pytest.approx(0.09)
+    first.ledger.close()
+    assert first.sample("relaygr_clock_offset_seconds", worker="w-7") == pytest.approx(0.075)
+    second.close()
+    assert first.sample("relaygr_clock_offset_seconds", worker="w-7") is None
+
+
+def test_a_client_that_is_closed_misses_no_broker() -> None:
+    """The gauge of the process stayed 0, and its alert went on."""
+    gateway = Gateway()
+
+    def reachable() -> float | None:
+        return gateway.sample("relaygr_gateway_broker_reachable")
+
+    assert reachable() == 0
+    for client in "ab":
+        gateway.metrics.note_broker(client, misses_it=False)
+    gateway.metrics.note_broker("a", misses_it=True)
+    gateway.metrics.note_broker("b", misses_it=False)
+    assert reachable() == 0, "one of two is enough"
+    gateway.metrics.note_broker("a", misses_it=False)
+    assert reachable() == 1
 
 
 def test_a_result_that_echoes_another_send_time_says_nothing_about_the_clock() -> None:
@@ -356,21 +433,33 @@ def test_a_result_that_does_not_fit_its_request_is_a_failure(changes: dict[str, 
     with structlog.testing.capture_logs() as logs:
         gateway.ledger.answered(replace(gateway.result(), **changes))
     outcome = outcome_of(entry.future)
-    assert (outcome.status, outcome.reason, outcome.result) == (RankStatus.FAILED, FailureReason.INVALID_RESULT, None)
+    assert (outcome.status, outcome.reason, outcome.result) == (Ended.FAILED, Reason.INVALID_RESULT, None)
     assert gateway.ledger.statistics().invalid == 1
-    assert gateway.sample("relaygr_gateway_ignored_results_total", reason="invalid_result") == 1
     assert gateway.sample("relaygr_gateway_requests_total", status="failed", path="none") == 1
     assert [problem in log["problem"] for log in logs] == [True]
     assert gateway.ledger.clock_offsets() == {}
+
+
+def test_of_many_results_that_do_not_fit_few_are_logged_with_the_number_of_the_others() -> None:
+    gateway = Gateway()
+    with structlog.testing.capture_logs() as logs:
+        for number in range(90):
+            if number == 80:
+                gateway.clock.advance_us(LOG_INTERVAL_US)
+            gateway.open(f"gw.2.{number}")
+            misfit = replace(gateway.result(request_id=f"gw.2.{number}"), scores=np.zeros(1, "<f4"))
+            gateway.ledger.answered(misfit)
+    assert [log["left_out"] for log in logs] == [0, 79]
+    assert gateway.ledger.statistics().invalid == 90
 
 
 @pytest.mark.parametrize("sent_at_us", [0, None], ids=["of an undecodable request", "of the request"])
 def test_a_failed_result_needs_no_scores_and_no_model(sent_at_us: int | None) -> None:
     gateway = Gateway(model_revisions=("r",))
     entry = gateway.open()
-    result = gateway.result(Outcome.FAILED)
+    result = gateway.result(Ended.FAILED)
     gateway.ledger.answered(result if sent_at_us is None else replace(result, request_sent_at_us=sent_at_us))
-    assert outcome_of(entry.future).reason is FailureReason.OVERLOADED
+    assert outcome_of(entry.future).reason is Reason.OVERLOADED
 
 
 def test_a_result_for_an_id_that_was_never_asked_changes_nothing() -> None:
@@ -378,7 +467,7 @@ def test_a_result_for_an_id_that_was_never_asked_changes_nothing() -> None:
     entry = gateway.open()
     assert gateway.ledger.answered(gateway.result(request_id="gw.1.2")) is AnswerMatch.UNKNOWN
     assert not entry.future.done()
-    assert gateway.sample("relaygr_gateway_ignored_results_total", reason="unknown") == 1
+    assert gateway.ledger.statistics().foreign == 1
 
 
 def test_a_request_fails_fast_while_the_backlog_of_its_worker_is_longer_than_its_budget() -> None:
@@ -386,11 +475,11 @@ def test_a_request_fails_fast_while_the_backlog_of_its_worker_is_longer_than_its
     request = gateway.request("gw.1.1")
     first = gateway.ledger.open(request, partition=3)
     gateway.ledger.answered(replace(gateway.result(request_id="gw.1.1"), backlog_us=100 * MS))
-    assert outcome_of(first.future).status is RankStatus.RANKED
+    assert outcome_of(first.future).status is Ended.RANKED
     now_us = gateway.clock.monotonic_us()
     refused = gateway.ledger.fail_fast(gateway.request("gw.1.2"), now_us, partition=3)
     assert refused is not None
-    assert outcome_of(refused.future) == RankOutcome("gw.1.2", RankStatus.FAILED, 0, None, FailureReason.OVERLOADED)
+    assert outcome_of(refused.future) == RankOutcome("gw.1.2", Ended.FAILED, 0, None, Reason.OVERLOADED)
     assert gateway.ledger.fail_fast(gateway.request("gw.1.3"), now_us, partition=4) is None, "another worker's"
     counts = gateway.ledger.statistics()
     assert (counts.submitted, counts.ranked, counts.failed, gateway.ledger.in_flight) == (2, 1, 1, 0)

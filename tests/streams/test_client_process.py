@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr.client import AsyncRelayClient, ClientSettings, LostRequest, RankStatus, RelayClient
+from relaygr.client import AsyncRelayClient, ClientSettings, Ended, LostRequest, RelayClient
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
@@ -153,7 +155,7 @@ def test_a_client_may_be_used_in_one_event_loop_after_the_other(kafka_settings: 
     with echo_worker(kafka_settings):
         outcome = asyncio.run(gateway.rank("ann", [1], budget_ms=BUDGET_MS))
     asyncio.run(gateway.close())
-    assert outcome.status is RankStatus.RANKED
+    assert outcome.status is Ended.RANKED
     assert lost_in == [used]
 
 
@@ -180,3 +182,19 @@ def test_green_threads_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> N
             RelayClient(kafka, "gw-green", registry=CollectorRegistry()).start()
         with pytest.raises(RelayError, match="green threads"):
             asyncio.run(AsyncRelayClient(kafka, "gw-green", registry=CollectorRegistry()).start())
+
+
+@pytest.mark.parametrize("made", ["RelayClient(KafkaSettings(), 'g')", "EventPublisher(KafkaSettings(), 'g')"])
+@pytest.mark.parametrize("variable", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
+def test_a_missing_folder_of_metrics_is_named_with_its_variable(tmp_path: Path, variable: str, made: str) -> None:
+    """The library says "No such file or directory" of a file that nobody knows."""
+    program = f"from relaygr.client import *; from relaygr.kafka.settings import KafkaSettings; {made}"
+    missing = tmp_path / "metrics"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {variable: str(missing)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"RelayError: {variable} is {missing}, which is no folder: make the folder" in done.stderr

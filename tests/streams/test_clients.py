@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import KafkaError, Producer, TopicPartition
 from pydantic import SecretStr
 
-from relaygr.kafka.client_errors import LOG_INTERVAL_US, ClientErrors
+from relaygr.kafka.client_errors import LOG_INTERVAL_US, ClientErrors, LimitedLog
 from relaygr.kafka.clients import (
     ProducerKind,
     make_admin,
@@ -257,7 +257,7 @@ def test_a_clients_errors_reach_the_caller_and_are_logged_at_a_bearable_rate(
     monkeypatch.setattr("relaygr.kafka.client_errors._log", Log())
     clock = ManualClock()
     seen: list[KafkaError] = []
-    errors = ClientErrors("worker-1", seen.append, clock)
+    errors = ClientErrors("worker-1", seen.append, LimitedLog(clock))
     refused = KafkaError(KafkaError._TRANSPORT, "1.2.3.4:9/1: Connect to ipv4#1.2.3.4:9 failed: Connection refused")
     for _ in range(40):
         errors(refused)

@@ -6,20 +6,21 @@ The consumer is scripted, so that only the commits of the test happen.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import OFFSET_END, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
+from relaygr.cluster.topic_identity import TopicIdentity
 from relaygr.consumer.finished import FinishedOffsets
 from relaygr.consumer.interface import Received
 from relaygr.consumer.loop import ConsumerLoop
 from relaygr.consumer.watermark import Progress, TopicPartition
-from relaygr.kafka.topic_identity import TopicIdentity
 from tests.waiting import until
 
 TOPIC = "t.ranking"
@@ -50,10 +51,18 @@ class Delivered:
         return lambda: None
 
 
+class _Failed(KafkaPartition):
+    """The answer about a partition whose leader has just moved."""
+
+    error = KafkaError(KafkaError.NOT_LEADER_FOR_PARTITION)
+
+
 class Log:
     """A consumer that assigns the one partition and delivers its messages from the committed offset on."""
 
-    def __init__(self, ends_are_known: bool) -> None:
+    def __init__(self, ends_are_known: bool, times_are_known: bool, written_at_s: float) -> None:
+        self._times_are_known = times_are_known
+        self._written_at_ms = int(written_at_s * 1000)
         self._left: list[Delivered] = []
         self._begun = False
         self._ends_are_known = ends_are_known
@@ -80,7 +89,17 @@ class Log:
     def offsets_for_times(self, partitions: list[KafkaPartition], timeout: float) -> list[KafkaPartition]:
         if not self._ends_are_known:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
-        return [KafkaPartition(tp.topic, tp.partition, END) for tp in partitions]
+        # All messages were written at the same time.
+        return [
+            KafkaPartition(tp.topic, tp.partition, END) if tp.offset == OFFSET_END else self._first_since(tp)
+            for tp in partitions
+        ]
+
+    def _first_since(self, asked: KafkaPartition) -> KafkaPartition:
+        if not self._times_are_known:
+            return _Failed(asked.topic, asked.partition)
+        offset = COMMITTED if asked.offset <= self._written_at_ms else OFFSET_END
+        return KafkaPartition(asked.topic, asked.partition, offset)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
@@ -89,10 +108,17 @@ class Log:
 class Successor:
     """A loop that finishes every delivered message, except the offsets in `keeps`."""
 
-    def __init__(self, finished: FinishedOffsets, ends_are_known: bool = True, keeps: frozenset[int] = frozenset()):
+    def __init__(
+        self,
+        finished: FinishedOffsets,
+        ends_are_known: bool = True,
+        keeps: frozenset[int] = frozenset(),
+        written_at_s: float = 0.0,
+        times_are_known: bool = True,
+    ):
         self.worked_on: list[int] = []
         self._keeps = keeps
-        self.consumer = Log(ends_are_known)
+        self.consumer = Log(ends_are_known, times_are_known, written_at_s)
         self.loop = ConsumerLoop(lambda _: self.consumer, [TOPIC], self, finished_log=finished)  # type: ignore[arg-type, return-value]
         self.loop.start()
 
@@ -145,6 +171,26 @@ def test_it_works_on_nothing_that_is_certainly_finished(tmp_path: Path, left: Pr
     successor.until(lambda: len(successor.consumer._left) == 0 and len(successor.worked_on) >= len(expected))
     successor.stop()
     assert successor.worked_on == expected
+
+
+@pytest.mark.parametrize(("minutes", "begins_at"), [(0, 12), (3, COMMITTED)], ids=["before", "after its end"])
+def test_messages_that_came_after_the_predecessor_are_not_finished_whatever_their_offsets(
+    tmp_path: Path, minutes: int, begins_at: int
+) -> None:
+    """An older disk was put back: the log came back shorter, and grew beyond the offset that was finished."""
+    open_log(tmp_path, 1).note({PLACE: Progress(0, 12)})
+    successor = Successor(open_log(tmp_path, 2), written_at_s=time.time() + 60 * minutes)
+    successor.until(lambda: len(successor.worked_on) == END - begins_at)
+    successor.stop()
+    assert successor.worked_on[0] == begins_at
+
+
+def test_where_the_broker_does_not_tell_what_came_later_a_second_is_done_again(tmp_path: Path) -> None:
+    open_log(tmp_path, 1).note({PLACE: Progress(0, 12)})
+    successor = Successor(open_log(tmp_path, 2), times_are_known=False)
+    successor.until(lambda: len(successor.worked_on) == END - COMMITTED)
+    successor.stop()
+    assert successor.worked_on[0] == COMMITTED
 
 
 def test_where_the_broker_does_not_tell_the_end_a_second_is_done_again(tmp_path: Path) -> None:

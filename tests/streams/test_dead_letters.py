@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 import psutil
 import pytest
+import structlog
 from confluent_kafka import Message, TopicPartition
 from prometheus_client import REGISTRY
 
@@ -16,9 +17,9 @@ from relaygr.kafka.dead_letters import (
     KEPT_HEADERS_BYTES,
     LARGEST_KEY_BYTES,
     LARGEST_RECORD_BYTES,
-    DeadLetterWriter,
     dead_letter_headers,
 )
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.headers import (
@@ -70,13 +71,13 @@ def counted(topic: str, reason: str) -> float:
 def test_a_writer_without_dead_letters_has_no_threads() -> None:
     """A worker had two such producers, with three threads each."""
     before = psutil.Process().num_threads()
-    writer = DeadLetterWriter(KafkaSettings(bootstrap="127.0.0.1:1"), "worker-1")
+    writer = KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1"), "worker-1").dead_letters
     assert (writer.poll(), writer.flush(1)) == (0, 0)
     assert psutil.Process().num_threads() <= before
 
 
 def test_a_dead_letter_is_the_raw_message_with_its_origin(kafka_settings: KafkaSettings) -> None:
-    writer = DeadLetterWriter(kafka_settings, "worker-1", ManualClock(wall_us=NOW_US))
+    writer = KafkaSession(kafka_settings, "worker-1", clock=ManualClock(wall_us=NOW_US)).dead_letters
     topic = kafka_settings.topic(Topic.RANKING)
     done: list[bool] = []
     writer.write(message(headers=[("trace", b"1")], topic=topic), "malformed", "the body is no map", done.append)
@@ -101,7 +102,7 @@ def test_without_the_setting_a_dead_letter_holds_coordinates_and_a_digest_and_no
 ) -> None:
     assert not KafkaSettings().dead_letter_bodies
     kafka = kafka_settings.model_copy(update={"dead_letter_bodies": False})
-    writer = DeadLetterWriter(kafka, "worker-1", ManualClock(wall_us=NOW_US))
+    writer = KafkaSession(kafka, "worker-1", clock=ManualClock(wall_us=NOW_US)).dead_letters
     topic, value = kafka.topic(Topic.RANKING), b"secret behaviours"
     writer.write(message(value, b"secret-user", [("trace", b"secret trace")], topic), "malformed", "the body is no map")
     assert writer.flush(20) == 0
@@ -125,7 +126,7 @@ def test_without_the_setting_a_dead_letter_holds_coordinates_and_a_digest_and_no
 
 
 def test_a_message_too_large_for_the_topic_is_cut_and_says_so(kafka_settings: KafkaSettings) -> None:
-    writer = DeadLetterWriter(kafka_settings, "worker-1")
+    writer = KafkaSession(kafka_settings, "worker-1").dead_letters
     done: list[bool] = []
     headers: list[tuple[str, str | bytes | None]] = [(f"h{number}", b"x" * 400) for number in range(KEPT_HEADERS)]
     size = CATALOGUE[Topic.DEAD_LETTERS].max_message_bytes + 1
@@ -140,7 +141,7 @@ def test_a_message_too_large_for_the_topic_is_cut_and_says_so(kafka_settings: Ka
 
 
 def test_a_key_too_long_is_cut_and_says_so(kafka_settings: KafkaSettings) -> None:
-    writer = DeadLetterWriter(kafka_settings, "worker-1")
+    writer = KafkaSession(kafka_settings, "worker-1").dead_letters
     writer.write(message(key=b"k" * (LARGEST_KEY_BYTES + 1)), "malformed", "")
     assert writer.flush(20) == 0
     found = read_back(kafka_settings, b"k" * LARGEST_KEY_BYTES)
@@ -150,7 +151,7 @@ def test_a_key_too_long_is_cut_and_says_so(kafka_settings: KafkaSettings) -> Non
 
 
 def test_a_message_without_key_and_value_is_kept_too(kafka_settings: KafkaSettings) -> None:
-    writer = DeadLetterWriter(kafka_settings, "worker-1")
+    writer = KafkaSession(kafka_settings, "worker-1").dead_letters
     done: list[bool] = []
     writer.write(message(None, None), "empty", "no body", done.append)
     assert writer.flush(20) == 0
@@ -158,14 +159,19 @@ def test_a_message_without_key_and_value_is_kept_too(kafka_settings: KafkaSettin
 
 
 def test_a_dead_letter_that_can_not_be_written_says_so_and_is_not_counted() -> None:
-    writer = DeadLetterWriter(KafkaSettings(bootstrap="127.0.0.1:1", dead_letter_bodies=True), "worker-1")
+    writer = KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1", dead_letter_bodies=True), "worker-1").dead_letters
     done: list[bool] = []
-    # Fills the producer's queue, which is not drained.
-    for _ in range(20):
-        writer.write(message(bytes(4 * 1024 * 1024), topic="nowhere"), "malformed", "", done.append)
-    assert done
+    with structlog.testing.capture_logs() as lines:
+        # Fills the producer's queue, which is not drained.
+        for _ in range(20):
+            writer.write(message(bytes(4 * 1024 * 1024), topic="nowhere"), "malformed", "", done.append)
+        writer.write(message(bytes(4 * 1024 * 1024), topic="nowhere"), "too_large", "", done.append)
+    assert len(done) > 4
     assert not any(done)
     assert counted("nowhere", "malformed") == 0
+    said = [line["reason"] for line in lines if line["event"] == "a dead letter was not written"]
+    # Again after ten seconds, if that takes so long.
+    assert set(said) == {"malformed", "too_large"} and len(said) < len(done)
 
 
 def test_original_headers_are_kept_within_bounds() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Message
 
-from relaygr.kafka import durable
+from relaygr.kafka import durable, session
 from relaygr.kafka.clients import MOST_QUEUED
 from relaygr.kafka.durable import DurableProducer
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
@@ -56,7 +57,7 @@ def fresh() -> Iterator[FaultyCluster]:
 def test_messages_survive_the_errors_of_an_idempotent_producer(fresh: FaultyCluster, codes: tuple[int, ...]) -> None:
     """A client of librdkafka refuses every message after a fatal error, until its process ends."""
     topic = fresh.kafka.topic(HISTORY)
-    producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
+    producer, reports = KafkaSession(fresh.kafka, "test").durable_producer("test"), Reports()
     producer.connect(topic, 10)
     sent = [b"%d" % number for number in range(30)]
     # A client that has sent nothing yet is given another producer id instead.
@@ -76,7 +77,7 @@ def test_messages_survive_the_errors_of_an_idempotent_producer(fresh: FaultyClus
 
 def test_messages_behind_a_fatal_error_keep_their_order(fresh: FaultyCluster) -> None:
     topic = fresh.kafka.topic(HISTORY)
-    producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
+    producer, reports = KafkaSession(fresh.kafka, "test").durable_producer("test"), Reports()
     producer.connect(topic, 10)
     sent = [b"%02d" % number for number in range(40)]
     reports.send(producer, topic, sent[0])
@@ -90,10 +91,60 @@ def test_messages_behind_a_fatal_error_keep_their_order(fresh: FaultyCluster) ->
     assert [*dict.fromkeys(fresh.values(HISTORY, len(sent)))] == sent
 
 
+class Client:
+    """A client of librdkafka whose reports a test writes."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Callable[..., None]]] = []
+
+    def produce(self, _topic: str, *, value: bytes, on_delivery: Callable[..., None], **_: object) -> None:
+        self.sent.append((value, on_delivery))
+
+    def poll(self, _timeout_s: float) -> int:
+        return 0
+
+
+def test_messages_whose_reports_come_in_pieces_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second piece was produced again before the first one."""
+    client, reports = Client(), Reports()
+    monkeypatch.setattr(session, "make_producer", lambda *_: client)
+    producer = KafkaSession(KafkaSettings(), "test").durable_producer("test")
+    producer.make()
+    values = [b"%d" % number for number in range(6)]
+    for value in values:
+        reports.send(producer, "topic", value)
+    for piece in (client.sent[:3], client.sent[3:]):
+        for _, report in piece:
+            report(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART), None)
+        producer.poll()
+    until(lambda: len(client.sent) == 12, "they are produced again", meanwhile=producer.poll)
+    assert [value for value, _ in client.sent[6:]] == values
+    assert reports == []
+
+
+def test_refusals_of_one_topic_hold_up_no_message_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refused message put off the next attempt of all that waited, and their end, too."""
+    client, reports = Client(), Reports()
+    monkeypatch.setattr(session, "make_producer", lambda *_: client)
+    producer = KafkaSession(KafkaSettings(), "test").durable_producer("test")
+    producer.make()
+    reports.send(producer, "waits", b"again")
+    client.sent[0][1](KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART), None)
+
+    def refuse_another() -> None:
+        reports.send(producer, "refused", b"refused")
+        client.sent[-1][1](KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), None)
+        producer.poll()
+
+    until(
+        lambda: [value for value, _ in client.sent].count(b"again") == 2, "it is tried again", meanwhile=refuse_another
+    )
+
+
 @pytest.mark.parametrize("code", [3, 100], ids=["unknown topic", "unknown topic id"])
 def test_messages_wait_while_the_metadata_are_stale(fresh: FaultyCluster, code: int) -> None:
     topic = fresh.kafka.topic(HISTORY)
-    producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
+    producer, reports = KafkaSession(fresh.kafka, "test").durable_producer("test"), Reports()
     producer.connect(topic, 10)
     reports.send(producer, topic, b"first")
     assert producer.flush(WITHIN_S) == 0
@@ -115,7 +166,7 @@ def test_messages_wait_while_the_metadata_are_stale(fresh: FaultyCluster, code: 
 def test_messages_do_not_wait_for_those_of_another_topic(fresh: FaultyCluster) -> None:
     """A history for a topic that is missing held up the retrieval events of all users for 30 s."""
     retrieval, history = fresh.kafka.topic(Topic.RETRIEVAL), fresh.kafka.topic(HISTORY)
-    producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
+    producer, reports = KafkaSession(fresh.kafka, "test").durable_producer("test"), Reports()
     producer.connect(retrieval, 10)
     fresh.set_topic_error(HISTORY, 3)
     reports.send(producer, history, b"history")
@@ -130,7 +181,7 @@ def test_messages_do_not_wait_for_those_of_another_topic(fresh: FaultyCluster) -
 def test_a_message_whose_time_is_over_gets_the_cause(fresh: FaultyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "DURABLE_S", 0.5)
     fresh.set_topic_error(HISTORY, 3)
-    producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
+    producer, reports = KafkaSession(fresh.kafka, "test").durable_producer("test"), Reports()
     reports.send(producer, fresh.kafka.topic(HISTORY), b"value")
     assert producer.flush(WITHIN_S) == 0
     [(_, error)] = reports
@@ -141,7 +192,7 @@ def test_a_message_whose_time_is_over_gets_the_cause(fresh: FaultyCluster, monke
 @pytest.mark.parametrize("code", [10, 29, 32, 44, 87])
 def test_a_message_that_no_repetition_helps_fails_at_once(fresh: FaultyCluster, code: int) -> None:
     topic = fresh.kafka.topic(HISTORY)
-    producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
+    producer, reports = KafkaSession(fresh.kafka, "test").durable_producer("test"), Reports()
     producer.connect(topic, 10)
     reports.send(producer, topic, b"first")
     assert producer.flush(WITHIN_S) == 0
@@ -152,7 +203,7 @@ def test_a_message_that_no_repetition_helps_fails_at_once(fresh: FaultyCluster, 
 
 
 def test_a_message_that_is_too_large_is_refused(cluster: FaultyCluster) -> None:
-    producer, reports = DurableProducer(cluster.kafka, "test"), Reports()
+    producer, reports = KafkaSession(cluster.kafka, "test").durable_producer("test"), Reports()
     producer.connect(cluster.kafka.topic(HISTORY), 10)
     with pytest.raises(KafkaException, match="size too large"):
         reports.send(producer, cluster.kafka.topic(HISTORY), bytes(9 << 20))
@@ -166,8 +217,8 @@ class Maker:
         self.failures = failures
         self.may_make = threading.Event()
         self.threads: list[str] = []
-        self._make = durable.make_producer
-        monkeypatch.setattr(durable, "make_producer", self)
+        self._make = session.make_producer
+        monkeypatch.setattr(session, "make_producer", self)
         monkeypatch.setattr(durable, "_REMAKE_S", 0.01)
 
     def __call__(self, *arguments: object) -> object:
@@ -182,7 +233,7 @@ class Maker:
 def test_no_call_waits_for_a_client_that_is_made(cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """With SASL/OAUTHBEARER a client takes a second, or ten without a valid token."""
     maker = Maker(monkeypatch)
-    producer, reports = DurableProducer(cluster.kafka, "test"), Reports()
+    producer, reports = KafkaSession(cluster.kafka, "test").durable_producer("test"), Reports()
     topic = cluster.kafka.topic(Topic.DEAD_LETTERS)
     for number in range(5):
         reports.send(producer, topic, b"%d" % number)
@@ -197,7 +248,7 @@ def test_no_call_waits_for_a_client_that_is_made(cluster: FaultyCluster, monkeyp
 def test_a_client_that_cannot_be_made_is_tried_again(cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     maker = Maker(monkeypatch, failures=3)
     maker.may_make.set()
-    producer, reports = DurableProducer(cluster.kafka, "test"), Reports()
+    producer, reports = KafkaSession(cluster.kafka, "test").durable_producer("test"), Reports()
     reports.send(producer, cluster.kafka.topic(Topic.DEAD_LETTERS), b"value")
     assert producer.flush(WITHIN_S) == 0
     assert (reports, len(maker.threads)) == ([(b"value", None)], 4)
@@ -209,7 +260,7 @@ def test_messages_without_a_client_are_failed_with_its_cause(
     maker = Maker(monkeypatch, failures=1_000_000)
     maker.may_make.set()
     monkeypatch.setattr(durable, "DURABLE_S", 0.2)
-    producer, reports = DurableProducer(cluster.kafka, "test"), Reports()
+    producer, reports = KafkaSession(cluster.kafka, "test").durable_producer("test"), Reports()
     reports.send(producer, cluster.kafka.topic(Topic.DEAD_LETTERS), b"value")
     assert producer.flush(WITHIN_S) == 0
     [(_, error)] = reports
@@ -223,9 +274,9 @@ def test_a_renewed_client_takes_the_messages_of_one_that_no_broker_accepts(
     """With an expired certificate they failed after 30 s, though there was another client meanwhile."""
     topic = cluster.kafka.topic(Topic.BEHAVIOURS)
     makers = iter((cluster.kafka.model_copy(update={"bootstrap": "127.0.0.1:1"}), cluster.kafka))
-    make = durable.make_producer
-    monkeypatch.setattr(durable, "make_producer", lambda _, *arguments: make(next(makers), *arguments))
-    producer, reports = DurableProducer(cluster.kafka, "test"), Reports()
+    make = session.make_producer
+    monkeypatch.setattr(session, "make_producer", lambda _, *arguments: make(next(makers), *arguments))
+    producer, reports = KafkaSession(cluster.kafka, "test").durable_producer("test"), Reports()
     producer.make()
     sent = [b"%02d" % number for number in range(20)]
     for value in sent[:10]:
@@ -246,7 +297,7 @@ def test_a_renewed_client_neither_loses_nor_doubles_a_message(
     maker = Maker(monkeypatch, failures=0)
     maker.may_make.set()
     topic = fresh.kafka.topic(HISTORY)
-    producer, reports = DurableProducer(fresh.kafka, "test"), Reports()
+    producer, reports = KafkaSession(fresh.kafka, "test").durable_producer("test"), Reports()
     producer.connect(topic, 10)
     sent: list[bytes] = []
 
@@ -271,7 +322,7 @@ def test_a_renewed_client_neither_loses_nor_doubles_a_message(
 
 @pytest.mark.parametrize("polls", [0, 1, 20])
 def test_a_close_while_a_client_is_renewed_leaves_no_message_without_a_report(polls: int) -> None:
-    producer, reports = DurableProducer(KafkaSettings(bootstrap="127.0.0.1:1"), "test"), Reports()
+    producer, reports = KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1"), "test").durable_producer("test"), Reports()
     producer.make()
     for number in range(10):
         reports.send(producer, "nowhere", b"%d" % number)
@@ -285,14 +336,14 @@ def test_a_close_while_a_client_is_renewed_leaves_no_message_without_a_report(po
 
 def test_no_client_is_made_anew_that_was_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     maker = Maker(monkeypatch)
-    producer = DurableProducer(KafkaSettings(bootstrap="127.0.0.1:1"), "test")
+    producer = KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1"), "test").durable_producer("test")
     producer.renew()
     producer.poll()
     assert maker.threads == []
 
 
 def test_the_messages_that_wait_are_bounded() -> None:
-    producer, reports = DurableProducer(KafkaSettings(bootstrap="127.0.0.1:1"), "test"), Reports()
+    producer, reports = KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1"), "test").durable_producer("test"), Reports()
     for _ in range(MOST_QUEUED):
         reports.send(producer, "nowhere", b"")
     with pytest.raises(BufferError):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr.cluster.topic_identity import TopicIdentity
 from relaygr.consumer.finished import FinishedOffsets, is_plausible
 from relaygr.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker
-from relaygr.kafka.topic_identity import TopicIdentity
 from relaygr.runtime.errors import RelayError
 
 IDENTITY = TopicIdentity("cluster-a", {"t.ranking": "id-1", "t.preinfer": "id-2"})
@@ -105,7 +105,7 @@ def test_a_process_without_the_lock_writes_nothing(tmp_path: Path) -> None:
     assert open_log(tmp_path, 2).predecessor() == {RANKING_0: Progress(100, 120)}
 
 
-@given(torn=st.binary(min_size=0, max_size=39), finished=st.integers(121, 2**40))
+@given(torn=st.binary(min_size=0, max_size=47), finished=st.integers(121, 2**40))
 def test_a_write_that_was_cut_short_leaves_the_one_before(
     tmp_path_factory: pytest.TempPathFactory, torn: bytes, finished: int
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_write_that_was_cut_short_leaves_the_one_before(
     log.note({RANKING_0: Progress(100, finished)})
     after = (folder / "finished").read_bytes()
     [start, *_] = [at for at in range(len(before)) if before[at : at + 1] != after[at : at + 1]]
-    at = start - (start - 4096) % 40
+    at = start - (start - 4096) % 48
     (folder / "finished").write_bytes(before[:at] + after[at : at + len(torn)] + before[at + len(torn) :])
     found = open_log(folder, 2).predecessor()[RANKING_0]
     assert found in (Progress(100, 120), Progress(100, finished))
@@ -156,6 +156,13 @@ def test_a_folder_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> Non
 )
 def test_it_must_lie_between_commit_and_end(committed: int, end: int, expected: bool) -> None:
     assert is_plausible(Progress(100, 120), committed, end) is expected
+
+
+@pytest.mark.parametrize(("later", "expected"), [(None, True), (120, True), (119, False)])
+def test_a_log_whose_messages_before_it_came_after_the_predecessor_is_another_one(
+    later: int | None, expected: bool
+) -> None:
+    assert is_plausible(Progress(100, 120), 110, 200, later) is expected
 
 
 def test_offsets_assumed_finished_are_delivered_and_skipped() -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import pytest
+import structlog.testing
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
 
+import relaygr.kafka.session
 import relaygr.trigger.fleet_reader
+from relaygr.admission.worker_table import NoRoomError
 from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.log_reader import Batch, Failure, Log
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas.codec import encode
@@ -19,7 +25,14 @@ from relaygr.schemas.headers import WORKERS_GROUP
 from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
 from relaygr.trigger.fleet import Fleet
-from relaygr.trigger.fleet_reader import FleetReader
+from relaygr.trigger.fleet_reader import (
+    MAX_NAMED_GROUPS,
+    NEW_BURST_BYTES,
+    NEW_BYTES_PER_S,
+    FleetReader,
+    StatusIntake,
+    _latest,
+)
 from tests.waiting import becomes
 
 WITHIN_S = 10.0
@@ -35,7 +48,7 @@ def status(worker_id: str) -> WorkerStatus:
 @contextmanager
 def reading(kafka: KafkaSettings, on_bad: Callable[[], None] | None = None) -> Iterator[tuple[FleetReader, Fleet]]:
     fleet = Fleet(status_stale_ms=60_000)
-    reader = FleetReader(kafka, fleet, SystemClock(), "test-fleet", on_bad)
+    reader = FleetReader(KafkaSession(kafka, "test"), fleet, SystemClock(), "test-fleet", on_bad)
     reader.start()
     try:
         yield reader, fleet
@@ -167,7 +180,7 @@ def test_a_client_that_fails_is_replaced_and_the_fleet_is_not_caught_up_meanwhil
         )
         return made[-1]
 
-    monkeypatch.setattr(relaygr.trigger.fleet_reader, "make_assigned_consumer", make)
+    monkeypatch.setattr(relaygr.kafka.session, "make_assigned_consumer", make)
     monkeypatch.setattr(relaygr.trigger.fleet_reader, "_RETRY_S", 0.5)
     with reading(kafka_settings) as (reader, view):
         assert becomes(lambda: reader.caught_up)
@@ -180,28 +193,139 @@ def test_a_client_that_fails_is_replaced_and_the_fleet_is_not_caught_up_meanwhil
 
 
 class _Delivered:
-    """What the consumer returns: a status, or an error."""
+    """A status as the consumer returns it."""
 
-    def __init__(self, error: KafkaError | None) -> None:
-        self._error = error
-
-    def error(self) -> KafkaError | None:
-        return self._error
+    def __init__(self, sent: WorkerStatus | None = None, group: bytes | None = None) -> None:
+        self._sent = sent or status("worker-00")
+        self._group = group
 
     def key(self) -> bytes:
-        return b"worker-00"
+        return self._sent.worker_id.encode()
 
     def value(self) -> bytes:
-        return encode(status("worker-00"))
+        return encode(self._sent)
 
-    def headers(self) -> None:
-        return None
+    def headers(self) -> list[tuple[str, bytes]] | None:
+        return None if self._group is None else [(WORKERS_GROUP, self._group)]
+
+    def offset(self) -> int:
+        return 0
 
 
 def test_a_right_that_is_given_back_is_seen_in_a_fleet_that_never_stops_talking() -> None:
     """Only the end of the topic ended the refusal, and a fetch with data does not tell the end."""
-    reader = FleetReader(KafkaSettings(), Fleet(status_stale_ms=60_000), SystemClock(), "test-fleet")
-    reader._read(cast(Message, _Delivered(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))))
+    reader = FleetReader(
+        KafkaSession(KafkaSettings(), "test"), Fleet(status_stale_ms=60_000), SystemClock(), "test-fleet"
+    )
+    statuses = Log("relaygr.workers", 0)
+    assert not reader._take(
+        Batch(failures=[Failure(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), "relaygr.workers", 0)]), statuses
+    )
     assert reader.refusal is not None
-    reader._read(cast(Message, _Delivered(None)))
+    assert reader._take(Batch([cast(Message, _Delivered())]), statuses)
     assert reader.refusal is None
+
+
+def test_a_few_names_of_other_groups_are_logged_once_each_and_without_control_characters() -> None:
+    """Each name was kept for ever, and made a line of the log."""
+    bad: list[None] = []
+    reader = FleetReader(
+        KafkaSession(KafkaSettings(), "test"),
+        Fleet(status_stale_ms=60_000),
+        SystemClock(),
+        "test-fleet",
+        lambda: bad.append(None),
+    )
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(2):
+            for number in range(300):
+                name = b"\x1b[2Jother" if not number else b"other-%d" % number
+                reader._read(cast(Message, _Delivered(group=name)))
+    assert len(bad) == 600
+    groups = [line["group"] for line in lines]
+    assert len(groups) == MAX_NAMED_GROUPS + 1 and groups[1:3] == ["other-1", "other-2"]
+    assert groups[0].isprintable() and "other" in groups[0] and "further" in groups[-1]
+    assert len(reader._other_groups) == MAX_NAMED_GROUPS + 1
+
+
+def test_bad_statuses_are_all_counted_and_few_are_logged() -> None:
+    bad: list[None] = []
+    reader = FleetReader(
+        KafkaSession(KafkaSettings(), "test"),
+        Fleet(status_stale_ms=60_000),
+        SystemClock(),
+        "test-fleet",
+        lambda: bad.append(None),
+    )
+    wrong = replace(status("worker-00"), latency=LatencyCoefficients(300, -2, 0.001, 200, 1, 0, 250, 3, 0, 20, 0))
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(400):
+            reader._read(cast(Message, _Delivered(sent=wrong)))
+    assert len(bad) == 400 and len(lines) == 1
+
+
+class _View:
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+
+    def apply(self, worker_id: str, status: WorkerStatus | None, now_us: int) -> None:
+        self.taken.append(worker_id if status is not None else f"no {worker_id}")
+
+
+def test_statuses_of_workers_that_are_not_known_pass_at_a_bounded_rate_and_those_of_known_ones_always() -> None:
+    """After 4,200 made-up workers the status of a real one was not read for a minute."""
+    view, now_us = _View(), 1_700_000_000_000_000
+    intake = StatusIntake(view.apply)
+
+    def take(sent: WorkerStatus) -> bool:
+        try:
+            intake.take(cast(Message, _Delivered(sent=sent)), now_us)
+        except NoRoomError:
+            return False
+        return True
+
+    large = replace(status("made-up"), partitions=tuple(range(1_700)))
+    assert take(status("real"))
+    passed = sum(take(replace(large, worker_id=f"made-up-{number}")) for number in range(1_500))
+    assert 0 < passed <= NEW_BURST_BYTES // 1_700 < 1_500
+    assert take(status("real")), "it is known"
+    assert not take(replace(large, worker_id="made-up-x"))
+    now_us += 1_000_000
+    assert take(status("later")), "there is room again"
+    passed = sum(take(replace(large, worker_id=f"made-up-y{number}")) for number in range(1_500))
+    assert 0 < passed <= NEW_BYTES_PER_S // 1_700
+    assert take(status("later")) and take(status("real"))
+
+
+@pytest.mark.slow
+def test_real_workers_are_seen_behind_very_many_statuses_of_made_up_ones(kafka_settings: KafkaSettings) -> None:
+    """Each status took a step for each worker and partition: nobody saw the real one in time."""
+    producer = make_producer(kafka_settings, ProducerKind.DURABLE, "test-writer")
+    topic = kafka_settings.topic(Topic.WORKERS)
+    own = [(WORKERS_GROUP, kafka_settings.workers_group.encode())]
+    with reading(kafka_settings) as (_, fleet):
+        producer.produce(topic, encode(status("worker-00")), b"worker-00", headers=own)
+        assert producer.flush(10) == 0
+        assert becomes(lambda: fleet.owner_of(1, SystemClock().wall_us()) is not None)
+        body = encode(replace(status("made-up-0000"), partitions=tuple(range(2, 2_300))))
+        for number in range(2_000):
+            name = b"made-up-%04d" % number
+            producer.produce(topic, body.replace(b"made-up-0000", name), name, headers=own)
+            producer.poll(0)
+        last = replace(status("worker-00"), assignment_epoch=2, ranking_queue_p99_us=77)
+        producer.produce(topic, encode(last), b"worker-00", headers=own)
+        assert producer.flush(60) == 0
+        assert becomes(
+            lambda: (owner := fleet.owner_of(1, SystemClock().wall_us())) and owner.ranking_queue_p99_us == 77
+        )
+        assert fleet.summary(SystemClock().wall_us()).workers < 100
+
+
+def test_of_the_statuses_that_are_there_the_last_of_each_worker_and_group_is_read() -> None:
+    other = b"shadow.workers"
+    first, second = status("worker-00"), replace(status("worker-00"), assignment_epoch=2)
+    messages = [
+        _Delivered(sent=first), _Delivered(sent=status("worker-01")), _Delivered(sent=second),
+        _Delivered(sent=second, group=other),
+    ]  # fmt: skip
+    assert _latest(cast(list[Message], messages)) == messages[1:]

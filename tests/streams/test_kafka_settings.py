@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from relaygr.cluster.rights import Role, rights_of
 from relaygr.kafka.clients import make_assigned_consumer, make_group_consumer
-from relaygr.kafka.rights import Role, rights_of
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.schemas.topics import Topic
 

@@ -13,9 +13,10 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
+from relaygr.cluster.admin import is_embedded
 from relaygr.devbroker import LocalBroker
-from relaygr.kafka.admin import is_embedded
 from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.report import LagReport, PartitionReport, TimeLagSource
@@ -23,6 +24,7 @@ from relaygr.lag.settings import LagSettings
 from relaygr.lag.status import LagStatus
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+from tests.promised import unavailable
 from tests.waiting import until
 
 FAST = LagSettings(interval_s=0.1, window_polls=3)
@@ -86,7 +88,7 @@ def test_committed_offsets_ends_and_partitions_without_a_commit_are_told_apart(k
     ranking = kafka.topic(Topic.RANKING)
     send(kafka, Topic.RANKING, 5)
     commit(kafka, kafka.workers_group, ranking, {0: 2, 1: 5})
-    monitor = LagMonitor(kafka, FAST)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
     report = monitor.poll()
     monitor.stop()
     [group] = report.groups
@@ -105,7 +107,7 @@ def test_records_whose_time_stamps_are_seconds_have_an_unknown_lag_in_seconds(ka
     keep_for_ever(kafka, Topic.RANKING)
     send(kafka, Topic.RANKING, 5, timestamp=int(time.time()))
     commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), {0: 2, 1: 5})
-    monitor = LagMonitor(kafka, FAST)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
     [group] = monitor.poll().groups
     monitor.stop()
     measured = [row for row in group.partitions if row.topic == kafka.topic(Topic.RANKING)]
@@ -116,7 +118,7 @@ def test_records_whose_time_stamps_are_seconds_have_an_unknown_lag_in_seconds(ka
 def test_seconds_come_from_polls_once_a_message_arrives_between_two(kafka_settings: KafkaSettings) -> None:
     kafka = kafka_settings
     commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), dict.fromkeys(range(PARTITIONS), 0))
-    monitor = LagMonitor(kafka, FAST)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
     until(lambda: all(row.end == 0 for row in monitor.poll().groups[0].partitions), "the new topic has leaders")
     send(kafka, Topic.RANKING, 1)
     report = monitor.poll()
@@ -130,7 +132,7 @@ def test_the_embedded_cluster_measures_lag_and_says_that_members_are_not_known(e
     kafka = embedded_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
     embedded_broker.create_topics(kafka)
     commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), {0: 0})
-    monitor = LagMonitor(kafka, FAST)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
     [group] = monitor.poll().groups
     monitor.stop()
     embedded_broker.delete_topics(kafka)
@@ -139,7 +141,7 @@ def test_the_embedded_cluster_measures_lag_and_says_that_members_are_not_known(e
 
 
 def test_a_group_that_was_asked_for_and_is_not_there_is_not_measured(kafka_settings: KafkaSettings) -> None:
-    monitor = LagMonitor(kafka_settings, FAST, ["no-such-group"])
+    monitor = LagMonitor(KafkaSession(kafka_settings, "test"), FAST, ["no-such-group"])
     report = monitor.poll()
     monitor.stop()
     [group] = report.groups
@@ -149,7 +151,7 @@ def test_a_group_that_was_asked_for_and_is_not_there_is_not_measured(kafka_setti
 
 @pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_an_error_with_its_address() -> None:
-    monitor = LagMonitor(KafkaSettings(bootstrap="127.0.0.1:1", connect_timeout_s=0.5), FAST)
+    monitor = LagMonitor(KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1", connect_timeout_s=0.5), "test"), FAST)
     with pytest.raises(RelayError, match=r"127\.0\.0\.1:1"):
         monitor.poll()
     assert monitor.state.failures == 1
@@ -160,7 +162,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_with_its_address() -> None:
 def test_figures_equal_those_of_kafkas_own_tool_on_a_quiet_topic(real_kafka: KafkaSettings) -> None:
     home = os.environ.get("KAFKA_HOME")
     if not home:
-        pytest.skip("the tool is in KAFKA_HOME")
+        unavailable("broker", "the tool is in KAFKA_HOME")
     kafka = real_kafka
     member = PollingMember(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
     until(lambda: member.owns(2 * PARTITIONS), "joined")
@@ -178,7 +180,7 @@ def test_figures_equal_those_of_kafkas_own_tool_on_a_quiet_topic(real_kafka: Kaf
         fields = line.split()
         if fields[:1] == [kafka.workers_group]:
             theirs[(fields[1], int(fields[2]))] = tuple(fields[3:9])
-    monitor = LagMonitor(kafka, FAST)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
     report = monitor.poll()
     monitor.stop()
     member.consumer.close()
@@ -202,7 +204,7 @@ def test_a_member_of_one_topic_only_is_an_owner_split_and_whole_members_are_not(
     kafka = real_kafka
     whole = PollingMember(kafka, [Topic.PREINFER, Topic.RANKING], "whole")
     until(lambda: whole.owns(2 * PARTITIONS), "joined")
-    monitor = LagMonitor(kafka, FAST)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
     assert monitor.poll().groups[0].owner_split == ()
     half = PollingMember(kafka, [Topic.RANKING], "half")
     until(lambda: whole.owns(18) and half.owns(6), "shared")
@@ -221,7 +223,7 @@ def test_a_group_of_the_new_protocol_is_measured_and_its_members_are_named(real_
     until(lambda: member.owns(2 * PARTITIONS), "joined")
     send(kafka, Topic.RANKING, 1)
     member.consumer.commit(offsets=[TopicPartition(kafka.topic(Topic.RANKING), 0, 0)], asynchronous=False)
-    monitor = LagMonitor(kafka, FAST)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
     [group] = monitor.poll().groups
     monitor.stop()
     member.consumer.close()
@@ -234,7 +236,7 @@ def test_a_group_without_members_that_is_behind_is_stopped(real_kafka: KafkaSett
     kafka = real_kafka
     send(kafka, Topic.RANKING, 2)
     commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), {0: 1})
-    monitor = LagMonitor(kafka, FAST)
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
     for _ in range(FAST.window_polls):
         report = monitor.poll()
     monitor.stop()
@@ -250,7 +252,7 @@ def test_a_group_that_kept_up_is_stopped_as_soon_as_its_last_member_has_gone(rea
     until(lambda: member.owns(2 * PARTITIONS), "joined")
     offsets = [TopicPartition(kafka.topic(Topic.RANKING), partition, 0) for partition in range(PARTITIONS)]
     member.consumer.commit(offsets=offsets, asynchronous=False)
-    monitor = LagMonitor(kafka, LagSettings())
+    monitor = LagMonitor(KafkaSession(kafka, "test"), LagSettings())
     for _ in range(3):
         assert monitor.poll().status is LagStatus.OK
     member.consumer.close()
@@ -269,7 +271,7 @@ def test_a_topic_that_was_deleted_leaves_the_report_and_the_rest_is_measured(rea
     results, ranking = kafka.topic(Topic.RESULTS), kafka.topic(Topic.RANKING)
     commit(kafka, group, results, {0: 0})
     commit(kafka, group, ranking, {0: 0})
-    monitor = LagMonitor(kafka, FAST, [group])
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST, [group])
     assert {row.topic for row in monitor.poll().groups[0].partitions} == {results, ranking}
     [deletion] = admin.delete_topics([results]).values()
     deletion.result(30)

@@ -13,10 +13,11 @@ from confluent_kafka.admin import AdminClient
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
+from relaygr.cluster.admin import create_topics
+from relaygr.cluster.rights import Role, missing_rights
 from relaygr.devbroker.kafka import KafkaCluster
-from relaygr.kafka.admin import create_topics
 from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
-from relaygr.kafka.rights import Role, missing_rights
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.report import GroupReport, LagReport
@@ -91,7 +92,7 @@ def test_the_others_are_measured_while_one_coordinator_is_down(cluster: KafkaClu
         producer.produce(kafka.topic(Topic.RANKING), b"x", partition=0)
         producer.produce(kafka.topic(Topic.RETRIEVAL), b"x", partition=0)
     assert producer.flush(30) == 0
-    monitor = LagMonitor(kafka, LagSettings())
+    monitor = LagMonitor(KafkaSession(kafka, "test"), LagSettings())
     everyone = {group.group for group in poll_until(monitor, {*_groups(monitor)}).groups}
     assert {kafka.workers_group, kafka.trigger_group, unlisted} <= everyone
     away = {group for group in everyone if coordinator(admin, kafka, group) == victim}

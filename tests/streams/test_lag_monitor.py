@@ -7,7 +7,8 @@ import threading
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from relaygr.kafka.admin_process import AdminProcess
+from relaygr.cluster.admin_process import AdminProcess
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.collector import LagCollector
 from relaygr.lag.model import Snapshot
@@ -31,10 +32,10 @@ def test_a_poll_that_fails_in_any_way_is_said_and_tried_again(
             again.set()
         raise error
 
-    monkeypatch.setattr("relaygr.lag.collector.require_broker", lambda *_: None)
+    monkeypatch.setattr("relaygr.kafka.session.require_broker", lambda *_: None)
     monkeypatch.setattr("relaygr.lag.collector.is_embedded", lambda *_: True)
     monkeypatch.setattr(AdminProcess, "call", fail)
-    monitor = LagMonitor(KafkaSettings(bootstrap="127.0.0.1:1"), FAST)
+    monitor = LagMonitor(KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1"), "test"), FAST)
     monitor.start()
     assert again.wait(5)
     monitor.stop()
@@ -52,7 +53,7 @@ def test_a_poll_that_hangs_is_left_alone_when_the_monitor_stops(monkeypatch: pyt
 
     monkeypatch.setattr(LagCollector, "poll", hang)
     monkeypatch.setattr(LagCollector, "close", lambda _: closed.append(None))
-    monitor = LagMonitor(KafkaSettings(), FAST)
+    monitor = LagMonitor(KafkaSession(KafkaSettings(), "test"), FAST)
     monitor.start()
     assert polls.wait(5)
     monitor.stop()
@@ -64,4 +65,4 @@ def test_a_poll_that_hangs_is_left_alone_when_the_monitor_stops(monkeypatch: pyt
 
 def test_an_empty_group_is_refused() -> None:
     with pytest.raises(RelayError, match="--group names no group"):
-        LagMonitor(KafkaSettings(), FAST, [""])
+        LagMonitor(KafkaSession(KafkaSettings(), "test"), FAST, [""])

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr.consumer.watermark import TopicPartition
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.exporter import LagExporter
 from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot, owner_split
@@ -164,7 +165,7 @@ class Scrapes:
     def __init__(self) -> None:
         self.clock = ManualClock()
         settings = LagSettings(interval_s=1)
-        self.monitor = LagMonitor(KafkaSettings(), settings, clock=self.clock)
+        self.monitor = LagMonitor(KafkaSession(KafkaSettings(), "test"), settings, clock=self.clock)
         self.registry = CollectorRegistry()
         self.exporter = LagExporter(self.monitor, settings, self.clock)
         self.registry.register(self.exporter)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
 import os
 import pty
+import re
 import socket
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import structlog
 
-from relaygr.runtime.logs import RepeatDecision, RepeatLimiter, configure_logging
+from relaygr.runtime.logs import RepeatDecision, RepeatLimiter, broken_between_words, configure_logging
 from relaygr.runtime.settings import LogFormat, LogLevel, LogSettings
 
 KEY = ("some.client", "connect to %s failed")
@@ -60,6 +64,46 @@ def test_what_libraries_log_takes_the_same_form(stream: io.StringIO) -> None:
     assert (line["level"], line["logger"], line["attempt"]) == ("error", "some.client", 2)
 
 
+COLOURED = (
+    "\x1b[2m12:01:59\x1b[0m [\x1b[1minfo  \x1b[0m] \x1b[1ma segment is copied\x1b[0m "
+    "[\x1b[34mrelaygr.worker.pool\x1b[0m] \x1b[36mkey\x1b[0m='a b c'"
+)
+
+
+@pytest.mark.parametrize("columns", [28, 40, 61, 80])
+def test_a_long_line_is_broken_between_words(columns: int) -> None:
+    broken = broken_between_words(COLOURED, columns)
+    shown = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in broken.split("\n")]
+    assert max(map(len, shown)) <= columns
+    assert all(line.startswith("    ") for line in shown[1:])
+    assert broken.split() == COLOURED.split(), "each word is whole"
+    assert (len(shown) > 1) is (columns < 71)
+
+
+def test_a_traceback_and_a_line_on_a_terminal_of_unknown_width_stay_as_they_are() -> None:
+    assert broken_between_words(COLOURED, 0) == COLOURED
+    text = "failed\nTraceback (most recent call last):\n    raise KeyError('a long text of many words')"
+    assert broken_between_words(text, 20) == text
+    assert broken_between_words("a-word-that-fits-in-no-line x", 10) == "a-word-that-fits-in-no-line\n    x"
+
+
+def test_a_terminal_gets_lines_of_its_own_width() -> None:
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 47, 0, 0))
+    code = (
+        "from relaygr.runtime.logs import configure_logging as c; import structlog; c(); "
+        "structlog.get_logger('relaygr.some.module').info('something began', host='127.0.0.1', port=9301)"
+    )
+    try:
+        subprocess.run([sys.executable, "-c", code], stderr=writer, check=True)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", os.read(reader, 4096).decode())
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert max(map(len, shown.split("\r\n"))) <= 47
+    assert {"[relaygr.some.module]", "host=127.0.0.1", "port=9301"} <= set(shown.split())
+
+
 def test_an_exception_stays_on_its_line(stream: io.StringIO) -> None:
     configure_logging(stream=stream)
     try:
@@ -68,6 +112,20 @@ def test_an_exception_stays_on_its_line(stream: io.StringIO) -> None:
         structlog.get_logger().exception("the device failed")
     (line,) = lines(stream)
     assert line["exception"].endswith("KeyError: 'x'")
+
+
+def test_no_value_in_a_line_on_a_terminal_is_an_escape_sequence(stream: io.StringIO) -> None:
+    configure_logging(LogSettings(format=LogFormat.CONSOLE), stream)
+    odd = "\x1b[8mhidden\x07"
+    structlog.get_logger().warning("a message cannot be used", key=odd, detail=f"it is {odd}")
+    logging.getLogger("some.client").error("broker %s is away", odd)
+    try:
+        raise ValueError(odd)
+    except ValueError:
+        structlog.get_logger().exception("the step failed")
+    text = stream.getvalue()
+    assert not any(each in text for each in ("\x1b[8m", "\x07"))
+    assert text.count("hidden") >= 4 and "Traceback (most recent call last):\n" in text
 
 
 def test_a_traceback_on_a_terminal_shows_no_values_of_variables(stream: io.StringIO) -> None:

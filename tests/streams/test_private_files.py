@@ -16,6 +16,7 @@ from relaygr.runtime.private_files import (
     private_folders,
     write_private,
 )
+from relaygr.worker.history.store import LEAST_BYTES, HistoryStore
 
 SETTING = "worker.shared_path"
 
@@ -84,6 +85,78 @@ def test_a_base_that_every_user_may_write_is_used_only_if_it_is_sticky(tmp_path:
     tmp_path.chmod(0o777)
     with pytest.raises(RelayError, match="may be written by every user"):
         private_folders(tmp_path, "group", setting=SETTING)
+
+
+ANOTHER = 4321
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+USES: list[Callable[[Path], object]] = [
+    lambda path: private_folder(path, SETTING),
+    lambda path: private_folders(path.parent, path.name, setting=SETTING),
+    lambda path: HistoryStore.open(path, LEAST_BYTES).close(),
+]
+"""Uses of a private folder."""
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("below", ["kept", "own/kept", "own/deeper/kept"])
+def test_a_folder_below_one_that_every_user_may_write_is_refused(
+    tmp_path: Path, below: str, use: Callable[[Path], object]
+) -> None:
+    """Any user could rename the folder, and put another in its place."""
+    (tmp_path / "open").mkdir(mode=0o777)
+    for each in reversed(Path(below).parents):
+        (tmp_path / "open" / each).mkdir(mode=0o700, exist_ok=True)
+    with pytest.raises(RelayError, match=r"/open may be written by every user.*set `worker\.\w+` to a folder"):
+        use(tmp_path / "open" / below)
+    assert not (tmp_path / "open" / below).exists()
+    (tmp_path / "open").chmod(0o1777)
+    use(tmp_path / "open" / below)
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777, 0o1777], ids=oct)
+@pytest.mark.parametrize("below", ["kept", "own/kept"])
+def test_a_folder_in_that_of_another_user_is_refused(
+    tmp_path: Path, mode: int, below: str, use: Callable[[Path], object]
+) -> None:
+    theirs = tmp_path / "theirs"
+    for each in (*reversed(Path(below).parents), Path(below)):
+        (theirs / each).mkdir(mode=0o700)
+    theirs.chmod(mode)
+    os.chown(theirs, ANOTHER, ANOTHER)
+    with pytest.raises(RelayError, match=f"/theirs belongs to user {ANOTHER}"):
+        use(theirs / below)
+    os.chown(theirs, 0, 0)
+    theirs.chmod(0o755)
+    use(theirs / below)
+
+
+@NEEDS_ROOT
+def test_a_folder_behind_the_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    private_folder(tmp_path / "link" / "kept", SETTING)
+    os.chown(tmp_path / "link", ANOTHER, ANOTHER, follow_symlinks=False)
+    with pytest.raises(RelayError, match=f"/link belongs to user {ANOTHER}"):
+        private_folder(tmp_path / "link" / "kept", SETTING)
+
+
+def test_a_folder_behind_a_link_that_every_user_may_exchange_is_refused(tmp_path: Path) -> None:
+    """Of two links, the second one lies in an open folder, and neither the name nor the real folder shows it."""
+    (tmp_path / "open").mkdir(mode=0o700)
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "open" / "hop").symlink_to("../real")
+    (tmp_path / "link").symlink_to(tmp_path / "open" / "hop")
+    private_folder(tmp_path / "link" / "kept", SETTING)
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(RelayError, match="/open may be written by every user"):
+        private_folder(tmp_path / "link" / "kept", SETTING)
+
+
+def test_missing_folders_above_are_made_so_that_others_can_not_write_them(tmp_path: Path) -> None:
+    private_folder(tmp_path / "new" / "deeper" / "kept", SETTING)
+    assert [mode_of(path) for path in (tmp_path / "new", tmp_path / "new" / "deeper")] == [0o755] * 2
 
 
 def test_a_folder_that_can_not_be_created_is_reported_with_its_setting(tmp_path: Path) -> None:

@@ -21,9 +21,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from relaygr.runtime import probes
+from relaygr.runtime.direct_http import http_address
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.http_server import ConnectionLimits, HttpServer
-from relaygr.runtime.probes import Check, ProbeServer, Readiness
+from relaygr.runtime.http_server import ANY_ADDRESS, ConnectionLimits, HttpServer
+from relaygr.runtime.probes import ProbeServer
+from relaygr.runtime.readiness import Check, Readiness
 from tests.waiting import until
 
 
@@ -134,6 +136,19 @@ def test_an_address_that_is_not_ours_is_said_in_a_sentence() -> None:
     # 192.0.2.0/24 is kept for documentation: no machine has it.
     with pytest.raises(RelayError, match=r"Cannot listen on 192\.0\.2\.1:0"):
         ProbeServer("192.0.2.1", 0, Readiness).start()
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_in_a_container_every_address_of_the_machine_answers_whatever_its_family(
+    monkeypatch: pytest.MonkeyPatch, has_ipv6: bool
+) -> None:
+    if has_ipv6 and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_ipv6)
+    with ProbeServer(ANY_ADDRESS, 0, Readiness) as server:
+        for address in ("127.0.0.1", "::1") if has_ipv6 else ("127.0.0.1",):
+            with urllib.request.urlopen(f"{http_address(address, server.port)}/healthz", timeout=10) as answer:
+                assert answer.status == 200
 
 
 def test_stop_ends_the_thread_and_frees_the_port_even_with_a_client_that_hangs_on() -> None:

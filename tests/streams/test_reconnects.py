@@ -10,7 +10,7 @@ from confluent_kafka import TopicPartition
 from prometheus_client import CollectorRegistry
 
 from relaygr.client import RelayClient
-from relaygr.devbroker.mock_cluster import MockCluster
+from relaygr.devbroker.embedded import MockCluster
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.topics import Topic

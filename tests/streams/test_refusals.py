@@ -9,10 +9,11 @@ import pytest
 import structlog
 from confluent_kafka import KafkaError
 
-from relaygr.kafka import refusals as module
-from relaygr.kafka.admin_process import CannotStart
-from relaygr.kafka.refusals import Refusals
-from relaygr.kafka.rights import Role
+from relaygr.cluster import rights
+from relaygr.cluster.admin_process import CannotStart
+from relaygr.cluster.rights import Role, RoleRights
+from relaygr.kafka import session as module
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from tests.waiting import becomes
@@ -43,14 +44,15 @@ class Brokers:
 @pytest.fixture
 def brokers(monkeypatch: pytest.MonkeyPatch) -> Brokers:
     brokers = Brokers()
-    monkeypatch.setattr(module, "missing_rights", brokers)
+    monkeypatch.setattr(rights, "missing_rights", brokers)
     monkeypatch.setattr(module, "ASK_S", 0.01)
     return brokers
 
 
 @pytest.fixture
-def refusals(brokers: Brokers) -> Iterator[Refusals]:
-    made = Refusals(KafkaSettings(bootstrap="127.0.0.1:1"), Role.WORKER)
+def session(brokers: Brokers) -> Iterator[KafkaSession]:
+    kafka = KafkaSettings(bootstrap="127.0.0.1:1")
+    made = KafkaSession(kafka, "worker-00", RoleRights(kafka, Role.WORKER))
     yield made
     made.close()
 
@@ -61,80 +63,80 @@ def ask_twice(brokers: Brokers) -> None:
 
 
 def test_a_refusal_names_the_topic_and_the_remedy_until_the_brokers_grant_all(
-    brokers: Brokers, refusals: Refusals
+    brokers: Brokers, session: KafkaSession
 ) -> None:
-    assert refusals.sentence is None
+    assert session.refusal is None
     brokers.answer = RelayError("no answer")
     with structlog.testing.capture_logs() as lines:
         for _ in range(100):
-            refusals.note("relaygr.results", REFUSED)
+            session.note("relaygr.results", REFUSED)
         ask_twice(brokers)
-        assert refusals.sentence is not None
-        assert "relaygr.results" in refusals.sentence
-        assert "relaygr topics acls --role worker" in refusals.sentence
+        assert session.refusal is not None
+        assert "relaygr.results" in session.refusal
+        assert "relaygr topics acls --role worker" in session.refusal
         brokers.answer = (SENTENCE,)
-        assert becomes(lambda: refusals.sentence == SENTENCE)
+        assert becomes(lambda: session.refusal == SENTENCE)
         ask_twice(brokers)
-        assert refusals.sentence == SENTENCE
+        assert session.refusal == SENTENCE
         brokers.answer = ()
-        assert becomes(lambda: refusals.sentence is None)
+        assert becomes(lambda: session.refusal is None)
     assert [line["log_level"] for line in lines] == ["error", "info"]
 
 
-def test_one_answer_is_not_enough(brokers: Brokers, refusals: Refusals) -> None:
+def test_one_answer_is_not_enough(brokers: Brokers, session: KafkaSession) -> None:
     """A client does not tell that a right is taken away again within seconds, so only a second answer would."""
     said: list[str | None] = []
-    brokers.while_asked = lambda: said.append(refusals.sentence)
-    refusals.note("relaygr.results", REFUSED)
-    assert becomes(lambda: refusals.sentence is None)
+    brokers.while_asked = lambda: said.append(session.refusal)
+    session.note("relaygr.results", REFUSED)
+    assert becomes(lambda: session.refusal is None)
     assert len(said) == 2 and None not in said
 
 
-def test_a_refusal_while_the_brokers_are_asked_counts(brokers: Brokers, refusals: Refusals) -> None:
-    brokers.while_asked = lambda: refusals.note("relaygr.results", REFUSED)
-    refusals.note("relaygr.results", REFUSED)
+def test_a_refusal_while_the_brokers_are_asked_counts(brokers: Brokers, session: KafkaSession) -> None:
+    brokers.while_asked = lambda: session.note("relaygr.results", REFUSED)
+    session.note("relaygr.results", REFUSED)
     ask_twice(brokers)
-    assert refusals.sentence is not None
+    assert session.refusal is not None
     brokers.while_asked = lambda: None
-    assert becomes(lambda: refusals.sentence is None)
+    assert becomes(lambda: session.refusal is None)
 
 
-def test_a_right_that_is_taken_away_twice_is_said_twice(brokers: Brokers, refusals: Refusals) -> None:
+def test_a_right_that_is_taken_away_twice_is_said_twice(brokers: Brokers, session: KafkaSession) -> None:
     with structlog.testing.capture_logs() as lines:
         for _ in range(2):
-            refusals.note("relaygr.results", REFUSED)
-            assert becomes(lambda: refusals.sentence is None)
+            session.note("relaygr.results", REFUSED)
+            assert becomes(lambda: session.refusal is None)
     assert [line["log_level"] for line in lines] == ["error", "info"] * 2
 
 
-@pytest.mark.parametrize("code", [KafkaError.MSG_SIZE_TOO_LARGE, KafkaError._MSG_TIMED_OUT, None])
-def test_other_errors_and_successes_are_no_refusals(refusals: Refusals, code: int | None) -> None:
-    refusals.note("relaygr.results", None if code is None else KafkaError(code))
-    assert refusals.sentence is None
+@pytest.mark.parametrize("code", [KafkaError.MSG_SIZE_TOO_LARGE, KafkaError._MSG_TIMED_OUT])
+def test_other_errors_are_no_refusals(session: KafkaSession, code: int) -> None:
+    session.note("relaygr.results", KafkaError(code))
+    assert session.refusal is None
 
 
-def test_where_nobody_can_ask_a_refusal_counts_until_none_follows(brokers: Brokers, refusals: Refusals) -> None:
+def test_where_nobody_can_ask_a_refusal_counts_until_none_follows(brokers: Brokers, session: KafkaSession) -> None:
     """The thread ended with the error, and the process was not ready for ever."""
     brokers.answer = CannotStart("cannot start")
-    brokers.while_asked = lambda: refusals.note("relaygr.results", REFUSED)
-    refusals.note("relaygr.results", REFUSED)
+    brokers.while_asked = lambda: session.note("relaygr.results", REFUSED)
+    session.note("relaygr.results", REFUSED)
     ask_twice(brokers)
-    assert refusals.sentence is not None
+    assert session.refusal is not None
     brokers.while_asked = lambda: None
-    assert becomes(lambda: refusals.sentence is None)
+    assert becomes(lambda: session.refusal is None)
 
 
 @pytest.mark.parametrize("topic", ["relaygr.retrieval", "another-team.results"])
-def test_a_topic_that_the_role_does_not_use_is_logged_only(brokers: Brokers, refusals: Refusals, topic: str) -> None:
+def test_a_topic_that_the_role_does_not_use_is_logged_only(brokers: Brokers, session: KafkaSession, topic: str) -> None:
     """An application may publish histories with a gateway's client. Without the right to, the gateway was not ready."""
     with structlog.testing.capture_logs() as lines:
         for _ in range(2):
-            refusals.note(topic, REFUSED)
-    assert refusals.sentence is None
+            session.note(topic, REFUSED)
+    assert session.refusal is None
     assert [(line["log_level"], line["topic"]) for line in lines] == [("warning", topic)]
 
 
-def test_nobody_is_asked_after_the_close(brokers: Brokers, refusals: Refusals) -> None:
-    refusals.close()
-    refusals.note("relaygr.results", REFUSED)
+def test_nobody_is_asked_after_the_close(brokers: Brokers, session: KafkaSession) -> None:
+    session.close()
+    session.note("relaygr.results", REFUSED)
     assert not brokers.asked.acquire(timeout=0.1)

@@ -10,12 +10,12 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from relaygr.client import DeliveryReport, RankStatus, RelayClient
+from relaygr.client import DeliveryReport, Ended, RelayClient
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.client_errors import is_final
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.schemas.messages import FailureReason
+from relaygr.schemas.ended import Reason
 from relaygr.schemas.topics import Topic
 from tests.echo_worker import echo_worker
 from tests.waiting import until
@@ -45,10 +45,10 @@ def test_a_request_that_kafka_would_refuse_again_ends_at_once(cluster: FaultyClu
         for _ in range(3):
             cluster.answer_produce(code)
             outcome = client.rank("ann", [1], budget_ms=BUDGET_MS)
-            assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.REFUSED_BY_KAFKA)
+            assert (outcome.status, outcome.reason) == (Ended.FAILED, Reason.REFUSED_BY_KAFKA)
         statistics = client.statistics()
         with echo_worker(kafka):
-            assert client.rank("ann", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+            assert client.rank("ann", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
     assert (statistics.failed, statistics.retries, statistics.waiting, statistics.in_grace) == (3, 0, 0, 0)
     [line] = [each for each in logs if each["event"] == "kafka refuses messages"]
     assert line["topic"] == kafka.topic(Topic.RANKING) and line["cause"]
@@ -60,7 +60,7 @@ def test_a_request_that_another_broker_may_take_is_sent_again(cluster: FaultyClu
     kafka = cluster.kafka
     with RelayClient(kafka, "gw-0", registry=CollectorRegistry()) as client, echo_worker(kafka):
         cluster.answer_produce(KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.KAFKA_STORAGE_ERROR)
-        assert client.rank("ann", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert client.rank("ann", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
 
 
 def test_an_event_that_kafka_refuses_is_told_with_its_cause(cluster: FaultyCluster) -> None:
@@ -90,7 +90,7 @@ def test_a_real_broker_that_refuses_the_time_of_a_request_ends_it(real_broker: L
         altered.result(30)
 
     def refused(client: RelayClient) -> bool:
-        return client.rank("ann", [1], budget_ms=BUDGET_MS).reason is FailureReason.REFUSED_BY_KAFKA
+        return client.rank("ann", [1], budget_ms=BUDGET_MS).reason is Reason.REFUSED_BY_KAFKA
 
     with RelayClient(kafka, "gw-0", registry=CollectorRegistry()) as client:
         # The leaders of new topics may be unknown at first, and a record of the same millisecond is taken.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -15,19 +14,19 @@ from confluent_kafka import KafkaError
 from confluent_kafka.admin import ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
 from prometheus_client import CollectorRegistry
 
-import relaygr.client.link
-import relaygr.kafka.rotation
-from relaygr.client import DeliveryReport, RankStatus, RelayClient
+import relaygr.kafka.session
+from relaygr.client import DeliveryReport, Ended, RelayClient
+from relaygr.cluster.admin import create_topics
 from relaygr.devbroker.local import free_ports
-from relaygr.kafka.admin import create_topics
-from relaygr.kafka.client_errors import PROCESS_REFUSAL, is_refusal
+from relaygr.kafka.client_errors import is_refusal
 from relaygr.kafka.clients import make_admin
-from relaygr.kafka.rotation import ends_for_new_files
 from relaygr.kafka.security import SecurityFiles
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.processes import is_ready
 from relaygr.runtime.errors import RelayError
 from tests.echo_worker import echo_worker
+from tests.promised import program
 from tests.waiting import until
 from tests.worlds.broker_proxy import RawProxy
 from tests.worlds.certificates import Authority
@@ -35,7 +34,7 @@ from tests.worlds.own_broker import own_broker
 from tests.worlds.relay import Relay, make_model
 
 with_a_broker = [pytest.mark.kafka, pytest.mark.slow]
-LIFETIME_S = 30
+LIFETIME_S = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +93,7 @@ class Secured:
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make certificates with")
+    program("openssl")
     folder = tmp_path_factory.mktemp("rotation")
     authority = Authority.make(folder / "authority")
     certificate, key = authority.issue("broker", folder)
@@ -132,16 +130,12 @@ def world(secured: Secured) -> Iterator[World]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(relaygr.client.link, "FILES_INTERVAL_S", 0.2)
-    monkeypatch.setattr(relaygr.kafka.rotation, "LOOK_S", 0.05)
-    PROCESS_REFUSAL.forget()
-    yield
-    PROCESS_REFUSAL.forget()
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaygr.kafka.session, "LOOK_S", 0.05)
 
 
 def is_ranked(client: RelayClient) -> bool:
-    return client.rank("ann", [1, 2], budget_ms=2_000).status is RankStatus.RANKED
+    return client.rank("ann", [1, 2], budget_ms=2_000).status is Ended.RANKED
 
 
 def cut(proxy: RawProxy) -> None:
@@ -156,8 +150,9 @@ class TestClient:
         self, world: World, tmp_path: Path
     ) -> None:
         """Both clients wait for the same end of the first certificates."""
-        prompt, _ = world.by_certificate(tmp_path / "prompt", LIFETIME_S)
-        tardy, expires_s = world.by_certificate(tmp_path / "tardy", LIFETIME_S)
+        lifetime_s = LIFETIME_S + 5 * self.first_answer_s(world, tmp_path / "first")
+        prompt, _ = world.by_certificate(tmp_path / "prompt", lifetime_s)
+        tardy, expires_s = world.by_certificate(tmp_path / "tardy", lifetime_s)
         with (
             echo_worker(world.plain),
             RelayClient(prompt, "gw-0", registry=CollectorRegistry()) as in_time,
@@ -168,7 +163,7 @@ class TestClient:
             world.authority.issue("client", tmp_path / "prompt")
             until(lambda: in_time._link._consumer is not before, "new clients", 60)
             assert is_ranked(in_time)
-            until(lambda: time.time() > expires_s + 1, "the first certificates have expired", LIFETIME_S + 10)
+            until(lambda: time.time() > expires_s + 1, "the first certificates have expired", lifetime_s + 10)
             cut(world.certificates)
             until(lambda: is_ranked(in_time), "an answer by a new connection", 60)
             assert in_time.refusal is None
@@ -180,6 +175,15 @@ class TestClient:
             until(lambda: bool(reports), "the report of the message", 60)
             assert [report.error for report in reports] == [None]
             assert late.refusal is None
+
+    @staticmethod
+    def first_answer_s(world: World, folder: Path) -> float:
+        """How long this machine takes from a new certificate to an answer."""
+        started_s = time.monotonic()
+        kafka, _ = world.by_certificate(folder, 86_400)
+        with echo_worker(world.plain), RelayClient(kafka, "gw-first", registry=CollectorRegistry()) as client:
+            until(lambda: is_ranked(client), "an answer", 60)
+        return time.monotonic() - started_s
 
     def test_a_password_that_is_changed_is_taken(self, world: World, tmp_path: Path) -> None:
         file = tmp_path / "password"
@@ -287,15 +291,16 @@ def test_a_process_ends_only_if_kafka_refuses_it_and_its_files_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_changed: bool, is_refused: bool
 ) -> None:
     kills: list[int] = []
-    monkeypatch.setattr(relaygr.kafka.rotation.os, "kill", lambda _, number: kills.append(number))
+    monkeypatch.setattr(relaygr.kafka.session.os, "kill", lambda _, number: kills.append(number))
     given = security(tmp_path)
+    session = KafkaSession(KafkaSettings(security=given), "test")
 
     def serve() -> None:
-        with ends_for_new_files(given):
+        with session.ends_for_new_files():
             if is_changed:
                 given.certificate_file and given.certificate_file.write_text("renewed")
             if is_refused:
-                PROCESS_REFUSAL.note(KafkaError(KafkaError._SSL, "certificate expired"))
+                session._note_rejection(0, KafkaError(KafkaError._SSL, "certificate expired"))
             looks = 40 if is_changed and is_refused else 4
             for _ in range(looks):
                 if not kills:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
 from relaygr.client import RelayClient
+from relaygr.cluster.admin import create_topics
 from relaygr.consumer.leave import leave
 from relaygr.devbroker import BrokerChoice, LocalBroker
-from relaygr.kafka.admin import create_topics
 from relaygr.kafka.clients import (
     ProducerKind,
     make_admin,
@@ -27,9 +26,10 @@ from relaygr.kafka.clients import (
     make_producer,
     require_broker,
 )
-from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
+from tests.promised import program
 from tests.streams.test_security import token
 from tests.waiting import until
 from tests.worlds.own_broker import own_broker
@@ -66,8 +66,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
     if real_broker.kind is not BrokerChoice.KAFKA:
         pytest.skip("tests run on a Kafka that they did not start")
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
+    program("openssl")
     folder = tmp_path_factory.mktemp("tls")
     cert, keystore = certificate(folder)
     jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
@@ -189,7 +188,7 @@ def test_dead_letters_wait_for_a_valid_token(broker: SecuredBroker, tmp_path: Pa
     kafka = changed(broker.token, sasl_token_file=tmp_path / "token")
     (tmp_path / "token").write_text("" if is_empty else token(time.time() - 60))
     assert create_topics(broker.token).ok
-    writer, done = DeadLetterWriter(kafka, "test"), list[bool]()
+    writer, done = KafkaSession(kafka, "test").dead_letters, list[bool]()
     writer.write(
         Message(topic="secured.ranking", partition=0, offset=7, value=b"garbage"), "malformed", "", done.append
     )

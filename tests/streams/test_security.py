@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from relaygr.kafka.clients import require_broker
 from relaygr.kafka.security import librdkafka_security, read_token
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
+from tests.promised import program
 
 
 def sasl(protocol: SecurityProtocol, mechanism: SaslMechanism = SaslMechanism.SCRAM_SHA_512) -> Security:
@@ -166,10 +166,9 @@ def test_a_key_without_its_certificate_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
 def test_a_locked_key_without_its_password_is_refused_instead_of_asking_the_terminal(tmp_path: Path) -> None:
     key, certificate = tmp_path / "client.key", tmp_path / "client.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=client", "-passout", "pass:secret"]
+    make = [program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=client", "-passout", "pass:secret"]
     subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
     locked = Security(protocol=SecurityProtocol.SSL, certificate_file=certificate, key_file=key)
     with pytest.raises(RelayError, match=r"ssl\.key\.location failed.*Check `security`"):

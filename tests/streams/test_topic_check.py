@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from relaygr.cluster.topic_check import Finding, Observed, ObservedTopic, Severity, compare, count_conflicts, report
 from relaygr.kafka.settings import Affinity, KafkaSettings
-from relaygr.kafka.topic_check import Finding, Observed, ObservedTopic, Severity, compare, count_conflicts, report
 from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic
 
 KAFKA = KafkaSettings(partitions=16)
@@ -188,6 +188,24 @@ def test_groups_that_do_not_survive_a_broker_are_a_warning_where_topics_are_repl
     assert finding.severity is Severity.WARNING
     assert what in finding.what
     assert compare(Observed(as_wanted(), **observed), KAFKA) == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "topic"),
+    [
+        ("offsets.topic.replication.factor", "__consumer_offsets"),
+        ("share.coordinator.state.topic.replication.factor", "__share_group_state"),
+        ("transaction.state.log.replication.factor", "__transaction_state"),
+    ],
+)
+def test_an_internal_topic_that_the_brokers_cannot_create_is_a_warning(key: str, topic: str) -> None:
+    seen = Observed(as_wanted(), broker_config={key: "5"}, brokers=2)
+    finding = only(compare(seen, KAFKA))
+    assert finding.severity is Severity.WARNING
+    assert f"{key}=5, but 2 brokers are up, so Kafka cannot create {topic}: " in finding.what
+    assert finding.mend == f"set {key} to 2 on the brokers, or start 3 more"
+    for works in ({"internal": frozenset((topic,))}, {"brokers": 5}, {"brokers": None}):
+        assert compare(replace(seen, **works), KAFKA) == ()
 
 
 def test_brokers_that_create_topics_by_themselves_are_a_warning() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from relaygr.kafka import topic_identity
+from relaygr.cluster import topic_identity
+from relaygr.cluster.topic_identity import TopicIdentity, TopicIdentityWatch
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_identity import TopicIdentity, TopicIdentityWatch
 
 TIMEOUT_S = 30.0
 
@@ -28,6 +29,9 @@ class Answers:
             raise answer
         return TopicIdentity("cluster", answer)
 
+    def renew(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -43,7 +47,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, known: dict[str, str], answers: Ans
         if len(found) == reports:
             done.set()
 
-    watch = TopicIdentityWatch(KafkaSettings(), TopicIdentity("cluster", known), "test", on_new)
+    watch = TopicIdentityWatch(KafkaSession(KafkaSettings(), "test"), TopicIdentity("cluster", known), "test", on_new)
     watch.start()
     assert not reports or done.wait(TIMEOUT_S)
     watch.stop()

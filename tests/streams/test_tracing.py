@@ -18,7 +18,6 @@ from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.trace_context import TRACEPARENT, TraceContext
-from relaygr.schemas.vectors.samples import MESSAGES
 from relaygr.tracing import TracingSettings, start_tracing
 from relaygr.tracing.otlp import SpanExport, otel_spans, sampler_of
 from relaygr.tracing.spans import MessagePlace, Operation, Span, SpanKind, message_span
@@ -27,8 +26,10 @@ from relaygr.tracing.stages import TraceStage as Stage
 from relaygr.tracing.tracer import Sampler, Tracer, TracerMetrics
 from relaygr.tracing.worker import REMEMBERED_JOBS, WorkerTraces
 from relaygr.trigger.traces import TriggerTraces
+from tests.schemas.wire_samples import MESSAGES
 from tests.waiting import until
 from tests.worlds.otlp import Collector, collector, traceparent
+from tests.worlds.proxy import refusing_proxy
 
 RATIO = pytest.importorskip("opentelemetry.sdk.trace.sampling")
 otel_trace = pytest.importorskip("opentelemetry.trace")
@@ -167,6 +168,12 @@ CASES: dict[str, tuple[RankingTimes, list[tuple[Stage, int, int]]]] = {
             (Stage.HIT, 800, 900),
         ],
     ),
+    "a hit that waited for its history": (
+        RankingTimes(
+            100, 1_000, 800, ready_us=750, rank_us=150, ranked_us=950, history_wait_us=500, history_waited_us=700
+        ),
+        [(Stage.QUEUE, 100, 200), (Stage.HISTORY, 200, 700), (Stage.QUEUE, 700, 800), (Stage.HIT, 800, 950)],
+    ),
     "it expired in the queue": (RankingTimes(100, 1_000), [(Stage.QUEUE, 100, 1_000)]),
     "it was refused at once": (RankingTimes(100, 100), []),
 }  # fmt: skip
@@ -178,7 +185,7 @@ def test_the_stages_of_a_request(name: str) -> None:
     assert [(each.stage, each.start_us, each.end_us) for each in stages_of(times, Stage.FULL)] == expected
 
 
-@given(st.lists(st.integers(0, 1_000), min_size=9, max_size=9))
+@given(st.lists(st.integers(0, 1_000), min_size=11, max_size=11))
 def test_stages_never_overlap_whatever_the_times(numbers: list[int]) -> None:
     received_us, ended_us = sorted(numbers[:2])
     stages = stages_of(RankingTimes(received_us, ended_us, *numbers[2:]), Stage.FULL)
@@ -332,6 +339,20 @@ def test_spans_arrive_with_their_resource_parent_link_and_error(
         "error.type": "overloaded",
     }
     assert span.service == "relaygr-test" and span.resource["service.instance.id"] == "test-0"
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_a_collector_on_this_machine(
+    collected: Collector, variables: pytest.MonkeyPatch
+) -> None:
+    with refusing_proxy() as (proxies, asked):
+        for name, value in proxies.items():
+            variables.setenv(name, value)
+        tracer = started()
+        tracer.end(
+            message_span(Operation.PROCESS, MessagePlace("topic", 1, 2), "r", TraceContext(1, 2, True), None, 1, 2)
+        )
+        tracer.close()
+    assert len(collected.spans) == 1 and asked == []
 
 
 def test_the_environment_names_the_process(collected: Collector, variables: pytest.MonkeyPatch) -> None:

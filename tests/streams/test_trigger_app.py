@@ -25,6 +25,7 @@ from relaygr.kafka.clients import (
     make_producer,
 )
 from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.clock import ManualClock, SystemClock
 from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
@@ -139,7 +140,7 @@ async def wait_for(condition: object) -> None:
 
 @contextlib.asynccontextmanager
 async def running(kafka: KafkaSettings, settings: TriggerSettings | None = None) -> AsyncIterator[Bench]:
-    app = TriggerApp(kafka, settings or TriggerSettings(), registry=CollectorRegistry())
+    app = TriggerApp(KafkaSession(kafka, "trigger-00"), settings or TriggerSettings(), registry=CollectorRegistry())
     stop = asyncio.Event()
     task = asyncio.create_task(app.run(stop))
     try:
@@ -290,7 +291,7 @@ async def test_a_stopped_trigger_leaves_its_group_so_that_the_next_one_starts_at
 async def test_a_first_trigger_reads_no_events_from_before_its_start_and_the_next_one_all_that_came_meanwhile(
     kafka_settings: KafkaSettings,
 ) -> None:
-    app = TriggerApp(kafka_settings, TriggerSettings(), registry=CollectorRegistry())
+    app = TriggerApp(KafkaSession(kafka_settings, "trigger-00"), TriggerSettings(), registry=CollectorRegistry())
     bench = Bench(kafka_settings, app)
     bench.send(event("user-early", 4000))
     async with running(kafka_settings) as bench:
@@ -466,7 +467,8 @@ class Group:
     async def join(self) -> Bench:
         """A process starts; it owns no partitions yet."""
         name = self._settings.model_copy(update={"instance_id": f"trigger-{len(self.clock.apps)}"})
-        app = TriggerApp(self._kafka, name, clock=self.clock, registry=CollectorRegistry())
+        session = KafkaSession(self._kafka, name.instance_id)
+        app = TriggerApp(session, name, clock=self.clock, registry=CollectorRegistry())
         self.clock.apps.append(app)
         stop = asyncio.Event()
         self._ends[app] = stop, asyncio.create_task(app.run(stop))

@@ -6,6 +6,7 @@ import pytest
 from confluent_kafka import KafkaError
 from structlog.testing import capture_logs
 
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.trigger.faust_stream import EventFeed, position
@@ -14,7 +15,7 @@ from relaygr.trigger.faust_stream import EventFeed, position
 @pytest.fixture
 def feed() -> EventFeed:
     kafka = KafkaSettings(bootstrap="127.0.0.1:1")
-    return EventFeed(kafka, "test", on_partitions=lambda _: None, on_error=lambda _: None)
+    return EventFeed(KafkaSession(kafka, "test"), "test", on_partitions=lambda _: None, on_error=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +42,16 @@ def test_a_missing_right_is_named_and_waited_for(feed: EventFeed, code: int) -> 
 
 def test_a_right_that_is_taken_away_while_it_reads_leaves_its_positions() -> None:
     """It stayed not ready when the right was given back, until its partitions were assigned anew."""
-    told: list[KafkaError] = []
-    feed = EventFeed(KafkaSettings(bootstrap="127.0.0.1:1"), "test", lambda _: None, told.append)
+    told: list[tuple[str, KafkaError]] = []
+    session = KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1"), "test")
+    session.note = lambda *error: told.append(error)  # type: ignore[method-assign]
+    feed = EventFeed(session, "test", lambda _: None, lambda _: None)
     feed._own(frozenset({0}))
     feed.is_positioned = True
     refused = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
     feed._on_poll_error(refused)
     assert feed.is_positioned and feed.refusal is None
-    assert told == [refused]
+    assert told == [("relaygr.retrieval", refused)]
     feed.close()
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
+from relaygr.admission.worker_table import NoRoomError
 from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import LatencyCoefficients, PreInferSlots, WorkerState, WorkerStatus
-from relaygr.trigger.fleet import Fleet, FleetSummary
+from relaygr.trigger.fleet import MAX_CLAIMANTS, MAX_POOL_WORKERS, MAX_WORKERS, Fleet, FleetSummary, most_workers
 
 NOW_US = 1_700_000_000_000_000
 LATENCY = LatencyCoefficients(300, 2, 0.001, 200, 1.5, 0.0008, 250, 3, 0.002, 20, 0.0001)
@@ -141,8 +145,10 @@ def test_the_summary_tells_fresh_from_silent() -> None:
     assert fleet.summary(NOW_US) == FleetSummary(workers=2, fresh_workers=1, owned_partitions=1)
 
 
-def pre_infer(refused: int = 0, slots: int = 2, written_at_us: int = NOW_US, since_us: int = 1) -> WorkerStatus:
-    own = PreInferSlots(slots, slots, 0, refused)
+def pre_infer(
+    refused: int = 0, slots: int = 2, written_at_us: int = NOW_US, since_us: int = 1, accepted: int = 0
+) -> WorkerStatus:
+    own = PreInferSlots(slots, slots, accepted, refused)
     return replace(status("pre-00", (), written_at_us), pre_infer=own, active_since_us=since_us)
 
 
@@ -161,6 +167,36 @@ def test_without_a_live_pre_infer_worker_with_slots_nothing_goes_to_the_pool() -
     assert not fleet.pool_takes(NOW_US)
 
 
+def test_a_pool_that_neither_takes_nor_refuses_jobs_gets_trials_only_until_it_does() -> None:
+    fleet = fleet_of(pre_infer())
+
+    def sent(at_us: int) -> bool:
+        """Whether a job goes to the pool. Its workers are alive."""
+        fleet.apply("pre-00", pre_infer(written_at_us=at_us, accepted=accepted), at_us)
+        takes = fleet.pool_takes(at_us)
+        if takes:
+            fleet.sent_to_pool(at_us)
+        return takes
+
+    accepted, second = 0, 1_000_000
+    assert sum(sent(NOW_US + number * second) for number in range(45)) == 5 + 4
+    assert fleet.pool_is_silent(NOW_US + 45 * second)
+    accepted = 1
+    assert all(sent(NOW_US + number * second) for number in range(46, 50))
+    # As long as it goes on to take them.
+    for number in range(50, 80):
+        accepted += number % 3 == 0
+        assert sent(NOW_US + number * second)
+
+
+def test_a_pre_infer_worker_that_starts_anew_gets_jobs() -> None:
+    fleet = fleet_of(pre_infer())
+    fleet.sent_to_pool(NOW_US - 9_000_000)
+    assert not fleet.pool_takes(NOW_US)
+    fleet.apply("pre-00", pre_infer(since_us=2), NOW_US)
+    assert fleet.pool_takes(NOW_US)
+
+
 def test_nothing_goes_to_the_pool_while_a_worker_refuses_jobs() -> None:
     fleet = fleet_of(pre_infer(refused=5))
     assert fleet.pool_takes(NOW_US)
@@ -170,3 +206,139 @@ def test_nothing_goes_to_the_pool_while_a_worker_refuses_jobs() -> None:
     # A new process counts from 0.
     fleet.apply("pre-00", pre_infer(refused=12, since_us=2), NOW_US)
     assert fleet.pool_takes(NOW_US)
+
+
+# -- made-up workers
+
+
+def steps(work: Callable[[], object]) -> int:
+    """The calls that it makes, of Python and of C."""
+    count = 0
+
+    def note(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.slow
+def test_a_status_costs_as_many_steps_among_3000_workers_as_among_ten() -> None:
+    """Each new claim sorted all workers, and each new worker looked for the oldest among all."""
+    counts = []
+    for others in (10, 3_000):
+        fleet = fleet_of(status("real", tuple(range(40))))
+        for number in range(others):
+            fleet.apply(f"made-up-{number}", status(f"made-up-{number}", ()), NOW_US)
+        moved, newcomer = status("real", tuple(range(20, 60)), epoch=2), status("other", tuple(range(100, 140)))
+        counts.append(
+            (
+                steps(lambda fleet=fleet, moved=moved: fleet.apply("real", moved, NOW_US)),
+                steps(lambda fleet=fleet, newcomer=newcomer: fleet.apply("other", newcomer, NOW_US)),
+            )
+        )
+    assert counts[0] == counts[1]
+
+
+def test_made_up_workers_do_not_displace_one_that_still_writes() -> None:
+    fleet = Fleet(3000, most=20)
+    fleet.apply("real", status("real"), NOW_US)
+    refused = 0
+    for number in range(200):
+        now_us = NOW_US + 10_000 * number
+        fleet.apply("real", status("real", written_at_us=now_us), now_us)
+        try:
+            fleet.apply(f"made-up-{number}", status(f"made-up-{number}", (7,), now_us), now_us)
+        except NoRoomError:
+            refused += 1
+        assert owner(fleet, 0, now_us) == "real"
+    assert refused == 200 - MAX_CLAIMANTS
+    for number in range(MAX_WORKERS + 200):
+        with suppress(NoRoomError):
+            fleet.apply(f"made-up-{number}", status(f"made-up-{number}", (), now_us), now_us)
+    assert fleet.summary(now_us) == FleetSummary(MAX_WORKERS + 1, MAX_WORKERS + 1, 2)
+
+
+@pytest.mark.parametrize(("workers", "partitions"), [(1, 4), (90, 3), (300, 64)])
+def test_real_workers_that_join_at_once_are_all_known_whoever_owns_the_partitions(
+    workers: int, partitions: int
+) -> None:
+    """More than can own a partition: those that were heard first must not keep out the owners."""
+    fleet = Fleet(3000, most_workers(partitions))
+    owned: dict[int, tuple[int, ...]] = {}
+    for partition in range(partitions):
+        place = workers - 1 - partition % workers
+        owned[place] = (*owned.get(place, ()), partition)
+    for epoch in range(3):
+        for number in range(workers):
+            has = owned.get((number + epoch) % workers, ()) if epoch else ()
+            fleet.apply(f"worker-{number}", status(f"worker-{number}", has, NOW_US + epoch, epoch), NOW_US + epoch)
+    assert fleet.summary(NOW_US + 2) == FleetSummary(workers, workers, partitions)
+
+
+def test_a_worker_that_gives_up_its_partitions_owns_none_even_if_there_is_no_room_for_it() -> None:
+    fleet = fleet_of(status("real"))
+    for number in range(MAX_WORKERS):
+        fleet.apply(f"made-up-{number}", status(f"made-up-{number}", ()), NOW_US)
+    with pytest.raises(NoRoomError):
+        fleet.apply("real", status("real", ()), NOW_US)
+    assert owner(fleet, 0) is None
+    fleet.apply("real", status("real"), NOW_US)
+    assert owner(fleet, 0) == "real"
+
+
+def test_a_new_worker_takes_the_place_of_the_one_that_was_silent_longest() -> None:
+    fleet = Fleet(3000, most=3)
+    for number, name in enumerate(("worker-00", "worker-01", "worker-02")):
+        fleet.apply(name, status(name, (number,)), NOW_US)
+    later = NOW_US + 3_000_001
+    fleet.apply("worker-00", status("worker-00", (0,), later), later)
+    fleet.apply("worker-03", status("worker-03", (3,), later), later)
+    assert fleet.summary(later).workers == 3
+    fleet.apply("worker-02", status("worker-02", (2,), later), later)
+    assert [owner(fleet, each, later) for each in range(4)] == ["worker-00", None, "worker-02", "worker-03"]
+    with pytest.raises(NoRoomError):
+        fleet.apply("worker-01", status("worker-01", (1,), later), later)
+
+
+def test_a_partition_has_few_live_claimants_and_silent_ones_give_way() -> None:
+    fleet = fleet_of(status("real", (5,)))
+    for number in range(1, MAX_CLAIMANTS):
+        fleet.apply(f"made-up-{number}", status(f"made-up-{number}", (5, 6), NOW_US + number), NOW_US + number)
+    with pytest.raises(NoRoomError, match="partition 5 has 8 live claimants"):
+        fleet.apply("made-up-99", status("made-up-99", (4, 5)), NOW_US)
+    assert owner(fleet, 4) is None, "nothing of the status is taken"
+    later = NOW_US + 4_000_000
+    fleet.apply("real", status("real", (5,), later), later)
+    assert owner(fleet, 5, later) == "real"
+    fleet.apply("worker-01", status("worker-01", (5,), later, epoch=3), later)
+    assert owner(fleet, 5, later) == "worker-01"
+    assert fleet.summary(later).workers == 2, "what is kept of silent workers is bounded, too"
+
+
+def test_made_up_pre_infer_workers_are_bounded_and_do_not_displace_a_real_one() -> None:
+    fleet = fleet_of(pre_infer())
+    for number in range(MAX_POOL_WORKERS + 40):
+        name = f"made-up-{number}"
+        with suppress(NoRoomError):
+            fleet.apply(name, replace(pre_infer(), worker_id=name), NOW_US)
+    assert len(fleet._pool) == MAX_POOL_WORKERS
+    fleet.apply("pre-00", pre_infer(refused=1), NOW_US)
+    assert not fleet.pool_takes(NOW_US), "the real one is still heard"
+
+
+def test_a_worker_is_of_the_kind_that_its_last_status_says() -> None:
+    fleet = fleet_of(status("pre-00"))
+    fleet.apply("pre-00", pre_infer(), NOW_US)
+    assert owner(fleet, 0) is None and fleet.pool_takes(NOW_US)
+    fleet.apply("pre-00", status("pre-00"), NOW_US)
+    assert owner(fleet, 0) == "pre-00" and not fleet.pool_takes(NOW_US)
+
+
+def test_as_many_workers_are_kept_as_can_own_partitions_and_more() -> None:
+    assert most_workers(1) > 2 and most_workers(64) >= 128 and most_workers(4096) == MAX_WORKERS

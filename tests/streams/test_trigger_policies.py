@@ -33,7 +33,6 @@ PAST = dataclasses.replace(AT_RISK, expected_ranking_at_us=NOW_US - 10**9)
         ("always", PAST, DecisionReason.EXPIRED),
         ("threshold", AT_RISK, DecisionReason.NO_STATUS_THRESHOLD),
         ("threshold", SHORT, DecisionReason.BELOW_THRESHOLD),
-        ("never", AT_RISK, DecisionReason.DISABLED),
     ],
 )
 def test_each_policy_decides_by_its_rule(name: str, impression: object, reason: DecisionReason) -> None:
@@ -66,7 +65,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_installed_package_brings_its_policy_by_an_entry_point(others: None) -> None:
-    assert policy_names() == ["policy", "always", "threshold", "never", "broken", "odd"]
+    assert policy_names() == ["policy", "always", "threshold", "broken", "odd"]
     made = make_policy("odd", LIMITS)
     assert [made.decide(PolicyCase(AT_RISK, NOW_US)).reason for _ in range(2)] == [
         DecisionReason.ADMITTED,
@@ -78,7 +77,7 @@ def test_an_unknown_or_broken_policy_ends_the_start_with_a_sentence(others: None
     def start(name: str) -> None:
         EventHandler(TriggerSettings(policy=name), AdmissionSettings(), Fleet(3000), 12, ManualClock())
 
-    with pytest.raises(RelayError, match="no trigger policy 'nope': give one of policy, always, threshold, never"):
+    with pytest.raises(RelayError, match="no trigger policy 'nope': give one of policy, always, threshold"):
         start("nope")
     with pytest.raises(RelayError, match=r"'broken' .* cannot be loaded: KeyError\('no file'\)"):
         start("broken")

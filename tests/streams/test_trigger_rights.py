@@ -14,9 +14,11 @@ from confluent_kafka.admin import ResourceType as Kind
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from relaygr.kafka import refusals
-from relaygr.kafka.admin import create_topics
+from relaygr.cluster.admin import create_topics
+from relaygr.cluster.rights import Role, RoleRights
+from relaygr.kafka import session as session_module
 from relaygr.kafka.clients import make_admin
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.schemas.topics import Topic
 from relaygr.trigger.app import TriggerApp
@@ -75,7 +77,8 @@ def guarded() -> Iterator[tuple[KafkaSettings, KafkaSettings]]:
 @contextlib.asynccontextmanager
 async def running(kafka: KafkaSettings) -> AsyncIterator[TriggerApp]:
     """A trigger that must end within seconds after it is told to stop."""
-    app = TriggerApp(kafka, TriggerSettings(), registry=CollectorRegistry())
+    session = KafkaSession(kafka, "trigger-00", RoleRights(kafka, Role.TRIGGER))
+    app = TriggerApp(session, TriggerSettings(), registry=CollectorRegistry())
     stop = asyncio.Event()
     task = asyncio.create_task(app.run(stop))
     try:
@@ -84,6 +87,7 @@ async def running(kafka: KafkaSettings) -> AsyncIterator[TriggerApp]:
         stop.set()
         async with asyncio.timeout(15):
             await task
+        await asyncio.to_thread(session.close)
 
 
 async def until(condition: Callable[[], bool], app: TriggerApp) -> None:
@@ -97,7 +101,7 @@ async def until(condition: Callable[[], bool], app: TriggerApp) -> None:
 async def test_a_missing_right_is_named_until_it_is_given_at_the_start_and_later(
     guarded: tuple[KafkaSettings, KafkaSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "ASK_S", 1.0)
+    monkeypatch.setattr(session_module, "ASK_S", 1.0)
     owner, kafka = guarded
     rights = Rights(owner)
     rights.give(Kind.TOPIC, "guarded.", AclOperation.DESCRIBE)

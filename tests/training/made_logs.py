@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from relaygr.training.logs import Log
-from relaygr.training.runs import Run, TrainingOptions
+from relaygr.training.options import TrainingOptions
+from relaygr.training.runs import Run
 from relaygr.training.splits import Split
 
 QUICK = TrainingOptions(

@@ -17,14 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from confluent_kafka import KafkaError
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
+from relaygr.cluster.topic_identity import TopicIdentity
 from relaygr.devbroker import LocalBroker
 from relaygr.devbroker.local import free_ports
-from relaygr.interactions import Interactions, read_interactions
+from relaygr.ingest.gather import Interactions
+from relaygr.ingest.reading import read_interactions
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_identity import TopicIdentity
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.stop_signals import SIGNALS
 from relaygr.schemas.codec import encode
@@ -56,10 +58,17 @@ class Source(Publisher):
 
     def events(self, user_id: str, count: int, first: int = 0) -> None:
         """Records of one behaviour each, whose item is its position, in one flush."""
+        errors: list[KafkaError | None] = []
         for position in range(first, first + count):
             event = BehaviourEvent(user_id, Behaviours.of([(position, 1, AT_MS + position)]), position)
-            self._producer.produce(self.kafka.topic(Topic.BEHAVIOURS), key=user_id.encode(), value=encode(event))
+            self._producer.produce(
+                self.kafka.topic(Topic.BEHAVIOURS),
+                key=user_id.encode(),
+                value=encode(event),
+                on_delivery=lambda error, _: errors.append(error),
+            )
         assert self._producer.flush(60) == 0
+        assert errors == [None] * count, "a flush does not tell of a message that was given up"
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.training.comparison import CHOSEN, Queries, compare, target_scores, verdict
-from relaygr.training.contrastive import Arm, RetrievalOptions, Training, advance
+from relaygr.training.contrastive import Arm, Training, advance
 from relaygr.training.domains import Domains, join_logs
+from relaygr.training.options import RetrievalOptions
 from relaygr.training.ranking import Estimate
 from relaygr.training.retrieval import GraphSearch, save_retrieval
 from relaygr.training.runs import Run

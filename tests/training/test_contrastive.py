@@ -17,7 +17,6 @@ from relaygr.training.contrastive import (
     TEMPERATURE,
     Arm,
     Inter,
-    RetrievalOptions,
     Training,
     advance,
     contrastive_loss,
@@ -25,6 +24,7 @@ from relaygr.training.contrastive import (
     product,
 )
 from relaygr.training.domains import join_logs, mean_matrix
+from relaygr.training.options import RetrievalOptions
 from tests.training.test_domains import SOURCE_LOG, TARGET_LOG
 
 DOMAINS = join_logs(TARGET_LOG, SOURCE_LOG)

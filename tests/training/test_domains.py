@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from relaygr.runtime.errors import RelayError
-from relaygr.training.contrastive import Arm, RetrievalOptions, Training, advance
+from relaygr.training.contrastive import Arm, Training, advance
 from relaygr.training.domains import KATZ_SHARE, Domains, Graph, join_logs
-from relaygr.training.logs import Log
+from relaygr.training.logs import Log, Ties
+from relaygr.training.options import RetrievalOptions
 from relaygr.training.splits import Part
 from tests.training.made_logs import cyclic_log
 
@@ -85,6 +86,18 @@ def test_of_a_cold_user_only_the_source_is_known() -> None:
     of_target, of_source = (each.sum(1) for each in domains.histories(Part.TEST, cold))
     assert not of_target.any() and of_source == pytest.approx(np.ones((6, 1)))
     assert np.isin(cold, domains.owners[domains.held_out(Part.TEST)]).any(), "their test part is there"
+
+
+def test_at_equal_times_no_domain_comes_before_the_other_unless_the_order_of_the_files_is_asked_for() -> None:
+    logs = [replace(log, times_ms=log.times_ms // 10**9 * 10**9) for log in (TARGET_LOG, SOURCE_LOG)]
+    logs[1].times_ms[SOURCE_LOG.starts[1:] - 1] += 10**9  # Since a log of one time for each user is refused.
+    shares = {}
+    for ties in Ties:
+        domains = join_logs(*(replace(log, ties=ties) for log in logs))
+        assert domains.log.ties is ties
+        firsts = domains.is_target[domains.split.starts[:-1]]
+        shares[ties] = float(firsts.mean())
+    assert shares[Ties.FILE] == 1.0 and 0.1 < shares[Ties.HASH] < 0.8
 
 
 def test_logs_without_common_users_are_refused() -> None:

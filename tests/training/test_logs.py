@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.interactions import read_interactions
+from relaygr.ingest.log_map import LogMap
+from relaygr.ingest.reading import read_interactions
 from relaygr.runtime.errors import RelayError
-from relaygr.training.logs import MIN_BEHAVIOURS, Log, usable
-from relaygr.training.splits import Part, Protocol, split_log
+from relaygr.training.logs import MIN_BEHAVIOURS, Log, Ties, usable
+from relaygr.training.options import Protocol
+from relaygr.training.ranker import Size, ranker_config
+from relaygr.training.splits import Part, Split, split_log
 from tests.training.made_logs import cyclic_log
 
 
@@ -48,11 +51,47 @@ def test_users_with_few_behaviours_are_left_out_and_the_others_kept_whole() -> N
     assert log.items.tolist() == [*range(4, 11), *range(12, 18)]
 
 
-def test_an_unsorted_log_is_sorted_and_ties_keep_the_order_of_the_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_an_unsorted_log_is_sorted_and_ties_keep_the_order_of_the_file_if_asked(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "unsorted.inter"
     header = "user_id:token\titem_id:token\ttimestamp:float\n"
     path.write_text(header + "".join(f"a\t{item}\t{time}\n" for item, time in [(1, 9e8 + 5), (2, 9e8), (3, 9e8 + 5)]))
-    assert read_interactions(path).behaviours.items.tolist() == [2, 1, 3]
+    read = read_interactions(path, log_map=LogMap(ties=Ties.FILE))
+    assert read.behaviours.items.tolist() == [2, 1, 3]
+
+
+def rated(counts: dict[int, int]) -> Split:
+    """The split of one user with these codes, each so often."""
+    codes = np.repeat(list(counts), list(counts.values())).astype(np.uint16)
+    shuffled = np.random.default_rng(2).permutation(codes)
+    return split_log(replace(log_of([codes.size]), actions=shuffled), Protocol.TIME)
+
+
+@pytest.mark.parametrize(
+    ("counts", "has_liked", "said"),
+    [
+        ({2: 40, 10: 40}, True, ""),
+        ({0: 500, 2: 500}, False, "0.0% of the ratings"),
+        ({40: 500, 200: 500}, False, "100.0% of the ratings"),
+        ({0: 3999, 10: 1}, False, "ratings to train on are at least 4"),
+        ({6: 20, 14: 20, 20: 20}, True, "Ratings go up to 10"),
+    ],
+    ids=["stars", "0 and 1", "20 to 100", "one stray", "ten stars"],
+)
+def test_liked_is_a_task_only_if_it_is_no_constant(counts: dict[int, int], has_liked: bool, said: str) -> None:
+    split = rated(counts)
+    assert split.has_liked == has_liked
+    assert said in split.liked_note() and bool(said) == bool(split.liked_note())
+    assert ("liked" in [task.name for task in ranker_config(split, Size()).tasks]) == has_liked
+
+
+def test_a_note_says_that_most_behaviours_have_no_order_and_what_ordered_them() -> None:
+    log = log_of([8, 8])
+    assert log.ties_note() == ""
+    tied = replace(log, times_ms=log.times_ms // 2000)
+    assert "100% of the behaviours share" in tied.ties_note() and "by a hash of the row" in tied.ties_note()
+    assert "as in the file" in replace(tied, ties=Ties.FILE).ties_note()
+    half = replace(log, times_ms=np.array([0, 0, 1, 1, 2, 3, 4, 5] * 2))
+    assert half.ties_share() == 0.5 and half.ties_note() == "", "not most"
 
 
 @given(st.lists(st.integers(MIN_BEHAVIOURS, 60), min_size=1, max_size=8), st.sampled_from(Protocol))
@@ -101,7 +140,7 @@ def test_the_share_of_ties_counts_neighbours_of_the_same_user_only() -> None:
 
 
 def test_the_memory_of_a_split_is_bounded_for_each_row() -> None:
-    """Reading takes about 70 bytes a row (`relaygr.interactions`); the split stays near that."""
+    """Reading takes about 70 bytes a row (`relaygr.ingest`); the split stays near that."""
     log = log_of([1000] * 200, np.random.default_rng(0).integers(0, 5000, 200_000).tolist())
     tracemalloc.start()
     split = split_log(usable(log), Protocol.TIME)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
-from relaygr.interactions import LayoutKind, read_interactions
+from relaygr.ingest.layouts import LayoutKind
+from relaygr.ingest.reading import read_interactions
 from relaygr.runtime.errors import RelayError
 from relaygr.training import movielens
 from relaygr.training.movielens import Film, Size, domain_of, get_movielens
@@ -122,6 +125,81 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
     (tmp_path / "u.data").write_text("1\t2\t3\t4\n")
     done = CliRunner().invoke(app, ["data", "movielens", str(tmp_path / "out"), "--archive", str(tmp_path / "u.data")])
     assert done.exit_code == 1 and "Give a zip archive or a wheel" in done.output
+
+
+def encrypted(content: bytearray, entry: int, record: int) -> None:
+    content[entry + 8] |= 1
+    content[record + 6] |= 1
+
+
+def of_an_unknown_compression(content: bytearray, entry: int, record: int) -> None:
+    content[entry + 10] = content[record + 8] = 97
+
+
+def that_is_no_deflate(content: bytearray, entry: int, record: int) -> None:
+    content[entry + 10] = content[record + 8] = zipfile.ZIP_DEFLATED
+
+
+@pytest.mark.parametrize("change", [encrypted, of_an_unknown_compression, that_is_no_deflate])
+@pytest.mark.parametrize("made", [wheel_of, grouplens_of])
+def test_an_archive_with_a_file_that_can_not_be_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    made: Callable[[Path, Size], Path],
+    change: Callable[[bytearray, int, int], None],
+) -> None:
+    path = made(tmp_path / "1m.zip", Size.MEDIUM)
+    with zipfile.ZipFile(path) as archive:
+        # The last file, since the README is not read; of the wheel the first, whose digest comes before the other.
+        member = archive.infolist()[0 if made is wheel_of else -1]
+        directory = archive.start_dir
+    content = bytearray(path.read_bytes())
+    entry = content.index(member.filename.encode(), directory) - 46
+    change(content, entry, member.header_offset)
+    path.write_bytes(content)
+    source = replace(movielens._SOURCES[Size.MEDIUM], zip_md5=hashlib.md5(content).hexdigest())
+    monkeypatch.setattr(movielens, "_SOURCES", {Size.MEDIUM: source})
+    done = CliRunner().invoke(app, ["data", "movielens", str(tmp_path / "out"), "--size", "1m", "--archive", str(path)])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), said
+    assert "cannot be read" in said and "Give a zip archive or a wheel" in said
+
+
+@pytest.mark.parametrize("size", Size)
+@pytest.mark.parametrize("suffix", ["inter", "item"])
+def test_a_file_that_is_larger_when_unpacked_than_the_data_is_refused_unread(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: Size, suffix: str
+) -> None:
+    path = wheel_of(tmp_path / "a.whl", size)
+    expects(monkeypatch, size, path)
+    source = movielens._SOURCES[size]
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    held[f"{source.wheel_folder}.{suffix}"] = bytes(source.largest_bytes + 1)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, content in held.items():
+            archive.writestr(name, content)
+    with pytest.raises(RelayError, match=rf"{suffix} of the archive is larger than \d+ MiB"):
+        get_movielens(tmp_path / "out", size, path)
+
+
+def test_a_file_is_unpacked_only_as_far_as_its_archive_says(tmp_path: Path) -> None:
+    """The archive says 100 bytes, and the file has 64 MiB."""
+    path = tmp_path / "a.whl"
+    name = f"{movielens._SOURCES[Size.SMALL].wheel_folder}.inter"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr(name, bytes(1 << 26))
+    content = bytearray(path.read_bytes())
+    entry = content.rindex(name.encode()) - 46
+    content[entry + 24 : entry + 28] = (100).to_bytes(4, "little")
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RelayError, match="cannot be read"):
+            get_movielens(tmp_path / "out", Size.SMALL, path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_without_the_wheel_on_an_index_the_command_says_what_to_do(

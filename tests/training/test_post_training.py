@@ -16,6 +16,7 @@ from relaygr.cli.app import app
 from relaygr.compare.running import Scorer
 from relaygr.deployment import CURRENT
 from relaygr.training.logs import Log
+from relaygr.training.options import PostTrainingOptions, Protocol
 from relaygr.training.post_training import (
     BEST,
     FINAL,
@@ -28,8 +29,8 @@ from relaygr.training.post_training import (
     post_train,
 )
 from relaygr.training.ranking import NDCG
-from relaygr.training.runs import PostTrainingOptions, Run
-from relaygr.training.splits import Part, Protocol, split_log
+from relaygr.training.runs import Run
+from relaygr.training.splits import Part, split_log
 from relaygr.training.trainer import supervised_losses
 from relaygr.worker.device import open_device
 from relaygr.worker.model.checkpoint import load_checkpoint

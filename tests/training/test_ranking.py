@@ -13,6 +13,7 @@ import torch
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.baselines import popularity
+from relaygr.training.options import Protocol
 from relaygr.training.ranking import (
     AUC,
     HIT_RATE,
@@ -25,7 +26,7 @@ from relaygr.training.ranking import (
     judge,
     write_predictions,
 )
-from relaygr.training.splits import Part, Protocol, Split, split_log
+from relaygr.training.splits import Part, Split, split_log
 from tests.training.made_logs import cyclic_log
 from tests.training.test_logs import log_of
 

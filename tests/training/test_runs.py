@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +19,13 @@ from relaygr.compare.running import Scorer
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.training.logs import Log
+from relaygr.training.options import Protocol, TrainingOptions
 from relaygr.training.pipeline import Finished, Progress, train_ranker
 from relaygr.training.ranker import Batch, candidate_logits, score_items
 from relaygr.training.ranking import NDCG
-from relaygr.training.runs import STATE_FILE, Run, TrainingOptions
+from relaygr.training.runs import STATE_FILE, Run
 from relaygr.training.sampling import training_batches
-from relaygr.training.splits import Part, Protocol, split_log
+from relaygr.training.splits import Part, split_log
 from relaygr.training.trainer import RankerModel, learning_rate, train
 from relaygr.worker.device import open_device
 from relaygr.worker.model.checkpoint import load_checkpoint
@@ -87,7 +91,7 @@ def requests_of(log: Log) -> list[Request]:
             items[::3] = 10**9
         behaviours = Behaviours(items.astype(np.int64), actions, np.arange(length, dtype=np.int64) * 1000)
         candidates = np.append(random.choice(np.unique(log.items), 12, replace=False), 10**9).astype(np.int64)
-        requests.append(Request(behaviours, np.zeros(0, np.int64), candidates, 0, None, np.zeros((13, 2))))
+        requests.append(Request(behaviours, np.zeros(0, np.int64), candidates, 0, np.zeros((13, 2))))
     return requests
 
 
@@ -151,20 +155,101 @@ def test_an_interrupted_run_goes_on_to_the_checkpoint_of_one_that_was_not(tmp_pa
 
 def test_a_folder_with_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    run.begin(QUICK, LOG, [])
-    with pytest.raises(RelayError, match="dim is 16 there and 32 here"):
-        run.begin(replace(QUICK, dim=32), LOG, [])
-    with pytest.raises(RelayError, match="digest is"):
-        run.begin(QUICK, cyclic_log(seed=1), [])
-    with pytest.raises(RelayError, match="files that are no run"):
-        (tmp_path / "other").mkdir()
-        (tmp_path / "other" / "thesis.txt").write_text("mine")
-        Run(tmp_path / "other").begin(QUICK, LOG, [])
+    with run.begun(QUICK, LOG, []):
+        pass
+    with pytest.raises(RelayError, match="dim is 16 there and 32 here"), run.begun(replace(QUICK, dim=32), LOG, []):
+        pass
+    with pytest.raises(RelayError, match="digest is"), run.begun(QUICK, cyclic_log(seed=1), []):
+        pass
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(RelayError, match="files that are no run"), Run(tmp_path / "other").begun(QUICK, LOG, []):
+        pass
+
+
+def test_one_training_at_a_time_is_in_a_folder_and_a_finished_run_stays(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    with run.begun(QUICK, LOG, []), pytest.raises(RelayError, match="is in use by another `relaygr train`"):
+        trained(tmp_path / "run")
+    run.write_json("metrics.json", {"epochs": 3})
+    with pytest.raises(RelayError, match="has a finished run"):
+        trained(tmp_path / "run")
+    assert run.read_json("metrics.json") == {"epochs": 3}, "the other process finished it while this one read the log"
+
+
+def test_files_of_the_file_system_and_of_a_killed_run_are_nobodys(tmp_path: Path) -> None:
+    """A volume has `lost+found` at its root."""
+    (tmp_path / "lost+found").mkdir(mode=0)
+    (tmp_path / ".run.json.partial").write_bytes(b"")
+    with Run(tmp_path).begun(QUICK, LOG, []):
+        assert {each.name for each in tmp_path.iterdir()} == {"lost+found", "run.json"}
+
+
+def test_a_run_whose_disk_is_full_again_and_again_goes_on_with_the_same_command(tmp_path: Path) -> None:
+    folder, complaints = tmp_path / "run", []
+    options = replace(QUICK, epochs=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest_bytes = 512
+    while not Run(folder).is_finished:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, before[1]))
+            trained(folder, options=options)
+        except RelayError as error:
+            complaints.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not list(folder.rglob(".*")), "what is left of a file would keep a disk full"
+        largest_bytes *= 8
+    assert len(complaints) > 1 and all("File too large" in each for each in complaints), complaints
+    assert load_checkpoint(Run(folder).checkpoint).config.num_layers == options.layers
+
+
+NO_CACHE = """
+import sys
+
+class NoCache:
+    def find_spec(self, name, *_):
+        if name.startswith("matplotlib."):
+            raise OSError("set the MPLCONFIGDIR environment variable to a writable directory")
+
+sys.meta_path.insert(0, NoCache())
+from relaygr.cli.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("words", [("ranker", "log.inter", "--out", "run"), ("retrieval", "a", "b", "--out", "run")])
+def test_a_library_that_cannot_have_its_cache_is_one_sentence(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """torchmetrics imports matplotlib, which refuses a read-only file system."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_CACHE, "train", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("torchmetrics cannot be imported: set the MPLCONFIGDIR environment variable")
+
+
+class _NoCache:
+    """matplotlib in a container whose file system is read-only."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.startswith("matplotlib"):
+            raise OSError("Matplotlib requires access to a writable cache directory")
+
+
+def test_a_plot_that_cannot_be_drawn_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_NoCache(), *sys.meta_path])
+    finished = trained(tmp_path / "run", options=replace(QUICK, epochs=1))
+    assert "training.png was not drawn: Matplotlib requires access" in finished.notes[-1]
+    assert Run(tmp_path / "run").is_finished
 
 
 def test_a_broken_state_is_refused_and_named(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    run.begin(QUICK, LOG, [])
+    with run.begun(QUICK, LOG, []):
+        pass
     (run.folder / STATE_FILE).write_bytes(b"half")
     with pytest.raises(RelayError, match="broken: remove it"):
         train(split_log(LOG, Protocol.TIME), QUICK, run, Recorder())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -107,11 +109,66 @@ def test_a_log_that_cannot_be_split_is_refused(tmp_path: Path, content: str, sai
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--protocol", "random"], "give one of time, leave-one-out"), (["--dim", "15"], "no multiple of --heads 2")],
+    [
+        (["--ties", "random"], "give hash or file"),
+        (["--protocol", "random"], "give one of time, leave-one-out"),
+        (["--dim", "15"], "no multiple of --heads 2"),
+    ],
 )
 def test_options_that_make_no_model_are_refused(log: Path, tmp_path: Path, words: list[str], said: str) -> None:
     done = train("ranker", log, "--out", tmp_path / "run", *words)
     assert done.exit_code == 1 and said in done.output.replace("\n", " ")
+
+
+def test_a_seed_that_is_too_large_is_refused_and_the_largest_is_taken(log: Path, tmp_path: Path) -> None:
+    """`date +%s%N` is a usual seed."""
+    refused = train("ranker", log, "--out", tmp_path / "run", "--seed", "1764400000000000000", *SMALL)
+    assert refused.exit_code == 2 and "10000000000000" in refused.output and not (tmp_path / "run").exists()
+    taken = train("ranker", log, "--out", tmp_path / "run", "--seed", str(10**13), *SMALL)
+    assert taken.exit_code == 0, taken.output
+
+
+def test_a_log_without_an_order_in_its_times_is_trained_and_its_card_and_last_line_say_so(tmp_path: Path) -> None:
+    """The same rows in another order of the file are the same log, and `evaluate` reads them as the run did."""
+    made = cyclic_log(users=20, length=60)
+    days = replace(made, times_ms=made.times_ms // 86_400_000 * 86_400_000)
+    days.times_ms[made.starts[1:] - 1] += 86_400_000  # Two days, since a log of one is refused.
+    log = write_inter(tmp_path / "days.inter", days)
+    header, *rows = log.read_text().splitlines()
+    digests = {}
+    for ties in ("hash", "file"):
+        done = train("ranker", log, "--out", tmp_path / ties, "--ties", ties, *SMALL)
+        assert done.exit_code == 0, done.output
+        said = {"hash": "ordered by a hash of the row", "file": "ordered as in the file"}[ties]
+        last = done.output.strip().splitlines()[-1]
+        assert last.startswith("Note: ") and said in last and "share their time" in last
+        card = (tmp_path / ties / "checkpoint" / "README.md").read_text()
+        assert f"and are {said}" in card and last.removeprefix("Note: ") in card
+        described = json.loads((tmp_path / ties / "run.json").read_text())
+        assert described["ties"] == ties and described["log"]["ties_share"] > 0.9
+        digests[ties] = described["log"]["digest"]
+    assert digests["hash"] != digests["file"]
+    # Users keep their order of first appearance, which is part of the digest.
+    log.write_text("\n".join([header, *sorted(rows, key=lambda row: (int(row[1:].split("\t")[0]), row[::-1]))]) + "\n")
+    done = train("evaluate", tmp_path / "hash", "--min-behaviours", "40", "--candidates", "16")
+    assert done.exit_code == 0, done.output
+    assert "share their time" in done.output.strip().splitlines()[-1]
+    done = train("evaluate", tmp_path / "file", "--min-behaviours", "40", "--candidates", "16")
+    assert done.exit_code == 1 and "not the one" in done.output
+
+
+@pytest.mark.parametrize(("factor", "said"), [(0.2, "0.0% of the ratings"), (20.0, "100.0% of the ratings")])
+def test_ratings_of_another_scale_train_no_constant_liked(tmp_path: Path, factor: float, said: str) -> None:
+    made = cyclic_log(users=20, length=60)
+    log = write_inter(tmp_path / "log.inter", replace(made, actions=(made.actions * factor).astype(np.uint16)))
+    done = train("ranker", log, "--out", tmp_path / "run", *SMALL)
+    assert done.exit_code == 0, done.output
+    last = done.output.strip().splitlines()[-1]
+    assert "no task `liked`" in last and said in last and "convert it to stars" in last
+    checkpoint = tmp_path / "run" / "checkpoint"
+    assert [task.name for task in load_checkpoint(checkpoint).config.tasks] == ["next"]
+    card = (checkpoint / "README.md").read_text()
+    assert last.removeprefix("Note: ") in card and "`liked` is the probability" not in card
 
 
 def test_the_ranker_and_the_json_of_a_run_agree(run: Path) -> None:

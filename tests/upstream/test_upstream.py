@@ -83,7 +83,7 @@ def compared(source: Source, options: str, requests: Path, out: Path) -> dict[st
     done = run(f"model convert {source.path} {out}/model --force --from {source.name} {options}")
     assert done.exit_code == 0, done.output
     assert "0 left over, 0 missing" in " ".join(done.output.split())
-    done = run(f"model compare {out}/model --requests {requests} --tolerance {LARGEST_ERROR} --no-search --json")
+    done = run(f"model compare {out}/model --requests {requests} --tolerance {LARGEST_ERROR} --json")
     found: dict[str, Any] = json.loads(done.stdout)
     assert done.exit_code == (not found["agrees"])
     return found

@@ -16,6 +16,7 @@ import pytest
 
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas import messages
+from relaygr.schemas.ended import WIRE_REASONS
 from tests.wheel.wheel_world import Environment, finish
 from tests.worlds.relay import Relay, make_model
 
@@ -23,20 +24,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("broker", ["embedded"], 
 
 HERE = Path(__file__).parent
 NEWEST_LATER = {"path": "remote", "prefix_source": "peer", "reason": "quota_exceeded", "state": "draining"}
-CHOICES = {"path": "Path", "prefix_source": "PrefixSource", "reason": "FailureReason", "state": "WorkerState"}
+CHOICES = {"path": "Path", "prefix_source": "PrefixSource", "reason": "Reason", "state": "WorkerState"}
 NEWEST_TODAY = {field: list(getattr(messages, name))[-1].value for field, name in CHOICES.items()}
+NEWEST_TODAY["reason"] = WIRE_REASONS[-1].value
 NEW_FIELDS = {
     "RankingRequest": '    tenant: Annotated[str | None, Text(64), "whose request it is"] = "a"\n',
     "RankingResult": '    region: Annotated[str | None, Text(64), "where it was ranked"] = "eu"\n',
 }
 
 
-def with_more_members(source: str) -> str:
-    """The messages of a later version: one more member in each open choice, and new optional fields."""
-    for field, name in CHOICES.items():
-        member = f'    NEWEST = "{NEWEST_LATER[field]}"\n'
-        source, count = re.subn(rf"(class {name}\(.*?\n)\n\n", rf"\1{member}\n\n", source, count=1, flags=re.S)
-        assert count == 1, name
+def with_one_more_member(source: str, field: str) -> str:
+    """The source with one more member in the choice of this field."""
+    name, member = CHOICES[field], f'    NEWEST = "{NEWEST_LATER[field]}"\n'
+    source, count = re.subn(rf"(class {name}\(.*?\n)\n\n", rf"\1{member}\n\n", source, count=1, flags=re.S)
+    assert count == 1, name
+    return source
+
+
+def with_new_fields(source: str) -> str:
+    """The messages of a later version, with new optional fields."""
     for name, field in NEW_FIELDS.items():
         source, count = re.subn(
             rf"(class {name}:.*?\n)(\n    def )",
@@ -53,8 +59,12 @@ def with_more_members(source: str) -> str:
 def later(installed: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The installed wheel with other message classes."""
     environment = installed.copy(tmp_path_factory.mktemp("later") / "copy")
-    path = environment.packages / "relaygr" / "schemas" / "messages.py"
-    path.write_text(with_more_members(path.read_text(encoding="utf-8")), encoding="utf-8")
+    schemas = environment.packages / "relaygr" / "schemas"
+    for field in CHOICES:
+        path = schemas / ("ended.py" if field == "reason" else "messages.py")
+        path.write_text(with_one_more_member(path.read_text(encoding="utf-8"), field), encoding="utf-8")
+    path = schemas / "messages.py"
+    path.write_text(with_new_fields(path.read_text(encoding="utf-8")), encoding="utf-8")
     return environment
 
 

@@ -49,14 +49,14 @@ TYPED_USER = """\
 from relaygr.admission.policy import OwnerView
 from relaygr.client import RankOutcome, RelayClient
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.schemas import FailureReason, Other, RankingResult
+from relaygr.schemas import Other, RankingResult, Reason
 from relaygr.settings import load_settings
 
 settings: KafkaSettings = load_settings()
 client = RelayClient(settings, "gw-0")
 outcome: RankOutcome = client.rank("ann", [1, 2], budget_ms=50)
 result: RankingResult | None = outcome.result
-reason: FailureReason | Other | None = result.reason if result is not None else None
+reason: Reason | Other | None = result.reason if result is not None else None
 client.rank("ann", [1, 2], budget_ms=50, budget=50)
 """
 

@@ -11,9 +11,8 @@ sys.path.append(str(FilePath(__file__).parents[2]))
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas import (
-    FailureReason,
+    Ended,
     LatencyCoefficients,
-    Outcome,
     Path,
     PrefixSource,
     RankingRequest,
@@ -24,6 +23,7 @@ from relaygr.schemas import (
     WorkerStatus,
     encode,
 )
+from relaygr.schemas.ended import WIRE_REASONS
 from tests.echo_worker import echo_worker, ranked
 
 STATUS = WorkerStatus(
@@ -37,9 +37,9 @@ def answer(request: RankingRequest) -> list[bytes]:
     result = ranked(request)
     if request.user_id != "failed":
         return [encode(replace(result, path=list(Path)[-1], prefix_source=list(PrefixSource)[-1]))]
-    reason = list(FailureReason)[-1]
+    reason = WIRE_REASONS[-1]
     times = (request.sent_at_us, result.received_at_us, result.sent_at_us)
-    return [encode(RankingResult(request.request_id, "worker-00", Outcome.FAILED, *times, StageTimings(), reason))]
+    return [encode(RankingResult(request.request_id, "worker-00", Ended.FAILED, *times, StageTimings(), reason))]
 
 
 def main() -> None:

@@ -53,11 +53,15 @@ def child(folder: Path, descriptor: int, role: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
     signal.signal(signal.SIGHUP, lambda *_: note(folder, "hangup"))
     phase = ChildPhase.STANDBY
-    lock = ArenaLock(folder / "shared")
+    lock = ArenaLock(folder / "shared", is_standby=role == "standby")
     while not ended and not link.is_orphaned:
         if phase is ChildPhase.STANDBY and lock.try_acquire() is not None:
             phase = ChildPhase.ACTIVE
             note(folder, f"took {role}")
+        if phase is ChildPhase.ACTIVE and not lock.is_held():
+            private_folder(folder / "shared", "worker.shared_path")
+            if lock.put_back():
+                note(folder, "put back")
         link.send(Heartbeat(phase, 1, phase is ChildPhase.ACTIVE, ""))
         for order in folder.glob("end-*") if phase is ChildPhase.ACTIVE else ():
             order.unlink()

@@ -485,6 +485,33 @@ class TestLooking:
         assert world.cache.peek(make_key("ann")).hbm_behaviours == 0, "the one peeked at was still the oldest"
         assert world.cache.peek(make_key("bob")).hbm_behaviours == 100
 
+    @pytest.mark.parametrize("case", ["absent", "in DRAM", "complete", "in part", "under computation", "other model"])
+    def test_a_look_up_that_is_only_counted_counts_and_marks_as_one_that_pins(self, case: str) -> None:
+        found, key = [], make_key(length=150)
+        for is_only_counted in (False, True):
+            world = CacheWorld()
+            if case == "in DRAM":
+                world.spilled(key)
+            elif case in ("complete", "in part"):
+                world.store(key if case == "complete" else make_key(length=100))
+            elif case == "under computation":
+                world.reserve(key)
+            elif case == "other model":
+                world.cache.admit_only(b"another model")
+            before = world.cache.stats()
+            if is_only_counted:
+                tier = world.cache.count_look_up(key, 5)
+                assert tier == {"in DRAM": Tier.DRAM, "complete": Tier.HBM, "in part": Tier.HBM}.get(case)
+            else:
+                got = world.cache.acquire(key, 5)
+                if isinstance(got, Hit):
+                    world.cache.release(got.handle)
+            assert world.cache.stats() != before
+            world.cache.invalidate_user(key.user_id)
+            found.append(world.cache.stats())
+            check_invariants(world.cache)
+        assert found[0] == found[1]
+
     def test_every_refusal_is_counted_by_its_reason(self) -> None:
         world = CacheWorld(hbm_pages=7, dram_pages=7)
         world.cache.acquire(make_key("ann"), 0)

@@ -192,10 +192,10 @@ def test_a_leaked_fill_of_an_invalidated_prefix_is_revoked_too() -> None:
     check_invariants(world.cache)
 
 
-def test_forced_ends_and_late_releases_are_in_the_metrics() -> None:
+def test_forced_ends_are_in_the_metrics() -> None:
     registry, cache = CollectorRegistry(), PrefixCache(CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 8))
     CacheCollector(cache.stats, registry)
-    for name in ("forced_unpins", "forced_aborts", "late_releases"):
+    for name in ("forced_unpins", "forced_aborts"):
         assert registry.get_sample_value(f"relaygr_cache_{name}_total") == 0
 
 
@@ -254,7 +254,7 @@ def test_the_executor_revokes_leaked_fills_and_serves_the_requests_that_waited_f
     world = OverlapWorld()
     leaked = under_way(world, "ann")
     # The executor loses the fill without ending it.
-    world.executor._context.scheduler.remove(leaked)
+    world.executor._scheduler.remove(leaked)
     del world.executor._prefixes.by_user["ann"]
     world.submit("ann", world.histories["ann"].history.version(), "second", budget_us=10 * LONGEST_HOLD_US)
     world.run()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,16 +15,26 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.cli.app import app
+from relaygr.machine import Cores, CoreWatch
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.calibration import Calibration, calibrate, describe, latency_for, load_calibration, save_calibration
+from relaygr.worker.calibration import (
+    FIT_ERROR_BOUND,
+    Calibration,
+    calibrate,
+    describe,
+    latency_for,
+    load_calibration,
+    save_calibration,
+)
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.measuring import EngineMeter, bind_own_arena, rest_between_requests
+from relaygr.worker.measuring import SUFFIX_BEHAVIOURS, EngineMeter, bind_own_arena, rest_between_requests
 from relaygr.worker.model import layer_parts
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import NullEngine, build_engine
@@ -47,6 +59,7 @@ class TimedEngine(NullEngine):
         super().__init__(random_checkpoint(config, 0), CpuDevice(), KvDtype.FLOAT32, 64)
         self.now_ns = 0
         self.longest = self.rests = 0
+        self.suffix = min(SUFFIX_BEHAVIOURS, self.limits.max_suffix_behaviours)
         self._model = LatencyModel(KNOWN, SHARED_US)
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
@@ -55,7 +68,7 @@ class TimedEngine(NullEngine):
         self.now_ns += int(self._model.append_us(chunk.start, chunk.end - chunk.start) * 1000)
 
     def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
-        sizes = [(request.prefix_tokens, request.suffix_tokens + request.num_candidates) for request in batch]
+        sizes = [(request.prefix_tokens, self.suffix + request.num_candidates) for request in batch]
         self.now_ns += int(self._model.batch_us(sizes) * 1000)
         return super().rank(batch)
 
@@ -249,7 +262,8 @@ def test_a_calibration_is_read_back_as_it_was_written(timed: Calibration, tmp_pa
         ("kv_dtype", KvDtype.BFLOAT16),
         ("compute_dtype", ComputeDtype.BFLOAT16),
         ("backend", "triton from graphs"),
-        ("uses_onednn", not onednn_is_faster()),
+        # Each process of a run measures it, so its value must not be a part of the test's name.
+        pytest.param("uses_onednn", not onednn_is_faster(), id="uses_onednn"),
     ],
 )
 def test_a_calibration_of_something_else_is_refused(
@@ -287,7 +301,29 @@ def test_a_negative_time_or_another_format_is_refused(timed: Calibration, tmp_pa
         load_calibration(tmp_path / "none.json")
 
 
-def test_the_command_measures_and_writes_the_file(tmp_path: Path) -> None:
+def test_a_fit_that_is_off_is_measured_again_for_longer(
+    timed: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path / "model", config, random_checkpoint(config, 0).tensors)
+    results, budgets = iter([disturbed(timed, 5.0), timed]), []
+
+    def measure(_engine: object, budget_s: float, _progress: object) -> Calibration:
+        budgets.append(budget_s)
+        return next(results)
+
+    monkeypatch.setattr("relaygr.worker.calibration.calibrate", measure)
+    out = tmp_path / "calibration.json"
+    done = CliRunner().invoke(
+        app, ["calibrate", "--model", str(tmp_path / "model"), "--out", str(out), "--budget-s", "2"]
+    )
+    assert done.exit_code == 0 and budgets == [2.0, 8.0]
+    assert load_calibration(out) == timed
+
+
+def test_the_command_measures_and_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever else the machine does.
+    monkeypatch.setattr("relaygr.worker.calibration.FIT_ERROR_BOUND", math.inf)
     config = small_config()
     save_checkpoint(tmp_path / "model", config, random_checkpoint(config, 0).tensors)
     out = tmp_path / "calibration.json"
@@ -298,6 +334,74 @@ def test_the_command_measures_and_writes_the_file(tmp_path: Path) -> None:
     machine = load_calibration(out).machine
     assert machine.model_revision == random_checkpoint(config, 0).revision
     assert (machine.device, machine.threads, machine.torch_version) == ("cpu", 1, torch.__version__)
+
+
+def disturbed(calibration: Calibration, times_as_long: float) -> Calibration:
+    """As if every third ranking on a cached prefix had been held up."""
+    hit = [
+        replace(point, duration_us=point.duration_us * (times_as_long if at % 3 == 0 else 1))
+        for at, point in enumerate(calibration.hit)
+    ]
+    return replace(calibration, hit=tuple(hit))
+
+
+@pytest.mark.parametrize("times_as_long", [0.4, 2.5, 60.0])
+def test_fits_of_a_device_that_was_held_up_are_known_to_be_off(timed: Calibration, times_as_long: float) -> None:
+    assert timed.fit_problem is None and max(timed.fit_errors.values()) < 0.1
+    held_up = disturbed(timed, times_as_long)
+    assert held_up.fit_errors["T_full"] < 0.1 < FIT_ERROR_BOUND < held_up.fit_errors["T_hit"]
+    assert held_up.fit_problem is not None and "the fitted T_hit is " in held_up.fit_problem
+    assert disturbed(timed, 1.2).fit_problem is None
+
+
+def test_a_time_that_is_none_is_a_bad_fit_and_no_measurement_is_no_problem(timed: Calibration) -> None:
+    """A file may have been edited."""
+    assert disturbed(timed, 0.0).fit_errors["T_hit"] == math.inf
+    assert replace(timed, full=(), append=(), hit=()).fit_problem is None
+
+
+@pytest.mark.parametrize(("foreign", "is_said"), [(0.9, False), (1.4, True)])
+def test_a_calibration_that_is_far_off_is_shown_and_replaces_no_good_one(
+    timed: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: float, is_said: bool
+) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path / "model", config, random_checkpoint(config, 0).tensors)
+    out, new = tmp_path / "calibration.json", tmp_path / "folder" / "new.json"
+    save_calibration(timed, out)
+    monkeypatch.setattr("relaygr.worker.calibration.calibrate", lambda *_: disturbed(timed, 7.0))
+    monkeypatch.setattr(CoreWatch, "__exit__", lambda watch, *_: setattr(watch, "cores", Cores(4, foreign)))
+    for file in (out, new):
+        done = CliRunner().invoke(app, ["calibrate", "--model", str(tmp_path / "model"), "--out", str(file)])
+        assert done.exit_code == 1 and "times as long." in done.stdout
+        assert re.search(f"The fitted T_hit is [0-9]+% off .*; nothing is written to {file}", done.stderr)
+        assert (f"Other processes use {foreign:.1f} of 4 cores" in done.stderr) is is_said
+    assert load_calibration(out) == timed and not new.exists()
+    printed = CliRunner().invoke(app, ["calibrate", "--model", str(tmp_path / "model"), "--json"])
+    assert printed.exit_code == 1 and json.loads(printed.stdout)["format"] == 1
+
+
+@pytest.mark.parametrize(("times_as_long", "is_written"), [(1.0, True), (2.2, True), (0.2, False)])
+def test_a_quick_calibration_that_is_off_is_written_and_said_unless_it_is_nonsense(
+    timed: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times_as_long: float, is_written: bool
+) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path / "model", config, random_checkpoint(config, 0).tensors)
+    found = disturbed(timed, times_as_long)
+    monkeypatch.setattr("relaygr.worker.calibration.calibrate", lambda *_: found)
+    out = tmp_path / "calibration.json"
+    done = CliRunner().invoke(app, ["calibrate", "--model", str(tmp_path / "model"), "--quick", "--out", str(out)])
+    assert done.exit_code == (0 if is_written else 1) and out.exists() is is_written
+    is_off = found.fit_problem is not None
+    assert is_off is (times_as_long != 1)
+    assert ("calibrate without --quick for production" in done.stderr) is (is_off and is_written)
+
+
+def test_a_worker_serves_with_a_fit_that_is_far_off_and_its_log_says_so(timed: Calibration, tmp_path: Path) -> None:
+    for calibration, said in ((timed, 0), (disturbed(timed, 9.0), 1)):
+        save_calibration(calibration, tmp_path / "calibration.json")
+        with capture_logs() as logs:
+            assert latency_for(TimedEngine(), tmp_path / "calibration.json").coefficients == timed.coefficients
+        assert len([line for line in logs if "T_hit" in line.get("cause", "")]) == said
 
 
 def test_a_model_whose_scores_are_not_finite_is_not_calibrated(tmp_path: Path) -> None:

@@ -120,6 +120,16 @@ def with_a_hole(index: Any) -> None:
     del index.state_dict_metadata["table"].chunks[1]
 
 
+def compressed(index: Any) -> None:
+    next(iter(index.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+
+
+def repeated(index: Any) -> None:
+    """The same part of a file for very many names."""
+    found = next(iter(index.storage_data.values()))
+    index.storage_data |= {metadata.MetadataIndex(str(number)): found for number in range(1000)}
+
+
 def outside(index: Any) -> None:
     next(iter(index.storage_data.values())).relative_path = "../other.distcp"
 
@@ -129,6 +139,8 @@ def outside(index: Any) -> None:
     [
         (larger, "claim to hold 274,877,906,944"),
         (with_a_hole, r"does not hold all of table \[6, 4\]: shards are missing"),
+        (compressed, "its shards are compressed or changed otherwise"),
+        (repeated, "its index names the same part of a file many times"),
         (outside, r"names \.\./other\.distcp, which is not a file of this folder"),
     ],
 )
@@ -175,11 +187,14 @@ NESTED = pickle.EMPTY_TUPLE + b"".join(pickle.BINPUT + b"\0" + pickle.BINGET + b
         pickle.EMPTY_SET + pickle.MARK + NESTED + pickle.ADDITEMS,
         pickle.MARK + NESTED + pickle.FROZENSET,
         pickle.EMPTY_DICT
+        + pickle.GLOBAL + b"torch.distributed.checkpoint.metadata\nMetadataIndex\n" + pickle.NONE + pickle.NONE
+        + NESTED + pickle.TUPLE3 + pickle.REDUCE + pickle.NONE + pickle.SETITEM,
+        pickle.EMPTY_DICT
         + pickle.dumps(metadata.MetadataIndex("table"), protocol=2)[2:-1]
         + pickle.dumps("offset", protocol=4)[11:-1].join([pickle.NONE + pickle.EMPTY_DICT, NESTED])
         + pickle.SETITEM + pickle.TUPLE2 + pickle.BUILD + pickle.NONE + pickle.SETITEM,
     ],
-    ids=["dict entry", "dict", "set", "frozenset", "attribute of a key"],
+    ids=["dict entry", "dict", "set", "frozenset", "argument of a key", "attribute of a key"],
 )  # fmt: skip
 def test_an_index_with_a_key_of_nested_tuples_is_refused(tmp_path: Path, operations: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.PROTO + b"\x04" + operations + pickle.STOP)
@@ -196,6 +211,15 @@ def test_bytes_that_an_index_claims_take_no_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
+
+
+def test_an_index_that_makes_many_objects_of_one_is_refused(tmp_path: Path) -> None:
+    size = pickle.GLOBAL + b"torch\nSize\n" + pickle.BINGET + b"\0" + pickle.TUPLE1 + pickle.REDUCE
+    one = pickle.MARK + (pickle.BININT1 + b"\1") * 10_000 + pickle.TUPLE + pickle.BINPUT + b"\0" + pickle.POP
+    many = pickle.EMPTY_LIST + pickle.MARK + size * 100 + pickle.APPENDS
+    (tmp_path / ".metadata").write_bytes(pickle.PROTO + b"\x04" + one + many + pickle.STOP)
+    with pytest.raises(RelayError, match=r"cannot be read as the index .* objects that are larger than the file"):
+        read_state_dict(tmp_path)
 
 
 def test_a_shard_with_a_large_object_is_refused(tmp_path: Path) -> None:

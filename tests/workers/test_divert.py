@@ -14,17 +14,17 @@ from relaygr.admission.divert import CALM_US, SHORT_REQUESTS, DivertPolicy, Peer
 from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
     Behaviours,
     Diverted,
-    FailureReason,
     HistoryVersion,
     LatencyCoefficients,
-    Outcome,
     Path,
     RankingRequest,
     RankingResult,
+    StaleCause,
     WorkerState,
     WorkerStatus,
 )
@@ -33,6 +33,7 @@ from relaygr.worker.divert import Diverter, DivertParts
 from relaygr.worker.executor.backlog import Backlog
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.handler import HandlerSettings, OverflowHandler, WorkerHandler
+from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerSettings
@@ -190,6 +191,27 @@ def test_a_user_without_a_history_is_diverted_with_an_empty_one(world: World) ->
     assert request.diverted == Diverted("worker-00", 0, None, history_loading=True)
 
 
+def test_no_request_is_diverted_before_the_store_of_its_partition_is_open(world: World) -> None:
+    """The other worker would rank it on nothing, though the history may be here."""
+    world.store.loading = world.store.settling = True
+    assert not world.divert(world.request())
+    assert not world.sent
+    world.store.put("u", 30)
+    assert world.divert(world.request())
+
+
+def test_a_history_with_a_gap_is_diverted_with_the_cause_and_its_result_says_it(world: World) -> None:
+    history = history_of("u", 40)
+    world.store.histories["u"] = StoredHistory(history, history.chain(), has_gap=True)
+    assert world.divert(world.request(HistoryVersion(9, 41, bytes(16))))
+    diverted = world.sent[0].request.diverted
+    assert diverted == Diverted("worker-00", 0, history.version(), True, history_stale_cause=StaleCause.GAP)
+    other = ExecutorWorld()
+    work = other.rank("u", history=history, diverted=diverted)
+    other.run()
+    assert (work.prefix.stale, work.prefix.stale_cause) == (True, StaleCause.GAP)
+
+
 def test_of_a_history_beyond_the_models_limit_the_same_window_is_attached_that_the_worker_would_use(
     world: World,
 ) -> None:
@@ -227,7 +249,7 @@ def test_a_request_that_cannot_be_delivered_is_answered_overloaded(world: World)
     assert world.divert(world.request())
     world.producer.report(KafkaError._MSG_TIMED_OUT)
     (answer,) = world.answers
-    assert (answer.outcome, answer.reason) == (Outcome.FAILED, FailureReason.OVERLOADED)
+    assert (answer.outcome, answer.reason) == (Ended.FAILED, Reason.OVERLOADED)
     assert not world.finished
     world.producer.report()
     assert len(world.finished) == 1
@@ -365,7 +387,7 @@ class Sink(SimpleNamespace):
     def is_hopeless(self, *_: object) -> bool:
         return self.is_busy
 
-    def note_refused(self, user_id: str, request_id: str) -> None:
+    def note_no_time(self, user_id: str, request_id: str) -> None:
         self.refused.append((user_id, request_id))
 
     def take_ranking(self, work) -> bool:  # type: ignore[no-untyped-def]
@@ -383,6 +405,7 @@ def handler_of(world: World, sink: Sink) -> WorkerHandler:
     return WorkerHandler(
         settings(), sink, world.results, FakeDeadLetters(), world.clock,  # type: ignore[arg-type]
         on_work=lambda: None, on_ownership=lambda _: None, on_tick=lambda _: None, diverter=world.diverter,
+        results_partitions=lambda: None,
     )  # fmt: skip
 
 
@@ -408,14 +431,14 @@ def test_a_request_without_hope_that_may_not_be_diverted_is_refused(world: World
     )
     handler_of(world, Sink(world, is_busy=True)).on_message(message)
     assert not world.sent
-    assert [answer.reason for answer in world.answers] == [FailureReason.OVERLOADED]
+    assert [answer.reason for answer in world.answers] == [Reason.OVERLOADED]
 
 
 def test_without_a_peer_a_request_without_hope_is_not_even_decoded(world: World) -> None:
     world.hear(overflow_partitions=())
     _, message = world.message(world.request())
     handler_of(world, Sink(world, is_busy=True)).on_message(replace(message, value=b"no message"))
-    assert [answer.reason for answer in world.answers] == [FailureReason.OVERLOADED]
+    assert [answer.reason for answer in world.answers] == [Reason.OVERLOADED]
     assert world.count("no_peer") == 1
 
 
@@ -442,7 +465,7 @@ def overflow_of(world: World, sink: Executor) -> tuple[OverflowHandler, set[int]
     handler = OverflowHandler(
         settings(), sink, world.results, world.letters, world.clock,  # type: ignore[arg-type]
         WorkerMetrics(CollectorRegistry()),
-        on_refused=world.diverter.note_short, on_user_partition=others.add,
+        on_refused=world.diverter.note_short, on_user_partition=others.add, results_partitions=lambda: None,
     )  # fmt: skip
     return handler, others
 
@@ -465,14 +488,14 @@ def test_a_diverted_request_that_finds_no_time_is_refused_and_the_worker_is_shor
         request = world.request(history=history_of("u", 5), diverted=Diverted("worker-07"))
         handler.on_message(replace(world.message(request)[1], topic=OVERFLOW))
     assert not world.sent and not world.diverter.takes_diverted()
-    assert {answer.reason for answer in world.answers} == {FailureReason.OVERLOADED}
+    assert {answer.reason for answer in world.answers} == {Reason.OVERLOADED}
 
 
 @pytest.mark.parametrize(
-    ("end", "outcome"), [("refused", Outcome.FAILED), ("expired", Outcome.EXPIRED), ("undecodable", Outcome.FAILED)]
+    ("end", "outcome"), [("refused", Ended.FAILED), ("expired", Ended.EXPIRED), ("undecodable", Ended.FAILED)]
 )
 def test_a_diverted_request_that_is_answered_undecoded_names_the_first_worker(
-    world: World, end: str, outcome: Outcome
+    world: World, end: str, outcome: Ended
 ) -> None:
     handler, _ = overflow_of(world, Sink(world, is_busy=end == "refused"))  # type: ignore[arg-type]
     assert world.divert(world.request())

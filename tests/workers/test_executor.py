@@ -11,19 +11,17 @@ from relaygr.admission.buckets import OwnerBuckets
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.admission.policy import Estimate, Refusal
 from relaygr.schemas.digest import digest_chain
-from relaygr.schemas.messages import (
-    FailureReason,
-    HistoryVersion,
-    Path,
-    PrefixSource,
-)
+from relaygr.schemas.ended import Reason
+from relaygr.schemas.messages import HistoryVersion, Path, PrefixSource, RankingRequest, StaleCause
 from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixKey, WasteReason
-from relaygr.worker.executor.accounts import Deletions, RecentIds
-from relaygr.worker.executor.context import REMEMBERED_US
 from relaygr.worker.executor.executor import WORK_TOO_LONG
-from relaygr.worker.executor.requests import WAITED_PART
-from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.impressions import REMEMBERED_US, Impressions
+from relaygr.worker.executor.look_up import WAITED_PART
+from relaygr.worker.executor.resolver import Deletions, Scored
+from relaygr.worker.executor.waits import FailedWaits
 from relaygr.worker.executor.work import JobOutcome
+from relaygr.worker.history.resolve import StoredHistory
+from relaygr.worker.results import timings_of
 from tests.worlds.executor import (
     COEFFICIENTS,
     GEOMETRY,
@@ -86,16 +84,19 @@ def test_a_request_that_overtakes_its_queued_job_takes_the_work_over():
     assert sum(end - start for start, end in world.engine.chunks) == 100, "one computation for both"
 
 
-def test_recent_requests_are_remembered_for_a_time_and_up_to_a_number():
+def test_impressions_are_remembered_for_a_time_and_up_to_a_number():
     """At a low rate, a bound on the number alone let the memory of a worker grow for an hour."""
-    recent = RecentIds(capacity=3, kept_us=100)
-    for now_us in (0, 50, 100):
-        recent.add(("u", f"r{now_us}"), now_us)
-    assert len(recent) == 3
-    recent.add(("u", "r120"), 120)
-    assert list(recent) == [("u", "r50"), ("u", "r100"), ("u", "r120")]
-    recent.add(("u", "r500"), 500)
-    assert list(recent) == [("u", "r500")]
+    impressions = Impressions(capacity=3, kept_us=100)
+    first, second, third = (impressions.of("u", f"r{now_us}", now_us) for now_us in (0, 50, 100))
+    assert len(impressions) == 3
+    fourth = impressions.of("u", "r120", 120)
+    assert len(impressions) == 3
+    assert impressions.of("u", "r50", 120) is second
+    assert impressions.of("u", "r0", 120) is not first
+    assert impressions.of("u", "r100", 120) is not third, "the oldest, since r50 was seen again"
+    impressions.of("u", "r500", 500)
+    assert len(impressions) == 1
+    assert impressions.of("u", "r120", 500) is not fourth
 
 
 def test_answered_requests_are_forgotten_when_no_job_of_theirs_can_be_alive():
@@ -104,11 +105,13 @@ def test_answered_requests_are_forgotten_when_no_job_of_theirs_can_be_alive():
     for number in range(3):
         world.rank(version=version, request_id=f"r{number}")
         world.run()
-    assert len(world.executor._context.answered) == 3
+    impressions = world.executor._impressions
+    assert len(impressions) == 3
     world.clock.advance_us(REMEMBERED_US + 1)
-    world.rank(version=version, request_id="later")
+    later = world.rank(version=version, request_id="later")
     world.run()
-    assert list(world.executor._context.answered) == [("u", "later")]
+    assert len(impressions) == 1
+    assert later.impression.is_answered
 
 
 def test_a_request_that_finds_its_job_begun_waits_for_it():
@@ -246,7 +249,7 @@ def test_a_history_that_does_not_fit_the_deadline_is_truncated_to_its_newest_par
 def test_a_request_that_nothing_can_serve_in_time_is_refused_at_once():
     world = ExecutorWorld()
     world.rank(version=world.store.put("u", 500), budget_us=500)
-    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OVERLOADED]
+    assert [reason for _, reason, _ in world.outbox.failures] == [Reason.OVERLOADED]
 
 
 def test_an_expired_request_costs_no_device_time():
@@ -274,33 +277,245 @@ def test_an_inline_history_is_used_and_refused_if_it_is_not_the_named_version():
     world.rank(history=carried, version=HistoryVersion(1, 80, bytes(16)), request_id="r2")
     world.run()
     assert world.outbox.paths == [Path.FULL]
-    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.UNDECODABLE]
+    assert [reason for _, reason, _ in world.outbox.failures] == [Reason.UNDECODABLE]
 
 
-def test_a_request_waits_for_a_version_that_is_not_stored_yet():
+@pytest.mark.parametrize(("budget_us", "later_us"), [(50_000, 10_000), (2_000_000, 150_000)])
+def test_a_request_waits_for_a_version_that_is_not_stored_yet(budget_us, later_us):
     world = ExecutorWorld()
     world.store.put("u", 100)
     newer = history_of("u", 120, number=2).version()
-    work = world.rank(version=newer)
+    work = world.rank(version=newer, budget_us=budget_us)
     world.run()
+    world.idle_until(world.clock.monotonic_us() + later_us)
     assert world.outbox.answers == 0
     world.store.put("u", 120, number=2)
     world.executor.histories_changed(["u"])
     world.run()
     assert work.prefix is not None
-    assert (work.prefix.tokens, work.prefix.stale) == (120, False)
+    assert (work.prefix.tokens, work.prefix.stale, work.history_wait_us) == (120, False, later_us)
 
 
-def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits():
+@pytest.mark.parametrize(("budget_us", "part_us"), [(48_000, 12_000), (7_200, 1_800), (3_600_000, 500_000)])
+def test_a_version_that_never_comes_is_waited_for_a_quarter_of_the_budget_and_half_a_second_at_most(budget_us, part_us):
     world = ExecutorWorld()
     world.store.put("u", 100)
-    newer = history_of("u", 120, number=2).version()
-    work = world.rank(version=newer)
+    received_us = world.clock.monotonic_us()
+    work = world.rank(version=history_of("u", 120, number=2).version(), budget_us=budget_us)
     world.run()
-    world.idle_until(work.deadline_us - 120 * TOKEN_US - HIT_US - 1_000)
+    world.idle_until(received_us + part_us - 1)
+    assert world.outbox.answers == 0
+    world.idle_until(received_us + part_us)
     assert world.outbox.paths == [Path.FULL]
-    assert work.prefix is not None
-    assert (work.prefix.tokens, work.prefix.stale) == (100, True)
+    assert (work.prefix.tokens, work.prefix.stale_cause) == (100, StaleCause.BEHIND)
+    assert work.history_wait_us == part_us
+
+
+def test_the_wait_for_a_version_counts_from_the_sending_of_the_request():
+    world = ExecutorWorld()
+    world.store.put("u", 100)
+    sent_us = world.clock.monotonic_us() - 6_000
+    work = world.rank(version=history_of("u", 120, number=2).version(), budget_us=42_000, sent_ago_us=6_000)
+    world.idle_until(sent_us + 12_000)
+    assert (work.has_ended, work.history_wait_us) == (True, 6_000)
+    late = world.rank("v", history_of("v", 9).version(), "late", budget_us=30_000, sent_ago_us=10_001)
+    world.run()
+    assert (late.has_ended, late.history_wait_us) == (True, 0), "a quarter of the budget was gone"
+
+
+def test_a_wait_for_a_version_leaves_time_for_the_queue_and_for_the_history_that_is_there():
+    """It left time for the named history, of five behaviours, while the stored one was ranked: too late."""
+    world = ExecutorWorld()
+    world.store.put("u", 480, number=1)
+    world.rank("other", world.store.put("other", 400), "first")
+    queued_us = world.executor.backlog.predicted_us
+    assert queued_us > 4_000
+    received_us = world.clock.monotonic_us()
+    budget_us = queued_us + 480 * TOKEN_US + HIT_US + 1_000 + 900
+    work = world.rank("u", HistoryVersion(9, 5, bytes(16)), "second", budget_us=budget_us)
+    timers = world.executor._timers
+    assert timers.next_at_us <= received_us + 900 + TOKEN_US
+    world.run()
+    assert (work.has_ended, work.path) == (True, Path.FULL)
+    assert work.answered_us <= work.deadline_us
+
+
+def with_gap(world: ExecutorWorld, user: str, length: int) -> None:
+    history = history_of(user, length)
+    world.store.histories[user] = StoredHistory(history, history.chain(), has_gap=True)
+
+
+def test_nobody_waits_for_a_version_of_a_history_with_a_gap_until_it_is_mended():
+    """Each request of the user took its whole budget, since no later behaviour makes the digest match."""
+    world = ExecutorWorld()
+    with_gap(world, "u", 100)
+    newer = history_of("u", 121, number=2).version()
+    world.job(version=newer, request_id="a")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED], "the newest history is pre-inferred"
+    work = world.rank(version=newer, request_id="a")
+    world.run()
+    assert (work.path, work.prefix.tokens, work.prefix.stale_cause) == (Path.HBM, 100, StaleCause.GAP)
+    assert work.history_wait_us == 0
+    world.store.put("u", 110)
+    work = world.rank(version=newer, request_id="b")
+    world.clock.advance_us(5_000)
+    world.store.put("u", 121, number=2)
+    world.executor.histories_changed(["u"])
+    world.run()
+    assert (work.prefix.tokens, work.prefix.stale_cause, work.history_wait_us) == (121, None, 5_000)
+
+
+def test_a_history_with_a_gap_that_does_not_reach_a_length_is_waited_for_once():
+    """Later behaviours, or a snapshot, may reach it."""
+    world = ExecutorWorld()
+    with_gap(world, "u", 100)
+
+    def rank(request_id, length):
+        request = replace(world_request(request_id), history_at_least=length)
+        return world.take_ranking(request, 40_000)
+
+    def world_request(request_id):
+        wall_us = world.clock.wall_us()
+        return RankingRequest(
+            request_id, "u", wall_us, wall_us + 40_000, 0, np.arange(10), history_of("u", 0).behaviours
+        )
+
+    first = rank("a", 101)
+    world.idle_until(world.clock.monotonic_us() + 10_000)
+    assert (first.has_ended, first.history_wait_us, first.prefix.stale_cause) == (True, 10_000, StaleCause.GAP)
+    with_gap(world, "u", 101)
+    second = rank("b", 102)
+    world.run()
+    assert (second.has_ended, second.history_wait_us) == (True, 0)
+    world.store.put("u", 110)
+    third = rank("c", 111)
+    world.run()
+    assert not third.has_ended, "the gap is mended, so the length may be reached again"
+
+
+def test_a_version_from_before_the_users_deletion_is_not_waited_for():
+    world = ExecutorWorld()
+    world.store.deleted["u"] = world.clock.wall_us() // 1000 + 50
+    old = history_of("u", 300, number=300).version()
+    gone = world.rank(version=old, request_id="gone")
+    world.job(version=old, request_id="job")
+    world.run()
+    assert (gone.prefix.version, gone.prefix.stale_cause, gone.prefix.loading) == (None, StaleCause.DELETED, False)
+    assert world.outbox.jobs == [JobOutcome.NO_HISTORY]
+    world.store.put("u", 70, number=70)
+    begun_again = world.rank(version=old, request_id="begun again")
+    world.run()
+    assert (begun_again.prefix.tokens, begun_again.prefix.stale_cause) == (70, StaleCause.DELETED)
+    world.clock.advance_us(60_000)
+    later = world.rank(version=history_of("u", 71, number=71).version(), request_id="later")
+    world.run()
+    assert not later.has_ended, "chosen after the deletion: it is on its way"
+
+
+@pytest.mark.parametrize("stored", [None, 64])
+def test_a_version_is_not_waited_for_again_until_it_or_a_newer_one_is_there(stored):
+    world = ExecutorWorld()
+    if stored is not None:
+        world.store.put("u", stored)
+
+    def waits(version, request_id):
+        work = world.rank(version=version, request_id=request_id)
+        world.run()
+        is_waiting = not work.has_ended
+        world.idle_until(world.clock.monotonic_us() + 12_500)
+        assert work.has_ended
+        return is_waiting
+
+    wanted, longer, shorter = (history_of("u", length, number=length).version() for length in (90, 95, 80))
+    assert waits(wanted, "a")
+    assert not waits(wanted, "b")
+    world.store.put("u", 70)
+    assert not waits(longer, "c"), "it lacks what the failed wait was for"
+    assert waits(shorter, "d")
+    world.store.put("u", 90, number=90)
+    assert waits(longer, "e")
+
+
+def test_failed_waits_are_remembered_for_a_bounded_number_of_users():
+    waits, version = FailedWaits(2), history_of("u", 5, number=5).version()
+    for user in ("a", "b", "c"):
+        waits.add(user, version)
+    assert [waits.cover(user, version, None) for user in ("a", "b", "c")] == [False, True, True]
+
+
+@pytest.mark.parametrize("names_version", [True, False])
+def test_a_request_waits_within_its_budget_until_the_store_of_its_partition_is_open(names_version):
+    """After a restart, requests without a version were ranked on nothing, with seconds of their budget left."""
+    world = ExecutorWorld(parked_jobs_max=1)
+    world.store.loading = world.store.settling = True
+    version = history_of("u1", 60).version() if names_version else None
+    works = [world.rank(f"u{number}", version, f"r{number}", budget_us=8_000_000) for number in range(3)]
+    world.job("u1", version, "job", lead_us=4_000_000)
+    world.idle_until(world.clock.monotonic_us() + 3_000_000)
+    assert world.outbox.answers == 0, "three wait, though one may wait for a record"
+    for number in range(3):
+        world.store.put(f"u{number}", 60)
+    world.executor.partitions_read(frozenset([5]))
+    world.run()
+    assert world.outbox.answers == 0, "another partition"
+    world.store.loading = world.store.settling = False
+    world.executor.partitions_read(frozenset([0]))
+    world.run()
+    assert [work.prefix.tokens for work in works] == [60, 60, 60]
+    assert [work.history_wait_us for work in works] == [3_000_000] * 3
+    assert world.outbox.jobs == [JobOutcome.JOINED]
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_what_a_store_has_of_a_user_is_used_once_the_log_after_it_is_read(is_deleted):
+    """While a partition is elsewhere, a user may grow, or be deleted. A version proves what its sender knows."""
+    world = ExecutorWorld()
+    known = world.store.put("u", 40)
+    world.store.put("v", 40)
+    world.store.loading = world.store.settling = True
+    named = world.rank("u", known, "named", budget_us=8_000_000)
+    works = [world.rank(user, None, user, budget_us=8_000_000) for user in ("u", "v")]
+    world.executor.partitions_read(frozenset([0]))
+    world.run()
+    assert (named.has_ended, [work.has_ended for work in works]) == (True, [False, False]), "it is open, and not read"
+    if is_deleted:
+        del world.store.histories["u"]
+    else:
+        world.store.put("u", 50)
+    world.store.loading = world.store.settling = False
+    world.executor.partitions_read(frozenset([0]))
+    world.run()
+    assert [work.prefix.tokens for work in (named, *works)] == [40, 0 if is_deleted else 50, 40]
+    assert not any(work.prefix.loading for work in works)
+
+
+def test_a_store_that_does_not_open_costs_no_deadline():
+    world = ExecutorWorld()
+    world.store.loading = world.store.settling = True
+    work = world.rank(budget_us=30_000)
+    world.run()
+    world.idle_until(int(world.executor._timers.next_at_us))
+    world.idle_until(work.deadline_us - 2 * HIT_US - 1_000)
+    world.idle_until(work.deadline_us - HIT_US - 1_000)
+    assert (work.has_ended, work.path, work.prefix.loading) == (True, Path.FULL, True)
+    assert world.clock.monotonic_us() <= work.deadline_us
+
+
+def test_the_wait_for_a_history_is_neither_a_time_in_the_queue_nor_one_outside_full_inference():
+    """The trigger found nearly every user at risk, since requests waited for behaviours that never came."""
+    world = ExecutorWorld()
+    world.rank("v", world.store.put("v", 100), "no wait")
+    world.run()
+    world.store.put("u", 100)
+    work = world.rank(version=history_of("u", 120, number=2).version(), budget_us=80_000)
+    world.idle_until(world.clock.monotonic_us() + 20_000)
+    assert work.history_wait_us == 20_000
+    outside = [outside_us for _, outside_us in world.executor._requests.ends.full_path.outside_full]
+    assert len(outside) == 2 and max(outside) == min(outside)
+    timings = timings_of(work, work.answered_us)
+    assert (timings.queue_us, timings.history_wait_us) == (0, 20_000)
+    assert timings.total_us == 20_000 + timings.pre_infer_us + timings.rank_us
 
 
 def test_a_partition_that_catches_up_during_a_look_up_says_loading():
@@ -329,16 +544,18 @@ def test_nothing_waits_for_a_version_longer_than_the_setting_however_late_its_de
     assert (world.outbox.answers, world.outbox.jobs) == (0, [])
     world.idle_until(received_us + 300_000)
     assert world.outbox.paths == [Path.FULL]
-    assert world.outbox.jobs == [JobOutcome.NO_HISTORY]
+    assert world.outbox.jobs == [JobOutcome.JOINED], "the job goes on with the newest history"
 
 
-def test_a_waiting_job_whose_version_never_comes_ends_when_it_expires():
+def test_a_waiting_job_whose_version_never_comes_ends_when_its_request_is_expected():
     world = ExecutorWorld()
     world.job(version=history_of("u", 120, number=2).version())
     world.run()
     assert world.outbox.jobs == []
-    world.idle_until(world.clock.monotonic_us() + 200_000)
+    world.idle_until(world.clock.monotonic_us() + 100_000)
     assert world.outbox.jobs == [JobOutcome.NO_HISTORY]
+    world.job(version=history_of("u", 120, number=2).version(), request_id="again")
+    assert world.outbox.jobs == [JobOutcome.NO_HISTORY] * 2, "it does not wait a second time"
 
 
 def test_the_work_that_waits_for_a_version_is_bounded():
@@ -377,7 +594,7 @@ def test_one_request_that_fails_in_a_batch_does_not_fail_its_neighbours():
     world.run()
     assert len(world.outbox.ranked_works) == 2
     assert [(work.request.candidates.size, reason) for work, reason, _ in world.outbox.failures] == [
-        (7, FailureReason.DEVICE_ERROR)
+        (7, Reason.DEVICE_ERROR)
     ]
 
 
@@ -387,7 +604,7 @@ def test_a_failed_chunk_fails_its_request_and_frees_its_pages():
     version = world.store.put("u", 100)
     world.rank(version=version)
     world.run()
-    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OUT_OF_MEMORY]
+    assert [reason for _, reason, _ in world.outbox.failures] == [Reason.OUT_OF_MEMORY]
     assert world.cache.stats().hbm.free == 128
     world.rank(version=version, request_id="r2")
     world.run()
@@ -402,8 +619,8 @@ def test_too_many_candidates_and_too_long_a_suffix_are_refused_with_the_limit():
     world.rank(candidates=100, suffix=most, request_id="r3")
     world.run()
     assert [(reason, detail) for _, reason, detail in world.outbox.failures] == [
-        (FailureReason.TOO_LONG, "101 candidates, the model takes 100"),
-        (FailureReason.TOO_LONG, f"{most + 1} suffix behaviours, the model takes {most}"),
+        (Reason.TOO_LONG, "101 candidates, the model takes 100"),
+        (Reason.TOO_LONG, f"{most + 1} suffix behaviours, the model takes {most}"),
     ]
 
 
@@ -525,7 +742,7 @@ def test_the_prefix_of_a_user_who_returns_after_a_deletion_is_cached_again():
 
 
 def test_a_prefix_counts_as_deleted_where_its_deletion_may_be_forgotten():
-    deletions, resolver = Deletions(2), ExecutorWorld().executor._context.resolver
+    deletions, resolver = Deletions(2), ExecutorWorld().executor._resolver
     unknown = resolver.history("z", None, None, 0)
     prefixes = {user: resolver.prefix(user, unknown, 0, Scored(0, 4)) for user in "abcz"}
     for user in "abc":
@@ -972,7 +1189,7 @@ def test_requests_that_nobody_announced_count_as_helped_by_a_cut_with_a_short_ta
     for number, length in enumerate((200, 200, 208)):
         world.rank(version=world.store.put("u", length, number=number + 1), request_id=f"r{number}")
         world.run()
-        counted.append(len(world.executor._context.arrivals.seen))
+        counted.append(len(world.executor._requests._arrivals._seen))
     assert counted == [0, 1, 2], "computed, complete, and with a short tail"
 
 

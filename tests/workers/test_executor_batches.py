@@ -11,7 +11,8 @@ import torch
 
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.runtime.clock import ManualClock
-from relaygr.schemas.messages import FailureReason, HistoryVersion, Path
+from relaygr.schemas.ended import Reason
+from relaygr.schemas.messages import HistoryVersion, Path
 from relaygr.simulate.device import SimulatedDevice
 from relaygr.worker.device import Event
 from relaygr.worker.executor.executor import LONG_US, POSTED_TO_WAKE, WORK_TOO_LONG
@@ -143,7 +144,7 @@ def test_the_time_left_excludes_more_urgent_work_and_the_share_of_pre_infer(job_
 
 def test_device_time_of_ranking_leaves_less_for_jobs():
     world, _ = world_with_a_cached_prefix()
-    world.executor._context.count_ranking_passes()
+    world.executor._parts.admission.count_rankings()
     load = world.executor._parts.admission._buckets.ranking_load(world.clock.monotonic_us())
     assert load == pytest.approx((100 * TOKEN_US + HIT_US) / 1e6, rel=0.01)
 
@@ -158,7 +159,6 @@ def test_ready_requests_run_in_the_forward_of_a_chunk_that_goes_first():
     world.rank("a", cached, "a2", budget_us=50_000)
     world.executor.step()
     assert world.engine.mixed == [(96, 1)]
-    assert world.registry.get_sample_value("relaygr_worker_mixed_passes_total") == 1
     assert world.outbox.paths == [Path.FULL, Path.HBM]
 
 
@@ -210,7 +210,7 @@ def test_a_request_that_fails_beside_a_chunk_fails_alone():
     world = world_with_a_ready_request_and_a_job_begun()
     world.engine.fail_candidates = 10
     world.run()
-    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]
+    assert [reason for _, reason, _ in world.outbox.failures] == [Reason.DEVICE_ERROR]
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
 
 
@@ -360,7 +360,7 @@ def test_a_chunk_that_turns_out_to_have_failed_fails_its_prefix():
     device.error = RuntimeError("illegal memory access")
     world.rank("u", world.store.put("u", 64))
     world.run()
-    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]
+    assert [reason for _, reason, _ in world.outbox.failures] == [Reason.DEVICE_ERROR]
     assert world.cache.stats().hbm.free == 128
 
 
@@ -407,13 +407,14 @@ def test_the_time_of_rejections_does_not_count_as_device_time():
     """Otherwise every rejection would raise the predictions, which would lead to more rejections."""
     world, cached = world_with_a_cached_prefix()
     before_us = device_us(world, "ranking")
-    record, world.outbox.failed = world.outbox.failed, lambda *failure: (record(*failure), world.clock.advance_us(50))
+    record = world.outbox.unranked
+    world.outbox.unranked = lambda *end: (record(*end), world.clock.advance_us(50))  # type: ignore[method-assign]
     for number in range(10):
         world.rank("a", cached, f"late {number}", budget_us=1_900)
     world.rank("a", cached, "in time", budget_us=50_000)
     world.clock.advance_us(1_000)
     world.run()
-    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OVERLOADED] * 10
+    assert [reason for _, reason, _ in world.outbox.failures] == [Reason.OVERLOADED] * 10
     assert device_us(world, "ranking") - before_us == HIT_US
     assert world.corrector.factor(Stage.HIT) == 1.0
 

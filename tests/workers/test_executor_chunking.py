@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.executor.arrivals import ExpectedArrivals
 from relaygr.worker.executor.chunks import LEAST_CHUNK_CUTS, MOST_COUNTED, PREDICTION_MARGIN, Chunking, chunk_bound_us
+from relaygr.worker.executor.impressions import ExpectedArrivals
+from relaygr.worker.executor.work import Impression
 from tests.worlds.executor import TOKEN_US, ExecutorWorld
 
 LATENCY = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=0, c1=0, c2=0, d0=0, d1=0))
@@ -113,26 +114,27 @@ def test_a_chunk_is_as_long_as_allowed_while_nobody_waits_or_is_expected(
 
 
 def test_an_announced_request_may_arrive_from_a_part_of_its_lead_time_on_until_it_is_overdue() -> None:
-    arrivals = ExpectedArrivals()
-    arrivals.announce(("u", "r"), 0, 100_000, 150_000)
-    arrivals.announce(("v", "r"), 0, 300_000, 350_000)
+    arrivals, first, second = ExpectedArrivals(), Impression("u", "r"), Impression("v", "r")
+    arrivals.announce(first, 0, 100_000, 150_000)
+    arrivals.announce(second, 0, 300_000, 350_000)
     assert arrivals.next_us(0) == (50_000, math.inf)
-    assert arrivals.next_us(0, [("u", "r")]) == (150_000, math.inf)
+    assert arrivals.next_us(0, [first]) == (150_000, math.inf)
     assert arrivals.next_us(120_000) == (0, math.inf)
     assert arrivals.next_us(150_001) == (0, math.inf)
-    assert list(arrivals.announced) == [("v", "r")]
+    assert first.announced is None and second.announced is not None
     assert arrivals.next_us(350_001) == (math.inf, math.inf)
 
 
 @given(st.floats(0, 0.9))
 def test_the_earliest_arrival_is_learned_from_arrivals(least: float) -> None:
     """Only a small share of the requests arrives before it."""
-    arrivals = ExpectedArrivals()
+    arrivals, impression = ExpectedArrivals(), Impression("u", "r")
     for number in range(4_000):
         part = least + (0.99 - least) * (number * 0.618 % 1)
-        arrivals.seen.append(((0, 1_000_000, 2_000_000, None), int(part * 1_000_000)))
+        arrivals.announce(impression, 0, 1_000_000, 2_000_000)
+        arrivals.arrived(impression, int(part * 1_000_000))
         arrivals.next_us(0)
-    arrivals.announce(("u", "r"), 0, 1_000_000, 2_000_000)
+    arrivals.announce(impression, 0, 1_000_000, 2_000_000)
     earliest_us, _ = arrivals.next_us(0)
     assert earliest_us <= 1_000_000 * (least + 0.1 * (1 - least))
     assert earliest_us >= 1_000_000 * least - 50_000
@@ -141,7 +143,7 @@ def test_the_earliest_arrival_is_learned_from_arrivals(least: float) -> None:
 def test_unannounced_requests_are_expected_at_the_rate_of_the_last_seconds() -> None:
     arrivals = ExpectedArrivals()
     for number in range(200):
-        arrivals.seen.append((None, 50_000 * number))
+        arrivals.arrived_ready(50_000 * number)
     _, others_us = arrivals.next_us(10_000_000)
     assert others_us == pytest.approx(50_000, rel=0.05)
     assert arrivals.next_us(60_000_000) == (math.inf, math.inf)
@@ -149,9 +151,10 @@ def test_unannounced_requests_are_expected_at_the_rate_of_the_last_seconds() -> 
 
 def test_the_announcements_are_bounded() -> None:
     arrivals = ExpectedArrivals()
-    for number in range(5_000):
-        arrivals.announce(("u", str(number)), 0, 1, 60_000_000)
-    assert len(arrivals.announced) == 4_096
+    impressions = [Impression("u", str(number)) for number in range(5_000)]
+    for impression in impressions:
+        arrivals.announce(impression, 0, 1, 60_000_000)
+    assert [impression.announced is not None for impression in impressions] == [False] * 904 + [True] * 4_096
 
 
 def world_of_long_chunks(**settings: int) -> ExecutorWorld:
@@ -217,7 +220,7 @@ def test_a_prefix_counts_once_beside_those_that_wait_whether_a_request_or_a_job_
         counts.append(int(arguments[-1]))
         return chunk_bound_us(*arguments[:-1])
 
-    monkeypatch.setattr("relaygr.worker.executor.context.chunk_bound_us", bound_us)
+    monkeypatch.setattr("relaygr.worker.executor.capacity.chunk_bound_us", bound_us)
     world = world_of_long_chunks()
     for user in ("a", "b"):
         world.job(user, world.store.put(user, 300), user, lead_us=10_000_000)
@@ -230,14 +233,14 @@ def test_a_prefix_counts_once_beside_those_that_wait_whether_a_request_or_a_job_
 
 def test_predictions_count_the_chunks_that_a_prefix_gets() -> None:
     world = world_of_long_chunks()
-    context = world.executor._context
-    assert context.chunking.chunk_us == 50_000
+    capacity = world.executor._capacity
+    assert capacity.chunking.chunk_us == 50_000
     for number in range(60):
         world.job(f"u{number}", world.store.put(f"u{number}", 150), f"r{number}", lead_us=1)
         world.rank("nobody", None, f"other {number}")
         world.run()
         world.clock.advance_us(2_000)
-    assert context.chunking.chunk_us < 2_000
+    assert capacity.chunking.chunk_us < 2_000
 
 
 def test_full_inference_without_the_relay_is_not_cut() -> None:
@@ -248,41 +251,3 @@ def test_full_inference_without_the_relay_is_not_cut() -> None:
     world.run()
     assert world.engine.chunks == [(0, 512)] * 3
     assert world.outbox.failures == []
-
-
-def discarded_us(world: ExecutorWorld, kind: str) -> float:
-    name = "relaygr_worker_discarded_device_seconds_total"
-    return 1e6 * (world.registry.get_sample_value(name, {"kind": kind}) or 0.0)
-
-
-def test_device_time_of_a_prefix_that_was_lost_counts_as_discarded() -> None:
-    world = ExecutorWorld()
-    world.job("u", world.store.put("u", 300))
-    world.executor.step()
-    begun_us = (world.engine.chunks[0][1] - world.engine.chunks[0][0]) * TOKEN_US
-    assert discarded_us(world, "prefix") == 0
-    world.cache.invalidate_user("u")
-    world.run()
-    assert discarded_us(world, "prefix") == pytest.approx(begun_us)
-    world.rank("v", world.store.put("v", 300), "used")
-    world.run()
-    assert discarded_us(world, "prefix") == pytest.approx(begun_us)
-    assert discarded_us(world, "late") == 0
-
-
-def test_device_time_of_an_answer_past_its_deadline_counts_as_discarded() -> None:
-    world = ExecutorWorld()
-    cached = world.store.put("a", 100)
-    world.job("a", cached, "a1")
-    world.run()
-    rank = world.engine.rank
-
-    def slow(batch):
-        world.clock.advance_us(10_000)
-        return rank(batch)
-
-    world.engine.rank = slow
-    world.rank("a", cached, "a1", budget_us=5_000)
-    world.run()
-    assert len(world.outbox.ranked_works) == 1
-    assert discarded_us(world, "late") == pytest.approx(1_000)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from relaygr.schemas.messages import FailureReason, Path
+from relaygr.schemas.ended import Reason
+from relaygr.schemas.messages import Path
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.model.interface import RankOutputs
 from tests.worlds.executor import LIMITS, ExecutorWorld, world_with_a_in_dram
@@ -69,7 +70,7 @@ def test_a_request_that_breaks_after_it_waited_for_its_history_is_answered():
     world.executor.histories_changed(["u"])
     world.run()
     ((_, reason, detail),) = world.outbox.failures
-    assert (reason, detail) == (FailureReason.DEVICE_ERROR, "no good")
+    assert (reason, detail) == (Reason.DEVICE_ERROR, "no good")
     assert world.executor.ranking_outstanding == 0
 
 
@@ -136,7 +137,7 @@ def test_scores_that_are_no_numbers_fail_the_request_and_invalidate_the_users_pr
     world.rank("u", version, "r1")
     world.run()
     ((_, reason, detail),) = world.outbox.failures
-    assert reason is FailureReason.DEVICE_ERROR
+    assert reason is Reason.DEVICE_ERROR
     assert "not finite" in detail
     world.engine.rank = whole
     world.rank("u", version, "r2")
@@ -171,7 +172,7 @@ def test_too_many_candidates_are_refused_before_anything_is_computed():
     world.rank("u", version, candidates=LIMITS.max_candidates + 1, budget_us=1)
     world.run()
     ((_, reason, detail),) = world.outbox.failures
-    assert reason is FailureReason.TOO_LONG
+    assert reason is Reason.TOO_LONG
     assert str(LIMITS.max_candidates) in detail
     assert not world.engine.chunks and not world.engine.batches
 
@@ -196,9 +197,9 @@ def test_a_request_that_broke_while_it_waited_for_a_copy_is_not_answered_again_w
         raise BrokenError("no good")
 
     with monkeypatch.context() as while_it_begins_to_wait:
-        while_it_begins_to_wait.setattr(world.executor._context.timers, "at", broken)
+        while_it_begins_to_wait.setattr(world.executor._timers, "at", broken)
         work = world.rank("a", version, "breaks")
-    assert work.has_ended and [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]
+    assert work.has_ended and [reason for _, reason, _ in world.outbox.failures] == [Reason.DEVICE_ERROR]
     answers = world.outbox.answers
     world.mover.finish()
     world.run()
@@ -217,4 +218,4 @@ def test_a_device_that_stays_broken_fails_the_request_and_not_the_process(monkey
     for name in ("prefix_inputs", "rank_inputs"):
         monkeypatch.setattr(world.engine, name, broken)
     world.run()
-    assert work.has_ended and [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]
+    assert work.has_ended and [reason for _, reason, _ in world.outbox.failures] == [Reason.DEVICE_ERROR]

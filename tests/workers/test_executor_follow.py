@@ -47,13 +47,13 @@ class FollowWorld(ExecutorWorld):
             check_invariants(self.cache)
             if wait_us == 0:
                 continue
-            if not self.executor._follows._users and not len(self.executor._context.scheduler.warm_up):
+            if not self.executor._follows._users and not len(self.executor._scheduler.warm_up):
                 return
             self.clock.advance_us(wait_us or 1)
         raise AssertionError("users still wait")
 
     def key(self, user: str) -> PrefixKey:
-        resolver = self.executor._context.resolver
+        resolver = self.executor._resolver
         return resolver.prefix(user, resolver.history(user, None, None, 0), 0, Scored(0, 10)).key
 
     def in_hbm(self, user: str) -> int:

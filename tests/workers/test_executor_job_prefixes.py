@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from relaygr.schemas.messages import Path
-from relaygr.worker.executor.accounts import WORK_BYTES, JobPrefixes
-from relaygr.worker.executor.work import ResolvedPrefix
+from relaygr.worker.executor.impressions import Impressions
+from relaygr.worker.executor.work import WORK_BYTES, ResolvedPrefix
 from tests.worlds.executor import ExecutorWorld
 
 LENGTH = 400
@@ -24,27 +24,39 @@ def sized(held_bytes: int) -> ResolvedPrefix:
 
 
 def test_the_newest_are_kept_and_each_is_taken_once() -> None:
-    kept, first, second = JobPrefixes(100 + WORK_BYTES), sized(60), sized(50)
-    kept.keep(("u", "1"), first)
-    kept.keep(("u", "2"), second)
-    assert kept.take(("u", "1")) is None
-    assert kept.take(("u", "2")) is second
-    assert kept.take(("u", "2")) is None
-    kept.keep(("u", "3"), sized(100))
-    assert kept.take(("u", "3")) is not None
-    kept.keep(("u", "4"), first)
-    kept.keep(("v", "5"), second)
-    assert kept.take(("u", "4")) is None
-    assert kept.take(("v", "5")) is second
+    kept, first, second = Impressions(prefixes_bytes=100 + WORK_BYTES), sized(60), sized(50)
+    one, two, three, four = (kept.of("u", str(number), 0) for number in range(1, 5))
+    other = kept.of("v", "5", 0)
+    kept.keep_prefix(one, first)
+    kept.keep_prefix(two, second)
+    assert kept.take_prefix(one) is None
+    assert kept.take_prefix(two) is second
+    assert kept.take_prefix(two) is None
+    kept.keep_prefix(three, sized(100))
+    assert kept.take_prefix(three) is not None
+    kept.keep_prefix(four, first)
+    kept.keep_prefix(other, second)
+    assert kept.take_prefix(four) is None
+    assert kept.take_prefix(other) is second
 
 
 def test_a_user_is_forgotten() -> None:
-    kept, other = JobPrefixes(3 * WORK_BYTES), sized(1)
-    kept.keep(("u", "1"), sized(1))
-    kept.keep(("v", "1"), other)
-    kept.forget("u")
-    assert kept.take(("u", "1")) is None
-    assert kept.take(("v", "1")) is other
+    kept, other = Impressions(prefixes_bytes=3 * WORK_BYTES), sized(1)
+    kept.keep_prefix(kept.of("u", "1", 0), sized(1))
+    kept.keep_prefix(kept.of("v", "1", 0), other)
+    kept.forget_prefix("u")
+    assert kept.take_prefix(kept.of("u", "1", 0)) is None
+    assert kept.take_prefix(kept.of("v", "1", 0)) is other
+
+
+def test_an_impression_that_is_forgotten_keeps_no_prefix() -> None:
+    kept = Impressions(capacity=1, prefixes_bytes=WORK_BYTES)
+    first = kept.of("u", "1", 0)
+    kept.keep_prefix(first, sized(0))
+    second = kept.of("v", "2", 0)
+    assert first.prefix is None
+    kept.keep_prefix(second, sized(0))
+    assert kept.take_prefix(second) is not None, "the bytes of the first are free"
 
 
 class _CountingStore:

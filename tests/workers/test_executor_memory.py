@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaygr.schemas.messages import MAX_BEHAVIOURS, FailureReason, PreInferJob
+from relaygr.schemas.ended import Reason
+from relaygr.schemas.messages import MAX_BEHAVIOURS, PreInferJob
 from relaygr.worker.executor.work import JobOutcome, JobWork, ResolvedPrefix
 from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
 from relaygr.worker.history.store import HistoryStore, StoreOrigin
@@ -32,6 +33,12 @@ class StoredHistories:
     def is_loading(self, partition: int) -> bool:
         return False
 
+    def is_settling(self, partition: int) -> bool:
+        return False
+
+    def deleted_at_ms(self, user_id: str) -> int:
+        return self.store.deleted_at_ms(user_id, 0)
+
     def put(self, user_id: str, length: int, number: int = 1) -> None:
         self.store.apply_all([HistoryBatch(0, (HistoryRecord(user_id, number, history_of(user_id, length)),), 0)])
 
@@ -43,7 +50,7 @@ class RealStoreWorld(ExecutorWorld):
         super().__init__(hbm_pages=longest // PAGE_TOKENS, **settings)
         self.engine.limits = EngineLimits(longest, LIMITS.max_suffix_behaviours, LIMITS.max_candidates)
         self.histories = StoredHistories(store)
-        resolver = self.executor._context.resolver
+        resolver = self.executor._resolver
         resolver._histories = self.histories
 
     @property
@@ -52,7 +59,7 @@ class RealStoreWorld(ExecutorWorld):
 
     @property
     def jobs_bytes(self) -> int:
-        return self.executor._context.held_by_jobs.outstanding_bytes
+        return self.executor._held_by_jobs.outstanding_bytes
 
 
 @pytest.fixture
@@ -87,7 +94,7 @@ def test_three_hundred_requests_with_the_longest_history_hold_no_more_than_the_b
     assert 2 * RECORD_BYTES < held_bytes < 33 * MIB
     assert held_bytes <= world.requests_bytes <= 32 * MIB
     refused = [reason for _, reason, _ in world.outbox.failures]
-    assert set(refused) == {FailureReason.OVERLOADED}
+    assert set(refused) == {Reason.OVERLOADED}
     assert len(refused) + world.executor.ranking_outstanding == 300
     assert world.executor.ranking_outstanding >= 2
 

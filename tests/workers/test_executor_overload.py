@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.schemas.messages import FailureReason, HistoryVersion, LatencyCoefficients, Path
+from relaygr.consumer.interface import Received
+from relaygr.schemas.ended import Reason
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import HistoryVersion, LatencyCoefficients, Path
 from relaygr.worker.executor.backlog import Backlog
 from relaygr.worker.executor.executor import POSTED_PER_STEP
 from relaygr.worker.executor.order import Scheduler
 from relaygr.worker.executor.schedulable import WorkClass
-from relaygr.worker.executor.work import JobOutcome, RankingWork
+from relaygr.worker.executor.work import JobOutcome, RankingWork, Unranked
 from relaygr.worker.model.interface import PrefixChunk, RankOutputs
 from tests.worlds.executor import ExecutorWorld, world_with_a_in_dram
 from tests.worlds.outbox import Outbox
@@ -73,17 +76,10 @@ class TimedOutbox(Outbox):
         self.ranked_at[work.request.request_id] = self.world.clock.monotonic_us()
         return True
 
-    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
-        super().failed(work, reason, detail)
-        self._tell(work.request.request_id)
-
-    def expired(self, work: RankingWork) -> None:
-        super().expired(work)
-        self._tell(work.request.request_id)
-
-    def _tell(self, request_id: str) -> None:
+    def unranked(self, reply: RankingHeaders, received: Received, end: Unranked, work: RankingWork) -> None:
+        super().unranked(reply, received, end, work)
         self.world.clock.advance_us(self.model.refuse_us)
-        self.told_at[request_id] = self.world.clock.monotonic_us()
+        self.told_at[work.request.request_id] = self.world.clock.monotonic_us()
 
 
 @dataclass(frozen=True)
@@ -110,11 +106,10 @@ class Overload:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        world = self.world = ExecutorWorld(hbm_pages=1_500, chunk_ms=5.0)
+        self.outbox = TimedOutbox(tasks=1, model=model)
+        world = self.world = self.outbox.world = ExecutorWorld(hbm_pages=1_500, chunk_ms=5.0, outbox=self.outbox)
         coefficients = LatencyCoefficients(0, 0, 0, 0, model.token_us, 0, 0, model.hit_us / 10, 0, 100, 0)
         world.corrector.recalibrate(LatencyModel(coefficients))
-        self.outbox = world.outbox = TimedOutbox(tasks=1, world=world, model=model)
-        object.__setattr__(world.executor._parts, "results", self.outbox)
         self.random = np.random.default_rng(3)
         self.device_us = 0
         world.engine.pre_infer = lambda chunk: self.work((chunk.end - chunk.start) * model.token_us)  # type: ignore[method-assign]
@@ -167,7 +162,7 @@ class Overload:
             self.are_new = list(self.random.permutation([True] * 4 + [False] * 8))
         is_new = self.are_new.pop()
         if executor.is_hopeless("unknown", name, deadline_us, clock.monotonic_us(), sent_us):
-            executor.note_refused("unknown", name)
+            executor.note_no_time("unknown", name)
             clock.advance_us(self.model.refuse_us)
             self.outbox.told_at[name] = clock.monotonic_us()
             return
@@ -536,7 +531,7 @@ class TestDisplacement:
         return world
 
     def failed(self, world: ExecutorWorld) -> list[str]:
-        assert {reason for _, reason, _ in world.outbox.failures} <= {FailureReason.OVERLOADED}
+        assert {reason for _, reason, _ in world.outbox.failures} <= {Reason.OVERLOADED}
         return [work.request.request_id for work, _, _ in world.outbox.failures]
 
     def test_a_long_request_is_displaced_by_short_ones_that_would_be_refused(self):
@@ -747,7 +742,7 @@ def test_a_hit_whose_long_tail_leaves_no_time_is_refused_when_it_is_looked_up():
 def test_nothing_is_reloaded_for_a_request_that_would_be_late():
     world, first = world_with_a_in_dram()
     world.rank("a", first, "late", budget_us=900)
-    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OVERLOADED]
+    assert [reason for _, reason, _ in world.outbox.failures] == [Reason.OVERLOADED]
     assert world.mover.waiting == []
 
 
@@ -764,7 +759,7 @@ def test_a_request_that_the_poll_thread_answered_needs_its_prefix_no_more():
     world.job("u", version, "r")
     world.run()
     assert world.cache.stats().hbm.leased
-    world.executor.note_refused("u", "r")
+    world.executor.note_no_time("u", "r")
     world.run()
     assert not world.cache.stats().hbm.leased
 
@@ -772,7 +767,7 @@ def test_a_request_that_the_poll_thread_answered_needs_its_prefix_no_more():
 def test_a_busy_worker_drops_the_job_of_a_refused_request():
     world = ExecutorWorld()
     world.job("u", world.store.put("u", 100), "r1")
-    world.executor.note_refused("u", "r1")
+    world.executor.note_no_time("u", "r1")
     world.job("v", world.store.put("v", 100), "r2")
     world.run()
     assert world.outbox.jobs == [JobOutcome.OVERTAKEN, JobOutcome.COMPUTED]
@@ -782,7 +777,7 @@ def test_an_idle_worker_computes_the_prefix_of_a_refused_request_for_the_next_vi
     world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.job("u", version, "r1")
-    world.executor.note_refused("u", "r1")
+    world.executor.note_no_time("u", "r1")
     world.run()
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
     world.rank("u", version, "r2")

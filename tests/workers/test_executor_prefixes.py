@@ -12,11 +12,11 @@ import pytest
 import relaygr.worker.executor.executor
 from relaygr.schemas.messages import Path as AnswerPath
 from relaygr.worker.cache.results import PendingOutcome
-from relaygr.worker.executor.context import MAX_UNCOUNTED_PASSES, ExecutorContext, Timers
 from relaygr.worker.executor.events import Change, ComputedTooLate, DeviceFailed, PrefixComputed, PrefixLeft
-from relaygr.worker.executor.prefixes import ChunkReadiness, Prefixes
+from relaygr.worker.executor.job_admission import MAX_UNCOUNTED_PASSES
+from relaygr.worker.executor.prefixes import ChunkReadiness
 from relaygr.worker.executor.resolver import Scored
-from relaygr.worker.executor.schedulable import WorkClass
+from relaygr.worker.executor.waits import Timers
 from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import StoredHistory
 from tests.worlds.executor import ExecutorWorld, history_of
@@ -28,18 +28,20 @@ ORDER = (
     "backlog",
     "order",
     "chunks",
-    "arrivals",
     "routes",
-    "timers",
+    "waits",
     "work",
-    "accounts",
+    "impressions",
     "resolver",
     "job_admission",
-    "context",
+    "parts",
     "events",
-    "observations",
+    "capacity",
     "reloads",
     "prefixes",
+    "look_up",
+    "serving",
+    "ends",
     "requests",
     "jobs",
     "warm_up",
@@ -51,17 +53,16 @@ ORDER = (
 
 
 class PrefixWorld:
-    """Prefixes without an executor around them."""
+    """The prefixes of an executor that never steps."""
 
     def __init__(self, hbm_pages: int = 128) -> None:
         self.world = ExecutorWorld(hbm_pages=hbm_pages)
-        self.posted: list[object] = []
-        self.context = ExecutorContext(self.world.engine, self.world.executor._parts, self.posted.append)
-        self.prefixes = Prefixes(self.context)
+        self.scheduler = self.world.executor._scheduler
+        self.prefixes = self.world.executor._prefixes
 
     def resolve(self, user_id: str, length: int) -> ResolvedPrefix:
         version = self.world.store.put(user_id, length)
-        resolver = self.context.resolver
+        resolver = self.world.executor._resolver
         return resolver.prefix(user_id, resolver.history(user_id, version, None, 0), 0, Scored(0, 10))
 
     def request(self, user_id: str, length: int, budget_us: int = 50_000) -> RankingWork:
@@ -76,7 +77,7 @@ class PrefixWorld:
     def run(self) -> ChunkReadiness:
         """The next chunk of the most urgent prefix, if it is ready."""
         now_us = self.world.clock.monotonic_us()
-        work = self.context.scheduler.pick(now_us)
+        work = self.scheduler.pick(now_us)
         assert isinstance(work, PrefixWork)
         ready = self.prefixes.prepare(work, now_us)
         if ready is ChunkReadiness.READY:
@@ -131,10 +132,10 @@ def test_a_second_request_on_the_scratch_pages_waits_for_the_first() -> None:
     first, second = world.request("u", 200), world.request("v", 200)
     assert world.run() is ChunkReadiness.READY
     assert isinstance(world.prefixes.scratch_user, PrefixWork)
-    world.context.scheduler.remove(world.prefixes.scratch_user)
+    world.scheduler.remove(world.prefixes.scratch_user)
     assert world.run() is ChunkReadiness.SCRATCH_BUSY
     assert not world.prefixes.changes
-    assert [work.waiters for work in (world.prefixes.scratch_user, world.context.scheduler.ranking.peek())] == [
+    assert [work.waiters for work in (world.prefixes.scratch_user, world.scheduler.ranking.peek())] == [
         [first], [second],
     ]  # fmt: skip
 
@@ -171,15 +172,20 @@ def test_a_late_request_ends_its_lease_before_its_prefix_takes_pages() -> None:
 def test_the_job_admission_counts_ranking_passes_without_any_job() -> None:
     world = PrefixWorld()
     told: list[tuple[float, int]] = []
-    admission = world.context.parts.admission
-    admission.count_ranking = lambda device_us, at_us: told.append((device_us, at_us))  # type: ignore[method-assign]
+    admission, capacity = world.world.executor._parts.admission, world.world.executor._capacity
+    admission._buckets.count_ranking = lambda device_us, at_us: told.append((device_us, at_us))  # type: ignore[method-assign]
+    work = world.request("u", 50)
     for now_us in range(MAX_UNCOUNTED_PASSES):
-        world.context.charge(WorkClass.RANKING, 5, now_us)
+        capacity.pass_took([work], 5, now_us)
     assert told == [(5, now_us) for now_us in range(MAX_UNCOUNTED_PASSES)]
-    world.context.charge(WorkClass.PREINFER, 5, MAX_UNCOUNTED_PASSES)
-    world.context.charge(WorkClass.RANKING, 5, MAX_UNCOUNTED_PASSES, had_job=True)
-    world.context.count_ranking_passes()
-    assert len(told) == MAX_UNCOUNTED_PASSES
+    prefix = world.prefixes.by_user["u"]
+    work.was_announced = True
+    capacity.chunk_took(prefix, 5, MAX_UNCOUNTED_PASSES)
+    prefix.waiters.clear()
+    prefix.idle_class = None
+    capacity.chunk_took(prefix, 5, MAX_UNCOUNTED_PASSES)
+    admission.count_rankings()
+    assert len(told) == MAX_UNCOUNTED_PASSES, "neither a prefix for which a job had come, nor pre-infer"
 
 
 def test_timers_return_the_time_until_the_next_call() -> None:

@@ -36,7 +36,7 @@ class WarmWorld(ExecutorWorld):
             self.clock.advance_us(wait_us or 1)
 
     def key(self, user: str) -> PrefixKey:
-        resolver = self.executor._context.resolver
+        resolver = self.executor._resolver
         return resolver.prefix(user, resolver.history(user, None, None, 0), 0, Scored(0, 10)).key
 
     def in_hbm(self) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -14,16 +15,16 @@ from prometheus_client import CollectorRegistry
 from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.headers import JOB_HEADER, RankingHeaders
 from relaygr.schemas.messages import (
     MAX_BUDGET_MS,
     Behaviours,
-    FailureReason,
-    Outcome,
     Path,
     PreInferJob,
     RankingRequest,
     RankingResult,
+    StageTimings,
 )
 from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.executor.backlog import Backlog
@@ -52,7 +53,7 @@ class Sink:
     def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int, sent_us: int) -> bool:
         return self.backlog.is_hopeless(must_end_us, now_us, sent_us)
 
-    def note_refused(self, user_id: str, request_id: str) -> None:
+    def note_no_time(self, user_id: str, request_id: str) -> None:
         self.refused.append((user_id, request_id))
 
     has_room: bool = True
@@ -78,6 +79,7 @@ class HandlerWorld:
         self.letters = FakeDeadLetters()
         self.finished: list[Token] = []
         self.owned: list[frozenset[int]] = []
+        self.results_partitions: int | None = 16
         self.registry = CollectorRegistry()
         self.writer = ResultWriter(
             self._producer,
@@ -105,6 +107,7 @@ class HandlerWorld:
             on_work=lambda: False,
             on_ownership=self.owned.append,
             on_tick=lambda now_us: None,
+            results_partitions=lambda: self.results_partitions,
         )
 
     def headers(self, **changes) -> RankingHeaders:
@@ -203,7 +206,7 @@ def test_a_deadline_may_lie_only_so_far_ahead(world: HandlerWorld, ahead_us: int
     world.rank(world.headers(deadline_us=world.clock.wall_us() + ahead_us))
     assert bool(world.sink.rankings) is is_work
     reasons = [result.reason for result in world.results]
-    assert reasons == ([] if is_work else [FailureReason.INVALID_DEADLINE])
+    assert reasons == ([] if is_work else [Reason.INVALID_DEADLINE])
 
 
 @pytest.mark.parametrize(("in_unit", "unit"), [(1_700_000_000, "seconds"), (1_700_000_000_123, "milliseconds")])
@@ -212,7 +215,7 @@ def test_a_deadline_in_another_unit_is_no_expired_request(world: HandlerWorld, i
     headers = world.headers(deadline_us=in_unit)
     world.send(RANKING, b"", headers=headers.encode())
     (result,) = world.results
-    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.INVALID_DEADLINE)
+    assert (result.outcome, result.reason) == (Ended.FAILED, Reason.INVALID_DEADLINE)
     assert f"{in_unit} is a time in {unit}: give it in microseconds" in str(result.detail)
 
 
@@ -222,7 +225,7 @@ def test_a_gateway_whose_clock_is_an_hour_ahead_is_told_the_offset(world: Handle
     request = replace(world.request(headers), sent_at_us=world.clock.wall_us() + hour_us - 1_000)
     world.send(RANKING, codec.encode(request), headers=headers.encode())
     (result,) = world.results
-    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.INVALID_DEADLINE)
+    assert (result.outcome, result.reason) == (Ended.FAILED, Reason.INVALID_DEADLINE)
     assert result.detail and "3600.1 s ahead" in result.detail and "-3599.999 s" in result.detail
     assert not world.sink.rankings
     world.producer.report()
@@ -233,7 +236,7 @@ def test_a_request_for_which_there_is_no_memory_is_answered_overloaded_at_once(w
     world.sink.has_room = False
     world.rank()
     (result,) = world.results
-    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.OVERLOADED)
+    assert (result.outcome, result.reason) == (Ended.FAILED, Reason.OVERLOADED)
     assert result.detail and "worker.ranking_queue_bytes" in result.detail
 
 
@@ -254,7 +257,7 @@ def test_a_job_years_away_is_taken_for_one_of_the_longest_budget(world: HandlerW
 def test_a_request_counts_as_expired_only_past_the_skew(world: HandlerWorld, late_us: int, is_work: bool):
     world.rank(world.headers(deadline_us=world.clock.wall_us() - late_us))
     assert bool(world.sink.rankings) is is_work
-    assert [result.outcome for result in world.results] == ([] if is_work else [Outcome.EXPIRED])
+    assert [result.outcome for result in world.results] == ([] if is_work else [Ended.EXPIRED])
 
 
 @pytest.mark.parametrize(("late_us", "is_work"), [(30_000 + SKEW_US, True), (30_000 + SKEW_US + 1, False)])
@@ -264,7 +267,7 @@ def test_a_time_of_grace_makes_all_deadlines_later(late_us: int, is_work: bool):
     works = [(work.deadline_us, work.answer_by_us) for work in world.sink.rankings]
     due_us = world.clock.monotonic_us() - late_us + 30_000
     assert works == ([(due_us, due_us - int(REPLY_MARGIN_MS * 1000))] if is_work else [])
-    assert [result.outcome for result in world.results] == ([] if is_work else [Outcome.EXPIRED])
+    assert [result.outcome for result in world.results] == ([] if is_work else [Ended.EXPIRED])
 
 
 def test_with_time_of_grace_a_request_behind_a_long_backlog_is_not_refused():
@@ -278,7 +281,7 @@ def test_an_expired_request_is_answered_without_its_body_being_read(world: Handl
     headers = world.headers(deadline_us=world.clock.wall_us() - 1_000_000)
     world.send(RANKING, b"not a message", headers=headers.encode())
     (result,) = world.results
-    assert (result.outcome, result.request_id) == (Outcome.EXPIRED, headers.request_id)
+    assert (result.outcome, result.request_id) == (Ended.EXPIRED, headers.request_id)
     assert not world.letters.written
     assert not world.finished
     world.producer.report()
@@ -290,11 +293,33 @@ def test_a_request_behind_a_long_backlog_is_refused_without_its_body_being_read(
     headers = world.headers(deadline_us=world.clock.wall_us() + 50_000)
     world.send(RANKING, b"not a message", headers=headers.encode())
     (result,) = world.results
-    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.OVERLOADED)
+    assert (result.outcome, result.reason) == (Ended.FAILED, Reason.OVERLOADED)
     assert world.sink.refused == [("u", headers.request_id)]
     assert not world.sink.rankings
     world.rank(world.headers(request_id="g.0.2", deadline_us=world.clock.wall_us() + 100_000))
     assert len(world.sink.rankings) == 1
+
+
+@pytest.mark.parametrize(("late_us", "reason"), [(1_000_000, None), (-50_000, Reason.OVERLOADED)])
+def test_a_request_that_is_refused_by_its_headers_is_told_the_backlog_and_has_no_stages(
+    world: HandlerWorld, late_us: int, reason: Reason | None
+):
+    world.sink.backlog.measured.expected_us, world.sink.backlog.handed_over = 1_000.0, 60
+    world.sink.backlog.total_us = 900.0
+    headers = world.headers(deadline_us=world.clock.wall_us() - late_us, diverted_by="worker-01")
+    world.send(RANKING, b"not a message", headers=headers.encode())
+    (result,) = world.results
+    assert (result.reason, result.timings, result.diverted_by) == (reason, StageTimings(), "worker-01")
+    assert result.backlog_us == world.sink.backlog.predicted_us > 0
+    assert world.sink.refused == [("u", headers.request_id)]
+
+
+def test_a_request_that_is_refused_by_its_content_is_not_one_of_overload(world: HandlerWorld):
+    world.sink.backlog.measured.expected_us, world.sink.backlog.handed_over = 1_000.0, 1
+    world.rank(world.headers(deadline_us=world.clock.wall_us() + 2**62))
+    (result,) = world.results
+    assert (result.reason, result.backlog_us) == (Reason.INVALID_DEADLINE, None)
+    assert not world.sink.refused
 
 
 def test_above_capacity_messages_that_waited_on_their_way_are_refused_so_that_newer_ones_are_served(
@@ -306,7 +331,7 @@ def test_above_capacity_messages_that_waited_on_their_way_are_refused_so_that_ne
     for _ in range(20):
         world.sink.backlog.measured.refused()
     world.send(RANKING, b"not a message", headers=left.encode(), age_us=60_000)
-    assert [result.reason for result in world.results] == [FailureReason.OVERLOADED]
+    assert [result.reason for result in world.results] == [Reason.OVERLOADED]
     world.rank(left, age_us=10_000)
     assert len(world.sink.rankings) == 2
     world.rank(left, age_us=None)
@@ -345,6 +370,32 @@ def test_answers_go_to_the_results_topic_only(world: HandlerWorld, topic: str):
     assert not world.producer.sent and not world.sink.rankings
 
 
+@pytest.mark.parametrize(
+    ("known", "partition", "is_taken"), [(16, 15, True), (16, 16, False), (5, 70_000, False), (None, 70_000, True)]
+)
+def test_a_partition_that_the_results_do_not_have_makes_a_dead_letter_and_no_work(
+    world: HandlerWorld, known: int | None, partition: int, is_taken: bool
+) -> None:
+    """It was ranked, and its result went nowhere without a word."""
+    world.results_partitions = known
+    world.rank(world.headers(reply_partition=partition))
+    assert bool(world.sink.rankings) == is_taken
+    details = [detail for _, _, detail in world.letters.written]
+    found = f"header reply_partition is {partition}, and {RESULTS} has the partitions 0 to {(known or 1) - 1}"
+    assert details == ([] if is_taken else [f"no reply address: {found}"])
+    assert not world.producer.sent
+
+
+def test_of_many_requests_without_a_reply_address_few_are_logged(world: HandlerWorld) -> None:
+    with structlog.testing.capture_logs() as lines:
+        for partition in range(16, 100):
+            world.rank(world.headers(reply_partition=partition))
+        world.send(RANKING, b"")
+    assert len(world.letters.written) == 85
+    [line] = [line for line in lines if "no reply address" in line["event"]]
+    assert (line["topic"], "reply_partition is 16" in line["detail"]) == (RANKING, True)
+
+
 @pytest.mark.parametrize("value", [None, b"", b"\x01", b"\x63abc", b"\xff" * 20])
 def test_an_undecodable_request_is_a_dead_letter_and_then_answered(world: HandlerWorld, value: bytes | None):
     message = world.send(RANKING, value, headers=world.headers().encode())
@@ -352,7 +403,7 @@ def test_an_undecodable_request_is_a_dead_letter_and_then_answered(world: Handle
     assert not world.producer.sent, "first the letter is safe"
     world.letters.report()
     (result,) = world.results
-    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.UNDECODABLE)
+    assert (result.outcome, result.reason) == (Ended.FAILED, Reason.UNDECODABLE)
     assert result.detail
     assert not world.finished
     world.producer.report()
@@ -364,7 +415,7 @@ def test_headers_that_disagree_with_the_body_are_undecodable(world: HandlerWorld
     value = codec.encode(world.request(world.headers()))
     world.send(RANKING, value, headers=world.headers(**change).encode())
     world.letters.report()
-    assert [result.reason for result in world.results] == [FailureReason.UNDECODABLE]
+    assert [result.reason for result in world.results] == [Reason.UNDECODABLE]
 
 
 def test_a_dead_letter_that_was_not_delivered_is_written_again_a_second_later(world: HandlerWorld):
@@ -385,7 +436,7 @@ def test_the_result_of_a_misrouted_request_names_its_partition(world: HandlerWor
     user = next(user for user in map(str, range(100)) if partition_for(user.encode(), PARTITIONS) != 0)
     message = world.rank(user_id=user, **fields)
     (result,) = world.results
-    assert result.reason is FailureReason.WRONG_PARTITIONER
+    assert result.reason is Reason.WRONG_PARTITIONER
     assert str(partition_for(user.encode(), PARTITIONS)) in result.detail and "murmur2" in result.detail
     world.producer.report()
     assert world.finished == [message.token]
@@ -469,7 +520,7 @@ def test_a_request_of_a_scenario_that_the_worker_does_not_serve_fails(served: tu
     headers = world.headers()
     world.send(RANKING, codec.encode(replace(world.request(headers), scenario=scenario)), headers=headers.encode())
     (result,) = world.results
-    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.UNKNOWN_SCENARIO)
+    assert (result.outcome, result.reason) == (Ended.FAILED, Reason.UNKNOWN_SCENARIO)
     assert result.detail and repr(scenario or "default") in result.detail
     assert not world.sink.rankings
     world.producer.report()

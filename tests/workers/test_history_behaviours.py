@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -15,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr.kafka.log_reader import LastRecord
 from relaygr.schemas.digest import digest_chain
 from relaygr.schemas.messages import MAX_BEHAVIOURS, BehaviourEvent, Behaviours, BehavioursOffset, History
 from relaygr.worker.history import records as records_module
 from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryBatch, HistoryRecord
 from relaygr.worker.history.rules import Added, Draft
 from relaygr.worker.history.store import HistoryStore, StoreOrigin
-from relaygr.worker.history.tables import PartitionState
+from relaygr.worker.history.tables import LAYOUT, PartitionState
 
 MIB = 1024 * 1024
 ORIGIN = StoreOrigin("cluster", "relaygr.history", "topic-1", "topic-2")
@@ -377,6 +379,21 @@ def test_a_tombstone_without_a_timestamp_deletes_all_that_was_read(store: Histor
     assert items(store) == [12]
 
 
+def test_the_store_knows_when_a_user_was_last_deleted(store: HistoryStore) -> None:
+    read(store, snapshot(0, 1, 2))
+    assert store.deleted_at_ms("ann", 0) == 0
+    at_ms = 1_750_000_000_000
+    store.conceal("ann", 0, 1, at_ms)
+    assert (store.get("ann"), store.deleted_at_ms("ann", 0)) == (None, at_ms)
+    read(store, tombstone(1, at_ms))
+    assert store.deleted_at_ms("ann", 0) == at_ms
+    read(store, replace(event(0, 7), written_at_ms=at_ms + 5))
+    assert (items(store), store.deleted_at_ms("ann", 0)) == ([7], at_ms)
+    read(store, replace(snapshot(2, 7, 8), written_at_ms=at_ms + 9))
+    assert store.deleted_at_ms("ann", 0) == at_ms
+    assert store.deleted_at_ms("bob", 0) == 0
+
+
 def test_positions_count_behaviours_that_the_snapshot_left_out(store: HistoryStore) -> None:
     read(store, snapshot(0, 10, 11, covers=0, first_position=10), event(0, 11, 12, position=11))
     assert (items(store), has_gap(store)) == ([10, 11, 12], False)
@@ -568,6 +585,27 @@ def test_an_older_form_of_the_store_is_emptied_and_read_again(tmp_path: Path) ->
     again = HistoryStore.open(tmp_path, MIB)
     assert again.trust(ORIGIN) is False
     assert (again.get("ann"), again.state(0), again.user_count) == (None, None, 0)
+    again.close()
+
+
+def test_a_store_without_last_records_is_kept_and_gets_them_with_the_next_records(tmp_path: Path) -> None:
+    """Its states of partitions are shorter. An older version would misread longer ones: the layout's number grows."""
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    read(opened, snapshot(0, 1, covers=0))
+    last = LastRecord(1, 4, 1_700_000_000_000, b"digested")
+    with opened._files.env.begin(write=True) as txn:
+        txn.put(b"layout", b"relaygr.history-store.6", db=opened._files.meta)
+        txn.put(struct.pack(">I", 0), struct.pack("<QQQQ", 1, 77, 0, 5), db=opened._files.partitions)
+    opened.close()
+    again = HistoryStore.open(tmp_path, MIB)
+    assert len(again.some_histories(1)) == 1
+    assert again.trust(ORIGIN) is True
+    assert (again.user_count, again.state(0)) == (1, PartitionState(1, 77, 0, 5))
+    again.apply_all([HistoryBatch(0, (), 2, (), 5, last)])
+    assert again.state(0) == PartitionState(2, 77, 0, 5, last)
+    with again._files.env.begin() as txn:
+        assert txn.get(b"layout", db=again._files.meta) == LAYOUT
     again.close()
 
 

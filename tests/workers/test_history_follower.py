@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, Producer, TopicPartition
 
+from relaygr.cluster import topic_identity
+from relaygr.cluster.admin_process import AdminProcess
 from relaygr.devbroker import LocalBroker
-from relaygr.kafka import topic_identity
-from relaygr.kafka.admin_process import AdminProcess
+from relaygr.kafka import session as session_module
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
-from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
@@ -31,7 +33,7 @@ from relaygr.schemas.topics import Topic
 from relaygr.worker.history import follower as follower_module
 from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
 from relaygr.worker.history.current import MAX_STORE_AGE_MS
-from relaygr.worker.history.follower import HistoryFollower
+from relaygr.worker.history.follower import SETTLING_US, HistoryFollower
 from relaygr.worker.history.store import HistoryStore
 from tests.waiting import PATIENCE_S, until
 from tests.worlds.disk import fill
@@ -99,10 +101,11 @@ def following(
     **options: Any,
 ) -> Iterator[HistoryFollower]:
     reported = reported or Reported()
+    session = KafkaSession(kafka, "test-history")
     follower = HistoryFollower(
-        kafka,
+        session,
         store,
-        dead_letters or DeadLetterWriter(kafka, "test-history"),  # type: ignore[arg-type]
+        dead_letters or session.dead_letters,  # type: ignore[arg-type]
         "test-history",
         on_changed=reported.changed.extend,
         on_deleted=reported.deleted.append,
@@ -179,6 +182,30 @@ def test_histories_written_before_and_after_the_start_are_stored(
         until(lambda: {"user-3", "late"} <= set(reported.changed[60:]), "changes reported")
         stored = store.get("user-3")
         assert stored is not None and stored.version.number == 2
+
+
+def test_a_partition_that_comes_settles_until_it_is_read_and_for_ten_seconds_at_most(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    clock, read = ManualClock(monotonic_us=5_000_000), []
+    session = KafkaSession(kafka_settings, "test-history")
+    follower = HistoryFollower(
+        session, store, session.dead_letters, "test-history",
+        on_changed=lambda _: None, on_deleted=lambda _: None, clock=clock, on_read=read.append,
+    )  # fmt: skip
+    follower.follow(frozenset({0, 1}))
+    clock.advance_us(SETTLING_US - 1)
+    assert (follower.is_settling(0), follower.is_settling(2), follower.unopened) == (True, False, {0, 1})
+    follower.follow(frozenset({1, 2}))
+    clock.advance_us(1)
+    settling = {partition for partition in range(4) if follower.is_settling(partition)}
+    assert (settling, follower.unopened, follower.loading) == ({2}, {2}, {1, 2})
+    follower.start()
+    until(lambda: not follower.loading, "caught up")
+    assert (follower.is_settling(2), follower.unopened) == (False, frozenset())
+    until(lambda: read[1:], "reported as read")
+    assert follower.stop(PATIENCE_S)
+    assert read[0] == {1, 2} and frozenset().union(*read[1:]) == {1, 2}
 
 
 def test_empty_partitions_catch_up_too(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
@@ -412,7 +439,7 @@ def test_a_partition_to_which_records_come_all_the_time_stays_current_too(
     """Records that came since the last turn are not stored yet when the follower asks for the end of the log."""
     publisher, clock, times = Publisher(kafka_settings), ManualClock(), iter(range(1000))
     partition = publisher.partition("busy")
-    make, mark, stored = follower_module.make_assigned_consumer, store.mark_current, []
+    make, mark, stored = session_module.make_assigned_consumer, store.mark_current, []
 
     def busy(*args: Any, **options: Any) -> BusyLog:
         return BusyLog(make(*args, **options), lambda: publisher.act("busy", next(times)))
@@ -423,7 +450,7 @@ def test_a_partition_to_which_records_come_all_the_time_stays_current_too(
             stored.append((now_ms, store.next_event(partition)))
         mark(marked, now_ms)
 
-    monkeypatch.setattr(follower_module, "make_assigned_consumer", busy)
+    monkeypatch.setattr(session_module, "make_assigned_consumer", busy)
     monkeypatch.setattr(store, "mark_current", watched)
     with following(kafka_settings, store, clock=clock):
         for records in (1, 2, 3):
@@ -630,6 +657,35 @@ def test_a_stored_offset_out_of_range_means_reading_all_from_the_beginning(
         assert reported.missed == [partition]
 
 
+@pytest.mark.parametrize("is_event", [False, True], ids=["of histories", "of behaviours"])
+@pytest.mark.parametrize(
+    "other",
+    [{"digest": bytes(8)}, {"time_ms": 1_234}, {"offset": 3}, {"leader_epoch": 7}],
+    ids=["another content", "another time", "no such record", "only led by another broker"],
+)
+def test_a_log_without_the_last_record_that_was_read_is_read_from_its_beginning(
+    kafka_settings: KafkaSettings, store: HistoryStore, other: dict[str, Any], is_event: bool
+) -> None:
+    """The log came back shorter and grew beyond the stored offset. The same record under another leader is the same."""
+    publisher, reported = Publisher(kafka_settings), Reported()
+    partition = publisher.partition("eva")
+    publisher.send(history("eva", length=3))
+    publisher.act("eva", 15)
+    with following(kafka_settings, store):
+        state = store.state(partition)
+    assert state is not None and state.last is not None and state.last_event is not None
+    store.forget(partition)
+    store.mark_current((partition,), state.current_at_ms)
+    last = replace(state.last_event if is_event else state.last, **other)
+    known = {"last_event": last} if is_event else {"last": last}
+    store.apply_all([HistoryBatch(partition, (), 1, (), 1, **known)])
+    is_same = "leader_epoch" in other
+    with following(kafka_settings, store, reported):
+        # What is read from the stored offset on lacks the user.
+        assert items_of(store, "eva") == (None if is_same else [1, 2, 3, 15])
+        assert reported.missed == ([] if is_same else [partition])
+
+
 # -- deletion --------------------------------------------------------------------------------------
 
 ERASE_WITHIN_S = 600.0
@@ -719,8 +775,9 @@ def test_a_standby_compacts_nothing(
     timed_store.apply_all([HistoryBatch(0, (HistoryRecord("gone-user", 0, None),), 1)])
     clock.advance_us(int(ERASE_WITHIN_S * 1e6))
     turns: list[int] = []
+    session = KafkaSession(kafka_settings, "test-history")
     standby = HistoryFollower(
-        kafka_settings, timed_store, DeadLetterWriter(kafka_settings, "test-history"), "test-history",
+        session, timed_store, session.dead_letters, "test-history",
         on_changed=lambda _: None, on_deleted=lambda _: None, clock=clock, erase_within_s=ERASE_WITHIN_S,
     )  # fmt: skip
     monkeypatch.setattr(standby, "_forget_moved", lambda: turns.append(1))
@@ -832,8 +889,9 @@ def test_a_partition_that_is_taken_over_on_a_full_disk_forgets_its_deleted_users
     disk = Disk(store, monkeypatch, WRITE_ERRORS[0])
     disk.full = True
     publisher.send_raw(b"gone", None)
+    session = KafkaSession(kafka_settings, "test-history")
     follower = HistoryFollower(
-        kafka_settings, store, DeadLetterWriter(kafka_settings, "test-history"), "test-history",
+        session, store, session.dead_letters, "test-history",
         on_changed=lambda _: None, on_deleted=lambda _: None,
     )  # fmt: skip
     follower.follow(everything)
@@ -865,7 +923,7 @@ def test_deletions_are_read_on_a_full_disk_once_a_consumer_can_be_made(
 ) -> None:
     """Its certificates, for example, may be replaced just then."""
     publisher, reported, disk = Publisher(kafka_settings), Reported(), Disk(store, monkeypatch, WRITE_ERRORS[0])
-    make, refused = follower_module.make_assigned_consumer, []
+    make, refused = session_module.make_assigned_consumer, []
 
     def fails_twice(*args: Any) -> Any:
         if disk.full and len(refused) < 2:
@@ -873,7 +931,7 @@ def test_deletions_are_read_on_a_full_disk_once_a_consumer_can_be_made(
             raise RelayError("security.ca cannot be read")
         return make(*args)
 
-    monkeypatch.setattr(follower_module, "make_assigned_consumer", fails_twice)
+    monkeypatch.setattr(session_module, "make_assigned_consumer", fails_twice)
     publisher.send(history("gone"))
     with following(kafka_settings, store, reported):
         disk.full = True
@@ -903,8 +961,9 @@ def test_a_new_store_on_a_full_disk_names_it(
 ) -> None:
     disk = Disk(store, monkeypatch, WRITE_ERRORS[0])
     disk.full = True
+    session = KafkaSession(kafka_settings, "test-history")
     follower = HistoryFollower(
-        kafka_settings, store, DeadLetterWriter(kafka_settings, "test-history"), "test-history",
+        session, store, session.dead_letters, "test-history",
         on_changed=lambda _: None, on_deleted=lambda _: None,
     )  # fmt: skip
     follower.follow(frozenset(range(kafka_settings.partitions)))

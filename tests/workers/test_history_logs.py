@@ -11,10 +11,11 @@ import pytest
 from confluent_kafka import Producer
 from prometheus_client import REGISTRY
 
+from relaygr.cluster.topic_identity import TopicIdentityWatch, identify_topics
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import PARTITIONER
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_identity import TopicIdentityWatch, identify_topics
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.store import HistoryStore
@@ -72,7 +73,9 @@ def behind(topic: str) -> float:
 @contextmanager
 def watching(kafka: KafkaSettings, follower: HistoryFollower) -> Iterator[None]:
     names = [kafka.topic(topic) for topic in TOPICS]
-    watch = TopicIdentityWatch(kafka, identify_topics(kafka, names, "test", 10), "test-ids", follower.read_anew)
+    watch = TopicIdentityWatch(
+        KafkaSession(kafka, "test"), identify_topics(kafka, names, "test", 10), "test-ids", follower.read_anew
+    )
     watch.start()
     try:
         yield
@@ -143,7 +146,7 @@ def test_topics_that_are_made_anew_replace_every_history(
     length: int,
 ) -> None:
     """The follower read on in the new logs from its offsets in the old ones: what was before them was missing."""
-    monkeypatch.setattr("relaygr.kafka.topic_identity.INTERVAL_S", 0.2)
+    monkeypatch.setattr("relaygr.cluster.topic_identity.INTERVAL_S", 0.2)
     publisher, reported = Publisher(kafka), Reported()
     for number in (1, 2):
         publisher.send(history("user", number=number))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.schemas.messages import Behaviours, History, HistoryVersion
+from relaygr.schemas.messages import Behaviours, History, HistoryVersion, StaleCause
 from relaygr.worker.history.resolve import (
     HistoryMismatchError,
     HistoryStatus,
@@ -75,21 +75,40 @@ def test_a_store_that_is_ahead_serves_the_version_asked_for(wanted_length: int, 
 
 
 @pytest.mark.parametrize(
-    ("known", "asked", "may_arrive"),
+    ("known", "asked", "cause"),
     [
-        pytest.param(history(50, 5), history(60, 6), True, id="the store is behind"),
-        pytest.param(history(60, 6, first_item=10), history(60, 5), False, id="the newer one lost its oldest"),
-        pytest.param(history(60, 6, features=(1, 3)), history(50, 5), False, id="other features"),
-        pytest.param(history(60, 5, first_item=1), history(60, 5), False, id="one number, two contents"),
-        pytest.param(history(60, 5), history(61, 5), True, id="one number: behaviours are on their way"),
-        pytest.param(history(70, 5), history(60, 6, first_item=1), True, id="a newer number, other content"),
+        pytest.param(history(50, 5), history(60, 6), StaleCause.BEHIND, id="the store is behind"),
+        pytest.param(
+            history(60, 6, first_item=10), history(60, 5), StaleCause.REPLACED, id="the newer one lost its oldest"
+        ),
+        pytest.param(history(60, 6, features=(1, 3)), history(50, 5), StaleCause.REPLACED, id="other features"),
+        pytest.param(history(60, 5, first_item=1), history(60, 5), StaleCause.REPLACED, id="one number, two contents"),
+        pytest.param(history(60, 5), history(61, 5), StaleCause.BEHIND, id="one number: behaviours are on their way"),
+        pytest.param(
+            history(70, 5), history(60, 6, first_item=1), StaleCause.BEHIND, id="a newer number, other content"
+        ),
     ],
 )
-def test_any_other_version_gets_the_newest_known_and_is_stale(known: History, asked: History, may_arrive: bool) -> None:
+def test_any_other_version_gets_the_newest_known_and_is_stale(
+    known: History, asked: History, cause: StaleCause
+) -> None:
     resolved = resolve(stored(known), asked.version(), None, False)
-    assert (resolved.status, resolved.is_stale, resolved.may_arrive) == (HistoryStatus.STALE, True, may_arrive)
+    assert (resolved.status, resolved.stale) == (HistoryStatus.STALE, cause)
+    assert resolved.may_arrive == (cause is StaleCause.BEHIND)
     assert resolved.history == known
     assert resolved.version == known.version()
+
+
+def test_what_was_asked_for_before_a_deletion_does_not_arrive_but_may_be_there_again() -> None:
+    known, asked = history(50, 5), history(60, 6)
+    deleted = resolve(stored(known), asked.version(), None, False, is_deleted=True)
+    assert (deleted.stale, deleted.may_arrive, deleted.history) == (StaleCause.DELETED, False, known)
+    at_least = resolve(stored(known), WantedLength(51, False), None, False, is_deleted=True)
+    assert (at_least.stale, at_least.may_arrive) == (StaleCause.DELETED, False)
+    gone = resolve(None, asked.version(), None, False, is_deleted=True)
+    assert (gone.stale, gone.may_arrive, gone.loading) == (StaleCause.DELETED, False, False)
+    assert not resolve(stored(known), known.version(), None, False, is_deleted=True).is_stale
+    assert not resolve(None, None, None, False, is_deleted=True).is_stale
 
 
 def test_an_inline_history_goes_before_the_stored_one() -> None:
@@ -167,5 +186,9 @@ def test_a_gap_is_stale_unless_a_digest_confirms_the_content() -> None:
     with_gap = StoredHistory(known, known.chain(), has_gap=True)
     assert resolve(with_gap, None, None, False).is_stale
     assert resolve(with_gap, WantedLength(50, True), None, False).is_stale
+    longer = resolve(with_gap, history(101, number=6).version(), None, False)
+    assert (longer.stale, longer.may_arrive) == (StaleCause.GAP, False), "only a snapshot brings it"
+    reached_later = resolve(with_gap, WantedLength(101, False), None, False)
+    assert (reached_later.stale, reached_later.may_arrive) == (StaleCause.GAP, True)
     assert not resolve(with_gap, history(50).version(), None, False).is_stale
     assert not resolve(with_gap, known.version(), None, False).is_stale

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
-from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.codec import EncodeError, decode, encode
@@ -699,8 +699,9 @@ def test_a_follower_saves_what_has_grown_while_it_is_idle(kafka_settings: KafkaS
     stores = [HistoryStore.open(tmp_path / name, 16 * MIB) for name in ("lived", "fresh")]
 
     def follow(store: HistoryStore) -> HistoryFollower:
+        session = KafkaSession(kafka, "test")
         follower = HistoryFollower(
-            kafka, store, DeadLetterWriter(kafka, "test"), "test", lambda _: None, lambda _: None,
+            session, store, session.dead_letters, "test", lambda _: None, lambda _: None,
             snapshots=SnapshotLimits(behaviours=10, scan_interval_s=0.05), is_idle=lambda: bool(idle),
         )  # fmt: skip
         follower.follow(frozenset(range(kafka.partitions)))
@@ -741,7 +742,7 @@ def test_the_owner_repeats_a_tombstone_that_an_older_snapshot_came_after(
     slow = written(store, 2)
     read(store, tombstone(1, written_at_ms=20))
     read(store, slow)
-    writer = SnapshotWriter(kafka_settings, store, "test", SnapshotLimits(), ManualClock())
+    writer = SnapshotWriter(KafkaSession(kafka_settings, "test"), store, "test", SnapshotLimits(), ManualClock())
     writer.turn(frozenset({0}))
     writer.close(PATIENCE_S)
     (message,) = records_of(kafka_settings, 1)
@@ -762,7 +763,7 @@ def test_a_worker_that_saves_nothing_repeats_a_tombstone_nevertheless(
     read(store, slow)
     limits = replace(LIMITS, bytes_per_s=0)
     assert reason_of(head_of(store, "bob"), limits, 10**9) is not None
-    writer = SnapshotWriter(kafka_settings, store, "test", limits, ManualClock())
+    writer = SnapshotWriter(KafkaSession(kafka_settings, "test"), store, "test", limits, ManualClock())
     for _ in range(3):
         writer.turn(frozenset({0}))
     writer.close(PATIENCE_S)
@@ -777,7 +778,12 @@ def test_only_partitions_that_have_caught_up_are_saved(tmp_path: Path) -> None:
     store.trust(ORIGIN)
     read(store, *(event(offset, offset) for offset in range(12)))
     writer = SnapshotWriter(
-        KafkaSettings(bootstrap="127.0.0.1:1"), store, "test", LIMITS, ManualClock(), is_idle=lambda: False
+        KafkaSession(KafkaSettings(bootstrap="127.0.0.1:1"), "test"),
+        store,
+        "test",
+        LIMITS,
+        ManualClock(),
+        is_idle=lambda: False,
     )
     writer.turn(frozenset())
     writer.turn(frozenset({1}))

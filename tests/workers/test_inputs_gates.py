@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from relaygr.schemas.messages import Behaviours, History
-from relaygr.worker.executor.accounts import Deletions
-from relaygr.worker.executor.resolver import PrefixResolver, Scored
+from relaygr.worker.executor.resolver import Deletions, PrefixResolver, Scored
+from relaygr.worker.executor.waits import FailedWaits
 from relaygr.worker.executor.work import ResolvedPrefix
 from relaygr.worker.history.resolve import StoredHistory, resolve
 from relaygr.worker.model.inputs.lookup import FeatureGates
@@ -35,7 +35,7 @@ def span_of(behaviours: Behaviours, scored: Scored) -> ResolvedPrefix:
     engine = make_world(small_config(contextual_features=FEATURES)).engine
     history = History("u", 1, VALUES.astype("<i8"), behaviours)
     resolved = resolve(None, None, history, loading=False)
-    return PrefixResolver(NoHistories(), engine, 64, Deletions(1)).prefix("u", resolved, 0, scored)
+    return PrefixResolver(NoHistories(), engine, 64, Deletions(1), FailedWaits(1)).prefix("u", resolved, 0, scored)
 
 
 def test_a_feature_is_hidden_below_its_tokens_and_counts_from_them_on() -> None:

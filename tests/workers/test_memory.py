@@ -10,7 +10,7 @@ from relaygr.worker import memory as memory_module
 from relaygr.worker.memory import MemoryPlan, require_host_memory
 
 GIB = 2**30
-KINDS = ("weights", "hbm", "scratch", "dram", "queues", "history", "process")
+KINDS = ("weights", "hbm", "scratch", "dram", "queues", "history", "process", "products")
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def plan(**gib: float) -> MemoryPlan:
 
 def test_the_total_is_the_sum_of_the_kinds() -> None:
     memory = plan(**{kind: place + 1 for place, kind in enumerate(KINDS)})
-    assert memory.total_bytes == 28 * GIB
+    assert memory.total_bytes == 36 * GIB
     assert memory.by_kind() == {kind: (place + 1) * GIB for place, kind in enumerate(KINDS)}
 
 
@@ -39,6 +39,12 @@ def test_on_the_cpu_hbm_is_host_memory_too() -> None:
     with pytest.raises(RelayError, match=r"worker\.hbm_bytes"):
         require_host_memory(plan(hbm=8, dram=2), device_is_host=True)
     require_host_memory(plan(hbm=80, dram=2), device_is_host=False)
+
+
+def test_compiled_products_are_memory_of_a_cpu_only() -> None:
+    with pytest.raises(RelayError, match=r"9\.50 GiB .* 9\.00 GiB"):
+        require_host_memory(plan(hbm=8, products=1.5), device_is_host=True)
+    require_host_memory(plan(dram=8, products=1.5), device_is_host=False)
 
 
 def test_the_history_file_and_the_process_are_not_required_again() -> None:

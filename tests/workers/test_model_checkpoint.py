@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from hypothesis import given, settings
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from relaygr.cli.model import app, read_item_ids
@@ -34,7 +34,7 @@ from relaygr.worker.model.checkpoint import (
 )
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, parse_config, read_config
 from relaygr.worker.model.engine import load_engine
-from relaygr.worker.model.inputs.known import IDS_TENSOR, Vocabulary
+from relaygr.worker.model.inputs.known import ACTIONS_FILE, IDS_TENSOR, Vocabulary, read_action_names
 from relaygr.worker.model.inputs.lookup import FeatureRows
 from relaygr.worker.model.interface import PrefixChunk
 from relaygr.worker.model.options import ContextualFeature, Family
@@ -398,6 +398,25 @@ def test_a_save_that_is_interrupted_leaves_the_old_or_the_new_checkpoint(
     assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
 
 
+@pytest.mark.parametrize("dimension", [64, 512])
+def test_a_full_disk_leaves_the_checkpoint_that_was_there_and_no_part_of_another(
+    small_disk: Path, dimension: int
+) -> None:
+    """One that fits beside no other, and one that fits nowhere; then a folder that is new."""
+    old = small_config()
+    before = save_checkpoint(small_disk / "model", old, random_checkpoint(old, 0).tensors)
+    larger = small_config(vocabulary_size=20_000, embedding_dim=dimension)
+    tensors = random_checkpoint(larger, 1).tensors
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(4 << 20))
+    for folder in ("model", "new"):
+        with pytest.raises(RelayError, match="cannot be written"):
+            save_checkpoint(small_disk / folder, larger, tensors)
+    assert sorted(path.name for path in (small_disk / "model").iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+    assert list((small_disk / "new").iterdir()) == []
+    assert load_checkpoint(small_disk / "model").revision == before.revision
+
+
 def test_a_link_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration of one revision was joined with the weights of the other."""
     saved = []
@@ -450,3 +469,27 @@ def test_a_save_into_the_folder_that_is_read_is_found(
     with pytest.raises(RelayError, match="was replaced while it was read"):
         load_checkpoint(tmp_path)
     assert load_checkpoint(tmp_path).config == new
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "[" * 70_000,
+        '{"time_s": -1e400, "digests": {}}',
+        '{"time_s": Infinity, "digests": {}}',
+        '{"digests": ' + "{}" * 9,
+    ],
+    ids=["lists in lists", "a number without end", "infinity", "no JSON"],
+)
+def test_a_record_in_the_header_that_is_no_record_is_refused(tmp_path: Path, record: str) -> None:
+    save_checkpoint(tmp_path, (config := small_config()), random_checkpoint(config, seed=1).tensors)
+    save_file(load_file(tmp_path / WEIGHTS_FILE), tmp_path / WEIGHTS_FILE, {"relaygr": record})
+    with pytest.raises(RelayError, match="has a broken record of its digests"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("names", ['{"buy": 1e999}', "[" * 70_000], ids=["a number without end", "lists in lists"])
+def test_names_of_actions_that_are_no_codes_are_refused(tmp_path: Path, names: str) -> None:
+    (tmp_path / ACTIONS_FILE).write_text(names)
+    with pytest.raises(RelayError, match="is no object of event names and codes"):
+        read_action_names(tmp_path)

@@ -43,7 +43,7 @@ from relaygr.worker.model.checkpoint import (
     resident_bytes,
     save_checkpoint,
 )
-from relaygr.worker.model.config import ModelConfig, read_config
+from relaygr.worker.model.description import Description, read_description
 from relaygr.worker.model.engine import build_engine, load_engine
 from relaygr.worker.model.options import ComputeDtype, ContextualFeature
 from relaygr.worker.process.reloading import (
@@ -390,13 +390,13 @@ def test_a_link_that_is_pointed_at_another_revision_meanwhile_changes_nothing(
     link.symlink_to(save(tmp_path / "first", 1, normalizer=60.0))
     save(tmp_path / "second", 2, normalizer=70.0)
 
-    def read_and_point(folder: FilePath) -> ModelConfig:
-        found = read_config(folder)
+    def read_and_point(folder: FilePath) -> Description:
+        found = read_description(folder)
         link.unlink()
         link.symlink_to(tmp_path / "second")
         return found
 
-    monkeypatch.setattr("relaygr.worker.process.reloading.read_config", read_and_point)
+    monkeypatch.setattr("relaygr.worker.process.reloading.read_description", read_and_point)
     loaded = load_beside(present, settings_of(link))
     assert loaded is not None
     assert loaded.engine.revision == load_checkpoint(tmp_path / "first").revision

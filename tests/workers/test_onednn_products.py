@@ -62,6 +62,28 @@ def test_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, rows: int)
     assert torch.equal(y, before), "the residual stream of the caller stays as it is"
 
 
+def test_products_of_any_number_of_rows_need_few_sizes() -> None:
+    """oneDNN compiled a product for each number of rows, for a millisecond and half a MiB."""
+    sizes = {count: layer_parts.padded_rows(count) for count in range(1, 6145)}
+    assert all(count <= size <= max(count + 15, count * 9 / 8) for count, size in sizes.items())
+    assert len(set(sizes.values())) == 52
+    assert all(layer_parts.padded_rows(size) == size for size in sizes.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_rows_of_padding_do_not_change_the_others(dtype: torch.dtype) -> None:
+    if dtype is torch.int8 and not CpuDevice().has_int8_products:
+        pytest.skip("this CPU has no products in int8")
+    weight, bias = torch.randn(48, 64), torch.randn(64)
+    x, y = torch.randn(320, 48), torch.randn(320, 64)
+    narrow = x.to(torch.bfloat16) if dtype is torch.bfloat16 else x
+    whole, added = product(weight, bias, dtype), added_product(weight, dtype)
+    assert layer_parts.padded_rows(291) == 320
+    assert torch.allclose(whole(narrow[:291]), whole(narrow)[:291], atol=1e-5)
+    assert torch.allclose(added(y[:291], x[:291]), added(y, x)[:291], atol=1e-5)
+    assert added(y[:291], x[:291]).shape == (291, 64)
+
+
 def test_torch_computes_the_products_if_it_was_built_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from relaygr.worker.pool import metrics, segments
-from relaygr.worker.pool.mooncake import MooncakeStore
-from relaygr.worker.pool.store import PutOutcome, StoredObject, StoreDownError
+from relaygr.worker.pool.stores.contract import ObjectKey, PutOutcome, StoredObject, StoreDownError
 from tests.waiting import until
 from tests.worlds.invariants import check_invariants
 from tests.worlds.pool import Mooncake, mooncake
@@ -45,7 +44,7 @@ def processes(tmp_path: Path) -> Iterator[Mooncake]:
 
 
 def worker(processes: Mooncake, folder: Path, name: str) -> PooledWorld:
-    return PooledWorld(processes.client(), folder / name)
+    return PooledWorld(processes, folder / name)
 
 
 def write(world: PooledWorld, user: str = "ann", visits: int = 2) -> None:
@@ -54,7 +53,7 @@ def write(world: PooledWorld, user: str = "ann", visits: int = 2) -> None:
         world.visit(user, version, f"{user}-{time.monotonic_ns()}-{visit}")
 
 
-def keys(world: PooledWorld, user: str = "ann") -> list[str]:
+def keys(world: PooledWorld, user: str = "ann") -> list[ObjectKey]:
     (entry,) = world.cache.ledger.dram.index.of_user(user)
     return [each.key for each in world.pool._segments.of(entry.key, entry.key.length)]
 
@@ -187,9 +186,9 @@ def test_a_master_that_hangs_delays_nobody(processes: Mooncake, tmp_path: Path) 
 def test_bytes_that_change_in_the_store_are_a_miss(processes: Mooncake, tmp_path: Path) -> None:
     first = worker(processes, tmp_path, "a")
     write(first)
-    store, key = processes.client(), keys(first)[1]
+    key = keys(first)[1]
     memory = np.zeros((16, first.built.dram_arena.shape[1]), np.uint8)
-    store.register(memory)
+    store = processes.open([memory])
     (entry,) = first.cache.ledger.dram.index.of_user("ann")
     segment = first.pool._segments.of(entry.key, entry.key.length)[1]
     rows = memory[: segment.end_page - segment.first_page]
@@ -203,11 +202,10 @@ def test_bytes_that_change_in_the_store_are_a_miss(processes: Mooncake, tmp_path
 
 
 def test_a_full_store_costs_nothing(processes: Mooncake, tmp_path: Path) -> None:
-    store = processes.client()
     filler = np.ones((1, 1 << 20), np.uint8)
-    store.register(filler)
+    store = processes.open([filler])
     for number in range(64):  # Refused or evicted at about 16.
-        store.put(StoredObject(f"other/{number}", (filler[0],)))
+        store.put(StoredObject(ObjectKey("0", "other", f"{number}"), (filler[0],)))
     first = worker(processes, tmp_path, "a")
     write(first)
     check_invariants(first.cache)
@@ -217,27 +215,27 @@ def test_a_full_store_costs_nothing(processes: Mooncake, tmp_path: Path) -> None
 PUT = """
 import sys
 import numpy as np
-from relaygr.worker.pool.mooncake import connect
-from relaygr.worker.pool.store import StoredObject
+from relaygr.worker.pool.stores import store_url
+from relaygr.worker.pool.stores.contract import ObjectKey, StoredObject
+from relaygr.worker.pool.stores.mooncake import open_store
 
-store = connect(sys.argv[1], "tcp")
 memory = np.ones(int(sys.argv[3]), np.uint8)
-store.register(memory)
+store = open_store(store_url(sys.argv[1]), "relaygr", [memory])
 print("up", flush=True)
 sys.stdin.readline()
-store.put(StoredObject(sys.argv[2], (memory,)))
+store.put(StoredObject(ObjectKey(*sys.argv[2].split("/")), (memory,)))
 """
 
 
 def test_a_put_that_is_torn_by_a_death_is_not_read(processes: Mooncake, tmp_path: Path) -> None:
     first = worker(processes, tmp_path, "a")
     write(first)
-    store: MooncakeStore = processes.client()
+    store = processes.open()
     key = keys(first)[0]
     assert store.remove(key)
     size = 4 * first.built.dram_arena.shape[1] + segments.SEAL_BYTES
     dying = subprocess.Popen(
-        [sys.executable, "-c", PUT, processes.address, key, str(size)],
+        [sys.executable, "-c", PUT, processes.url, str(key), str(size)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(os.environ),
     )  # fmt: skip
     assert dying.stdin is not None and dying.stdout is not None and dying.stdout.readline() == b"up\n"

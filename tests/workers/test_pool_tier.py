@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,9 @@ import pytest
 from relaygr.schemas.messages import Path as RankedOn
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import JobOutcome
-from relaygr.worker.kv import DramGeometry
 from relaygr.worker.pool import deletions, metrics, segments, tier
-from relaygr.worker.pool.store import Store, StoreDownError
+from relaygr.worker.pool.stores.contract import Memory, ObjectKey, Store, StoreDownError
 from tests.worlds import real_executor
-from tests.worlds.cache import GEOMETRY, LAYOUT
 from tests.worlds.invariants import check_invariants
 from tests.worlds.pool import TwinStore
 from tests.worlds.pooled import PooledWorld
@@ -166,6 +163,18 @@ def test_rankings_within_a_second_are_one_visit(store: TwinStore, tmp_path: Path
     world.until(lambda: len(world.outbox.answered) == 5)
     world.settle()
     assert not store.objects
+
+
+def test_a_user_who_comes_again_and_again_is_written_too(store: TwinStore, tmp_path: Path) -> None:
+    world = PooledWorld(store, tmp_path)
+    version = world.put("ann", LENGTH)
+    world.visit("ann", version, "1")
+    world.clock.advance_us(2_000_000)
+    for request in range(8):
+        world.submit("ann", version, f"r{request}")
+        world.until(lambda request=request: f"r{request}" in world.outbox.answered)
+        world.clock.advance_us(tier.SETTLE_US // 2)
+    world.until(lambda: len(store.objects) == 3)
 
 
 def test_nothing_is_written_or_fetched_where_computing_is_faster(store: TwinStore, tmp_path: Path) -> None:
@@ -393,10 +402,68 @@ def test_a_deletion_waits_for_the_store_and_outlives_the_worker(store: TwinStore
     successor = PooledWorld(store, tmp_path / "writer")
     successor.until(lambda: not store.objects)
     # A second pass removes what another process was still writing.
-    store.objects["relaygr/0a/" + successor.pool._segments.user_part("ann") + "/ff"] = b""
+    store.objects[ObjectKey("0a", successor.pool._segments.user_part("ann"), "ff")] = b""
     successor.clock.advance_us(deletions.SECOND_PASS_US)
     successor.until(lambda: not store.objects)
     successor.until(lambda: not list((tmp_path / "writer" / "deletions").iterdir()))
+
+
+STRAY = [
+    "backup (2",
+    "{",
+    ".*",
+    "ffff|.+",
+    "0123456789abcdef0123456789abcdeg",
+    "0123456789ABCDEF0123456789ABCDEF",
+    "a" * 31,
+]
+"""Names that are no user's: of copies, of editors, of a restored backup. Two of them match every user."""
+
+
+def test_strange_files_beside_a_deletion_neither_stop_it_nor_delete_other_users(
+    store: TwinStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = writer(store, tmp_path)
+    version = world.put("bob", LENGTH)
+    for visit in range(2):
+        world.visit("bob", version, f"b{visit}")
+    assert len(store.objects) == 6
+    store.down = True
+    world.pool.forget_user("ann")
+    world.pool.close()
+    store.down = False
+    folder = tmp_path / "writer" / "deletions"
+    for name in STRAY:
+        (folder / name).touch()
+    (folder / ("e" * 32)).mkdir()
+    (folder / ("d" * 32)).symlink_to(folder / "elsewhere")
+    successor = PooledWorld(store, tmp_path / "writer")
+    successor.until(lambda: len(store.objects) == 3)
+    successor.clock.advance_us(deletions.SECOND_PASS_US)
+    successor.until(lambda: not (folder / successor.pool._segments.user_part("ann")).exists())
+    assert len(store.objects) == 3 and not successor.pool.is_away
+    # They are somebody's: nothing removes them.
+    assert {each.name for each in folder.iterdir()} == {*STRAY, "e" * 32, "d" * 32}
+    assert "not a deletion in the pool" in capsys.readouterr().err
+
+
+def test_that_all_users_are_deleted_outlives_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deletions, "MOST", 1)
+    noted = deletions.Deletions(tmp_path)
+    for part in ("1" * 32, "2" * 32):
+        noted.add(part)
+    everything = list(noted.take(0))
+    assert len(everything) == 1 and list(deletions.Deletions(tmp_path).take(0)) == everything
+
+
+def test_a_deletion_whose_file_can_not_be_removed_ends_all_the_same(tmp_path: Path) -> None:
+    noted = deletions.Deletions(tmp_path)
+    noted.add("5" * 32)
+    (tmp_path / ("5" * 32)).unlink()
+    (tmp_path / ("5" * 32)).mkdir()
+    for now_us in (0, deletions.SECOND_PASS_US):
+        noted.passed(noted.take(now_us), now_us)
+    assert noted.take(2**61) == {}
 
 
 def test_a_put_that_ends_after_the_deletion_removes_its_own_object(store: TwinStore, tmp_path: Path) -> None:
@@ -450,15 +517,19 @@ def test_the_jobs_outcome_says_that_the_prefix_was_not_computed(store: TwinStore
     assert world.outbox.jobs == [JobOutcome.RELOADED]
 
 
-def test_more_deletions_than_the_bound_delete_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_deletions_than_the_bound_delete_everything(
+    store: TwinStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deletions, "MOST", 3)
-    noted = deletions.Deletions(tmp_path / "deletions")
+    world = writer(store, tmp_path)
+    store.down = True
     for user in range(4):
-        noted.add(f"{user}")
-    cut = segments.Segments("relaygr", b"secret", DramGeometry(GEOMETRY), LAYOUT)
-    pattern = cut.pattern(noted.take(0))
-    assert re.match(pattern, f"relaygr/0a/{cut.user_part('anyone')}/ff") and not re.match(pattern, "relaygr/probe/ff")
-    assert len(list((tmp_path / "deletions").iterdir())) == 1
+        world.pool.forget_user(f"{user}")
+    assert [each.name for each in (tmp_path / "writer" / "deletions").iterdir()] == [deletions.EVERYONE]
+    world.pool.close()
+    store.down = False
+    successor = PooledWorld(store, tmp_path / "writer")
+    successor.until(lambda: not store.objects)
 
 
 def test_a_deletion_that_is_asked_for_again_begins_anew(tmp_path: Path) -> None:
@@ -505,7 +576,7 @@ def test_a_worker_that_starts_waits_until_the_store_has_answered_or_failed_to_or
 ) -> None:
     answers = threading.Event()
 
-    def connect() -> Store:
+    def connect(_memory: Sequence[Memory]) -> Store:
         answers.wait()
         if not is_up:
             raise StoreDownError("the master does not answer")

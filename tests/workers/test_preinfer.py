@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import structlog
 from confluent_kafka import AcknowledgeType, KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.topics import Topic
 from relaygr.worker.preinfer.decision import (
     FIRST_FACTOR,
     IDLE_US,
@@ -17,7 +26,9 @@ from relaygr.worker.preinfer.decision import (
     Verdict,
     decide,
 )
+from relaygr.worker.preinfer.slots import SlotLoop
 from relaygr.worker.preinfer.source import ShareSource
+from tests.waiting import PATIENCE_S, until
 
 NOW_US, NEEDED_US = 1_000_000, 50_000
 
@@ -94,9 +105,21 @@ class Member:
 
     batches: list[list[Record]]
     acknowledged: list[tuple[str, AcknowledgeType]] = field(default_factory=list)
+    noted: list[tuple[str, KafkaError]] = field(default_factory=list)
+
+    def source(self) -> ShareSource:
+        """The source of a session whose client it is."""
+        session = SimpleNamespace(
+            kafka=KafkaSettings(), share_consumer=self._made, note=lambda *error: self.noted.append(error)
+        )
+        return ShareSource(cast(Any, session), "pre-00")
+
+    def _made(self, _group: str, _client_id: str, on_statistics: Callable[[str], None]) -> Member:
+        self.report = on_statistics
+        return self
 
     def subscribe(self, topics: list[str]) -> None:
-        assert topics == ["jobs"]
+        assert topics == [KafkaSettings().topic(Topic.PREINFER_POOL)]
 
     def poll(self, timeout: float) -> list[Record]:
         return self.batches.pop(0) if self.batches else []
@@ -109,7 +132,7 @@ class Member:
 
 def test_a_slot_gets_one_job_of_a_batch_and_gives_the_others_back() -> None:
     member = Member([[Record("first"), Record("second"), Record("third")], []])
-    source = ShareSource(member, "jobs", lambda *_: None)  # type: ignore[arg-type]
+    source = member.source()
     job = source.next(0.1)
     assert isinstance(job, Record) and job.value == "first"
     assert member.acknowledged == [("second", AcknowledgeType.RELEASE), ("third", AcknowledgeType.RELEASE)]
@@ -119,8 +142,68 @@ def test_a_slot_gets_one_job_of_a_batch_and_gives_the_others_back() -> None:
 
 
 def test_an_error_is_reported_and_is_no_job() -> None:
-    noted: list[tuple[str, KafkaError | None]] = []
     refused = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
-    source = ShareSource(Member([[Record("", refused)]]), "jobs", lambda *error: noted.append(error))  # type: ignore[arg-type]
-    assert source.next(0.1) is None
-    assert noted == [("jobs", refused)]
+    member = Member([[Record("", refused)]])
+    assert member.source().next(0.1) is None
+    assert member.noted == [(KafkaSettings().topic(Topic.PREINFER_POOL), refused)]
+
+
+def test_a_source_has_jobs_once_kafka_has_given_it_a_partition_and_as_long() -> None:
+    member = Member([[], [Record("early")]])
+    source = member.source()
+    source.next(0.1)
+    assert not source.has_jobs
+    for partitions in (0, 1, 0):
+        member.report(json.dumps({"cgrp": {"assignment_size": partitions}}))
+        assert source.has_jobs is (partitions > 0)
+    # A job comes with the partition, and the figures come later.
+    source.next(0.1)
+    assert source.has_jobs
+
+
+class Unassigned(Member):
+    """A member that Kafka gives no partition."""
+
+    def poll(self, timeout: float) -> list[Record]:
+        time.sleep(timeout)
+        return []
+
+    def close(self) -> None: ...
+
+
+def test_kafka_is_blamed_for_no_partition_only_while_the_slots_ask_for_jobs() -> None:
+    """A store that was away for a while at the start made the worker name settings of the brokers."""
+    clock, may_take, ticks = ManualClock(monotonic_us=1), False, 0
+
+    def tick(_: int) -> None:
+        nonlocal ticks
+        ticks += 1
+
+    parts = SimpleNamespace(
+        clock=clock, may_take=lambda: may_take, on_start=lambda _: None, on_tick=tick, on_end=lambda _: None,
+        producer=SimpleNamespace(poll=time.sleep), dead_letters=SimpleNamespace(poll=lambda: None),
+    )  # fmt: skip
+    config = SimpleNamespace(
+        kafka=KafkaSettings(), worker=SimpleNamespace(pre_infer_slots=2, worker_id="pre-00"), scenarios=None
+    )
+    loop = SlotLoop(cast(Any, config), cast(Any, parts), lambda _: Unassigned([]).source())
+
+    def pass_time() -> None:
+        clock.advance_us(20_000_000)
+        after = ticks + 2
+        until(lambda: ticks >= after, "the loop has seen the time")
+
+    with structlog.testing.capture_logs() as lines:
+        loop.start()
+        pass_time()
+        pass_time()
+        assert not lines
+        may_take = True
+        pass_time()
+        until(lambda: lines, "it says so")
+        pass_time()
+        loop.stop(0)
+        assert loop.join(PATIENCE_S)
+    assert ["topics check" in line["event"] for line in lines] == [True]
+    assert not loop.status().assigned
+    assert loop.error is None

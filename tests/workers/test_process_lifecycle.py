@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,15 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.interface import LoopState
 from relaygr.consumer.settings import ConsumerSettings
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.probes import Readiness
+from relaygr.runtime.readiness import Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.worker.exits import Exit
 from relaygr.worker.latest_answers import FiniteScores
@@ -32,10 +35,11 @@ from relaygr.worker.process import lifecycle
 from relaygr.worker.process.components import Components, OnEnd
 from relaygr.worker.process.reloading import ModelReloading
 from relaygr.worker.settings import WorkerConfig, WorkerSettings
-from relaygr.worker.shared.lock import shared_folder
+from relaygr.worker.shared.lock import ArenaLock, shared_folder
 from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader
 from relaygr.worker.supervisor.link import SupervisorLink
 from relaygr.worker.supervisor.records import ChildRecord, read_record
+from tests.waiting import becomes
 
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 DRAIN_S = 30.0
@@ -120,6 +124,9 @@ class FakeComponents:
     def open_admin_socket(self, folder: Path) -> None:
         self.admin_folder = folder
 
+    def close_admin_socket(self) -> None:
+        self.admin_folder = None
+
     def _take_reports(self, now_us: int) -> None:
         self.reports_taken += 1
 
@@ -182,8 +189,10 @@ class ProcessWorld:
         settings = WorkerSettings(shared_path=folder, drain_s=DRAIN_S)
         config = WorkerConfig(KafkaSettings(), settings, AdmissionSettings(), ConsumerSettings())
         self.folder = shared_folder(config)
+        ArenaLock(self.folder)  # The file that its predecessor made.
         self.link = SupervisorLink(theirs.detach(), self.folder)
-        self.process = lifecycle.WorkerProcess(config, is_standby=True, link=self.link)
+        session = KafkaSession(config.kafka, config.client_id)
+        self.process = lifecycle.WorkerProcess(config, session, is_standby=True, link=self.link)
 
     @property
     def components(self) -> FakeComponents:
@@ -215,7 +224,7 @@ class ProcessWorld:
             producer=SimpleNamespace(poll=lambda timeout_s: 0),
             engine=SimpleNamespace(device=SimpleNamespace(name="cpu"), revision="model-1", namespace=b"model-1"),
             model=Path("model"),
-            plan=MemoryPlan(0, 0, 0, 0, 0, 0, 0),
+            plan=MemoryPlan(0, 0, 0, 0, 0, 0, 0, 0),
             store=SimpleNamespace(close=nothing, refresh=nothing),
         )
 
@@ -370,6 +379,57 @@ def test_a_fenced_worker_records_it_before_it_leaves_at_once(world: ProcessWorld
     assert world.record.exit_code == Exit.FENCED
 
 
+def test_a_worker_whose_shared_folder_is_emptied_is_ready_again_and_says_why_once(
+    world: ProcessWorld, tmp_path: Path
+) -> None:
+    """It was never ready again, and a standby beside it fenced it."""
+    ready: list[bool] = []
+
+    def empty_and_stop() -> None:
+        for number in range(2):
+            # At once: the worker puts files back into a folder that is still being removed.
+            world.folder.parent.rename(tmp_path / f"removed-{number}")
+            ready.append(becomes(lambda: (world.folder / "lock").exists() and world.process._readiness().ready, 30))
+        stop()
+
+    emptying = threading.Thread(target=empty_and_stop)
+    world.loop.on_start = emptying.start
+    with capture_logs() as logs:
+        assert world.process.run() is Exit.DONE
+    emptying.join()
+    assert ready == [True, True]
+    said = [entry["event"] for entry in logs if entry["log_level"] == "error"]
+    assert len(said) == 2 and all("RemoveIPC" in event for event in said)
+    assert world.components.admin_folder == world.folder
+    assert world.record.exit_code == Exit.DONE
+    assert ArenaLock(world.folder).acquire(timeout_s=1) == 2
+
+
+def test_a_worker_whose_lock_another_process_has_is_not_ready_and_does_not_take_it(
+    world: ProcessWorld, tmp_path: Path
+) -> None:
+    other = ArenaLock(tmp_path / "other")
+    for _ in range(3):
+        other.release()
+        other.acquire()
+    seen: list[Readiness] = []
+
+    def replace_and_stop() -> None:
+        for name in ("epoch", "lock"):
+            (tmp_path / "other" / name).replace(world.folder / name)
+        becomes(lambda: world.process._readiness() == lifecycle.WITHOUT_LOCK, 30)
+        seen.append(world.process._readiness())
+        stop()
+
+    replacing = threading.Thread(target=replace_and_stop)
+    world.loop.on_start = replacing.start
+    assert world.process.run() is Exit.DONE
+    replacing.join()
+    assert seen == [lifecycle.WITHOUT_LOCK]
+    assert ArenaLock(world.folder).try_acquire() is None
+    other.release()
+
+
 def test_a_user_without_a_name_has_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's process may run under a user number without a name."""
 
@@ -414,6 +474,6 @@ def test_a_worker_whose_poll_thread_stands_still_is_not_ready(silent_ms: int, re
         watch=SimpleNamespace(checks=tuple),
         silence_ms=lambda: (silent_ms, 0),
         results=SimpleNamespace(finite_scores=SimpleNamespace(is_diverged=False)),
-        _prepared=SimpleNamespace(refusals=SimpleNamespace(sentence=None)),
+        _session=SimpleNamespace(refusal=None),
     )
     assert Components.readiness(components).ready is ready

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import structlog
 from confluent_kafka import KafkaError
 from prometheus_client import CollectorRegistry
 
 from relaygr.consumer.interface import Token
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
     MAX_BUDGET_MS,
     Behaviours,
-    FailureReason,
     HistoryVersion,
-    Outcome,
     Path,
     PrefixSource,
     RankingRequest,
     RankingResult,
+    StaleCause,
 )
-from relaygr.worker.executor.work import JobOutcome, RankingWork, ResolvedPrefix
+from relaygr.worker.executor.work import JobOutcome, RankingWork, ResolvedPrefix, Unranked
 from relaygr.worker.latest_answers import DeliveryTimes
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
@@ -38,13 +39,16 @@ class ResultsWorld:
         self.clock = ManualClock(monotonic_us=1_000_000)
         self._producer = FakeProducer()
         self.finished: list[Token] = []
-        self.errors: list[tuple[str, KafkaError | None]] = []
         self.registry = CollectorRegistry()
         self.writer = ResultWriter(
             self._producer, "worker-00", SKEW_US // 1000, self.finished.append,
-            WorkerMetrics(self.registry), self.clock, note_error=lambda *error: self.errors.append(error),
+            WorkerMetrics(self.registry), self.clock,
         )  # fmt: skip
         self.waits = self.writer.waits
+
+    def unranked(self, end: Unranked) -> None:
+        work = self.work()
+        self.writer.unranked(work.reply, work.received, end, work)
 
     def work(self, tokens: int = 10, budget_us: int = BUDGET_US) -> RankingWork:
         wall_deadline_us = self.clock.wall_us() + budget_us
@@ -109,7 +113,7 @@ def test_a_ranked_result_has_scores_path_and_timings(world: ResultsWorld):
     world.clock.advance_us(300)
     world.writer.ranked(work, RankOutputs(np.arange(8, dtype=np.float32).reshape(4, 2)))
     result = world.result
-    assert result.outcome is Outcome.RANKED
+    assert result.outcome is Ended.RANKED
     assert (result.path, result.prefix_source) == (Path.DRAM, PrefixSource.DRAM)
     assert result.num_tasks == 2 and list(result.scores) == list(range(8))
     assert (result.prefix_tokens, result.tokens_cached) == (10, 8)
@@ -129,6 +133,27 @@ def test_inputs_that_the_model_does_not_know_are_in_the_result_and_counted(world
     assert world.count("relaygr_worker_unknown_actions_total") == 3
     assert world.count("relaygr_worker_unknown_features_total") == 2
     assert world.count("relaygr_worker_history_missing_total") == 1
+
+
+def test_a_stale_history_and_the_wait_for_it_are_in_the_result_and_no_time_in_the_queue(world: ResultsWorld):
+    work = world.work()
+    work.prefix.stale, work.prefix.stale_cause, work.history_wait_us = True, StaleCause.REPLACED, 1_700
+    world.clock.advance_us(2_500)
+    work.looked_up_us = work.ready_us = work.started_us = world.clock.monotonic_us()
+    world.writer.ranked(work, RankOutputs(np.ones((4, 2), np.float32)))
+    work.answered_us = world.clock.monotonic_us()
+    world.writer.count_ranked(work)
+    result = world.result
+    assert (result.history_stale, result.history_stale_cause) == (True, StaleCause.REPLACED)
+    timings = result.timings
+    assert (timings.queue_us, timings.history_wait_us, timings.total_us) == (800, 1_700, 2_500)
+    assert world.waits.p99_us() == 800
+    assert world.count("relaygr_worker_ranking_queue_seconds_sum") == pytest.approx(0.0008)
+    assert world.count("relaygr_worker_history_wait_seconds_sum") == pytest.approx(0.0017)
+    counted = {
+        cause.value: world.count("relaygr_worker_history_stale_total", cause=cause.value) for cause in StaleCause
+    }
+    assert counted == {"gap": 0, "deleted": 0, "behind": 0, "replaced": 1, "missing": 0}
 
 
 def test_a_result_without_unknown_inputs_takes_no_more_bytes(world: ResultsWorld):
@@ -177,7 +202,7 @@ def test_scores_that_are_no_numbers_become_a_failure(world: ResultsWorld, value:
     scores = np.ones((4, 2), np.float32)
     scores[2, 1] = value
     assert not world.writer.ranked(world.work(), RankOutputs(scores))
-    assert (world.result.outcome, world.result.reason) == (Outcome.FAILED, FailureReason.DEVICE_ERROR)
+    assert (world.result.outcome, world.result.reason) == (Ended.FAILED, Reason.DEVICE_ERROR)
     assert world.count("relaygr_worker_unranked_total", outcome="device_error") == 1
 
 
@@ -301,18 +326,16 @@ def test_a_result_that_kafka_would_refuse_again_is_given_up_at_once(
     world.tick(RESEND_INTERVAL_US)
     assert not world.producer.pending
     assert world.count("relaygr_worker_results_undelivered_total") == 3
-    assert [(topic, error and error.code()) for topic, error in world.errors] == [("relaygr.results", code)] * 3
 
 
-def test_the_owner_is_told_of_each_result_that_kafka_refuses(world: ResultsWorld):
-    """A worker without the right to write results was ready, and every request timed out."""
-    world.rank()
-    world.producer.report(KafkaError.TOPIC_AUTHORIZATION_FAILED)
-    world.producer.raises = refused(KafkaError.TOPIC_AUTHORIZATION_FAILED)
-    world.tick(RESEND_INTERVAL_US)
-    assert [(topic, error and error.code()) for topic, error in world.errors] == [
-        ("relaygr.results", KafkaError.TOPIC_AUTHORIZATION_FAILED)
-    ] * 2
+def test_a_result_that_is_not_delivered_is_in_the_log_with_its_cause_and_of_many_a_few(world: ResultsWorld) -> None:
+    with structlog.testing.capture_logs() as lines:
+        for code in (*[KafkaError.MSG_SIZE_TOO_LARGE] * 70, KafkaError.INVALID_TIMESTAMP):
+            world.rank()
+            world.producer.report(code)
+    assert [line["event"] for line in lines] == ["a result was not delivered"] * 2
+    assert [(line["gateway_id"], line["reply_partition"]) for line in lines] == [("g", 2)] * 2
+    assert "max.message.bytes" in lines[0]["cause"] and "set the clocks" in lines[1]["cause"]
 
 
 def test_many_undelivered_answers_are_each_tried_once_a_tick(world: ResultsWorld):
@@ -330,17 +353,17 @@ def test_many_undelivered_answers_are_each_tried_once_a_tick(world: ResultsWorld
     [("a\nb\x00c", "a b c"), ("", None), ("ü" * 600, "ü" * 250), ("\ud800", " ")],
 )
 def test_details_are_made_to_fit_their_field(world: ResultsWorld, detail: str, said: str | None):
-    world.writer.failed(world.work(), FailureReason.OVERLOADED, detail)
+    world.unranked(Unranked(Ended.FAILED, Reason.OVERLOADED, detail))
     assert world.result.detail == said
-    assert world.result.reason is FailureReason.OVERLOADED
+    assert world.result.reason is Reason.OVERLOADED
     work = world.work()
-    world.writer.without_work(work.reply, work.received, FailureReason.UNDECODABLE, detail)
-    assert (world.result.detail, world.result.reason) == (said, FailureReason.UNDECODABLE)
+    world.writer.unranked(work.reply, work.received, Unranked(Ended.FAILED, Reason.UNDECODABLE, detail))
+    assert (world.result.detail, world.result.reason) == (said, Reason.UNDECODABLE)
 
 
 def test_expired_work_gets_a_result_and_is_counted(world: ResultsWorld):
-    world.writer.expired(world.work())
-    assert (world.result.outcome, world.result.reason) == (Outcome.EXPIRED, None)
+    world.unranked(Unranked(Ended.EXPIRED))
+    assert (world.result.outcome, world.result.reason) == (Ended.EXPIRED, None)
     assert world.count("relaygr_worker_unranked_total", outcome="expired") == 1
 
 

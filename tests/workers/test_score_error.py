@@ -14,6 +14,7 @@ from relaygr.worker.cache.arena import block_pages, coding_bytes
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.description import description_of
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ContextualFeature, Preset, Task, TaskKind, preset_fields
@@ -47,7 +48,7 @@ def engine_of(model: Path, dtype: KvDtype = KvDtype.FLOAT32) -> Engine:
 
 class TestMeasurement:
     def test_fewer_bits_cause_a_larger_error(self, model: Path) -> None:
-        users, candidates = made_sample(model)
+        users, candidates = made_sample(engine_of(model))
         bfloat16, int8 = (
             measure_dram_error(engine_of(model), dtype, users, candidates)
             for dtype in (DramKvDtype.BFLOAT16, DramKvDtype.INT8)
@@ -58,7 +59,7 @@ class TestMeasurement:
         assert (int8.users, int8.candidates) == (16, 32)
 
     def test_an_exact_tier_causes_no_error(self, model: Path) -> None:
-        users, candidates = made_sample(model)
+        users, candidates = made_sample(engine_of(model))
         error = measure_dram_error(engine_of(model), DramKvDtype.SAME, users, candidates)
         assert (error.max_score_error, error.mean_score_error, error.topk_overlap) == (0, 0, 1)
 
@@ -67,7 +68,7 @@ class TestMeasurement:
         tensors = random_checkpoint(config, 0).tensors
         silent = {name: tensor * (not name.startswith("readout")) for name, tensor in tensors.items()}
         save_checkpoint(tmp_path, config, silent)
-        users, candidates = made_sample(tmp_path)
+        users, candidates = made_sample(engine_of(tmp_path))
         error = measure_dram_error(engine_of(tmp_path), DramKvDtype.INT8, users, candidates)
         assert (error.max_score_error, error.topk_overlap) == (0, 1)
 
@@ -76,7 +77,7 @@ class TestMeasurement:
         config = small_config(contextual_features=features)
         items = np.arange(0, 400, 10)
         save_checkpoint(tmp_path, config, random_checkpoint(config, 0, items).tensors)
-        users, candidates = made_sample(tmp_path, users=3)
+        users, candidates = made_sample(engine_of(tmp_path), users=3)
         assert [len(user.behaviours) for user in users] == [200, 100, 50]
         assert all(np.isin(user.behaviours.items, items).all() for user in users)
         assert all(user.features.shape == (2,) for user in users)
@@ -89,7 +90,7 @@ class TestMeasurement:
         )
         config = small_config(contextual_features=features)
         save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
-        users, _ = made_sample(tmp_path)
+        users, _ = made_sample(engine_of(tmp_path))
         seen = np.stack([user.features for user in users])
         # The last value and the last action are unknown to the model.
         assert set(seen[:, 0]) == set(range(4))
@@ -101,7 +102,7 @@ class TestMeasurement:
 
     def test_generated_users_have_every_bit_of_the_actions(self) -> None:
         config = small_config(**preset_fields(Preset.DLRM_V3, 16, 200))
-        users, _ = made_users(config, np.arange(50))
+        users, _ = made_users(description_of(config), np.arange(50))
         assert config.dlrm_inputs is not None
         for bit in config.dlrm_inputs.action_weights:
             assert {bool(action & bit) for action in users[0].behaviours.actions} == {False, True}
@@ -114,7 +115,7 @@ class TestMeasurement:
         errors = []
         for folder in (tmp_path / "plain", tmp_path / "added"):
             save_checkpoint(folder, config, tensors)
-            users, candidates = made_sample(folder, 4)
+            users, candidates = made_sample(engine_of(folder), 4)
             errors.append(measure_dram_error(engine_of(folder), DramKvDtype.INT8, users, candidates))
             tensors["readout.mlp.1.bias"] += added
         assert errors[1].max_score_error == pytest.approx(errors[0].max_score_error, rel=0.2)

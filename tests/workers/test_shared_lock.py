@@ -116,6 +116,52 @@ def test_a_holder_whose_lock_file_was_replaced_may_not_write(tmp_path: Path) -> 
     assert not first.is_held()
 
 
+def test_a_holder_puts_a_removed_lock_back_and_no_standby_gets_it_meanwhile(tmp_path: Path) -> None:
+    """A standby made the folder again, took the lock of a new file, and fenced the active worker beside it."""
+    folder = tmp_path / "group" / "worker-03"
+    holder = ArenaLock(folder)
+    assert holder.acquire() == 1
+    standby, stopping = ArenaLock(folder, is_standby=True), threading.Event()
+    got: list[int | None] = []
+    waiting = threading.Thread(target=lambda: got.append(standby.acquire(stopping)))
+    waiting.start()
+    for _ in range(40):
+        shutil.rmtree(tmp_path / "group")
+        assert not holder.is_held()
+        folder.mkdir(parents=True)
+        assert holder.put_back() and holder.is_held()
+    assert got == [] and holder.holder() == str(os.getpid())
+    assert ArenaLock(folder).try_acquire() is None
+    holder.release()
+    waiting.join(30)
+    assert got == [2]
+
+
+def test_a_standby_takes_the_lock_of_an_emptied_folder_if_nobody_puts_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder is dead, too."""
+    monkeypatch.setattr("relaygr.worker.shared.lock.PUT_BACK_S", 0.2)
+    standby = ArenaLock(tmp_path / "worker-03", is_standby=True)
+    shutil.rmtree(tmp_path / "worker-03")
+    assert standby.try_acquire() is None
+    assert not (tmp_path / "worker-03").exists()
+    assert standby.acquire(timeout_s=30) == 1
+
+
+def test_a_lock_that_another_process_took_meanwhile_is_not_put_back(tmp_path: Path) -> None:
+    first, folder = ArenaLock(tmp_path / "a"), tmp_path / "a"
+    for _ in range(2):
+        first.release()
+        first.acquire()
+    shutil.rmtree(folder)
+    second = ArenaLock(folder)
+    assert second.acquire() == 1
+    assert not first.put_back() and second.is_held()
+    second.release()
+    assert not first.put_back(), "it has written since"
+
+
 def test_a_file_that_is_replaced_while_it_is_being_locked_is_not_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -29,8 +33,9 @@ TIMEOUT_S = 120.0
 class SupervisorWorld:
     """A supervisor in a process of its own."""
 
-    def __init__(self, folder: Path, orphan_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, orphan_s: float = 60.0, **variables: str) -> None:
         """Children load while the file `loading` exists in `folder`, and go on for `orphan_s` without a supervisor."""
+        self._variables = variables
         self.folder = folder
         self.shared = folder / "shared"
         self._orphan_s = orphan_s
@@ -40,7 +45,7 @@ class SupervisorWorld:
         (self.port,) = free_ports(1)
         return subprocess.Popen(
             [sys.executable, "-m", "tests.workers.supervised", "supervise", str(self.folder)],
-            env=os.environ | {"PORT": str(self.port), "ORPHAN_S": str(self._orphan_s)},
+            env=os.environ | {"PORT": str(self.port), "ORPHAN_S": str(self._orphan_s)} | self._variables,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -279,11 +284,64 @@ def test_a_second_supervisor_of_the_id_is_refused(world: SupervisorWorld) -> Non
 def test_an_active_child_that_does_not_hold_the_lock_is_not_adopted(world: SupervisorWorld) -> None:
     active, standby = world.both()
     world.kill()
-    (world.shared / "lock").unlink()
+    os.kill(active, signal.SIGSTOP)
+    (world.folder / "lock").touch()
+    (world.folder / "lock").replace(world.shared / "lock")
     world.wait(lambda: world.said("took standby") == [standby])
+    os.kill(active, signal.SIGCONT)
     world.restart()
     world.wait(lambda: not is_alive(active))
     assert world.both()[0] == standby
+
+
+def test_an_emptied_shared_folder_costs_neither_process_nor_the_standby(world: SupervisorWorld) -> None:
+    """systemd-logind does that (RemoveIPC). The standby took a new lock, and both ended with 3, not to be restarted."""
+    pids = active, standby = world.both()
+    for number in range(1, 3):
+        shutil.rmtree(world.shared, ignore_errors=True)  # Files are put back while it removes others.
+        world.wait(lambda expected=number: len(world.said("put back")) >= expected)
+    # Whatever finds the processes of a supervisor is there again.
+    world.wait(lambda: {record.pid for record in read_records(world.shared)} == set(pids))
+    world.wait(lambda: (world.shared / "supervisor.socket").exists())
+    port = world.port
+    assert world.start().wait(TIMEOUT_S) == Exit.FAILED, "a second supervisor is refused"
+    world.port = port
+    assert world.both() == pids and world.said("took standby") == []
+    world.kill()
+    world.restart()
+    assert world.both() == pids
+    os.kill(active, signal.SIGKILL)
+    world.wait(lambda: world.children().get("active") == standby)
+    assert world.said("took standby") == [standby]
+    assert world.process.poll() is None
+
+
+def test_systemd_hears_of_a_supervisor_that_serves_and_nothing_of_one_that_stands_still(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(TIMEOUT_S)
+
+        def heard() -> set[str]:
+            """What was said since the last call."""
+            found: set[str] = set()
+            while select.select([systemd], [], [], 0)[0]:
+                found.add(systemd.recv(4096).decode())
+            return found
+
+        with closing(SupervisorWorld(tmp_path, NOTIFY_SOCKET=str(tmp_path / "notify"))) as world:
+            assert systemd.recv(4096) == b"READY=1"
+            world.both()
+            assert heard() == {"WATCHDOG=1"}
+            world.process.send_signal(signal.SIGSTOP)
+            world.wait(lambda: state_of(world.process.pid) == "T")
+            heard()
+            time.sleep(2.5)
+            assert heard() == set(), "its children are silent, too"
+            world.process.send_signal(signal.SIGCONT)
+            assert systemd.recv(4096) == b"WATCHDOG=1"
+            world.process.terminate()
+            assert world.process.wait(TIMEOUT_S) == Exit.DONE
+            assert "STOPPING=1" in heard()
 
 
 def test_a_record_of_another_process_with_the_same_id_is_not_believed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A Kafka broker behind a TCP proxy, which can hold requests, lose answers and drop every connection."""
+"""A Kafka broker behind a TCP proxy: holds requests, delays and loses answers, drops and freezes connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from relaygr.kafka.settings import KafkaSettings
 from tests.worlds.own_broker import own_broker
 
 _API_KEY = slice(4, 6)
-"""A request begins with its length and the key of its kind, in network order."""
+_REQUEST_ID = slice(8, 12)
+"""A request begins with its length, the key and the version of its kind and its id, in network order."""
+_ANSWER_ID = slice(4, 8)
+"""An answer begins with its length and the id of its request."""
 
 
 class BrokerProxy:
@@ -29,7 +32,11 @@ class BrokerProxy:
         self._broker = (host, int(broker_port))
         self._lock = threading.Lock()
         self._held: tuple[Collection[int], threading.Event] | None = None
+        self._delay: tuple[Collection[int], float] = ((), 0.0)
         self._sockets: set[socket.socket] = set()
+        self._frozen: set[socket.socket] = set()
+        """Connections that stay open and pass nothing."""
+        self._freezes_new = False
         self._threads: list[threading.Thread] = []
         self._listener: socket.socket | None = None
 
@@ -44,6 +51,22 @@ class BrokerProxy:
         self._held = (api_keys, came)
         return came
 
+    def delay(self, api_keys: Collection[int], delay_s: float) -> None:
+        """Requests of these kinds reach the broker at once, and the client gets the answer `delay_s` later.
+
+        A connection's later answers wait behind it. It is so until the next call.
+        """
+        self._delay = (api_keys, delay_s)
+
+    def freeze(self, with_new: bool = False) -> None:
+        """The open connections pass nothing any more, and stay open until the client closes them.
+
+        `with_new`: neither do new ones, until the next call. Otherwise new ones work.
+        """
+        with self._lock:
+            self._freezes_new = with_new
+            self._frozen |= self._sockets
+
     def cut(self) -> None:
         """Drops every connection and refuses new ones, until `listen`. Nothing is held or lost after that."""
         listener, self._listener = self._listener, None
@@ -53,6 +76,8 @@ class BrokerProxy:
         with self._lock:
             self._held = None
             sockets, self._sockets = self._sockets, set()
+            self._frozen = set()
+            self._freezes_new = False
         for each in sockets:
             _shut(each)
         self.swallows = False
@@ -88,38 +113,54 @@ class BrokerProxy:
                 broker = socket.create_connection(self._broker)
             except OSError:
                 return
+            due_s: dict[bytes, float] = {}
             with self._lock:
                 self._sockets |= {client, broker}
-            self._start(self._forward_requests, client, broker)
-            self._start(self._forward_answers, broker, client)
+                if self._freezes_new:
+                    self._frozen.add(client)
+            self._start(self._forward_requests, client, broker, due_s)
+            self._start(self._forward_answers, broker, client, due_s)
 
-    def _forward_requests(self, client: socket.socket, broker: socket.socket) -> None:
+    def _forward_requests(self, client: socket.socket, broker: socket.socket, due_s: dict[bytes, float]) -> None:
         with contextlib.suppress(OSError), client.makefile("rb") as received:
             while len(length := received.read(4)) == 4:
                 request = length + received.read(int.from_bytes(length))
-                held = self._held
-                if held is not None and int.from_bytes(request[_API_KEY]) in held[0]:
+                api_key, held, (delayed, delay_s) = int.from_bytes(request[_API_KEY]), self._held, self._delay
+                if client in self._frozen:
+                    continue
+                if api_key in delayed:
+                    due_s[request[_REQUEST_ID]] = time.monotonic() + delay_s
+                if held is not None and api_key in held[0]:
                     held[1].set()
                 else:
                     broker.sendall(request)
         _shut(broker)
 
-    def _forward_answers(self, broker: socket.socket, client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := broker.recv(65536):
-                if not self.swallows:
-                    client.sendall(data)
+    def _forward_answers(self, broker: socket.socket, client: socket.socket, due_s: dict[bytes, float]) -> None:
+        with contextlib.suppress(OSError), broker.makefile("rb") as received:
+            while len(length := received.read(4)) == 4:
+                answer = length + received.read(int.from_bytes(length))
+                time.sleep(max(0.0, due_s.pop(answer[_ANSWER_ID], 0.0) - time.monotonic()))
+                if not self.swallows and client not in self._frozen:
+                    client.sendall(answer)
         _shut(client)
 
 
 class RawProxy(BrokerProxy):
     """Forwards bytes that it does not understand, such as those of TLS."""
 
-    def _forward_requests(self, client: socket.socket, broker: socket.socket) -> None:
+    def _forward_requests(self, client: socket.socket, broker: socket.socket, _: object) -> None:
+        self._forward(client, broker)
+
+    def _forward_answers(self, broker: socket.socket, client: socket.socket, _: object) -> None:
+        self._forward(broker, client)
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := client.recv(65536):
-                broker.sendall(data)
-        _shut(broker)
+            while data := source.recv(65536):
+                if self._frozen.isdisjoint((source, target)):
+                    target.sendall(data)
+        _shut(target)
 
 
 def _shut(connection: socket.socket) -> None:

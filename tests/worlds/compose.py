@@ -17,7 +17,7 @@ COMPOSE_FILE = COMPOSE / "compose.yaml"
 POOL_FILE = COMPOSE / "pool.yaml"
 """It is laid over compose.yaml."""
 DOCKERFILE = COMPOSE / "Dockerfile"
-ALERTS = COMPOSE / "prometheus" / "alerts.yaml"
+ALERTS = COMPOSE / "helm" / "relaygr" / "files" / "alerts.yaml"
 PROMETHEUS = COMPOSE / "prometheus" / "prometheus.yaml"
 DASHBOARD = COMPOSE / "grafana" / "dashboards" / "relaygr.json"
 

@@ -13,7 +13,9 @@ from typing import Any
 import confluent_kafka
 
 from relaygr.kafka import clients
+from relaygr.kafka.clients import ProducerKind
 from relaygr.kafka.durable import DurableProducer
+from relaygr.kafka.session import KafkaSession
 
 
 class _Listed:
@@ -32,27 +34,24 @@ def _consumer(config: dict[str, Any]) -> confluent_kafka.Consumer:
     return confluent_kafka.Consumer(config)
 
 
-def _producer(config: dict[str, Any]) -> confluent_kafka.Producer:
-    _Listed.add(f"{config['client.id']} producer")
-    return confluent_kafka.Producer(config)
-
-
-class _ListedDurable(DurableProducer):
-    def __init__(self, kafka: Any, client_id: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__(kafka, client_id, *args, **kwargs)
-        _Listed.add(f"{client_id} producer")
-
-
 def main() -> None:
     """Runs the command, with the makers of clients replaced."""
     from relaygr.cli.__main__ import main as run_command
-    from relaygr.kafka import dead_letters
-    from relaygr.worker.history import snapshots
+
+    make_producer, make_durable = KafkaSession.producer, KafkaSession.durable_producer
+
+    def producer(self: KafkaSession, kind: ProducerKind, client_id: str, *args: Any, **kwargs: Any) -> Any:
+        _Listed.add(f"{client_id} producer")
+        return make_producer(self, kind, client_id, *args, **kwargs)
+
+    def durable_producer(self: KafkaSession, client_id: str) -> DurableProducer:
+        _Listed.add(f"{client_id} producer")
+        return make_durable(self, client_id)
 
     _Listed.file = Path(sys.argv.pop(1))
-    clients.Consumer, clients.Producer = _consumer, _producer  # type: ignore[misc, assignment]
-    for module in (dead_letters, snapshots):
-        module.DurableProducer = _ListedDurable  # type: ignore[misc]
+    clients.Consumer = _consumer  # type: ignore[misc, assignment]
+    KafkaSession.producer = producer  # type: ignore[method-assign]
+    KafkaSession.durable_producer = durable_producer  # type: ignore[method-assign]
     run_command()
 
 

@@ -25,9 +25,9 @@ from relaygr.simulate.device import SimulatedDevice, SimulatedEngine, SimulatedM
 from relaygr.simulate.times import Draws
 from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
-from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.job_admission import JobAdmission
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.work import JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
@@ -133,7 +133,8 @@ class HeldMover:
 class Store:
     def __init__(self):
         self.histories: dict[str, StoredHistory] = {}
-        self.loading = False
+        self.loading = self.settling = False
+        self.deleted: dict[str, int] = {}
 
     def put(self, user_id: str, length: int, number: int = 1) -> HistoryVersion:
         history = history_of(user_id, length, number)
@@ -145,6 +146,12 @@ class Store:
 
     def is_loading(self, partition):
         return self.loading
+
+    def is_settling(self, partition):
+        return self.settling
+
+    def deleted_at_ms(self, user_id):
+        return self.deleted.get(user_id, 0)
 
 
 def behaviours_of(length: int) -> Behaviours:
@@ -195,10 +202,16 @@ class ExecutorWorld(DrivenExecutor):
     """An executor over a fake engine, with fakes around it, and the calls that tests make."""
 
     def __init__(
-        self, hbm_pages: int = 128, dram_pages: int = 128, lease_margin_ms: int = 0, diverter=None, **settings
+        self,
+        hbm_pages: int = 128,
+        dram_pages: int = 128,
+        lease_margin_ms: int = 0,
+        diverter=None,
+        outbox: Outbox | None = None,
+        **settings,
     ):
         self.clock = ManualClock(monotonic_us=1_000_000)
-        self.outbox = Outbox(tasks=1)
+        self.outbox = outbox if outbox is not None else Outbox(tasks=1)
         self.engine = FakeEngine(self.clock, outbox=self.outbox)
         self.mover = HeldMover()
         self.cache = PrefixCache(

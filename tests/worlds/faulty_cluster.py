@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from confluent_kafka import TopicPartition
 
-from relaygr.devbroker.embedded import FETCH_WAIT_MAX_MS, SESSION_TIMEOUT_MS
-from relaygr.devbroker.mock_cluster import MockCluster
+from relaygr.devbroker.embedded import FETCH_WAIT_MAX_MS, SESSION_TIMEOUT_MS, MockCluster
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.topics import Topic

@@ -1,7 +1,7 @@
 """A command of relaygr that waits less than a user's.
 
-`python -m tests.worlds.impatient relaygr.kafka.refusals.ASK_S=1 worker --config ...` runs `relaygr worker` with another
-value of one constant.
+`python -m tests.worlds.impatient relaygr.kafka.session.ASK_S=1 worker --config ...` runs `relaygr worker` with
+another value of one constant.
 """
 
 from __future__ import annotations

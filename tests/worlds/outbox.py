@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from relaygr.schemas.messages import FailureReason, Path
-from relaygr.worker.executor.work import JobOutcome, RankingWork
+from relaygr.consumer.interface import Received
+from relaygr.schemas.ended import Ended, Reason
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import Path
+from relaygr.worker.executor.work import JobOutcome, RankingWork, Unranked
 from relaygr.worker.model.interface import RankOutputs
 
 
@@ -25,7 +28,7 @@ class Outbox:
     counted: list[RankingWork] = field(default_factory=list)
     """The ranked requests that were counted, which comes after the results of their batch were sent."""
     expired_works: list[RankingWork] = field(default_factory=list)
-    failures: list[tuple[RankingWork, FailureReason, str]] = field(default_factory=list)
+    failures: list[tuple[RankingWork, Reason, str]] = field(default_factory=list)
     jobs: list[JobOutcome] = field(default_factory=list)
     unsent: int = 0
     """Results that were written and not sent."""
@@ -34,7 +37,8 @@ class Outbox:
         if self.tasks is not None:
             assert outputs.scores.shape == (work.request.candidates.size, self.tasks)
         if not np.isfinite(outputs.scores).all():
-            self.failed(work, FailureReason.DEVICE_ERROR, "the scores are not finite")
+            end = Unranked(Ended.FAILED, Reason.DEVICE_ERROR, "the scores are not finite")
+            self.unranked(work.reply, work.received, end, work)
             return False
         self.ranked_works.append(work)
         self.answered[work.request.request_id] = (work, outputs.scores)
@@ -46,13 +50,14 @@ class Outbox:
         assert not work.has_ended, "a request is counted when it lets go of its prefix"
         self.counted.append(work)
 
-    def expired(self, work: RankingWork) -> None:
-        assert self.may_expire, f"{work.request.request_id} expired"
-        self.expired_works.append(work)
-        self.unsent += 1
-
-    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
-        self.failures.append((work, reason, detail))
+    def unranked(self, reply: RankingHeaders, received: Received, end: Unranked, work: RankingWork) -> None:
+        assert (reply, received) == (work.reply, work.received)
+        if end.ended is Ended.EXPIRED:
+            assert self.may_expire, f"{work.request.request_id} expired"
+            self.expired_works.append(work)
+        else:
+            assert end.reason is not None
+            self.failures.append((work, end.reason, end.detail or ""))
         self.unsent += 1
 
     def send(self) -> None:

@@ -32,7 +32,7 @@ class PacedEngine(NullEngine):
     _model = LatencyModel(LATENCY)
 
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
-        sizes = [(each.prefix_tokens, each.suffix_tokens + each.num_candidates) for each in requests]
+        sizes = [(each.prefix_tokens, each.num_candidates) for each in requests]
         device_us = self._model.batch_us(sizes)
         device_us += sum(self._model.append_us(chunk.start, chunk.end - chunk.start) for chunk in chunks)
         time.sleep(device_us / 1e6 * read_pace(self.pace_file))

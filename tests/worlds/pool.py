@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from relaygr.devbroker.local import free_ports
-from relaygr.worker.pool.mooncake import MooncakeStore, connect, missing, program
-from relaygr.worker.pool.settings import Transport
-from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, StoredObject, StoreDownError
+from relaygr.worker.pool.stores import store_url
+from relaygr.worker.pool.stores.contract import (
+    GetOutcome,
+    Memory,
+    ObjectKey,
+    PutOutcome,
+    Store,
+    StoredObject,
+    StoreDownError,
+    StoreUrl,
+)
+from relaygr.worker.pool.stores.mooncake import missing, open_store, program, url_text
 from tests.promised import unavailable
 from tests.waiting import until
 
 HOLDER = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
-from relaygr.worker.pool.mooncake import client_options
+from relaygr.worker.pool.stores import store_url
+from relaygr.worker.pool.stores.mooncake import client_options
 
 holder = MooncakeDistributedStore()
-assert holder.setup({**client_options(sys.argv[1], "tcp"), "global_segment_size": sys.argv[2]}) == 0
+assert holder.setup({**client_options(store_url(sys.argv[1])), "global_segment_size": sys.argv[2]}) == 0
 print("up", flush=True)
 time.sleep(3600)
 """
@@ -50,7 +59,7 @@ class TwinStore:
     """A `Store` in this process. `down`, `hung`, `late` and `capacity` are the faults that a test asks for."""
 
     def __init__(self, capacity: int = 1 << 30) -> None:
-        self.objects: OrderedDict[str, bytes] = OrderedDict()
+        self.objects: OrderedDict[ObjectKey, bytes] = OrderedDict()
         self.capacity = capacity
         self.registered: list[tuple[int, int]] = []
         self.down = False
@@ -81,10 +90,12 @@ class TwinStore:
             for each in late:
                 self._read(each)
 
-    def register(self, memory: Memory) -> None:
-        self.registered.append((memory.ctypes.data, memory.ctypes.data + memory.nbytes))
+    def open(self, memory: Sequence[Memory]) -> Store:
+        """The store, for this memory too."""
+        self.registered += [(each.ctypes.data, each.ctypes.data + each.nbytes) for each in memory]
+        return self
 
-    def has(self, keys: Sequence[str]) -> list[bool]:
+    def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
         self._answer("has")
         with self._lock:
             return [key in self.objects for key in keys]
@@ -109,15 +120,15 @@ class TwinStore:
             return [GetOutcome.UNREADABLE] * len(objects)
         return [self._read(each) for each in objects]
 
-    def remove(self, key: str) -> bool:
+    def remove(self, key: ObjectKey) -> bool:
         self._answer("remove")
         with self._lock:
             return self.objects.pop(key, None) is not None
 
-    def forget(self, pattern: str) -> int:
+    def forget(self, users: Collection[str] | None) -> int:
         self._answer("forget")
         with self._lock:
-            gone = [key for key in self.objects if re.match(pattern, key)]
+            gone = [key for key in self.objects if users is None or key.user in users]
             for key in gone:
                 del self.objects[key]
             return len(gone)
@@ -153,6 +164,32 @@ class TwinStore:
         return object.parts
 
 
+class MemoryStores:
+    """The module of stores in this process, which a test puts into the table of stores: `memory://NAME?bytes=SIZE`.
+
+    Stores with one name and prefix share their objects.
+    """
+
+    FORM = "memory://NAME?bytes=SIZE"
+
+    def __init__(self) -> None:
+        self._opened: dict[tuple[str, str], TwinStore] = {}
+
+    def check(self, url: StoreUrl) -> None:
+        if not url.options.get("bytes", "1").isdigit():
+            raise ValueError(f"its bytes must be a number: write {self.FORM}")
+
+    def missing(self) -> str | None:
+        return None
+
+    def unreachable(self, url: StoreUrl, timeout_s: float) -> str | None:
+        return None
+
+    def open_store(self, url: StoreUrl, prefix: str, memory: Sequence[Memory]) -> Store:
+        store = self._opened.setdefault((url.address, prefix), TwinStore(int(url.options.get("bytes", 1 << 30))))
+        return store.open(memory)
+
+
 @dataclass
 class Mooncake:
     """A master and its holders on this machine."""
@@ -164,8 +201,8 @@ class Mooncake:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+    def url(self) -> str:
+        return url_text(f"127.0.0.1:{self.port}")
 
     def start_master(self) -> subprocess.Popen[bytes]:
         master = self._start(
@@ -182,12 +219,12 @@ class Mooncake:
         return master
 
     def start_holder(self, size_bytes: int = 64 << 20) -> subprocess.Popen[bytes]:
-        holder = self._start(sys.executable, "-c", HOLDER, self.address, str(size_bytes))
+        holder = self._start(sys.executable, "-c", HOLDER, self.url, str(size_bytes))
         assert holder.stdout is not None and holder.stdout.readline() == b"up\n"
         return holder
 
-    def client(self) -> MooncakeStore:
-        return connect(self.address, Transport.TCP)
+    def open(self, memory: Sequence[Memory] = (), prefix: str = "relaygr") -> Store:
+        return open_store(store_url(self.url), prefix, memory)
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / "mooncake.log").open("ab") as log:

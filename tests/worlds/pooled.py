@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,9 +11,10 @@ from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.pool.deletions import Deletions
 from relaygr.worker.pool.segments import Segments
-from relaygr.worker.pool.store import Store
+from relaygr.worker.pool.stores.contract import Memory, Store
 from relaygr.worker.pool.tier import SETTLE_US, PoolTier
 from tests.waiting import until
+from tests.worlds.pool import Mooncake, TwinStore
 from tests.worlds.real_executor import RealExecutorWorld
 
 SLOW_DEVICE = LatencyCoefficients(0, 100, 0, b0=0, b1=100, b2=0, c0=1, c1=0, c2=0, d0=100, d1=0)
@@ -28,12 +29,12 @@ class PooledWorld(RealExecutorWorld):
 
     def __init__(
         self,
-        store: Store,
+        store: TwinStore | Mooncake,
         folder: Path,
         kind: str = "plain",
         dram_pages: int = 64,
         *,
-        connect: Callable[[], Store] | None = None,
+        connect: Callable[[Sequence[Memory]], Store] | None = None,
         **settings,
     ) -> None:
         """With `connect`, the test waits for the connection."""
@@ -42,7 +43,7 @@ class PooledWorld(RealExecutorWorld):
         def pool(world: RealExecutorWorld, guard) -> PoolTier:
             engine = world.engine
             return PoolTier(
-                connect or (lambda: store),
+                connect or store.open,
                 Segments("relaygr", SECRET, DramGeometry(engine.geometry), engine.layout),
                 world.cache,
                 world.built.dram_arena.numpy(),

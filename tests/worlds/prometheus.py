@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import time
 import urllib.error
@@ -19,7 +18,7 @@ from typing import Any
 import yaml
 
 from relaygr.devbroker.local import free_ports
-from tests.promised import unavailable
+from tests.promised import program
 
 START_S = 30.0
 
@@ -60,7 +59,7 @@ def live_prometheus(
 
     Without the program the test is skipped, or fails if it is promised.
     """
-    program = shutil.which("prometheus") or unavailable("prometheus", "prometheus is not installed")
+    prometheus = program("prometheus")
     (port,) = free_ports(1)
     configuration = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -78,7 +77,7 @@ def live_prometheus(
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration), encoding="utf-8")
     command = [
-        program,
+        prometheus,
         f"--config.file={folder / 'prometheus.yaml'}",
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",

@@ -28,9 +28,9 @@ from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
 from relaygr.worker.cache.copies import PageGuard
 from relaygr.worker.device import CpuDevice
-from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.job_admission import JobAdmission
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, KvDtype
@@ -129,6 +129,12 @@ class OverRealEngine(DrivenExecutor):
 
     def is_loading(self, partition: int) -> bool:
         return False
+
+    def is_settling(self, partition: int) -> bool:
+        return False
+
+    def deleted_at_ms(self, user_id: str) -> int:
+        return 0
 
     def keep(self, history: History) -> HistoryVersion:
         self.histories[history.user_id] = StoredHistory(history, history.chain())

@@ -247,6 +247,15 @@ def jobs_done(*workers: CommandProcess) -> dict[str, float]:
     return {outcome: count for outcome, count in totals.items() if count}
 
 
+def computed_ahead(client: RelayClient, worker: CommandProcess, history: History, **event: Any) -> str:
+    """Publishes a history and the event of a request whose prefix a job computes. Returns the request's id."""
+    client.publish_history(history)
+    before = jobs_done(worker).get("computed", 0)
+    published = client.publish_retrieval(history.user_id, history_version=history.version(), **event)
+    until(lambda: jobs_done(worker).get("computed", 0) > before, "a job that was computed", 60)
+    return published.request_id
+
+
 @dataclass
 class RawGateway:
     """Produces what it is told, byte by byte, and reads the answers on results partition 0."""

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.fields import Other
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
-    FailureReason,
     LatencyCoefficients,
-    Outcome,
     Path,
     PreInferJob,
     RankingResult,
@@ -73,8 +72,8 @@ class UiWorld:
         self.model.note_ranking(headers, user, now_us, self.clock.monotonic_us())
 
     def answer(
-        self, name: str, latency_ms: int = 10, path: Path | Other | None = Path.HBM, outcome: Outcome = Outcome.RANKED,
-        reason: FailureReason | Other | None = None,
+        self, name: str, latency_ms: int = 10, path: Path | Other | None = Path.HBM, outcome: Ended = Ended.RANKED,
+        reason: Reason | Other | None = None,
     ) -> None:  # fmt: skip
         """The result of a request that was sent now, after `latency_ms`."""
         self.count(Topic.RESULTS)

@@ -18,8 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -28,6 +26,7 @@ import typer
 
 from relaygr.bench.browser import NAMES, browser, find_browser
 from relaygr.devbroker.local import free_ports
+from relaygr.runtime.direct_http import open_directly
 from relaygr.runtime.errors import RelayError
 from relaygr.ui.page import Page
 from relaygr.ui.server import UiServer
@@ -121,9 +120,9 @@ def take_pictures(program: str, folder: Path, out: Path, profile: Path) -> None:
 def _read(port: int) -> str:
     """The document of the page; nothing while the page is not served."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=2) as answer:
-            return str(answer.read().decode())
-    except (urllib.error.URLError, OSError):
+        with open_directly(f"http://127.0.0.1:{port}/state", timeout_s=2) as answer:
+            return answer.read().decode()
+    except OSError:
         return ""
 
 

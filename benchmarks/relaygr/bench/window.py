@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from relaygr.demo.machine import busy_s
+from relaygr.machine import busy_s
 
 SAMPLE_S = 0.1
 

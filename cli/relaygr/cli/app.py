@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from relaygr.cli import COMMANDS
 from relaygr.cli.help import tidy_help
 from relaygr.cli.texts import plain_console
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.open_files import raise_limit
 from relaygr.runtime.stop_signals import exit_on_sigterm
 from relaygr.schemas.version import __version__
 
@@ -24,10 +27,12 @@ OPTIONAL = {
     "mooncake": "pool",
     "opentelemetry": "tracing",
     "pyarrow": "bench",
+    "requests": "tracing",
     "safetensors": "worker",
     "scipy": "bench",
     "testcontainers": "bench",
     "torch_npu": "npu",
+    "transformers": "transformers",
 }
 """Libraries that a command needs for some of its options only, and the extra that installs them."""
 
@@ -51,6 +56,7 @@ class LazyGroup(TyperGroup):
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
+        raise_limit()
         try:
             return super().invoke(ctx)
         except RelayError as error:
@@ -62,6 +68,11 @@ class LazyGroup(TyperGroup):
                 raise
             extras = OPTIONAL.get(library, COMMANDS[name].extras)
             _complain(f"{error.name} is not installed: pip install 'relaygr[{extras}]'.")
+        except OSError as error:
+            # Where a file is known, its own message says more.
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            _complain("No space left on device for what this command prints or writes: make space, or write elsewhere.")
         raise typer.Exit(1)
 
 
@@ -101,11 +112,22 @@ def command_of(name: str, target: Any) -> Any:
     return command
 
 
+def print_any_character() -> None:
+    """A terminal or pipe of ASCII gets `\\xb1` for a character that it cannot have: else printing the results of an
+    hour would end in a traceback. Standard error is so by default.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def run(target: Callable[..., object]) -> None:
     """Runs a function as a program of its own. A RelayError ends it with its text and exit code 1, and SIGTERM as
     Ctrl-C does.
     """
+    print_any_character()
     exit_on_sigterm()
+    raise_limit()
     try:
         command_of(target.__module__, target)()
     except RelayError as error:

@@ -9,14 +9,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, KvDtypeOption, ThreadsOption
+from relaygr.cli.model_options import (
+    ComputeDtypeOption,
+    DeviceOption,
+    KvDtypeOption,
+    RankerModulesOption,
+    ThreadsOption,
+)
 from relaygr.cli.options import require_writable
-from relaygr.cli.texts import parse_size, plain_console, stdout_console
+from relaygr.cli.texts import parse_size, plain_console, stdout_console, warn_if_busy
 from relaygr.progress import progress_bars
+from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 
 if TYPE_CHECKING:
     from relaygr.worker.calibration import Calibration
+
+
+_LONGER = 4.0
+"""The second measurement's time, as a multiple of the first one's."""
 
 
 def calibrate(
@@ -30,6 +41,7 @@ def calibrate(
     ] = False,
     page_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of one K,V page.")] = DEFAULT_PAGE_TOKENS,
     threads: ThreadsOption = 1,
+    ranker_module: RankerModulesOption = None,
     device_table_bytes: Annotated[
         str, typer.Option(help="The largest embedding table on the device, as worker.device_table_bytes.")
     ] = "4GiB",
@@ -39,9 +51,22 @@ def calibrate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the content of the file instead of a table.")] = False,
 ) -> None:
-    """Measure a device and fit its latency model."""
+    """Measure a device and fit its latency model.
+
+    If the fit is far off the measured times, as on a busy machine, it measures once more, four times as long. A fit
+    that is still far off is printed and not written, and the exit code is 1. With --quick it is written, unless it is
+    nonsense.
+    """
     # Imported here, so that --help answers without torch.
-    from relaygr.worker.calibration import QUICK_BUDGET_S, calibration_text, save_calibration
+    from relaygr.machine import CoreWatch
+    from relaygr.runtime.logs import configure_logging
+    from relaygr.runtime.settings import LogLevel, LogSettings
+    from relaygr.worker.calibration import (
+        QUICK_BUDGET_S,
+        QUICK_FIT_ERROR_BOUND,
+        calibration_text,
+        save_calibration,
+    )
     from relaygr.worker.calibration import calibrate as measure
     from relaygr.worker.measuring import bind_own_arena
     from relaygr.worker.model.engine import load_engine
@@ -49,6 +74,7 @@ def calibrate(
 
     if out is not None:
         require_writable("--out", out)
+    configure_logging(LogSettings(level=LogLevel.WARNING))
     console = stdout_console()
     engine = load_engine(
         model,
@@ -59,16 +85,30 @@ def calibrate(
         compute_dtype,
         cuda_graphs,
         parse_size("--device-table-bytes", device_table_bytes),
+        ranker_module or (),
     )
     require_finite_scores(engine, model)
     bind_own_arena(engine)
-    with progress_bars() as bars:
+    with progress_bars() as bars, CoreWatch() as watch:
         bars.began("calibrating", 1)
-        calibration = measure(engine, QUICK_BUDGET_S if quick else budget_s, bars.share)
+        budget_s = QUICK_BUDGET_S if quick else budget_s
+        calibration = measure(engine, budget_s, bars.share)
+        if (problem := calibration.fit_problem) is not None:
+            # More rounds: the fit uses the median of each point, which some slow passes do not change.
+            typer.echo(f"{problem}: measuring again, for {_LONGER * budget_s:g} s", err=True)
+            calibration = measure(engine, _LONGER * budget_s, bars.share)
     if as_json:
         typer.echo(calibration_text(calibration), nl=False)
     else:
         _print(console, calibration)
+    warn_if_busy(watch.cores)
+    if (problem := calibration.fit_problem) is not None:
+        problem = problem[0].upper() + problem[1:]
+        # A worker serves with such a fit, too, if it measures at its start.
+        if not quick or max(calibration.fit_errors.values()) > QUICK_FIT_ERROR_BOUND:
+            kept = "" if out is None else f"; nothing is written to {out}"
+            raise RelayError(f"{problem}{kept}. Calibrate again on a quiet machine, or for longer (--budget-s).")
+        typer.echo(f"{problem}. This was a quick measurement: calibrate without --quick for production.", err=True)
     if out is not None:
         save_calibration(calibration, out)
         plain_console(stderr=as_json).print(f"\nwritten to {out}; set worker.calibration of the workers to this file")

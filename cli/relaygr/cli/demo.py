@@ -62,12 +62,6 @@ def demo(
         float | None, typer.Option(min=1, help="Length of each run.", show_default="24, longer at a low rate")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and records in this folder.", show_default=False)] = None,
-    scenarios: Annotated[
-        bool,
-        typer.Option(
-            "--scenarios", help="Play home feed, search and ads at the same time, with the relay on, without the page."
-        ),
-    ] = False,
     pool: Annotated[
         bool,
         typer.Option(
@@ -86,7 +80,7 @@ def demo(
 
     With --data it trains a ranker for three minutes if DIR/ranker has none, and measures NDCG@10 of what was served.
 
-    With --pool it starts Mooncake Store, and fails unless new workers load prefixes that earlier workers computed.
+    With --pool it starts the store of a pool, and fails unless new workers load prefixes that earlier workers computed.
 
     The exit code is 1 if a request is lost, if scores on cached prefixes differ from those of full inference, or if
     another gate fails.
@@ -96,12 +90,12 @@ def demo(
     from relaygr.runtime.stop_signals import exit_on_sigterm
 
     exit_on_sigterm()
-    if data is not None and (interactions is not None or model is not None or scenarios):
-        raise RelayError("--data has its own log and model: leave out --interactions, --model and --scenarios.")
+    if data is not None and (interactions is not None or model is not None):
+        raise RelayError("--data has its own log and model: leave out --interactions and --model.")
     if retrieval is not None and data is None:
         raise RelayError("--retrieval finds candidates for what users did next in a log: give --data DIR, too.")
-    if pool and (data is not None or scenarios):
-        raise RelayError("--pool plays synthetic or --interactions histories: leave out --data and --scenarios.")
+    if pool and data is not None:
+        raise RelayError("--pool plays synthetic or --interactions histories: leave out --data.")
     wanted = list(DEFAULTS)
     if interactions is not None:
         wanted.append(f"traffic.interactions={interactions}")
@@ -110,7 +104,7 @@ def demo(
     stays = console.is_terminal if stay is None else stay
     overridden = PlanOverrides(deadline_ms, lead_ms, rate, seconds)
     folder, file = (None if path is None else path.resolve() for path in (data, retrieval))
-    options = DemoOptions(broker, overridden, model, keep, yes, ui, stays, scenarios, pool, folder, file)
+    options = DemoOptions(broker, overridden, model, keep, yes, ui, stays, pool, folder, file)
     result = run_demo(console, settings, options)
     if not result.passed:
         raise typer.Exit(1)

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.cli.texts import plain_console, printable
-from relaygr.kafka.rights import Role
+from relaygr.cluster.rights import Role
 
 if TYPE_CHECKING:
-    from relaygr.doctor.findings import Diagnosis
+    from relaygr.doctor.judge import Diagnosis
 
 WIDTH = 80
 _INDENT = 22
@@ -48,7 +48,7 @@ def doctor(
     2: a failure. It changes nothing, but for the one impression.
     """
     from relaygr.doctor.examine import Examination
-    from relaygr.doctor.findings import exit_code
+    from relaygr.doctor.judge import exit_code
 
     settings = command_settings(config, bootstrap, overrides)
     # What goes wrong is a finding, and not a line of the log before it.

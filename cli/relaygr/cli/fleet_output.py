@@ -15,7 +15,7 @@ from relaygr.cli.texts import figures_table, show_size
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
 from relaygr.simulate.case import System
-from relaygr.simulate.figures import HIGHEST_LOAD, Ending, Estimate, Figures
+from relaygr.simulate.figures import ENDINGS, HIGHEST_LOAD, Estimate, Figures
 from relaygr.simulate.plan import CapacityPlan, Probe, partitions_for, prefixes_for
 
 Results = Mapping[System, Figures] | Mapping[str, Figures]
@@ -46,7 +46,7 @@ def table_of(results: Results, title: str) -> Table:
     table.add_row("P99 on prefixes in HBM", *(_ms(each.hit_p99_ms) for each in columns))
     table.add_row("jobs ready in time", *(_share(each.ready_share) for each in columns))
     table.add_row("late, truncated or refused", *(_share(each.late_share) for each in columns))
-    for ending in Ending:
+    for ending in ENDINGS:
         if any(each.mix[ending].value for each in columns):
             table.add_row(f"  {ending}", *(_share(each.mix[ending]) for each in columns), style="dim")
     table.add_row("prefix found in HBM", *(_share(each.found_hbm) for each in columns))

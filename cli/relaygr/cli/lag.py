@@ -10,6 +10,7 @@ import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.cli.texts import page, plain_console, stdout_console
+from relaygr.runtime.direct_http import http_address
 from relaygr.runtime.errors import RelayError
 
 app = typer.Typer(add_completion=False)
@@ -61,11 +62,14 @@ def lag(
     console = stdout_console()
     try:
         settings = command_settings(config, bootstrap, overrides)
+        from relaygr.kafka.session import KafkaSession
         from relaygr.lag.monitor import LagMonitor
 
-        monitor = LagMonitor(settings, settings.lag, group or ())
-        monitor.prepare()
+        session = KafkaSession(settings, "relaygr-lag")
+        monitor = LagMonitor(session, settings.lag, group or ())
+        session.follow_files()
         try:
+            monitor.prepare()
             from relaygr.cli import lag_view
 
             if watch:
@@ -77,6 +81,7 @@ def lag(
                 else:
                     page(console, lag_view.render(report, settings, console.width, sort, every))
         finally:
+            session.close()
             monitor.stop()
     except RelayError as error:
         plain_console(stderr=True).print(str(error), style="red", soft_wrap=True)
@@ -98,14 +103,16 @@ def serve(
     """Serve lag as Prometheus metrics, until SIGTERM or Ctrl-C. Ready while the cluster answers."""
     from prometheus_client import CollectorRegistry
 
-    from relaygr.kafka.rotation import ends_for_new_files
+    from relaygr.kafka.session import KafkaSession
     from relaygr.lag.exporter import LagExporter
     from relaygr.lag.monitor import LagMonitor
-    from relaygr.runtime.probes import Check, ProbeServer, Readiness
+    from relaygr.runtime.probes import ProbeServer
+    from relaygr.runtime.readiness import Check, Readiness
     from relaygr.runtime.stop_signals import StopSignals
 
     settings = command_settings(config, bootstrap, overrides)
-    monitor = LagMonitor(settings, settings.lag, group or ())
+    session = KafkaSession(settings, "relaygr-lag")
+    monitor = LagMonitor(session, settings.lag, group or ())
     exporter = LagExporter(monitor, settings.lag)
     registry = CollectorRegistry()
     registry.register(exporter)
@@ -121,10 +128,10 @@ def serve(
         readiness,
         registry=registry,
     )
-    with ends_for_new_files(settings.security), server:
+    with session.ends_for_new_files(), server:
         typer.echo(
             f"lag of {', '.join(group or (settings.group_prefix + '.*',))} at {settings.bootstrap}: "
-            f"http://{server.host}:{server.port}/metrics"
+            f"{http_address(server.host, server.port)}/metrics"
         )
         monitor.start()
         stopping.wait()

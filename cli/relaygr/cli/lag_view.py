@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaygr.cli.lag import Sort
+from relaygr.cli.texts import plain_console, printable
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.report import GroupReport, LagReport, PartitionReport, TimeLagSource
 from relaygr.lag.status import LagStatus
@@ -61,7 +62,7 @@ def measure(monitor: LagMonitor, settings: Settings, judge: bool) -> LagReport:
     if not judge or not _is_behind(report, settings.lag.ok_messages):
         return report
     window_s = settings.lag.window_polls * settings.lag.interval_s
-    with Console(stderr=True).status(f"A group is behind: measuring its progress for {window_s:.0f} s"):
+    with plain_console(stderr=True).status(f"A group is behind: measuring its progress for {window_s:.0f} s"):
         # A group that appears meanwhile begins its own window.
         for _ in range(2 * settings.lag.window_polls):
             if report.settled and report.status is not LagStatus.JUDGING:
@@ -143,7 +144,7 @@ def render(
         free = height - sum(_lines(part, width) for part in parts) - 4 * len(tables) - 1
         most = max(_LEAST_ROWS, free // len(tables))
     for group, rows in tables:
-        parts += [Text(""), Text(group.group, style="bold"), _table(rows[:most], width)]
+        parts += [Text(""), Text(printable(group.group), style="bold"), _table(rows[:most], width)]
         if most is not None and len(rows) > most:
             parts.append(Text(f" {len(rows) - most} more: enlarge the window, or leave out --watch", style="dim"))
     return Group(*parts)
@@ -157,11 +158,11 @@ def _summary(group: GroupReport) -> list[RenderableType]:
     behind = "lag unknown" if group.lag is None else f"{group.lag:,} messages behind"
     if group.max_time_lag is not None:
         behind += f", {_seconds(group.max_time_lag.seconds)} s at most"
-    text = Text(group.group, style="bold")
+    text = Text(printable(group.group), style="bold")
     text.append(f"  {group.status.value.upper()}", style=f"not bold {_STYLES[group.status]}")
     text.append(f"  {behind}", style="not bold")
     members = "members unknown" if group.members is None else f"members: {group.members}"
-    assignor = f", {group.assignor}" if group.assignor else ""
+    assignor = f", {printable(group.assignor)}" if group.assignor else ""
     lagging = sum(1 for row in group.partitions if row.lag)
     where = f"; {lagging} of {len(group.partitions)} partitions are behind" if lagging else ""
     parts: list[RenderableType] = [
@@ -173,7 +174,7 @@ def _summary(group: GroupReport) -> list[RenderableType]:
         parts.append(Text(f"  {unread:,} unread on partitions without a commit", style="yellow"))
     if group.lost:
         parts.append(Text(f"  {group.lost:,} DELETED UNREAD", style="bold red"))
-    parts += [Text(f"  {problem}.", style="yellow") for problem in group.problems]
+    parts += [Text(f"  {printable(problem)}.", style="yellow") for problem in group.problems]
     if group.owner_split:
         shown = ", ".join(str(partition) for partition in group.owner_split[:12])
         parts.append(
@@ -214,7 +215,7 @@ def _table(rows: Sequence[PartitionReport], width: int) -> Table:
 def _cells(row: PartitionReport) -> tuple[str, ...]:
     time_lag = row.time_lag
     return (
-        row.topic,
+        printable(row.topic),
         str(row.partition),
         "no commit" if row.committed is None else str(row.committed),
         "?" if row.end is None else str(row.end),
@@ -222,7 +223,7 @@ def _cells(row: PartitionReport) -> tuple[str, ...]:
         "-" if time_lag is None else _seconds(time_lag.seconds),
         "" if time_lag is None else _SOURCES[time_lag.source],
         row.status.value,
-        row.owner.name if row.owner else "-",
+        printable(row.owner.name) if row.owner else "-",
     )
 
 

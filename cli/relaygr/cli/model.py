@@ -1,7 +1,7 @@
 """`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation, `compare` checks
-its scores against those of its source, `show` describes one, `verify` reads its weights whole, `bench` measures its
-times on this machine, `deploy` and `rollback` choose the revision that serves, `check-kv`, `check-dram` and
-`check-compute` the effect on its scores of K,V, a DRAM tier or products in fewer bits.
+its scores against those of its source, `check` finds out what one allows, `show` describes one, `verify` reads its
+weights whole, `bench` measures its times on this machine, `deploy` and `rollback` choose the revision that serves,
+`check-kv`, `check-dram` and `check-compute` the effect on its scores of K,V, a DRAM tier or products in fewer bits.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
@@ -23,16 +23,34 @@ from relaygr.cli.model_check import check_compute_command, check_dram_command, c
 from relaygr.cli.model_compare import compare_command
 from relaygr.cli.model_convert import convert_command
 from relaygr.cli.model_deploy import deploy_command, rollback_command
+from relaygr.cli.model_rules import check_command
 from relaygr.cli.options import JsonOption, is_given
-from relaygr.cli.texts import parse_task, print_json, show_size, stdout_console
+from relaygr.cli.texts import print_json, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file, rules_of
+from relaygr.worker.model.config import (
+    CONFIG_FILE,
+    ModelConfig,
+    PrefixRules,
+    describe_problems,
+    read_config_file,
+    rules_of,
+)
+from relaygr.worker.model.description import Description, description_of
 from relaygr.worker.model.npy import read_npy
-from relaygr.worker.model.options import Activated, ContextualFeature, Family, OutputForm, Preset, preset_fields
+from relaygr.worker.model.options import (
+    Activated,
+    ContextualFeature,
+    Family,
+    OutputForm,
+    Preset,
+    parse_task,
+    preset_fields,
+)
 
 if TYPE_CHECKING:
     from relaygr.worker.model.checkpoint import Checkpoint
+    from relaygr.worker.model.rankers import RankerFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert, show and compare checkpoints.")
 app.command("convert")(convert_command)
@@ -40,6 +58,7 @@ app.command("compare")(compare_command)
 app.command("bench")(bench_command)
 app.command("deploy")(deploy_command)
 app.command("rollback")(rollback_command)
+app.command("check")(check_command)
 app.command("check-kv")(check_kv_command)
 app.command("check-dram")(check_dram_command)
 app.command("check-compute")(check_compute_command)
@@ -102,7 +121,7 @@ def init(
     max_prefix: Annotated[int, typer.Option(min=8, help="Longest prefix, behaviours.")] = 8192,
     max_suffix: Annotated[int, typer.Option(min=0, help="Longest suffix, behaviours.")] = 128,
     max_candidates: Annotated[int, typer.Option(min=1, help="Most candidates of a request.")] = 2048,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same weights.")] = 0,
     config: Annotated[
         Path | None,
         typer.Option(help="A config.json (docs/model.md) instead of the options for sizes and forms."),
@@ -153,14 +172,20 @@ def init(
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")], as_json: JsonOption = False) -> None:
-    """Check and describe a checkpoint."""
-    from relaygr.worker.model.checkpoint import load_checkpoint
+    """Check and describe a checkpoint. No code of a ranker runs."""
+    from relaygr.worker.model.engine import load_model
+    from relaygr.worker.model.rankers import RankerFolder
 
-    checkpoint = load_checkpoint(path)
-    if as_json:
-        print_json(_as_json(checkpoint))
+    model = load_model(path)
+    if isinstance(model, RankerFolder):
+        if as_json:
+            print_json(_ranker_as_json(model))
+        else:
+            _print_ranker(model, path)
+    elif as_json:
+        print_json(_as_json(model))
     else:
-        _print_checkpoint(checkpoint, path)
+        _print_checkpoint(model, path)
 
 
 @app.command()
@@ -282,8 +307,7 @@ def _attention(config: ModelConfig) -> str:
     return ", ".join(text for text, is_asked in parts.items() if is_asked) or "the plain mask"
 
 
-def _rules(config: ModelConfig) -> str:
-    rules = rules_of(config)
+def _rules(rules: PrefixRules) -> str:
     return ", ".join(
         (
             "may grow" if rules.grows else "never grow",
@@ -324,7 +348,7 @@ def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     row("N", "none" if config.normalizer is None else f"{config.normalizer:g}")
     row("layer form", _layer(config))
     row("attention", _attention(config))
-    row("prefixes", _rules(config))
+    row("prefixes", _rules(rules_of(config)))
     row("items", f"{config.vocabulary_size:,}")
     row("inputs", _inputs(config))
     row("positions", f"{config.num_positions:,}, from the {config.position_origin}" if config.num_positions else "none")
@@ -338,8 +362,58 @@ def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         f"{config.max_candidates:,} candidates",
     )
     row("parameters", f"{checkpoint.num_parameters:,}, {checkpoint.weights_bytes / _MIB:,.1f} MiB")
-    for dtype in KvDtype:
-        geometry = config.geometry(1, dtype)
-        longest = config.layout().tokens(config.max_prefix_behaviours) * geometry.bytes_per_token
-        row(f"K,V in {dtype}", f"{geometry.bytes_per_token:,} bytes a token, longest prefix {longest / _MIB:,.1f} MiB")
+    _add_kv(table, description_of(config))
     stdout_console().print(table)
+
+
+def _ranker_as_json(model: RankerFolder) -> dict[str, object]:
+    record, described = model.record, model.record.description()
+    return {
+        "revision": model.revision,
+        "ranker": record.ranker,
+        "version": record.version,
+        "shape": asdict(record.shape),
+        "files_bytes": model.files_bytes,
+        "prefixes": asdict(record.rules),
+        "kv_bytes_per_token": {dtype.value: described.geometry(1, dtype).bytes_per_token for dtype in KvDtype},
+    }
+
+
+def _print_ranker(model: RankerFolder, path: Path) -> None:
+    record, shape = model.record, model.record.shape
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    states = f", {shape.state_dim} numbers of state" if shape.state_dim else ""
+    per_behaviour = f"{shape.rows_per_behaviour} a behaviour, {shape.user_rows} for the user"
+    for name, value in {
+        "ranker": str(path),
+        "class": record.ranker,
+        "version": record.version,
+        "revision": model.revision,
+        "layers": f"{shape.layers} of {shape.heads} heads, k {shape.key_dim}, v {shape.value_dim}{states}",
+        "rows": per_behaviour,
+        "prefixes": f"{_rules(record.rules)}, as `relaygr model check` found",
+        "items": f"{shape.num_items:,}",
+        "actions": f"{shape.num_actions:,}" if shape.num_actions else "none",
+        "features": ", ".join(f"{each:,} values" for each in shape.feature_cardinalities) or "none",
+        "tasks": ", ".join(shape.tasks),
+        "limits": f"{shape.max_history:,} prefix and {shape.max_suffix:,} suffix behaviours, "
+        f"{shape.max_candidates:,} candidates",
+        "files": f"{model.files_bytes / _MIB:,.1f} MiB",
+    }.items():
+        table.add_row(name, value)
+    _add_kv(table, record.description())
+    module = record.ranker.partition(":")[0]
+    table.add_row("needs", f"code: worker.ranker_modules [{module}], for commands --ranker-module {module}")
+    stdout_console().print(table)
+
+
+def _add_kv(table: Table, described: Description) -> None:
+    """A row for each element type."""
+    for dtype in KvDtype:
+        token_bytes = described.geometry(1, dtype).bytes_per_token
+        longest = described.layout.tokens(described.limits.max_prefix_behaviours) * token_bytes
+        table.add_row(
+            f"K,V in {dtype}",
+            f"{described.layout.tokens_per_behaviour * token_bytes:,} bytes a behaviour, longest prefix "
+            f"{longest / _MIB:,.1f} MiB",
+        )

@@ -14,8 +14,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption, ThreadsOption
-from relaygr.cli.texts import parse_size, show_age, show_size, stdout_console
+from relaygr.cli.model_options import (
+    ComputeDtypeOption,
+    DeviceOption,
+    DramKvDtypeOption,
+    KvDtypeOption,
+    RankerModulesOption,
+    ThreadsOption,
+)
+from relaygr.cli.texts import parse_size, show_age, show_size, stdout_console, warn_if_busy
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramKvDtype
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
@@ -51,6 +58,7 @@ def bench_command(
     dram_kv_dtype: DramKvDtypeOption = DramKvDtype.SAME,
     compute_dtype: ComputeDtypeOption = None,
     threads: ThreadsOption = 1,
+    ranker_module: RankerModulesOption = None,
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Measurements of each time; the median counts.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Picture to write, such as bench.svg.", show_default=False)] = None,
@@ -60,13 +68,16 @@ def bench_command(
         from relaygr.cli.plots import require_plot
 
         require_plot(plot)
+    from relaygr.machine import CoreWatch
     from relaygr.runtime.logs import configure_logging
     from relaygr.runtime.settings import LogLevel, LogSettings
     from relaygr.simulate.visit import break_even, measure
     from relaygr.worker.model.engine import load_engine
 
     configure_logging(LogSettings(level=LogLevel.WARNING))
-    engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS, threads, compute_dtype)
+    engine = load_engine(
+        model, device, kv_dtype, DEFAULT_PAGE_TOKENS, threads, compute_dtype, ranker_modules=ranker_module or ()
+    )
     limits = engine.limits
     lengths = sorted(set(length or _doubling(limits.max_prefix_behaviours)))
     if lengths[-1] > limits.max_prefix_behaviours or candidates > limits.max_candidates:
@@ -75,7 +86,9 @@ def bench_command(
             "give a smaller --length or --candidates."
         )
     hbm_bytes, dram_bytes = _bytes("--hbm", hbm, "hbm_bytes"), _bytes("--dram", dram, "dram_bytes")
-    figures = measure(engine, lengths, candidates, new_behaviours, dram_kv_dtype, repeats)
+    with CoreWatch() as watch:
+        figures = measure(engine, lengths, candidates, new_behaviours, dram_kv_dtype, repeats)
+    warn_if_busy(watch.cores)
     grows = engine.rules.grows
     found = [break_even(each, hbm_bytes, dram_bytes, visits_per_second, grows=grows) for each in figures]
     if plot is not None:

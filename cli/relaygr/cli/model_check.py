@@ -13,14 +13,20 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption
+from relaygr.cli.model_options import (
+    ComputeDtypeOption,
+    DeviceOption,
+    DramKvDtypeOption,
+    KvDtypeOption,
+    RankerModulesOption,
+)
 from relaygr.cli.options import ColumnsOption, JsonOption
 from relaygr.cli.texts import plain_console, print_json, stdout_console
-from relaygr.interactions.reading import read_interactions
-from relaygr.publishing.known import KnownModel, named_log
+from relaygr.ingest.known import KnownModel, named_log
+from relaygr.ingest.reading import read_interactions
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
-from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -47,6 +53,7 @@ def check_kv_command(
     columns: ColumnsOption = None,
     users: Users = None,
     device: DeviceOption = None,
+    ranker_module: RankerModulesOption = None,
     max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.kv_max_score_error.")] = float(
         _DEFAULTS["kv_max_score_error"].default
     ),
@@ -59,10 +66,11 @@ def check_kv_command(
     from relaygr.worker.model.engine import load_engine
     from relaygr.worker.score_error import exact_kv, measure_engine_error
 
-    engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS, compute_dtype=compute_dtype)
+    allowed = ranker_module or ()
+    engine = load_engine(model, device, kv_dtype, compute_dtype=compute_dtype, ranker_modules=allowed)
     wide = exact_kv(engine.compute_dtype)
-    exact = load_engine(model, device, wide, DEFAULT_PAGE_TOKENS, compute_dtype=engine.compute_dtype)
-    error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users, columns))
+    exact = load_engine(model, device, wide, compute_dtype=engine.compute_dtype, ranker_modules=allowed)
+    error = measure_engine_error(engine, exact, *sample_of(model, engine, interactions, users, columns))
     what = f"K,V {kv_dtype}, compared with {wide}: {_room(exact.geometry, engine.geometry)}"
     _report(what, {"kv_dtype": kv_dtype}, error, max_score_error, min_topk_overlap, as_json)
 
@@ -75,6 +83,7 @@ def check_dram_command(
     users: Users = None,
     kv_dtype: KvDtypeOption = None,
     device: DeviceOption = None,
+    ranker_module: RankerModulesOption = None,
     max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.dram_max_score_error.")] = float(
         _DEFAULTS["dram_max_score_error"].default
     ),
@@ -87,8 +96,8 @@ def check_dram_command(
     from relaygr.worker.model.engine import load_engine
     from relaygr.worker.score_error import measure_dram_error
 
-    engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS)
-    error = measure_dram_error(engine, dram_kv_dtype, *_sample(model, engine, interactions, users, columns))
+    engine = load_engine(model, device, kv_dtype, ranker_modules=ranker_module or ())
+    error = measure_dram_error(engine, dram_kv_dtype, *sample_of(model, engine, interactions, users, columns))
     room = _room(engine.geometry, DramGeometry(engine.geometry, dram_kv_dtype))
     what = f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM: {room}"
     _report(what, {"dram_kv_dtype": dram_kv_dtype}, error, max_score_error, min_topk_overlap, as_json)
@@ -103,6 +112,7 @@ def check_compute_command(
     columns: ColumnsOption = None,
     users: Users = None,
     device: DeviceOption = None,
+    ranker_module: RankerModulesOption = None,
     max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.compute_max_score_error.")] = float(
         _DEFAULTS["compute_max_score_error"].default
     ),
@@ -116,22 +126,22 @@ def check_compute_command(
     from relaygr.worker.score_error import measure_engine_error
 
     engine, exact = (
-        load_engine(model, device, page_tokens=DEFAULT_PAGE_TOKENS, compute_dtype=dtype)
+        load_engine(model, device, compute_dtype=dtype, ranker_modules=ranker_module or ())
         for dtype in (compute_dtype, ComputeDtype.FLOAT32)
     )
-    error = measure_engine_error(engine, exact, *_sample(model, engine, interactions, users, columns))
+    error = measure_engine_error(engine, exact, *sample_of(model, engine, interactions, users, columns))
     what = f"products in {compute_dtype}, compared with float32"
     _report(what, {"compute_dtype": compute_dtype}, error, max_score_error, min_topk_overlap, as_json)
 
 
-def _sample(
+def sample_of(
     model: Path, engine: Engine, interactions: Path | None, users: int | None, columns: str | None
 ) -> tuple[list[SampleUser], np.ndarray]:
     """The users to rank, and the candidates: of the log, or random without one."""
     from relaygr.worker.score_error import MADE_USERS, made_sample
 
     if interactions is None:
-        return made_sample(model, users or MADE_USERS)
+        return made_sample(engine, users or MADE_USERS)
     return _read_sample(model, interactions, engine, users or 100, columns)
 
 

@@ -34,13 +34,14 @@ def deploy_command(
     """Copy a checkpoint and its calibration.json into a folder of revisions, and let it serve."""
     from relaygr.deployment import CURRENT, deploy, deployed_revision
     from relaygr.model_sources import SourceError, is_url, local_checkpoint
+    from relaygr.runtime.masking import masked
 
     try:
         with local_checkpoint(checkpoint, beside=folder) as local:
             if is_url(checkpoint) and not calibrate_at_start and not (local / CALIBRATION_FILE).exists():
                 raise RelayError(
-                    f"{checkpoint} has no {CALIBRATION_FILE}: put that of `relaygr calibrate` beside its files, or "
-                    "pass --calibrate-at-start if the workers have no worker.calibration."
+                    f"{masked(checkpoint)} has no {CALIBRATION_FILE}: put that of `relaygr calibrate` beside its "
+                    "files, or pass --calibrate-at-start if the workers have no worker.calibration."
                 )
             revision = deploy(local, folder, needs_calibration=not calibrate_at_start)
     except SourceError as error:

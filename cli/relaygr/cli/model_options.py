@@ -20,4 +20,12 @@ DramKvDtypeOption = Annotated[DramKvDtype, typer.Option(help="Element type of K,
 ComputeDtypeOption = Annotated[
     ComputeDtype | None, typer.Option(help="Element type of matrix products.", show_default="that of the device")
 ]
+RankerModulesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ranker-module",
+        help="Module, or entry point, of a ranker whose code may run; may be repeated.",
+        show_default="none",
+    ),
+]
 ThreadsOption = Annotated[int, typer.Option(min=1, help="CPU threads of one operator.")]

@@ -14,7 +14,7 @@ from matplotlib.ticker import PercentFormatter
 
 from relaygr.cli.options import require_writable
 from relaygr.runtime.errors import RelayError
-from relaygr.simulate.figures import Ending, Estimate, Figures
+from relaygr.simulate.figures import ENDINGS, Estimate, Figures
 from relaygr.simulate.visit import BreakEven
 
 _POINTS = 400
@@ -41,10 +41,10 @@ def plot_figures(path: Path, columns: Mapping[str, Figures], title: str) -> None
     _bars(middle, list(columns), [each.late_share for each in columns.values()], factor=100)
     middle.set_ylabel("late, truncated or refused, %")
     bottoms = [0.0] * len(columns)
-    for ending in Ending:
+    for ending in ENDINGS:
         shares = [100 * each.mix[ending].value for each in columns.values()]
         if any(shares):
-            right.bar(list(columns), shares, bottom=bottoms, label=ending.value)
+            right.bar(list(columns), shares, bottom=bottoms, label=ending)
             bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
     right.set_ylabel("requests by their end, %")
     right.legend(fontsize="small", loc="lower left")

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relaygr.cli.options import JsonOption
-from relaygr.cli.texts import figures_table, plain_console, print_json, stdout_console
-from relaygr.interactions.mapping import recorded_map
+from relaygr.cli.options import JsonOption, takes
+from relaygr.cli.texts import figures_table, plain_console, print_json, print_note, stdout_console
+from relaygr.ingest.log_map import recorded_map
 from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
 from relaygr.runtime.stop_signals import exit_on_sigterm
+from relaygr.training.options import PostTrainingOptions
 from relaygr.training_progress import read_training_log
 
 if TYPE_CHECKING:
     from relaygr.training.post_training import Compared
 
 
+@takes(PostTrainingOptions, after="logs")
 def post_train_command(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run of `train ranker`.")],
     out: Annotated[
@@ -31,16 +33,10 @@ def post_train_command(
         list[Path] | None,
         typer.Option("--log", help="The run's log, if it was moved; may be repeated.", show_default=False),
     ] = None,
-    steps: Annotated[int, typer.Option(min=3, help="Batches of each arm and seed.")] = 400,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Each arm is trained so often.")] = 5,
-    group: Annotated[int, typer.Option(min=2, max=256, help="Slates drawn for a request.")] = 16,
-    negatives: Annotated[int, typer.Option(min=1, help="Random candidates of a request, beside the next item.")] = 127,
-    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Rate of Adam; falls to zero.")] = 4e-4,
-    kl_weight: Annotated[float, typer.Option(min=0.0, help="Weight of the divergence from the ranker of RUN.")] = 0.001,
-    validation_users: Annotated[int, typer.Option(min=0, help="The most users of a validation; 0: all.")] = 500,
-    test_users: Annotated[int, typer.Option(min=0, help="The most users of the test; 0: all.")] = 0,
     max_bad_lines: Annotated[int, typer.Option(min=0, help="Bad lines are skipped; stop if there are more.")] = 100,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Train a ranker on in three ways: supervised, weighted by exp(reward), and group-relative.
 
@@ -49,7 +45,7 @@ def post_train_command(
     """
     from relaygr.training.logs import usable
     from relaygr.training.post_training import Job, post_train
-    from relaygr.training.runs import PostTrainingOptions, Run
+    from relaygr.training.runs import Run
     from relaygr.training.splits import split_log
     from relaygr.worker.model.checkpoint import load_checkpoint
 
@@ -63,9 +59,7 @@ def post_train_command(
     log = usable(read_training_log(paths, max_bad_lines, console, recorded_map(described)))
     run.require_log(log)
     checkpoint = load_checkpoint(run.checkpoint)
-    options = PostTrainingOptions(
-        checkpoint.revision, steps, group, negatives, learning_rate, kl_weight, validation_users, test_users
-    )
+    options = PostTrainingOptions(checkpoint.revision, **given)
     split = split_log(log, trained_with.protocol)
     with progress_bars() as bars:
         job = Job(log, split, checkpoint, trained_with, options, bars.began, bars.stepped)
@@ -74,6 +68,8 @@ def post_train_command(
         print_json(finite(asdict(compared)))
     else:
         _print_compared(compared)
+    for note in (log.ties_note(), compared.note):
+        print_note(console, note)
 
 
 def _print_compared(compared: Compared) -> None:

@@ -16,6 +16,7 @@ from relaygr.cli.options import (
     ColumnsOption,
     ConfigOption,
     SetOption,
+    TiesOption,
     command_settings,
 )
 from relaygr.cli.publish_history import (
@@ -29,14 +30,21 @@ from relaygr.cli.publish_history import (
 )
 from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
-from relaygr.kafka.admin import require_topics
-from relaygr.kafka.rights import Role
-from relaygr.publishing.json_lines import Line
-from relaygr.publishing.known import ModelOption, SentInputs, named_log
-from relaygr.publishing.mapped import MappedObjects
-from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
-from relaygr.publishing.outcomes import Outcomes
-from relaygr.publishing.sending import SendReport, opened, print_line, send_lines, wait_until, when_there_is_room
+from relaygr.cluster.admin import require_topics
+from relaygr.cluster.rights import Role
+from relaygr.ingest.json_lines import Line
+from relaygr.ingest.known import ModelOption, SentInputs, named_log
+from relaygr.ingest.log_objects import MappedObjects
+from relaygr.ingest.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
+from relaygr.ingest.publish_lines import (
+    Outcomes,
+    SendReport,
+    opened,
+    print_line,
+    send_lines,
+    wait_until,
+    when_there_is_room,
+)
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BUDGET_MS
@@ -186,6 +194,7 @@ def behaviours(
     ] = None,
     columns: ColumnsOption = None,
     actions: ActionsOption = None,
+    ties: TiesOption = "hash",
     schema_registry: RegistryOption = None,
     until_end: UntilEndOption = False,
     after_ms: Annotated[
@@ -211,7 +220,7 @@ def behaviours(
     if after_ms is not None:
         time_option("--after-ms", str(after_ms))
     require_topics(settings, Role.HISTORY_PUBLISHER)
-    names = named_log(columns, actions, model)
+    names = named_log(columns, actions, model, ties)
     if interactions:
         if not behaviours_of_log(settings, interactions, after_ms, max_bad_lines, model, names):
             raise typer.Exit(1)

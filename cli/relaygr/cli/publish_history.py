@@ -17,13 +17,24 @@ from relaygr.cli.options import (
     ColumnsOption,
     ConfigOption,
     SetOption,
+    TiesOption,
     command_settings,
     is_given,
+    require_writable,
 )
 from relaygr.cli.texts import plain_console, show_size, time_text
-from relaygr.interactions import Interactions, Layout, Limits, ReadReport, joined, log_bytes, read_interactions
-from relaygr.interactions.mapping import LogMap, iso_ms
-from relaygr.interactions.publishing import (
+from relaygr.cluster.admin import require_topics
+from relaygr.cluster.rights import Role
+from relaygr.ingest.avro import AvroValues
+from relaygr.ingest.bridge import SOURCE, Bridge, Passed, time_of
+from relaygr.ingest.gather import Interactions, Limits, ReadReport
+from relaygr.ingest.json_lines import MAX_LIST_TEXTS, parse_object
+from relaygr.ingest.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
+from relaygr.ingest.layouts import Layout
+from relaygr.ingest.log_map import LogMap, iso_ms
+from relaygr.ingest.log_objects import MappedObjects
+from relaygr.ingest.publish_lines import print_line
+from relaygr.ingest.publish_log import (
     PublishReport,
     Selection,
     behaviours_count,
@@ -31,16 +42,10 @@ from relaygr.interactions.publishing import (
     publish_behaviours,
     publish_histories,
 )
-from relaygr.kafka.admin import require_topics
-from relaygr.kafka.rights import Role
+from relaygr.ingest.reading import joined, log_bytes, read_interactions
+from relaygr.ingest.registry import SchemaRegistry
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.progress import progress_bars
-from relaygr.publishing.avro import AvroValues
-from relaygr.publishing.bridge import SOURCE, Bridge, Passed, time_of
-from relaygr.publishing.json_lines import MAX_LIST_TEXTS, parse_object
-from relaygr.publishing.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
-from relaygr.publishing.mapped import MappedObjects
-from relaygr.publishing.sending import print_line
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.stop_signals import StopSignals
@@ -48,6 +53,7 @@ from relaygr.schemas.codec import encode
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER
 from relaygr.schemas.times import EARLIEST_MS, UNITS_MS, unit_of, wrong_unit
 from relaygr.schemas.topics import Topic
+from relaygr.settings import Settings
 
 _SHOWN_BAD_LINES = 20
 _DAY_MS = 24 * 3600 * 1000
@@ -60,7 +66,10 @@ UntilEndOption = Annotated[
 RegistryOption = Annotated[
     str | None,
     typer.Option(
-        "--schema-registry", metavar="URL", help="Of a topic: values are Avro, with schemas there.", show_default=False
+        "--schema-registry",
+        metavar="URL",
+        help="Of a topic: values are Avro, with schemas there. Settings of schema_registry have user and password.",
+        show_default=False,
     ),
 ]
 
@@ -83,6 +92,7 @@ def history(
     ] = None,
     columns: ColumnsOption = None,
     actions: ActionsOption = None,
+    ties: TiesOption = "hash",
     schema_registry: RegistryOption = None,
     until_end: UntilEndOption = False,
     users: Annotated[
@@ -143,7 +153,9 @@ def history(
     if (source is None) == (not interactions):
         raise RelayError("give --interactions FILE (a log) or --from kafka:TOPIC, one of them")
     refuse_misplaced(context, source)
-    names = named_log(columns, actions, model)
+    names = named_log(columns, actions, model, ties)
+    if item_map is not None:
+        require_writable("--item-map", item_map)
     if not dry_run:
         # Fail before the log is read, which can take minutes.
         require_topics(settings, Role.HISTORY_PUBLISHER)
@@ -176,7 +188,7 @@ def history(
         raise typer.Exit(1)
 
 
-_OF_LOGS = ("after_ms", "users", "max_behaviours", "number", "cut", "item_map", "dry_run")
+_OF_LOGS = ("ties", "after_ms", "users", "max_behaviours", "number", "cut", "item_map", "dry_run")
 _OF_TOPICS = ("until_end", "schema_registry")
 
 
@@ -194,25 +206,29 @@ def refuse_misplaced(context: typer.Context, source: str | None) -> bool:
 
 
 def run_bridge(
-    kafka: KafkaSettings,
+    settings: Settings,
     source: str,
     target: Topic,
     names: LogMap,
     model: Path | None,
     until_end: bool,
-    schema_registry: str | None,
+    registry_url: str | None,
 ) -> None:
     """Passes a topic on as behaviours or histories until SIGTERM, Ctrl-C or its end. Raises RelayError."""
     stopping, inputs, mapped = StopSignals(), SentInputs(model), MappedObjects(names)
-    avro = None if schema_registry is None else AvroValues(schema_registry)
+    avro = None if registry_url is None else AvroValues(SchemaRegistry(registry_url, settings.schema_registry))
     made_of = mapped.history if target is Topic.HISTORY else mapped.event
 
     def convert(record: Message) -> Passed:
         content = record.value()
         if content is None and target is Topic.HISTORY:
             key = record.key() or b""
-            return Passed(mapped.deleted_user(key if avro is None else avro.key_text(key)).encode(), None)
-        parsed = avro.object(content or b"") if avro is not None else parse_object(content or b"", MAX_LIST_TEXTS)
+            text = key if avro is None else avro.key_text(key, mapped.used_of_key)
+            return Passed(mapped.deleted_user(text).encode(), None)
+        if avro is not None:
+            parsed = avro.object(content or b"", mapped.used)
+        else:
+            parsed = parse_object(content or b"", MAX_LIST_TEXTS)
         made = made_of(parsed, time_of(record))
         inputs.check(made)
         return Passed(made.user_id.encode(), encode(made), made)
@@ -221,7 +237,7 @@ def run_bridge(
         if passed.made is not None:
             inputs.count(passed.made)
 
-    bridge = Bridge(kafka, source, kafka.topic(target), convert, count, print_line)
+    bridge = Bridge(settings, source, settings.topic(target), convert, count, print_line)
     bridge.run(until_end, lambda: stopping.came)
     print_line(f"{bridge.text()}{inputs.text()}, group {bridge.group}")
 

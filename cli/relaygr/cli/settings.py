@@ -12,6 +12,7 @@ import typer
 from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption
 from relaygr.cli.texts import print_json
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.masking import masked
 
 
 def show(
@@ -55,14 +56,12 @@ def _only(section: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """The value as JSON has it: sizes in bytes, masked secrets as text."""
-    if isinstance(value, dict):
-        return _entries(value)
-    return value if value is None or isinstance(value, bool | int | float) else _shown(value)
+    from relaygr.settings import plain
 
-
-def _entries(value: dict[str, Any]) -> dict[str, Any]:
-    """The fields of each entry that are set."""
-    return {name: each.model_dump(mode="json", exclude_defaults=True) for name, each in value.items()}
+    found = plain(value)
+    if isinstance(found, list):
+        return [masked(str(each)) for each in found]
+    return masked(found) if isinstance(found, str) else found
 
 
 def _shown(value: Any) -> str:
@@ -78,6 +77,6 @@ def _shown(value: Any) -> str:
         return str(value.value)
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, dict):
-        return json.dumps(_entries(value))
-    return str(value)
+    if isinstance(value, dict | tuple):
+        return json.dumps(_plain(value))
+    return masked(str(value))

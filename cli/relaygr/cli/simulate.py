@@ -29,7 +29,7 @@ from relaygr.cli.fleet_options import (
     us_per_byte,
     users_caveat,
 )
-from relaygr.cli.options import ConfigOption, SetOption
+from relaygr.cli.options import ConfigOption, SetOption, require_writable
 from relaygr.cli.texts import stdout_console
 from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
@@ -107,6 +107,8 @@ def run(
     from relaygr.simulate.compare import compare
     from relaygr.simulate.fleet import FleetSize, Runner, simulate
 
+    if json_out is not None:
+        require_writable("--json", json_out)
     if plot is not None:
         from relaygr.cli.plots import require_plot
 
@@ -180,6 +182,8 @@ def plan(
     """
     from relaygr.cli.fleet_output import plan_json, plan_sentence, plan_table, write_json
 
+    if json_out is not None:
+        require_writable("--json", json_out)
     fleet = fleet_of(
         calibration, model, token_bytes, times, config=config, overrides=overrides, qps=qps, slo_ms=slo_ms,
         lengths=lengths, users=users,
@@ -213,6 +217,7 @@ def learn_command(
 
     if not records.is_file():
         raise RelayError(f"{records} cannot be read: `relaygr traffic --out FILE` writes it.")
+    require_writable("--out", out)
     times = learn(read_records(records), load_calibration(calibration).model, scored_tokens, records.name)
     save_times(out, times)
     middle = len(times.hop_us) // 2

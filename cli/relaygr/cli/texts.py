@@ -5,34 +5,22 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from relaygr.console import plain_console as plain_console
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.printable import printable as printable
+
+if TYPE_CHECKING:
+    from relaygr.machine import Cores
 
 PIPE_WIDTH: Final = 1000
 """Width, in characters, of what is not written to a terminal: nothing is cut there or broken into lines."""
-
-
-def parse_task(text: str) -> dict[str, str]:
-    """Parses NAME[:binary|:regression]."""
-    name, _, kind = text.partition(":")
-    return {"name": name, "kind": kind or "binary"}
-
-
-def parse_pairs(option: str, texts: list[str] | None) -> dict[str, str]:
-    """Parses values of the form NAME=VALUE. Raises RelayError for another form."""
-    pairs: dict[str, str] = {}
-    for text in texts or ():
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise RelayError(f"{option} {text}: write NAME=VALUE.")
-        pairs[name] = value
-    return pairs
 
 
 def parse_size(option: str, text: str) -> int:
@@ -75,27 +63,30 @@ def time_text(time_ms: int) -> str:
         return f"{time_ms} ms"
 
 
-def printable(text: str) -> str:
-    """The text with escapes for what would move a terminal's cursor or change its colours."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
-def plain_console(*, stderr: bool = False, soft_wrap: bool = False, width: int | None = None) -> Console:
-    """Prints texts as they are: they may have names of users, in which `[red]` or `:abc:` is no markup."""
-    return Console(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
-
-
 def stdout_console(pipe_width: int = PIPE_WIDTH) -> Console:
     """Prints tables and texts. They are as wide as the terminal; in a pipe, which has no width, `pipe_width`: by
-    default each line is as long as it is.
+    default each line is as long as it is. FORCE_COLOR makes no terminal of a pipe.
     """
     console = plain_console()
-    return console if console.is_terminal else plain_console(width=pipe_width)
+    return console if console.is_terminal and console.file.isatty() else plain_console(width=pipe_width)
+
+
+def warn_if_busy(cores: Cores) -> None:
+    """Says on standard error that other processes made measured times longer."""
+    if cores.is_busy:
+        said = cores.said[0].upper() + cores.said[1:]
+        typer.echo(f"{said}: measured times may be too long. Measure on a quiet machine.", err=True)
 
 
 def print_json(content: object) -> None:
     """Prints dataclasses' and models' plain content as JSON; what JSON has no form for as text."""
     typer.echo(json.dumps(content, indent=2, default=str))
+
+
+def print_note(console: Console, note: str) -> None:
+    """Prints a sentence that says how to read the figures above it; empty: there is none."""
+    if note:
+        console.print(f"Note: {note}")
 
 
 def figures_table(title: str, *columns: str) -> Table:

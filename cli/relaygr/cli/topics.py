@@ -18,11 +18,11 @@ from rich.text import Text
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption, command_settings
 from relaygr.cli.texts import print_json, printable, show_size, stdout_console, time_text
-from relaygr.kafka.admin import check_topics, create_topics
+from relaygr.cluster.admin import check_topics, create_topics
+from relaygr.cluster.rights import Role, rights_of
+from relaygr.cluster.topic_check import Severity, TopicReport, TopicRow
 from relaygr.kafka.dead_letters import read_dead_letters
-from relaygr.kafka.rights import Role, rights_of
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_check import Severity, TopicReport, TopicRow
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 
@@ -90,7 +90,7 @@ def dead_letters(
     for each in found:
         size = "no value" if each.value_bytes is None else show_size(each.value_bytes)
         console.print(
-            f"{time_text(each.written_at_ms)} {each.topic}[{each.partition}]@{each.offset} {size}"
+            f"{time_text(each.written_at_ms)} {printable(each.topic)}[{each.partition}]@{each.offset} {size}"
             + ("" if each.key is None else f", key {printable(each.key)}")
         )
         console.print(f"  {printable(each.reason)}: {printable(each.detail)}")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings, require_writable
 from relaygr.cli.texts import stdout_console
+from relaygr.runtime.direct_http import http_address
+from relaygr.runtime.errors import RelayError
 from relaygr.traffic.records import LOST
 
 if TYPE_CHECKING:
@@ -51,13 +53,16 @@ def traffic(
 
     from relaygr.client import RelayClient
     from relaygr.runtime.interpreter import tune_interpreter
-    from relaygr.runtime.probes import Check, ProbeServer, Readiness
+    from relaygr.runtime.probes import ProbeServer
+    from relaygr.runtime.readiness import Check, Readiness
     from relaygr.tracing import start_tracing
     from relaygr.traffic.player import Player
     from relaygr.traffic.population import population_of
     from relaygr.traffic.records import ImpressionRecord, RecordWriter, numbers_to_compare
     from relaygr.traffic.summary import TrafficSummary
 
+    if out is not None:
+        require_writable("--out", out)
     log = structlog.get_logger()
     settings = command_settings(config, bootstrap, overrides)
     population = population_of(settings.traffic)
@@ -97,7 +102,7 @@ def traffic(
         users=population.size,
         rate_per_s=settings.traffic.rate_per_s,
         relay=settings.traffic.relay,
-        metrics=f"http://{probes.host}:{probes.port}/metrics",
+        metrics=f"{http_address(probes.host, probes.port)}/metrics",
     )
     try:
         if reference_of is None:
@@ -117,6 +122,8 @@ def traffic(
         typer.echo(json.dumps({"budget_ms": budget_ms, **asdict(figures), "late_share": figures.late_share}))
     else:
         _print(figures, budget_ms)
+    if writer is not None and writer.problem is not None:
+        raise RelayError(f"{writer.problem}. The figures are of all requests.")
 
 
 def _print(figures: TrafficFigures, budget_ms: int) -> None:

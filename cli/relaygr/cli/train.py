@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,16 +20,19 @@ from relaygr.cli.options import (
     ConfigOption,
     JsonOption,
     SetOption,
+    TiesOption,
     command_settings,
+    takes,
 )
 from relaygr.cli.post_train import post_train_command
-from relaygr.cli.texts import figures_table, parse_size, plain_console, print_json, stdout_console
-from relaygr.interactions import require_pyarrow
-from relaygr.interactions.mapping import log_map, recorded_map
+from relaygr.cli.texts import figures_table, parse_size, plain_console, print_json, print_note, stdout_console
+from relaygr.ingest.log_map import log_map, recorded_map
+from relaygr.ingest.parquet import require_pyarrow
 from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
 from relaygr.runtime.stop_signals import StopSignals, exit_on_sigterm
+from relaygr.training.options import Protocol, RetrievalOptions, TrainingOptions
 from relaygr.training_progress import EpochLines, read_training_log
 
 if TYPE_CHECKING:
@@ -54,43 +57,23 @@ BadLinesOption = Annotated[int, typer.Option(min=0, help="Bad lines are skipped;
 
 
 @app.command()
+@takes(TrainingOptions, after="protocol")
 def ranker(
     logs: LogArgument,
     out: Annotated[Path, typer.Option(help="Folder of the run. A run that was interrupted there goes on.")],
     columns: ColumnsOption = None,
     actions: ActionsOption = None,
+    ties: TiesOption = "hash",
     protocol: Annotated[
         str,
         typer.Option(metavar="time|leave-one-out", help="The test part: each user's last tenth, or last behaviour."),
     ] = "time",
-    dim: Annotated[int, typer.Option(min=2, max=4096, help="Width of a row.")] = 64,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
-    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 2,
-    max_history: Annotated[
-        int, typer.Option(min=8, max=8192, help="Behaviours of the longest history that is trained and served.")
-    ] = 1024,
-    epochs: Annotated[int, typer.Option(min=1, help="The most epochs.")] = 30,
-    patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better validation.")] = 5,
-    places: Annotated[
-        int,
-        typer.Option(min=1, help="The least trained places of a user in an epoch; long histories have more."),
-    ] = 16,
-    negatives: Annotated[int, typer.Option(min=1, help="Random items beside the next one at each place.")] = 31,
-    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Learning rate of Adam.")] = 2e-3,
-    dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of each product's inputs left out.")] = 0.2,
-    validation_users: Annotated[int, typer.Option(min=0, help="The most users of a validation; 0: all.")] = 500,
-    test_users: Annotated[int, typer.Option(min=0, help="The most users of the test; 0: all.")] = 0,
-    max_minutes: Annotated[
-        float,
-        typer.Option(min=0.0, help="Stop training when this time is over; 0: never.", show_default="0"),
-    ] = 0.0,
     baselines: Annotated[
         bool, typer.Option("--baselines/--no-baselines", help="Fit iALS and item neighbours, too.")
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same checkpoint on this machine.")] = 0,
-    threads: ThreadsOption = 2,
     max_bad_lines: BadLinesOption = 100,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Train a ranker on a log of interactions, and compare it with baselines.
 
@@ -98,55 +81,48 @@ def ranker(
     """
     from relaygr.training.pipeline import Progress as RunProgress
     from relaygr.training.pipeline import train_ranker
-    from relaygr.training.runs import Run, TrainingOptions
-    from relaygr.training.splits import Protocol
+    from relaygr.training.runs import Run
 
     exit_on_sigterm()
     try:
         chosen = Protocol(protocol)
     except ValueError as error:
         raise RelayError(f"--protocol is {protocol!r}: give one of {', '.join(Protocol)}.") from error
-    if dim % heads:
-        raise RelayError(f"--dim {dim} is no multiple of --heads {heads}.")
-    options = TrainingOptions(
-        chosen, dim, heads, layers, max_history, epochs, patience, places, negatives, learning_rate, dropout,
-        validation_users, test_users, seed, threads, max_minutes,
-    )  # fmt: skip
+    options = TrainingOptions(protocol=chosen, **given)
+    if options.dim % options.heads:
+        raise RelayError(f"--dim {options.dim} is no multiple of --heads {options.heads}.")
     run = Run(out)
     console = plain_console(stderr=as_json, soft_wrap=True)
-    if run.is_finished:
-        raise RelayError(f"{out} has a finished run: see checkpoint/README.md in it, or give another folder.")
-    log = read_training_log(logs, max_bad_lines, console, log_map(columns, actions))
+    run.require_unfinished()
+    log = read_training_log(logs, max_bad_lines, console, log_map(columns, actions, ties))
     with progress_bars() as bars:
-        progress = RunProgress(EpochLines(bars, console, epochs), bars.began, bars.stepped)
+        progress = RunProgress(EpochLines(bars, console, options.epochs), bars.began, bars.stepped)
         finished = train_ranker(log, logs, options, run, progress, with_baselines=baselines)
     if as_json:
         print_json(finite(asdict(finished)))
     else:
         _print_finished(finished, out)
+    for note in finished.notes:
+        print_note(console, note)
 
 
 @app.command()
+@takes(RetrievalOptions, after="seeds")
 def retrieval(
     target: Annotated[Path, typer.Argument(metavar="LOG_A", help="The log of the domain that is judged.")],
     source: Annotated[Path, typer.Argument(metavar="LOG_B", help="The log of another domain with common users.")],
     out: Annotated[Path, typer.Option(help="Folder of the run. A run that was interrupted there goes on.")],
+    ties: TiesOption = "hash",
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each arm. More of them go on with the same run.")] = 5,
-    intra_steps: Annotated[int, typer.Option(min=1, help="Steps of stage 1, in each domain by itself.")] = 150,
-    inter_steps: Annotated[int, typer.Option(min=2, help="Steps of stage 2, every second one across domains.")] = 250,
-    cold_share: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="Share of the common users whose rows of LOG_A are left out.")
-    ] = 0.1,
-    threads: ThreadsOption = 1,
     max_bad_lines: BadLinesOption = 100,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Train retrieval over two domains in the way of SCCDR, and compare its parts over several seeds.
 
     Writes metrics.json, and the better model of the separated and the joint arm, into the run's folder.
     """
     from relaygr.training.comparison import compare
-    from relaygr.training.contrastive import RetrievalOptions
     from relaygr.training.domains import join_logs
     from relaygr.training.runs import Run
 
@@ -154,14 +130,15 @@ def retrieval(
     if target.resolve() == source.resolve():
         raise RelayError(f"LOG_A and LOG_B are both {target}: give the logs of two domains.")
     console = plain_console(stderr=as_json, soft_wrap=True)
-    logs = join_logs(*(read_training_log([path], max_bad_lines, console) for path in (target, source)))
-    options = RetrievalOptions(intra_steps, inter_steps, cold_share, threads)
+    names = log_map(None, None, ties)
+    logs = join_logs(*(read_training_log([path], max_bad_lines, console, names) for path in (target, source)))
     with progress_bars() as bars:
-        compared = compare(logs, [target, source], options, seeds, Run(out), bars.began, bars.stepped)
+        compared = compare(logs, [target, source], RetrievalOptions(**given), seeds, Run(out), bars.began, bars.stepped)
     if as_json:
         print_json(finite(asdict(compared)))
     else:
         _print_compared(compared)
+    print_note(console, logs.log.ties_note())
 
 
 @app.command()
@@ -204,13 +181,14 @@ def evaluate(
     with progress_bars() as bars:
         worth = evaluate_lengths(split_log(log, options.protocol), run, asked, bars.began, bars.stepped)
     run.write_json("lengths.json", worth.as_json())
-    plot_lengths(
-        folder / "lengths.png", worth.points, f"{worth.users} users with {min_behaviours:,} behaviours or more"
-    )
+    title = f"{worth.users} users with {min_behaviours:,} behaviours or more"
+    undrawn = plot_lengths(folder / "lengths.png", worth.points, title)
     if as_json:
         print_json(worth.as_json())
     else:
         _print_worth(worth)
+    for note in (log.ties_note(), undrawn):
+        print_note(console, note)
 
 
 @app.command()
@@ -249,8 +227,8 @@ def collect(
     settings = command_settings(config, bootstrap, overrides)
     require_pyarrow("Collecting")
     store_bytes = parse_size("--max-bytes", max_bytes)
-    from relaygr.kafka.admin import require_topics
-    from relaygr.kafka.rights import Role
+    from relaygr.cluster.admin import require_topics
+    from relaygr.cluster.rights import Role
     from relaygr.training.collect import Progress
     from relaygr.training.collect import collect as collect_histories
 

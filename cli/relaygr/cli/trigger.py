@@ -17,8 +17,9 @@ def trigger(
 
     import structlog
 
-    from relaygr.kafka.admin import require_topics
-    from relaygr.kafka.rotation import ends_for_new_files
+    from relaygr.cluster.admin import require_topics
+    from relaygr.cluster.rights import RoleRights
+    from relaygr.kafka.session import KafkaSession
     from relaygr.runtime.interpreter import tune_interpreter
     from relaygr.runtime.probes import ProbeServer
     from relaygr.schemas.topics import Topic
@@ -39,7 +40,7 @@ def trigger(
         tune_interpreter()
         tracer = start_tracing(settings.tracing, "relaygr-trigger", own.instance_id)
         try:
-            app = TriggerApp(settings, own, settings.admission, tracer=tracer, scenarios=settings.served)
+            app = TriggerApp(session, own, settings.admission, tracer=tracer, scenarios=settings.served)
             with ProbeServer(own.http_host, own.http_port, app.readiness):
                 await app.run(stop)
         finally:
@@ -62,5 +63,6 @@ def trigger(
         load_limit=settings.admission.load_limit,
         footprint_reserve=settings.admission.footprint_reserve,
     )
-    with ends_for_new_files(settings.security):
+    session = KafkaSession(settings, own.instance_id, RoleRights(settings, trigger_role(settings.served)))
+    with session.ends_for_new_files():
         asyncio.run(run())

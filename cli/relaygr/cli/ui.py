@@ -31,7 +31,7 @@ def ui(
     It only reads: it joins no group, commits nothing and writes nothing. On an address that other machines reach, a
     browser must give a token (ui.token; by default one is made and printed).
     """
-    from relaygr.kafka.rotation import ends_for_new_files
+    from relaygr.kafka.session import KafkaSession
     from relaygr.runtime.stop_signals import StopSignals
     from relaygr.ui.live import LiveCluster
     from relaygr.ui.page import Page
@@ -49,8 +49,9 @@ def ui(
         own.http_port if port is None else port,
         own.token.get_secret_value() if own.token is not None else None,
     )
-    live = LiveCluster(settings, own)
-    with ends_for_new_files(settings.security), server:
+    session = KafkaSession(settings, "relaygr-ui")
+    live = LiveCluster(session, own)
+    with session.ends_for_new_files(), server:
         live.require_topics()
         # Until here, Ctrl-C interrupts the wait for the cluster.
         stopping = StopSignals()

@@ -126,7 +126,8 @@ def _leave(settings: Settings, worker_id: str) -> bool:
 
 
 def _work(settings: Settings, supervisor_line: int | None, *, is_standby: bool, role: WorkerRole) -> Exit:
-    from relaygr.kafka.rotation import ends_for_new_files
+    from relaygr.cluster.rights import RoleRights
+    from relaygr.kafka.session import KafkaSession
     from relaygr.worker.process import run_worker
     from relaygr.worker.shared.lock import shared_folder
     from relaygr.worker.supervisor.link import SupervisorLink
@@ -134,8 +135,9 @@ def _work(settings: Settings, supervisor_line: int | None, *, is_standby: bool, 
     parts, link = _config(settings, role), None
     if supervisor_line is not None:
         link = SupervisorLink(supervisor_line, shared_folder(parts), settings.worker.orphan_s)
-    with ends_for_new_files(settings.security):
-        return run_worker(parts, is_standby=is_standby, link=link)
+    session = KafkaSession(settings, parts.client_id, RoleRights(settings, parts.rights))
+    with session.ends_for_new_files():
+        return run_worker(parts, session, is_standby=is_standby, link=link)
 
 
 def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[str]]) -> Exit:

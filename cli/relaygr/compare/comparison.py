@@ -1,4 +1,4 @@
-"""Compares a model's scores with those of its source, and searches for the cause of a difference."""
+"""Compares a model's scores with those of its source."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from relaygr.compare.measures import TaskAgreement, agreement, relative_errors
 from relaygr.compare.requests import Request
 from relaygr.compare.running import Scorer
-from relaygr.compare.search import Found, Search
 from relaygr.worker.device import Device
 from relaygr.worker.model.checkpoint import Checkpoint
 
-LIKE_BFLOAT16 = (
-    "Errors of this size with the same order of candidates are usual if the source computes in bfloat16 or TF32: let "
-    "it compute in float32, or raise --tolerance."
-)
 _ROUNDED_ERROR = 3e-2
 _ROUNDED_CORRELATION = 0.98
 
@@ -41,6 +36,13 @@ class Comparison:
         """Whether all scores agree, and full with cached inference."""
         return max(self.cached_error, *self.errors) <= tolerance
 
+    def looks_rounded(self) -> bool:
+        """Whether the errors are small and the order of candidates is nearly the same."""
+        return all(
+            task.worst_error <= _ROUNDED_ERROR and (task.rank_correlation or 0.0) >= _ROUNDED_CORRELATION
+            for task in self.tasks.values()
+        )
+
 
 def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request], top_k: int) -> Comparison:
     """Scores all requests in both ways. Raises RelayError if one is too long for the model."""
@@ -52,7 +54,7 @@ def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request],
     return Comparison(
         requests=len(requests),
         candidates=sum(int(request.candidates.size) for request in requests),
-        item_ids=sum(request.tokens for request in requests),
+        item_ids=sum(len(request.behaviours) + int(request.candidates.size) for request in requests),
         unknown_items=full.unknown_items,
         unknown_actions=unknown_actions,
         unknown_features=unknown_features,
@@ -60,25 +62,4 @@ def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request],
         top_k=top_k,
         tasks={task.name: own for task, own in zip(checkpoint.config.tasks, found, strict=True)},
         errors=tuple(float(errors.max()) for errors in relative_errors(full.scores, theirs)),
-    )
-
-
-def find_cause(
-    checkpoint: Checkpoint,
-    device: Device,
-    requests: Sequence[Request],
-    comparison: Comparison,
-    tolerance: float,
-    seconds: float,
-) -> Found:
-    """Searches for changes that make the scores agree."""
-    search = Search(checkpoint, device, requests, tolerance, seconds)
-    return search.run(comparison.errors, looks_rounded(comparison))
-
-
-def looks_rounded(comparison: Comparison) -> bool:
-    """Whether the errors are small and the order of candidates is nearly the same."""
-    return all(
-        task.worst_error <= _ROUNDED_ERROR and (task.rank_correlation or 0.0) >= _ROUNDED_CORRELATION
-        for task in comparison.tasks.values()
     )

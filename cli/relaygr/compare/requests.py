@@ -1,8 +1,8 @@
 """Reads requests, and the scores that a source gave for them, from JSON lines, Parquet or .npz (docs/checkpoints.md).
 
 All forms hold the same: for each request the history (items, actions, times), the values of the user's features, the
-candidates, the query time, the number of the source's batch, and a score for each candidate and task. A file may hold
-requests, scores, or both. Features and tasks have names, so that their order in the file does not matter.
+candidates, the query time, and a score for each candidate and task. A file may hold requests, scores, or both. Features
+and tasks have names, so that their order in the file does not matter. The number of the source's batch is for people.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import require_regular
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.npy import read_npz
@@ -41,13 +42,7 @@ class Request:
     features: Int64Array
     candidates: Int64Array
     query_time_ms: int
-    batch: int | None
     scores: Scores
-
-    @property
-    def tokens(self) -> int:
-        """Behaviours and candidates together, by which Meta's code hides features."""
-        return len(self.behaviours) + int(self.candidates.size)
 
 
 _Row = Mapping[str, Any]
@@ -82,13 +77,11 @@ def _request(row: _Row, scored: _Row, config: ModelConfig) -> Request:
         raise ValueError(f"actions are codes from 0 to {_LARGEST_ACTION}")
     query_time_ms = int(_whole(row, "query_time_ms", 1, is_needed=_reads_times(config))[0])
     times = _whole(row, "timestamps_ms", items.size, is_needed=_reads_times(config))
-    batch = row.get("batch")
     return Request(
         Behaviours(items, actions.astype(np.uint16), times),
         _features(row, config),
         candidates,
         query_time_ms,
-        None if batch is None else int(batch),
         _scores(scored, candidates.size, config),
     )
 
@@ -169,7 +162,7 @@ def _read_lines(path: Path) -> Sequence[_Row]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number} is not JSON ({error})") from error
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} is not an object")
@@ -187,6 +180,7 @@ def _read_parquet(path: Path) -> Sequence[_Row]:
     """A row for each request, a column for each field of JSON lines."""
     import pyarrow.parquet
 
+    require_regular(path)
     try:
         table = pyarrow.parquet.ParquetFile(path).read()
     except pyarrow.ArrowException as error:

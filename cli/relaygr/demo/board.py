@@ -30,12 +30,13 @@ from relaygr.demo.summary import (
     slow_machine,
     verdict,
 )
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.session import KafkaSession
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.report import GroupReport
 from relaygr.lag.settings import LagSettings
 from relaygr.processes import CommandProcess, read_metrics
-from relaygr.schemas.messages import Outcome, Path
+from relaygr.schemas.ended import Ended
+from relaygr.schemas.messages import Path
 from relaygr.traffic.records import ImpressionRecord, in_time, parse_record
 from relaygr.ui.model import ranges
 from relaygr.ui.scrape import Reading
@@ -75,8 +76,8 @@ class RecordTail:
 class LagWatch:
     """Measures lag in the background, as a context manager."""
 
-    def __init__(self, kafka: KafkaSettings) -> None:
-        self.monitor = LagMonitor(kafka, LagSettings(interval_s=2.0, record_timeout_s=0))
+    def __init__(self, session: KafkaSession) -> None:
+        self.monitor = LagMonitor(session, LagSettings(interval_s=2.0, record_timeout_s=0))
 
     def __enter__(self) -> LagWatch:
         self.monitor.start()
@@ -189,7 +190,7 @@ class Board:
         text.append(f"   deadline {self._budget_ms} ms\n", style="not bold")
         mix = _path_mix(records)
         paths = [f"{path} {mix[path]} ({mix[path] / len(records):.0%})" for path in Path if mix[path]]
-        other = sum(record.status != Outcome.RANKED for record in records)
+        other = sum(record.status != Ended.RANKED for record in records)
         return text.append("   ".join([*paths, *([f"not ranked {other}"] if other else [])]), style="not bold")
 
     def _worker_table(self, readings: Sequence[Reading]) -> Table:
@@ -255,8 +256,8 @@ def print_plan(console: Console, plan: DemoPlan, users: int, expected: int = 0) 
         )
     if plan.cores.is_busy:
         console.print(
-            f"busy       other processes use {plan.cores.foreign:.1f} of {plan.cores.usable} cores: the rate is "
-            "planned for the rest, and late shares say little. Run the demo on a quiet machine for a fair comparison.",
+            f"busy       {plan.cores.said}: the rate is planned for the rest, and late shares say little. Run the demo "
+            "on a quiet machine for a fair comparison.",
             style="yellow",
         )
 

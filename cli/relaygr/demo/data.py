@@ -7,19 +7,19 @@ DIR/deployed/   the revisions that the workers serve: `relaygr model deploy` cha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
-from relaygr.demo.machine import CoreWatch
 from relaygr.deployment import CURRENT, deploy
+from relaygr.ingest.log_map import NO_MAP, recorded_map
+from relaygr.machine import CoreWatch
 from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.files import lock_folder
+from relaygr.runtime.files import locked_folder
 from relaygr.settings import Settings
 from relaygr.training_progress import EpochLines, read_training_log
 
@@ -37,16 +37,13 @@ _MODEL_POLL_S: Final = 1.0
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps other demos away from the folder. Raises RelayError if there is one, or no such folder."""
-    try:
-        lock = lock_folder(folder)
-    except OSError as error:
-        raise RelayError(f"--data {folder} cannot be used ({error.strerror}): give a folder with a log.") from error
-    if lock is None:
-        raise RelayError(f"Another demo uses {folder}, where it trains and deploys: wait for its end, or give a copy.")
-    try:
+    in_use = f"Another demo uses {folder}, where it trains and deploys: wait for its end, or give a copy."
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked_folder(folder, in_use))
+        except OSError as error:
+            raise RelayError(f"--data {folder} cannot be used ({error.strerror}): give a folder with a log.") from error
         yield
-    finally:
-        os.close(lock)
 
 
 def trained_run(console: Console, folder: Path) -> Run:
@@ -55,8 +52,9 @@ def trained_run(console: Console, folder: Path) -> Run:
     Raises RelayError without a log, or if training is not installed.
     """
     try:
+        from relaygr.training.options import TrainingOptions
         from relaygr.training.pipeline import Progress, train_ranker
-        from relaygr.training.runs import Run, TrainingOptions
+        from relaygr.training.runs import Run
     except ImportError as error:
         raise RelayError(
             f"--data trains a ranker, which needs {error.name}: pip install 'relaygr[training]'."
@@ -67,7 +65,9 @@ def trained_run(console: Console, folder: Path) -> Run:
         return run
     log_file = _log_in(folder)
     with CoreWatch() as watch:
-        log = read_training_log([log_file], _BAD_LINES, console)
+        # As the run began, if it did.
+        names = recorded_map(run.described()) if run.has_begun else NO_MAP
+        log = read_training_log([log_file], _BAD_LINES, console, names)
     # Threads beside busy cores wait for each other in each product. An interrupted run goes on as it began.
     options = run.options() if run.has_begun else TrainingOptions(
         max_minutes=TRAINING_MINUTES, validation_users=_JUDGED_USERS, test_users=_JUDGED_USERS,
@@ -80,6 +80,8 @@ def trained_run(console: Console, folder: Path) -> Run:
         finished = train_ranker(log, [log_file], options, run, progress, with_baselines=False)
     for name, metrics in finished.test.items():
         console.print(f"           {name}: NDCG@10 {metrics['ndcg@10'].with_half_width()} over all items")
+    for note in finished.notes:
+        console.print(f"           {note}")
     return run
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.demo.machine import Cores
+from relaygr.machine import Cores
 from relaygr.runtime.quantiles import quantile
 from relaygr.simulate.visit import predicted
 from relaygr.worker.kv import DramGeometry, KvGeometry, PrefixLayout

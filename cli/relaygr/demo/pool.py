@@ -33,9 +33,10 @@ from relaygr.processes import STOP_TIMEOUT_S, die_with_the_parent
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.traffic.records import read_records
-from relaygr.worker.pool.mooncake import connect, missing, program
 from relaygr.worker.pool.settings import PoolSettings
-from relaygr.worker.pool.store import PutOutcome, StoredObject, StoreDownError
+from relaygr.worker.pool.stores import store_url
+from relaygr.worker.pool.stores.contract import ObjectKey, PutOutcome, StoredObject, StoreDownError
+from relaygr.worker.pool.stores.mooncake import holder_command, master_command, missing, open_store, url_text
 
 HOLDERS = 2
 HOLDER_BYTES = 512 * 1024 * 1024
@@ -60,26 +61,26 @@ class PoolDemo:
 
 
 def require_pool() -> None:
-    """Raises RelayError if Mooncake can not run here."""
+    """Raises RelayError if the store can not run here."""
     lack = missing()
     if lack is not None:
-        raise RelayError(f"--pool needs Mooncake Store: {lack}.")
+        raise RelayError(f"A pool cannot run on this machine: {lack}.")
 
 
 @contextmanager
 def local_pool(folder: Path) -> Iterator[PoolSettings]:
-    """A master and holders on this machine. Raises RelayError if they do not start."""
+    """A store on this machine: a master and holders. Raises RelayError if they do not start."""
     folder.mkdir()
     secret = folder / "secret"
     secret.write_text(secrets.token_hex(16), encoding="utf-8")
     rpc, metrics, *ports = free_ports(2 + HOLDERS)
-    address = f"127.0.0.1:{rpc}"
+    url = url_text(f"127.0.0.1:{rpc}")
     with ExitStack() as running:
 
-        def start(name: str, *arguments: str) -> None:
+        def start(name: str, command: list[str]) -> None:
             with (folder / f"{name}.log").open("ab") as log:
                 process = subprocess.Popen(
-                    [program(name), *arguments, "--logtostderr"],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -88,27 +89,13 @@ def local_pool(folder: Path) -> Iterator[PoolSettings]:
                 )
             running.callback(_stop, process)
 
-        start(
-            "mooncake_master",
-            f"--rpc_port={rpc}",
-            "--rpc_address=127.0.0.1",
-            f"--metrics_port={metrics}",
-            "--metrics_host=127.0.0.1",
-        )
+        start("master", master_command(rpc, metrics))
         _await_master(rpc)
         for port in ports:
-            start(
-                "mooncake_client",
-                "--metadata_server=P2PHANDSHAKE",
-                f"--master_server_address={address}",
-                "--host=127.0.0.1",
-                f"--port={port}",
-                f"--global_segment_size={HOLDER_BYTES}",
-                "--protocol=tcp",
-            )
-        _await_holders(address, folder)
+            start("holder", holder_command(rpc, port, HOLDER_BYTES))
+        _await_holders(url, folder)
         # In a short run few users come twice.
-        yield PoolSettings(address=address, secret_file=secret, visits=1)
+        yield PoolSettings(store=url, secret_file=secret, visits=1)
 
 
 def run_pool(
@@ -126,7 +113,7 @@ def run_pool(
             named = of.model_copy(update={"topic_prefix": own, "group_prefix": own})
             return DemoStack(console, folder, broker, named, relay=True, workers=plan.workers, reuse=reuse)
 
-        console.print(f"pool       Mooncake Store at {pool.address}, {HOLDERS} holders")
+        console.print(f"pool       {pool.store}, {HOLDERS} holders")
         with stack("first", pooled) as running:
             running.play("first run: workers write to the pool", first_file)
             console.print(f"           {_counts(running, *_WRITES)}")
@@ -171,20 +158,20 @@ def _await_master(port: int) -> None:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.05)
-    raise RelayError(f"mooncake_master did not start within {_START_S:.0f} s.")
+    raise RelayError(f"The pool's master did not start within {_START_S:.0f} s.")
 
 
-def _await_holders(address: str, folder: Path) -> None:
-    probe, ends_s = np.ones(1024, np.uint8), time.monotonic() + _START_S
+def _await_holders(url: str, folder: Path) -> None:
+    key, probe = ObjectKey("probe", "demo", "0"), np.ones(1024, np.uint8)
+    ends_s = time.monotonic() + _START_S
     with suppress(StoreDownError):
-        store = connect(address, "tcp")
-        store.register(probe)
+        store = open_store(store_url(url), "relaygr", [probe])
         while time.monotonic() < ends_s:
-            if store.put(StoredObject("relaygr/probe", (probe,))) is PutOutcome.STORED:
-                store.remove("relaygr/probe")
+            if store.put(StoredObject(key, (probe,))) is PutOutcome.STORED:
+                store.remove(key)
                 return
             time.sleep(0.1)
-    raise RelayError(f"The pool's holders did not start within {_START_S:.0f} s: see {folder}/mooncake_client.log.")
+    raise RelayError(f"The pool's holders did not start within {_START_S:.0f} s: see {folder}/holder.log.")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from pydantic import ByteSize
 from rich.console import Console
 
-from relaygr.demo.machine import CoreWatch
 from relaygr.demo.plan import CROWDING, HBM_SHARE, NEW_SHARE, DemoPlan, PlanOverrides, plan_demo
 from relaygr.devbroker import LocalBroker
+from relaygr.machine import CoreWatch
 from relaygr.progress import progress_bars
 from relaygr.settings import Settings
 from relaygr.traffic.population import Population
@@ -29,7 +29,7 @@ TAIL_ROOM = 64
 """Room in the longest suffix, beside the request's own behaviours, for those that came since the prefix was made."""
 
 
-def make_model(folder: Path, settings: Settings, population: Population, layers: int | None = None) -> Path:
+def make_model(folder: Path, settings: Settings, population: Population) -> Path:
     """Makes a random model for the items of the population and the length of its longest history."""
     longest = max(8, *(len(population.sequence(index)) for index in range(population.size)))
     suffix = settings.traffic.suffix + TAIL_ROOM
@@ -38,7 +38,7 @@ def make_model(folder: Path, settings: Settings, population: Population, layers:
         num_heads=3,
         attention_dim=32,
         hidden_dim=32,
-        num_layers=layers or 4,
+        num_layers=4,
         normalizer=float(longest + suffix),
         vocabulary_size=int(population.items.size),
         num_actions=64,
@@ -68,13 +68,21 @@ def plan_for_this_machine(
     """
     worker = settings.worker
     engine = load_engine(
-        model, worker.device, worker.kv_dtype, worker.page_tokens, worker.threads, worker.compute_dtype
+        model,
+        worker.device,
+        worker.kv_dtype,
+        worker.page_tokens,
+        worker.threads,
+        worker.compute_dtype,
+        ranker_modules=worker.ranker_modules,
     )
     bind_own_arena(engine)
     with progress_bars(console) as bars, CoreWatch() as watch:
         bars.began("calibrating", 2)
         alone = calibrate(engine, QUICK_BUDGET_S, bars.share, rest=lambda: None)
         predicting = calibrate(engine, QUICK_BUDGET_S, lambda share, text: bars.share(1 + share, text))
+    if (problem := alone.fit_problem or predicting.fit_problem) is not None:
+        console.print(f"unsteady   {problem}: deadline and rate may not suit this machine", style="yellow")
     save_calibration(predicting, calibration)
     longest = engine.limits.max_prefix_behaviours
     lengths = [min(population.first_length(index), longest) for index in range(population.size)]

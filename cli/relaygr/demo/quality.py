@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relaygr.schemas.messages import Outcome, Path
+from relaygr.schemas.ended import Ended
+from relaygr.schemas.messages import Path
 from relaygr.traffic.records import ImpressionRecord
 from relaygr.training.ranking import TOP, Estimate, estimate
 
@@ -73,7 +74,7 @@ def _same_model(one: ImpressionRecord, other: ImpressionRecord) -> bool:
 
 
 def _is_served(record: ImpressionRecord) -> bool:
-    return record.status == Outcome.RANKED and not record.late
+    return record.status == Ended.RANKED and not record.late
 
 
 def _quality(

@@ -32,10 +32,9 @@ from relaygr.demo.prepare import (
     planned_settings,
     settle_s,
 )
-from relaygr.demo.scenarios import ScenarioDemo, plan_deployments, run_scenarios
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gate_views, gates
-from relaygr.devbroker import LocalBroker, check_broker, local_broker
+from relaygr.devbroker import BrokerChoice, Chosen, LocalBroker, check_broker, local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.traffic.population import population_of
@@ -60,8 +59,6 @@ class DemoOptions:
     serve_page: bool
     stay: bool
     """Serve the page after the runs until Ctrl-C."""
-    scenarios: bool = False
-    """Play several scenarios with the relay on, instead of one schedule with and without the relay."""
     pool: bool = False
     """Play the schedule twice, with new workers and the pool of the first ones the second time."""
     data: Path | None = None
@@ -87,23 +84,22 @@ class DemoResult:
         return not any(gate.failed for gate in self.gates)
 
 
-def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult | ScenarioDemo | PoolDemo:
+def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult | PoolDemo:
     """Runs all phases and prints their progress. Raises RelayError for errors that the user can fix."""
-    # Before the calibration, which takes a while and which a broker of ours would disturb.
-    check_broker(options.broker, _known_bootstrap(settings), settings)
     if settings.traffic.held_out is not None:
         raise RelayError("traffic.held_out is for `relaygr traffic`: the demo has --data DIR.")
-    if options.scenarios:
-        return _run_scenarios(console, settings, options)
+    # Before the calibration, which takes a while and which a broker of ours would disturb.
+    chosen = check_broker(options.broker, _known_bootstrap(settings), settings)
+    prefix = _own_prefix(console, chosen, options.assume_yes)
     if options.pool:
-        return _run_pool(console, settings, options)
+        return _run_pool(console, settings, options, prefix)
     if not options.serve_page:
-        return _run(console, settings, options, None)
+        return _run(console, settings, options, prefix, None)
     page = Page("RelayGR demo")
     page.set_phase("measuring this machine")
     with _server(page, settings.ui) as server:
         _print_address(console, server)
-        result = _run(console, settings, options, page)
+        result = _run(console, settings, options, prefix, page)
         page.judge(gate_views(result.gates))
         page.set_phase("both runs have ended")
         if options.stay:
@@ -113,18 +109,7 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
         return result
 
 
-def _run_scenarios(console: Console, settings: Settings, options: DemoOptions) -> ScenarioDemo:
-    if options.model is not None:
-        raise RelayError("--scenarios makes its models: leave out --model.")
-    with _folder(options.keep) as folder:
-        population = population_of(settings.traffic)
-        deployments = plan_deployments(console, folder, settings, population, options.overrides)
-        with _broker(console, settings, options) as broker:
-            prefix = _own_prefix(console, broker, options.assume_yes)
-            return run_scenarios(console, settings, broker, prefix, folder, population, deployments)
-
-
-def _run_pool(console: Console, settings: Settings, options: DemoOptions) -> PoolDemo:
+def _run_pool(console: Console, settings: Settings, options: DemoOptions, prefix: str) -> PoolDemo:
     require_pool()
     with _folder(options.keep) as folder:
         population, calibration = population_of(settings.traffic), folder / CALIBRATION_FILE
@@ -132,12 +117,11 @@ def _run_pool(console: Console, settings: Settings, options: DemoOptions) -> Poo
         plan = plan_for_this_machine(console, calibration, model, settings, population, options.overrides)
         print_plan(console, plan, population.size)
         with _broker(console, settings, options) as broker:
-            prefix = _own_prefix(console, broker, options.assume_yes)
             planned = planned_settings(settings, plan, model, calibration, broker, population.size)
             return run_pool(console, planned, broker, prefix, folder, plan)
 
 
-def _run(console: Console, settings: Settings, options: DemoOptions, page: Page | None) -> DemoResult:
+def _run(console: Console, settings: Settings, options: DemoOptions, prefix: str, page: Page | None) -> DemoResult:
     with _folder(options.keep) as folder, nullcontext() if options.data is None else locked(options.data):
         checkpoint = options.model
         if options.data is not None:
@@ -157,7 +141,6 @@ def _run(console: Console, settings: Settings, options: DemoOptions, page: Page 
         expected = expected_count(plan, settings, population)
         print_plan(console, plan, population.size, expected)
         with _broker(console, settings, options) as broker:
-            prefix = _own_prefix(console, broker, options.assume_yes)
             planned = planned_settings(settings, plan, model, measured, broker, population.size)
             relay_file, full_file, reference_file = (
                 folder / f"{name}.jsonl" for name in ("relay", "full", "reference")
@@ -248,9 +231,9 @@ def _named(settings: Settings, prefix: str) -> Settings:
     return settings.model_copy(update={"topic_prefix": prefix, "group_prefix": prefix})
 
 
-def _own_prefix(console: Console, broker: LocalBroker, assume_yes: bool) -> str:
-    """The prefix of topics and groups. On a cluster that was not started here it is unique and must be confirmed."""
-    if broker.ours:
+def _own_prefix(console: Console, broker: Chosen, assume_yes: bool) -> str:
+    """The prefix of topics and groups. On a cluster that is not started here it is unique and must be confirmed."""
+    if broker.kind is not BrokerChoice.EXTERNAL:
         return "relaygr"
     prefix = f"relaygr-demo-{secrets.token_hex(3)}"
     question = f"Create topics {prefix}-* on {broker.bootstrap}, and delete them at the end?"

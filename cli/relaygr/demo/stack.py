@@ -18,6 +18,7 @@ from relaygr.admission.policy import DecisionReason
 from relaygr.demo.board import Board, LagWatch, RecordTail
 from relaygr.demo.summary import PredictionFigures, RunSummary, run_view, summarise
 from relaygr.devbroker import LocalBroker
+from relaygr.kafka.session import KafkaSession
 from relaygr.processes import CommandProcess, Processes, metrics_url, read_metrics, write_config
 from relaygr.runtime.clock import SystemClock
 from relaygr.settings import Settings
@@ -104,7 +105,7 @@ class DemoStack:
         """Plays the schedule once. `overrides` are for the gateway. `expected`: its requests; 0: not known."""
         before, warm_up_before = self._device_seconds(), self._device_seconds(work_class=WorkClass.WARM_UP.value)
         tail = RecordTail(records)
-        gateway = self.begin(records, overrides)
+        gateway = self._begin(records, overrides)
         if self._page is not None and self._live is not None:
             self._live.add_page(metrics_url(gateway), gateway.name)
             self._page.follow(self._live, title)
@@ -119,7 +120,7 @@ class DemoStack:
             self._lag.lines if self._lag is not None else tuple,
             expected,
         )
-        board.run(lambda: self.has_ended(gateway))
+        board.run(lambda: self._has_ended(gateway))
         warm_up = self._device_seconds(work_class=WorkClass.WARM_UP.value) - warm_up_before
         summary = summarise(tail.records, self._device_seconds() - before, warm_up, self.predictions())
         if self._page is not None and self._live is not None:
@@ -129,8 +130,8 @@ class DemoStack:
 
     def play_unobserved(self, records: Path, watch: Callable[[], None], overrides: Sequence[str] = ()) -> None:
         """Plays the schedule once, without the live table, which takes CPU time."""
-        gateway = self.begin(records, overrides)
-        while not self.has_ended(gateway):
+        gateway = self._begin(records, overrides)
+        while not self._has_ended(gateway):
             watch()
             time.sleep(0.1)
 
@@ -141,18 +142,19 @@ class DemoStack:
             self._page.set_phase(phase)
         with self._console.status(phase):
             gateway = self._start_gateway(records, ["--reference-of", str(of)], overrides)
-            while not self.has_ended(gateway):
+            while not self._has_ended(gateway):
                 time.sleep(0.1)
 
     def _observe(self) -> None:
         """Follows the owners of partitions and the lag, for the live table. This costs the broker some work."""
-        reader = FleetReader(self._settings, self._fleet, self._clock, f"{self._settings.topic_prefix}-demo")
+        session = KafkaSession(self._settings, f"{self._settings.topic_prefix}-demo")
+        reader = FleetReader(session, self._fleet, self._clock, session.name)
         reader.start()
         self._cleanup.callback(reader.stop)
-        self._lag = self._cleanup.enter_context(LagWatch(self._settings))
+        self._lag = self._cleanup.enter_context(LagWatch(session))
         if self._page is not None:
             trigger = {} if self._trigger is None else {metrics_url(self._trigger): self._trigger.name}
-            self._live = LiveCluster(self._settings, self._settings.ui, trigger, self._lag.monitor)
+            self._live = LiveCluster(session, self._settings.ui, trigger, self._lag.monitor)
             self._cleanup.enter_context(self._live)
 
     def _start_worker(self, number: int) -> CommandProcess:
@@ -166,14 +168,14 @@ class DemoStack:
             own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
         return self._processes.start(name, ["worker"], "worker", own)
 
-    def begin(self, records: Path, overrides: Sequence[str]) -> CommandProcess:
+    def _begin(self, records: Path, overrides: Sequence[str]) -> CommandProcess:
         """Starts a gateway that plays the schedule; the relay is on or off for it, as for the workers."""
         return self._start_gateway(records, [], [f"traffic.relay={str(self._relay).lower()}", *overrides])
 
     def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> CommandProcess:
         return self._processes.start(records.stem, ["traffic", "--out", str(records), *arguments], "traffic", settings)
 
-    def has_ended(self, child: CommandProcess) -> bool:
+    def _has_ended(self, child: CommandProcess) -> bool:
         """Whether the gateway has ended. Raises RelayError, with its log, if a process has failed."""
         self._processes.require_running()
         return child.process.poll() is not None

@@ -15,7 +15,8 @@ from relaygr.admission.corrector import PredictionQuality
 from relaygr.admission.latency import Stage
 from relaygr.demo.plan import CROWDING
 from relaygr.runtime.quantiles import quantile
-from relaygr.schemas.messages import Outcome, Path, PrefixSource
+from relaygr.schemas.ended import Ended
+from relaygr.schemas.messages import Path, PrefixSource
 from relaygr.traffic.records import LOST, UNDELIVERED, ImpressionRecord, ending, in_time, is_whole
 from relaygr.ui.page import GateView, RunView
 
@@ -141,7 +142,7 @@ def summarise(
     cold = max((record.number + 1 for record in records), default=0) * COLD_SHARE
     lags = [record.send_lag_us / 1000 for record in records]
     return RunSummary(
-        ranked=sum(record.status == Outcome.RANKED for record in records),
+        ranked=sum(record.status == Ended.RANKED for record in records),
         lost=sum(record.status == LOST for record in records),
         whole=latency_summary(records),
         warm=latency_summary([record for record in records if record.number >= cold]),

@@ -14,19 +14,27 @@ from typing import Final
 from confluent_kafka import KafkaException
 
 from relaygr.admission.scenarios import uses_pool
-from relaygr.doctor import impression, judge, observe
-from relaygr.doctor.findings import Diagnosis, Verdict
-from relaygr.doctor.judge import SeenWorker
-from relaygr.kafka.admin import check_topics
-from relaygr.kafka.admin_process import CannotStart
-from relaygr.kafka.rights import Role
+from relaygr.client.clock_offset import ClockOffset
+from relaygr.cluster.admin import check_topics
+from relaygr.cluster.admin_process import CannotStart
+from relaygr.cluster.rights import Role
+from relaygr.doctor import judge, observe
+from relaygr.doctor.judge import Diagnosis, SeenWorker, Verdict
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import available_memory
+from relaygr.runtime.masking import masked
+from relaygr.runtime.open_files import highest_limit
 from relaygr.settings import Settings
 
 LOCAL_S: Final = 10.0
 MODEL_S: Final = 60.0
 KAFKA_S: Final = 15.0
+PAGES_S: Final = 15.0
+BESIDE_BYTES: Final = 768 * 1024 * 1024
+"""Of a worker process on a CPU beside tiers, requests and weights: libraries, Kafka's queues, compiled products.
+
+Its own plan has the exact figure (`relaygr_worker_bytes_at_most`), but needs torch.
+"""
 Look = Callable[[], Sequence[Diagnosis]]
 
 
@@ -44,7 +52,8 @@ class Examination:
     _topics_are_right: bool = field(default=False, init=False)
     _may_send: bool = field(default=True, init=False)
     _workers: list[SeenWorker] = field(default_factory=list, init=False)
-    _offsets_us: dict[str, int] = field(default_factory=dict, init=False)
+    _offsets: dict[str, ClockOffset] = field(default_factory=dict, init=False)
+    _held_back_s: dict[str, float] = field(default_factory=dict, init=False)
 
     def run(self) -> Iterator[Diagnosis]:
         """Each finding as soon as its check has ended."""
@@ -61,13 +70,17 @@ class Examination:
         ):
             yield from self._with_kafka(name, limit_s, look)
         if self.sends_impression:
-            yield from self._with_kafka("impression", connect_s + impression.BUDGET_MS / 1000, self._impression)
-        yield from judge.clocks(self._offsets_us, settings.worker.max_clock_skew_ms * 1000)
-        yield from self._bounded("model", MODEL_S, lambda: observe.checkpoint(settings.worker.model))
+            yield from self._with_kafka("impression", connect_s + observe.BUDGET_MS / 1000, self._impression)
+        yield from self._bounded("quotas", PAGES_S, self._quotas)
+        yield from judge.clocks(self._offsets, settings.worker.max_clock_skew_ms * 1000)
+        yield from self._bounded(
+            "model", MODEL_S, lambda: observe.checkpoint(settings.worker.model, settings.worker.ranker_modules)
+        )
+        yield from self._bounded("calibration", LOCAL_S, lambda: observe.calibration(settings.worker.calibration))
         yield from self._bounded("memory", LOCAL_S, self._memory)
         yield from self._bounded("shared memory", LOCAL_S, self._shared_memory)
         yield from self._bounded("pool", LOCAL_S, self._pool)
-        yield from judge.open_files(observe.open_files(), settings.gateway.max_connections)
+        yield from judge.open_files(highest_limit(), settings.gateway.max_connections)
 
     # -- the checks ----------------------------------------------------------------------------------
 
@@ -102,7 +115,7 @@ class Examination:
         if not self._topics_are_right:
             return [Diagnosis("workers", Verdict.SKIP, "the topics are not as they must be")]
         self._workers = observe.fleet(self.settings, self.settings.worker.status_interval_ms)
-        self._offsets_us = {each.worker_id: each.offset_us for each in self._workers if each.offset_us is not None}
+        self._offsets = {each.worker_id: each.offset for each in self._workers if each.offset is not None}
         return [
             *judge.workers(self._workers, self.settings.partitions),
             *judge.pre_infer_workers(self._workers, uses_pool(self.settings.served)),
@@ -115,15 +128,25 @@ class Examination:
             return [Diagnosis("impression", Verdict.SKIP, f"not sent: {what}")]
         owned = frozenset[int]().union(*(each.partitions for each in ready))
         deployment = self.settings.deployment
-        seen = impression.send(self.settings, owned, deployment.scenario if deployment is not None else None)
+        seen = observe.send_impression(self.settings, owned, deployment.scenario if deployment is not None else None)
         # Exact to half a round trip, unlike an offset from a status.
-        self._offsets_us |= seen.offsets_us
+        self._offsets |= seen.offsets
+        self._held_back_s["this process"] = seen.held_back_s
         return judge.impression(seen.undelivered, seen.outcome)
+
+    def _quotas(self) -> list[Diagnosis]:
+        pages = {masked(url): url for url in self.settings.ui.scrape}
+        if self.settings.ui.scrape_workers:
+            # Also of one whose statuses Kafka holds back.
+            lately = (each for each in self._workers if each.age_s < observe.SILENT_S)
+            pages |= {each.worker_id: each.metrics_url for each in lately if each.metrics_url is not None}
+        return judge.throttling(self._held_back_s | observe.held_back(pages))
 
     def _memory(self) -> list[Diagnosis]:
         worker = self.settings.worker
         on_cpu = worker.device == "cpu"
         needed = int(worker.dram_bytes) + int(worker.ranking_queue_bytes) + int(worker.preinfer_queue_bytes)
+        needed += BESIDE_BYTES
         return judge.memory(available_memory().available_bytes, needed + (int(worker.hbm_bytes) if on_cpu else 0))
 
     def _shared_memory(self) -> list[Diagnosis]:
@@ -131,8 +154,8 @@ class Examination:
         return judge.shared_memory(observe.shared_folder(worker, self.settings.workers_group), int(worker.dram_bytes))
 
     def _pool(self) -> list[Diagnosis]:
-        address = self.settings.worker.pool.address
-        return judge.pool(address, *observe.pool(address)) if address is not None else []
+        url = self.settings.worker.pool.url
+        return judge.pool(url, *observe.pool(url)) if url is not None else []
 
     # -- bounds --------------------------------------------------------------------------------------
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from relaygr.client import RankOutcome, RankStatus
-from relaygr.doctor.findings import Diagnosis, Verdict
-from relaygr.kafka.rights import Role
+from relaygr.client import Ended, RankOutcome
+from relaygr.client.clock_offset import ClockOffset
+from relaygr.cluster.rights import Role
+from relaygr.cluster.topic_check import Severity, TopicReport
 from relaygr.kafka.settings import GroupProtocol
-from relaygr.kafka.topic_check import Severity, TopicReport
-from relaygr.schemas.messages import FailureReason
+from relaygr.schemas.ended import Reason
+from relaygr.worker.pool.stores.contract import StoreUrl
 
 LARGEST_OFFSET_US: Final = 100_000
 """Clocks that differ by more make deadlines useless."""
@@ -26,6 +28,35 @@ _BOUND = re.compile(r"(>=|<=|==|>|<)\s*([0-9][0-9.]*)")
 _LIBRARY = re.compile(r"^(Broker|Local): ")
 """librdkafka begins the text of an error with the side that reports it."""
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)")
+
+
+class Verdict(enum.StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    SKIP = "skip"
+    """Not checked; the finding says why."""
+    WARN = "warn"
+    """The relay works, with less memory, speed or safety than it should have."""
+    FAIL = "fail"
+    """The relay, or this process of it, does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One finding of one check."""
+
+    check: str
+    verdict: Verdict
+    what: str
+    mend: str = ""
+    """What to do; empty unless WARN or FAIL."""
+
+
+def exit_code(found: Iterable[Diagnosis]) -> int:
+    """0: nothing to do; 1: a warning; 2: a failure."""
+    verdicts = {each.verdict for each in found}
+    return 2 if Verdict.FAIL in verdicts else 1 if Verdict.WARN in verdicts else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +79,14 @@ class SeenWorker:
     is_fresh: bool
     age_s: float
     partitions: frozenset[int]
-    offset_us: int | None
-    """Its wall clock minus ours, with up to some milliseconds of delay in it; None: no status came while we read."""
+    offset: ClockOffset | None
+    """Its wall clock minus ours; None: no status came while we read."""
     is_pre_infer: bool = False
     """Whether it owns no partitions, and computes prefixes for the owners."""
+    has_slots: bool = True
+    """Of a pre-infer worker: whether it can take jobs."""
+    metrics_url: str | None = None
+    """Where its metrics can be read from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +199,51 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0].partition("b")[0])[:4])
 
 
-def clocks(offsets_us: Mapping[str, int], max_skew_us: int) -> list[Diagnosis]:
-    """The clock of each other process minus ours."""
-    if not offsets_us:
+def clocks(offsets: Mapping[str, ClockOffset], max_skew_us: int) -> list[Diagnosis]:
+    """The clock of each other process minus ours. Judged is what the error of an offset does not explain."""
+    if not offsets:
         return [Diagnosis("clocks", Verdict.SKIP, "no process tells its time")]
-    worst, offset_us = max(offsets_us.items(), key=lambda each: abs(each[1]))
-    what = f"the clock of {worst} is {offset_us / 1000:+.1f} ms from ours"
+    worst, offset = max(offsets.items(), key=lambda each: each[1].least_us)
     mend = "synchronise the clocks of the machines (chrony or ntpd)"
-    if abs(offset_us) > LARGEST_OFFSET_US:
-        return [Diagnosis("clocks", Verdict.FAIL, what, mend)]
-    if abs(offset_us) > max_skew_us:
-        return [Diagnosis("clocks", Verdict.WARN, f"{what}, over worker.max_clock_skew_ms", mend)]
-    return [Diagnosis("clocks", Verdict.OK, f"{len(offsets_us)} compared: {what}")]
+    if offset.least_us > LARGEST_OFFSET_US:
+        return [Diagnosis("clocks", Verdict.FAIL, _apart(worst, offset), mend)]
+    if offset.least_us > max_skew_us:
+        return [Diagnosis("clocks", Verdict.WARN, f"{_apart(worst, offset)}, over worker.max_clock_skew_ms", mend)]
+    known = {name: each for name, each in offsets.items() if each.error_us <= LARGEST_OFFSET_US}
+    unknown = {name: each for name, each in offsets.items() if name not in known}
+    found = []
+    if known:
+        worst, offset = max(known.items(), key=lambda each: abs(each[1].offset_us))
+        found.append(Diagnosis("clocks", Verdict.OK, f"{len(known)} compared: {_apart(worst, offset)}"))
+    if unknown:
+        worst, offset = max(unknown.items(), key=lambda each: abs(each[1].offset_us))
+        what = f"{len(unknown)} cannot be compared, their messages may be late: {_apart(worst, offset)}"
+        found.append(Diagnosis("clocks", Verdict.SKIP, what))
+    return found
+
+
+def _apart(name: str, offset: ClockOffset) -> str:
+    error_ms = offset.error_us / 1000
+    return f"the clock of {name} is {offset.offset_us / 1000:+.1f} ms from ours (+/- {error_ms:.1f} ms)"
+
+
+def throttling(held_back_s: Mapping[str, float]) -> list[Diagnosis]:
+    """The longest time for which a broker lately held back an answer to each process, 0 for never."""
+    held = {name: held_s for name, held_s in held_back_s.items() if held_s > 0}
+    if not held:
+        return []
+    worst = max(held, key=lambda name: held[name])
+    what = f"Kafka holds answers back for up to {held[worst]:.2f} s, by a quota: {_some(sorted(held))}"
+    mend = (
+        "raise the quota of their users or client ids, or remove it: `kafka-configs.sh --describe --entity-type users "
+        "(or clients) --entity-default` shows those that hold for all"
+    )
+    return [Diagnosis("quotas", Verdict.WARN, what, mend)]
 
 
 def memory(free_bytes: int, needed_bytes: int) -> list[Diagnosis]:
     """`needed_bytes`: of a worker with these settings, without its weights."""
-    what = f"{_gib(free_bytes)} free, a worker with these settings takes {_gib(needed_bytes)} and its weights"
+    what = f"{_gib(free_bytes)} free, a worker with these settings takes about {_gib(needed_bytes)} and its weights"
     if needed_bytes > free_bytes * HEADROOM:
         mend = "lower worker.dram_bytes (on a CPU also worker.hbm_bytes), or free memory"
         return [Diagnosis("memory", Verdict.WARN, what, mend)]
@@ -199,15 +262,16 @@ def shared_memory(seen: SeenFolder, dram_bytes: int) -> list[Diagnosis]:
     return [Diagnosis("shared memory", Verdict.OK, what)]
 
 
-def pool(address: str, lack: str | None, answers: bool) -> list[Diagnosis]:
-    """`lack`: what keeps this machine from using Mooncake. `answers`: whether something listens at the address."""
+def pool(url: StoreUrl, lack: str | None, unreachable: str | None) -> list[Diagnosis]:
+    """`lack` and `unreachable`: as the methods of the `StoreModule` say."""
     if lack is not None:
         what, _, mend = lack.partition(": ")
         return [Diagnosis("pool", Verdict.FAIL, what, mend)]
-    if not answers:
-        mend = "start mooncake_master there, and open its port to the workers; until then workers compute"
-        return [Diagnosis("pool", Verdict.WARN, f"nothing listens at {address} (worker.pool.address)", mend)]
-    return [Diagnosis("pool", Verdict.OK, f"a master listens at {address}")]
+    if unreachable is not None:
+        what, _, mend = unreachable.partition(": ")
+        mend = f"{mend}; until then workers compute"
+        return [Diagnosis("pool", Verdict.WARN, f"{what} (worker.pool.store)", mend)]
+    return [Diagnosis("pool", Verdict.OK, f"{url.text} can be reached")]
 
 
 def open_files(limit: int, connections: int) -> list[Diagnosis]:
@@ -215,7 +279,7 @@ def open_files(limit: int, connections: int) -> list[Diagnosis]:
     wanted = max(LEAST_FILES, 2 * connections)
     if limit < wanted:
         what = f"a process may have {limit} open files, wanted are {wanted}"
-        return [Diagnosis("limits", Verdict.WARN, what, f"ulimit -n {wanted} (systemd: LimitNOFILE={wanted})")]
+        return [Diagnosis("limits", Verdict.WARN, what, f"ulimit -Hn {wanted} (systemd: LimitNOFILE={wanted})")]
     return [Diagnosis("limits", Verdict.OK, f"a process may have {limit} open files")]
 
 
@@ -229,6 +293,10 @@ def pre_infer_workers(seen: Sequence[SeenWorker], is_wanted: bool) -> list[Diagn
     if not ready:
         mend = "start one with `relaygr worker --role pre-infer`"
         return [Diagnosis("pre-infer", Verdict.WARN, "no pre-infer worker is ready: the owners compute", mend)]
+    if idle := [each.worker_id for each in seen if each.worker_id in ready and not each.has_slots]:
+        what = f"{_some(idle)} can take no jobs: the pool is away, or Kafka gives them no partition of their group"
+        mend = "see `/readyz` of the worker, and the warnings of `relaygr topics check` about share groups"
+        return [Diagnosis("pre-infer", Verdict.WARN, what, mend)]
     return [Diagnosis("pre-infer", Verdict.OK, f"ready: {_some(ready)}")]
 
 
@@ -284,18 +352,18 @@ def impression(undelivered: str | None, outcome: RankOutcome) -> list[Diagnosis]
         what, _, mend = _LIBRARY.sub("", undelivered).partition(": ")
         mend = mend or "look at the topics and at the brokers' logs"
         found.append(Diagnosis("impression", Verdict.FAIL, f"the retrieval event was not delivered: {what}", mend))
-    if outcome.status is RankStatus.RANKED and outcome.result is not None:
+    if outcome.status is Ended.RANKED and outcome.result is not None:
         what = f"ranked by {outcome.result.worker_id} in {outcome.latency_us / 1000:.1f} ms"
         return [*found, Diagnosis("impression", Verdict.OK, what)]
     detail = outcome.result.detail if outcome.result is not None else None
     reason = str(outcome.reason) if outcome.reason is not None else ""
     what = ": ".join(text for text in (f"the ranking request ended as {outcome.status}", reason, detail) if text)
     mend = "look at the log of the worker that owns the partition"
-    if outcome.status is RankStatus.EXPIRED:
+    if outcome.status is Ended.EXPIRED:
         mend = "compare the clocks of the machines"
-    elif outcome.reason is FailureReason.REFUSED_BY_KAFKA:
+    elif outcome.reason is Reason.REFUSED_BY_KAFKA:
         mend = "look at the line that begins with `kafka refuses messages`"
-    elif outcome.reason is FailureReason.OVERLOADED:
+    elif outcome.reason is Reason.OVERLOADED:
         return [*found, Diagnosis("impression", Verdict.WARN, what, "add workers, or send less")]
     return [*found, Diagnosis("impression", Verdict.FAIL, what, mend)]
 

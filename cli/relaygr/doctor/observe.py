@@ -1,4 +1,4 @@
-"""Looks at Kafka, the fleet, this machine and the model. Every call is bounded in time."""
+"""Looks at Kafka, the fleet, this machine and the model, and sends one impression. Every call is bounded in time."""
 
 from __future__ import annotations
 
@@ -6,41 +6,64 @@ import importlib.metadata
 import logging
 import os
 import re
-import resource
-import socket
+import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from confluent_kafka import KafkaException
+from prometheus_client import CollectorRegistry
 
-from relaygr.doctor.findings import Diagnosis, Verdict
-from relaygr.doctor.judge import SeenBroker, SeenFolder, SeenWorker
-from relaygr.kafka.admin import is_embedded
-from relaygr.kafka.admin_process import AdminProcess
+from relaygr.admission.worker_table import WorkerTable
+from relaygr.client import ClientSettings, DeliveryReport, RankOutcome, RelayClient
+from relaygr.client.clock_offset import ClockOffset
+from relaygr.cluster.admin import is_embedded
+from relaygr.cluster.admin_process import AdminProcess
+from relaygr.cluster.rights import Role, missing_rights
+from relaygr.doctor.judge import Diagnosis, SeenBroker, SeenFolder, SeenWorker, Verdict
 from relaygr.kafka.clients import make_admin, require_broker
-from relaygr.kafka.rights import Role, missing_rights
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.statistics import kafka_statistics
 from relaygr.lag.collector import LagCollector
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import available_memory
 from relaygr.schemas.messages import WorkerState, WorkerStatus
+from relaygr.schemas.partitioner import partition_for
+from relaygr.trigger.fleet import MAX_WORKERS
 from relaygr.trigger.fleet_reader import FleetReader
-from relaygr.worker.pool.mooncake import missing
+from relaygr.ui.scrape import THROTTLE, can_reach, read_page
+from relaygr.worker.calibration import load_calibration
+from relaygr.worker.pool.stores import STORES
+from relaygr.worker.pool.stores.contract import StoreUrl
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.lock import worker_folder
 
+BUDGET_MS: Final = 5_000
+CANDIDATES: Final = 4
+_USER: Final = "relaygr-doctor"
+_MOST_USERS: Final = 1_000
 _API: Final = re.compile(r"ApiKey \S+ \((\d+)\) Versions (\d+)\.\.(\d+)")
 _API_S: Final = 3.0
 _QUIET_TURNS: Final = 4
 _TURN_S: Final = 0.05
 _STATUSES: Final = 2
 """Statuses of a worker that were written while we read: with one, it may have just ended."""
+_STATUS_DELAY_US: Final = 10_000_000
+"""How late a status may come if Kafka holds back what its worker writes, or what we read."""
+_MOST_PAGES: Final = 16
+_PAGES_S: Final = 5.0
+"""The most metrics pages that are read, and the time that reading them takes at most, but for the last."""
+_REPORT_MS: Final = 500
+"""How often our own clients report, of which the impression lets them little time."""
+SILENT_S: Final = 60.0
+"""The age above which the status is of a worker that may be gone: the topic keeps the last one of each."""
 
 
 def broker(kafka: KafkaSettings) -> SeenBroker:
@@ -79,7 +102,7 @@ def rights(kafka: KafkaSettings, roles: Sequence[Role]) -> dict[Role, tuple[str,
 
 def trigger_members(kafka: KafkaSettings, settings: LagSettings) -> tuple[str, ...] | None:
     """The members of the trigger's group; None if the cluster does not tell. Raises RelayError without an answer."""
-    collector = LagCollector(kafka, settings, (kafka.trigger_group,))
+    collector = LagCollector(KafkaSession(kafka, "relaygr-doctor"), settings, (kafka.trigger_group,))
     try:
         groups = collector.poll().groups
     finally:
@@ -97,13 +120,25 @@ class _Heard:
     status: WorkerStatus
     live: int = 0
     offset_us: int | None = None
+    """Its wall clock minus ours, less the time for which the quickest status was on its way."""
+
+    @property
+    def offset(self) -> ClockOffset | None:
+        """A clock that seems to be ahead is. One that seems to be behind may be, or its statuses come late."""
+        if self.offset_us is None:
+            return None
+        return ClockOffset(self.offset_us, 0 if self.offset_us >= 0 else _STATUS_DELAY_US)
+
+    @property
+    def written_at_us(self) -> int:
+        return self.status.written_at_us
 
 
 class Statuses:
     """Keeps the last status of each worker, and how much later than its time stamp it came."""
 
     def __init__(self) -> None:
-        self.heard: dict[str, _Heard] = {}
+        self.heard: WorkerTable[_Heard] = WorkerTable(MAX_WORKERS, round(SILENT_S * 1e6))
         self.is_live = threading.Event()
         """Set once the topic was read to its end: later statuses were written while we read."""
 
@@ -111,6 +146,7 @@ class Statuses:
         if status is None or status.state is WorkerState.STOPPING:
             self.heard.pop(worker_id, None)
             return
+        self.heard.make_room(worker_id, now_us)
         # It stays in the table meanwhile: another thread asks it whether every worker was heard.
         before = self.heard.get(worker_id)
         now = _Heard(status)
@@ -120,7 +156,7 @@ class Statuses:
             # The status that came quickest has the least delay in it.
             now.offset_us = offset_us if known is None else max(known, offset_us)
             now.live = 1 + (before.live if before is not None else 0)
-        self.heard[worker_id] = now
+        self.heard.put(worker_id, now)
 
     def workers(self, now_us: int) -> list[SeenWorker]:
         """The workers. Fresh is one that is ready and wrote a status while we read, whatever its clock says."""
@@ -131,17 +167,37 @@ class Statuses:
                 each.live > 0 and each.status.state is WorkerState.READY,
                 max(0, now_us - each.status.written_at_us) / 1e6,
                 frozenset(each.status.partitions),
-                each.offset_us,
+                each.offset,
                 each.status.pre_infer is not None,
+                each.status.pre_infer is None or each.status.pre_infer.slots > 0,
+                _page_of(each.status),
             )
             for worker_id, each in sorted(self.heard.items())
         ]
 
 
+def _page_of(status: WorkerStatus) -> str | None:
+    url = status.metrics_url
+    return url if url is not None and can_reach(url, status.host) else None
+
+
+def held_back(pages: Mapping[str, str]) -> dict[str, float]:
+    """The longest time for which a broker lately held back an answer to the process of each page that can be read, by
+    its name. `pages`: name -> address.
+    """
+    found = {}
+    ends_s = time.monotonic() + _PAGES_S
+    for name, url in list(pages.items())[:_MOST_PAGES]:
+        reading = read_page(url) if time.monotonic() < ends_s else None
+        if reading is not None:
+            found[name] = reading.largest(THROTTLE)
+    return found
+
+
 def fleet(kafka: KafkaSettings, status_interval_ms: int) -> list[SeenWorker]:
     """The workers by their statuses, read for some intervals. Raises RelayError if they cannot be read."""
     statuses, clock = Statuses(), SystemClock()
-    reader = FleetReader(kafka, statuses, clock, "relaygr-doctor")
+    reader = FleetReader(KafkaSession(kafka, "relaygr-doctor"), statuses, clock, "relaygr-doctor")
     reader.start()
     try:
         ends_s = time.monotonic() + kafka.connect_timeout_s
@@ -178,14 +234,10 @@ def requirements() -> list[str]:
         return []
 
 
-def pool(address: str) -> tuple[str | None, bool]:
-    """What keeps this machine from using the pool's store, and whether something listens at its address."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), _API_S):
-            return missing(), True
-    except OSError:
-        return missing(), False
+def pool(url: StoreUrl) -> tuple[str | None, str | None]:
+    """What this machine lacks for the pool's store, and why it cannot reach it."""
+    store = STORES[url.scheme]
+    return store.missing(), store.unreachable(url, _API_S)
 
 
 def shared_folder(settings: WorkerSettings, group: str) -> SeenFolder:
@@ -205,18 +257,21 @@ def shared_folder(settings: WorkerSettings, group: str) -> SeenFolder:
     return SeenFolder(str(path), free_bytes, is_memory)
 
 
-def open_files() -> int:
-    """The most open files of a process that starts here."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 1 << 30
-
-
-def checkpoint(folder: Path) -> list[Diagnosis]:
-    """Reads all weights and compares them with their digests. Changes nothing. Raises RelayError for a broken one."""
+def checkpoint(folder: Path, ranker_modules: Sequence[str]) -> list[Diagnosis]:
+    """Reads all weights and compares them with their digests. Changes nothing. Raises RelayError for a broken one, and
+    for a ranker whose code may not run.
+    """
     if not folder.exists():
         return [Diagnosis("model", Verdict.SKIP, f"worker.model is {folder}, and no such folder is on this machine")]
     from relaygr.worker.model.checkpoint import verify_checkpoint
+    from relaygr.worker.model.config import is_ranker
+    from relaygr.worker.model.rankers import read_ranker, require_allowed
 
+    if is_ranker(folder):
+        ranker = read_ranker(folder)
+        require_allowed(ranker.config.ranker, ranker_modules)
+        what = f"{folder} is revision {ranker.revision} of the ranker {ranker.config.ranker}"
+        return [Diagnosis("model", Verdict.OK, what)]
     found = verify_checkpoint(folder, trust=False)
     if found.changed:
         what = f"{folder} was changed after it was written: {', '.join(found.changed[:4])}"
@@ -226,6 +281,82 @@ def checkpoint(folder: Path) -> list[Diagnosis]:
     return [Diagnosis("model", Verdict.OK, f"{folder} agrees with its digests")]
 
 
+def calibration(file: Path | None) -> list[Diagnosis]:
+    """Whether the fits of `worker.calibration`, if it is set, are good. Raises RelayError for a broken file."""
+    if file is None:
+        return []
+    if not file.exists():
+        what = f"worker.calibration is {file}, and no such file is on this machine"
+        return [Diagnosis("calibration", Verdict.SKIP, what)]
+    found = load_calibration(file)
+    if (problem := found.fit_problem) is not None:
+        mend = "run `relaygr calibrate` again on a quiet machine"
+        return [Diagnosis("calibration", Verdict.WARN, f"{file}: {problem}", mend)]
+    worst = max(found.fit_errors.values())
+    return [Diagnosis("calibration", Verdict.OK, f"the fits of {file} are at most {worst:.0%} off")]
+
+
 def no_answer(error: KafkaException) -> str:
     """Kafka's error as a sentence."""
     return str(error.args[0].str())
+
+
+@dataclass(frozen=True, slots=True)
+class SeenImpression:
+    """How the impression ended."""
+
+    undelivered: str | None
+    """Why the retrieval event was not delivered; None if the broker acknowledged it."""
+    outcome: RankOutcome
+    offsets: dict[str, ClockOffset]
+    """The clock of each worker that answered minus ours."""
+    held_back_s: float
+    """The longest time for which a broker held back an answer to our clients."""
+
+
+def send_impression(kafka: KafkaSettings, owned: Collection[int], scenario: str | None = None) -> SeenImpression:
+    """Sends the impression of a user without a history, whose partition is in `owned`. Takes `BUDGET_MS` and some more.
+
+    Raises RelayError if the client cannot start, and ClientError if it cannot send.
+    """
+    user = next(
+        (name for name in _names() if partition_for(name.encode(), kafka.partitions) in owned),
+        _USER,
+    )
+    reports: list[DeliveryReport] = []
+    reported = threading.Event()
+
+    def keep(report: DeliveryReport) -> None:
+        reports.append(report)
+        reported.set()
+
+    settings = ClientSettings(close_timeout_s=1.0, lost_after_ms=0)
+    kafka = kafka.model_copy(update={"statistics_interval_ms": _REPORT_MS})
+    registry = CollectorRegistry()
+    client = RelayClient(kafka, f"doctor-{secrets.token_hex(4)}", settings, registry=registry)
+    with client:
+        event = client.publish_retrieval(
+            user,
+            on_delivery=keep,
+            ranking_budget_ms=BUDGET_MS,
+            expected_ranking_in_ms=100,
+            expected_candidates=CANDIDATES,
+            expected_suffix=0,
+            scenario=scenario,
+        )
+        outcome = client.rank(
+            user,
+            np.arange(CANDIDATES),
+            budget_ms=BUDGET_MS,
+            request_id=event.request_id,
+            query_time_ms=event.retrieval_at_us // 1000,
+            scenario=scenario,
+        )
+        reported.wait(BUDGET_MS / 1000)
+        offsets = client.clock_offsets()
+    undelivered = reports[0].error if reports else "the broker gave no answer in time"
+    return SeenImpression(undelivered, outcome, offsets, kafka_statistics(registry).longest_throttle_s)
+
+
+def _names() -> list[str]:
+    return [_USER, *(f"{_USER}-{number}" for number in range(1, _MOST_USERS))]

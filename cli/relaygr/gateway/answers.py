@@ -18,12 +18,11 @@ from relaygr.client import (
     NotRunning,
     QueueFull,
     RankOutcome,
-    RankStatus,
     RequestIdInUse,
-    TimeOutReason,
 )
+from relaygr.schemas.ended import Ended, http_status
 from relaygr.schemas.json_messages import to_json
-from relaygr.schemas.messages import FailureReason, RetrievalEvent
+from relaygr.schemas.messages import RetrievalEvent
 
 RETRY_AFTER_S: Final = 1
 """Whole seconds are the shortest time that the header can name."""
@@ -46,9 +45,9 @@ class Refusal(Exception):  # noqa: N818 - it is an answer
         self.answer = Answer(status, {"status": "refused", "reason": reason, "message": message}, headers or {})
 
 
-def retry_later(status: int, reason: str, message: str) -> Refusal:
+def retry_later(status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> Refusal:
     """A refusal for now."""
-    return Refusal(status, reason, message, _retry_after(0))
+    return Refusal(status, reason, message, {**_retry_after(0), **(headers or {})})
 
 
 def accepted(event: RetrievalEvent) -> Answer:
@@ -63,22 +62,15 @@ def accepted(event: RetrievalEvent) -> Answer:
 
 def outcome_answer(outcome: RankOutcome) -> Answer:
     """The answer to a ranking request that was sent."""
-    content = to_json(outcome)
-    reason, result = outcome.reason, outcome.result
-    if outcome.status is RankStatus.RANKED:
-        return Answer(HTTPStatus.OK, content)
-    if outcome.status is RankStatus.EXPIRED:
-        return Answer(HTTPStatus.GATEWAY_TIMEOUT, {**content, "reason": "expired"})
-    if outcome.status is RankStatus.TIMED_OUT:
-        if reason is TimeOutReason.CLOSED:
-            return Answer(HTTPStatus.SERVICE_UNAVAILABLE, content, _retry_after(0))
-        return Answer(HTTPStatus.GATEWAY_TIMEOUT, content)
-    if result is not None and result.detail is not None:
-        content["message"] = result.detail
-    if reason is FailureReason.OVERLOADED:
-        backlog_us = result.backlog_us if result is not None else None
-        return Answer(HTTPStatus.SERVICE_UNAVAILABLE, content, _retry_after(backlog_us or 0))
-    return Answer(HTTPStatus.BAD_REQUEST if reason is FailureReason.TOO_LONG else HTTPStatus.BAD_GATEWAY, content)
+    content, result = to_json(outcome), outcome.result
+    status = http_status(outcome.status, outcome.reason)
+    if outcome.status is not Ended.RANKED:
+        content.setdefault("reason", outcome.status.value)
+        if result is not None and result.detail is not None:
+            content["message"] = result.detail
+    backlog_us = result.backlog_us if result is not None else None
+    is_for_now = status == HTTPStatus.SERVICE_UNAVAILABLE
+    return Answer(status, content, _retry_after(backlog_us or 0) if is_for_now else {})
 
 
 def refused_by_client(error: ClientError) -> Refusal:

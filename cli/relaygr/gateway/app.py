@@ -1,7 +1,9 @@
 """The HTTP application: it checks a call, passes it to the client, and answers.
 
-A call is checked in this order: token, bound on requests, content type, body, fields. The budget of a ranking request
-counts from the receipt of its head, so that the time that its body takes is part of it.
+A call is checked in this order: token, bound on requests, content type, body, bound on requests, fields. It counts as
+served once its body is there, so that slow bodies keep no other call out. All bodies under way take at most the bytes
+of `max_requests` of the largest; beyond it, the oldest is refused. The budget of a ranking request counts from the
+receipt of its head, so that the time that its body takes is part of it.
 """
 
 from __future__ import annotations
@@ -9,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 import structlog
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -62,7 +64,6 @@ class HttpMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.in_flight = Gauge("relaygr_http_in_flight_requests", "HTTP requests being served", registry=registry)
 
 
 class GatewayApp:
@@ -75,6 +76,9 @@ class GatewayApp:
         self._settings = settings
         self._token = settings.token.get_secret_value().encode() if settings.token is not None else None
         self._open = 0
+        self._bodies: dict[asyncio.Timeout, int] = {}
+        """The received bytes of each body under way. The oldest comes first."""
+        self._body_bytes = 0
         self._document = document(self._token is not None)
         self._metrics = HttpMetrics(registry)
         self.asgi = Starlette(
@@ -87,16 +91,11 @@ class GatewayApp:
             exception_handlers={HTTPException: _refuse_route},
         )
 
-    @property
-    def open_requests(self) -> int:
-        """Calls that are being served."""
-        return self._open
-
     async def _retrieval(self, request: Request) -> Response:
-        return await self._serve(request, self._begin_impression)
+        return await self._serve(request, RetrievalBody, self._begin_impression)
 
     async def _rank(self, request: Request) -> Response:
-        return await self._serve(request, self._rank_candidates)
+        return await self._serve(request, RankBody, self._rank_candidates)
 
     async def _serve_document(self, _: Request) -> Response:
         return JSONResponse(self._document)
@@ -105,7 +104,9 @@ class GatewayApp:
         only_styles = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
         return HTMLResponse(page(self._document, str(request.base_url)), headers=only_styles)
 
-    async def _serve(self, request: Request, call: Callable[[Request, float], Any]) -> Response:
+    async def _serve(
+        self, request: Request, kind: type[B], call: Callable[[B, Request, float], Awaitable[Answer]]
+    ) -> Response:
         began_s = time.monotonic()
         # That of `request.url` depends on the Host header, and a label must be bounded.
         path = request.scope["path"]
@@ -113,8 +114,11 @@ class GatewayApp:
         try:
             self._authorise(request)
             encoding = _accepted_encoding(request)
-            async with self._slot():
-                answer: Answer = await call(request, began_s)
+            self._refuse_if_full()
+            sent_as = _body_encoding(request)
+            data = await self._read(request)
+            with self._slot():
+                answer = await call(_decoded(kind, sent_as, data), request, began_s)
         except Refusal as refusal:
             answer = refusal.answer
         except ClientDisconnect:
@@ -129,8 +133,7 @@ class GatewayApp:
             write_body(encoding, answer.content), answer.status, dict(answer.headers), media_type=encoding.value
         )
 
-    async def _begin_impression(self, request: Request, _: float) -> Answer:
-        body = await self._body(RetrievalBody, request)
+    async def _begin_impression(self, body: RetrievalBody, request: Request, _: float) -> Answer:
         budget_ms = _budget_ms(request, "ranking_budget_ms", body.ranking_budget_ms)
         with _refusals():
             event = self._client.publish_retrieval(
@@ -144,8 +147,7 @@ class GatewayApp:
             )
         return accepted(event)
 
-    async def _rank_candidates(self, request: Request, began_s: float) -> Answer:
-        body = await self._body(RankBody, request)
+    async def _rank_candidates(self, body: RankBody, request: Request, began_s: float) -> Answer:
         budget_ms = _budget_ms(request, "budget_ms", body.budget_ms)
         left_ms = budget_ms - (time.monotonic() - began_s) * 1000
         if left_ms <= 0:
@@ -179,35 +181,21 @@ class GatewayApp:
                 {"www-authenticate": "Bearer"},
             )
 
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        """One of `max_requests`. Raises Refusal if all are taken."""
+    def _refuse_if_full(self) -> None:
         most = self._settings.max_requests
         if self._open >= most:
             message = f"{most} requests are being served (gateway.max_requests): send fewer at once"
             raise retry_later(HTTPStatus.TOO_MANY_REQUESTS, "too_many_requests", message)
+
+    @contextmanager
+    def _slot(self) -> Iterator[None]:
+        """One of `max_requests`. Raises Refusal if all are taken."""
+        self._refuse_if_full()
         self._open += 1
-        self._metrics.in_flight.set(self._open)
         try:
             yield
         finally:
             self._open -= 1
-            self._metrics.in_flight.set(self._open)
-
-    async def _body(self, body: type[B], request: Request) -> B:
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        encoding = MEDIA_TYPES.get(media_type)
-        if encoding is None or request.headers.get("content-encoding", "identity") != "identity":
-            raise Refusal(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                "unsupported_media_type",
-                f"send a body of type {Encoding.JSON} or {Encoding.MESSAGEPACK}, without a content-encoding",
-            )
-        data = await self._read(request)
-        try:
-            return read_body(body, encoding, data)
-        except BadBody as error:
-            raise _invalid(error) from error
 
     async def _read(self, request: Request) -> bytes:
         """The bytes of the body. Raises Refusal as soon as they are too many, or are late."""
@@ -217,19 +205,64 @@ class GatewayApp:
         length = request.headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > most):
             raise too_large
-        parts: list[bytes] = []
-        size = 0
+        body = bytearray()
+        limit = asyncio.timeout(self._settings.body_timeout_s)
         try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
+            async with limit:
+                self._bodies[limit] = 0
                 async for part in request.stream():
-                    size += len(part)
-                    if size > most:
+                    body += part
+                    if len(body) > most:
                         raise too_large
-                    parts.append(part)
+                    self._note_received(limit, len(part))
         except TimeoutError as error:
+            raise self._too_late(limit) from error
+        finally:
+            self._body_bytes -= self._bodies.pop(limit, 0)
+        return bytes(body)
+
+    def _note_received(self, body: asyncio.Timeout, size: int) -> None:
+        """Ends the oldest body under way if all together are too large."""
+        if body not in self._bodies:
+            return
+        self._bodies[body] += size
+        self._body_bytes += size
+        while self._body_bytes > self._settings.max_requests * self._settings.max_body_bytes:
+            oldest = next(iter(self._bodies))
+            self._body_bytes -= self._bodies.pop(oldest)
+            # One whose own time has just passed ends anyway, and cannot be given another.
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
+
+    def _too_late(self, body: asyncio.Timeout) -> Refusal:
+        if body in self._bodies:
             message = f"the body took longer than {self._settings.body_timeout_s:g} s (gateway.body_timeout_s)"
-            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message, {"connection": "close"}) from error
-        return b"".join(parts)
+            return Refusal(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message, {"connection": "close"})
+        message = (
+            "the bodies that are under way are too large together, and this one is the oldest "
+            "(gateway.max_requests times gateway.max_body_bytes): send fewer at once, or faster"
+        )
+        return retry_later(HTTPStatus.TOO_MANY_REQUESTS, "too_many_requests", message, {"connection": "close"})
+
+
+def _body_encoding(request: Request) -> Encoding:
+    """Raises Refusal for a content type that is not served."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    encoding = MEDIA_TYPES.get(media_type)
+    if encoding is None or request.headers.get("content-encoding", "identity") != "identity":
+        raise Refusal(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "unsupported_media_type",
+            f"send a body of type {Encoding.JSON} or {Encoding.MESSAGEPACK}, without a content-encoding",
+        )
+    return encoding
+
+
+def _decoded(kind: type[B], encoding: Encoding, data: bytes) -> B:
+    try:
+        return read_body(kind, encoding, data)
+    except BadBody as error:
+        raise _invalid(error) from error
 
 
 def _impression(body: RetrievalBody | RankBody, request: Request) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgpack
 
-from relaygr.publishing.json_lines import JsonLineError, parse_object
-from relaygr.publishing.messages import check_times, with_history_user
+from relaygr.ingest.json_lines import JsonLineError, parse_object
+from relaygr.ingest.messages import check_times, with_history_user
 from relaygr.schemas.codec import MAX_MAP_ENTRIES, unpack_bounded
 from relaygr.schemas.fields import FieldError, Packed, Real, UInt
 from relaygr.schemas.json_messages import from_json

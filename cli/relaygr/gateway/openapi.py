@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relaygr.gateway.bodies import Encoding, RankBody, RetrievalBody
+from relaygr.schemas.ended import UNRANKED, Ended
 from relaygr.schemas.json_schema import REFERENCE, Form, schemas_of
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.version import __version__
@@ -26,10 +27,12 @@ _REFUSALS = {
     "409": "request_id_in_use: a request with this id is open",
     "413": "too_large: the body is larger than gateway.max_body_bytes, or its message than Kafka takes",
     "415": "unsupported_media_type",
-    "429": "too_many_requests: gateway.max_requests are being served; see Retry-After",
+    "429": "too_many_requests: gateway.max_requests are served, or too many bodies under way; see Retry-After",
     "503": "overloaded, queue_full, not_sent, stopping or closed: send again later; see Retry-After",
 }
 _RANK_REFUSALS = {
+    # Of an end without a sentence below.
+    **{str(end.row.http_status): end.value for end in UNRANKED},
     "502": "failed: the request failed at its worker, with its reason, or Kafka refused it: refused_by_kafka",
     "504": "expired, no_answer or not_acknowledged: no answer by the deadline",
 }
@@ -88,7 +91,7 @@ def document(needs_token: bool) -> dict[str, Any]:
                 ),
                 "RankOutcome": _object(
                     {
-                        "status": {"enum": ["ranked", "expired", "failed", "timed_out"]},
+                        "status": {"enum": list(map(str, Ended))},
                         "request_id": {"type": "string"},
                         "latency_us": {"type": "integer", "description": "from sending to the result or the deadline"},
                         "late": {"const": False},

@@ -22,10 +22,12 @@ from relaygr.client import AsyncRelayClient, ClientSettings
 from relaygr.gateway.app import GatewayApp
 from relaygr.gateway.settings import GatewaySettings
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.direct_http import http_address
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.http_server import ConnectionLimits, listen_on, server_config
 from relaygr.runtime.interpreter import tune_interpreter
-from relaygr.runtime.probes import Check, ProbeServer, Readiness
+from relaygr.runtime.probes import ProbeServer
+from relaygr.runtime.readiness import Check, Readiness
 from relaygr.tracing import Tracer
 
 _TURN_S: Final = 0.2
@@ -108,10 +110,10 @@ async def _serve(
             return
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         host, port = listener.getsockname()[:2]
-        address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+        address = f"{http_address(host, port)}/"
         log.info(
             "gateway started", gateway_id=settings.gateway_id, address=address, token=settings.token is not None,
-            metrics=f"http://{probes.host}:{probes.port}/metrics",
+            metrics=f"{http_address(probes.host, probes.port)}/metrics",
         )  # fmt: skip
         told(address)
         while not server.should_exit and not serving.done():
@@ -129,13 +131,12 @@ async def _serve(
 
 
 def _readiness(server: _Server, client: AsyncRelayClient) -> Readiness:
-    """Not ready while Kafka refuses the gateway. Does not check whether a broker is there: without traffic, the client
-    would not notice that the broker is back.
-    """
-    serves, refusal = server.started and not server.is_stopping, client.refusal
+    """Not ready while Kafka refuses the gateway, or does not answer it."""
+    serves, refusal, silence = server.started and not server.is_stopping, client.refusal, client.silence
     return Readiness(
         (
             Check("serving", serves, "stopping" if server.is_stopping else ""),
             Check("rights", refusal is None, refusal or ""),
+            Check("cluster", silence is None, silence or ""),
         )
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated
 
 from pydantic import AfterValidator, ByteSize, Field, SecretStr
 
+from relaygr.runtime.direct_http import is_loopback
 from relaygr.runtime.settings import Section, sendable
 
 LARGEST_BODY_BYTES = 16 << 20
@@ -32,7 +32,13 @@ class GatewaySettings(Section):
         int, Field(ge=1, le=100_000, description="requests that are served at once; further ones are answered 429")
     ] = 256
     max_connections: Annotated[
-        int, Field(ge=1, le=100_000, description="open connections; beyond it the one that was idle longest is closed")
+        int,
+        Field(
+            ge=1,
+            le=100_000,
+            description="open connections; beyond it the one that was idle longest is closed. A low limit of open "
+            "files (`ulimit -Hn`) lowers it, with a line in the log",
+        ),
     ] = 1024
     max_body_bytes: Annotated[
         ByteSize,
@@ -61,7 +67,4 @@ class GatewaySettings(Section):
     @property
     def is_local(self) -> bool:
         """Whether only programs on this machine can reach the API."""
-        try:
-            return ipaddress.ip_address(self.listen_host).is_loopback
-        except ValueError:
-            return self.listen_host == "localhost"
+        return is_loopback(self.listen_host)

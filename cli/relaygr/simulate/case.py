@@ -17,7 +17,8 @@ from relaygr.simulate.times import MeasuredTimes
 from relaygr.simulate.visit import VisitTimes, predicted
 from relaygr.worker.calibration import Calibration
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
-from relaygr.worker.model.config import ModelConfig, PrefixRules, read_config, rules_of
+from relaygr.worker.model.config import PrefixRules
+from relaygr.worker.model.description import Description, read_description
 from relaygr.worker.model.interface import EngineLimits
 
 _CPU = "cpu"
@@ -105,21 +106,22 @@ class Shape:
 
 def shape_of_model(folder: Path, settings: Settings, calibration: Calibration) -> Shape:
     """The shape of a checkpoint. Raises RelayError for a folder without a usable configuration."""
-    return shape_of_config(read_config(folder), settings, calibration)
+    return shape_of(read_description(folder), settings, calibration)
 
 
-def shape_of_config(config: ModelConfig, settings: Settings, calibration: Calibration) -> Shape:
-    """The shape of a model with this configuration. Without a setting, K,V have the type with which the device was
+def shape_of(described: Description, settings: Settings, calibration: Calibration) -> Shape:
+    """The shape of a model of this description. Without a setting, K,V have the type with which the device was
     calibrated.
     """
     worker = settings.worker
     return Shape(
         DramGeometry(
-            config.geometry(worker.page_tokens, worker.kv_dtype or calibration.machine.kv_dtype), worker.dram_kv_dtype
+            described.geometry(worker.page_tokens, worker.kv_dtype or calibration.machine.kv_dtype),
+            worker.dram_kv_dtype,
         ),
-        config.layout(),
-        EngineLimits(config.max_prefix_behaviours, config.max_suffix_behaviours, config.max_candidates),
-        rules_of(config),
+        described.layout,
+        described.limits,
+        described.rules,
     )
 
 

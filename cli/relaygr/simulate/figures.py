@@ -7,7 +7,6 @@ itself, and the random parts for all others: a stratified sample.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,27 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
+from relaygr.schemas.ended import UNRANKED, Reason, in_simulation
+from relaygr.schemas.messages import Path
 
-class Ending(enum.StrEnum):
-    """How a ranking request ended: its path, or why it has none."""
-
-    HBM = "hbm"
-    DRAM = "dram"
-    PENDING = "pending"
-    FULL = "full"
-    TRUNCATED = "truncated"
-    REFUSED = "refused"
-    EXPIRED = "expired"
-    FAILED = "failed"
-    LOST = "lost"
-
-
-ENDINGS: Final = tuple(Ending)
+ENDINGS: Final = (
+    *(path.value for path in Path),
+    *(reason.row.in_simulation for reason in Reason if reason.row.in_simulation),
+    *(in_simulation(end) for end in UNRANKED),
+)
+"""How a ranking request ended: its path, or the end of one without scores."""
 CODE: Final = {ending: code for code, ending in enumerate(ENDINGS)}
-_WHOLE: Final = [CODE[each] for each in (Ending.HBM, Ending.DRAM, Ending.PENDING, Ending.FULL)]
-RANKED: Final = [*_WHOLE, CODE[Ending.TRUNCATED]]
-_HITS: Final = [CODE[Ending.HBM]]
-_NOT_READY: Final = [CODE[each] for each in (Ending.PENDING, Ending.FULL, Ending.TRUNCATED)]
+RANKED: Final = [CODE[path] for path in Path]
+_WHOLE: Final = [CODE[path] for path in Path if path is not Path.TRUNCATED]
+_HITS: Final = [CODE[Path.HBM]]
+_NOT_READY: Final = [CODE[each] for each in (Path.PENDING, Path.FULL, Path.TRUNCATED)]
 NO_LATENCY: Final = -1
 HIGHEST_LOAD: Final = 0.8
 """The highest load of a worker at which a simulation is in range: beyond, small errors of the times become large ones
@@ -113,7 +105,8 @@ class Figures:
     """The part of the time of ranked requests that belongs to those whose prefix was not ready."""
     late_share: Estimate
     """Requests without an answer over the whole history within the time limit."""
-    mix: dict[Ending, Estimate]
+    mix: dict[str, Estimate]
+    """The share of each of `ENDINGS`."""
     found_hbm: Estimate
     """Share of the impressions whose first look-up found a prefix, or its beginning, in HBM."""
     found_dram: Estimate

@@ -19,8 +19,8 @@ from types import TracebackType
 
 import numpy as np
 
+from relaygr.cluster.topic_check import LEAST_PARTITIONS_PER_WORKER
 from relaygr.kafka.settings import MOST_PARTITIONS
-from relaygr.kafka.topic_check import LEAST_PARTITIONS_PER_WORKER
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import usable_cores
 from relaygr.simulate.case import Case

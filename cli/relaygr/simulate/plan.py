@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from relaygr.cluster.topic_check import LEAST_PARTITIONS_PER_WORKER
 from relaygr.kafka.settings import MOST_PARTITIONS
-from relaygr.kafka.topic_check import LEAST_PARTITIONS_PER_WORKER
 from relaygr.runtime.errors import RelayError
 from relaygr.simulate.case import Case
 from relaygr.simulate.figures import Figures

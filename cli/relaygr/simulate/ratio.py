@@ -116,7 +116,7 @@ class Correction:
     moved: Move | None = None
     """The last move, until its effect is known; HOLD: it was undone."""
     tries: tuple[Move, ...] = ()
-    """Moves to try if the last one is undone."""
+    """Moves to try if the last one is undone, or no more is possible; none once answers were faster."""
     fastest_ms: float = math.inf
     """The fastest answers since it began to move workers."""
 
@@ -139,7 +139,8 @@ class Correction:
         if self.moved is Move.HOLD:
             return self.tries
         if self.moved is not None:
-            return (self.moved,)
+            # Where all ratios are as slow as the time limit allows, the way may end before answers were faster once.
+            return (self.moved, *(self.tries if seen.answer_ms > (1 - SAME) * self.fastest_ms else ()))
         not_ready_ms, beyond_ms = seen.prefix_share * seen.answer_ms, seen.answer_ms - self.hit_ms
         likely = Move.PRE_INFER if not_ready_ms > beyond_ms / 2 else Move.RANKING
         return likely, OPPOSITE[likely]

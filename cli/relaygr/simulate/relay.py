@@ -20,10 +20,11 @@ import numpy as np
 import simpy
 
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import RankingRequest, RetrievalEvent
+from relaygr.schemas.ended import Ended, in_simulation
+from relaygr.schemas.messages import Path, RankingRequest, RetrievalEvent
 from relaygr.simulate.case import Case
 from relaygr.simulate.device import EPOCH_US, SharedHistories, behaviours_of
-from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests
+from relaygr.simulate.figures import CODE, NO_LATENCY, PartOutcome, Requests
 from relaygr.simulate.pool import PoolJob, PreInferWorkers
 from relaygr.simulate.store import SharedStore, StoreTimes
 from relaygr.simulate.times import Draws
@@ -31,7 +32,7 @@ from relaygr.simulate.worker import SimulatedWorker
 from relaygr.traffic.schedule import Impression
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, job_of
-from relaygr.worker.cache import Hit, Miss, MissReason, PendingPrefix, Purpose
+from relaygr.worker.cache import Purpose, Tier
 from relaygr.worker.executor.job_admission import SlotAdmission
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.settings import FollowBehaviours
@@ -298,11 +299,11 @@ class RelaySimulation:
 
     # -- results -----------------------------------------------------------------------------------
 
-    def _on_ranked(self, number: int, at_us: int, ending: Ending) -> None:
+    def _on_ranked(self, number: int, at_us: int, ending: str) -> None:
         """The result is sent when the simulation has reached its time."""
         self._after(max(0.0, at_us - self._env.now), partial(self._end, number, at_us, ending))
 
-    def _end(self, number: int, at_us: int, ending: Ending) -> None:
+    def _end(self, number: int, at_us: int, ending: str) -> None:
         """Raises RuntimeError for a second result of a request."""
         if self._endings[number] != _OPEN:
             raise RuntimeError(f"request {number} has two results")
@@ -313,7 +314,7 @@ class RelaySimulation:
         if number not in self._told:
             self._jobs[outcome.value] += 1
 
-    def _on_look_up(self, purpose: Purpose, user_id: str, found: Hit | PendingPrefix | Miss) -> None:
+    def _on_look_up(self, purpose: Purpose, user_id: str, tier: Tier | None) -> None:
         """Counts where the first look-up of an impression found its prefix."""
         if purpose is Purpose.PRE_INFER:
             if self._store is not None and self._prepared[user_id]:
@@ -324,8 +325,7 @@ class RelaySimulation:
         elif self._prepared[user_id] > 0:
             self._prepared[user_id] -= 1
             return
-        in_dram = isinstance(found, Miss) and found.reason is MissReason.IN_DRAM
-        self._found["hbm" if isinstance(found, Hit) else "dram" if in_dram else "nowhere"] += 1
+        self._found["nowhere" if tier is None else tier.value] += 1
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class RelaySimulation:
 
     def _outcome(self, cold_us: float, took_s: float) -> PartOutcome:
         endings = np.frombuffer(bytes(self._endings), np.uint8).copy()
-        endings[endings == _OPEN] = CODE[Ending.LOST]
+        endings[endings == _OPEN] = CODE[in_simulation(Ended.TIMED_OUT)]
         ranking_us = np.array(self._ranking_us, np.int64)
         counted = (ranking_us >= cold_us) & (ranking_us < self._ends_us)
         has_job = np.frombuffer(bytes(self._has_job), np.bool_)[counted]
@@ -361,7 +361,7 @@ class RelaySimulation:
             found=dict(self._found),
             jobs=dict(self._jobs if self._pool is None else self._jobs + self._pool.jobs),
             asked=int(has_job.sum()),
-            ready=int((has_job & (endings[counted] == CODE[Ending.HBM])).sum()),
+            ready=int((has_job & (endings[counted] == CODE[Path.HBM])).sum()),
             device_s=after.device_s - before.device_s,
             thread_s=after.thread_s - before.thread_s,
             worker_s=len(self._workers) * (self._ends_us - cold_us) / 1e6,

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas import codec
+from relaygr.schemas.ended import Ended
 from relaygr.schemas.headers import Headers, RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import (
     Behaviours,
     History,
-    Outcome,
     Path,
     PreInferJob,
     RankingRequest,
@@ -157,7 +157,7 @@ def message_sizes(candidates: int, suffix: int, behaviours: int) -> dict[Kind, i
     result = RankingResult(
         request_id=_REQUEST_ID,
         worker_id="worker-00",
-        outcome=Outcome.RANKED,
+        outcome=Ended.RANKED,
         request_sent_at_us=_WALL_US,
         received_at_us=_WALL_US,
         sent_at_us=_WALL_US,

@@ -23,8 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import read_regular
 from relaygr.runtime.quantiles import quantile
-from relaygr.schemas.messages import Outcome
+from relaygr.schemas.ended import Ended
 from relaygr.schemas.messages import Path as RankingPath
 from relaygr.traffic.records import ImpressionRecord
 
@@ -96,7 +97,7 @@ def learn(
     others: list[_Ranked] = []
     for each in requests:
         timings = each.timings
-        if each.status != Outcome.RANKED or timings is None or each.latency_us is None:
+        if each.status != Ended.RANKED or timings is None or each.latency_us is None:
             continue
         hops.append(max(0.0, each.latency_us - timings.total_us) / 2)
         is_hit = each.path == RankingPath.HBM
@@ -108,7 +109,8 @@ def learn(
         # A tail that was not appended was ranked with the suffix.
         tail_tokens = 0 if timings.pre_infer_us else new_tokens
         expected_us = latency.hit_us(each.prefix_tokens - tail_tokens, scored_tokens + tail_tokens)
-        staged_us = timings.queue_us + timings.wait_us + timings.pre_infer_us + timings.rank_us
+        waited_us = timings.wait_us + (timings.history_wait_us or 0)
+        staged_us = timings.queue_us + waited_us + timings.pre_infer_us + timings.rank_us
         ranked = _Ranked(
             timings.queue_us,
             max(0.0, timings.total_us - staged_us),
@@ -139,7 +141,7 @@ def learn(
 def load_times(path: Path) -> MeasuredTimes:
     """Reads the file of `relaygr simulate learn`. Raises RelayError."""
     try:
-        return MeasuredTimes.model_validate_json(path.read_text(encoding="utf-8"))
+        return MeasuredTimes.model_validate_json(read_regular(path).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise RelayError(f"{path} cannot be read ({error}): `relaygr simulate learn --out` writes it.") from error
     except ValidationError as error:

@@ -19,8 +19,9 @@ from prometheus_client import CollectorRegistry
 from relaygr.admission.corrector import Corrector
 from relaygr.consumer.interface import Received, Token
 from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.ended import Ended, Reason, in_simulation
 from relaygr.schemas.headers import RankingHeaders
-from relaygr.schemas.messages import FailureReason, PreInferJob, RankingRequest, WorkerState, WorkerStatus
+from relaygr.schemas.messages import PreInferJob, RankingRequest, WorkerState, WorkerStatus
 from relaygr.simulate.case import Case
 from relaygr.simulate.device import (
     EPOCH_US,
@@ -29,32 +30,41 @@ from relaygr.simulate.device import (
     SimulatedEngine,
     SimulatedLink,
 )
-from relaygr.simulate.figures import Ending
 from relaygr.simulate.store import SharedStore, SimulatedPool
 from relaygr.simulate.times import Draws, MeasuredTimes
-from relaygr.worker.cache import CacheConfig, Hit, Miss, PendingPrefix, PrefixCache, PrefixKey, Purpose
+from relaygr.worker.cache import (
+    CacheConfig,
+    Hit,
+    Miss,
+    MissReason,
+    PendingPrefix,
+    PrefixCache,
+    PrefixKey,
+    Purpose,
+    Tier,
+)
 from relaygr.worker.cache.policies import TierPolicies
-from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.job_admission import JobAdmission
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.status import status_of
-from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
+from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork, Unranked
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.latest_answers import QueueWaits
 from relaygr.worker.metrics import WorkerMetrics
 
-_ENDING_OF_PATH: Final = {ending.value: ending for ending in Ending}
+_REFUSED: Final = in_simulation(Ended.FAILED, Reason.OVERLOADED)
 _JOBS, _RANKINGS = "preinfer", "ranking"
 _EPOCH: Final = 1
 """The partitions never move."""
 
 
-OnRanked = Callable[[int, int, Ending], None]
-"""The number of the impression, the time of its result in µs, and its end."""
+OnRanked = Callable[[int, int, str], None]
+"""The number of the impression, the time of its result in µs, and its end: one of `ENDINGS`."""
 OnJob = Callable[[int, JobOutcome], None]
-OnLookUp = Callable[[Purpose, str, Hit | PendingPrefix | Miss], None]
-"""The purpose of a look-up in the cache, its user, and what it found."""
+OnLookUp = Callable[[Purpose, str, Tier | None], None]
+"""The purpose of a look-up in the cache, its user, and where it found the prefix or its beginning."""
 
 
 @dataclass(slots=True)
@@ -74,6 +84,12 @@ class _Histories:
         self.clock.now_us += self.look_up_us
         return False
 
+    def is_settling(self, partition: int) -> bool:  # noqa: ARG002
+        return False
+
+    def deleted_at_ms(self, user_id: str) -> int:  # noqa: ARG002
+        return 0
+
 
 class _Results:
     """In the place of `ResultWriter`."""
@@ -88,21 +104,15 @@ class _Results:
         self._clock.now_us += self._answer_us
         started_us = work.started_us if work.started_us is not None else self._clock.now_us
         self.waits.observe(max(0, started_us - work.received.received_us))
-        self._on_ranked(work.received.offset, self._clock.now_us, _ENDING_OF_PATH[work.path.value])
+        self._on_ranked(work.received.offset, self._clock.now_us, work.path.value)
         return True
 
     def count_ranked(self, work: RankingWork) -> None:
         """Does nothing: there are no metrics."""
 
-    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:  # noqa: ARG002
+    def unranked(self, reply: RankingHeaders, received: Received, end: Unranked, work: RankingWork) -> None:  # noqa: ARG002
         self._clock.now_us += self._refuse_us
-        is_overload = reason is FailureReason.OVERLOADED
-        ending = Ending.REFUSED if is_overload else Ending.FAILED
-        self._on_ranked(work.received.offset, self._clock.now_us, ending)
-
-    def expired(self, work: RankingWork) -> None:
-        self._clock.now_us += self._refuse_us
-        self._on_ranked(work.received.offset, self._clock.now_us, Ending.EXPIRED)
+        self._on_ranked(received.offset, self._clock.now_us, in_simulation(end.ended, end.reason))
 
     def send(self) -> None:
         """Does nothing: a simulated result is sent when it is written."""
@@ -127,8 +137,15 @@ class _WatchedCache(PrefixCache):
         arriving: int | None = None,
     ) -> Hit | PendingPrefix | Miss:
         found = super().acquire(key, now_us, join, purpose, arriving)
-        self._on_look_up(purpose, key.user_id, found)
+        in_dram = isinstance(found, Miss) and found.reason is MissReason.IN_DRAM
+        tier = Tier.HBM if isinstance(found, Hit) else Tier.DRAM if in_dram else None
+        self._on_look_up(purpose, key.user_id, tier)
         return found
+
+    def count_look_up(self, key: PrefixKey, now_us: int) -> Tier | None:
+        tier = super().count_look_up(key, now_us)
+        self._on_look_up(Purpose.RANKING, key.user_id, tier)
+        return tier
 
 
 class SimulatedWorker:
@@ -220,19 +237,19 @@ class SimulatedWorker:
         answer_by_us = deadline_us - round(settings.reply_margin_ms * 1000)
         sent_us = request.sent_at_us - EPOCH_US
         if now_us > deadline_us + settings.max_clock_skew_ms * 1000:
-            return self._refuse(number, request, now_us, Ending.EXPIRED)
+            return self._refuse(number, request, now_us, in_simulation(Ended.EXPIRED))
         if self.executor.backlog.is_busy and now_us <= deadline_us:
             user_id, request_id = request.user_id, request.request_id
             if self.executor.is_hopeless(user_id, request_id, answer_by_us, now_us, sent_us):
-                return self._refuse(number, request, now_us, Ending.REFUSED)
+                return self._refuse(number, request, now_us, _REFUSED)
         reply = RankingHeaders(request.request_id, "simulated", "results", 0, request.deadline_us)
         work = RankingWork(request, reply, received, EPOCH_US + now_us, deadline_us, answer_by_us)
         if not self.executor.take_ranking(work):
-            return self._on_ranked(number, now_us, Ending.REFUSED)
+            return self._on_ranked(number, now_us, _REFUSED)
         return self._wake()
 
-    def _refuse(self, number: int, request: RankingRequest, now_us: int, ending: Ending) -> None:
-        self.executor.note_refused(request.user_id, request.request_id)
+    def _refuse(self, number: int, request: RankingRequest, now_us: int, ending: str) -> None:
+        self.executor.note_no_time(request.user_id, request.request_id)
         self._on_ranked(number, now_us + round(self._case.times.refuse_us), ending)
         self._wake()
 

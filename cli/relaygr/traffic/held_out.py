@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relaygr.interactions import read_interactions
-from relaygr.interactions.mapping import recorded_map
+from relaygr.ingest.log_map import recorded_map
+from relaygr.ingest.reading import read_interactions
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.traffic.population import LogPopulation

@@ -1,8 +1,8 @@
 """A gateway that plays a schedule of impressions against the clock (open loop) and records the outcomes.
 
 The gateway also publishes the histories of its users: the first versions before the first impression, and each longer
-version before the retrieval event that names it. A user that starts again is deleted first. In a run without an end the
-history of a user who comes once is published before the user's retrieval event.
+version before the retrieval event that names it. A user starts again when none of its impressions is open, and is
+deleted first. In a run without an end the history of a user who comes once is published before its retrieval event.
 
 The latency of a request counts from its *scheduled* ranking time, even if the gateway was late. Every request ends as
 exactly one record: answered, answered late, not sent, undelivered, lost, or open when the player was stopped.
@@ -25,7 +25,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, RelayClient
+from relaygr.client import Ended, LostRequest, QueueFull, RankOutcome, RelayClient
 from relaygr.client.requests import RankFields
 from relaygr.schemas.messages import MAX_EVENT_BEHAVIOURS, BehaviourEvent, History, HistoryVersion, RankingResult
 from relaygr.schemas.record import record
@@ -369,7 +369,7 @@ class Player:
             self._client.submit_rank(f"warm-up-{number}", candidates, budget_ms=_WARM_UP_MS, scenario=self._scenario)
             for number in range(WARM_UP_REQUESTS)
         ]
-        answered = sum(future.result().status is RankStatus.RANKED for future in futures)
+        answered = sum(future.result().status is Ended.RANKED for future in futures)
         if answered:
             log.info("warmed up", answered=answered, requests=len(futures))
         else:
@@ -379,7 +379,7 @@ class Player:
 
     def _ended(self, outcome: RankOutcome) -> None:
         """Records an answer. After a time-out, `on_late` or `on_lost` of the client follows."""
-        if outcome.status is not RankStatus.TIMED_OUT:
+        if outcome.status is not Ended.TIMED_OUT:
             self._write(outcome)
 
     def _late(self, outcome: RankOutcome) -> None:

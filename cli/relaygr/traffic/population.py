@@ -9,8 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.interactions import Interactions, read_interactions
-from relaygr.interactions.mapping import log_map
+from relaygr.ingest.gather import Interactions
+from relaygr.ingest.log_map import log_map
+from relaygr.ingest.reading import read_interactions
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.traffic.settings import TrafficSettings

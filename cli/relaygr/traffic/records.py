@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -15,17 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Outcome, StageTimings
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.messages import Path as RankingPath
+from relaygr.schemas.messages import StageTimings
 from relaygr.schemas.record import record
 
-LOST = "lost"
+LOST: Final = Reason.NO_ANSWER.row.in_traffic
 """The status of a request that Kafka acknowledged and no worker answered."""
-UNDELIVERED = "undelivered"
+UNDELIVERED: Final = Reason.NOT_ACKNOWLEDGED.row.in_traffic
 """The status of a request that was not answered, and whose delivery Kafka did not acknowledge within its deadline."""
-NOT_SENT = "not_sent"
+NOT_SENT: Final = "not_sent"
 """The status of a request that the client refused because its queue was full. This happens in an outage of Kafka."""
-OPEN = "open"
+OPEN: Final = "open"
 """The status of a request without an answer when the traffic was stopped. A worker may still answer it."""
 
 
@@ -74,7 +77,7 @@ class ImpressionRecord:
 
 def is_whole(record: ImpressionRecord) -> bool:
     """Whether the request got an untruncated answer."""
-    return record.status == Outcome.RANKED and record.path != RankingPath.TRUNCATED
+    return record.status == Ended.RANKED and record.path != RankingPath.TRUNCATED
 
 
 def in_time(record: ImpressionRecord) -> bool:
@@ -84,7 +87,7 @@ def in_time(record: ImpressionRecord) -> bool:
 
 def ending(record: ImpressionRecord) -> str:
     """The path of a ranked request, or the status and the reason of another one."""
-    if record.status == Outcome.RANKED and record.path is not None:
+    if record.status == Ended.RANKED and record.path is not None:
         return record.path
     return f"{record.status}: {record.reason}" if record.reason else record.status
 
@@ -103,17 +106,24 @@ def pack_scores(scores: NDArray[np.float32]) -> str:
 class RecordWriter:
     """Writes each record as a line. The file gets it with the next record after `FLUSH_INTERVAL_S`, or at `close`.
 
-    Several threads may write.
+    Several threads may write. After an error of the file system the writer drops what comes, and keeps the whole lines
+    that the file has: the run that it records goes on.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self.problem: str | None = None
+        """Why the file lacks records; None: it has them all."""
+        self._whole_bytes = 0
         # So large that only `flush` writes, which comes after whole lines: a reader may come at any time.
         self._file = path.open("w", encoding="utf-8", buffering=1 << 20)
         self._waiting: deque[ImpressionRecord] = deque()
         self._flush_at_s = 0.0
 
     def write(self, record: ImpressionRecord) -> None:
+        if self.problem is not None:
+            return
         if self._file.closed:
             raise ValueError("the file of records is closed")
         # Encoded together, records take a fraction of the time that each takes alone, with cold caches. The gateway
@@ -124,17 +134,33 @@ class RecordWriter:
             self._flush()
 
     def _flush(self) -> None:
-        while self._waiting:
-            try:
-                oldest = self._waiting.popleft()
-            except IndexError:  # Another thread took the last one.
-                break
-            self._file.write(_line(oldest))
-        self._file.flush()
+        written = self._whole_bytes
+        try:
+            while self._waiting:
+                try:
+                    oldest = self._waiting.popleft()
+                except IndexError:  # Another thread took the last one.
+                    break
+                # All characters are ASCII.
+                written += self._file.write(_line(oldest))
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._whole_bytes = written
+
+    def _give_up(self, error: OSError) -> None:
+        self.problem = f"{self._path} lacks records: {error.strerror}"
+        self._waiting.clear()
+        with suppress(OSError):  # What the buffer still holds cannot be written either.
+            self._file.close()
+        with suppress(OSError):  # It may be no file.
+            os.truncate(self._path, self._whole_bytes)
 
     def close(self) -> None:
-        self._flush()
-        self._file.close()
+        if self.problem is None:
+            self._flush()
+            self._file.close()
 
 
 def _line(record: ImpressionRecord) -> str:

@@ -78,6 +78,8 @@ def _drawn(settings: TrafficSettings, population: Population) -> Iterator[Impres
     random_new, new = np.random.default_rng((settings.seed, 4)), population.size
     cumulative = np.cumsum(user_shares(settings, population.size))
     lengths: dict[int, int] = {}
+    ends_us: dict[int, float] = {}
+    """Until when an impression of each user is open."""
     at_us, number = 0.0, 0
     while True:
         at_us += random.exponential(1e6 / settings.rate_per_s)
@@ -87,9 +89,13 @@ def _drawn(settings: TrafficSettings, population: Population) -> Iterator[Impres
         if settings.new_share and random_new.random() < settings.new_share:
             user, new = new, new + 1
         lead_us = _lead_us(random, settings)
-        length = next_length(lengths.get(user), settings, population, user)
+        # The tombstone is published so long before the retrieval event, and an open impression names what it deletes.
+        is_open = ends_us.get(user, 0.0) > at_us - HISTORY_LEAD_US
+        length = next_length(lengths.get(user), settings, population, user, may_start_again=not is_open)
         if user < population.size:
             lengths[user] = length
+            if settings.start_again:
+                ends_us[user] = max(ends_us.get(user, 0.0), at_us + lead_us + settings.budget_ms * 1000)
         yield Impression(number, user, int(at_us), int(at_us + lead_us), length)
         number += 1
 
@@ -101,13 +107,18 @@ def user_shares(settings: TrafficSettings, users: int) -> NDArray[np.float64]:
     return shares
 
 
-def next_length(before: int | None, settings: TrafficSettings, population: Population, user: int) -> int:
-    """The length of the user's history at an impression. `before`: that of the one before; None: it is the first."""
+def next_length(
+    before: int | None, settings: TrafficSettings, population: Population, user: int, *, may_start_again: bool = True
+) -> int:
+    """The length of the user's history at an impression. `before`: that of the one before; None: it is the first.
+
+    `may_start_again`: no impression is open that names the user's present history.
+    """
     if before is None:
         return population.first_length(user)
     first = population.first_length(user)
     most = max(first, population.sequence_length(user) - settings.suffix)
-    if settings.start_again and before >= most:
+    if settings.start_again and may_start_again and before >= most:
         return first
     return min(before + settings.growth, most)
 

@@ -59,7 +59,9 @@ class TrafficSettings(Section):
     history_max: Annotated[int, Field(ge=1, le=MAX_BEHAVIOURS, description="longest history that is published")] = 2048
     growth: Annotated[int, Field(ge=0, description="behaviours added to a history between two impressions")] = 8
     start_again: bool = Field(
-        False, description="delete a user whose history is at its longest, by a tombstone, and begin it again"
+        False,
+        description="delete a user whose history is at its longest, by a tombstone, and begin it again, once none of "
+        "its impressions is open",
     )
 
     lead_median_ms: Annotated[

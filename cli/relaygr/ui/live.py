@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.session import KafkaSession
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import SystemClock
+from relaygr.runtime.masking import masked
 from relaygr.ui.model import LiveModel, LiveSnapshot, RequestView
 from relaygr.ui.reader import TopicReader
 from relaygr.ui.scrape import Reading, Scraper, pages_at
@@ -22,24 +23,25 @@ class LiveCluster:
 
     def __init__(
         self,
-        kafka: KafkaSettings,
+        session: KafkaSession,
         settings: UiSettings,
         pages: Mapping[str, str] | None = None,
         monitor: LagMonitor | None = None,
     ) -> None:
         """`pages`: more metrics pages, address -> name. `monitor`: one that another part starts and stops."""
+        kafka = session.kafka
         self._clock = SystemClock()
         self._lock = threading.Lock()
         now_us = self._clock.monotonic_us()
         self._model = LiveModel(kafka.bootstrap, kafka.topic_prefix, kafka.partitions, now_us)
-        self._reader = TopicReader(kafka, self._model, self._lock, self._clock.monotonic_us, self._clock.wall_us)
+        self._reader = TopicReader(session, self._model, self._lock, self._clock.monotonic_us, self._clock.wall_us)
         self._settings = settings
         self._pages = dict(pages or {})
-        self._pages.update((url, url) for url in settings.scrape)
+        self._pages.update((url, masked(url)) for url in settings.scrape)
         self._scraper = Scraper(settings.scrape_interval_s, self._targets, self._note_metrics)
         self._own_monitor = monitor is None
         # Time stamps of unread records would have to be read from the topics.
-        self._monitor = monitor or LagMonitor(kafka, LagSettings(interval_s=LAG_INTERVAL_S, record_timeout_s=0))
+        self._monitor = monitor or LagMonitor(session, LagSettings(interval_s=LAG_INTERVAL_S, record_timeout_s=0))
         self._ended: LiveSnapshot | None = None
 
     def require_topics(self) -> None:
@@ -96,7 +98,8 @@ class LiveCluster:
         with self._lock:
             pages = dict(self._pages)
         # Outside the lock: a name server may be slow.
-        pages = {place: name if place == url else place for url, name in pages.items() for place in pages_at(url)}
+        places = ((url, place, name) for url, name in pages.items() for place in pages_at(url))
+        pages = {place: name if place == url else masked(place) for url, place, name in places}
         with self._lock:
             named = self._model.metrics_urls(self._clock.wall_us()) if self._settings.scrape_workers else {}
             targets = {**pages, **named}

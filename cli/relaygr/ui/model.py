@@ -14,7 +14,7 @@ User ids are hashed with a key of this process. The random part of a request id,
 from __future__ import annotations
 
 import bisect
-import enum
+import contextlib
 import hashlib
 import itertools
 import math
@@ -26,12 +26,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from relaygr.admission.worker_table import NoRoomError, WorkerTable
 from relaygr.lag.report import GroupReport, LagReport
 from relaygr.runtime.quantiles import quantile_of_counts
-from relaygr.schemas.fields import Other, choice_label
+from relaygr.schemas.ended import UNRANKED, Ended
+from relaygr.schemas.fields import OTHER, Other, choice_label
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
-    Outcome,
     Path,
     PreInferJob,
     PreInferSlots,
@@ -43,7 +44,7 @@ from relaygr.schemas.messages import (
 )
 from relaygr.schemas.topics import Topic
 from relaygr.trigger.fleet import Fleet
-from relaygr.ui.scrape import Reading, can_reach
+from relaygr.ui.scrape import THROTTLE, Reading, can_reach
 
 SERIES_S: Final = 120
 """The length of the charts."""
@@ -64,6 +65,8 @@ MAX_CELLS: Final = 96
 """The bars of a group's lag. Of more partitions a bar shows the largest lag of neighbours."""
 DEVICE_READINGS: Final = 6
 MAX_SHOWN_WORKERS: Final = 64
+MAX_KNOWN_WORKERS: Final = 256
+"""The metrics of so many are read. Of further ones only the partitions are known."""
 SILENT_S: Final = 60.0
 """A worker without a status for this long is not shown: the topic keeps the last status of each worker for ever."""
 STALE_MS: Final = 3000
@@ -75,25 +78,13 @@ FORGET_US: Final = 60_000_000
 _US: Final = 1_000_000
 
 
-class Kind(enum.StrEnum):
-    """How a request ended: the path of a ranked one, or why it was not ranked."""
-
-    HBM = "hbm"
-    DRAM = "dram"
-    PENDING = "pending"
-    FULL = "full"
-    TRUNCATED = "truncated"
-    OTHER = "other"
-    EXPIRED = "expired"
-    FAILED = "failed"
-    UNANSWERED = "unanswered"
-
-
 STAGES: Final = (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS)
-_KINDS: Final = {str(path): Kind(path.value) for path in Path}
-_PLACES: Final = {kind: place for place, kind in enumerate(Kind)}
-_NOT_READY: Final = frozenset({Kind.PENDING, Kind.FULL, Kind.TRUNCATED})
-_RANKED: Final = _NOT_READY | {Kind.HBM, Kind.DRAM}
+KINDS: Final = (*(path.value for path in Path), OTHER, *(end.on_page for end in UNRANKED))
+"""How a request ended: the path of a ranked one, or the end of another."""
+_PLACES: Final = {kind: place for place, kind in enumerate(KINDS)}
+_NOT_READY: Final = frozenset({Path.PENDING.value, Path.FULL.value, Path.TRUNCATED.value})
+_RANKED: Final = frozenset(path.value for path in Path)
+_LATE: Final = frozenset({Path.TRUNCATED.value, *(end.on_page for end in UNRANKED)})
 
 # Latencies are counted in steps of 2 %, from 0.1 ms to a minute.
 _STEP: Final = 1.02
@@ -133,6 +124,8 @@ class LatencyView:
     budget_ms: float | None
     late: int
     ended: int
+    point_s: int
+    """Each point of the series is of so many seconds, so it may differ from the percentiles of the window."""
     p50_series: Sequence[float | None]
     p99_series: Sequence[float | None]
     dots: Sequence[tuple[float, float, int]]
@@ -276,7 +269,7 @@ class _Request:
 @dataclass(slots=True)
 class _Second:
     counts: dict[Topic, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
-    kinds: Counter[Kind] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     bins: Counter[int] = field(default_factory=Counter)
     ranked: int = 0
     """Ranked requests of known latency."""
@@ -298,7 +291,7 @@ class _Ended:
     at_us: int
     request_id: str
     entry: _Request
-    kind: Kind
+    kind: str
 
 
 @dataclass(slots=True)
@@ -306,6 +299,8 @@ class _Known:
     status: WorkerStatus
     written_at_us: int
     """When the status was written; when it was read, if the worker's clock is ahead."""
+    since_us: int
+    """When its first status was read."""
     reading: Reading | None = None
     device: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=DEVICE_READINGS))
     """Device seconds by the time of their reading."""
@@ -336,10 +331,12 @@ class LiveModel:
         """By request id, at most `MAX_KEPT`. Their events and jobs may be read after their results."""
         self._budgets_ms: deque[float] = deque(maxlen=32)
         self._fleet = Fleet(STALE_MS)
-        self._workers: dict[str, _Known] = {}
+        self._workers: WorkerTable[_Known] = WorkerTable(MAX_KNOWN_WORKERS, round(SILENT_S * _US))
         self._decisions: dict[str, _CounterWindow] = {}
         self._lost: dict[str, int] = {}
         self._standbys: dict[str, int] = {}
+        self._held_back_s: dict[str, float] = {}
+        """The longest time for which Kafka lately held back an answer, by process."""
         self._lag: Sequence[LagView] | None = None
         self._lag_problem: str | None = None
         self._reader_problem: str | None = None
@@ -409,7 +406,7 @@ class LiveModel:
             name for name, entry in self._open.items() if entry.deadline_us and wall_us > entry.deadline_us + GRACE_US
         ]
         for name in over:
-            self._count_end(name, self._open.pop(name), Kind.UNANSWERED, None, now_us)
+            self._count_end(name, self._open.pop(name), Ended.TIMED_OUT.on_page, None, now_us)
         while self._open and (oldest := next(iter(self._open)), self._open[oldest].seen_us)[1] <= now_us - FORGET_US:
             self._open.popitem(last=False)
 
@@ -422,20 +419,26 @@ class LiveModel:
     # -- other sources -----------------------------------------------------------------------------
 
     def note_status(self, worker_id: str, status: WorkerStatus | None, wall_us: int) -> None:
-        """The latest status of a worker; None is its tombstone. Raises ValueError for an unusable status."""
-        self._fleet.apply(worker_id, status, wall_us)
-        self._fleet.reports.clear()
+        """The latest status of a worker; None is its tombstone. Raises ValueError for one that cannot be used."""
         if status is None:
             self._workers.pop(worker_id, None)
+        try:
+            self._fleet.apply(worker_id, status, wall_us)
+        except NoRoomError:
+            # It is shown, but owns nothing.
+            self._unreadable += 1
+        self._fleet.reports.clear()
+        if status is None:
             return
         written_at_us = min(status.written_at_us, wall_us)
         known = self._workers.get(worker_id)
         if known is None:
-            if len(self._workers) >= 4 * MAX_SHOWN_WORKERS:
-                self._workers.pop(min(self._workers, key=lambda name: self._workers[name].written_at_us))
-            self._workers[worker_id] = _Known(status, written_at_us)
+            with contextlib.suppress(NoRoomError):
+                self._workers.make_room(worker_id, wall_us)
+                self._workers.put(worker_id, _Known(status, written_at_us, wall_us))
         else:
             known.status, known.written_at_us = status, written_at_us
+            self._workers.put(worker_id, known)
 
     def metrics_urls(self, wall_us: int) -> dict[str, str]:
         """The metrics pages that live workers name, and that can be reached from here: address -> worker id."""
@@ -449,7 +452,7 @@ class LiveModel:
 
     def keep_pages(self, names: Collection[str]) -> None:
         """Forgets the metrics pages that are no longer read."""
-        for known in (self._silent_pages, self._standbys, self._decisions, self._lost):
+        for known in (self._silent_pages, self._standbys, self._held_back_s, self._decisions, self._lost):
             for name in known.keys() - set(names):
                 known.pop(name)
 
@@ -461,6 +464,7 @@ class LiveModel:
                 self._workers[name].reading = None
                 self._workers[name].device.clear()
             self._standbys.pop(name, None)
+            self._held_back_s.pop(name, None)
             return
         self._silent_pages.pop(name, None)
         if name in self._workers:
@@ -470,6 +474,7 @@ class LiveModel:
             if known.device and known.device[-1][1] > used_s:
                 known.device.clear()  # Another process.
             known.device.append((now_us, used_s))
+        self._held_back_s[name] = reading.largest(THROTTLE)
         if "relaygr_supervisor_children" in reading.samples:
             self._standbys[name] = int(reading.total("relaygr_supervisor_children", phase="standby"))
         if "relaygr_trigger_decisions_total" in reading.samples:
@@ -505,10 +510,10 @@ class LiveModel:
             observed_s=(now_us - self._started_us) / _US,
             stages=[_flow(topic, seconds) for topic in STAGES],
             admitted_share=min(1.0, jobs / events) if events else None,
-            kinds=[_share(kind, window, seconds, ended) for kind in Kind],
+            kinds=[_share(kind, window, seconds, ended) for kind in KINDS],
             latency=self._latency(window, seconds, ended, now_us),
             workers=[self._worker(name, wall_us) for name in shown],
-            silent_workers=len(self._workers) - len(shown),
+            silent_workers=max(len(self._workers), self._fleet.summary(wall_us).workers) - len(shown),
             owners=self._owners(shown, wall_us),
             decisions=self._decided(now_us),
             lag=self._lag,
@@ -551,14 +556,25 @@ class LiveModel:
             found.append(
                 f"The pool hangs or does not answer for {len(away)} workers, such as {away[0]}: they compute instead"
             )
+        held_back_s = {name: held_s for name, held_s in self._held_back_s.items() if held_s > 0}
+        if held_back_s:
+            worst = max(held_back_s, key=lambda name: held_back_s[name])
+            found.append(
+                f"A quota of Kafka holds back the answers to {len(held_back_s)} processes, such as {worst}, for up to "
+                f"{held_back_s[worst]:.2f} s: raise it (see `relaygr doctor`)"
+            )
         if self._silent_pages:
             names = ", ".join(list(self._silent_pages)[:4])
             found.append(f"{len(self._silent_pages)} metrics pages do not answer: {names}")
         return found
 
     def _shown_workers(self, wall_us: int) -> list[str]:
-        alive = [name for name, known in self._workers.items() if wall_us - known.written_at_us < SILENT_S * _US]
-        return sorted(alive)[:MAX_SHOWN_WORKERS]
+        alive = [
+            (known.since_us, name)
+            for name, known in self._workers.items()
+            if wall_us - known.written_at_us < SILENT_S * _US
+        ]
+        return sorted(name for _, name in sorted(alive)[:MAX_SHOWN_WORKERS])
 
     def _worker(self, name: str, wall_us: int) -> WorkerView:
         known = self._workers[name]
@@ -614,6 +630,7 @@ class LiveModel:
             budget_ms=statistics.median(self._budgets_ms) if self._budgets_ms else None,
             late=sum(each.late for each in window),
             ended=ended,
+            point_s=SMOOTH_S,
             p50_series=[each.p50_ms for each in seconds],
             p99_series=[each.p99_ms for each in seconds],
             dots=dots,
@@ -650,19 +667,19 @@ class LiveModel:
         entry.result = result
         # A request that was answered by its headers alone has no time in its result.
         entry.sent_at_us = result.request_sent_at_us or entry.sent_at_us
-        if result.outcome == Outcome.RANKED:
-            kind = _KINDS.get(result.path or "", Kind.OTHER)
+        if result.outcome is Ended.RANKED:
+            kind = OTHER if result.path is None else choice_label(result.path)
         else:
-            kind = Kind.EXPIRED if result.outcome == Outcome.EXPIRED else Kind.FAILED
+            kind = result.outcome.on_page
         self._count_end(request_id, entry, kind, result, now_us)
 
-    def _count_end(self, name: str, entry: _Request, kind: Kind, result: RankingResult | None, now_us: int) -> None:
+    def _count_end(self, name: str, entry: _Request, kind: str, result: RankingResult | None, now_us: int) -> None:
         self._ended[name] = None
         if len(self._ended) > MAX_OPEN:
             self._ended.popitem(last=False)
         second = self._now(now_us)
         second.kinds[kind] += 1
-        late = kind in (Kind.TRUNCATED, Kind.EXPIRED, Kind.FAILED, Kind.UNANSWERED)
+        late = kind in _LATE
         if result is not None and entry.sent_at_us:
             late = late or 0 < entry.deadline_us < result.sent_at_us
             latency_ms = max(0, result.sent_at_us - entry.sent_at_us) / 1000
@@ -751,9 +768,9 @@ def _flow(topic: Topic, seconds: Sequence[_Second]) -> StageFlow:
     return StageFlow(topic.value, round(sum(recent) / len(recent), 1) if recent else 0.0, series)
 
 
-def _share(kind: Kind, window: Sequence[_Second], seconds: Sequence[_Second], ended: int) -> KindShare:
+def _share(kind: str, window: Sequence[_Second], seconds: Sequence[_Second], ended: int) -> KindShare:
     count = sum(each.kinds[kind] for each in window)
-    return KindShare(kind.value, count, count / ended if ended else 0.0, [each.kinds[kind] for each in seconds])
+    return KindShare(kind, count, count / ended if ended else 0.0, [each.kinds[kind] for each in seconds])
 
 
 def _fill(tier: str, capacity_bytes: int, free_bytes: int, reading: Reading | None) -> TierFill:
@@ -819,7 +836,7 @@ def _request_view(each: _Ended, now_us: int) -> RequestView:
         request=each.request_id.rpartition(".")[0][:80],
         user=entry.user,
         worker_id=result.worker_id if result is not None else "",
-        kind=each.kind.value,
+        kind=each.kind,
         reason=None if result is None or result.reason is None else choice_label(result.reason),
         latency_ms=ms(result.sent_at_us - sent_us) if result is not None and sent_us else None,
         budget_ms=ms(entry.deadline_us - sent_us) if sent_us and entry.deadline_us else None,
@@ -829,7 +846,7 @@ def _request_view(each: _Ended, now_us: int) -> RequestView:
         deadline_ms=since(entry.deadline_us),
         answered_ms=since(result.sent_at_us) if result is not None else None,
         queue_ms=ms(timings.queue_us),
-        wait_ms=ms(timings.wait_us),
+        wait_ms=ms(timings.wait_us + (timings.history_wait_us or 0)),
         pre_infer_ms=ms(timings.pre_infer_us),
         reload_ms=ms(timings.reload_us),
         rank_ms=ms(timings.rank_us),

@@ -14,27 +14,19 @@ from contextlib import suppress
 from typing import Final
 
 import structlog
-from confluent_kafka import (
-    OFFSET_BEGINNING,
-    OFFSET_END,
-    Consumer,
-    KafkaError,
-    KafkaException,
-    Message,
-    TopicPartition,
-)
+from confluent_kafka import KafkaError, KafkaException, Message
 from confluent_kafka.admin import ClusterMetadata
 
-from relaygr.kafka.clients import make_assigned_consumer, require_broker
+from relaygr.kafka.log_reader import BEGINNING, END, Batch, Log, LogReader
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.record_time import is_record_time
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.session import KafkaSession
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.headers import RankingHeaders, is_job, workers_group_of
 from relaygr.schemas.messages import PreInferJob, RankingResult, RetrievalEvent
 from relaygr.schemas.topics import Topic
-from relaygr.trigger.fleet_reader import status_of
+from relaygr.trigger.fleet_reader import StatusIntake
 from relaygr.ui.model import STAGES, LiveModel
 
 log = structlog.get_logger()
@@ -58,6 +50,8 @@ _FETCH: Final = {
     "queued.max.messages.kbytes": 16 * 1024,
     "statistics.interval.ms": 0,
     "topic.metadata.refresh.interval.ms": 5000,
+    # Nobody waits for the end of a topic.
+    "enable.partition.eof": False,
 }
 _REFUSED: Final = frozenset((KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED))
 
@@ -67,19 +61,22 @@ class TopicReader:
 
     def __init__(
         self,
-        kafka: KafkaSettings,
+        session: KafkaSession,
         model: LiveModel,
         lock: threading.Lock,
         monotonic_us: Callable[[], int],
         wall_us: Callable[[], int],
     ) -> None:
         """No network until `start`."""
-        self._kafka = kafka
+        self._session = session
+        self._kafka = kafka = session.kafka
         self._model = model
+        self._intake = StatusIntake(model.note_status)
         self._lock = lock
         self._monotonic_us = monotonic_us
         self._wall_us = wall_us
         self._by_name = {kafka.topic(topic): topic for topic in (*STAGES, Topic.WORKERS) if topic in kafka.catalogue}
+        self._reader = LogReader(session, CLIENT_ID, tuple(self._by_name), options=_FETCH)
         self._has_one_topic = kafka.jobs_topic is Topic.RANKING
         self._refused: set[str] = set()
         """Topics whose fetches Kafka refuses, until one has a message again."""
@@ -97,21 +94,18 @@ class TopicReader:
 
     def require_topics(self) -> None:
         """Raises RelayError, with what to do, if the cluster or one of the topics cannot be read."""
-        self._partitions(require_broker(self._kafka, self._stopping))
+        self._logs(self._session.require_broker(self._stopping))
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                assignment = self._partitions(require_broker(self._kafka, self._stopping))
-                consumer = make_assigned_consumer(self._kafka, CLIENT_ID, options=_FETCH)
-                self._tell(None)
-                try:
-                    consumer.assign(assignment)
-                    self._read(consumer)
-                finally:
-                    consumer.close()
+                logs = self._logs(self._session.require_broker(self._stopping))
+                with self._reader:
+                    self._tell(None)
+                    self._reader.read(*logs)
+                    self._follow(logs)
             except RelayError as error:
                 self._tell(str(error))
                 self._stopping.wait(_RETRY_S)
@@ -119,7 +113,7 @@ class TopicReader:
                 self._tell(f"The topics cannot be read: {error.args[0].str()}")
                 self._stopping.wait(_RETRY_S)
 
-    def _partitions(self, cluster: ClusterMetadata) -> list[TopicPartition]:
+    def _logs(self, cluster: ClusterMetadata) -> list[Log]:
         """Every partition of the topics, with its start. Raises RelayError."""
         known = cluster.topics
         missing, refused, found = [], [], []
@@ -130,8 +124,8 @@ class TopicReader:
             elif metadata.error is not None:
                 refused.append(name)
             else:
-                start = OFFSET_BEGINNING if topic is Topic.WORKERS else OFFSET_END
-                found += [TopicPartition(name, partition, start) for partition in metadata.partitions]
+                start = BEGINNING if topic is Topic.WORKERS else END
+                found += [Log(name, partition, start) for partition in metadata.partitions]
         if refused:
             raise RelayError(_may_not_read(refused))
         if missing:
@@ -142,36 +136,32 @@ class TopicReader:
             )
         return found
 
-    def _read(self, consumer: Consumer) -> None:
+    def _follow(self, logs: Sequence[Log]) -> None:
         swept_s, look_at_s = 0.0, time.monotonic() + LOOK_S
         while not self._stopping.is_set():
-            messages = consumer.consume(BATCH, timeout=PAUSE_S)
+            batch = self._reader.batch(PAUSE_S, BATCH)
             started_s = time.monotonic()
             with self._lock:
-                last_ms = self._fold(messages)
+                last_ms = self._fold(batch)
                 if started_s - swept_s >= _SWEEP_S:
                     swept_s = started_s
                     self._model.sweep(self._monotonic_us(), self._wall_us())
             # A batch that is not full was all there was: the clocks differ.
-            behind_ms = 0 if last_ms is None or len(messages) < BATCH else self._wall_us() // 1000 - last_ms
+            behind_ms = 0 if last_ms is None or not batch.is_full else self._wall_us() // 1000 - last_ms
             if behind_ms > BEHIND_S * 1000:
-                self._go_to_the_ends(consumer)
+                logs = self._go_to_the_ends(logs)
             if started_s >= look_at_s:
                 look_at_s = started_s + _RETRY_S
                 # Without a broker nothing is known of the topics; the lag monitor says so.
                 with suppress(KafkaException):
-                    self._partitions(consumer.list_topics(timeout=_ANSWER_S))
+                    self._logs(self._reader.cluster(_ANSWER_S))
                     look_at_s = started_s + LOOK_S
             self._stopping.wait(max(0.0, PAUSE_S - (time.monotonic() - started_s)))
 
-    def _fold(self, messages: Sequence[Message]) -> int | None:
+    def _fold(self, batch: Batch) -> int | None:
         """Returns the time stamp of the last message of a stage, ms since the epoch."""
         last_ms: int | None = None
-        for message in messages:
-            error = message.error()
-            if error is not None:
-                self._note_error(message, error)
-                continue
+        for message in batch.records:
             name = message.topic() or ""
             topic = self._by_name.get(name)
             if name in self._refused:
@@ -182,6 +172,10 @@ class TopicReader:
             elif topic is not None:
                 last_ms = self._time_ms(message) or last_ms
                 self._note_message(topic, message)
+        refused = {each.topic for each in batch.failures if each.topic and each.error.code() in _REFUSED}
+        if refused:
+            self._refused |= refused
+            self._tell_of_rights()
         return last_ms
 
     def _note_message(self, topic: Topic, message: Message) -> None:
@@ -218,29 +212,23 @@ class TopicReader:
         if group is not None and group != self._kafka.workers_group:
             return
         try:
-            self._model.note_status(*status_of(message), self._wall_us())
+            self._intake.take(message, self._wall_us())
         except (DecodeError, ValueError):
             self._model.unreadable()
-
-    def _note_error(self, message: Message, error: KafkaError) -> None:
-        name = message.topic()
-        if error.code() in _REFUSED and name:
-            self._refused.add(name)
-            self._tell_of_rights()
 
     def _tell_of_rights(self) -> None:
         self._model.note_reader(_may_not_read(sorted(self._refused)) if self._refused else None)
 
-    def _go_to_the_ends(self, consumer: Consumer) -> None:
-        """Skips what is unread, but for the statuses."""
-        here = consumer.assignment()
-        workers = self._kafka.topic(Topic.WORKERS)
-        consumer.incremental_unassign([each for each in here if each.topic != workers])
-        consumer.incremental_assign(
-            [TopicPartition(each.topic, each.partition, OFFSET_END) for each in here if each.topic != workers]
-        )
+    def _go_to_the_ends(self, logs: Sequence[Log]) -> list[Log]:
+        """Skips what is unread, but for the statuses. Returns the logs that are read now."""
+        statuses = [each for each in logs if self._by_name[each.topic] is Topic.WORKERS]
+        skipped = [each for each in logs if self._by_name[each.topic] is not Topic.WORKERS]
+        newest = [Log(each.topic, each.partition, END) for each in skipped]
+        self._reader.leave(*skipped)
+        self._reader.read(*newest)
         with self._lock:
             self._model.forget_open()
+        return [*statuses, *newest]
 
     def _tell(self, problem: str | None) -> None:
         with self._lock:

@@ -13,16 +13,16 @@ import socket
 import threading
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from typing import Final
 
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from relaygr.runtime.direct_http import is_loopback, open_directly
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.masking import masked
 
 log = structlog.get_logger()
 
@@ -34,12 +34,16 @@ MAX_LINES: Final = 4096
 """The wanted lines of a page. Our processes have a few hundred."""
 MAX_TARGETS: Final = 256
 LARGEST: Final = 2.0**63
+THROTTLE: Final = "relaygr_kafka_broker_throttle_seconds"
 WANTED: Final = (
     "relaygr_cache_bytes",
     "relaygr_cache_hits_total",
     "relaygr_cache_joins_total",
     "relaygr_cache_misses_total",
     "relaygr_gateway_lost_requests_total",
+    THROTTLE,
+    "relaygr_pool_away",
+    "relaygr_pool_fetches_total",
     "relaygr_supervisor_children",
     "relaygr_trigger_decisions_total",
     "relaygr_worker_device_seconds_total",
@@ -64,6 +68,10 @@ class Reading:
             key = dict(found).get(label, "")
             totals[key] = totals.get(key, 0.0) + value
         return totals
+
+    def largest(self, name: str) -> float:
+        """The largest sample of the name; 0 without any."""
+        return max(self.samples.get(name, {}).values(), default=0.0)
 
     @property
     def hit_share(self) -> float | None:
@@ -93,9 +101,16 @@ def wanted_lines(text: str) -> str:
 
 def check_url(url: str) -> str:
     """The address. Raises RelayError if it is not one of HTTP."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RelayError(f"--scrape {url}: write the address of a metrics page, such as http://trigger-0:9100/metrics.")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_page = parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
+    except ValueError:
+        is_page = False
+    if not is_page:
+        raise RelayError(
+            f"--scrape {masked(url)}: write the address of a metrics page, such as http://trigger-0:9100/metrics, "
+            "without user and password."
+        )
     return url
 
 
@@ -131,32 +146,15 @@ def pages_at(url: str) -> list[str]:
     return [url] if len(hosts) == 1 else [parts._replace(netloc=host + port).geturl() for host in shown]
 
 
-def is_loopback(name: str) -> bool:
-    """Whether a host's name or address is this machine's alone."""
-    try:
-        return name == "localhost" or ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-# No proxy: it would be asked for pages of this machine.
-_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
-
-
 def read_page(url: str) -> Reading | None:
     """The wanted metrics of a page; None if it does not answer in time, or not with metrics."""
     try:
-        with _OPENER.open(url, timeout=TIMEOUT_S) as answer:
+        with open_directly(url, TIMEOUT_S) as answer:
             body = _body(answer)
         return parse_reading(wanted_lines(body.decode(errors="replace")))
     except Exception as error:
         # Any server may be at the address, and neither the client nor the parser lists what they raise.
-        log.debug("a metrics page cannot be read", url=url, error=repr(error))
+        log.debug("a metrics page cannot be read", url=masked(url), error=masked(repr(error)))
         return None
 
 
@@ -216,4 +214,4 @@ class Scraper:
         elif url not in self._silent:
             if len(self._silent) < MAX_TARGETS:
                 self._silent.add(url)
-            log.info("a metrics page does not answer", url=url)
+            log.info("a metrics page does not answer", url=masked(url))

@@ -7,14 +7,18 @@
 
 On a loopback address anyone on this machine may look. Then only requests for this machine's names are answered, so that
 a web page elsewhere cannot read it by a name of its own that leads here. On any other address a request needs the
-token: in the header `Authorization: Bearer TOKEN`, or a cookie. At most `MAX_WATCHERS` browsers get events.
+token: in the header `Authorization: Bearer TOKEN`, or a cookie. Figures, events and actions are refused to the pages of
+other sites, whose requests a browser marks. At most `MAX_WATCHERS` browsers get events: the oldest goes when another
+comes. Each stream ends after `WATCH_S`, and a browser opens the next, so that one who never reads holds no place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
+import time
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
@@ -25,12 +29,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from relaygr.runtime.direct_http import http_address, is_loopback
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.http_server import ConnectionLimits, HttpServer, host_name
 from relaygr.ui.page import REFRESH_S, Page
-from relaygr.ui.scrape import is_loopback
 
 MAX_WATCHERS: Final = 16
+WATCH_S: Final = 60.0
 LIMITS: Final = ConnectionLimits(max_connections=256, wait_s=60.0)
 ASSETS: Final = {
     "app.css": "text/css; charset=utf-8",
@@ -48,6 +53,8 @@ _HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
+_PAGE: Final = "./"
+"""The page, from any other address of the server. No reference is absolute: a proxy may serve it below a path."""
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -61,11 +68,13 @@ class UiServer:
         self.token = token or (None if self._is_local else secrets.token_urlsafe(24))
         # A cookie of one port is sent to the others of the host, so it does not hold the token.
         self._session = secrets.token_urlsafe(24)
-        self._watchers = 0
+        self._watchers: dict[asyncio.Event, None] = {}
+        """Set once another browser takes the place. The oldest comes first."""
         self._refused = asyncio.Lock()
         self._is_ending = False
         routes = [
-            Route("/", self._guarded(self._serve_page)),
+            # A link on another site may lead to it. It has no figures.
+            Route("/", self._guarded(self._serve_page, of_any_site=True)),
             Route("/assets/{name}", self._serve_asset),
             Route("/state", self._guarded(self._serve_state)),
             Route("/events", self._guarded(self._serve_events)),
@@ -79,9 +88,7 @@ class UiServer:
     @property
     def address(self) -> str:
         """Where a browser finds the page."""
-        host = self._server.host
-        shown = f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{self._server.port}/"
+        return f"{http_address(self._server.host, self._server.port)}/"
 
     def start(self) -> None:
         """Raises RelayError if the address cannot be bound."""
@@ -104,10 +111,12 @@ class UiServer:
 
     # -- access ------------------------------------------------------------------------------------
 
-    def _guarded(self, handler: _Handler) -> _Handler:
+    def _guarded(self, handler: _Handler, *, of_any_site: bool = False) -> _Handler:
         async def answer(request: Request) -> Response:
             if not self._is_for_this_host(request):
                 return _plain("This name does not belong to the page. Use the address that `relaygr ui` printed.", 421)
+            if not of_any_site and self._is_of_another_site(request):
+                return _refuse_site()
             if not self._may_see(request):
                 if request.scope["path"] == "/" and "authorization" not in request.headers:
                     return _html("login.html", 401)
@@ -120,6 +129,18 @@ class UiServer:
 
     def _is_for_this_host(self, request: Request) -> bool:
         return self.token is not None or is_loopback(host_name(request.headers.get("host", "")))
+
+    def _is_of_another_site(self, request: Request) -> bool:
+        """Whether another site's page in a browser sends it. A page of this machine at another port is one, too."""
+        site = request.headers.get("sec-fetch-site")
+        if site is not None:
+            return site not in ("same-origin", "none")
+        # Browsers send no `Sec-Fetch-Site` to plain HTTP, but on a loopback address. Elsewhere the cookie, which they
+        # send for no other site, decides, since a proxy may replace the Host header.
+        origin = request.headers.get("origin")
+        if origin is None or self.token is not None:
+            return False
+        return origin.partition("://")[2].lower() != request.headers.get("host", "").lower()
 
     def _may_see(self, request: Request) -> bool:
         if self.token is None:
@@ -139,15 +160,17 @@ class UiServer:
         return f"relaygr_ui_{self._server.port}"
 
     async def _login(self, request: Request) -> Response:
+        if self._is_of_another_site(request):
+            return _refuse_site()
         given = await _field(request, "token")
         if given is None:
             return _plain("The form is too long.", 413)
         if self.token is None:
-            return RedirectResponse("/", 303, _HEADERS)
+            return RedirectResponse(_PAGE, 303, _HEADERS)
         if not _is_same(given, self.token):
             await self._delay_refusal()
             return _html("login.html", 403)
-        answer = RedirectResponse("/", 303, _HEADERS)
+        answer = RedirectResponse(_PAGE, 303, _HEADERS)
         answer.set_cookie(self._cookie, self._session, httponly=True, samesite="strict")
         return answer
 
@@ -177,20 +200,30 @@ class UiServer:
         return Response(found, media_type="application/json", headers=_HEADERS)
 
     async def _serve_events(self, _: Request) -> Response:
-        if self._watchers >= MAX_WATCHERS:
-            return _plain(f"{MAX_WATCHERS} browsers watch this page already. Close one of them.", 503)
-        return StreamingResponse(self._events(), media_type="text/event-stream", headers=_HEADERS)
+        # nginx keeps an answer until 8 to 16 KiB are there, and so shows figures late. The header tells it not to.
+        headers = {**_HEADERS, "connection": "close", "x-accel-buffering": "no"}
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers=headers)
 
     async def _events(self) -> AsyncIterator[str]:
-        self._watchers += 1
+        taken = asyncio.Event()
+        if len(self._watchers) >= MAX_WATCHERS:
+            oldest = next(iter(self._watchers))
+            del self._watchers[oldest]
+            oldest.set()
+        self._watchers[taken] = None
+        ends_s = time.monotonic() + WATCH_S
         try:
             yield "retry: 1000\n\n"
-            while not self._is_ending:
+            while not self._is_ending and not taken.is_set() and time.monotonic() < ends_s:
                 yield f"data: {await asyncio.to_thread(self._page.document)}\n\n"
-                await asyncio.sleep(REFRESH_S)
-            yield f"data: {await asyncio.to_thread(self._page.document)}\n\nevent: end\ndata: \n\n"
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(taken.wait(), REFRESH_S)
+            if self._is_ending:
+                yield f"data: {await asyncio.to_thread(self._page.document)}\n\nevent: end\ndata: \n\n"
+            elif taken.is_set():
+                yield "event: taken\ndata: \n\n"
         finally:
-            self._watchers -= 1
+            self._watchers.pop(taken, None)
 
 
 async def _field(request: Request, name: str) -> str | None:
@@ -213,6 +246,10 @@ def _html(name: str, status: int) -> Response:
 
 def _plain(text: str, status: int) -> Response:
     return PlainTextResponse(text + "\n", status, _HEADERS)
+
+
+def _refuse_site() -> Response:
+    return _plain("A page of another site asks for this. Open this page itself.", 403)
 
 
 def _is_same(given: str, wanted: str) -> bool:

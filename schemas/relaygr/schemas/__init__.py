@@ -12,6 +12,7 @@ from relaygr.schemas.lazy import lazy_names
 if TYPE_CHECKING:
     from relaygr.schemas.codec import SCHEMA_VERSION, DecodeError, DecodeReason, EncodeError, decode, encode
     from relaygr.schemas.digest import DigestChain, digest_chain
+    from relaygr.schemas.ended import Ended, Reason
     from relaygr.schemas.fields import Other
     from relaygr.schemas.headers import RankingHeaders, ResultHeaders
     from relaygr.schemas.messages import (
@@ -20,14 +21,12 @@ if TYPE_CHECKING:
         BehavioursOffset,
         Continuation,
         Diverted,
-        FailureReason,
         FullPathReport,
         History,
         HistoryVersion,
         LatencyCoefficients,
         LeadTimeReport,
         LengthRatios,
-        Outcome,
         Path,
         PrefixSource,
         PreInferJob,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         RankingResult,
         RetrievalEvent,
         StageTimings,
+        StaleCause,
         WorkerState,
         WorkerStatus,
     )
@@ -54,7 +54,7 @@ __all__ = [
     "DigestChain",
     "Diverted",
     "EncodeError",
-    "FailureReason",
+    "Ended",
     "FullPathReport",
     "History",
     "HistoryVersion",
@@ -62,16 +62,17 @@ __all__ = [
     "LeadTimeReport",
     "LengthRatios",
     "Other",
-    "Outcome",
     "Path",
     "PreInferJob",
     "PrefixSource",
     "RankingHeaders",
     "RankingRequest",
     "RankingResult",
+    "Reason",
     "ResultHeaders",
     "RetrievalEvent",
     "StageTimings",
+    "StaleCause",
     "Topic",
     "TopicSpec",
     "WorkerState",
@@ -92,6 +93,7 @@ if not TYPE_CHECKING:
             "relaygr.schemas.topics",
             "relaygr.schemas.partitioner",
             "relaygr.schemas.digest",
+            "relaygr.schemas.ended",
             "relaygr.schemas.fields",
             "relaygr.schemas.messages",
             "relaygr.schemas.codec",

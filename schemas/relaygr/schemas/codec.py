@@ -10,10 +10,10 @@ How the schema changes:
 
 * A new *optional* field keeps the version. A reader ignores a field that it does not know (the bounds on
   number and size hold for it too), and takes the default of a field that is absent or nil.
-* A new member of an *open* choice keeps the version. The open choices are `reason`, `path` and `prefix_source`
-  of a result and `state` of a worker's status: no other field depends on a new member of them. A reader keeps
-  an unknown text as `Other(text)`, encodes it unchanged, and labels its metrics `other`. A writer still refuses
-  a plain text that is not a member.
+* A new member of an *open* choice keeps the version. The open choices are `reason`, `path`, `prefix_source` and
+  `history_stale_cause` of a result and `state` of a worker's status: no other field depends on a new member of them. A
+  reader keeps an unknown text as `Other(text)`, encodes it unchanged, and labels its metrics `other`. A writer still
+  refuses a plain text that is not a member.
 * Everything else takes the next version: a new required field, a changed meaning, unit or bound, and a new
   member of a *closed* choice. `outcome` is closed, because it decides which other fields a result must have
   and what a gateway does next. A reader refuses an unknown version with
@@ -172,6 +172,7 @@ class Template:
     def __init__(self, message: Any, varying: Collection[str]) -> None:
         """Raises the errors of `encode`."""
         encode(message)
+        self.message = message
         self._name = type(message).__name__
         self._varying = [spec for spec in field_specs(type(message)) if spec.name in varying]
         self._body = {name: value for name, value in _pack(message).items() if name not in varying}

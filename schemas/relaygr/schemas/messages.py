@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from relaygr.schemas import limits
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain
+from relaygr.schemas.ended import WIRE_ENDS, WIRE_REASONS, Ended, Reason
 from relaygr.schemas.fields import FEW, Choice, Digest, FieldError, Flag, ListOf, Other, Packed, Real, Text, UInt
 from relaygr.schemas.record import record
 from relaygr.schemas.times import EARLIEST_MS, wrong_unit
@@ -67,32 +68,6 @@ Timestamps = Annotated[
 ]
 
 
-class Outcome(enum.StrEnum):
-    """How a ranking request ended at its worker."""
-
-    RANKED = "ranked"
-    EXPIRED = "expired"
-    FAILED = "failed"
-
-
-class FailureReason(enum.StrEnum):
-    """Why a ranking request failed."""
-
-    OVERLOADED = "overloaded"
-    UNDECODABLE = "undecodable"
-    WRONG_PARTITIONER = "wrong_partitioner"
-    UNKNOWN_SCENARIO = "unknown_scenario"
-    """The worker's settings have no scenario of this name."""
-    INVALID_DEADLINE = "invalid_deadline"
-    TOO_LONG = "too_long"
-    OUT_OF_MEMORY = "out_of_memory"
-    DEVICE_ERROR = "device_error"
-    INVALID_RESULT = "invalid_result"
-    """Set by the gateway's client: the result does not fit the request."""
-    REFUSED_BY_KAFKA = "refused_by_kafka"
-    """Set by the gateway's client: Kafka refused the request, and would refuse it again."""
-
-
 class Path(enum.StrEnum):
     """How a ranking request was served: from which tier, or without a cached prefix."""
 
@@ -101,6 +76,21 @@ class Path(enum.StrEnum):
     PENDING = "pending"
     FULL = "full"
     TRUNCATED = "truncated"
+
+
+class StaleCause(enum.StrEnum):
+    """Why a request is ranked with another history than it names, or with an incomplete one."""
+
+    GAP = "gap"
+    """Behaviours are missing in the worker's history, until a snapshot brings them."""
+    DELETED = "deleted"
+    """The user was deleted after the request's history was chosen."""
+    BEHIND = "behind"
+    """The named history has not reached the worker."""
+    REPLACED = "replaced"
+    """The worker has a newer history with other content."""
+    MISSING = "missing"
+    """The worker has no history of the user."""
 
 
 class PrefixSource(enum.StrEnum):
@@ -423,6 +413,9 @@ class Diverted:
     history_version: Annotated[HistoryVersion | None, "the history of which `history` is the newest part"] = None
     history_stale: Annotated[bool, Flag(), "as in the result"] = False
     history_loading: Annotated[bool, Flag(), "as in the result"] = False
+    history_stale_cause: Annotated[StaleCause | Other | None, Choice(StaleCause, is_open=True), "as in the result"] = (
+        None
+    )
 
 
 @record(frozen=True, slots=True, eq=False)
@@ -463,12 +456,17 @@ class RankingRequest:
 class StageTimings:
     """Durations of the stages of a ranking request at its worker."""
 
-    queue_us: Annotated[int, UInt("µs"), "from receipt until the request was first scheduled"] = 0
+    queue_us: Annotated[
+        int, UInt("µs"), "from receipt until the request was first scheduled, without `history_wait_us`"
+    ] = 0
     wait_us: Annotated[int, UInt("µs"), "time spent waiting for a prefix that was being computed or reloaded"] = 0
     pre_infer_us: Annotated[int, UInt("µs"), "device time of the prefix chunks computed for this request"] = 0
     reload_us: Annotated[int, UInt("µs"), "copying the prefix from DRAM to HBM"] = 0
     rank_us: Annotated[int, UInt("µs"), "device time of the forward pass that scored the candidates"] = 0
     total_us: Annotated[int, UInt("µs"), "from receipt until the result was handed to the producer"] = 0
+    history_wait_us: Annotated[
+        int | None, UInt("µs"), "waiting for the history to arrive, or for the history store to open; absent: no wait"
+    ] = None
 
 
 @record(frozen=True, slots=True, eq=False)
@@ -477,7 +475,7 @@ class RankingResult:
 
     request_id: RequestId
     worker_id: WorkerId
-    outcome: Annotated[Outcome, Choice(Outcome), "how the request ended"]
+    outcome: Annotated[Ended, Choice(WIRE_ENDS), "how the request ended"]
     request_sent_at_us: Annotated[
         int, UInt("µs since the epoch"), "`sent_at_us` of the request; 0 if the request could not be decoded"
     ]
@@ -486,7 +484,7 @@ class RankingResult:
     ]
     sent_at_us: Annotated[int, UInt("µs since the epoch, the worker's clock"), "when the worker sent the result"]
     timings: Annotated[StageTimings, "durations of the stages"]
-    reason: Annotated[FailureReason | Other | None, Choice(FailureReason, is_open=True), "set if `failed`"] = None
+    reason: Annotated[Reason | Other | None, Choice(WIRE_REASONS, is_open=True), "set if `failed`"] = None
     detail: Annotated[str | None, Text(512), "explanation for operators, if `failed`"] = None
     path: Annotated[Path | Other | None, Choice(Path, is_open=True), "set if `ranked`"] = None
     prefix_source: Annotated[
@@ -504,7 +502,9 @@ class RankingResult:
     ] = 0
     history_version: Annotated[HistoryVersion | None, "the history that was used"] = None
     history_stale: Annotated[
-        bool, Flag(), "the worker used a different version than the requested one, or behaviours are missing in it"
+        bool,
+        Flag(),
+        "the worker used another history than the requested one, or none, or behaviours are missing in it",
     ] = False
     history_loading: Annotated[
         bool, Flag(), "the worker had not read all of this partition's histories yet, or not that of the named version"
@@ -540,20 +540,27 @@ class RankingResult:
         Flag(),
         "the worker has no history of this user, or not yet (`history_loading`); absent: it has one",
     ] = None
+    history_stale_cause: Annotated[
+        StaleCause | Other | None,
+        Choice(StaleCause, is_open=True),
+        "why `history_stale`: `gap` (behaviours are missing until a snapshot brings them), `deleted` (the user was, "
+        "after this history was chosen), `behind` (it has not arrived), `replaced` (a newer history has other content) "
+        "or `missing` (no history of the user)",
+    ] = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankingResult) and _as_comparable(self) == _as_comparable(other)
 
     def check(self) -> None:
-        if self.outcome is Outcome.RANKED:
+        if self.outcome is Ended.RANKED:
             missing = [name for name in ("path", "scores", "model_revision") if getattr(self, name) is None]
             if missing:
                 raise FieldError(f": outcome is ranked, but {', '.join(missing)} is absent")
             _check_array("scores", self.scores)
             if self.num_tasks < 1 or (self.scores is not None and self.scores.size % self.num_tasks):
                 raise FieldError(f".scores: not a multiple of {self.num_tasks} tasks")
-        if self.outcome is Outcome.FAILED and self.reason is None:
-            raise FieldError(".reason: is required if failed")
+        if self.outcome.row.needs_reason and self.reason is None:
+            raise FieldError(f".reason: is required if {self.outcome}")
 
 
 @record(frozen=True, slots=True)

@@ -23,7 +23,11 @@ HEADER_SETS: dict[str, tuple[tuple[str, str], ...]] = {
         (headers.REQUEST_ID, "as in the body, 1 to 128 bytes"),
         (headers.GATEWAY_ID, f"the gateway that waits for the result, 1 to {headers.MAX_HEADER_BYTES} bytes"),
         (headers.REPLY_TOPIC, "topic of the result"),
-        (headers.REPLY_PARTITION, "partition of the result, decimal digits"),
+        (
+            headers.REPLY_PARTITION,
+            "partition of the result, decimal digits: the one that the gateway reads; of one that reads all, any. If "
+            "the topic does not have it, the request is a dead letter, and gets no answer",
+        ),
         (headers.DEADLINE_US, "as in the body, µs since the epoch, decimal digits"),
         (headers.DIVERTED_BY, "on `ranking-overflow` only: the worker that passed the request on; workers write it"),
     ),
@@ -68,8 +72,9 @@ A client that reads only as a member of a group, such as kafkajs, gives each pro
 process joins: `consumer({groupId: "relaygr.gateway." + gatewayId})`, and
 `subscribe({topics: ["relaygr.results"], fromBeginning: false})`. It sends its first request after the first event
 `FETCH`, since results from before are not read. It reads all partitions of the results and drops those whose header
-`gateway_id` is not its own, so its traffic grows with the whole fleet's. The user needs Read on that group. Beyond a
-few gateways use a client with `assign`, or the [HTTP gateway](gateway.md#http)."""
+`gateway_id` is not its own. In `reply_partition` it writes any partition of the results, such as murmur2 of its id
+modulo their number, which spreads the results of many gateways. Its traffic grows with the whole fleet's. The user
+needs Read on that group. Beyond a few gateways use a client with `assign`, or the [HTTP gateway](gateway.md#http)."""
 
 
 def reference() -> str:

@@ -33,11 +33,12 @@ import enum
 import heapq
 import zlib
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from relaygr.admission.policy import OwnerView, PrefixHolder
 from relaygr.admission.risk import NO_FACTORS, risky_us
+from relaygr.admission.worker_table import WorkerTable
 from relaygr.schemas.messages import WorkerState, WorkerStatus
 from relaygr.schemas.record import record
 
@@ -55,7 +56,8 @@ SHORT_REQUESTS: Final = 3
 SHORT_WITHIN_US: Final = 1_000_000
 """`SHORT_REQUESTS` requests without time within this time make a worker short of time, until `CALM_US` later."""
 CALM_US: Final = 2_000_000
-MOST_PEERS: Final = 4096
+MOST_PEERS: Final = 1024
+"""Of more workers, these are enough to choose from; each request that is diverted looks at all of them."""
 MOST_USERS: Final = 16_384
 """Users whose peers are remembered, about 10 MiB."""
 PLACES_OF_A_USER: Final = 2
@@ -64,9 +66,13 @@ CACHED_FOR_US: Final = 60_000_000
 """How long a prefix counts as cached at the peer after it was sent, because peers do not report evictions."""
 
 
-class NotDiverted(enum.StrEnum):
-    """Why a request is not diverted: a metric label."""
+class DivertOutcome(enum.StrEnum):
+    """What became of a ranking request for which its worker had no time: a metric label."""
 
+    DELIVERED = "delivered"
+    """Another worker has it."""
+    UNDELIVERED = "undelivered"
+    """It could not be passed on."""
     NO_PEER = "no_peer"
     """No live worker of the same model takes diverted requests."""
     NO_TIME = "no_time"
@@ -125,23 +131,25 @@ class Peers:
         """`stale_us`: the age of a status above which its worker does not count as alive."""
         self._own_id = own_id
         self._stale_us = stale_us
-        self._peers: dict[str, Peer] = {}
+        self._peers: WorkerTable[Peer] = WorkerTable(MOST_PEERS, stale_us)
 
     def apply(self, worker_id: str, status: WorkerStatus | None, now_us: int) -> None:
-        """Takes the latest status of a worker; None is its tombstone. Raises ValueError for an unusable status."""
+        """Takes the latest status of a worker; None is its tombstone.
+
+        Raises ValueError for an unusable status, and for one without room.
+        """
         if worker_id == self._own_id:
             return
         if status is None or status.state is not WorkerState.READY or not status.overflow_partitions:
             self._peers.pop(worker_id, None)
             return
-        if len(self._peers) >= MOST_PEERS and worker_id not in self._peers:
-            return
-        self._peers[worker_id] = Peer(
-            OwnerView.of(status),
-            status.overflow_partitions,
-            status.ranking_backlog_us or 0,
-            # A writer whose clock is ahead counts as one that writes now.
-            min(status.written_at_us, now_us),
+        # Which partitions it owns is not needed, and may be much.
+        view = OwnerView.of(replace(status, partitions=()))
+        self._peers.make_room(worker_id, now_us)
+        # A writer whose clock is ahead counts as one that writes now.
+        written_at_us = min(status.written_at_us, now_us)
+        self._peers.put(
+            worker_id, Peer(view, status.overflow_partitions, status.ranking_backlog_us or 0, written_at_us)
         )
 
     def alive(self, revision: str, now_us: int) -> list[Peer]:
@@ -290,29 +298,29 @@ class DivertPolicy:
         """Whether other workers may divert requests to this one. `at_us`: monotonic."""
         return not self._short.holds(at_us)
 
-    def objection(self, revision: str, received: int, now_us: int) -> NotDiverted | None:
+    def objection(self, revision: str, received: int, now_us: int) -> DivertOutcome | None:
         """Why no request at all is diverted now; None: `choose` decides.
 
         `received`: the number of requests that this worker has received so far. `revision`: of its model.
         """
         if self._peers.is_alone(revision, now_us):
-            return NotDiverted.NO_PEER
-        return None if self._share.has_room(received) else NotDiverted.SHARE
+            return DivertOutcome.NO_PEER
+        return None if self._share.has_room(received) else DivertOutcome.SHARE
 
-    def choose(self, need: Need, revision: str, received: int, now_us: int) -> Target | NotDiverted:
+    def choose(self, need: Need, revision: str, received: int, now_us: int) -> Target | DivertOutcome:
         """The target, to which the caller sends the request; or why there is none."""
         peers = self._peers.alive(revision, now_us)
         if not peers:
-            return NotDiverted.NO_PEER
+            return DivertOutcome.NO_PEER
         if not self._share.has_room(received):
-            return NotDiverted.SHARE
+            return DivertOutcome.SHARE
         behaviours = min(need.behaviours, need.most_behaviours)
         if behaviours < need.behaviours and behaviours < max(LEAST_KEPT * need.behaviours, 1 + need.kept_behaviours):
-            return NotDiverted.TOO_LARGE
+            return DivertOutcome.TOO_LARGE
         options = self._options(peers, need, behaviours, now_us)
         in_time = [each for each in options if each.end_us <= USED_SHARE * need.left_us]
         if not in_time:
-            return NotDiverted.NO_TIME
+            return DivertOutcome.NO_TIME
         in_time = [each for each in in_time if each.is_cached] or in_time
         latest_us = min(each.end_us for each in in_time) + NEAR_US
         near = [each for each in in_time if each.end_us <= latest_us]

@@ -41,6 +41,11 @@ def length_bucket(prefix_tokens: int) -> int:
     return bits if bits < LENGTH_BUCKETS else LENGTH_BUCKETS - 1
 
 
+def fewest_tokens(bucket: int) -> str:
+    """The label of a bucket in metrics: its fewest prefix tokens."""
+    return str(1 << (bucket - 1) if bucket else 0)
+
+
 TAIL_PART: Final = 1 / 2
 """A tail stays in the suffix while it lengthens a ranking pass by at most this part of the fixed cost of an append."""
 

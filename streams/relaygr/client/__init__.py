@@ -35,14 +35,13 @@ if TYPE_CHECKING:
         NotRunning,
         QueueFull,
         RankOutcome,
-        RankStatus,
         RequestIdInUse,
-        TimeOutReason,
     )
     from relaygr.client.publisher import EventPublisher
     from relaygr.client.scenarios import ScenarioClients
     from relaygr.client.settings import ClientSettings
     from relaygr.client.sync import RelayClient
+    from relaygr.schemas.ended import Ended, Reason
     from relaygr.schemas.version import __version__
 
 __all__ = [
@@ -52,6 +51,7 @@ __all__ = [
     "ClientStatistics",
     "ClockOffset",
     "DeliveryReport",
+    "Ended",
     "EventPublisher",
     "LostRequest",
     "MessageRefused",
@@ -59,11 +59,10 @@ __all__ = [
     "NotRunning",
     "QueueFull",
     "RankOutcome",
-    "RankStatus",
+    "Reason",
     "RelayClient",
     "RequestIdInUse",
     "ScenarioClients",
-    "TimeOutReason",
     "__version__",
 ]
 
@@ -80,6 +79,7 @@ if not TYPE_CHECKING:
             "relaygr.client.sync",
             "relaygr.client.aio",
             "relaygr.client.scenarios",
+            "relaygr.schemas.ended",
             "relaygr.schemas.version",
         ),
     )

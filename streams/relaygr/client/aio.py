@@ -133,6 +133,11 @@ class AsyncRelayClient:
         """See `RelayClient.refusal`."""
         return self._client.refusal
 
+    @property
+    def silence(self) -> str | None:
+        """See `RelayClient.silence`."""
+        return self._client.silence
+
     def statistics(self) -> ClientStatistics:
         """See `RelayClient.statistics`."""
         return self._client.statistics()

@@ -7,18 +7,19 @@ t2 and answered at t3 on the worker's,
 
 and the error is at most half the round trip. A queue or a pause makes the two directions unequal, so the
 estimate is the sample with the shortest round trip among the last few. If the offset is positive,
-the worker's clock is ahead.
+the worker's clock is ahead. A sample of more than `KEPT_US` ago is dropped: a clock may have been set
+since, and its worker may be gone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 from relaygr.schemas.record import record
 
 SAMPLES_KEPT: Final = 16
+KEPT_US: Final = 300_000_000
 # A longer round trip or a larger offset comes from a wrong message, not from a wrong clock.
 MAX_ROUND_TRIP_US: Final = 60_000_000
 MAX_OFFSET_US: Final = 366 * 24 * 3600 * 1_000_000
@@ -31,6 +32,11 @@ class ClockOffset:
     offset_us: int
     error_us: int
 
+    @property
+    def least_us(self) -> int:
+        """How far the clocks are apart at least. Only this is measured: a slow way looks like an offset."""
+        return max(0, abs(self.offset_us) - self.error_us)
+
 
 def measure(sent_us: int, received_us: int, answered_us: int, returned_us: int) -> ClockOffset | None:
     """One sample from t1, t2, t3, t4; None if they cannot be the times of one round trip."""
@@ -41,50 +47,35 @@ def measure(sent_us: int, received_us: int, answered_us: int, returned_us: int) 
     return ClockOffset(offset_us, round_trip_us // 2)
 
 
-@record(frozen=True, slots=True)
-class Change:
-    """The effect of a sample: the worker's new estimate if it changed, and the evicted worker, if any."""
-
-    estimate: ClockOffset | None = None
-    evicted: str | None = None
-
-
-@dataclass(slots=True)
-class _Worker:
-    samples: deque[ClockOffset]
-    best: ClockOffset
-
-
 class ClockOffsets:
     """Estimates for at most `max_workers` workers; the least recently seen is evicted. Not thread-safe."""
 
     def __init__(self, max_workers: int) -> None:
         self._max_workers = max_workers
-        self._workers: dict[str, _Worker] = {}
+        self._samples: dict[str, deque[tuple[int, ClockOffset]]] = {}
+        """The last ones of each worker, with their times, in the order in which the workers were heard of last."""
 
-    def add(self, worker_id: str, sample: ClockOffset) -> Change:
-        """Adds a sample of a worker."""
-        worker = self._workers.pop(worker_id, None)
-        evicted = None
-        if worker is None:
-            if len(self._workers) >= self._max_workers:
-                evicted = next(iter(self._workers))
-                del self._workers[evicted]
-            self._workers[worker_id] = _Worker(deque((sample,), maxlen=SAMPLES_KEPT), sample)
-            return Change(sample, evicted)
-        # The dict is ordered by the last sample of each worker.
-        self._workers[worker_id] = worker
-        worker.samples.append(sample)
-        before = worker.best
-        if sample.error_us <= before.error_us:
-            worker.best = sample
-        elif before not in worker.samples:
-            worker.best = min(worker.samples, key=_error_us)
-        return Change(worker.best if worker.best != before else None)
+    def add(self, worker_id: str, sample: ClockOffset, now_us: int) -> None:
+        """Adds a sample of a worker. `now_us`: on the monotonic clock."""
+        samples = self._samples.pop(worker_id, None)
+        if samples is None:
+            samples = deque(maxlen=SAMPLES_KEPT)
+            if len(self._samples) >= self._max_workers:
+                del self._samples[next(iter(self._samples))]
+        samples.append((now_us, sample))
+        self._samples[worker_id] = samples
 
-    def all(self) -> dict[str, ClockOffset]:
-        """The estimate of each worker, by its id: its best recent sample."""
-        return {worker_id: worker.best for worker_id, worker in self._workers.items()}
+    def all(self, now_us: int) -> dict[str, ClockOffset]:
+        """The estimate of each worker that was heard of lately, by its id: its best sample, of equals the newest."""
+        for worker_id, samples in list(self._samples.items()):
+            while samples and now_us - samples[0][0] > KEPT_US:
+                samples.popleft()
+            if not samples:
+                del self._samples[worker_id]
+        return {
+            worker_id: min((sample for _, sample in reversed(samples)), key=_error_us)
+            for worker_id, samples in self._samples.items()
+        }
 
 
 def _error_us(sample: ClockOffset) -> int:

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
-import structlog
-
 from relaygr.client.clock_offset import ClockOffset, ClockOffsets, measure
 from relaygr.client.metrics import ClientCounts, ClientStatistics, GatewayMetrics
-from relaygr.client.outcome import LostRequest, RankOutcome, RankStatus, TimeOutReason
+from relaygr.client.outcome import LostRequest, RankOutcome
 from relaygr.client.pending import Answer, AnswerMatch, PendingRequest, PendingTable, Timer
 from relaygr.client.publisher import notify
 from relaygr.client.settings import ClientSettings
+from relaygr.kafka.client_errors import LimitedLog
 from relaygr.runtime.clock import Clock
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.fields import Other
-from relaygr.schemas.messages import FailureReason, Outcome, RankingRequest, RankingResult
+from relaygr.schemas.messages import RankingRequest, RankingResult
 
 OnLate = Callable[[RankOutcome], None]
 OnLost = Callable[[LostRequest], None]
@@ -31,14 +31,6 @@ MOST_WORKERS: Final = 64
 """Workers whose clock offset and backlog are kept; the one that was heard of least recently is forgotten."""
 RETRY_BACKOFF_US: Final = 20_000
 """The wait before a request whose delivery failed is sent again."""
-
-_log = structlog.get_logger()
-
-_STATUS: Final = {
-    Outcome.RANKED: RankStatus.RANKED,
-    Outcome.EXPIRED: RankStatus.EXPIRED,
-    Outcome.FAILED: RankStatus.FAILED,
-}
 
 
 class WorkerBacklogs:
@@ -86,9 +78,12 @@ class Ledger:
             settings.remembered_answers,
             settings.lost_after_ms * 1000,
         )
+        # Other programs write results, too, any number of which may not fit.
+        self._limited_log = LimitedLog(clock)
         self._offsets = ClockOffsets(MOST_WORKERS)
         self._backlogs = WorkerBacklogs(MOST_WORKERS)
         self._counts = ClientCounts()
+        metrics.clocks.add(self)
         # Answered and lost requests that are not told yet: they have left the table.
         self._untold = 0
 
@@ -102,7 +97,6 @@ class Ledger:
         with self._lock:
             self._table.add(entry)
             self._counts.submitted += 1
-        self._metrics.in_flight.inc()
         return entry
 
     def fail_fast(self, request: RankingRequest, called_us: int, partition: int) -> PendingRequest | None:
@@ -118,7 +112,7 @@ class Ledger:
             self._counts.submitted += 1
         entry = self._entry(request, called_us, partition)
         latency_us = self._clock.monotonic_us() - entry.sent_us
-        self._tell(entry, RankOutcome(entry.request_id, RankStatus.FAILED, latency_us, None, FailureReason.OVERLOADED))
+        self._tell(entry, RankOutcome(entry.request_id, Ended.FAILED, latency_us, None, Reason.OVERLOADED))
         return entry
 
     def _entry(self, request: RankingRequest, called_us: int | None, partition: int) -> PendingRequest:
@@ -143,10 +137,7 @@ class Ledger:
     def withdraw(self, entry: PendingRequest) -> None:
         """Removes a request that the producer refused, unless it has ended because the client was closed."""
         with self._lock:
-            withdrawn = self._table.discard(entry)
-            self._counts.submitted -= withdrawn
-        if withdrawn:
-            self._metrics.in_flight.dec()
+            self._counts.submitted -= self._table.discard(entry)
 
     def acknowledged(self, entry: PendingRequest) -> None:
         """Records that the broker acknowledged the request."""
@@ -157,7 +148,11 @@ class Ledger:
     def not_delivered(self, entry: PendingRequest, send_again: Callable[[], None]) -> bool:
         """Plans to send the request again after the back-off. Returns False if its deadline comes first."""
         with self._lock:
-            return self._table.retry(entry, send_again, self._clock.monotonic_us() + RETRY_BACKOFF_US)
+            now_us = self._clock.monotonic_us()
+            is_planned = self._table.retry(entry, send_again, now_us + RETRY_BACKOFF_US)
+            if not is_planned:
+                self._table.give_up(entry, now_us)
+            return is_planned
 
     def answered(self, result: RankingResult) -> AnswerMatch:
         """Handles a result. One that does not fit its request ends it as `failed` with `invalid_result`."""
@@ -173,16 +168,16 @@ class Ledger:
                         self._backlogs.note(answer.entry.partition, result.worker_id, now_us + (result.backlog_us or 0))
                 self._counts.invalid += problem is not None
         if problem is None:
-            self._end(answer, _STATUS[result.outcome], result, result.reason, now_us)
+            self._end(answer, result.outcome, result, result.reason, now_us)
         else:
-            _log.warning(
+            self._limited_log.warning(
                 "a result does not fit its request",
+                Reason.INVALID_RESULT,
                 request_id=result.request_id,
                 worker_id=result.worker_id,
                 problem=problem,
             )
-            self._metrics.ignored.labels(FailureReason.INVALID_RESULT.value).inc()
-            self._end(answer, RankStatus.FAILED, None, FailureReason.INVALID_RESULT, now_us)
+            self._end(answer, Ended.FAILED, None, Reason.INVALID_RESULT, now_us)
         return answer.match
 
     def answered_undecodable(self, request_id: str | None) -> None:
@@ -191,9 +186,8 @@ class Ledger:
         with self._lock:
             self._counts.undecodable += 1
             answer = self._take(request_id, now_us) if request_id is not None else Answer(AnswerMatch.UNKNOWN)
-        self._metrics.ignored.labels("undecodable").inc()
         if answer.entry is not None:
-            self._end(answer, RankStatus.FAILED, None, FailureReason.UNDECODABLE, now_us)
+            self._end(answer, Ended.FAILED, None, Reason.UNDECODABLE, now_us)
 
     def refused(self, entry: PendingRequest) -> None:
         """Ends a request that Kafka refused, and would refuse again."""
@@ -201,13 +195,12 @@ class Ledger:
         with self._lock:
             answer = self._take(entry.request_id, now_us)
         if answer.entry is not None:
-            self._end(answer, RankStatus.FAILED, None, FailureReason.REFUSED_BY_KAFKA, now_us)
+            self._end(answer, Ended.FAILED, None, Reason.REFUSED_BY_KAFKA, now_us)
 
-    def foreign(self, reason: str) -> None:
-        """Counts a result on our partition that answers no request of ours; `reason` is from a bounded set."""
+    def foreign(self) -> None:
+        """Counts a result on our partition that answers no request of ours."""
         with self._lock:
             self._counts.foreign += 1
-        self._metrics.ignored.labels(reason).inc()
 
     def fire(self) -> list[PendingRequest]:
         """Fires the timers that are due. Returns the requests to send again now."""
@@ -223,7 +216,6 @@ class Ledger:
                 self._tell_lost(due.entry)
             else:
                 retries.append(due.entry)
-                self._metrics.retries.inc()
         if retries:
             with self._lock:
                 self._counts.retries += len(retries)
@@ -249,11 +241,10 @@ class Ledger:
         """Ends the wait for every request, and removes all requests."""
         now_us = self._clock.monotonic_us()
         with self._lock:
-            open_requests = len(self._table)
             waiting = self._table.clear()
-        self._metrics.in_flight.dec(open_requests)
         for entry in waiting:
-            self._tell_timed_out(entry, now_us, TimeOutReason.CLOSED)
+            self._tell_timed_out(entry, now_us, Reason.CLOSED)
+        self._metrics.clocks.discard(self)
 
     @property
     def waiting(self) -> int:
@@ -276,9 +267,9 @@ class Ledger:
             return self._counts.snapshot(self._table.waiting, len(self._table) - self._table.waiting)
 
     def clock_offsets(self) -> dict[str, ClockOffset]:
-        """The estimated clock offsets, by worker id."""
+        """The estimated clock offsets of the workers that answered lately, by worker id."""
         with self._lock:
-            return self._offsets.all()
+            return self._offsets.all(self._clock.monotonic_us())
 
     def _take(self, request_id: str, now_us: int) -> Answer:
         """Takes an answered request out of the table. The lock is held, and `_end` follows."""
@@ -289,9 +280,9 @@ class Ledger:
     def _end(
         self,
         answer: Answer,
-        status: RankStatus,
+        status: Ended,
         result: RankingResult | None,
-        reason: FailureReason | Other | None,
+        reason: Reason | Other | None,
         now_us: int,
     ) -> None:
         """Passes an answer to the caller, or a late one to `on_late`; counts an answer to no open request."""
@@ -302,10 +293,9 @@ class Ledger:
                 with self._lock:
                     self._counts.duplicates += 1
             else:
-                self.foreign(answer.match.value)
+                self.foreign()
             return
         try:
-            self._metrics.in_flight.dec()
             latency_us = now_us - entry.sent_us
             self._metrics.observe_answer(latency_us, entry.trace.exemplar if entry.trace is not None else None)
             late = answer.match is AnswerMatch.LATE
@@ -327,15 +317,15 @@ class Ledger:
         with self._lock:
             self._untold -= 1
 
-    def _tell_timed_out(self, entry: PendingRequest, now_us: int, reason: TimeOutReason | None = None) -> None:
+    def _tell_timed_out(self, entry: PendingRequest, now_us: int, reason: Reason | None = None) -> None:
         if reason is None:
-            reason = TimeOutReason.NO_ANSWER if entry.acknowledged else TimeOutReason.NOT_ACKNOWLEDGED
+            reason = Reason.NO_ANSWER if entry.acknowledged else Reason.NOT_ACKNOWLEDGED
         latency_us = min(now_us, max(entry.deadline_us, entry.sent_us)) - entry.sent_us
-        self._tell(entry, RankOutcome(entry.request_id, RankStatus.TIMED_OUT, latency_us, reason=reason))
+        self._tell(entry, RankOutcome(entry.request_id, Ended.TIMED_OUT, latency_us, reason=reason))
 
     def _tell(self, entry: PendingRequest, outcome: RankOutcome) -> None:
         with self._lock:
-            setattr(self._counts, outcome.status.value, getattr(self._counts, outcome.status.value) + 1)
+            self._counts.ended[outcome.status] += 1
         self._metrics.count_outcome(outcome)
         if entry.trace is not None:
             entry.trace.told(outcome, entry.sent_wall_us)
@@ -343,7 +333,6 @@ class Ledger:
 
     def _tell_lost(self, entry: PendingRequest) -> None:
         try:
-            self._metrics.in_flight.dec()
             self._metrics.count_lost(entry.acknowledged)
             with self._lock:
                 self._counts.lost += 1
@@ -357,7 +346,7 @@ class Ledger:
 
         A worker that could not decode the request does not know its `sent_at_us`, and writes 0.
         """
-        is_ranked = result.outcome is Outcome.RANKED
+        is_ranked = result.outcome is Ended.RANKED
         if result.request_sent_at_us != entry.echo_us and (is_ranked or result.request_sent_at_us != 0):
             return f"request_sent_at_us is {result.request_sent_at_us}, the request was sent at {entry.echo_us}"
         if not is_ranked or result.scores is None:
@@ -374,10 +363,5 @@ class Ledger:
         # Computed from the monotonic clock, so that a jump of our wall clock has no effect.
         returned_us = entry.sent_wall_us + now_us - entry.sent_us
         sample = measure(entry.sent_wall_us, result.received_at_us, result.sent_at_us, returned_us)
-        if sample is None:
-            return
-        change = self._offsets.add(result.worker_id, sample)
-        if change.evicted is not None:
-            self._metrics.clock_offset.remove(change.evicted)
-        if change.estimate is not None:
-            self._metrics.clock_offset.labels(result.worker_id).set(change.estimate.offset_us / 1e6)
+        if sample is not None:
+            self._offsets.add(result.worker_id, sample, now_us)

@@ -4,8 +4,8 @@
 partition before it returns, and the link reads from there. So the link misses no answer to a later request,
 and reads no answers to requests of an earlier process with the same gateway id.
 
-When the files of `security` change, a thread makes new clients, and the I/O thread takes them over: the old ones keep
-the certificates and passwords that they read. The durable producers then renew theirs.
+When the files of `security` change, the session's thread makes new clients, and the I/O thread takes them over: the old
+ones keep the certificates and passwords that they read.
 
 In each turn the thread fires timers, waits for a result with `poll`, takes further results with `consume`
 without waiting, and serves delivery reports. A new request cannot wake the thread, so it waits `MAX_WAIT_MS` at
@@ -23,30 +23,21 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import ClusterMetadata
 
 from relaygr.client.ledger import Ledger
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import ClientError, MessageRefused, NotRunning
 from relaygr.client.pending import PendingRequest
 from relaygr.client.publisher import EventPublisher, client_errors, delivery_report
-from relaygr.kafka.admin_process import AdminProcess
-from relaygr.kafka.client_errors import LastRefusal, is_final
-from relaygr.kafka.clients import (
-    QUICK_RECONNECT,
-    ProducerKind,
-    fetch_metadata,
-    make_assigned_consumer,
-    make_producer,
-    read_watermarks,
-    require_broker,
-)
-from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.cluster.admin_process import AdminProcess
+from relaygr.cluster.rights import Role, require_rights
+from relaygr.cluster.watch import ClusterWatch
+from relaygr.kafka.client_errors import LimitedLog, is_final
+from relaygr.kafka.clients import QUICK_RECONNECT, ProducerKind, fetch_metadata, read_watermarks
 from relaygr.kafka.message_headers import headers_of
-from relaygr.kafka.refusals import Refusals
-from relaygr.kafka.rights import Role, require_rights
-from relaygr.kafka.security import SecurityFiles
-from relaygr.kafka.settings import KafkaSettings, SecurityProtocol
-from relaygr.kafka.statistics import KafkaStatistics
+from relaygr.kafka.session import KafkaSession
+from relaygr.kafka.settings import SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import codec
 from relaygr.schemas.codec import DecodeError, DecodeReason
@@ -65,11 +56,8 @@ _BATCH: Final = 64
 # The pause keeps the thread from spinning when every turn fails.
 _PAUSE_AFTER_ERROR_S: Final = 0.01
 _JOIN_TIMEOUT_S: Final = 1.0
-FILES_INTERVAL_S: Final = 5.0
-"""How often the files of `security` are compared with those that the clients have read."""
 _LAST_REPORTS_S: Final = 5.0
 """Longer than a ranking request may wait in its producer."""
-_OTHER_GATEWAY: Final = "other_gateway"
 
 _log = structlog.get_logger()
 
@@ -87,37 +75,36 @@ class GatewayLink:
 
     def __init__(
         self,
-        kafka: KafkaSettings,
+        session: KafkaSession,
         gateway_id: str,
         results_partition: int | None,
         ledger: Ledger,
         metrics: GatewayMetrics,
-        statistics: KafkaStatistics,
         traces: ClientTraces | None = None,
     ) -> None:
-        self._kafka = kafka
+        """`session`: the link's own, which `disconnect` closes."""
+        self._session = session
+        self._kafka = kafka = session.kafka
         self._traces = traces
-        self._reporting = statistics.options(kafka.statistics_interval_ms)
         self._gateway_id = gateway_id
-        self._client_id = f"relaygr-gateway-{gateway_id}"
+        self._client_id = session.name
         self._wanted_partition = results_partition
         self._ledger = ledger
         self._metrics = metrics
         self._ranking_topic = kafka.topic(Topic.RANKING)
         self._results_topic = kafka.topic(Topic.RESULTS)
-        self.refusals = Refusals(kafka, Role.GATEWAY)
-        self.events = EventPublisher(kafka, self._client_id, metrics=metrics, note_error=self.refusals.note)
+        self.events = EventPublisher(kafka, self._client_id, metrics=metrics, session=session)
+        session.on_new_files(self._renew)
         self.results_partition = -1
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
-        self._dead_letters = DeadLetterWriter(kafka, self._client_id, note_error=self.refusals.note)
+        # Other programs write results, too, any number of which may be bad.
+        self._limited_log = LimitedLog()
         self._reachable = False
-        self._refused = LastRefusal()
+        self._watch = ClusterWatch(self._client_id, self._ask_topic, [self._ranking_topic], None)
         self._next_offset = 0
-        self._generation = 0
         self._fresh: _Clients | None = None
         self._retired: list[_Clients] = []
-        self._renewing: threading.Thread | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=self._client_id, daemon=True)
 
@@ -127,7 +114,7 @@ class GatewayLink:
         Raises RelayError if the cluster cannot be reached, a topic is missing, or the results partition does
         not exist, after it has closed the clients that it opened.
         """
-        files = SecurityFiles(self._kafka.security)
+        self._session.follow_files()
         try:
             self._make_clients()
             self._position()
@@ -135,14 +122,13 @@ class GatewayLink:
             fetch_metadata(self._producer, self._ranking_topic, self._kafka.connect_timeout_s)
             self.events.start()
         except BaseException:
+            self._session.close()
             self._close_clients(0.0)
             raise
         self._set_reachable(True)
+        self._watch.ask(self._ranking_topic)
+        self._watch.start()
         self._thread.start()
-        if files.paths:
-            name = f"{self._client_id}-files"
-            self._renewing = threading.Thread(target=self._follow_files, args=(files,), name=name, daemon=True)
-            self._renewing.start()
 
     def disconnect(self, timeout_s: float) -> None:
         """Stops the thread, waits at most `timeout_s` for published messages to be delivered, closes the clients.
@@ -150,24 +136,31 @@ class GatewayLink:
         The I/O thread itself must not call it.
         """
         self._stop.set()
+        self._watch.stop(0)
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 # Closing a consumer while a thread polls it would crash the process.
                 _log.error("a callback does not return, so the gateway's clients stay open", client_id=self._client_id)
+                self._session.close()
                 return
-        if self._renewing is not None:
-            # It closes the clients that it is making, which may take longer than this.
-            self._renewing.join(timeout=_JOIN_TIMEOUT_S)
+        # Its thread closes the clients that it is making, which may take longer than this.
+        self._session.close()
         self._close_clients(timeout_s)
+        self._metrics.note_broker(self, misses_it=False)
 
     @property
     def refusal(self) -> str | None:
         """What Kafka refuses this gateway, with the remedy: its certificate or user, or a right. None if nothing."""
-        cause = self._refused.cause
+        cause = self._session.rejection
         if cause is not None:
             return f"{cause}: renew the files of `security`, or the user's password"
-        return self.refusals.sentence
+        return self._session.refusal
+
+    @property
+    def silence(self) -> str | None:
+        """A sentence while Kafka does not answer, or has not answered yet."""
+        return self._watch.silence
 
     def is_io_thread(self) -> bool:
         """Whether the caller runs in the I/O thread, which means within a callback."""
@@ -193,7 +186,6 @@ class GatewayLink:
                     self._ranking_topic, value=message, key=key, headers=headers.encode(), on_delivery=report
                 )
             except KafkaException as error:
-                self.refusals.note(self._ranking_topic, error.args[0])
                 if is_final(error.args[0]):
                     raise
                 # The metadata of a broker that has just started may lack the topic for a moment.
@@ -210,19 +202,25 @@ class GatewayLink:
                 each.result()
 
     def _make_consumer(self) -> None:
-        self._consumer = self._new_consumer(self._generation)
+        self._consumer = self._new_consumer()
 
     def _make_producer(self) -> None:
-        self._producer = self._new_producer(self._generation)
+        self._producer = self._new_producer()
 
-    def _new_consumer(self, generation: int) -> Consumer:
-        options = {**QUICK_RECONNECT, **self._reporting}
-        on_error = functools.partial(self._on_error, generation)
-        return make_assigned_consumer(self._kafka, self._client_id, on_error, options)
+    def _new_consumer(self) -> Consumer:
+        options = {**QUICK_RECONNECT, **self._session.reporting}
+        return self._session.assigned_consumer(self._client_id, self._results_topic, self._on_error, options)
 
-    def _new_producer(self, generation: int) -> Producer:
-        on_error = functools.partial(self._on_error, generation)
-        return make_producer(self._kafka, ProducerKind.LATENCY, self._client_id, on_error, self._reporting)
+    def _new_producer(self) -> Producer:
+        return self._session.producer(ProducerKind.LATENCY, self._client_id, self._on_error)
+
+    def _ask_topic(self, topic: str, timeout: float) -> ClusterMetadata:
+        """Asks through the connections of the ranking requests. Raises KafkaException."""
+        producer = self._producer  # Another thread may set it to None.
+        if producer is None:
+            raise KafkaException(KafkaError(KafkaError._DESTROY, "the gateway's link is closed"))
+        metadata: ClusterMetadata = producer.list_topics(topic, timeout=timeout)
+        return metadata
 
     def _check_topics(self) -> None:
         with AdminProcess(self._kafka, f"{self._client_id}-rights") as admin:
@@ -230,7 +228,7 @@ class GatewayLink:
             has_users = self._kafka.security.protocol is not SecurityProtocol.PLAINTEXT
             if has_users:
                 admin.start(require_rights.__module__)
-            known = require_broker(self._kafka).topics
+            known = self._session.require_broker().topics
             if has_users:
                 require_rights(self._kafka, Role.GATEWAY, admin)
         for topic in (Topic.RETRIEVAL, Topic.RANKING, Topic.RESULTS):
@@ -265,9 +263,8 @@ class GatewayLink:
             ) from error
 
     def _close_clients(self, timeout_s: float) -> None:
-        self.refusals.close()
         self.events.close(timeout_s)
-        self._dead_letters.flush(timeout_s)
+        self._session.dead_letters.flush(timeout_s)
         if self._producer is not None:
             # No caller waits for these requests any more.
             self._producer.purge()
@@ -282,27 +279,20 @@ class GatewayLink:
 
     # -- new files ---------------------------------------------------------------------------------
 
-    def _follow_files(self, files: SecurityFiles) -> None:
-        """Runs on a thread of its own, because new clients take time to connect. `files`: those of the clients."""
-        while not self._stop.wait(FILES_INTERVAL_S):
-            if not files.changed():
-                continue
-            new = SecurityFiles(self._kafka.security)
-            try:
-                fresh = self._connected()
-            except (RelayError, KafkaException) as error:
-                _log.warning("no connection with the new files of `security`: tries again", cause=str(error))
-                continue
-            files = new
-            self._hand_over(fresh)
+    def _renew(self) -> None:
+        """Runs on the session's thread, because new clients take time to connect. Raises RelayError, KafkaException."""
+        if self._stop.is_set() or not self._thread.is_alive():
+            raise RelayError("the gateway is not connected")
+        self._hand_over(self._connected())
+        # Kafka may have refused the clients before until they were gone.
+        self._session.accepted()
 
     def _connected(self) -> _Clients:
         """New clients, which Kafka accepts. Raises RelayError and KafkaException."""
-        generation = self._generation + 1
-        consumer = self._new_consumer(generation)
+        consumer = self._new_consumer()
         try:
             self._end_of_results(consumer)
-            producer = self._new_producer(generation)
+            producer = self._new_producer()
             fetch_metadata(producer, self._ranking_topic, self._kafka.connect_timeout_s)
             return _Clients(consumer, producer)
         except BaseException:
@@ -335,10 +325,7 @@ class GatewayLink:
         fresh.consumer.assign([TopicPartition(self._results_topic, self.results_partition, self._next_offset)])
         self._retired = [_Clients(self._consumer, self._producer)]
         self._consumer, self._producer, self._fresh = fresh.consumer, fresh.producer, None
-        self._generation += 1
-        self.events.renew()
-        self._dead_letters.renew()
-        self._refused.forget()
+        self._session.accepted()
         _log.info("new clients read the new files of `security`", client_id=self._client_id)
 
     # -- the I/O thread ----------------------------------------------------------------------------
@@ -347,8 +334,13 @@ class GatewayLink:
         while not self._stop.is_set():
             try:
                 self._turn()
-            except Exception:
-                _log.exception("the gateway's I/O thread continues after an error", client_id=self._client_id)
+            except Exception as error:
+                self._limited_log.error(
+                    "the gateway's I/O thread continues after an error",
+                    type(error).__name__,
+                    client_id=self._client_id,
+                    exc_info=True,
+                )
                 time.sleep(_PAUSE_AFTER_ERROR_S)
 
     def _turn(self) -> None:
@@ -366,18 +358,20 @@ class GatewayLink:
                 self._take(message)
         self._producer.poll(0)
         self.events.poll()
-        self._dead_letters.poll()
+        self._session.dead_letters.poll()
         for old in self._retired:
             old.producer.poll(0)
 
     def _take(self, message: Message) -> None:
         error = message.error()
         if error is not None:
-            self.refusals.note(self._results_topic, error)
-            _log.warning("results cannot be read", client_id=self._client_id, error=error.str())
+            self._session.note(self._results_topic, error)
+            self._limited_log.warning(
+                "results cannot be read", error.code(), client_id=self._client_id, error=error.str()
+            )
             return
         self._set_reachable(True)
-        self._refused.forget()
+        self._session.accepted()
         offset = message.offset()
         assert offset is not None  # Only an error has none.
         self._next_offset = offset + 1
@@ -389,7 +383,7 @@ class GatewayLink:
             if self._traces is not None and is_traced:
                 began_us = self._traces.tracer.clock.wall_us()
             if headers.gateway_id != self._gateway_id:
-                self._ledger.foreign(_OTHER_GATEWAY)
+                self._ledger.foreign()
                 return
             request_id = headers.request_id
             result = codec.decode(RankingResult, message.value())
@@ -405,19 +399,19 @@ class GatewayLink:
             self._traces.received(headers, place, began_us)
 
     def _write_dead_letter(self, message: Message, problem: DecodeError) -> None:
-        _log.warning(
-            "a result could not be decoded", client_id=self._client_id, reason=problem.reason, detail=str(problem)
-        )
-        self._dead_letters.write(message, problem.reason.value, str(problem))
+        self._limited_log.warning(
+            "a result could not be decoded", problem.reason, client_id=self._client_id, reason=problem.reason,
+            detail=str(problem),
+        )  # fmt: skip
+        self._session.dead_letters.write(message, problem.reason.value, str(problem))
 
     def _on_ranking_report(
         self, entry: PendingRequest, deadline_us: int, error: KafkaError | None, message: Message
     ) -> None:
-        self.refusals.note(self._ranking_topic, error)
         if error is None:
             self._ledger.acknowledged(entry)
             self._set_reachable(True)
-            self._refused.forget()
+            self._session.accepted()
         elif is_final(error):
             self._ledger.refused(entry)
         else:
@@ -441,16 +435,12 @@ class GatewayLink:
             # The producer's queue is full: retry after the back-off.
             self._ledger.not_delivered(entry, send_again)
 
-    def _on_error(self, generation: int, error: KafkaError) -> None:
-        if generation < self._generation:
-            return  # Kafka may go on to refuse a client that is being replaced.
-        # A consumer whose metadata lack the right to describe its topic says so here, and not in `poll`.
-        self.refusals.note(self._results_topic, error)
-        self._refused.note(error)
-        if error.code() == KafkaError._ALL_BROKERS_DOWN:
+    def _on_error(self, error: KafkaError) -> None:
+        # Kafka may go on to refuse a client that is being replaced.
+        if error.code() == KafkaError._ALL_BROKERS_DOWN and not self._retired:
             self._set_reachable(False)
 
     def _set_reachable(self, reachable: bool) -> None:
         if reachable is not self._reachable:
             self._reachable = reachable
-            self._metrics.broker_reachable.set(1 if reachable else 0)
+            self._metrics.note_broker(self, misses_it=not reachable)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Final
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Final, Protocol
+from weakref import WeakSet
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from relaygr.client.outcome import RankOutcome, RankStatus
+from relaygr.client.clock_offset import ClockOffset
+from relaygr.client.outcome import RankOutcome
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
+from relaygr.runtime.metrics import require_metrics_folder
+from relaygr.schemas.ended import UNRANKED, WIRE_ENDS, Ended
 from relaygr.schemas.fields import choice_label
 
 NO_PATH: Final = "none"
@@ -41,10 +49,8 @@ class ClientCounts:
 
     submitted: int = 0
     acknowledged: int = 0
-    ranked: int = 0
-    expired: int = 0
-    failed: int = 0
-    timed_out: int = 0
+    ended: dict[Ended, int] = field(default_factory=lambda: dict.fromkeys(Ended, 0))
+    """A field of the statistics for each end."""
     late: int = 0
     lost: int = 0
     duplicates: int = 0
@@ -54,8 +60,59 @@ class ClientCounts:
     retries: int = 0
 
     def snapshot(self, waiting: int, in_grace: int) -> ClientStatistics:
-        counts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ClientStatistics(waiting=waiting, in_grace=in_grace, **counts)
+        counts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "ended"}
+        ends = {end.value: count for end, count in self.ended.items()}
+        return ClientStatistics(waiting=waiting, in_grace=in_grace, **ends, **counts)
+
+
+class KnowsClocks(Protocol):
+    """The ledger of an open client."""
+
+    def clock_offsets(self) -> Mapping[str, ClockOffset]: ...
+
+
+class ClockCollector(Collector):
+    """The offsets of the workers' clocks, read at each scrape: a worker that is gone, or a closed client, has none."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Registers itself."""
+        self._lock = threading.Lock()
+        self._clients: WeakSet[KnowsClocks] = WeakSet()
+        registry.register(self)
+
+    def add(self, client: KnowsClocks) -> None:
+        with self._lock:
+            self._clients.add(client)
+
+    def discard(self, client: KnowsClocks) -> None:
+        with self._lock:
+            self._clients.discard(client)
+
+    def collect(self) -> Iterator[Metric]:
+        offsets = GaugeMetricFamily(
+            "relaygr_clock_offset_seconds",
+            "A worker's wall clock minus the gateway's, by an answer of the last 5 minutes; the truth lies within "
+            "relaygr_clock_offset_error_seconds of it",
+            labels=["worker"],
+        )
+        errors = GaugeMetricFamily(
+            "relaygr_clock_offset_error_seconds",
+            "The largest possible error of relaygr_clock_offset_seconds: half of the time for which request and answer "
+            "were on their way",
+            labels=["worker"],
+        )
+        with self._lock:
+            clients = list(self._clients)
+        best: dict[str, ClockOffset] = {}
+        for client in clients:
+            for worker, each in client.clock_offsets().items():
+                known = best.get(worker)
+                if known is None or each.error_us < known.error_us:
+                    best[worker] = each
+        for worker, each in best.items():
+            offsets.add_metric([worker], each.offset_us / 1e6)
+            errors.add_metric([worker], each.error_us / 1e6)
+        yield from (offsets, errors)
 
 
 class GatewayMetrics:
@@ -68,7 +125,7 @@ class GatewayMetrics:
             ["status", "path"],
             registry=registry,
         )
-        self._by_outcome: dict[tuple[RankStatus, str], Counter] = {}
+        self._by_outcome: dict[tuple[Ended, str], Counter] = {}
         self._by_topic: dict[tuple[str, bool], Counter] = {}
         self._latency = Histogram(
             "relaygr_gateway_latency_seconds",
@@ -93,40 +150,33 @@ class GatewayMetrics:
             ["acknowledged"],
             registry=registry,
         )
-        self.ignored = Counter(
-            "relaygr_gateway_ignored_results_total",
-            "Results on this gateway's partition that are not used, by reason",
-            ["reason"],
-            registry=registry,
-        )
-        self.retries = Counter(
-            "relaygr_gateway_retries_total", "Requests sent again after a failed delivery", registry=registry
-        )
-        self.in_flight = Gauge(
-            "relaygr_gateway_in_flight_requests", "Requests that are not answered or lost yet", registry=registry
-        )
         self._published = Counter(
             "relaygr_gateway_published_total",
             "Published retrieval events and histories, by topic and by whether the broker acknowledged them",
             ["topic", "acknowledged"],
             registry=registry,
         )
-        self.clock_offset = Gauge(
-            "relaygr_clock_offset_seconds",
-            "A worker's wall clock minus the gateway's",
-            ["worker"],
+        self.clocks = ClockCollector(registry)
+        self._lock = threading.Lock()
+        self._missing = set[object]()
+        """Open clients that reach no broker."""
+        self._broker_reachable = Gauge(
+            "relaygr_gateway_broker_reachable",
+            "0 while an open client of the process reaches no broker, and before one has reached any; else 1",
             registry=registry,
         )
-        self.broker_reachable = Gauge(
-            "relaygr_gateway_broker_reachable", "1 while a broker is connected, else 0", registry=registry
-        )
-        for status in RankStatus:
-            if status is not RankStatus.RANKED:
-                self._requests.labels(status.value, NO_PATH)
-            if status is not RankStatus.TIMED_OUT:
-                self._late.labels(status.value)
+        for unranked in UNRANKED:
+            self._requests.labels(unranked.value, NO_PATH)
+        for end in WIRE_ENDS:
+            self._late.labels(end.value)
         for acknowledged in ("yes", "no"):
             self._lost.labels(acknowledged)
+
+    def note_broker(self, client: object, misses_it: bool) -> None:
+        """Whether an open client reaches no broker. One that is closed misses none."""
+        with self._lock:
+            (self._missing.add if misses_it else self._missing.discard)(client)
+            self._broker_reachable.set(0 if self._missing else 1)
 
     def count_outcome(self, outcome: RankOutcome) -> None:
         """Counts the outcome that the caller got."""
@@ -151,7 +201,7 @@ class GatewayMetrics:
             self._by_topic[topic, is_acknowledged] = counter
         counter.inc()
 
-    def count_late(self, status: RankStatus) -> None:
+    def count_late(self, status: Ended) -> None:
         self._late.labels(status.value).inc()
 
     def count_lost(self, acknowledged: bool) -> None:
@@ -162,8 +212,12 @@ _SHARED: dict[CollectorRegistry, GatewayMetrics] = {}
 
 
 def gateway_metrics(registry: CollectorRegistry = REGISTRY) -> GatewayMetrics:
-    """The metrics on `registry`, created by the first call, because a registry accepts each name once."""
+    """The metrics on `registry`, created by the first call, because a registry accepts each name once.
+
+    Raises RelayError if the environment names a folder for them that cannot be written.
+    """
     metrics = _SHARED.get(registry)
     if metrics is None:
+        require_metrics_folder()
         metrics = _SHARED[registry] = GatewayMetrics(registry)
     return metrics

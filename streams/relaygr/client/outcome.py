@@ -6,32 +6,11 @@ errors here are raised before anything is sent, so the caller may repeat the cal
 
 from __future__ import annotations
 
-import enum
-
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.fields import Other
-from relaygr.schemas.messages import FailureReason, RankingResult
+from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.record import record
-
-
-class RankStatus(enum.StrEnum):
-    """How a ranking request ended for its caller."""
-
-    RANKED = "ranked"
-    EXPIRED = "expired"
-    FAILED = "failed"
-    TIMED_OUT = "timed_out"
-
-
-class TimeOutReason(enum.StrEnum):
-    """Why no result arrived by the deadline."""
-
-    NO_ANSWER = "no_answer"
-    """The broker acknowledged the request; no result arrived by the deadline."""
-    NOT_ACKNOWLEDGED = "not_acknowledged"
-    """The broker did not acknowledge the request, though it may have received it."""
-    CLOSED = "closed"
-    """The client was closed before the deadline."""
 
 
 @record(frozen=True, slots=True)
@@ -48,16 +27,16 @@ class RankOutcome:
     """
 
     request_id: str
-    status: RankStatus
+    status: Ended
     latency_us: int
     result: RankingResult | None = None
-    reason: FailureReason | Other | TimeOutReason | None = None
+    reason: Reason | Other | None = None
     late: bool = False
 
 
 @record(frozen=True, slots=True)
 class LostRequest:
-    """A request that has no result `lost_after_ms` after its deadline."""
+    """A request without a result `lost_after_ms` after its deadline; `result_grace_ms`, if it was not acknowledged."""
 
     request_id: str
     acknowledged: bool

@@ -10,8 +10,8 @@
 
 An unanswered request counts towards the bound on requests in flight until its grace is over. A request is
 lost if no worker answers it in time: after a worker dies, its successor answers the requests that expired
-meanwhile, some seconds later. The number of overdue requests is bounded as well; beyond the bound the oldest
-overdue request is lost.
+meanwhile, some seconds later. A request that Kafka did not acknowledge, and that is not sent again, is lost as soon as
+its grace is over. The number of overdue requests is bounded as well; beyond the bound the oldest one is lost.
 
 The table remembers the ids of ended and lost requests, up to a bound; it forgets the oldest first. An answer
 to an ended request is a DUPLICATE, to a lost request AFTER_LOSS, to any other id UNKNOWN.
@@ -87,6 +87,8 @@ class PendingRequest:
     """The partition of its user; -1 if the client does not fail fast."""
     phase: RequestPhase = RequestPhase.WAITING
     acknowledged: bool = False
+    given_up: bool = False
+    """Its message was not acknowledged, and is not sent again: nothing waits for an answer after its grace."""
     send_again: Callable[[], None] | None = None
     """Sends the request again; set while a retry is planned."""
     traceparent: bytes | None = None
@@ -176,6 +178,12 @@ class PendingTable:
         self._push(at_us, Timer.RETRY, entry)
         return True
 
+    def give_up(self, entry: PendingRequest, now_us: int) -> None:
+        """Notes that the request is not sent again. One that is overdue is lost at once."""
+        entry.given_up = not entry.acknowledged
+        if entry.given_up and entry.request_id in self._overdue:
+            self._push(now_us, Timer.LOSE, entry)
+
     def answer(self, request_id: str, now_us: int) -> Answer:
         """Finds the request of an answer and ends it."""
         entry = self._entries.pop(request_id, None)
@@ -198,13 +206,16 @@ class PendingTable:
         if self._entries.get(entry.request_id) is not entry or entry.phase is not RequestPhase.WAITING:
             return False
         entry.phase = RequestPhase.GRACE
-        entry.send_again = None
+        if entry.send_again is not None:
+            entry.send_again, entry.given_up = None, not entry.acknowledged
         self._waiting -= 1
         self._push(entry.deadline_us + self._grace_us, Timer.GRACE_OVER, entry)
         return True
 
     def _become_overdue(self, entry: PendingRequest) -> list[Due]:
         """Stops counting the request towards the bound. If too many are overdue, the oldest is lost."""
+        if entry.given_up:
+            return [self._lose(entry)]
         entry.phase = RequestPhase.OVERDUE
         self._overdue[entry.request_id] = entry
         self._push(entry.deadline_us + self._lost_after_us, Timer.LOSE, entry)

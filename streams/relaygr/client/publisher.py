@@ -16,8 +16,9 @@ from confluent_kafka import KafkaError, KafkaException, Message
 from relaygr.client.metrics import GatewayMetrics, gateway_metrics
 from relaygr.client.outcome import DeliveryReport, MessageRefused, MessageTooLarge, NotRunning, QueueFull
 from relaygr.client.process import ProcessOfClient
-from relaygr.kafka.client_errors import LimitedLog, NoteError, why_undelivered
+from relaygr.kafka.client_errors import why_undelivered
 from relaygr.kafka.durable import DurableProducer
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas import codec
 from relaygr.schemas.codec import EncodeError
@@ -40,12 +41,13 @@ class EventPublisher:
         kafka: KafkaSettings,
         client_id: str,
         metrics: GatewayMetrics | None = None,
-        note_error: NoteError | None = None,
+        session: KafkaSession | None = None,
     ) -> None:
+        """`session`: None: one of its own."""
         require_settings(kafka)
         self._kafka = kafka
         self._client_id = client_id
-        self._note_error = note_error or LimitedLog().note
+        self._session = session or KafkaSession(kafka, client_id)
         self._metrics = metrics or gateway_metrics()
         self._retrieval = kafka.topic(Topic.RETRIEVAL)
         self._history = kafka.topic(Topic.HISTORY)
@@ -59,7 +61,7 @@ class EventPublisher:
 
     def make(self) -> None:
         """Makes the producer, which takes a second with SASL/OAUTHBEARER. Raises RelayError."""
-        producer = DurableProducer(self._kafka, self._client_id, self._note_error)
+        producer = self._session.durable_producer(self._client_id)
         producer.make()
         self._running = producer
 
@@ -71,7 +73,9 @@ class EventPublisher:
         self._producer.connect(self._kafka.topic(topic), self._kafka.connect_timeout_s)
 
     def renew(self) -> None:
-        """Makes a client that reads the files of `security` again. No message is lost."""
+        """Makes a client that reads the files of `security` again, as a `RelayClient` does by itself. No message
+        is lost.
+        """
         self._producer.renew()
 
     def publish_retrieval(

@@ -36,8 +36,8 @@ class ClientSettings(Section):
         Field(
             ge=0,
             le=600_000,
-            description="how long after its deadline an unanswered request counts as lost; longer than the time in "
-            "which a dead worker's partitions move to another worker",
+            description="how long after its deadline an unanswered request counts as lost, if Kafka acknowledged it; "
+            "longer than the time in which a dead worker's partitions move to another worker",
         ),
     ] = 30_000
     fail_fast: bool = Field(

@@ -14,7 +14,8 @@ The contract:
 * A client belongs to the process that started it, and needs real threads. In a forked process every call raises
   NotRunning, and `close` does nothing; with gevent or eventlet `start` raises RelayError.
 * The client passes an answer that arrives after the deadline to `on_late`, and a request that got no answer
-  within `lost_after_ms` after its deadline to `on_lost`. It drops and counts a second answer.
+  within `lost_after_ms` after its deadline to `on_lost`; within `result_grace_ms`, if Kafka did not acknowledge it.
+  It drops and counts a second answer.
 * A result that does not fit its request (number of scores, `sent_at_us`, model) is `failed`, `invalid_result`.
 * While the broker is away, outcomes are `timed_out`; there is no exception. librdkafka sends a request again for
   500 ms, and then the client, until the deadline. The request may have arrived although its delivery failed.
@@ -48,8 +49,9 @@ from relaygr.client.process import ProcessOfClient, refuse_green_threads
 from relaygr.client.publisher import OnDelivery, require_settings
 from relaygr.client.requests import RankFields, RequestIds, RetrievalFields, ranking_request, retrieval_event
 from relaygr.client.settings import ClientSettings
+from relaygr.cluster.rights import Role, RoleRights
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.statistics import kafka_statistics
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.messages import MAX_BUDGET_MS, BehaviourEvent, History, RankingRequest, RetrievalEvent
@@ -98,9 +100,11 @@ class RelayClient:
         self._ids = RequestIds(gateway_id, self._clock)
         metrics = gateway_metrics(registry)
         self._ledger = Ledger(self._settings, self._clock, metrics, on_late, on_lost)
-        partition, statistics = self._settings.results_partition, kafka_statistics(registry)
         self._traces = _traces(kafka, tracer) if tracer is not None else None
-        self._link = GatewayLink(kafka, gateway_id, partition, self._ledger, metrics, statistics, self._traces)
+        rights = RoleRights(kafka, Role.GATEWAY)
+        session = KafkaSession(kafka, f"relaygr-gateway-{gateway_id}", rights, registry=registry)
+        partition = self._settings.results_partition
+        self._link = GatewayLink(session, gateway_id, partition, self._ledger, metrics, self._traces)
         self._state = _State.NEW
         self._process = ProcessOfClient()
         self._lifecycle = threading.Lock()
@@ -182,6 +186,14 @@ class RelayClient:
         The client makes new connections with the files of `security` when they change.
         """
         return self._link.refusal
+
+    @property
+    def silence(self) -> str | None:
+        """A sentence while Kafka does not answer this client; None while it does. For the readiness of a gateway.
+
+        An idle client is asked, too, so it is None again soon after Kafka is back.
+        """
+        return self._link.silence
 
     def statistics(self) -> ClientStatistics:
         """The counters of this client."""

@@ -69,21 +69,8 @@ _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
 
 # Metrics. `loop` is the name of the loop.
 _MESSAGES = Counter("relaygr_consumer_messages_total", "Messages handed to the handler", ["loop", "topic"])
-_SKIPPED = Counter(
-    "relaygr_consumer_redelivered_skipped_total",
-    "Messages delivered again and skipped, because they are in flight or finished in this process",
-    ["loop", "state"],
-)
-_ERRORS = Counter("relaygr_consumer_errors_total", "Errors reported by the Kafka consumer", ["loop", "error"])
-_REJOINS = Counter(
-    "relaygr_consumer_rejoins_total", "New consumers created to join the group again after an outage", ["loop"]
-)
 _IN_FLIGHT = Gauge("relaygr_consumer_in_flight_messages", "Messages read and not finished", ["loop"])
 _OWNED = Gauge("relaygr_consumer_owned_partitions", "Partition numbers owned, counted once for all topics", ["loop"])
-_EPOCH = Gauge("relaygr_consumer_assignment_epoch", "Number of assignments that this process has received", ["loop"])
-_OWNER_SPLIT = Gauge(
-    "relaygr_consumer_owner_split_partitions", "Partition numbers owned on some topics, but not on all", ["loop"]
-)
 
 
 class ConsumerLoop:
@@ -121,7 +108,7 @@ class ConsumerLoop:
             make_client=lambda: consumer_factory(self._on_client_error),
             subscribe=self._subscribe,
         )
-        self._offsets = Offsets(name, self._settings, finished_log, self._count_error)
+        self._offsets = Offsets(name, self._settings, finished_log, self._note_error)
         self._tracker = self._offsets.tracker
         self._health = Health(name, self._settings, self._clock, self._topics[0])
         self._pauses = Pauses(name, self._tracker, self._settings.max_span)
@@ -158,7 +145,7 @@ class ConsumerLoop:
             client.committed([KafkaPartition(topic, 0) for topic in self._topics], timeout=timeout_s)
             self._health.note_broker(True)
         except KafkaException as error:
-            self._count_error(error.args[0])
+            self._note_error(error.args[0])
 
     def start(self) -> None:
         """Subscribes, and starts the poll thread. Raises the errors of the factory."""
@@ -303,9 +290,7 @@ class ConsumerLoop:
         if error is not None:
             self._tracker.reach_end(tp, offset)
             return
-        begin = self._tracker.begin(tp, offset)
-        if begin is not Begin.NEW:
-            _SKIPPED.labels(self._name, begin.value).inc()
+        if self._tracker.begin(tp, offset) is not Begin.NEW:
             return
         self._pauses.note_message(tp)
         self._health.note_message()
@@ -336,7 +321,7 @@ class ConsumerLoop:
                 self._pauses.apply(client, is_reading=self._state is LoopState.RUNNING)
             except KafkaException as error:
                 # A rebalance is in progress. The next tick tries again with the new assignment.
-                self._count_error(error.args[0])
+                self._note_error(error.args[0])
         if self._received:
             self._health.note_broker(True)
             for topic, count in self._received.items():
@@ -364,7 +349,7 @@ class ConsumerLoop:
             if error.args[0].code() == KafkaError._FATAL:
                 self._on_fatal(error.args[0])
             else:
-                self._count_error(error.args[0])
+                self._note_error(error.args[0])
 
     def _drain(self, drain_s: float) -> None:
         if self._state is LoopState.RUNNING:
@@ -448,9 +433,7 @@ class ConsumerLoop:
         owned = self._tracker.owned()
         self._partitions = frozenset(tp.partition for tp in owned)
         self._owner_split = split_partitions(((tp, self._name) for tp in owned), self._topics)
-        _EPOCH.labels(self._name).set(self._epoch)
         _OWNED.labels(self._name).set(len(self._partitions))
-        _OWNER_SPLIT.labels(self._name).set(len(self._owner_split))
 
     # Errors.
 
@@ -458,7 +441,7 @@ class ConsumerLoop:
         if error.code() == KafkaError._ALL_BROKERS_DOWN:
             self._health.note_broker(False)
         elif error.code() not in _OF_ONE_BROKER:
-            self._count_error(error)
+            self._note_error(error)
 
     def _on_error(self, error: KafkaError) -> None:
         code = error.code()
@@ -466,19 +449,17 @@ class ConsumerLoop:
             self._on_fatal(error)
         elif code in _UNKNOWN_TOPIC:
             self._health.note_missing(next((topic for topic in self._topics if topic in error.str()), self._topics[0]))
-            self._count_error(error)
+            self._note_error(error)
         elif code in _REFUSED:
             self._fail(LoopState.FAILED, RelayError(f"Kafka refuses the consumer: {cause_of(error)}. {_REFUSED[code]}"))
         elif code == KafkaError._ALL_BROKERS_DOWN:
             self._health.note_broker(False)
         else:
-            self._count_error(error)
+            self._note_error(error)
 
     def _on_fatal(self, error: KafkaError) -> None:
         if "fenced" in error.str().lower() or error.code() == KafkaError.FENCED_INSTANCE_ID:
-            if self._member.rejoin():
-                _REJOINS.labels(self._name).inc()
-            else:
+            if not self._member.rejoin():
                 self._fail(LoopState.FENCED, RelayError(_REPLACED))
         elif _ID_IN_USE in error.str():
             # `group.protocol=consumer` refuses a static id until the session of its holder has ended, also if the
@@ -499,8 +480,7 @@ class ConsumerLoop:
             self._offsets.seal()
         self._log.error("consumer loop ends", state=state.value, error=str(error))
 
-    def _count_error(self, error: KafkaError) -> None:
-        _ERRORS.labels(self._name, error.name()).inc()
+    def _note_error(self, error: KafkaError) -> None:
         self._limited_log.warning(
             "consumer error", error.code(), loop=self._name, error=error.name(), cause=cause_of(error)
         )

@@ -11,7 +11,7 @@ A client that was fenced or refused is unusable. `replace_client` makes another 
 SASL/OAUTHBEARER that takes a second, or ten without a valid token.
 
 `holder_of` asks the coordinator which member has a static `group.instance.id`. A worker asks just when the broker may
-be away, so the request is made in a child process (`relaygr.kafka.admin_process`).
+be away, so the request is made in a child process (`relaygr.cluster.admin_process`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import structlog
 from confluent_kafka import Consumer, KafkaException
 from confluent_kafka.admin import AdminClient
 
+from relaygr.cluster.admin_process import ask
 from relaygr.consumer.interface import Membership
-from relaygr.kafka.admin_process import ask
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError

@@ -37,7 +37,6 @@ _TAKEN_UP = Counter(
     "Offsets that the previous process finished without committing them, so that this process skips their messages",
     ["loop"],
 )
-_COMMITS = Counter("relaygr_consumer_commits_total", "Updates of the offsets that the client commits", ["loop", "kind"])
 
 
 class Offsets:
@@ -48,13 +47,13 @@ class Offsets:
         name: str,
         settings: ConsumerSettings,
         finished_log: FinishedLog | None,
-        count_error: Callable[[KafkaError], None],
+        note_error: Callable[[KafkaError], None],
     ) -> None:
         self.tracker = WatermarkTracker(settings.max_span)
         self._name = name
         self._timeout_s = settings.request_timeout_s
         self._finished_log = finished_log
-        self._count_error = count_error
+        self._note_error = note_error
         self._finished: deque[Token] = deque()
         self._is_sealed = False
         self._log = structlog.get_logger().bind(loop=name)
@@ -94,10 +93,9 @@ class Offsets:
                 names = [f"{tp.topic} [{tp.partition}]" for tp in sorted(set_back)[:20]]
                 self._log.warning("these logs are new ones, and are read again", partitions=names)
         except KafkaException as error:
-            self._count_error(error.args[0])
+            self._note_error(error.args[0])
             return
         self.tracker.committed(offsets)
-        _COMMITS.labels(self._name, "stored").inc()
 
     def assign(self, client: Consumer, partitions: Collection[TopicPartition], *, is_first: bool) -> None:
         """Adds owned partitions. `is_first`: this process had no assignment before."""
@@ -122,7 +120,7 @@ class Offsets:
                 client.seek(KafkaPartition(*tp, OFFSET_BEGINNING))
             except KafkaException as error:
                 # The client does not have the partition in a rebalance. The commit of `store` does the same then.
-                self._count_error(error.args[0])
+                self._note_error(error.args[0])
 
     def unread(self, client: Consumer, partitions: Collection[TopicPartition], timeout_s: float) -> int:
         """The number of messages of these owned partitions that were not delivered. Raises KafkaException."""
@@ -147,7 +145,7 @@ class Offsets:
                 fresh = [KafkaPartition(tp.topic, tp.partition, OFFSET_BEGINNING) for tp in committed if tp.offset < 0]
                 starts = client.offsets_for_times(fresh, timeout=self._timeout_s) if fresh else []
             except KafkaException as error:
-                self._count_error(error.args[0])
+                self._note_error(error.args[0])
                 if error.args[0].code() not in _NO_LEADER_YET:
                     break
                 time.sleep(_POSITION_RETRY_S * attempt)
@@ -156,7 +154,6 @@ class Offsets:
             if starts:
                 positions.update(_offsets(starts))
                 client.commit(offsets=_to_kafka(_offsets(starts)), asynchronous=True)
-                _COMMITS.labels(self._name, "start").inc()
             break
         return positions
 
@@ -176,15 +173,20 @@ class Offsets:
             return
         try:
             found = client.offsets_for_times([KafkaPartition(*tp, OFFSET_END) for tp in ahead], timeout=self._timeout_s)
+            # A log that came back shorter may have grown beyond the finished offset.
+            since_ms = self._finished_log.predecessor_until_ms if self._finished_log is not None else 0
+            written = client.offsets_for_times([KafkaPartition(*tp, since_ms) for tp in ahead], timeout=self._timeout_s)
         except KafkaException as error:
             # The loop then repeats about a second of work.
-            self._count_error(error.args[0])
+            self._note_error(error.args[0])
             return
-        ends = _offsets(found)
+        ends, later = _offsets(found), _offsets(written)
+        # Without an answer it is not known that nothing was written later.
+        unknown = {TopicPartition(tp.topic, tp.partition) for tp in written if tp.error is not None}
         finished = {
             tp: progress.finished
             for tp, (position, progress) in ahead.items()
-            if is_plausible(progress, position, ends.get(tp, -1))
+            if tp not in unknown and is_plausible(progress, position, ends.get(tp, -1), later.get(tp))
         }
         self.tracker.assume_finished(finished)
         adopted = sum(offset - ahead[tp][0] for tp, offset in finished.items())

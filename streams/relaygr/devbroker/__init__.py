@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from relaygr.cluster.admin import create_topics, delete_topics, is_embedded
 from relaygr.devbroker.choose import AvailableBrokers, BrokerChoice, Chosen, choose
 from relaygr.devbroker.local import LocalBroker
-from relaygr.kafka.admin import create_topics, delete_topics, is_embedded
 from relaygr.kafka.clients import require_broker
 from relaygr.kafka.settings import KafkaSettings
 
@@ -67,8 +67,10 @@ def check_broker(
     choice: str = BrokerChoice.AUTO,
     known_bootstrap: str | None = None,
     kafka: KafkaSettings | None = None,
-) -> None:
-    """Raises the RelayError that `local_broker` would raise for this choice, as far as it can without starting one."""
+) -> Chosen:
+    """What `local_broker` would choose. Raises the RelayError that it would raise, as far as that is known without
+    starting a broker.
+    """
     chosen = choose(choice, available_brokers(known_bootstrap))
     if chosen.kind is BrokerChoice.DOCKER:
         from relaygr.devbroker.docker import require_docker
@@ -76,6 +78,7 @@ def check_broker(
         require_docker()
     if chosen.kind is BrokerChoice.EXTERNAL and chosen.bootstrap is not None:
         require_broker((kafka or KafkaSettings()).model_copy(update={"bootstrap": chosen.bootstrap}))
+    return chosen
 
 
 def _open(chosen: Chosen, kafka: KafkaSettings, is_brief: bool) -> AbstractContextManager[LocalBroker]:

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaException
 
+from relaygr.cluster.admin import create_topics, delete_topics
 from relaygr.devbroker.choose import BrokerChoice
 from relaygr.devbroker.local import LocalBroker, free_ports
-from relaygr.kafka.admin import create_topics, delete_topics
 from relaygr.kafka.client_errors import ClientErrors
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.settings import KafkaSettings

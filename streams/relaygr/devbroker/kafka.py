@@ -29,10 +29,10 @@ from typing import Final
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import ClusterMetadata
 
+from relaygr.cluster.admin import create_topics, delete_topics
 from relaygr.devbroker import guard
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT, BrokerChoice
 from relaygr.devbroker.local import LocalBroker, free_ports
-from relaygr.kafka.admin import create_topics, delete_topics
 from relaygr.kafka.client_errors import ClientErrors
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.settings import KafkaSettings
@@ -210,6 +210,10 @@ class KafkaCluster:
         """SIGTERM: a broker gives its partitions to others before it ends."""
         self._end(guard.STOP, numbers)
 
+    def data(self, number: int) -> Path:
+        """The folder of a broker's data. It may be copied and replaced while the broker is stopped."""
+        return self._servers[number].data
+
     def freeze(self, number: int) -> None:
         """SIGSTOP: the broker keeps its connections and answers nobody, until it is killed."""
         self._servers[number].tell(guard.FREEZE)
@@ -298,7 +302,8 @@ class _Server:
         self._log = folder / "broker.log"
         self._has_exited = False
         config = folder / "server.properties"
-        settings = {**properties, "log.dirs": str(folder / "data")}
+        self.data = folder / "data"
+        settings = {**properties, "log.dirs": str(self.data)}
         config.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
         make_data = [str(home / STORAGE_SCRIPT), "format", *format_data, "-c", str(config)]
         run = [str(home / SERVER_SCRIPT), str(config)]

@@ -17,17 +17,7 @@ from confluent_kafka import KafkaError
 from relaygr.runtime.clock import Clock, SystemClock
 
 ErrorCallback = Callable[[KafkaError], None]
-NoteError = Callable[[str, KafkaError | None], None]
-"""Gets the topic and the error of a message or a fetch; no error after a success."""
-
-
-def no_note(topic: str, error: KafkaError | None) -> None:
-    """The `NoteError` of an owner whom errors of single messages do not concern."""
-
-
 LOG_INTERVAL_US: Final = 10_000_000
-REFUSAL_MEMORY_US: Final = 45_000_000
-"""librdkafka repeats an equal error of a connection after 30 s."""
 # Errors that a retry cannot fix: the credentials or the protocol are wrong.
 PERMANENT: Final = frozenset((KafkaError._AUTHENTICATION, KafkaError._SSL, KafkaError.SASL_AUTHENTICATION_FAILED))
 # What to do if the coordinator refuses a member.
@@ -127,34 +117,6 @@ def is_refusal(error: KafkaError) -> bool:
     return error.code() in PERMANENT or _TLS_ALERT.search(error.str() or "") is not None
 
 
-class LastRefusal:
-    """The last time that a broker refused a connection for its certificate or user. Any thread may call it."""
-
-    def __init__(self) -> None:
-        self._clock = SystemClock()
-        self._refused: tuple[int, str] | None = None
-
-    def note(self, error: KafkaError) -> None:
-        """Notes an error of a client, of whatever kind."""
-        if is_refusal(error):
-            self._refused = self._clock.monotonic_us(), cause_of(error)
-
-    def forget(self) -> None:
-        self._refused = None
-
-    @property
-    def cause(self) -> str | None:
-        """The cause; None if there was none lately."""
-        refused = self._refused
-        if refused is None or self._clock.monotonic_us() - refused[0] > REFUSAL_MEMORY_US:
-            return None
-        return refused[1]
-
-
-PROCESS_REFUSAL: Final = LastRefusal()
-"""Of all clients of this process."""
-
-
 class LimitedLog:
     """Logs equal events once in `LOG_INTERVAL_US`, with the number of those that were not logged as `left_out`."""
 
@@ -165,44 +127,47 @@ class LimitedLog:
 
     def warning(self, event: str, code: Hashable, **fields: object) -> None:
         """Events of one `code`, such as an error of Kafka, are equal. Codes are of a small set."""
+        self._log(_log.warning, event, code, fields)
+
+    def error(self, event: str, code: Hashable, **fields: object) -> None:
+        """As `warning`."""
+        self._log(_log.error, event, code, fields)
+
+    def _log(self, write: Callable[..., object], event: str, code: Hashable, fields: dict[str, object]) -> None:
         now_us = self._clock.monotonic_us()
         logged_at_us = self._logged_at_us.get(code)
         if logged_at_us is not None and now_us - logged_at_us < LOG_INTERVAL_US:
             self._left_out[code] = self._left_out.get(code, 0) + 1
             return
         self._logged_at_us[code] = now_us
-        _log.warning(event, **fields, left_out=self._left_out.pop(code, 0))
-
-    def note(self, topic: str, error: KafkaError | None) -> None:
-        """A `NoteError` that says why Kafka refused a message, if a resend cannot cure it."""
-        if error is not None and is_final(error):
-            self.warning(
-                "kafka refuses messages", error.code(), topic=topic, error=error.name(), cause=why_undelivered(error)
-            )
+        write(event, **fields, left_out=self._left_out.pop(code, 0))
 
 
 class ClientErrors:
     """An `error_cb` for one client. librdkafka calls it in the thread that polls the client."""
 
     def __init__(
-        self, client_id: str, on_error: ErrorCallback | None = None, clock: Clock | None = None, quiet: bool = False
+        self,
+        client_id: str,
+        on_error: ErrorCallback | None = None,
+        limited: LimitedLog | None = None,
+        quiet: bool = False,
     ) -> None:
-        """`quiet`: errors are kept and not logged, for a caller that reports them itself."""
+        """`limited`: of several clients. `quiet`: errors are kept and not logged, for a caller that reports them."""
         self._client_id = client_id
         self._quiet = quiet
         self._on_error = on_error
-        self._limited = LimitedLog(clock)
+        self._limited = limited or LimitedLog()
         self.last: KafkaError | None = None
         """The last error that names a cause; "all brokers down" only follows such an error."""
 
     def __call__(self, error: KafkaError) -> None:
-        PROCESS_REFUSAL.note(error)
         if self.last is None or error.code() != KafkaError._ALL_BROKERS_DOWN:
             self.last = error
             if not self._quiet:
                 self._limited.warning(
                     "kafka client error",
-                    error.code(),
+                    (self._client_id, error.code()),
                     client_id=self._client_id,
                     error=error.name(),
                     cause=cause_of(error),

@@ -7,7 +7,7 @@ use. `require_broker` asks the cluster for its metadata, and raises a RelayError
 there is no answer.
 
 Each factory takes `options`: librdkafka settings that override ours for one client. Only one thread may poll a
-client.
+client; of a `DurableProducer` any thread may.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, ShareConsumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, ShareConsumer, TopicPartition
 from confluent_kafka.admin import AdminClient, ClusterMetadata
 
 from relaygr.kafka.client_errors import PERMANENT, ClientErrors, ErrorCallback
@@ -32,6 +33,8 @@ from relaygr.schemas.topics import CATALOGUE
 C = TypeVar("C")
 
 Options = Mapping[str, Any]
+NoteError = Callable[[str, KafkaError], None]
+"""Gets the topic and the error of a message."""
 
 PARTITIONER: Final = "murmur2_random"
 """Java's hash. librdkafka's default gives the same partition for 8.5 % of keys only."""
@@ -44,6 +47,20 @@ MOST_QUEUED: Final = 10_000
 """Bound on the messages that wait in a producer."""
 DURABLE_S: Final = 30
 """How long a durable message may wait for its delivery."""
+SILENCE_MS: Final = 3_000
+"""How long a client waits for the answer to a request before it takes the connection for dead and makes another one.
+
+librdkafka's default is a minute. For so long nothing was answered after a firewall or a router had forgotten the
+connections, which then stay open and pass nothing. A fetch waits as long after its own wait, and a request to join a
+group has a time of its own (`_REBALANCE_MS`).
+"""
+_SETUP_MS: Final = 5_000
+"""How long a connection may take until it can be used: TCP, TLS and SASL. librdkafka's default is half a minute."""
+_PREINFER_MS: Final = 5_000
+_DURABLE_SILENCE_MS: Final = DURABLE_S * 1000 // 3
+"""Longer, so that a broker may acknowledge slowly: of a message that is sent again, the next answer is as slow."""
+_ADMIN_SILENCE_MS: Final = 10_000
+"""Brokers may take seconds to list groups or settings, and librdkafka does not repeat such a request."""
 
 
 class ProducerKind(enum.StrEnum):
@@ -59,8 +76,10 @@ class ProducerKind(enum.StrEnum):
 
 
 _COMMON: Final[dict[str, Any]] = {
-    # Detects, before a request needs it, a connection that a firewall dropped.
+    # For a connection without requests: Linux asks after two hours.
     "socket.keepalive.enable": True,
+    "socket.timeout.ms": SILENCE_MS,
+    "socket.connection.setup.timeout.ms": _SETUP_MS,
     # Small messages are sent at once, without waiting for the previous acknowledgement.
     "socket.nagle.disable": True,
     # The first reconnect comes soon; later ones do not overload the broker.
@@ -107,13 +126,19 @@ _BY_KIND: Final[dict[ProducerKind, dict[str, Any]]] = {
     # messages are collected for the next one. So the slower a broker answers, the larger are the batches: the broker of
     # two cores carries 6,000 requests a second and their results, instead of 3,500.
     ProducerKind.LATENCY: {"linger.ms": 0, "max.in.flight": 2, "message.timeout.ms": 500, **QUICK_RECONNECT},
-    ProducerKind.PREINFER: {"linger.ms": 0, "message.timeout.ms": 5000},
+    # A job is not sent again because its acknowledgement is late: it would be in the log twice.
+    ProducerKind.PREINFER: {
+        "linger.ms": 0,
+        "message.timeout.ms": _PREINFER_MS,
+        "socket.timeout.ms": _PREINFER_MS,
+    },
     # With a shorter time-out an idempotent producer left duplicates in the log after a broker died.
     ProducerKind.DURABLE: {
         "linger.ms": 0,
         "acks": "all",
         "enable.idempotence": True,
         "message.timeout.ms": DURABLE_S * 1000,
+        "socket.timeout.ms": _DURABLE_SILENCE_MS,
     },
 }
 
@@ -156,6 +181,7 @@ ONE_A_BATCH: Final[dict[str, Any]] = {"batch.num.messages": 1}
 """For the producer of a topic that a share group reads: each record can then go to another member."""
 
 _ASKING_FETCH_WAIT_MS: Final = 50
+_ASSIGNMENT_MS: Final = 500
 
 _REBALANCE_MS: Final = 30_000
 """How long a rebalance may wait for a member, and how long a member waits for the answer to its request to join.
@@ -182,10 +208,41 @@ def make_producer(
     client_id: str,
     on_error: ErrorCallback | None = None,
     options: Options | None = None,
+    note_error: NoteError | None = None,
 ) -> Producer:
-    """A producer. The caller polls it, and flushes it with a time-out before it exits."""
+    """A producer. The caller polls it, and flushes it with a time-out before it exits.
+
+    `note_error` gets the error of each message that is not delivered, before the message's own callback.
+    """
     acks = {"acks": "1" if kafka.request_acks is Acks.LEADER else "all"}
-    return _made(Producer, _config(kafka, client_id, on_error, _PRODUCER, acks, _BY_KIND[kind], options))
+    config = _config(kafka, client_id, on_error, _PRODUCER, acks, _BY_KIND[kind], options)
+    return _made(Producer if note_error is None else partial(_NotingProducer, note_error), config)
+
+
+_produce: Final[Callable[..., None]] = Producer.produce
+
+
+class _NotingProducer(Producer):
+    """See `make_producer`."""
+
+    def __init__(self, note_error: NoteError, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._note_error = note_error
+
+    def produce(self, topic: str, *args: Any, on_delivery: Any = None, **kwargs: Any) -> None:
+        """See `Producer.produce`."""
+
+        def reported(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                self._note_error(topic, error)
+            if on_delivery is not None:
+                on_delivery(error, message)
+
+        try:
+            _produce(self, topic, *args, on_delivery=reported, **kwargs)
+        except KafkaException as exception:
+            self._note_error(topic, exception.args[0])
+            raise
 
 
 def make_group_consumer(
@@ -215,11 +272,17 @@ def make_group_consumer(
     return _made(Consumer, config)
 
 
-def make_share_consumer(kafka: KafkaSettings, group: str, client_id: str) -> ShareConsumer:
-    """A member of a share group, which gets one record at a time if records were written one to a batch."""
+def make_share_consumer(
+    kafka: KafkaSettings, group: str, client_id: str, on_statistics: Callable[[str], None]
+) -> ShareConsumer:
+    """A member of a share group, which gets one record at a time if records were written one to a batch.
+
+    `on_statistics` gets librdkafka's statistics, in `poll`, since only they have the member's assignment.
+    """
     config = _config(kafka, client_id, None, QUICK_RECONNECT, _SHARE)
     # This kind of consumer refuses the setting; it creates no topics.
     del config["allow.auto.create.topics"]
+    config |= {"statistics.interval.ms": _ASSIGNMENT_MS, "stats_cb": on_statistics}
     return _made(ShareConsumer, {**config, "group.id": group, "fetch.wait.max.ms": asking_fetch_wait_ms(kafka)})
 
 
@@ -269,8 +332,12 @@ def asking_fetch_wait_ms(kafka: KafkaSettings) -> int:
 def make_admin(
     kafka: KafkaSettings, client_id: str, on_error: ErrorCallback | None = None, options: Options | None = None
 ) -> AdminClient:
-    """An admin client. Each of its calls takes a time-out. `options`: librdkafka's, which override ours."""
-    return _made(AdminClient, _config(kafka, client_id, on_error, options))
+    """An admin client. Each of its calls takes a time-out. `options`: librdkafka's, which override ours.
+
+    No request takes longer than `socket.timeout.ms`, whatever time-out the call is given.
+    """
+    patient = {"socket.timeout.ms": _ADMIN_SILENCE_MS}
+    return _made(AdminClient, _config(kafka, client_id, on_error, patient, options))
 
 
 def fetch_metadata(producer: Producer, topic: str, timeout_s: float) -> None:
@@ -281,13 +348,15 @@ def fetch_metadata(producer: Producer, topic: str, timeout_s: float) -> None:
         raise RelayError(f"no metadata of {topic} within {timeout_s:g} s: {error.args[0].str()}") from error
 
 
-def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None) -> ClusterMetadata:
+def require_broker(
+    kafka: KafkaSettings, stopping: threading.Event | None = None, on_error: ErrorCallback | None = None
+) -> ClusterMetadata:
     """The cluster's metadata. Raises RelayError with the address and the cause after `connect_timeout_s`.
 
     It raises at once for wrong credentials and TLS errors, and after a few retries for other known causes. It gives up
     early once `stopping` is set.
     """
-    errors = ClientErrors("relaygr-connect", quiet=True)
+    errors = ClientErrors("relaygr-connect", on_error, quiet=True)
     admin = _made(AdminClient, _config(kafka, "relaygr-connect", errors))
     started_s = time.monotonic()
     while True:

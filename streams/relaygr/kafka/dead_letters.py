@@ -13,18 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 from prometheus_client import Counter
 
-from relaygr.kafka.client_errors import NoteError, cause_of, no_note, why_undelivered
+from relaygr.kafka.client_errors import LimitedLog, cause_of, why_undelivered
 from relaygr.kafka.clients import make_assigned_consumer, read_watermarks
-from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.digest import DIGEST_BYTES
 from relaygr.schemas.headers import (
@@ -41,6 +39,9 @@ from relaygr.schemas.headers import (
 )
 from relaygr.schemas.topics import CATALOGUE, Topic
 
+if TYPE_CHECKING:
+    from relaygr.kafka.session import KafkaSession
+
 OnDone = Callable[[bool], None]
 
 LARGEST_KEY_BYTES: Final = 64 * 1024
@@ -51,6 +52,8 @@ _OVERHEAD_BYTES: Final = 8 * 1024
 LARGEST_RECORD_BYTES: Final = CATALOGUE[Topic.DEAD_LETTERS].max_message_bytes - KEPT_HEADERS_BYTES - _OVERHEAD_BYTES
 """Bound on key and value together."""
 
+_MOST_DIGITS: Final = 19
+"""Those of the largest offset."""
 _OURS: Final = frozenset(
     (
         DEAD_LETTER_REASON,
@@ -69,23 +72,22 @@ _COUNTED: Final = Counter(
     ["topic", "reason"],
 )
 
-_log = structlog.get_logger()
-
 
 class DeadLetterWriter:
-    """Writes dead letters with a durable producer of its own. Only one thread may use it.
+    """Writes the dead letters of a process: `KafkaSession.dead_letters`. Any thread may call it.
 
-    The producer's client is made for the first dead letter, on another thread: most processes never write one. The
-    owner calls `poll` often: `poll` and `flush` call `on_done`.
+    The producer's client is made for the first dead letter, on another thread: most processes never write one. Each
+    thread that writes calls `poll` often: `poll` and `flush` call `on_done`, also of letters that others wrote.
     """
 
-    def __init__(
-        self, kafka: KafkaSettings, client_id: str, clock: Clock | None = None, note_error: NoteError = no_note
-    ) -> None:
+    def __init__(self, session: KafkaSession, clock: Clock) -> None:
+        kafka = session.kafka
         self._topic = kafka.topic(Topic.DEAD_LETTERS)
-        self._clock = clock or SystemClock()
+        self._clock = clock
+        # Any number of bad messages may come while the topic cannot be written.
+        self._limited_log = LimitedLog(clock)
         self._with_bodies = kafka.dead_letter_bodies
-        self._producer = DurableProducer(kafka, f"{client_id}-dead-letters", note_error=note_error)
+        self._producer = session.durable_producer(f"{session.name}-dead-letters")
 
     def write(self, message: Message, reason: str, detail: str, on_done: OnDone | None = None) -> None:
         """Writes `message` to the dead letters, whatever it contains.
@@ -106,7 +108,7 @@ class DeadLetterWriter:
             if error is None:
                 _COUNTED.labels(topic=origin, reason=reason).inc()
             else:
-                _log.error("a dead letter was not written", topic=origin, reason=reason, error=why_undelivered(error))
+                self._not_written(origin, reason, why_undelivered(error))
             if on_done is not None:
                 on_done(error is None)
 
@@ -114,13 +116,14 @@ class DeadLetterWriter:
             self._producer.produce(self._topic, value, key, delivered, headers)
         except (BufferError, KafkaException) as error:
             # The queue is full because the broker is away, or the message is too large for the topic.
-            _log.error("a dead letter was not written", topic=origin, reason=reason, error=str(error))
+            self._not_written(origin, reason, str(error))
             if on_done is not None:
                 on_done(False)
 
-    def renew(self) -> None:
-        """Makes a client that reads the files of `security` again, unless there is none yet."""
-        self._producer.renew()
+    def _not_written(self, origin: str, reason: str, error: str) -> None:
+        self._limited_log.error(
+            "a dead letter was not written", (origin, reason), topic=origin, reason=reason, error=error
+        )
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Serves delivery reports. Returns their number."""
@@ -196,7 +199,8 @@ def _read(message: Message) -> DeadLetter:
 
     def whole(name: str) -> int | None:
         text = texts.get(name, "")
-        return int(text) if text.isdecimal() and text.isascii() else None
+        # Python refuses to read numbers of thousands of digits.
+        return int(text) if len(text) <= _MOST_DIGITS and text.isdecimal() and text.isascii() else None
 
     key, value, size = message.key(), message.value(), whole(ORIGIN_VALUE_BYTES)
     partition, offset = whole(ORIGIN_PARTITION), whole(ORIGIN_OFFSET)

@@ -4,21 +4,13 @@
        |           |              |
        `-----------+--------------`--> waiting, in order --> produced again by a later `poll`
 
-* A fatal error makes a client of an idempotent producer unusable: it refuses every later message. A thread then makes
-  another client. The messages of the old one that have no report are produced again, so one of them can be in the log
-  twice.
-* A client has read its certificates and passwords when it was made. `renew` replaces it by another one, in the same
-  way. Messages that are under way get some time for their acknowledgement, so they are rarely in the log twice.
-* A broker that has just started, or whose metadata are stale, can name a topic unknown for some 100 ms. Messages wait
-  until it is known, and those of other topics do not wait for them.
+* An idempotent client refuses every later message after a fatal error, and keeps the certificates and passwords that it
+  read when it was made. So another client takes its place. It sends again what has no report from the one before: a
+  message whose acknowledgement is lost with the old client is in the log twice.
+* A broker that has just started can name a topic unknown for some 100 ms. Messages of the topic wait until it is known.
 * A client is made on a thread of its own: with SASL/OAUTHBEARER that takes a second, or ten without a valid token.
 * A message is sent again for `DURABLE_S`, and its last attempt may take as long once more. Then, or if Kafka would
   refuse it again (`is_final`), it gets its report with the error.
-
-A failed message is produced before the messages that wait, but after those that were sent meanwhile.
-
-Any thread may call `produce`. Only the owner's thread calls `poll` and `flush`, which call every `on_done`. The owner
-calls `poll` often.
 """
 
 from __future__ import annotations
@@ -28,25 +20,21 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from relaygr.kafka.client_errors import NoteError, cause_of, is_final, no_note
-from relaygr.kafka.clients import (
-    DURABLE_S,
-    LARGEST_QUEUE_BYTES,
-    MOST_QUEUED,
-    ProducerKind,
-    fetch_metadata,
-    make_producer,
-)
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.client_errors import cause_of, is_final
+from relaygr.kafka.clients import DURABLE_S, LARGEST_QUEUE_BYTES, MOST_QUEUED, ProducerKind, fetch_metadata
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.headers import Headers
+
+if TYPE_CHECKING:
+    from relaygr.kafka.session import KafkaSession
 
 OnReport = Callable[[KafkaError | None, Message | None], None]
 """Gets the error, or None for a delivered message; the client's message is None if no client has sent it."""
@@ -54,15 +42,15 @@ OnReport = Callable[[KafkaError | None, Message | None], None]
 _RESEND_S: Final = 0.02
 _REMAKE_S: Final = 1.0
 """The least time between two attempts to make a client."""
-_PURGE_S: Final = 1.0
 _LAST_REPORTS_S: Final = 2.0
-"""How long a client that is replaced may wait for acknowledgements."""
+"""How long a client that is replaced may wait for acknowledgements: each that is lost can put a message twice."""
+_PURGE_S: Final = 1.0
 _TURN_S: Final = 0.05
 
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Durable:
     """A message that has no report yet."""
 
@@ -73,47 +61,45 @@ class _Durable:
     partition: int
     on_done: OnReport
     give_up_s: float
+    number: int
+    """Messages wait, and are produced again, in the order of their numbers."""
+    cause: KafkaError | None = None
+    """The error of the last attempt."""
 
     @property
     def size_bytes(self) -> int:
         return len(self.value or b"") + len(self.key or b"")
 
 
-@dataclass(slots=True)
-class _Queue:
-    """The messages of a topic that wait, in order."""
-
-    messages: deque[_Durable] = field(default_factory=deque)
-    resend_at_s: float = 0.0
-    cause: KafkaError | None = None
-    """Why they wait: the last error."""
-
-
 _Done = tuple[_Durable, KafkaError | None, Message | None]
 
 
 class DurableProducer:
-    """See the module docstring. No client before `make`, `connect` or the first message."""
+    """See the module docstring; `KafkaSession.durable_producer` makes one. It has no client before `make`, `connect` or
+    the first message. Any thread may call every method; `poll` and `flush` call every `on_done`.
+    """
 
-    def __init__(self, kafka: KafkaSettings, client_id: str, note_error: NoteError = no_note) -> None:
-        self._kafka = kafka
-        self._note_error = note_error
+    def __init__(self, session: KafkaSession, client_id: str) -> None:
+        self._session = session
         self._client_id = client_id
         self._lock = threading.Lock()
         self._client: Producer | None = None
         self._made: Producer | None = None
-        """A new client, which the next `poll` takes into use after the reports of the old one."""
-        self._broken: Producer | None = None
-        """A client after its fatal error, until its messages have their reports."""
+        """Another client, which the next `poll` takes into use after the reports of the one before."""
+        self._failed: Producer | None = None
+        """The last client that had a fatal error."""
+        self._is_wanted = False
+        """Whether another client is to be made."""
         self._making: threading.Thread | None = None
         self._make_at_s = 0.0
-        self._is_outdated = False
-        """Whether another client is to be made, though there is one."""
-        self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
-        self._waiting = self._waiting_bytes = 0
+        self._why_no_client: KafkaError | None = None
+        self._queues: defaultdict[str, deque[_Durable]] = defaultdict(deque)
+        """The messages that wait, in order, by topic: those of one topic do not wait for another one."""
+        self._resend_at_s: dict[str, float] = {}
+        """When a topic whose messages failed is tried again."""
+        self._number = self._waiting = self._waiting_bytes = 0
         self._reported: deque[_Done] = deque()
         self._unreported = 0
-        self._why_no_client: KafkaError | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -132,9 +118,9 @@ class DurableProducer:
         fetch_metadata(self._client, topic, timeout_s)
 
     def renew(self) -> None:
-        """Replaces the client, and one that is being made. Returns at once; any thread may call it."""
+        """Replaces the client, also one that is being made. Returns at once."""
         with self._lock:
-            self._is_outdated = self._client is not None or self._made is not None or self._is_making
+            self._is_wanted = self._client is not None or self._made is not None or self._is_making
 
     def produce(
         self,
@@ -146,22 +132,36 @@ class DurableProducer:
         partition: int = -1,
     ) -> None:
         """Never waits. Raises BufferError if too many messages wait, KafkaException if Kafka refuses the message."""
-        message = _Durable(topic, value, key, [*(headers or ())], partition, on_done, time.monotonic() + DURABLE_S)
+        give_up_s = time.monotonic() + DURABLE_S
         with self._lock:
-            if self._queues[topic].messages or not self._send(message):
-                self._wait(message)
+            self._number += 1
+            message = _Durable(topic, value, key, [*(headers or ())], partition, on_done, give_up_s, self._number)
+            if self._queues[topic] or not self._send(message):
+                if self._waiting >= MOST_QUEUED or self._waiting_bytes + message.size_bytes > LARGEST_QUEUE_BYTES:
+                    raise BufferError("too many messages wait")
+                self._queues[topic].append(message)
+                self._count(message, 1)
             self._unreported += 1
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Calls `on_done` of messages with a report, and produces those that wait. Returns the number of reports."""
-        self._serve(timeout_s)
+        client, fatal = self._client, None
+        if client is not None:
+            try:
+                client.poll(timeout_s)
+            except KafkaException as exception:
+                fatal = exception.args[0]
+        elif timeout_s:
+            time.sleep(timeout_s)
         done: list[_Done] = []
         with self._lock:
+            if fatal is not None:
+                self._note_fatal(fatal, client)
             made = self._made
             self._take_reports(done)
             if made is not None:
                 self._client, self._made = made, None
-            elif self._is_outdated and not self._closed:
+            if self._is_wanted and not self._closed:
                 self._make_soon()
             self._send_waiting(done)
             self._unreported -= len(done)
@@ -205,50 +205,42 @@ class DurableProducer:
                 partition=message.partition,
                 on_delivery=partial(self._note_report, message),
             )
-        except KafkaException as error:
-            self._note_error(message.topic, error.args[0])
-            if is_final(error.args[0]):
+        except KafkaException as exception:
+            if is_final(exception.args[0]):
                 raise
-            self._note_fatal(error.args[0], client)
-            self._send_later(message.topic, error.args[0])
+            self._note_fatal(exception.args[0], client)
+            self._note_failure(message, exception.args[0])
             return False
         return True
 
-    def _wait(self, message: _Durable) -> None:
-        """Raises BufferError at the bounds of a client's own queue."""
-        size_bytes = self._waiting_bytes + message.size_bytes
-        if self._waiting >= MOST_QUEUED or size_bytes > LARGEST_QUEUE_BYTES:
-            raise BufferError("too many messages wait")
-        self._queues[message.topic].messages.append(message)
-        self._waiting += 1
-        self._waiting_bytes = size_bytes
-
     def _take_reports(self, done: list[_Done]) -> None:
-        """Adds to `done`. Messages that are worth another attempt come before those that wait."""
+        """Adds to `done`. Messages that are worth another attempt wait with the others."""
         again: list[_Durable] = []
         now_s = time.monotonic()
         for _ in range(len(self._reported)):
             message, error, report = self._reported.popleft()
-            self._note_error(message.topic, error)
-            if error is None or self._closed or now_s >= message.give_up_s or _is_last(error):
+            is_last = error is not None and (is_final(error) or error.code() == KafkaError._MSG_TIMED_OUT)
+            if error is None or is_last or self._closed or now_s >= message.give_up_s:
                 done.append((message, error, report))
             else:
+                self._note_failure(message, error)
                 again.append(message)
-                self._send_later(message.topic, error)
-        for message in reversed(again):
-            self._queues[message.topic].messages.appendleft(message)
-        self._waiting += len(again)
-        self._waiting_bytes += sum(message.size_bytes for message in again)
+        for message in again:
+            self._queues[message.topic].append(message)
+            self._count(message, 1)
+        for topic in {message.topic for message in again}:
+            # The reports of a client that failed come in several polls, and on two threads.
+            self._queues[topic] = deque(sorted(self._queues[topic], key=attrgetter("number")))
 
     def _send_waiting(self, done: list[_Done]) -> None:
         now_s = time.monotonic()
-        for queue in self._queues.values():
-            while queue.messages:
-                message, error = queue.messages[0], None
+        why_no_client = self._why_no_client if self._client is None else None
+        for topic, queue in self._queues.items():
+            while queue:
+                message, error = queue[0], None
                 if now_s >= message.give_up_s or self._closed:
-                    why_no_client = self._why_no_client if self._client is None else None
-                    error = why_no_client or queue.cause or KafkaError(KafkaError._MSG_TIMED_OUT)
-                elif now_s < queue.resend_at_s:
+                    error = why_no_client or message.cause or KafkaError(KafkaError._MSG_TIMED_OUT)
+                elif now_s < self._resend_at_s.get(topic, 0.0):
                     break
                 else:
                     try:
@@ -258,22 +250,22 @@ class DurableProducer:
                         break
                     except KafkaException as exception:
                         error = exception.args[0]
-                queue.messages.popleft()
-                self._waiting -= 1
-                self._waiting_bytes -= message.size_bytes
+                queue.popleft()
+                self._count(message, -1)
                 if error is not None:
                     done.append((message, error, None))
 
-    def _send_later(self, topic: str, cause: KafkaError) -> None:
-        queue = self._queues[topic]
-        queue.cause, queue.resend_at_s = cause, time.monotonic() + _RESEND_S
+    def _count(self, message: _Durable, sign: int) -> None:
+        self._waiting += sign
+        self._waiting_bytes += sign * message.size_bytes
 
-    def _note_fatal(self, error: KafkaError, client: Producer) -> None:
-        """After a fatal error the client is given up."""
-        if (error.fatal() or error.code() == KafkaError._FATAL) and self._client is client:
+    def _note_failure(self, message: _Durable, error: KafkaError) -> None:
+        message.cause, self._resend_at_s[message.topic] = error, time.monotonic() + _RESEND_S
+
+    def _note_fatal(self, error: KafkaError, client: Producer | None) -> None:
+        if (error.fatal() or error.code() == KafkaError._FATAL) and client is not self._failed:
             _log.error("a producer failed, and another one is made", client_id=self._client_id, cause=cause_of(error))
-            self._client, self._broken = None, client
-            self._make_soon()
+            self._failed, self._is_wanted = client, True
 
     def _make_soon(self) -> None:
         """Makes a client on a thread of its own, unless one is being made or the last attempt was just now."""
@@ -281,7 +273,7 @@ class DurableProducer:
         if now_s < self._make_at_s or self._is_making:
             return
         self._make_at_s = now_s + _REMAKE_S
-        self._is_outdated = False
+        self._is_wanted = False
         self._making = threading.Thread(target=self._make, name=f"{self._client_id}-connect", daemon=True)
         self._making.start()
 
@@ -291,63 +283,35 @@ class DurableProducer:
 
     # -- without the lock --------------------------------------------------------------------------
 
-    def _serve(self, timeout_s: float) -> None:
-        """Takes the client's reports, or waits without a client."""
-        client = self._client
-        if client is None:
-            if self._unreported and self._made is None:
-                with self._lock:
-                    self._make_soon()
-            if timeout_s:
-                time.sleep(timeout_s)
-            return
-        try:
-            client.poll(timeout_s)
-        except KafkaException as error:
-            # The client raises a fatal error once.
-            with self._lock:
-                self._note_fatal(error.args[0], client)
-
     def _note_report(self, message: _Durable, error: KafkaError | None, report: Message) -> None:
         self._reported.append((message, error, report))
 
+    def _make_client(self) -> Producer:
+        return self._session.producer(ProducerKind.DURABLE, self._client_id)
+
     def _make(self) -> None:
-        self._collect_broken()
         try:
             made = self._make_client()
         except RelayError as error:
             self._why_no_client = KafkaError(KafkaError._FAIL, str(error))
             _log.error("a producer cannot be made, so its messages wait", client_id=self._client_id, cause=str(error))
             with self._lock:
-                self._is_outdated = self._client is not None
+                self._is_wanted = self._client is not None
             return
+        self._why_no_client = None
         with self._lock:
             # From now on messages wait, so that they follow those of the client before.
             before, self._client = self._client, None
-        self._collect_broken()
         if before is not None:
-            self._collect(before, _LAST_REPORTS_S)
+            self._collect(before)
         self._made = made
 
-    def _collect_broken(self) -> None:
-        if self._broken is not None:
-            self._collect(self._broken, 0.0)
-            self._broken = None
-
-    def _make_client(self) -> Producer:
-        return make_producer(self._kafka, ProducerKind.DURABLE, self._client_id)
-
-    def _collect(self, client: Producer, timeout_s: float) -> None:
+    def _collect(self, client: Producer) -> None:
         """Takes the reports of all messages of a client, of those that wait for an acknowledgement last."""
-        for limit_s, in_flight in ((timeout_s, False), (_PURGE_S, True)):
+        for limit_s, in_flight in ((_LAST_REPORTS_S, False), (_PURGE_S, True)):
             with contextlib.suppress(KafkaException):
                 client.purge(in_flight=in_flight)
             ends_s = time.monotonic() + limit_s
             while len(client) and time.monotonic() < ends_s and (in_flight or not self._closed):
                 with contextlib.suppress(KafkaException):
                     client.poll(_TURN_S)
-
-
-def _is_last(error: KafkaError) -> bool:
-    """Whether no other attempt follows this report."""
-    return is_final(error) or error.code() == KafkaError._MSG_TIMED_OUT

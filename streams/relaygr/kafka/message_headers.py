@@ -10,16 +10,17 @@ from __future__ import annotations
 import operator
 from typing import Final
 
-import structlog
 from confluent_kafka import Message
 
+from relaygr.kafka.client_errors import LimitedLog
 from relaygr.schemas.headers import RawHeaders
 
 # `methodcaller` makes the call in C. The specializing interpreter of Python 3.11 does not check for an error that comes
 # with a result, so a frequent direct call would return the incomplete list already at the first call.
 _READ: Final = operator.methodcaller("headers")
 
-_log = structlog.get_logger()
+# Any producer may write any number of such messages.
+_limited_log: Final = LimitedLog()
 
 
 def headers_of(message: Message) -> RawHeaders:
@@ -28,6 +29,6 @@ def headers_of(message: Message) -> RawHeaders:
         headers: RawHeaders = _READ(message)
     except (SystemError, UnicodeDecodeError):
         message.set_headers([])
-        _log.warning("the headers of a message are dropped: a name is not UTF-8")
+        _limited_log.warning("the headers of a message are dropped: a name is not UTF-8", None)
         return None
     return headers

@@ -14,12 +14,18 @@ from typing import Any
 
 from relaygr.kafka.settings import Security
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import read_regular
 
 
 def librdkafka_security(security: Security) -> dict[str, Any]:
     """The section as options of librdkafka."""
     options: dict[str, Any] = {"security.protocol": security.protocol.value}
     if security.uses_tls:
+        for name in ("ca_file", "certificate_file", "key_file"):
+            path: Path | None = getattr(security, name)
+            # The clients would wait for the writer of a FIFO.
+            if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
+                raise RelayError(f"{path} (security.{name}) is not a regular file.")
         options |= {
             "ssl.ca.location": security.ca_file,
             "ssl.certificate.location": security.certificate_file,
@@ -58,7 +64,7 @@ class SecurityFiles:
 
     def _read(self) -> bytes | None:
         try:
-            return b"".join(blake2b(path.read_bytes()).digest() for path in self.paths)
+            return b"".join(blake2b(read_regular(path)).digest() for path in self.paths)
         except OSError:
             return None
 
@@ -68,12 +74,12 @@ def read_token(path: Path) -> tuple[str, float]:
 
     Raises RelayError, which never contains the token. The broker checks the token; here it is only decoded.
     """
-    token = _read(path, "security.sasl_token_file")
+    token = read_secret(path, "security.sasl_token_file")
     try:
         payload = token.split(".")[1]
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         return token, float(claims["exp"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         raise RelayError(
             f"{path} (security.sasl_token_file) does not hold a JSON Web Token with an expiry (`exp`)."
         ) from None
@@ -82,14 +88,14 @@ def read_token(path: Path) -> tuple[str, float]:
 def password_of(security: Security) -> str:
     """The password of SASL, from its file if there is one. Raises RelayError if the file cannot be read."""
     if security.sasl_password_file is not None:
-        return _read(security.sasl_password_file, "security.sasl_password_file")
+        return read_secret(security.sasl_password_file, "security.sasl_password_file")
     return security.sasl_password.get_secret_value() if security.sasl_password is not None else ""
 
 
-def _read(path: Path, setting: str) -> str:
-    """The only line of a file. Raises RelayError."""
+def read_secret(path: Path, setting: str) -> str:
+    """The only line of the file that a setting names. Raises RelayError, which never contains the line."""
     try:
-        text = path.read_text(encoding="utf-8").rstrip("\r\n")
+        text = read_regular(path).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RelayError(f"{path} ({setting}) cannot be read: {reason}.") from None

@@ -10,11 +10,12 @@ from typing import Annotated, Final, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from relaygr.runtime.masking import masked
 from relaygr.runtime.settings import Section
 from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, TopicSpec, check_prefix
 
 MOST_PARTITIONS: Final = 4096
-_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s,:/\[\]]+)(:[0-9]{1,5})?")
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s,:/@\[\]]+)(:[0-9]{1,5})?")
 
 
 class SecurityProtocol(enum.StrEnum):
@@ -244,7 +245,9 @@ class KafkaSettings(Section):
         addresses = [address.strip() for address in value.split(",")]
         for address in addresses:
             if not _ADDRESS.fullmatch(address):
-                raise ValueError(f"{address!r} is not an address: use HOST:PORT[,HOST:PORT...] without a protocol")
+                raise ValueError(
+                    f"{masked(address)!r} is not an address: use HOST:PORT[,HOST:PORT...] without protocol and password"
+                )
         return ",".join(addresses)
 
     @field_validator("topic_settings")

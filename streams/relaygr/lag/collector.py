@@ -4,7 +4,7 @@ Order of a poll: metadata and the list of groups, members, committed offsets, an
 The metadata gives the partitions, because a group's offsets do not include partitions without a commit. The ends come
 last; otherwise a group that keeps up could be ahead of them.
 
-The requests of a poll are made in a child process (`relaygr.kafka.admin_process`), because librdkafka can abort the
+The requests of a poll are made in a child process (`relaygr.cluster.admin_process`), because librdkafka can abort the
 process that makes them while the broker is away.
 
 librdkafka's embedded cluster has no DescribeGroups, so members and state are unknown there. A value of one group that
@@ -41,12 +41,12 @@ from confluent_kafka.admin import (
     OffsetSpec,
 )
 
+from relaygr.cluster.admin import is_embedded
+from relaygr.cluster.admin_process import AdminProcess, CannotStart
+from relaygr.cluster.rights import Role, missing_rights
 from relaygr.consumer.watermark import TopicPartition
-from relaygr.kafka.admin import is_embedded
-from relaygr.kafka.admin_process import AdminProcess, CannotStart
 from relaygr.kafka.client_errors import NO_COORDINATOR
-from relaygr.kafka.clients import make_assigned_consumer, require_broker
-from relaygr.kafka.rights import Role, missing_rights
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings, SecurityProtocol
 from relaygr.lag.model import UNKNOWN, GroupMember, GroupSnapshot, PartitionOffsets, Snapshot
 from relaygr.lag.settings import LagSettings
@@ -96,16 +96,18 @@ class LagCollector:
 
     def __init__(
         self,
-        kafka: KafkaSettings,
+        session: KafkaSession,
         settings: LagSettings,
         patterns: Sequence[str] = (),
         clock: Clock | None = None,
     ) -> None:
-        self._kafka = kafka
+        self._session = session
+        self._kafka = kafka = session.kafka
         self._settings = settings
         self._poll = _GroupPoll(kafka, settings, tuple(patterns))
         self._clock = clock or SystemClock()
         self._admin = AdminProcess(kafka, _CLIENT_ID)
+        session.on_new_files(self._admin.renew)
         self._connected = False
         self._records: Consumer | None = None
 
@@ -119,7 +121,7 @@ class LagCollector:
         try:
             if not self._connected:
                 self.prepare()
-                cluster = require_broker(self._kafka)
+                cluster = self._session.require_broker()
                 # Without authentication a cluster rarely has ACLs, and its coordinators take long to answer.
                 has_users = self._kafka.security.protocol is not SecurityProtocol.PLAINTEXT
                 if has_users and not is_embedded(cluster):
@@ -159,7 +161,7 @@ class LagCollector:
         if self._records is None:
             # One record of each partition is needed, not a megabyte.
             options = {"queued.min.messages": 1, "max.partition.fetch.bytes": 1024}
-            self._records = make_assigned_consumer(self._kafka, _CLIENT_ID, options=options)
+            self._records = self._session.assigned_consumer(_CLIENT_ID, options=options)
         consumer = self._records
         found: dict[TopicPartition, tuple[int, int]] = {}
         consumer.assign([KafkaPartition(tp.topic, tp.partition, offset) for tp, offset in offsets.items()])

@@ -70,9 +70,6 @@ class LagExporter(Collector):
         yield polls
         yield failures
         if report is not None:
-            took = GaugeMetricFamily("relaygr_lag_poll_seconds", "Duration of the last successful poll")
-            took.add_metric([], state.poll_us / 1e6)
-            yield took
             yield from _metrics(report, self._cluster_name or report.cluster_id)
 
 
@@ -113,10 +110,6 @@ def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
         "Partitions that different members own on co-partitioned topics",
         labels=_GROUP,
     )
-    members = GaugeMetricFamily("relaygr_lag_group_members", "Members of the group", labels=_GROUP)
-    without = GaugeMetricFamily(
-        "relaygr_lag_partitions_without_commit", "Partitions without a commit of the group", labels=_GROUP
-    )
     ends: dict[tuple[str, int], int] = {}
     starts: dict[tuple[str, int], int] = {}
     for group in report.groups:
@@ -124,11 +117,9 @@ def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
         if group.max_lag is not None and group.lag is not None:
             max_lag.add_metric(labels, group.max_lag)
             sum_lag.add_metric(labels, group.lag)
-            without.add_metric(labels, group.without_commit)
         if group.max_time_lag is not None:
             max_seconds.add_metric(labels, group.max_time_lag.seconds)
         if group.members is not None:
-            members.add_metric(labels, group.members)
             split.add_metric(labels, len(group.owner_split))
         for name in LagStatus:
             status.add_metric([*labels, name.value], int(group.status is name))
@@ -152,8 +143,7 @@ def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
     for (topic, partition), start in starts.items():
         earliest.add_metric([cluster, topic, str(partition)], start)
     return (
-        offset, lag, seconds, max_lag, max_seconds, sum_lag, topic_lag, latest, earliest, lost, status, split, members,
-        without,
+        offset, lag, seconds, max_lag, max_seconds, sum_lag, topic_lag, latest, earliest, lost, status, split,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.session import KafkaSession
 from relaygr.lag.collector import LagCollector, group_topics
 from relaygr.lag.report import LagReport, LagTracker
 from relaygr.lag.settings import LagSettings
@@ -26,8 +26,6 @@ class MonitorState:
     error: str | None = None
     polls: int = 0
     failures: int = 0
-    poll_us: int = 0
-    """Duration of the last successful poll."""
 
 
 class LagMonitor:
@@ -35,7 +33,7 @@ class LagMonitor:
 
     def __init__(
         self,
-        kafka: KafkaSettings,
+        session: KafkaSession,
         settings: LagSettings,
         patterns: Sequence[str] = (),
         clock: Clock | None = None,
@@ -44,8 +42,8 @@ class LagMonitor:
             raise RelayError("--group names no group: give a name, or a pattern such as 'relaygr.*'")
         self._settings = settings
         self._clock = clock or SystemClock()
-        self._collector = LagCollector(kafka, settings, patterns, self._clock)
-        co_partitioned = {group: topics for group, topics in group_topics(kafka).items() if len(topics) > 1}
+        self._collector = LagCollector(session, settings, patterns, self._clock)
+        co_partitioned = {group: topics for group, topics in group_topics(session.kafka).items() if len(topics) > 1}
         self._tracker = LagTracker(settings, co_partitioned)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,7 +56,6 @@ class LagMonitor:
 
     def poll(self) -> LagReport:
         """Measures once. Raises RelayError if the cluster does not answer, and sets `state.error`."""
-        started_us = self._clock.monotonic_us()
         last = self.state
         try:
             snapshot = self._collector.poll()
@@ -66,11 +63,10 @@ class LagMonitor:
             unknown = self._tracker.unknown_times(snapshot)
             self._tracker.learn(self._collector.record_timestamps(unknown))
         except RelayError as error:
-            self.state = MonitorState(last.report, str(error), last.polls + 1, last.failures + 1, last.poll_us)
+            self.state = MonitorState(last.report, str(error), last.polls + 1, last.failures + 1)
             raise
         report = self._tracker.report(snapshot)
-        took_us = self._clock.monotonic_us() - started_us
-        self.state = MonitorState(report, None, last.polls + 1, last.failures, took_us)
+        self.state = MonitorState(report, None, last.polls + 1, last.failures)
         return report
 
     def start(self, on_poll: Callable[[MonitorState], None] | None = None) -> None:

@@ -1,24 +1,92 @@
-"""Files that are replaced as a whole, and folders that one process uses at a time."""
+"""Files that are read or replaced as a whole, and folders that one process uses at a time."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
+from typing import Final
+
+from relaygr.runtime.errors import RelayError
+
+LOST: Final = "lost+found"
+"""The folder that file systems have at their root, and which only root may read."""
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Opens a file for reading, for a reader that must not wait.
+
+    Raises OSError, also for a file that is not regular: a FIFO waits for its writer, and a device may have no end.
+    """
+    # Without O_NONBLOCK this call would wait.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file that `open_regular` opens. Raises OSError."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def require_regular(path: Path) -> None:
+    """For a file that a library opens by its name. Raises OSError if `open_regular` would."""
+    open_regular(path).close()
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replaces a file as a whole: a crash leaves the old or the new content. Raises OSError."""
-    with partial_of(path).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    put_in_place(path)
+    with whole_file(path) as partial:
+        partial.write_bytes(content)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """The temporary name under which the caller writes a file. At the end the file gets its own name, for good; after
+    an exception it is removed. Raises OSError.
+    """
+    partial = partial_of(path)
+    with removed_on_failure(partial):
+        yield partial
+        _sync(partial)
+        put_in_place(path)
+
+
+def remove_partials(folder: Path) -> None:
+    """Removes the files that a process which was killed did not finish. Raises OSError."""
+    for partial in folder.glob(".*.partial"):
+        partial.unlink(missing_ok=True)
+
+
+def has_files(folder: Path) -> bool:
+    """Whether somebody has files in a folder. Those with a hidden name are nobody's, such as those of interrupted
+    writes, and `lost+found` is the file system's. Raises OSError.
+    """
+    return any(not each.name.startswith(".") and each.name != LOST for each in folder.iterdir())
 
 
 def partial_of(path: Path) -> Path:
     """The temporary name of a file that is being written."""
     return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def removed_on_failure(partial: Path) -> Iterator[None]:
+    """Removes a file that the block writes if the block fails, as on a full disk, whose space it would keep."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def put_in_place(path: Path) -> None:
@@ -29,22 +97,29 @@ def put_in_place(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def lock_folder(folder: Path) -> int | None:
-    """Locks a folder for this process. The lock ends when the returned descriptor is closed, or the process ends.
+@contextmanager
+def locked_folder(folder: Path, in_use: str) -> Iterator[None]:
+    """Keeps other processes off a folder; a process that ends has no lock.
 
-    None: another process has it. Raises OSError if there is no such folder.
+    Raises RelayError with the text `in_use` if another process has the folder, and OSError if there is none.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RelayError(in_use) from None
+        yield
+    finally:
         os.close(handle)
-        return None
-    return handle

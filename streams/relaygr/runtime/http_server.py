@@ -2,8 +2,8 @@
 
 A connection is closed if it waits longer than `wait_s` for a request, for the rest of one, or for its peer to read the
 answer. If more than `max_connections` are open, the one that has waited longest is closed. So no number of idle
-connections keeps a request from its answer. Bytes that come now and then do not extend a wait; uvicorn itself bounds
-only the wait after an answer.
+connections keeps a request from its answer, and a server never takes more of the process's open files than its share.
+Bytes that come now and then do not extend a wait; uvicorn itself bounds only the wait after an answer.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ import asyncio
 import errno
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import structlog
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.open_files import share_of_server
+
+log = structlog.get_logger()
 
 BACKLOG = 128
-"""Connections accepted at once. A server allows more than these, so that each is read before it can be the oldest."""
+"""Most connections accepted at once. A server allows more, so that each is read before it can be the oldest."""
 MAX_HEAD_BYTES = 64 << 10
+ANY_ADDRESS = "::"
 STOP_TIMEOUT_S = 2.0
 
 
@@ -39,6 +44,17 @@ class ConnectionLimits:
 
 def server_config(app: ASGIApp, limits: ConnectionLimits, stop_timeout_s: int) -> uvicorn.Config:
     """The options of a server. `stop_timeout_s`: how long a stop waits for requests that are being served."""
+    share = share_of_server()
+    backlog = min(BACKLOG, share // 4)
+    # Those that are accepted in two turns of the loop are open before the oldest ones are closed.
+    allowed = share - 2 * backlog
+    if limits.max_connections > allowed:
+        log.warning(
+            "open files bound the connections of a server: raise the limit (`ulimit -Hn`, systemd: LimitNOFILE)",
+            wanted=limits.max_connections,
+            max_connections=allowed,
+        )
+        limits = replace(limits, max_connections=allowed)
     # A dict keeps the order in which they began to wait.
     opened: dict[Connection, None] = {}
 
@@ -49,7 +65,7 @@ def server_config(app: ASGIApp, limits: ConnectionLimits, stop_timeout_s: int) -
         app,
         loop="asyncio",
         http=connect,  # type: ignore[arg-type]
-        backlog=BACKLOG,
+        backlog=backlog,
         headers=[] if limits.keep_alive else [("connection", "close")],
         ws="none",
         lifespan="off",
@@ -187,9 +203,16 @@ class HttpServer:
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises RelayError if the address cannot be bound."""
+    """A listening socket. Raises RelayError if the address cannot be bound.
+
+    `::` is every address, those of IPv4 too: containers listen there, since a cluster may have either family only. On
+    a machine without IPv6 it is every address of IPv4.
+    """
+    is_any = host == ANY_ADDRESS
+    if is_any and not socket.has_dualstack_ipv6():
+        host, is_any = "0.0.0.0", False
     try:
-        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
+        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG, dualstack_ipv6=is_any)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise RelayError(

@@ -1,8 +1,8 @@
 """Logging of every process: structured lines on standard error, for our own loggers and those of libraries.
 
-Lines are coloured text on a terminal and JSON elsewhere. The loggers of faust and uvicorn write to the same
-handler. The handler limits repeated messages: during an outage a client library logs the same message thousands of
-times a second, so the handler writes a few of them and the number of the others.
+Lines are coloured text on a terminal, broken between words, and JSON elsewhere. The loggers of faust and uvicorn write
+to the same handler. The handler limits repeated messages: during an outage a client library logs the same message
+thousands of times a second, so the handler writes a few of them and the number of the others.
 
 No thread waits for the reader of a pipe, a socket or a terminal: a thread of its own writes the lines there. If the
 reader does not keep up, lines are dropped, counted, and their number is written once there is room. A file is written
@@ -17,12 +17,14 @@ import contextlib
 import io
 import logging
 import os
+import re
 import select
 import stat
 import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TextIO, cast
@@ -30,6 +32,8 @@ from typing import Any, TextIO, cast
 import structlog
 from prometheus_client import Counter
 
+from relaygr.runtime.metrics import require_metrics_folder
+from relaygr.runtime.printable import printable
 from relaygr.runtime.settings import LogFormat, LogSettings
 
 MAX_TRACKED_MESSAGES = 1024
@@ -38,7 +42,13 @@ MAX_WAITING_LINES = 4096
 """Lines that wait for the reader of standard error. Further ones are dropped."""
 CLOSE_S = 1.0
 _WINDOW_US = 1_000_000
+_LAYOUT = "\n\t"
+_WORD = re.compile(r"( *)([^ ]+)")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_INDENT = "    "
 
+# Here, since each process of ours imports this module, and its first metric is the next line.
+require_metrics_folder()
 _DROPPED = Counter(
     "relaygr_log_lines_dropped_total", "Lines of the log dropped because the reader of standard error was too slow"
 )
@@ -230,9 +240,12 @@ def configure_logging(settings: LogSettings | None = None, stream: TextIO | None
     if as_json:
         render += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
-        # structlog's own formatter prints every local variable, users' data among them, and takes seconds for it.
-        plain = structlog.dev.plain_traceback
-        render.append(structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain))
+        render += [
+            _printable_values,
+            structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=_plain_traceback),
+        ]
+        if stream.isatty():
+            render.append(lambda _logger, _method, text: broken_between_words(text, _columns(stream)))
     handler = _LimitedHandler(stream, settings.repeats_per_second)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -245,6 +258,42 @@ def configure_logging(settings: LogSettings | None = None, stream: TextIO | None
         old.close()
     root.addHandler(handler)
     root.setLevel(settings.level.upper())
+
+
+def _printable_values(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A terminal obeys escape sequences, and a value may be of a message of others."""
+    return {name: printable(value, _LAYOUT) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _plain_traceback(stream: TextIO, exc_info: Any) -> None:
+    """structlog's own formatter prints every local variable, users' data among them, and takes seconds for it."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write(printable(text.getvalue(), _LAYOUT))
+
+
+def _columns(stream: TextIO) -> int:
+    """The width of the terminal; 0: not known."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        return 0
+
+
+def broken_between_words(text: str, columns: int) -> str:
+    """Breaks the first line of a coloured text as a terminal of this width (0: any) would, but between words.
+
+    What follows is a traceback, which has lines of its own.
+    """
+    line, newline, rest = text.partition("\n")
+    broken, width = "", 0
+    for gap, word in _WORD.findall(line):
+        size = len(_COLOUR.sub("", word))
+        if columns and width and width + len(gap) + size > columns:
+            broken, width = f"{broken}\n{_INDENT}{word}", len(_INDENT) + size
+        else:
+            broken, width = broken + gap + word, width + len(gap) + size
+    return broken + newline + rest
 
 
 def close_logs() -> bool:

@@ -9,6 +9,9 @@ no link.
     a symbolic link, a special file or a hard link     refused: RelayError
     any other folder or file with more rights          used with mode 0700 (folder) or 0600 (file)
     the root of a mount that belongs to root           used unchanged: the administrator made it for this process
+
+A user who may rename a folder above it can exchange it. So each folder above it must belong to this user or to root,
+and if every user may write it, it must be sticky, or the root of a mount that belongs to root.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import contextlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from relaygr.runtime.errors import RelayError
 
 _FOLDER_MODE: Final = 0o700
+_PARENT_MODE: Final = 0o755
 _FILE_MODE: Final = 0o600
 _ROOT_USER: Final = 0
 _PROBE_BYTES: Final = 4096
@@ -31,25 +36,35 @@ _PROBE_BYTES: Final = 4096
 def private_folder(path: Path, setting: str) -> None:
     """Creates the folder if needed, with its parents. `setting` names the setting that holds the path.
 
-    Raises RelayError if the folder cannot be used, or if another user could control it.
+    Raises RelayError if the folder cannot be used, or if another user could control or exchange it.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folders(path.parent)
+        _check_above(path.parent, setting)
         _make_private(path, setting)
     except OSError as error:
         raise _unusable(path, setting, error) from error
+
+
+def rewrite(file: int, text: str) -> None:
+    """Replaces the content of an open file, such as a locked one that says who holds it. Raises OSError.
+
+    The write comes first and the truncation last, so that a full file system cannot make either fail.
+    """
+    os.ftruncate(file, os.pwrite(file, text.encode(), 0))
 
 
 def private_folders(base: Path, *names: str, setting: str) -> Path:
     """Creates `base/names...`, each part private, and returns it.
 
     `base` may belong to root, and every user may write `base` if it is sticky, as /dev/shm is. Raises RelayError if a
-    part cannot be used, or if another user could control it.
+    part cannot be used, or if another user could control or exchange it.
     """
     path = base
     try:
-        base.mkdir(parents=True, exist_ok=True, mode=_FOLDER_MODE)
-        _check_base(base, setting)
+        _make_folders(base.parent)
+        base.mkdir(exist_ok=True, mode=_FOLDER_MODE)
+        _check_above(base, setting)
         for name in names:
             path = path / name
             _make_private(path, setting)
@@ -104,15 +119,35 @@ def check_room(folder: Path, size_bytes: int = _PROBE_BYTES) -> None:
         file.write(bytes(size_bytes))
 
 
-def _check_base(base: Path, setting: str) -> None:
-    link = base.lstat()
-    found = base.stat()
+def _make_folders(path: Path) -> None:
+    for each in (*reversed(path.parents), path):
+        if not each.is_dir():
+            each.mkdir(mode=_PARENT_MODE, exist_ok=True)
+
+
+def _check_above(folder: Path, setting: str) -> None:
+    """Checks a folder in which a private one is, and all folders above it, also those to which links lead."""
     trusted = (os.geteuid(), _ROOT_USER)
-    for each in (link, found):
-        if each.st_uid not in trusted:
-            raise _refused(base, _owner(each), setting)
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX and not _is_mount_of_root(base, found):
-        raise _refused(base, "may be written by every user", setting)
+    for path in _ways_to(folder):
+        found = path.stat()
+        for each in (path.lstat(), found):
+            if each.st_uid not in trusted:
+                raise _exchangeable(path, _owner(each), setting)
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX and not _is_mount_of_root(path, found):
+            raise _exchangeable(path, "may be written by every user", setting)
+
+
+def _ways_to(folder: Path) -> Iterable[Path]:
+    """The folder and those above it, by its name and by each link on the way."""
+    found: dict[Path, None] = {}
+    left = [folder.absolute(), folder.resolve()]
+    while left:
+        path = left.pop(0)
+        for each in (path, *path.parents):
+            if each not in found and each.is_symlink():
+                left.append(each.parent / each.readlink())
+            found[each] = None
+    return found
 
 
 def _make_private(path: Path, setting: str) -> None:
@@ -159,6 +194,12 @@ def _is_mount_of_root(path: Path, found: os.stat_result) -> bool:
 
 def _owner(found: os.stat_result) -> str:
     return f"belongs to user {found.st_uid}, not to user {os.geteuid()} of this process"
+
+
+def _exchangeable(path: Path, fault: str, setting: str) -> RelayError:
+    return RelayError(
+        f"{path} {fault}, so another user could exchange what is kept in it: set `{setting}` to a folder elsewhere."
+    )
 
 
 def _refused(path: Path, fault: str, setting: str | None = None) -> RelayError:

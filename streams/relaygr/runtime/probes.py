@@ -14,7 +14,7 @@ quickly and must not block. A connection serves one request.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
@@ -25,32 +25,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from relaygr.runtime.http_server import STOP_TIMEOUT_S, ConnectionLimits, HttpServer
+from relaygr.runtime.readiness import Check, Readiness
 
 log = structlog.get_logger()
 
 MAX_CONNECTIONS = 256
 WAIT_S = 10.0
 """Prometheus waits this long for a response by default."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One condition, whether it holds, and an explanation for people."""
-
-    name: str
-    ok: bool
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """Several checks. Ready means that all of them pass."""
-
-    checks: tuple[Check, ...] = ()
-
-    @property
-    def ready(self) -> bool:
-        return all(check.ok for check in self.checks)
 
 
 class ProbeServer:

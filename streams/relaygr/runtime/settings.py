@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 
 class Section(BaseModel):
-    """The base class of a group of settings. Unknown keys are errors, and instances are immutable."""
+    """The base class of a group of settings. Unknown keys are errors, which show no values; instances are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 LEAST_TOKEN: Final = 16

@@ -4,6 +4,7 @@ works SIGTERM is made an exception, as Ctrl-C is (`exit_on_sigterm`).
 
 from __future__ import annotations
 
+import os
 import signal
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -17,6 +18,14 @@ def exit_on_sigterm() -> None:
     folders. The main thread calls it.
     """
     signal.signal(signal.SIGTERM, _exit)
+
+
+def exit_on_sigterm_if_first() -> None:
+    """The kernel gives the first process of a container no SIGTERM for which it has no handler. Without this, a process
+    that is stopped while it starts, or whose command has no handler, ends by SIGKILL at the end of the grace period.
+    """
+    if os.getpid() == 1:
+        exit_on_sigterm()
 
 
 def _exit(number: int, _: object) -> None:

@@ -19,7 +19,6 @@ it would sample a second time what the client has decided. An unrecorded trace o
 A thread that serves requests makes a `Span` from times that it has, and puts it into a bounded queue. One thread of the
 exporter sends the queue in batches. While tracing is off, nothing of this package is called.
 
-settings.py   the switch
 spans.py      spans and their attributes
 tracer.py     ids, sampling, the queue, and why it is not OpenTelemetry's
 stages.py     the stages of a ranking request from its times
@@ -27,10 +26,22 @@ worker.py     the spans of a worker
 otlp.py       sampler, and the thread of OpenTelemetry's exporter, from the variables OTEL_*; needs opentelemetry
 """
 
-from relaygr.tracing.settings import TracingSettings
+from pydantic import Field
+
+from relaygr.runtime.settings import Section
 from relaygr.tracing.tracer import Tracer
 
 __all__ = ["Tracer", "TracingSettings", "start_tracing"]
+
+
+class TracingSettings(Section):
+    """Traces of impressions."""
+
+    enabled: bool = Field(
+        False,
+        description="record OpenTelemetry traces and send them over OTLP; the variables OTEL_* say where to, and how "
+        "many (OTEL_TRACES_SAMPLER)",
+    )
 
 
 def start_tracing(settings: TracingSettings, service: str, instance: str) -> Tracer | None:

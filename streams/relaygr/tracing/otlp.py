@@ -18,7 +18,9 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
+from urllib.parse import urlsplit
 
+import requests
 import structlog
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
@@ -30,7 +32,9 @@ from opentelemetry.trace import Link, SpanContext, TraceFlags
 from opentelemetry.trace import SpanKind as OtelKind
 from opentelemetry.trace.status import Status, StatusCode
 
+from relaygr.runtime.direct_http import is_loopback
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.masking import masked
 from relaygr.schemas.trace_context import TraceContext
 from relaygr.schemas.version import __version__
 from relaygr.tracing.spans import Span, SpanKind
@@ -43,6 +47,8 @@ _KINDS: Final = {
 }
 _SCOPE: Final = InstrumentationScope("relaygr", __version__)
 _DEFAULT_SAMPLER: Final = "parentbased_always_on"
+_DEFAULT_ENDPOINT: Final = "http://localhost:4318"
+"""Of the exporter."""
 _PARENT_BASED: Final = "parentbased_"
 _ROOT_SAMPLERS: Final = ("always_on", "always_off", "traceidratio")
 _LAST_WAIT_S: Final = 0.05
@@ -89,7 +95,7 @@ class SpanExport:
             try:
                 sent = self._exporter.export(otel_spans(spans, self._resource)) is SpanExportResult.SUCCESS
             except Exception as error:  # A library's error must not end the thread.
-                log.warning("spans cannot be exported", error=repr(error))
+                log.warning("spans cannot be exported", error=masked(repr(error)))
                 sent = False
             (self._metrics.exported if sent else self._metrics.failed).inc(len(spans))
             if sent is self._failing:
@@ -118,7 +124,7 @@ def start_exporting(service: str, instance: str) -> Tracer | None:
     resource = _resource(environment, service, instance)
     metrics = TracerMetrics()
     tracer = Tracer(sampler_of(environment), queue_spans, min(batch_spans, queue_spans), metrics)
-    export = SpanExport(tracer, OTLPSpanExporter(), resource, metrics, interval_s)
+    export = SpanExport(tracer, OTLPSpanExporter(session=_session(environment)), resource, metrics, interval_s)
     tracer.on_close = export.stop
     export.start()
     log.info("tracing is on", sampler=_sampler_name(environment), service=str(resource.attributes.get(SERVICE_NAME)))
@@ -182,6 +188,17 @@ def _resource(environment: Mapping[str, str], service: str, instance: str) -> Re
         given.add(SERVICE_NAME)
     own = {SERVICE_NAME: service, SERVICE_INSTANCE_ID: instance, SERVICE_VERSION: __version__}
     return Resource.create().merge(Resource({name: value for name, value in own.items() if name not in given}))
+
+
+def _session(environment: Mapping[str, str]) -> requests.Session | None:
+    """One that asks no proxy, for a collector on this machine; None: the exporter makes its own."""
+    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    endpoint = next((environment[name] for name in names if environment.get(name)), _DEFAULT_ENDPOINT)
+    if not is_loopback(urlsplit(endpoint).hostname or ""):
+        return None
+    session = requests.Session()
+    session.trust_env = False
+    return session
 
 
 def _whole(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -16,6 +16,8 @@ class TraceStage(enum.StrEnum):
     """What a request spends its time on."""
 
     QUEUE = "queue"
+    HISTORY = "history"
+    """Waiting for the user's history."""
     RELOAD = "reload"
     """Copying the prefix from DRAM to HBM."""
     PRE_INFER = "pre_infer"
@@ -56,6 +58,8 @@ class RankingTimes:
     """The prefix was complete."""
     rank_us: int = 0
     ranked_us: int = 0
+    history_wait_us: int = 0
+    history_waited_us: int = 0
 
 
 def stages_of(times: RankingTimes, computed: TraceStage) -> tuple[StageSpan, ...]:
@@ -76,6 +80,8 @@ def stages_of(times: RankingTimes, computed: TraceStage) -> tuple[StageSpan, ...
 
 
 def _work(times: RankingTimes, computed: TraceStage) -> Iterator[StageSpan]:
+    if times.history_wait_us:
+        yield StageSpan(TraceStage.HISTORY, times.history_waited_us - times.history_wait_us, times.history_waited_us)
     if times.reload_us:
         yield StageSpan(TraceStage.RELOAD, times.reloaded_us - times.reload_us, times.reloaded_us)
     if times.compute_us:

@@ -31,22 +31,19 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from relaygr.admission.policy import DecisionReason
 from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios, uses_pool
 from relaygr.admission.settings import AdmissionSettings
+from relaygr.cluster.rights import Role
+from relaygr.cluster.watch import ClusterWatch
 from relaygr.kafka.client_errors import LimitedLog
-from relaygr.kafka.clients import ONE_A_BATCH, ProducerKind, make_producer, require_broker
-from relaygr.kafka.dead_letters import DeadLetterWriter
-from relaygr.kafka.refusals import Refusals
-from relaygr.kafka.rights import Role
-from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.statistics import kafka_statistics
-from relaygr.kafka.watch import ClusterWatch
+from relaygr.kafka.clients import ONE_A_BATCH, ProducerKind
+from relaygr.kafka.session import KafkaSession
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.probes import Check, Readiness
+from relaygr.runtime.readiness import Check, Readiness
 from relaygr.schemas.headers import JOB_HEADER, Headers
 from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer
 from relaygr.trigger.faust_stream import EventFeed, make_app
-from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.fleet import Fleet, most_workers
 from relaygr.trigger.fleet_reader import FleetReader
 from relaygr.trigger.handler import EventHandler, TriggerDecision
 from relaygr.trigger.metrics import TriggerMetrics
@@ -62,6 +59,10 @@ _DECIDE_US = 1_000_000
 _STOP_S = 5.0
 _FLEET_US = 10_000_000
 _FLEET_POLL_S = 0.02
+_SILENT_POOL = (
+    "the pre-infer workers neither take nor refuse jobs: jobs go to the owners, but for a trial every 10 s. "
+    "`relaygr topics check` names settings of the brokers that keep share groups from working"
+)
 _WAITING = "waiting for group and offsets"
 
 
@@ -75,7 +76,7 @@ class TriggerApp:
 
     def __init__(
         self,
-        kafka: KafkaSettings,
+        session: KafkaSession,
         settings: TriggerSettings,
         admission: AdmissionSettings | None = None,
         clock: Clock | None = None,
@@ -87,10 +88,11 @@ class TriggerApp:
 
         `scenarios`: those whose events come on the topic.
         """
-        self._kafka = kafka
+        self._session = session
+        self._kafka = kafka = session.kafka
         self._clock = clock or SystemClock()
         self.metrics = TriggerMetrics(registry, scenarios)
-        self.fleet = Fleet(settings.status_stale_ms)
+        self.fleet = Fleet(settings.status_stale_ms, most_workers(kafka.partitions))
         self._handler = EventHandler(
             settings,
             admission or AdmissionSettings(),
@@ -105,37 +107,35 @@ class TriggerApp:
         self._traces = (
             TriggerTraces(tracer, kafka.topic(Topic.RETRIEVAL), self._jobs_topic) if tracer is not None else None
         )
-        name = settings.instance_id
-        reporting = kafka_statistics(registry).options(kafka.statistics_interval_ms)
-        self._producer = make_producer(kafka, ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error, reporting)
+        name = session.name
+        self._producer = session.producer(ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error)
         self._pool_topic = kafka.topic(Topic.PREINFER_POOL)
         self._pool_producer: Producer | None = None
         if uses_pool(scenarios):
-            self._pool_producer = make_producer(
-                kafka, ProducerKind.PREINFER, f"{name}-pool", self._on_client_error, {**reporting, **ONE_A_BATCH}
+            self._pool_producer = session.producer(
+                ProducerKind.PREINFER, f"{name}-pool", self._on_client_error, ONE_A_BATCH
             )
-        self._refusals = Refusals(kafka, trigger_role(scenarios))
         self._limited_log = LimitedLog(self._clock)
-        self._dead_letters = DeadLetterWriter(kafka, name, self._clock, self._refusals.note)
         self._reader = FleetReader(
-            kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
+            session, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
         )
-        self.tail = JobsTail(kafka, self._clock, f"{name}-tail", settings.rebuild_s, self._refusals.note)
+        self.tail = JobsTail(session, self._clock, f"{name}-tail", settings.rebuild_s)
+        self._is_pool_silent = False
         self._counts: Tally[DecisionReason] = Tally()
         self._away_since_us: int | None = None
         self._app = make_app(kafka)
         self._events = self._app.channel()
         self._app.agent(self._events, concurrency=1)(self._consume)
-        self._feed = EventFeed(kafka, f"{name}-events", self._on_partitions, self._on_client_error, reporting)
+        self._feed = EventFeed(session, f"{name}-events", self._on_partitions, self._on_client_error)
         topics = [kafka.topic(Topic.RETRIEVAL), self._jobs_topic]
-        self._watch = ClusterWatch(self._producer.list_topics, topics, kafka.partitions, self._clock)
+        self._watch = ClusterWatch(f"{name}-jobs", self._producer.list_topics, topics, kafka.partitions, self._clock)
         self._stopping = threading.Event()
         self._feeding: asyncio.Task[None] | None = None
         self._gauges: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Joins the consumer group. Raises RelayError if the cluster cannot be reached."""
-        await _on_daemon_thread(require_broker, self._kafka, self._stopping)
+        await _on_daemon_thread(self._session.require_broker, self._stopping)
         self._watch.start()
         self._reader.start()
         self.tail.start()
@@ -196,11 +196,10 @@ class TriggerApp:
         self._reader.stop()
         self.tail.stop()
         self._watch.stop()
-        await asyncio.to_thread(self._refusals.close)
         await asyncio.to_thread(self._producer.flush, _FLUSH_S)
         if self._pool_producer is not None:
             await asyncio.to_thread(self._pool_producer.flush, _FLUSH_S)
-        await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
+        await asyncio.to_thread(self._session.dead_letters.flush, _FLUSH_S)
 
     async def _await_decisions(self) -> None:
         """Waits until the agent has handled every event that was read, since their offsets will be committed."""
@@ -212,11 +211,12 @@ class TriggerApp:
         """Ready: every event written from now on will be read, and the workers topic was read to its end once."""
         owned = f"{len(self._feed.partitions)} of {self._kafka.partitions} partitions"
         positioned = self._feed.is_positioned
+        refusal = self._session.refusal
         return Readiness(
             (
                 Check("assigned", positioned, owned if positioned else self._feed.refusal or _WAITING),
                 Check("fleet", self._reader.caught_up, self._reader.refusal or "the workers topic is read to its end"),
-                Check("rights", self._refusals.sentence is None, self._refusals.sentence or ""),
+                Check("rights", refusal is None, refusal or ""),
                 *self._watch.checks(),
             )
         )
@@ -274,12 +274,13 @@ class TriggerApp:
                 self.metrics.to_pool.inc()
             try:
                 producer.produce(topic, decision.job, key, headers=headers, on_delivery=report)
-            except (BufferError, KafkaException) as error:
-                if isinstance(error, KafkaException):
-                    self._refusals.note(topic, error.args[0])
+            except (BufferError, KafkaException):
                 # The queue is full: the broker is away or slow. The ranking request takes the full path.
                 self._forget_job(key)
                 return DecisionReason.NOT_SENT
+            if topic == self._pool_topic:
+                # Not before: the pool must not count as silent for jobs that it cannot have.
+                self.fleet.sent_to_pool(self._clock.wall_us())
         elif decision.detail is not None:
             self._dead_letter(message, decision.reason, decision.detail)
         return decision.reason
@@ -289,10 +290,9 @@ class TriggerApp:
             "an event goes to the dead letters", reason, reason=reason.value, detail=detail, topic=message.topic(),
             partition=message.partition(), offset=message.offset(),
         )  # fmt: skip
-        self._dead_letters.write(message, reason.value, detail)
+        self._session.dead_letters.write(message, reason.value, detail)
 
     def _on_delivery(self, error: KafkaError | None, job: Message) -> None:
-        self._refusals.note(job.topic() or self._jobs_topic, error)
         if error is None:
             self._away_since_us = None
         else:
@@ -309,20 +309,18 @@ class TriggerApp:
         trace.job_reported(error, message)
 
     def _on_client_error(self, error: KafkaError) -> None:
-        self._refusals.note(self._kafka.topic(Topic.RETRIEVAL), error)
         if error.code() == KafkaError._ALL_BROKERS_DOWN and self._away_since_us is None:
             self._away_since_us = self._clock.monotonic_us()
 
     def _on_partitions(self, partitions: frozenset[int]) -> None:
         self._handler.reassign(partitions)
         self.tail.follow(partitions)
-        self.metrics.partitions.set(len(partitions))
 
     def _take_reports(self) -> None:
         self._producer.poll(0)
         if self._pool_producer is not None:
             self._pool_producer.poll(0)
-        self._dead_letters.poll()
+        self._session.dead_letters.poll()
         for job, partition in self.tail.take():
             self._handler.restore(job, partition)
 
@@ -332,9 +330,11 @@ class TriggerApp:
             self.metrics.set_margins(self._handler.feedback.margins)
             now_us = self._clock.wall_us()
             summary = self.fleet.summary(now_us)
-            self.metrics.pool_open.set(self.fleet.pool_takes(now_us))
-            self.metrics.fleet_workers.labels("fresh").set(summary.fresh_workers)
-            self.metrics.fleet_workers.labels("silent").set(summary.workers - summary.fresh_workers)
+            is_silent = self.fleet.pool_is_silent(now_us)
+            self.metrics.pool_open.set(self.fleet.pool_takes(now_us) and not is_silent)
+            if is_silent is not self._is_pool_silent:
+                self._is_pool_silent = is_silent
+                log.warning(_SILENT_POOL if is_silent else "the pre-infer workers take jobs again")
             self.metrics.fleet_stale.set(summary.fresh_workers == 0)
             self.metrics.owned_partitions.set(summary.owned_partitions)
             if self._away_since_us is not None and self._reader.heard_us > self._away_since_us:

@@ -25,7 +25,7 @@ from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, 
 from faust.app.base import BootStrategy
 
 from relaygr.kafka.client_errors import GROUP_REFUSALS, ErrorCallback, cause_of
-from relaygr.kafka.clients import Options, make_group_consumer
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import GroupProtocol, KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
@@ -83,21 +83,22 @@ class EventFeed:
 
     def __init__(
         self,
-        kafka: KafkaSettings,
+        session: KafkaSession,
         client_id: str,
         on_partitions: Callable[[frozenset[int]], None],
         on_error: ErrorCallback,
-        options: Options | None = None,
     ) -> None:
-        """`on_partitions` gets all partitions that this process owns, after each change. `options`: librdkafka's, which
-        override ours. No network yet."""
+        """`on_partitions` gets all partitions that this process owns, after each change. `on_error`: of the client.
+
+        No network yet.
+        """
+        self._session, kafka = session, session.kafka
         self._topic = kafka.topic(Topic.RETRIEVAL)
         self._is_incremental = kafka.group_protocol is GroupProtocol.CONSUMER
         self._on_partitions = on_partitions
-        self._on_error = on_error
         self._partitions: frozenset[int] = frozenset()
-        self._consumer = make_group_consumer(
-            kafka, kafka.trigger_group, client_id, on_error=on_error, options={**_OPTIONS, **(options or {})}
+        self._consumer = session.group_consumer(
+            kafka.trigger_group, client_id, self._topic, on_error=on_error, options=_OPTIONS
         )
         self._stopping = False
         self.delivered = 0
@@ -159,7 +160,7 @@ class EventFeed:
     def _on_poll_error(self, error: KafkaError) -> None:
         if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED and self._partitions:
             # Of a fetch. The positions remain, and the feed would not be told that fetches are allowed again.
-            self._on_error(error)
+            self._session.note(self._topic, error)
             return
         if error.code() in _UNAUTHORIZED:
             sentence = f"Kafka refuses the trigger: {cause_of(error)}. {_UNAUTHORIZED[error.code()]}"

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from relaygr.admission.latency import fewest_tokens
 from relaygr.admission.policy import DecisionReason
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
+from relaygr.runtime.metrics import by_label
 from relaygr.schemas.messages import DEFAULT_SCENARIO
 
 
@@ -17,10 +19,10 @@ class TriggerMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY, scenarios: Iterable[str] = (DEFAULT_SCENARIO,)) -> None:
         """Registers the metrics. Raises ValueError if `registry` has them already. `scenarios`: the known ones."""
         self._shown_margins: set[int] = set()
-        decisions = Counter(
-            "relaygr_trigger_decisions_total", "Retrieval events by outcome", ["reason"], registry=registry
+        self.decisions = by_label(
+            DecisionReason,
+            Counter("relaygr_trigger_decisions_total", "Retrieval events by outcome", ["reason"], registry=registry),
         )
-        self.decisions = {reason: decisions.labels(reason.value) for reason in DecisionReason}
         by_scenario = Counter(
             "relaygr_trigger_scenario_events_total",
             "Retrieval events of known scenarios, by whether a job was sent",
@@ -59,20 +61,11 @@ class TriggerMetrics:
         )
         self.pool_open = Gauge(
             "relaygr_trigger_pool_open",
-            "1 while jobs may go to the pre-infer workers: some are ready, and none has refused jobs lately",
+            "1 while jobs go to the pre-infer workers: some are ready, they take jobs, and none has refused any lately",
             registry=registry,
         )
         self.bad_statuses = Counter(
             "relaygr_trigger_bad_statuses_total", "Worker statuses that could not be decoded or used", registry=registry
-        )
-        self.partitions = Gauge(
-            "relaygr_trigger_assigned_partitions", "Retrieval partitions assigned to this process", registry=registry
-        )
-        self.fleet_workers = Gauge(
-            "relaygr_trigger_fleet_workers",
-            "Known workers, fresh (ready, with a recent status) or silent",
-            ["state"],
-            registry=registry,
         )
         self.fleet_stale = Gauge(
             "relaygr_trigger_fleet_stale",
@@ -87,16 +80,11 @@ class TriggerMetrics:
         )
 
     def misjudged(self, bucket: int) -> None:
-        self._misjudged.labels(_fewest_tokens(bucket)).inc()
+        self._misjudged.labels(fewest_tokens(bucket)).inc()
 
     def set_margins(self, margins: Sequence[float]) -> None:
         """Shows the margins that differ from 1, and those that once did."""
         for bucket, margin in enumerate(margins):
             if margin != 1 or bucket in self._shown_margins:
                 self._shown_margins.add(bucket)
-                self._margin.labels(_fewest_tokens(bucket)).set(margin)
-
-
-def _fewest_tokens(bucket: int) -> str:
-    """The label of a length bucket."""
-    return str(1 << (bucket - 1) if bucket else 0)
+                self._margin.labels(fewest_tokens(bucket)).set(margin)

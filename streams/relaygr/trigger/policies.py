@@ -5,7 +5,6 @@
 | `policy` | for requests at risk, within the owner's footprint and load (`relaygr.admission.policy`) |
 | `always` | for every event with a history |
 | `threshold` | for histories of `trigger.fallback_behaviours` and more |
-| `never` | none |
 
 An installed package brings another one by an entry point of the group `relaygr.trigger_policies`: its value is a
 callable that takes `PolicyLimits` and returns a `TriggerPolicy`.
@@ -70,14 +69,6 @@ class _Threshold:
         return Decision(decision.admit, decision.reason, _estimate(case, self._limits))
 
 
-class _Never:
-    def __init__(self, limits: PolicyLimits) -> None:
-        pass
-
-    def decide(self, case: PolicyCase) -> Decision:  # noqa: ARG002
-        return Decision(False, DecisionReason.DISABLED)
-
-
 def _estimate(case: PolicyCase, limits: PolicyLimits) -> Estimate | None:
     if case.owner is None:
         return None
@@ -87,12 +78,7 @@ def _estimate(case: PolicyCase, limits: PolicyLimits) -> Estimate | None:
 
 
 PolicyFactory = Callable[[PolicyLimits], TriggerPolicy]
-_OWN: Final[dict[str, PolicyFactory]] = {
-    DEFAULT_POLICY: _Default,
-    "always": _Always,
-    "threshold": _Threshold,
-    "never": _Never,
-}
+_OWN: Final[dict[str, PolicyFactory]] = {DEFAULT_POLICY: _Default, "always": _Always, "threshold": _Threshold}
 
 
 def policy_names() -> list[str]:

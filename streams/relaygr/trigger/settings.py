@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Final
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from relaygr.runtime.settings import Section
 from relaygr.schemas.limits import MAX_BEHAVIOURS
@@ -27,7 +27,7 @@ class TriggerSettings(Section):
     policy: str = Field(
         DEFAULT_POLICY,
         min_length=1,
-        description="policy that decides about jobs: policy, always, threshold (fallback_behaviours), never, or an "
+        description="policy that decides about jobs: policy, always, threshold (fallback_behaviours), or an "
         "entry point of the group relaygr.trigger_policies",
     )
     remembered_users: Annotated[
@@ -86,6 +86,14 @@ class TriggerSettings(Section):
     ] = 0.1
     http_host: str = Field("127.0.0.1", description="address that the HTTP server of metrics and probes listens on")
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0
+
+    @field_validator("policy")
+    @classmethod
+    def _not_never(cls, policy: str) -> str:
+        """Raises ValueError for the policy of earlier releases that sent no job."""
+        if policy == "never":
+            raise ValueError("there is no policy `never` any more: set trigger.enabled to false")
+        return policy
 
     def risk_targets(self) -> RiskTargets:
         """The settings as the feedback takes them."""

@@ -13,15 +13,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import structlog
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message
 
-from relaygr.kafka.client_errors import NoteError, cause_of, no_note
-from relaygr.kafka.clients import learn_leaders, make_assigned_consumer
+from relaygr.kafka.client_errors import cause_of
+from relaygr.kafka.log_reader import Log, LogReader, before_end
 from relaygr.kafka.message_headers import headers_of
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.session import KafkaSession
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, decode
@@ -36,24 +37,19 @@ PORTION: Final = 32
 _MOST_WAITING: Final = 4096
 """Most jobs that are read at once, and most that wait to be taken. Beyond it the oldest are dropped."""
 _POLL_S: Final = 0.2
-_TAIL: Final = -2000
-"""librdkafka's offset for the end of a partition. An offset lower by n begins n messages before the end."""
 _READ_S: Final = 30.0
 
 
 class JobsTail:
     """`follow` names the partitions of this process; `take` gives their earlier jobs, a portion at a time."""
 
-    def __init__(
-        self, kafka: KafkaSettings, clock: Clock, client_id: str, rebuild_s: float, note_error: NoteError = no_note
-    ) -> None:
+    def __init__(self, session: KafkaSession, clock: Clock, client_id: str, rebuild_s: float) -> None:
         """Reads the jobs of the last `rebuild_s` seconds; 0: none. No network until `start`."""
-        self._kafka = kafka
-        self._note_error = note_error
+        kafka = session.kafka
         self._topic = kafka.topic(kafka.jobs_topic)
+        self._reader = LogReader(session, client_id, (self._topic,))
         self._has_requests = kafka.jobs_topic is Topic.RANKING
         self._clock = clock
-        self._client_id = client_id
         self._rebuild_us = round(rebuild_s * 1e6)
         self._partitions: frozenset[int] = frozenset()
         self._asked: queue.SimpleQueue[frozenset[int] | None] = queue.SimpleQueue()
@@ -102,40 +98,36 @@ class JobsTail:
             self._read_so_far += 1
 
     def _read(self, partitions: frozenset[int]) -> None:
-        # The client reports the end of each partition.
-        consumer = make_assigned_consumer(self._kafka, self._client_id, options={"enable.partition.eof": True})
-        try:
-            learn_leaders(consumer, (self._topic,))
-            start = _TAIL - max(1, _MOST_WAITING // len(partitions))
-            consumer.assign([TopicPartition(self._topic, partition, start) for partition in sorted(partitions)])
-            self._read_to_end(consumer, set(partitions))
-        finally:
-            consumer.close()
-
-    def _read_to_end(self, consumer: Consumer, partitions: set[int]) -> None:
+        start = before_end(max(1, _MOST_WAITING // len(partitions)))
+        logs = [Log(self._topic, partition, start) for partition in sorted(partitions)]
         since_us = self._clock.wall_us() - self._rebuild_us
         count, until_us = 0, self._clock.monotonic_us() + round(_READ_S * 1e6)
-        while partitions and not self._stopping.is_set() and self._clock.monotonic_us() < until_us:
-            message = consumer.poll(_POLL_S)
-            if message is None:
-                continue
-            # An error that is of no partition has none.
-            error, partition = message.error(), message.partition()
-            if error is None:
-                assert partition is not None
-                if self._has_requests and not is_job(headers_of(message)):
-                    continue
-                try:
-                    job = decode(PreInferJob, message.value())
-                except DecodeError:
-                    continue
-                if job.decided_at_us >= since_us:
-                    self._jobs.append((job, partition))
-                    count += 1
-            elif error.code() == KafkaError._PARTITION_EOF:
-                partitions -= {partition}
-            elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                self._note_error(self._topic, error)
-                log.warning("earlier jobs are not read", cause="this user has no right to read the topic of the jobs")
-                return
+        with self._reader as reader:
+            reader.read(*logs)
+            while not self._stopping.is_set() and self._clock.monotonic_us() < until_us:
+                batch = reader.batch(_POLL_S)
+                count += self._take(batch.records, since_us)
+                if any(each.error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED for each in batch.failures):
+                    cause = "this user has no right to read the topic of the jobs"
+                    log.warning("earlier jobs are not read", cause=cause)
+                    return
+                if all(each.caught_up for each in logs):
+                    break
         log.info("earlier jobs read", jobs=count)
+
+    def _take(self, messages: Sequence[Message], since_us: int) -> int:
+        """Returns how many of the messages are jobs since then."""
+        count = 0
+        for message in messages:
+            partition = message.partition()
+            assert partition is not None
+            if self._has_requests and not is_job(headers_of(message)):
+                continue
+            try:
+                job = decode(PreInferJob, message.value())
+            except DecodeError:
+                continue
+            if job.decided_at_us >= since_us:
+                self._jobs.append((job, partition))
+                count += 1
+        return count

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from relaygr.training.logs import Ties
+
 if TYPE_CHECKING:
+    from relaygr.training.options import PostTrainingOptions
     from relaygr.training.pipeline import Finished
     from relaygr.training.ranking import Estimate
-    from relaygr.training.runs import PostTrainingOptions
 
 WEAK_ORDER = (
     "The order of ratings within one evening is weak evidence about sequences: a log of ratings says when an item was "
@@ -26,7 +28,8 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revisi
         f"HSTU, revision `{revision}`, trained by `relaygr train ranker` ({versions}; Python {run['python']}).",
         "",
         f"* Log: {log['behaviours']:,} behaviours of {log['users']:,} users, digest `{log['digest']}`; "
-        f"{log['ties_share']:.0%} share their time with the user's behaviour before or after. {WEAK_ORDER}",
+        f"{log['ties_share']:.0%} share their time with the user's behaviour before or after, and are ordered "
+        f"{Ties(run['ties']).said}. {WEAK_ORDER}",
         f"* Split: `{split['protocol']}`; {split['training']:,} behaviours for training, {split['validation']:,} for "
         f"validation, {split['test']:,} for test, of which {split['test_outside_vocabulary']:,} are of items outside "
         f"the vocabulary of {split['items']:,}.",
@@ -35,8 +38,14 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revisi
         f"* Best epoch by validation: {finished.best_epoch + 1} of {epochs}.",
         "",
         "Scores: `next` is the logit of a soft-max over items, which orders candidates and is no probability"
-        + ("; `liked` is the probability of a rating of at least 4." if log["has_ratings"] else "."),
+        + (
+            f"; `liked` is the probability of a rating of at least 4, which {split['liked_share']:.1%} of the training "
+            "part are."
+            if split["has_liked"]
+            else "."
+        ),
         "",
+        *(line for note in finished.notes for line in (note, "")),
         "## Test part",
         "",
         *metrics_table(finished.test),

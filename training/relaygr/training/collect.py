@@ -30,12 +30,21 @@ import pyarrow.parquet as pq
 import structlog
 from confluent_kafka import KafkaException, Message
 
+from relaygr.cluster.topic_identity import TopicIdentity, TopicIdentityWatch, identify_topics
 from relaygr.kafka.dead_letters import OnDone
+from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_identity import TopicIdentity, TopicIdentityWatch, identify_topics
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.files import lock_folder, partial_of, put_in_place, write_whole
+from relaygr.runtime.files import (
+    has_files,
+    locked_folder,
+    partial_of,
+    put_in_place,
+    remove_partials,
+    removed_on_failure,
+    write_whole,
+)
 from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history.apply import UNREAD
@@ -170,8 +179,9 @@ class _Run:
 
     def run(self, follow_s: float | None, is_stopping: Callable[[], bool]) -> Collected:
         began_ms = SystemClock().wall_us() // 1000
+        session = KafkaSession(self._kafka, CLIENT_ID)
         follower = HistoryFollower(
-            self._kafka,
+            session,
             self._store,
             _BadMessages(self._found.bad),
             CLIENT_ID,
@@ -180,7 +190,7 @@ class _Run:
             on_missed=self._note_read_anew,
             max_age_ms=_MAX_AGE_MS,
         )
-        watch = TopicIdentityWatch(self._kafka, self._identity, f"{CLIENT_ID}-ids", self._note_renewed)
+        watch = TopicIdentityWatch(session, self._identity, f"{CLIENT_ID}-ids", self._note_renewed)
         # The store may have been emptied by a process that died before it noted that.
         self._manifest.note_read_anew(
             each for each in self._partitions if (content := self._manifest.content(each)) and self._is_behind(content)
@@ -364,8 +374,9 @@ class _File:
         self._users = self._incomplete = self._rows = 0
 
     def __enter__(self) -> _File:
-        self._file = partial_of(self._path).open("wb")
-        self._writer = pq.ParquetWriter(self._file, self._schema)
+        with removed_on_failure(partial_of(self._path)):
+            self._file = partial_of(self._path).open("wb")
+            self._writer = pq.ParquetWriter(self._file, self._schema)
         return self
 
     def add(self, user_id: str, behaviours: Behaviours, is_incomplete: bool) -> None:
@@ -431,23 +442,21 @@ def _identified(kafka: KafkaSettings) -> TopicIdentity:
 @contextmanager
 def _opened(folder: Path) -> Iterator[Path]:
     """Makes the folder, and keeps other processes off it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-    except OSError as error:
-        raise RelayError(f"{folder} cannot be used ({error.strerror}): give a folder that you may write.") from error
-    if lock is None:
-        raise RelayError(f"{folder} is in use: another `relaygr train collect` writes it.")
-    try:
+    with ExitStack() as held:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held.enter_context(locked_folder(folder, f"{folder} is in use: another `relaygr train collect` writes it."))
+        except OSError as error:
+            raise RelayError(
+                f"{folder} cannot be used ({error.strerror}): give a folder that you may write."
+            ) from error
         yield folder
-    finally:
-        os.close(lock)
 
 
 def _agreed(folder: Path, identity: TopicIdentity, partitions: int, has_ratings: bool | None) -> _Manifest:
     """Checks that the folder is a copy of these topics, or makes it one."""
     path = folder / MANIFEST
-    if not path.is_file() and any(not each.name.startswith(".") for each in folder.iterdir()):
+    if not path.is_file() and has_files(folder):
         raise RelayError(f"{folder} has other files, and no {MANIFEST}: give an empty or a new folder.")
     origin = {
         "layout": LAYOUT,
@@ -471,8 +480,7 @@ def _agreed(folder: Path, identity: TopicIdentity, partitions: int, has_ratings:
             if has_ratings is None:
                 manifest.has_ratings = bool(found["has_ratings"])
             manifest.read_anew = {int(partition): int(count) for partition, count in found["read_anew"].items()}
-        for leftover in folder.glob(".*.partial"):
-            leftover.unlink()
+        remove_partials(folder)
         manifest.save()
     except OSError as error:
         raise RelayError(

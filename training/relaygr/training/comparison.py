@@ -19,11 +19,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from relaygr.training.contrastive import SOURCE, TARGET, Arm, OnStep, RetrievalOptions, Training, advance
+from relaygr.training.contrastive import SOURCE, TARGET, Arm, OnStep, Training, advance
 from relaygr.training.domains import Domains
+from relaygr.training.options import RetrievalOptions
 from relaygr.training.ranking import TOP, Estimate, estimate
 from relaygr.training.retrieval import MODEL_FILE, save_retrieval
-from relaygr.training.runs import METRICS_FILE, Run
+from relaygr.training.runs import METRICS_FILE, Run, writing
 from relaygr.training.splits import Part
 
 SAMPLED: Final = 99
@@ -176,7 +177,13 @@ def compare(
 ) -> Compared:
     """Trains what the run's folder does not have. Raises RelayError if it has another run."""
     torch.set_num_threads(options.threads)
-    run.begin(options, logs.log, paths)
+    with run.begun(options, logs.log, paths):
+        return _train_and_compare(logs, options, seeds, run, began, stepped)
+
+
+def _train_and_compare(
+    logs: Domains, options: RetrievalOptions, seeds: int, run: Run, began: OnWork, stepped: OnStep
+) -> Compared:
     trials = [_Trial(logs, options, seed, run.folder, began, stepped) for seed in range(seeds)]
     searched = {
         arm: {choice: trials[0].kept(arm, choice, Part.VALIDATION)["warm"][CHOSEN] for choice in choices}
@@ -226,7 +233,8 @@ class _Trial:
         last = losses[-math.ceil(_LAST_SHARE * len(losses)) :]
         loss = {LOSS: float(np.mean(last)), SPREAD: float(np.std(last))} if losses else {}
         if model is not None:
-            save_retrieval(model, training)
+            with writing(model) as partial:
+                save_retrieval(partial, training)
         queries = Queries(domains, part, self.seed)
         return {**queries.metrics(target_scores(training, queries, arm)), "loss": loss}
 

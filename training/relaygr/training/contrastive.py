@@ -16,7 +16,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from scipy.sparse import csr_matrix
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.domains import DIM, Domains
+from relaygr.training.options import RetrievalOptions
 
 TEMPERATURE: Final = 0.1
 EASY_SHARE: Final = 0.2
@@ -49,24 +50,6 @@ class Arm(enum.StrEnum):
     RANDOM = "random negatives"
     ALONE = "one domain"
     POPULARITY = "popularity"
-
-
-@dataclass(frozen=True, slots=True)
-class RetrievalOptions:
-    """What decides the result, beside the logs."""
-
-    intra_steps: int
-    """Of stage 1. A step is one update of the weights."""
-    inter_steps: int
-    """Of stage 2: intra-domain and inter-domain in turns."""
-    cold_share: float = 0.1
-    """Of the common users, those whose behaviours in the target domain are left out."""
-    threads: int = 1
-
-    @property
-    def steps(self) -> int:
-        """Of every arm."""
-        return self.intra_steps + self.inter_steps
 
 
 TARGET: Final = 0
@@ -105,8 +88,9 @@ class _Product(torch.autograd.Function):
 
 
 def product(matrix: csr_matrix, rows: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _Product.apply(matrix, rows)  # type: ignore[no-untyped-call]
-    return found
+    # Some releases of torch have no type for `apply`, and others one of several results.
+    apply = cast(Callable[[csr_matrix, torch.Tensor], torch.Tensor], _Product.apply)
+    return apply(matrix, rows)
 
 
 class Encoder(torch.nn.Module):

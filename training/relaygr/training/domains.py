@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from relaygr.runtime.errors import RelayError
-from relaygr.training.logs import Log, usable
-from relaygr.training.splits import Part, Protocol, Split, split_log
+from relaygr.training.logs import Log, order_in_time, usable
+from relaygr.training.options import Protocol
+from relaygr.training.splits import Part, Split, split_log
 
 KATZ_SHARE: Final = 0.5
 """Katz' alpha as a share of 1 / lambda_max."""
@@ -174,17 +175,18 @@ class Domains:
 
 
 def join_logs(target: Log, source: Log) -> Domains:
-    """Equal times keep the order of the files, first the target's. Raises RelayError for logs that cannot be used."""
+    """Equal times are ordered as in the target's log. Raises RelayError for logs that cannot be used."""
     ids, numbers = zip(*(np.unique(log.items, return_inverse=True) for log in (target, source)), strict=True)
     users, places = np.unique(target.users + source.users, return_inverse=True)
     owners = np.repeat(places, np.concatenate((target.lengths, source.lengths)))
     times = np.concatenate((target.times_ms, source.times_ms))
-    order = np.lexsort((times, owners))
-    starts = np.searchsorted(owners[order], np.arange(len(users) + 1))
     items = np.concatenate((numbers[0], ids[0].size + numbers[1]))
     actions = np.concatenate((target.actions, source.actions))
+    order = order_in_time(users.tolist(), owners, times, np.concatenate(ids)[items], actions, ties=target.ties)
+    starts = np.searchsorted(owners[order], np.arange(len(users) + 1))
     has_times, has_ratings = target.has_times and source.has_times, target.has_ratings and source.has_ratings
-    log = usable(Log(users.tolist(), starts, items[order], actions[order], times[order], has_times, has_ratings))
+    log = Log(users.tolist(), starts, items[order], actions[order], times[order], has_times, has_ratings)
+    log = usable(replace(log, ties=target.ties))
     split, is_cold = split_log(log, Protocol.TIME), np.zeros(len(log.users), dtype=bool)
     num_target = int((split.item_ids < ids[0].size).sum())
     found = Domains(log, split, np.concatenate(ids)[split.item_ids], log.items < ids[0].size, num_target, is_cold)

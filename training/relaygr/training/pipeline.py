@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from relaygr.training.baselines import fitted_baselines, folds_count, popularity
 from relaygr.training.card import checkpoint_card
 from relaygr.training.logs import Log, usable
+from relaygr.training.options import TrainingOptions
 from relaygr.training.plots import plot_training
 from relaygr.training.ranking import NDCG, Estimate, Judged, Model, chosen_users, estimate, judge, write_predictions
-from relaygr.training.runs import CARD_FILE, METRICS_FILE, Run, TrainingOptions, describe_split
+from relaygr.training.runs import METRICS_FILE, Run, describe_split, write_beside, writing
 from relaygr.training.splits import Part, Split, split_log
 from relaygr.training.trainer import RankerModel, Trained, Watcher, train
 from relaygr.worker.model.checkpoint import load_checkpoint, save_checkpoint
-from relaygr.worker.model.inputs.known import write_action_names
 
 RANKER = "ranker"
 OnWork = Callable[[str, int], None]
@@ -47,6 +47,8 @@ class Finished:
     gains: dict[str, Estimate]
     """Baseline -> the ranker's NDCG@10 less the baseline's, in pairs of the same user."""
     best_epoch: int
+    notes: list[str]
+    """Sentences about the log's times and ratings that say less than they seem to, and about a plot that is missing."""
 
 
 def train_ranker(
@@ -57,7 +59,15 @@ def train_ranker(
     Without baselines the ranker is compared with popularity alone.
     """
     log = usable(log)
-    run.begin(options, log, paths)
+    with run.begun(options, log, paths):
+        # Another process may have finished it while this one read the log.
+        run.require_unfinished()
+        return _train_and_judge(log, options, run, progress, with_baselines)
+
+
+def _train_and_judge(
+    log: Log, options: TrainingOptions, run: Run, progress: Progress, with_baselines: bool
+) -> Finished:
     split = split_log(log, options.protocol)
     trained = _trained(split, options, run, progress)
     models: dict[str, Model] = {RANKER: RankerModel(split, trained.config, trained.tensors)}
@@ -73,6 +83,7 @@ def train_ranker(
             if name != RANKER
         },
         trained.best_epoch,
+        [note for note in (log.ties_note(), split.liked_note()) if note],
     )
     metrics: dict[str, Any] = {
         **asdict(finished),
@@ -80,11 +91,10 @@ def train_ranker(
         "baselines": folds,
         "seconds": seconds,
     }
-    plot_training(run.folder / "training.png", trained.epochs)
     card = checkpoint_card(run.described(), finished, len(trained.epochs), load_checkpoint(run.checkpoint).revision)
-    (run.checkpoint / CARD_FILE).write_text(card, encoding="utf-8")
-    if log.action_names:
-        write_action_names(run.checkpoint, log.action_names)
+    write_beside(run.checkpoint, card, log)
+    if undrawn := plot_training(run.folder / "training.png", trained.epochs):
+        finished.notes.append(undrawn)
     # The last file: a run without it goes on.
     run.write_json(METRICS_FILE, metrics)
     run.remove_state()
@@ -122,12 +132,12 @@ def _judge_all(
 ) -> tuple[dict[str, Judged], dict[str, float]]:
     """Judges the models on the test part, and writes their predictions. Returns the seconds that each took, too."""
     judged, seconds = {}, {}
-    (run.folder / "predictions").mkdir(exist_ok=True)
     for name, model in models.items():
         progress.began(f"ranking by {name}", len(users))
         started_s = time.monotonic()
         judged[name] = judge(split, model, Part.TEST, users, keeps_predictions=True, on_user=progress.stepped)
         seconds[name] = round(time.monotonic() - started_s, 1)
-        write_predictions(run.folder / "predictions" / f"{name.replace(' ', '-')}.jsonl", judged[name].predictions)
+        with writing(run.folder / "predictions" / f"{name.replace(' ', '-')}.jsonl") as partial:
+            write_predictions(partial, judged[name].predictions)
         judged[name].predictions.clear()
     return judged, seconds

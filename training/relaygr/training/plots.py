@@ -1,24 +1,32 @@
-"""The plots of runs, as PNG or SVG by the name of the file."""
+"""The plots of runs, as PNG or SVG by the name of the file.
+
+A plot that cannot be drawn is a sentence and no error: it must not end the training whose result it shows. matplotlib
+is imported only here, since it needs a folder for its cache, and a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-
 from relaygr.runtime.errors import RelayError
+from relaygr.training.runs import writing
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from relaygr.training.lengths import LengthPoint
     from relaygr.training.post_training import Validation
     from relaygr.training.trainer import EpochRecord
 
 
-def plot_training(path: Path, epochs: Sequence[EpochRecord]) -> None:
-    """The losses and the validation NDCG@10 of each epoch. Raises RelayError."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+def plot_training(path: Path, epochs: Sequence[EpochRecord]) -> str:
+    """The losses and the validation NDCG@10 of each epoch. Returns why there is no plot; empty: it was drawn."""
+    return _drawn(path, (9, 3.6), lambda figure: _training(figure, epochs))
+
+
+def _training(figure: Figure, epochs: Sequence[EpochRecord]) -> None:
     left, right = figure.subplots(1, 2)
     numbers = [record.epoch + 1 for record in epochs]
     for name in ("next_loss", "retrieval_loss", "liked_loss"):
@@ -29,12 +37,14 @@ def plot_training(path: Path, epochs: Sequence[EpochRecord]) -> None:
     right.set_xlabel("epoch")
     right.set_ylabel("validation NDCG@10")
     right.set_ylim(bottom=0)
-    _save(figure, path)
 
 
-def plot_lengths(path: Path, points: Sequence[LengthPoint], title: str) -> None:
-    """NDCG@10 with its interval, and T_full and T_hit, by the number of behaviours served. Raises RelayError."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+def plot_lengths(path: Path, points: Sequence[LengthPoint], title: str) -> str:
+    """NDCG@10 with its interval, T_full and T_hit, by the number of behaviours served. Returns why there is none."""
+    return _drawn(path, (9, 3.8), lambda figure: _lengths(figure, points, title))
+
+
+def _lengths(figure: Figure, points: Sequence[LengthPoint], title: str) -> None:
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
     lengths = [point.length for point in points]
@@ -51,12 +61,14 @@ def plot_lengths(path: Path, points: Sequence[LengthPoint], title: str) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)
         axes.set_xlabel("newest behaviours served")
-    _save(figure, path)
 
 
-def plot_post_training(path: Path, arms: Mapping[str, Sequence[Sequence[Validation]]]) -> None:
-    """Validation NDCG@10 by the CPU time of training: a line for each seed of each arm. Raises RelayError."""
-    figure = Figure(figsize=(7, 3.8), layout="constrained")
+def plot_post_training(path: Path, arms: Mapping[str, Sequence[Sequence[Validation]]]) -> str:
+    """Validation NDCG@10 by the CPU time of training: a line for each seed of each arm. Returns why there is none."""
+    return _drawn(path, (7, 3.8), lambda figure: _post_training(figure, arms))
+
+
+def _post_training(figure: Figure, arms: Mapping[str, Sequence[Sequence[Validation]]]) -> None:
     axes = figure.subplots()
     for number, (arm, seeds) in enumerate(arms.items()):
         for seed, validations in enumerate(seeds):
@@ -65,11 +77,17 @@ def plot_post_training(path: Path, arms: Mapping[str, Sequence[Sequence[Validati
     axes.set_xlabel("CPU seconds of training")
     axes.set_ylabel("validation NDCG@10")
     axes.legend()
-    _save(figure, path)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _drawn(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) -> str:
     try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise RelayError(f"{path} cannot be written: {error}.") from error
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        with writing(path) as partial:
+            figure.savefig(partial, dpi=120, format=path.suffix.removeprefix("."))
+    # matplotlib raises OSError where its cache cannot be written.
+    except (OSError, ValueError, RelayError) as error:
+        return f"{path} was not drawn: {str(error).rstrip('.')}."
+    return ""

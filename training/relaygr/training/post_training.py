@@ -15,27 +15,27 @@ import enum
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
-from torchmetrics.functional.classification import binary_calibration_error
 
 from relaygr.training.card import post_trained_card
 from relaygr.training.group_relative import draw_slates, group_relative_loss, has_spread, slate_rewards
 from relaygr.training.layers import Tensors
 from relaygr.training.logs import Log
+from relaygr.training.options import PostTrainingOptions, TrainingOptions
 from relaygr.training.plots import plot_post_training
 from relaygr.training.ranker import candidate_logits
 from relaygr.training.ranking import NDCG, Estimate, Judged, chosen_users, estimate, judge
-from relaygr.training.runs import CARD_FILE, METRICS_FILE, PostTrainingOptions, Run, TrainingOptions
+from relaygr.training.runs import METRICS_FILE, Run, write_beside
 from relaygr.training.sampling import TrainingBatch, training_batches
 from relaygr.training.splits import Part, Split
 from relaygr.training.trainer import LOSS_WEIGHTS, RankerModel, supervised_losses, take_step, target_scores
 from relaygr.worker.model.checkpoint import Checkpoint, save_checkpoint
-from relaygr.worker.model.inputs.known import IDS_TENSOR, write_action_names
+from relaygr.worker.model.inputs.known import IDS_TENSOR
 
 CALIBRATION: Final = "calibration_error"
 """Mean distance between the probability of `liked` and the share that was liked, over ten bins of the probability."""
@@ -139,6 +139,8 @@ class Compared:
     recommended: Arm
     checkpoint: str
     """The recommended arm's with the best validation."""
+    note: str = ""
+    """Why the plot is missing."""
 
     def sentence(self) -> str:
         is_better = self.recommended is Arm.GROUP_RELATIVE
@@ -154,7 +156,12 @@ def post_train(job: Job, paths: list[Path], seeds: int, folder: Path) -> Compare
     """Trains the arms that `folder` lacks, and compares all. Raises RelayError for a folder with another run."""
     torch.set_num_threads(job.trained_with.threads)
     run = Run(folder)
-    run.begin(job.options, job.log, paths)
+    with run.begun(job.options, job.log, paths):
+        return _train_and_compare(job, seeds, run)
+
+
+def _train_and_compare(job: Job, seeds: int, run: Run) -> Compared:
+    folder = run.folder
     found: dict[Arm, list[ArmResult]] = {arm: [] for arm in Arm}
     for seed, arm in itertools.product(range(seeds), Arm):
         own = Run(folder / f"seed-{seed}" / arm)
@@ -165,9 +172,9 @@ def post_train(job: Job, paths: list[Path], seeds: int, folder: Path) -> Compare
         found[arm].append(ArmResult(validations, **content))
     at_start = job.judged(dict(job.checkpoint.tensors), Part.TEST, "start")
     compared = _compared(_test_metrics(at_start), found, folder)
-    plot_post_training(folder / "post-training.png", {arm: [one.validations for one in found[arm]] for arm in Arm})
     run.write_json(METRICS_FILE, asdict(compared))
-    return compared
+    drawn = {str(arm): [one.validations for one in found[arm]] for arm in Arm}
+    return replace(compared, note=plot_post_training(folder / "post-training.png", drawn))
 
 
 def _train(job: Job, run: Run, seed: int, arm: Arm) -> None:
@@ -205,9 +212,7 @@ def _train(job: Job, run: Run, seed: int, arm: Arm) -> None:
 def _write_checkpoint(job: Job, folder: Path, tensors: Tensors, name: str, judged: Judged) -> None:
     ids = torch.from_numpy(job.split.item_ids.copy())
     save_checkpoint(folder, job.checkpoint.config, {**tensors, IDS_TENSOR: ids})
-    (folder / CARD_FILE).write_text(post_trained_card(name, job.options, judged.summary()), encoding="utf-8")
-    if job.log.action_names:
-        write_action_names(folder, job.log.action_names)
+    write_beside(folder, post_trained_card(name, job.options, judged.summary()), job.log)
 
 
 class _Policy:
@@ -253,6 +258,9 @@ def _test_metrics(judged: Judged) -> dict[str, float]:
     found = {name: each.mean for name, each in judged.summary().items()}
     probabilities = [each for one in judged.predictions for each in one.liked_probabilities]
     if probabilities:
+        # After `ranking`, which says what is wrong if it cannot be imported.
+        from torchmetrics.functional.classification import binary_calibration_error
+
         liked = torch.tensor([each for one in judged.predictions for each in one.liked]).long()
         found[CALIBRATION] = float(binary_calibration_error(torch.tensor(probabilities), liked, n_bins=10))
     return found

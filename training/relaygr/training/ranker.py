@@ -62,7 +62,7 @@ def ranker_config(split: Split, size: Size) -> ModelConfig:
     """The configuration of the checkpoint. Raises ValueError (pydantic) for sizes that a model cannot have."""
     # The score of "next" is a logit: a sigmoid of large logits is 1.0 for several candidates.
     tasks = [Task(name="next", kind=TaskKind.REGRESSION)]
-    if split.has_ratings:
+    if split.has_liked:
         tasks.append(Task(name="liked"))
     num_positions = size.max_history + SUFFIX_BEHAVIOURS + 1
     return ModelConfig(

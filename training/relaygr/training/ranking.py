@@ -21,11 +21,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
-from torchmetrics.functional.classification import binary_auroc
-from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.splits import Part, Split
+
+try:
+    from torchmetrics.functional.classification import binary_auroc
+    from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
+except OSError as error:
+    # It imports matplotlib if that is installed, which needs a folder for its cache, though nothing is drawn.
+    raise RelayError(f"torchmetrics cannot be imported: {error}.") from error
 
 TOP: Final = 10
 NDCG: Final = f"ndcg@{TOP}"

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import require_regular
 from relaygr.schemas.messages import Behaviours
 from relaygr.training.contrastive import Encoder, Training
 from relaygr.training.domains import mean_matrix
@@ -70,6 +71,7 @@ class GraphSearch:
         """Raises RelayError for another file."""
         self._domains, tables = [], []
         try:
+            require_regular(path)
             found = load_file(path)
             for domain in _DOMAINS:
                 own = {key.removeprefix(domain): value for key, value in found.items() if key.startswith(domain)}

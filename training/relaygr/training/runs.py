@@ -2,36 +2,42 @@
 
 | file | content |
 |---|---|
-| `run.json` | the options, the log (digest, sizes, names of columns and events), versions |
+| `run.json` | the options, the log (digest, sizes, names of columns and events, order of ties), versions |
 | `state.pt` | weights, optimizer and history after the last whole epoch; removed when training ends |
 | `checkpoint/` | the model as a worker loads it, its card, `README.md`, and the codes of event names, `actions.json` |
 | `metrics.json` | loss and validation of each epoch, test metrics of ranker and baselines |
 | `predictions/*.jsonl` | each model's ranking of each test user |
 | `training.png` | loss and validation NDCG@10 |
 
-Each file is replaced whole, so that an interruption leaves the one before.
+Each file is replaced whole, so that an interruption leaves the one before. One process at a time trains in a folder.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.files import write_whole
+from relaygr.runtime.files import has_files, locked_folder, open_regular, read_regular, remove_partials, whole_file
 from relaygr.runtime.json_values import finite
 from relaygr.schemas.version import __version__
 from relaygr.training.logs import Log
+from relaygr.training.options import Protocol, TrainingOptions
 from relaygr.training.ranking import MOST_RANKED
-from relaygr.training.splits import Protocol, Split
+from relaygr.training.splits import Split
+from relaygr.worker.model.config import CARD_FILE
+from relaygr.worker.model.convert.pickles import check_claims
+from relaygr.worker.model.inputs.known import write_action_names
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,55 +46,6 @@ RUN_FILE: Final = "run.json"
 METRICS_FILE: Final = "metrics.json"
 STATE_FILE: Final = "state.pt"
 CHECKPOINT: Final = "checkpoint"
-CARD_FILE: Final = "README.md"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingOptions:
-    """What decides the result of a run, beside the log. The same options, log and machine give the same checkpoint."""
-
-    protocol: Protocol = Protocol.TIME
-    dim: int = 64
-    heads: int = 2
-    layers: int = 2
-    max_history: int = 1024
-    epochs: int = 30
-    patience: int = 5
-    """Validations without an improvement after which training ends."""
-    places: int = 16
-    """The least places of a user's window that are trained in an epoch; a long window has a sixteenth of its length."""
-    negatives: int = 31
-    """Random items beside the next behaviour at each place."""
-    learning_rate: float = 2e-3
-    dropout: float = 0.2
-    validation_users: int = 500
-    test_users: int = 0
-    """The most users that are judged; 0: all."""
-    seed: int = 0
-    threads: int = 2
-    """Of torch: another number adds in another order."""
-    max_minutes: float = 0.0
-    """Training stops when this time is over; 0: never. The learning rate falls with the time, so the result depends on
-    the machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class PostTrainingOptions:
-    """What decides the result of post-training, beside the log and the run that it starts from."""
-
-    start: str
-    """Revision of the ranker."""
-    steps: int
-    """Batches that each arm is trained on."""
-    group: int
-    """Slates drawn for a request."""
-    negatives: int
-    """Random candidates of a request, beside the behaviour that came next."""
-    learning_rate: float
-    kl_weight: float
-    validation_users: int
-    test_users: int
-    """The most users that are judged; 0: all."""
 
 
 class Run:
@@ -111,12 +68,34 @@ class Run:
         """Whether the folder has a run, finished or not."""
         return (self.folder / RUN_FILE).exists()
 
-    def begin(self, options: DataclassInstance, log: Log, paths: list[Path]) -> bool:
-        """Makes the folder, or finds the same run in it. Returns whether it was there.
+    def require_unfinished(self) -> None:
+        """Raises RelayError if the run is finished."""
+        if self.is_finished:
+            raise RelayError(
+                f"{self.folder} has a finished run: see {CHECKPOINT}/{CARD_FILE} in it, or give another folder."
+            )
 
-        Raises RelayError if the folder has another run or other files.
+    @contextmanager
+    def begun(self, options: DataclassInstance, log: Log, paths: list[Path]) -> Iterator[None]:
+        """Makes the folder, or finds the same run in it, and keeps other trainings off it.
+
+        Raises RelayError if another training is in the folder, or if it has another run or other files.
         """
-        asked = {"options": asdict(options), "log": describe_log(log)}
+        with ExitStack() as held:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                in_use = (
+                    f"{self.folder} is in use by another `relaygr train`: wait for its end, or give another folder."
+                )
+                held.enter_context(locked_folder(self.folder, in_use))
+                is_used = has_files(self.folder)
+                remove_partials(self.folder)
+            except OSError as error:
+                raise RelayError(f"{self.folder} cannot be used ({error.strerror}): give another folder.") from error
+            self._begin({"options": asdict(options), "log": describe_log(log)}, log, paths, is_used)
+            yield
+
+    def _begin(self, asked: dict[str, Any], log: Log, paths: list[Path], is_used: bool) -> None:
         if self.has_begun:
             found = self.described()
             if different := _differences({key: found.get(key, {}) for key in asked}, asked):
@@ -124,18 +103,18 @@ class Run:
                     f"{self.folder} has a run with other options or another log: {'; '.join(different)}. Give the "
                     "same ones to go on with it, or another folder."
                 )
-            return True
-        if self.folder.exists() and any(self.folder.iterdir()):
+            return
+        if is_used:
             raise RelayError(f"{self.folder} has files that are no run: give a new folder.")
         versions = {name: metadata.version(name) for name in ("torch", "numpy", "implicit", "torchmetrics")}
         about: dict[str, object] = {
             "paths": [str(path.resolve()) for path in paths],
             "columns": dict(log.columns),
             "actions": dict(log.action_names),
+            "ties": log.ties.value,
             "python": platform.python_version(),
         }
         self.write_json(RUN_FILE, {**asked, "versions": {"relaygr": __version__, **versions}, **about})
-        return False
 
     def described(self) -> dict[str, Any]:
         """The content of `run.json`. Raises RelayError."""
@@ -171,8 +150,8 @@ class Run:
     def read_json(self, name: str) -> dict[str, Any]:
         path = self.folder / name
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            found = json.loads(read_regular(path))
+        except (OSError, ValueError, RecursionError) as error:
             raise RelayError(
                 f"{path} cannot be read ({error}): give the folder of a run of `relaygr train ranker`."
             ) from error
@@ -181,21 +160,19 @@ class Run:
         return found
 
     def write_json(self, name: str, content: Mapping[str, object]) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
-            write_whole(self.folder / name, text.encode())
-        except OSError as error:
-            raise RelayError(f"{self.folder / name} cannot be written: {error}.") from error
+        text = json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
+        with writing(self.folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
 
     def save_state(self, state: Mapping[str, object]) -> None:
         """Raises RelayError."""
-        partial = self.folder / f".{STATE_FILE}.partial"
-        try:
-            torch.save(dict(state), partial)
-            partial.replace(self.folder / STATE_FILE)
-        except (OSError, RuntimeError) as error:
-            raise RelayError(f"{self.folder / STATE_FILE} cannot be written: {error}.") from error
+        # Through a file of Python: torch's own says nothing of a full disk.
+        with writing(self.folder / STATE_FILE) as partial, partial.open("wb") as file:
+            try:
+                torch.save(dict(state), file)
+            except RuntimeError as error:
+                # torch ends the file once more after a failure, which hides why it could not be written.
+                raise error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error)) from error
 
     def load_state(self) -> dict[str, Any] | None:
         """None: no epoch has ended. Raises RelayError for a broken file."""
@@ -203,6 +180,8 @@ class Run:
         if not path.exists():
             return None
         try:
+            with open_regular(path) as file:
+                check_claims(file)
             found: dict[str, Any] = torch.load(path, weights_only=True)
         # torch raises what its parts raise: of pickle, zip files and its own.
         except Exception as error:
@@ -211,6 +190,28 @@ class Run:
 
     def remove_state(self) -> None:
         (self.folder / STATE_FILE).unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """The temporary name under which a file of a run is written (`whole_file`). Makes its folder. Raises RelayError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as partial:
+            yield partial
+    except (OSError, SafetensorError) as error:
+        raise RelayError(f"{path} cannot be written: {error}.") from error
+
+
+def write_beside(checkpoint: Path, card: str, log: Log) -> None:
+    """Writes what belongs beside the weights: the card, and the names of the log's actions. Raises RelayError."""
+    with writing(checkpoint / CARD_FILE) as partial:
+        partial.write_text(card, encoding="utf-8")
+    if log.action_names:
+        try:
+            write_action_names(checkpoint, log.action_names)
+        except OSError as error:
+            raise RelayError(f"The names of actions cannot be written into {checkpoint}: {error}.") from error
 
 
 def describe_log(log: Log) -> dict[str, object]:
@@ -240,6 +241,8 @@ def describe_split(split: Split) -> dict[str, object]:
         "ranked_items": min(split.num_items, MOST_RANKED),
         "leaves_out_seen": split.leaves_out_seen,
         "repeats_share": split.repeats_share,
+        "liked_share": split.liked_share,
+        "has_liked": split.has_liked,
     }  # fmt: skip
 
 

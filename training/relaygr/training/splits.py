@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.training.logs import LIKED_CODE, Log
+from relaygr.training.options import Protocol
 
 REPEATS_BELOW = 0.01
 """With a smaller share of repeated items in the training part, items of the history are not ranked again."""
-
-
-class Protocol(enum.StrEnum):
-    """How a user's behaviours are split."""
-
-    TIME = "time"
-    LEAVE_ONE_OUT = "leave-one-out"
+LEAST_LIKED: Final = 0.001
+"""With a smaller share of training behaviours that are liked, or that are not, `liked` would be a constant."""
+_LARGEST_STARS: Final = 5
 
 
 class Part(enum.StrEnum):
@@ -60,7 +58,8 @@ class Split:
     """Whether each behaviour is a rating of at least 4."""
     num_actions: int
     """One more than the largest action code of the training part; 0: all are 0."""
-    has_ratings: bool
+    liked_share: float | None
+    """The share of training behaviours that are ratings of at least 4; None: the log has no ratings."""
     repeats_share: float
     """The share of training behaviours whose item the user had before."""
 
@@ -73,6 +72,26 @@ class Split:
     def leaves_out_seen(self) -> bool:
         """Whether items of a user's history are no candidates, since users do not come back to them."""
         return self.repeats_share < REPEATS_BELOW
+
+    @property
+    def has_liked(self) -> bool:
+        """Whether `liked` is a task: the log has ratings, and it would not be a constant."""
+        return self.liked_share is not None and LEAST_LIKED <= self.liked_share <= 1 - LEAST_LIKED
+
+    def liked_note(self) -> str:
+        """A sentence about ratings that are probably not of up to 5 stars; empty: they may be, or there are none."""
+        if self.liked_share is None:
+            return ""
+        largest = (self.num_actions - 1) / 2
+        cure = "If the log has another scale, convert it to stars of up to 5"
+        if not self.has_liked:
+            return (
+                f"The ranker has no task `liked`: {self.liked_share:.1%} of the ratings to train on are at least 4, so "
+                f"it would always answer the same. {cure}."
+            )
+        if largest > _LARGEST_STARS:
+            return f"Ratings go up to {largest:g}, and `liked` is a rating of at least 4 on every scale. {cure}."
+        return ""
 
     def history_end(self, user: int, part: Part) -> int:
         """The place after the history that predicts this part."""
@@ -115,6 +134,6 @@ def split_log(log: Log, protocol: Protocol) -> Split:
         log.actions,
         log.actions >= LIKED_CODE,
         largest + 1 if largest else 0,
-        log.has_ratings,
+        float((log.actions[in_training] >= LIKED_CODE).mean()) if log.has_ratings else None,
         1.0 - pairs / max(1, int(in_training.sum())),
     )

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.layers import Tensors, normalised
+from relaygr.training.options import TrainingOptions
 from relaygr.training.ranker import LIKED, NEXT, Size, forward, initial_tensors, ranker_config, score_items
 from relaygr.training.ranking import NDCG, Judged, chosen_users, judge
-from relaygr.training.runs import Run, TrainingOptions
+from relaygr.training.runs import Run
 from relaygr.training.sampling import TrainingBatch, training_batches
 from relaygr.training.splits import Part, Split
 from relaygr.worker.model.config import ModelConfig
@@ -99,7 +100,7 @@ class RankerModel:
         return self._logits(user, part, rows)[:, NEXT]
 
     def liked_probabilities(self, user: int, part: Part) -> torch.Tensor | None:
-        if not self.split.has_ratings:
+        if not self.split.has_liked:
             return None
         asked = torch.from_numpy(self.split.rows[self.split.targets(user, part)].astype(np.int64))
         return torch.sigmoid(self._logits(user, part, asked)[:, LIKED])

@@ -19,21 +19,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from relaygr.admission.fit import AppendPoint, BatchPoint, RankPoint, ReloadPoint, fit, fit_shared
 from relaygr.admission.latency import LatencyModel
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.files import write_whole
+from relaygr.runtime.files import read_regular, write_whole
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.interface import Engine
@@ -42,6 +44,8 @@ from relaygr.worker.model.options import ComputeDtype
 if TYPE_CHECKING:
     # A calibration file can be read without torch.
     from relaygr.worker.measuring import EngineMeter
+
+log = structlog.get_logger()
 
 _MUST_AGREE = (
     "model_revision",
@@ -58,6 +62,10 @@ _MUST_AGREE = (
 
 QUICK_BUDGET_S = 3.0
 """Time that a worker without a calibration file spends on calibration at its start."""
+FIT_ERROR_BOUND = 0.25
+"""The largest of `Calibration.fit_errors` of a good fit. Machines that are not disturbed stay below 0.13."""
+QUICK_FIT_ERROR_BOUND = 0.75
+"""The largest one that `relaygr calibrate --quick` writes. Two busy cores gave up to 0.41."""
 _CHUNK_TOKENS = (512, 128, 2048)
 """One chunk size for each round, so that the fit can separate the cost of a chunk from that of its tokens."""
 _TAIL_TOKENS = (8, 32)
@@ -112,6 +120,38 @@ class Calibration:
     @property
     def model(self) -> LatencyModel:
         return LatencyModel(self.coefficients, fit_shared(self.batch))
+
+    @property
+    def fit_errors(self) -> Mapping[str, float]:
+        """How far each fit is off the measured times: the root mean square of the relative errors, which it minimises.
+
+        Copies are left out: a size that leaves a core's caches takes longer for each byte, which no line fits.
+        """
+        model = self.model
+        pairs = {
+            "T_full": [(model.full_us(p.prefix_tokens, p.scored_tokens), p.duration_us) for p in self.full],
+            "T_pre": [(model.append_us(p.cached_tokens, p.new_tokens), p.duration_us) for p in self.append],
+            "T_hit": [(model.hit_us(p.prefix_tokens, p.scored_tokens), p.duration_us) for p in self.hit],
+        }
+        return {name: _relative_error(each) for name, each in pairs.items()}
+
+    @property
+    def fit_problem(self) -> str | None:
+        """Why trigger and scheduler would decide by wrong times; None: the fits are good."""
+        name, error = max(self.fit_errors.items(), key=lambda each: each[1])
+        if error <= FIT_ERROR_BOUND:
+            return None
+        return (
+            f"the fitted {name} is {error:.0%} off the measured times (root mean square; at most {FIT_ERROR_BOUND:.0%} "
+            "is good)"
+        )
+
+
+def _relative_error(pairs: Sequence[tuple[float, float]]) -> float:
+    """The root mean square of `fitted / measured - 1`; 0 if nothing was measured."""
+    if any(measured <= 0 for _, measured in pairs):
+        return math.inf
+    return math.sqrt(statistics.fmean((fitted / measured - 1) ** 2 for fitted, measured in pairs)) if pairs else 0.0
 
 
 class _File(BaseModel):
@@ -284,7 +324,7 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 def load_calibration(path: Path) -> Calibration:
     """Raises RelayError for a file that does not exist or is not a calibration."""
     try:
-        file = _File.model_validate_json(path.read_text(encoding="utf-8"))
+        file = _File.model_validate_json(read_regular(path).decode())
         if file.format != 1:
             raise RelayError(f"{path} has calibration format {file.format}, this release reads 1: calibrate again.")
         calibration = TypeAdapter(Calibration).validate_python(file.calibration)
@@ -315,4 +355,11 @@ def latency_for(engine: Engine, path: Path) -> LatencyModel:
                 f"{path} was measured with {name} {measured}, but this worker has {present}: run `relaygr calibrate` "
                 "again, or remove the setting, so that the worker calibrates at its start."
             )
+    return model_of(calibration)
+
+
+def model_of(calibration: Calibration) -> LatencyModel:
+    """The latency model with which a worker decides. The log says if it does not fit the measured times."""
+    if (problem := calibration.fit_problem) is not None:
+        log.warning("the latency model does not fit this device: calibrate on a quiet machine", cause=problem)
     return calibration.model

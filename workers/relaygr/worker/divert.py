@@ -25,19 +25,26 @@ import numpy as np
 import structlog
 from confluent_kafka import KafkaException, Producer
 
-from relaygr.admission.divert import DivertPolicy, Need, NotDiverted, Placed, Target
+from relaygr.admission.divert import DivertOutcome, DivertPolicy, Need, Placed, Target
 from relaygr.consumer.interface import Received
-from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, encode
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import Behaviours, Diverted, History, RankingRequest
 from relaygr.worker.executor.backlog import Backlog
-from relaygr.worker.executor.resolver import HistoryReader, longest_anchor
-from relaygr.worker.history.resolve import HistoryMismatchError, ResolvedHistory, resolve, wanted_by, window_start
-from relaygr.worker.metrics import DivertOutcome, WorkerMetrics
+from relaygr.worker.executor.resolver import HistoryReader, longest_anchor, read_history
+from relaygr.worker.executor.work import Unranked
+from relaygr.worker.history.resolve import (
+    HistoryMismatchError,
+    ResolvedHistory,
+    chosen_at_ms,
+    wanted_by,
+    window_start,
+)
+from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine
-from relaygr.worker.results import ResultWriter
+from relaygr.worker.results import NO_TIME, ResultWriter
 from relaygr.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
@@ -47,7 +54,6 @@ LEAST_TRANSIT_US: Final = 4_000
 _BEHAVIOUR_BYTES: Final = 18
 _ADDED_BYTES: Final = 768
 """Upper bound on what diverting adds to the request: history without behaviours and features, and worker's name."""
-_NOT_DIVERTED: Final = {reason: DivertOutcome(reason.value) for reason in NotDiverted}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,6 @@ class DivertParts:
     clock: Clock
     engine: Callable[[], Engine]
     backlog: Callable[[], Backlog]
-    note_error: NoteError = no_note
 
 
 class Diverter:
@@ -111,9 +116,18 @@ class Diverter:
         """
         parts, engine = self._parts, self._parts.engine()
         try:
-            resolved = self._resolve(request, received)
+            resolved = read_history(
+                parts.histories,
+                request.user_id,
+                wanted_by(request),
+                request.history,
+                received.partition,
+                chosen_at_ms(request),
+            )
         except HistoryMismatchError:
             return False
+        if resolved.is_settling and resolved.history is None:
+            return False  # The other worker would rank it on nothing.
         history = resolved.history or History(request.user_id, 0, np.empty(0, "<i8"), Behaviours.empty())
         limits, layout = engine.limits, engine.layout
         anchor_behaviours = longest_anchor(self._anchor_behaviours, limits)
@@ -134,7 +148,7 @@ class Diverter:
         )
         with self._lock:
             chosen = parts.policy.choose(need, engine.revision, self._received, parts.clock.wall_us())
-        if isinstance(chosen, NotDiverted):
+        if isinstance(chosen, DivertOutcome):
             return self._not_diverted(chosen)
         left_out = need.behaviours - chosen.behaviours
         message = self._message(request, resolved, history, start, left_out)
@@ -144,15 +158,9 @@ class Diverter:
     def _received(self) -> int:
         return self._parts.backlog().handed_over + self._undecoded
 
-    def _not_diverted(self, reason: NotDiverted) -> bool:
-        self._parts.metrics.diverted[_NOT_DIVERTED[reason]].inc()
+    def _not_diverted(self, reason: DivertOutcome) -> bool:
+        self._parts.metrics.diverted[reason].inc()
         return False
-
-    def _resolve(self, request: RankingRequest, received: Received) -> ResolvedHistory:
-        histories = self._parts.histories
-        loading = histories.is_loading(received.partition)
-        stored = histories.get(request.user_id) if request.history is None else None
-        return resolve(stored, wanted_by(request), request.history, loading)
 
     def _message(
         self, request: RankingRequest, resolved: ResolvedHistory, history: History, start: int, left_out: int
@@ -177,6 +185,7 @@ class Diverter:
                 resolved.version,
                 history_stale=resolved.is_stale,
                 history_loading=resolved.loading,
+                history_stale_cause=resolved.stale,
             ),
         )
 
@@ -192,8 +201,6 @@ class Diverter:
             )
         except (BufferError, EncodeError, KafkaException) as error:
             log.debug("a request was not diverted", error=str(error))
-            if isinstance(error, KafkaException):
-                self._parts.note_error(self._parts.topic, error.args[0])
             self._parts.metrics.diverted[DivertOutcome.UNDELIVERED].inc()
             return False
         return True
@@ -203,15 +210,17 @@ class Diverter:
     ) -> None:
         """The delivery report. The message of a failed one may be in the log nevertheless."""
         parts = self._parts
-        parts.note_error(parts.topic, error)
         parts.metrics.diverted[DivertOutcome.DELIVERED if error is None else DivertOutcome.UNDELIVERED].inc()
         if error is None:
             if placed is not None:
                 with self._lock:
                     parts.policy.placements.note(user_id, placed)
             return parts.results.finish(received.token)
-        is_expired = parts.clock.wall_us() > reply.deadline_us + self._skew_us
-        return parts.results.refused(reply, received, parts.backlog().predicted_us or None, is_expired)
+        end = Unranked(Ended.FAILED, Reason.OVERLOADED, NO_TIME)
+        if parts.clock.wall_us() > reply.deadline_us + self._skew_us:
+            end = Unranked(Ended.EXPIRED)
+        end.backlog_us = parts.backlog().predicted_us or None
+        return parts.results.unranked(reply, received, end)
 
 
 def _lineage(resolved: ResolvedHistory, first_position: int) -> bytes:

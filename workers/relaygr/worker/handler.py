@@ -1,8 +1,9 @@
 """The poll thread's part of a worker: decodes and checks messages, and hands them to the executor.
 
-The handler never blocks. It checks a ranking message in this order:
+The handler never blocks. It checks a ranking message in this order. A check that says no raises `Unranked`, and
+`_ranking` alone answers:
 
-1. its headers: without a reply address no result can be sent, so the message becomes a dead letter;
+1. its headers: without a reply address that exists no result can be sent, so the message becomes a dead letter;
 2. its deadline: after an outage most of a backlog has expired, and gets its results without being decoded;
 3. admission, by its deadline and the backlog of admitted work: above capacity most requests cannot be answered in
    time, and are refused here, for a few microseconds each and without being decoded;
@@ -22,18 +23,20 @@ from functools import partial
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE
 
 from relaygr.consumer.interface import Received
+from relaygr.kafka.client_errors import LimitedLog
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, DecodeReason, decode
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.headers import RankingHeaders, is_job
-from relaygr.schemas.messages import DEFAULT_SCENARIO, MAX_BUDGET_MS, FailureReason, PreInferJob, RankingRequest
+from relaygr.schemas.messages import DEFAULT_SCENARIO, MAX_BUDGET_MS, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.times import wrong_unit
 from relaygr.worker.divert import Diverter
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork, transit_us
-from relaygr.worker.metrics import DivertedEnd, WorkerMetrics
-from relaygr.worker.results import ResultWriter
+from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork, Unranked, transit_us
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.results import NO_TIME, ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
 FURTHEST_US = MAX_BUDGET_MS * 1000
@@ -72,12 +75,17 @@ class WorkerHandler:
         on_work: Callable[[], bool],
         on_ownership: Callable[[frozenset[int]], None],
         on_tick: Callable[[int], None],
+        results_partitions: Callable[[], int | None],
         diverter: Diverter | None = None,
     ) -> None:
         """`on_work` is called after messages were given to the executor, and says whether work is left for this thread.
-        `diverter`: None without `worker.divert`.
+        `results_partitions`: those of the topic of results; None while they are unknown. `diverter`: None without
+        `worker.divert`.
         """
         self._settings = settings
+        self._results_partitions = results_partitions
+        # Gateways of other makers may write any number of wrong requests.
+        self._limited_log = LimitedLog(clock)
         self._executor = executor
         self._results = results
         self._dead_letters = dead_letters
@@ -135,75 +143,105 @@ class WorkerHandler:
     def _ranking(self, received: Received) -> None:
         try:
             reply = RankingHeaders.decode(received.headers)
-            if reply.reply_topic != self._settings.results_topic:
-                raise DecodeError(
-                    DecodeReason.INVALID_FIELD, f"header reply_topic is not {self._settings.results_topic}"
-                )
+            self._require_address(reply)
         except DecodeError as error:
+            self._limited_log.warning(
+                "a ranking request gets no answer: it has no reply address", error.reason, reason=error.reason,
+                detail=str(error), topic=received.topic, partition=received.partition, offset=received.offset,
+            )  # fmt: skip
             return self._dead_letter(received, error.reason.value, f"no reply address: {error}")
+        try:
+            self._take(reply, received)
+        except Unranked as end:
+            self._results.unranked(reply, received, end)
+        except DecodeError as error:
+            undecodable = Unranked(Ended.FAILED, Reason.UNDECODABLE, f"{error.reason}: {error}")
+            answer = partial(self._results.unranked, reply, received, undecodable)
+            self._dead_letter(received, error.reason.value, str(error), answer)
+
+    def _require_address(self, reply: RankingHeaders) -> None:
+        """Raises DecodeError if no gateway can read the result."""
+        topic, partitions = self._settings.results_topic, self._results_partitions()
+        if reply.reply_topic != topic:
+            raise DecodeError(DecodeReason.INVALID_FIELD, f"header reply_topic is not {topic}")
+        if partitions is not None and reply.reply_partition >= partitions:
+            raise DecodeError(
+                DecodeReason.INVALID_FIELD,
+                f"header reply_partition is {reply.reply_partition}, and {topic} has the partitions 0 to "
+                f"{partitions - 1}",
+            )
+
+    def _take(self, reply: RankingHeaders, received: Received) -> None:
+        """Hands the request to the executor, or passes it on to another worker. Raises Unranked, DecodeError."""
         now_wall_us = self._clock.wall_us()
+        self._require_unexpired(reply, received, now_wall_us)
         last_us = reply.deadline_us + self._grace_us
-        if now_wall_us > last_us + self._skew_us:
-            if wrong := wrong_unit(reply.deadline_us, "microseconds"):
-                reason = FailureReason.INVALID_DEADLINE
-                return self._results.without_work(reply, received, reason, f"header deadline_us: {wrong}")
-            return self._refuse(reply, received, is_expired=True)
         deadline_us = _monotonic(received, last_us, now_wall_us)
         answer_by_us = deadline_us - max(self._reply_margin_us, self._results.deliveries.median_us)
-        # A worker without a backlog decides on the device thread, when it knows the cost.
-        if (
-            self._executor.backlog.is_busy
-            and now_wall_us <= last_us
-            and self._executor.is_hopeless(
-                _user_of(received),
-                reply.request_id,
-                answer_by_us,
-                received.received_us,
-                _sent_us(received, now_wall_us),
-            )
-        ):
-            if self._diverter is None or not self._is_diverted(reply, received, answer_by_us, self._diverter):
-                self._refuse(reply, received)
-            return None
-        try:
-            request = self._decode(reply, received)
-        except DecodeError as error:
-            detail = f"{error.reason}: {error}"
-            answer = partial(self._results.without_work, reply, received, FailureReason.UNDECODABLE, detail)
-            return self._dead_letter(received, error.reason.value, str(error), answer)
+        if now_wall_us <= last_us and self._is_hopeless(reply, received, answer_by_us, now_wall_us):
+            if self._is_diverted(reply, received, answer_by_us):
+                return
+            raise self._refused(reply, received, Unranked(Ended.FAILED, Reason.OVERLOADED, NO_TIME))
+        request = self._decode(reply, received)
+        self._require_near(request, now_wall_us)
+        self._require_routed(request, received)
+        self._require_scenario(request)
+        work = RankingWork(request, reply, received, now_wall_us, deadline_us, answer_by_us)
+        if not self._executor.take_ranking(work):
+            raise Unranked(Ended.FAILED, Reason.OVERLOADED, NO_MEMORY)
+
+    def _require_unexpired(self, reply: RankingHeaders, received: Received, now_wall_us: int) -> None:
+        if now_wall_us <= reply.deadline_us + self._grace_us + self._skew_us:
+            return
+        if wrong := wrong_unit(reply.deadline_us, "microseconds"):
+            raise Unranked(Ended.FAILED, Reason.INVALID_DEADLINE, f"header deadline_us: {wrong}")
+        raise self._refused(reply, received, Unranked(Ended.EXPIRED))
+
+    def _require_near(self, request: RankingRequest, now_wall_us: int) -> None:
         ahead_us = request.deadline_us - now_wall_us
         if ahead_us > self._furthest_us:
-            return self._results.without_work(
-                reply,
-                received,
-                FailureReason.INVALID_DEADLINE,
+            raise Unranked(
+                Ended.FAILED,
+                Reason.INVALID_DEADLINE,
                 f"the deadline lies {ahead_us / 1e6:.1f} s ahead of this worker's clock, the limit is "
                 f"{self._furthest_us / 1e6:.1f} s (worker.max_deadline_ms). The clock offset (this "
                 f"worker's clock minus the gateway's) is about {(now_wall_us - request.sent_at_us) / 1e6:+.3f} s",
             )
+
+    def _require_routed(self, request: RankingRequest, received: Received) -> None:
         if not self._is_routed_here(request.user_id, received):
-            partition = self._partition_of(request.user_id)
-            return self._results.without_work(
-                reply,
-                received,
-                FailureReason.WRONG_PARTITIONER,
-                f"user {request.user_id!r} belongs to partition {partition} of {self._settings.partitions}, the "
-                f"message came on {received.partition}: use murmur2 on the UTF-8 bytes of the user id as the key, and "
-                f"check that the topic still has {self._settings.partitions} partitions (relaygr topics check)",
+            raise Unranked(
+                Ended.FAILED,
+                Reason.WRONG_PARTITIONER,
+                f"user {request.user_id!r} belongs to partition {self._partition_of(request.user_id)} of "
+                f"{self._settings.partitions}, the message came on {received.partition}: use murmur2 on the UTF-8 "
+                "bytes of the user id as the key, and check that the topic still has "
+                f"{self._settings.partitions} partitions (relaygr topics check)",
             )
+
+    def _require_scenario(self, request: RankingRequest) -> None:
         scenario = request.scenario or DEFAULT_SCENARIO
         if scenario not in self._settings.scenarios:
-            return self._results.without_work(
-                reply,
-                received,
-                FailureReason.UNKNOWN_SCENARIO,
+            raise Unranked(
+                Ended.FAILED,
+                Reason.UNKNOWN_SCENARIO,
                 f"this worker does not serve the scenario {scenario!r}: check `scenarios` in its settings, and the "
                 "topics that the gateway writes to",
             )
-        work = RankingWork(request, reply, received, now_wall_us, deadline_us, answer_by_us)
-        if not self._executor.take_ranking(work):
-            self._results.without_work(reply, received, FailureReason.OVERLOADED, NO_MEMORY)
-        return None
+
+    def _is_hopeless(self, reply: RankingHeaders, received: Received, answer_by_us: int, now_wall_us: int) -> bool:
+        """Whether the admitted work leaves no time for a request that is not decoded. A worker without a backlog
+        decides on the device thread, when it knows the cost.
+        """
+        return self._executor.backlog.is_busy and self._executor.is_hopeless(
+            _user_of(received), reply.request_id, answer_by_us, received.received_us, _sent_us(received, now_wall_us)
+        )
+
+    def _refused(self, reply: RankingHeaders, received: Received, end: Unranked) -> Unranked:
+        """The end of a request that is refused by its headers, with the hint of overload. The executor forgets it."""
+        self._executor.note_no_time(_user_of(received), reply.request_id)
+        end.backlog_us = self._executor.backlog.predicted_us or None
+        return end
 
     def _decode(self, reply: RankingHeaders, received: Received) -> RankingRequest:
         """Raises DecodeError."""
@@ -218,9 +256,10 @@ class WorkerHandler:
     def _is_routed_here(self, user_id: str, received: Received) -> bool:
         return _is_routed_to(self._partition_of(user_id), received, user_id)
 
-    def _is_diverted(self, reply: RankingHeaders, received: Received, answer_by_us: int, diverter: Diverter) -> bool:
+    def _is_diverted(self, reply: RankingHeaders, received: Received, answer_by_us: int) -> bool:
         """Whether another worker answers a request that is not decoded yet and finds no time here."""
-        if not diverter.may_divert():
+        diverter = self._diverter
+        if diverter is None or not diverter.may_divert():
             return False
         try:
             request = self._decode(reply, received)
@@ -230,13 +269,8 @@ class WorkerHandler:
             return False
         if not diverter.divert(request, reply, received, answer_by_us):
             return False
-        self._executor.note_refused(request.user_id, request.request_id)
+        self._executor.note_no_time(request.user_id, request.request_id)
         return True
-
-    def _refuse(self, reply: RankingHeaders, received: Received, is_expired: bool = False) -> None:
-        """Answers a request that is not decoded."""
-        self._executor.note_refused(_user_of(received), reply.request_id)
-        self._results.refused(reply, received, self._executor.backlog.predicted_us or None, is_expired)
 
     # -- pre-infer ---------------------------------------------------------------------------------
 
@@ -302,6 +336,7 @@ class OverflowHandler(WorkerHandler):
         *,
         on_refused: Callable[[], None],
         on_user_partition: Callable[[int], None],
+        results_partitions: Callable[[], int | None],
     ) -> None:
         """`on_user_partition` gets the partition of each user on the other topics, which is another worker's."""
         super().__init__(
@@ -313,6 +348,7 @@ class OverflowHandler(WorkerHandler):
             on_work=lambda: False,
             on_ownership=lambda _: None,
             on_tick=lambda _: None,
+            results_partitions=results_partitions,
         )
         self._metrics = metrics
         self._on_refused = on_refused
@@ -340,11 +376,11 @@ class OverflowHandler(WorkerHandler):
         self._on_user_partition(self._partition_of(user_id))
         return received.key == user_id.encode()
 
-    def _refuse(self, reply: RankingHeaders, received: Received, is_expired: bool = False) -> None:
-        self._metrics.diverted_received[DivertedEnd.LATE if is_expired else DivertedEnd.UNRANKED].inc()
-        if not is_expired:
+    def _refused(self, reply: RankingHeaders, received: Received, end: Unranked) -> Unranked:
+        self._metrics.diverted_received[end.ended].inc()
+        if end.reason is Reason.OVERLOADED:
             self._on_refused()
-        super()._refuse(reply, received, is_expired)
+        return super()._refused(reply, received, end)
 
 
 def _user_of(received: Received) -> str:

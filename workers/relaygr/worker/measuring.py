@@ -29,6 +29,9 @@ from relaygr.worker.model.layer_parts import onednn_product
 SUFFIX_BEHAVIOURS = 16
 _RELOAD_REPEATS = 5
 _REST_S = 0.005
+_PRODUCT_ROWS = (512, 1024, 2048, 4096, 8192)
+_LONG_PRODUCT_S = 0.1
+_PRODUCTS = 6
 _DISPLACED_BYTES = 128 << 20
 """Read between two requests: several times a core's own caches, and a part of the shared one."""
 
@@ -125,7 +128,8 @@ class EngineMeter:
             for request in range(requests)
         ]
         took_us = self._timed_pass(lambda: self._engine.rank(batch))
-        return RankPoint(tokens, candidates + batch[0].suffix_tokens, took_us)
+        suffix_tokens = len(self._suffix) * self._engine.layout.tokens_per_behaviour
+        return RankPoint(tokens, candidates + suffix_tokens, took_us)
 
     def reloads(self, sizes_bytes: tuple[int, ...]) -> Iterator[ReloadPoint]:
         """Copies pages that are scattered over host memory, as in a used cache, to the device."""
@@ -186,20 +190,31 @@ class EngineMeter:
         )
 
 
-def matrix_peak_gflops(dtype: torch.dtype, device: Device, size: int = 2048, repeats: int = 5) -> float:
-    """The best measured rate of a large square matrix product, in 1e9 floating-point operations a second.
+def matrix_peak_gflops(dtype: torch.dtype, device: Device) -> float:
+    """The best measured rate of a square matrix product, in 1e9 floating-point operations a second.
 
+    The products grow until one takes long: a CPU without instructions for bfloat16 needs half a minute for 2,048 rows.
     On a CPU, the best of torch's product and oneDNN's: an engine uses one of them.
     """
+    best = 0.0
+    for rows in _PRODUCT_ROWS:
+        best_s = _best_product_s(dtype, device, rows)
+        best = max(best, 2 * rows**3 / best_s / 1e9)
+        if best_s > _LONG_PRODUCT_S:
+            break
+    return best
+
+
+def _best_product_s(dtype: torch.dtype, device: Device, size: int) -> float:
     left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     products: list[Callable[[], object]] = [lambda: torch.mm(left, right)]
     if device.is_cpu and dtype is torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         products.append(lambda: onednn_product(left, right))
     best_s = float("inf")
     for product in products:
-        for _ in range(repeats + 1):
+        for _ in range(_PRODUCTS):
             start_s = time.perf_counter()
             product()
             device.synchronize()
             best_s = min(best_s, time.perf_counter() - start_s)
-    return 2 * size**3 / best_s / 1e9
+    return best_s

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from relaygr.consumer.interface import Received
+from relaygr.schemas.ended import Ended
 from relaygr.schemas.headers import RankingHeaders
-from relaygr.schemas.messages import Outcome, Path, RankingResult
+from relaygr.schemas.messages import Path, RankingResult
 from relaygr.tracing.spans import MessagePlace
 from relaygr.tracing.stages import RankingTimes, StageSpan, TraceStage, stages_of
 from relaygr.tracing.worker import RankingTrace, WorkerTraces
@@ -51,7 +52,7 @@ class RequestTraces:
         }
         if result.path is not None:
             attributes["relaygr.path"] = str(result.path)
-        error = None if result.outcome is Outcome.RANKED else str(result.reason or result.outcome.value)
+        error = None if result.outcome is Ended.RANKED else str(result.reason or result.outcome.value)
         trace.answered(
             _place(received),
             received.received_us,
@@ -90,6 +91,8 @@ def _times(work: RankingWork, now_us: int) -> RankingTimes:
         work.ready_us,
         work.rank_us,
         work.ranked_us,
+        work.history_wait_us,
+        work.history_waited_us,
     )
 
 

@@ -5,9 +5,9 @@ the result is produced again, until `RESEND_LATE_US` after deadline + skew, or u
 reason that a resend cannot cure. Then the offset is finished too, and the result is counted as undelivered: the client
 counts the request as lost.
 
-The device thread calls `ranked`, `expired`, `failed` and `job_done`. The poll thread calls `refused`, `without_work`
-and `tick`; delivery reports arrive inside `tick`. The poll thread of diverted requests calls the first two as well.
-These calls write results. `send` produces them; each thread calls it before it computes or waits.
+The device thread calls `ranked`. The poll thread calls `tick`, inside which delivery reports arrive. Both, and the poll
+thread of diverted requests, call `unranked`, and `job_done`. These calls write results. `send` produces them; each
+thread calls it before it computes or waits.
 """
 
 from __future__ import annotations
@@ -18,32 +18,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-import structlog
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from relaygr.consumer.interface import Received, Token
-from relaygr.kafka.client_errors import NoteError, is_final, no_note
+from relaygr.kafka.client_errors import LimitedLog, is_final, why_undelivered
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, Template, encode
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
-from relaygr.schemas.messages import (
-    DEFAULT_SCENARIO,
-    MAX_BUDGET_MS,
-    FailureReason,
-    Outcome,
-    Path,
-    RankingResult,
-    StageTimings,
-)
+from relaygr.schemas.messages import DEFAULT_SCENARIO, MAX_BUDGET_MS, Path, RankingResult, StageTimings, StaleCause
 from relaygr.tracing.spans import MessagePlace
 from relaygr.tracing.worker import RankingTrace, WorkerTraces
-from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
+from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork, Unranked
 from relaygr.worker.latest_answers import DeliveryTimes, FiniteScores, QueueWaits
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
 from relaygr.worker.request_traces import RequestTraces
-
-log = structlog.get_logger()
 
 RESEND_INTERVAL_US = 20_000
 LONGEST_RESENDING_US = MAX_BUDGET_MS * 1000
@@ -81,6 +71,8 @@ class _Outgoing:
     give_up_us: int
     first_try_us: int
     next_try_us: int = 0
+    error: KafkaError | None = None
+    """Why the last try failed; None if the queue was full."""
     trace: RankingTrace | None = None
 
 
@@ -96,12 +88,8 @@ class ResultWriter:
         metrics: WorkerMetrics,
         clock: Clock,
         traces: WorkerTraces | None = None,
-        note_error: NoteError = no_note,
     ) -> None:
-        """`finish` may be called from any thread. `traces`: None while tracing is off. `note_error` gets the error of
-        each result that was not delivered.
-        """
-        self._note_error = note_error
+        """`finish` may be called from any thread. `traces`: None while tracing is off."""
         self.finish = finish
         """Finishes an offset that needs no result."""
         self.waits = QueueWaits()
@@ -112,14 +100,17 @@ class ResultWriter:
         self._skew_us = max_clock_skew_ms * 1000
         self._metrics = metrics
         self._clock = clock
+        self._limited_log = LimitedLog(clock)
         self._traces = RequestTraces(traces, worker_id) if traces is not None else None
         self.unsent: deque[_Outgoing] = deque()
         """Results that were written and not sent. On the path of a hit, callers of `send` look here first."""
         self._failed: deque[_Outgoing] = deque()
         self._ticked_us = 0
-        # Above capacity most results are one of these two, so they must take little time.
-        self._expired = Template(self._undecoded(Outcome.EXPIRED, None, None), _VARYING)
-        self._refused = Template(self._undecoded(Outcome.FAILED, FailureReason.OVERLOADED, NO_TIME), _VARYING)
+        # Above capacity most results are one of these two, so they must take little time. Their timings are 0.
+        frequent = (Unranked(Ended.EXPIRED), Unranked(Ended.FAILED, Reason.OVERLOADED, NO_TIME))
+        self._templates = {
+            (end.ended, end.reason, end.detail): Template(self._undecoded(end), _VARYING) for end in frequent
+        }
 
     # -- the device thread -------------------------------------------------------------------------
 
@@ -134,7 +125,7 @@ class ResultWriter:
         result = RankingResult(
             request_id=work.request.request_id,
             worker_id=self._worker_id,
-            outcome=Outcome.RANKED,
+            outcome=Ended.RANKED,
             request_sent_at_us=work.request.sent_at_us,
             received_at_us=work.received_wall_us,
             sent_at_us=now_wall_us,
@@ -155,13 +146,15 @@ class ResultWriter:
             unknown_actions=work.unknown_actions or None,
             unknown_features=prefix.unknown_features or None,
             history_missing=prefix.version is None or None,
+            history_stale_cause=prefix.stale_cause,
         )
         try:
             value = encode(result)
         except EncodeError as error:
             # The model, not the request, causes scores that are not finite.
             self.finite_scores.note(are_finite=False)
-            self.failed(work, FailureReason.DEVICE_ERROR, str(error)[:500])
+            end = Unranked(Ended.FAILED, Reason.DEVICE_ERROR, str(error)[:500])
+            self.unranked(work.reply, work.received, end, work)
             return False
         self.finite_scores.note(are_finite=True)
         trace = None
@@ -178,12 +171,14 @@ class ResultWriter:
         metrics.ranked[path].inc()
         metrics.ranking_seconds[path].observe(total_s, work.exemplar)
         metrics.scenario_seconds[work.request.scenario or DEFAULT_SCENARIO].observe(total_s, work.exemplar)
-        queue_us = 0 if started_us is None else max(0, started_us - received_us)
+        queue_us = 0 if started_us is None else max(0, started_us - received_us - work.history_wait_us)
         metrics.queue_seconds.observe(queue_us / 1e6, work.exemplar)
-        self._count_unknown(work)
+        if work.history_wait_us:
+            metrics.history_wait_seconds.observe(work.history_wait_us / 1e6, work.exemplar)
+        self._count_history(work)
         self.waits.observe(queue_us)
 
-    def _count_unknown(self, work: RankingWork) -> None:
+    def _count_history(self, work: RankingWork) -> None:
         metrics, prefix = self._metrics, work.prefix
         assert prefix is not None
         if work.unknown_actions:
@@ -192,90 +187,76 @@ class ResultWriter:
             metrics.unknown_features.inc(prefix.unknown_features)
         if prefix.version is None:
             metrics.history_missing.inc()
-
-    def expired(self, work: RankingWork) -> None:
-        """Writes the result of a request whose deadline passed before it was ranked."""
-        self._metrics.expired()
-        self._unranked(work, Outcome.EXPIRED, None, None)
-
-    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
-        """Writes the result of a request that failed."""
-        self._metrics.failed(reason)
-        self._unranked(work, Outcome.FAILED, reason, detail)
+        if isinstance(prefix.stale_cause, StaleCause):
+            metrics.history_stale[prefix.stale_cause].inc()
 
     def job_done(self, received: Received, outcome: JobOutcome, work: JobWork | None = None) -> None:
         """Counts the outcome of a pre-infer job, and finishes its offset. `work`: None if the executor never got it."""
-        self._metrics.job_done(outcome)
+        self._metrics.jobs[outcome].inc()
         if self._traces is not None and work is not None:
             self._traces.job_ended(work, outcome, self._clock.monotonic_us(), self._clock.wall_us())
         self.finish(received.token)
 
-    # -- the poll thread ---------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
-    def refused(
-        self, reply: RankingHeaders, received: Received, backlog_us: int | None, is_expired: bool = False
+    def unranked(
+        self, reply: RankingHeaders, received: Received, end: Unranked, work: RankingWork | None = None
     ) -> None:
-        """Writes the result of a request for which there is no time, or whose deadline has passed. It had no stages, so
-        its timings are 0.
-        """
-        if is_expired:
-            self._metrics.expired()
-        else:
-            self._metrics.failed(FailureReason.OVERLOADED)
+        """Writes and counts the result of such an end. `work`: None if the executor never got the request."""
+        self._metrics.unranked[end.reason or end.ended].inc()
         now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
-        waited_us = max(0, now_us - received.received_us)
-        value = (self._expired if is_expired else self._refused).encode(
-            request_id=reply.request_id,
-            received_at_us=max(0, now_wall_us - waited_us),
-            sent_at_us=now_wall_us,
-            backlog_us=backlog_us,
-            diverted_by=reply.diverted_by,
-        )
+        if work is not None:
+            self._metrics.scenario_unranked[work.request.scenario or DEFAULT_SCENARIO].inc()
+            result, deadline_us = self._of_work(work, end, now_us, now_wall_us), work.deadline_us
+            value = encode(result)
+        else:
+            deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
+            waited_us = max(0, now_us - received.received_us)
+            varying: dict[str, Any] = {
+                "request_id": reply.request_id,
+                "received_at_us": max(0, now_wall_us - waited_us),
+                "sent_at_us": now_wall_us,
+                "backlog_us": end.backlog_us,
+                "diverted_by": reply.diverted_by,
+            }
+            template = self._templates.get((end.ended, end.reason, end.detail))
+            if template is not None:
+                result, value = template.message, template.encode(**varying)
+            else:
+                result = replace(self._undecoded(end), timings=StageTimings(total_us=waited_us), **varying)
+                value = encode(result)
         trace = None
         if self._traces is not None:
-            outcome, reason = (Outcome.EXPIRED, None) if is_expired else (Outcome.FAILED, FailureReason.OVERLOADED)
-            trace = self._traces.ranking(reply, received, self._undecoded(outcome, reason, None), now_us, now_wall_us)
-        deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
+            trace = self._traces.ranking(reply, received, result, now_us, now_wall_us, work)
         self._send(reply, value, received.token, deadline_us, now_us, trace)
 
-    def without_work(self, reply: RankingHeaders, received: Received, reason: FailureReason, detail: str) -> None:
-        """Writes the result of a request that never reached the executor: no memory, undecodable, misrouted, or with
-        an invalid deadline.
-        """
-        self._metrics.failed(reason)
-        now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
-        waited_us = max(0, now_us - received.received_us)
-        result = replace(
-            self._undecoded(Outcome.FAILED, reason, detail),
-            request_id=reply.request_id,
-            received_at_us=max(0, now_wall_us - waited_us),
-            sent_at_us=now_wall_us,
-            timings=StageTimings(total_us=waited_us),
-            diverted_by=reply.diverted_by,
-        )
-        trace = None
-        if self._traces is not None:
-            trace = self._traces.ranking(reply, received, result, now_us, now_wall_us)
-        deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
-        self._send(reply, encode(result), received.token, deadline_us, now_us, trace)
-
-    def _undecoded(self, outcome: Outcome, reason: FailureReason | None, detail: str | None) -> RankingResult:
-        """A result without the fields that are different for each request."""
+    def _undecoded(self, end: Unranked) -> RankingResult:
+        """The result of a request that is not decoded, without the fields that are different for each request."""
         return RankingResult(
-            request_id="-",
-            worker_id=self._worker_id,
-            outcome=outcome,
-            request_sent_at_us=0,
-            received_at_us=0,
-            sent_at_us=0,
-            timings=StageTimings(),
-            reason=reason,
-            detail=_printable(detail),
+            "-", self._worker_id, end.ended, 0, 0, 0, StageTimings(), reason=end.reason, detail=_printable(end.detail)
         )
+
+    def _of_work(self, work: RankingWork, end: Unranked, now_us: int, now_wall_us: int) -> RankingResult:
+        request = work.request
+        return RankingResult(
+            request_id=request.request_id,
+            worker_id=self._worker_id,
+            outcome=end.ended,
+            request_sent_at_us=request.sent_at_us,
+            received_at_us=work.received_wall_us,
+            sent_at_us=now_wall_us,
+            timings=timings_of(work, now_us),
+            reason=end.reason,
+            detail=_printable(end.detail),
+            backlog_us=work.backlog_us,
+            diverted_by=request.diverted.worker_id if request.diverted is not None else None,
+        )
+
+    # -- the poll thread ---------------------------------------------------------------------------
 
     def undecodable_job(self) -> None:
         """Counts a pre-infer job that could not be decoded. Its dead letter finishes the offset."""
-        self._metrics.job_done(JobOutcome.UNDECODABLE)
+        self._metrics.jobs[JobOutcome.UNDECODABLE].inc()
 
     def tick(self, now_us: int) -> None:
         """Takes delivery reports, and produces new results, and failed ones again that still have time."""
@@ -290,7 +271,7 @@ class ResultWriter:
             elif now_us < outgoing.next_try_us:
                 self._failed.append(outgoing)
             else:
-                self._metrics.result_resent()
+                self._metrics.resent.inc()
                 self._produce(outgoing)
 
     def close(self, timeout_s: float) -> None:
@@ -300,27 +281,6 @@ class ResultWriter:
         self.tick(self._clock.monotonic_us())
 
     # -- sending -----------------------------------------------------------------------------------
-
-    def _unranked(self, work: RankingWork, outcome: Outcome, reason: FailureReason | None, detail: str | None) -> None:
-        self._metrics.scenario_unranked[work.request.scenario or DEFAULT_SCENARIO].inc()
-        now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
-        result = RankingResult(
-            request_id=work.request.request_id,
-            worker_id=self._worker_id,
-            outcome=outcome,
-            request_sent_at_us=work.request.sent_at_us,
-            received_at_us=work.received_wall_us,
-            sent_at_us=now_wall_us,
-            timings=timings_of(work, now_us),
-            reason=reason,
-            detail=_printable(detail),
-            backlog_us=work.backlog_us,
-            diverted_by=work.request.diverted.worker_id if work.request.diverted is not None else None,
-        )
-        trace = None
-        if self._traces is not None:
-            trace = self._traces.ranking(work.reply, work.received, result, now_us, now_wall_us, work)
-        self._send(work.reply, encode(result), work.received.token, work.deadline_us, now_us, trace)
 
     def _send(
         self,
@@ -376,8 +336,7 @@ class ResultWriter:
             self._retry_later(outgoing, error)
 
     def _retry_later(self, outgoing: _Outgoing, error: KafkaError | None = None) -> None:
-        if error is not None:
-            self._note_error(outgoing.reply.reply_topic, error)
+        outgoing.error = error
         if error is not None and error.code() in _NOWHERE:
             outgoing.give_up_us = min(outgoing.due_us, outgoing.first_try_us + RESEND_NOWHERE_US)
         elif error is not None and is_final(error):
@@ -386,8 +345,16 @@ class ResultWriter:
         self._failed.append(outgoing)
 
     def _give_up(self, outgoing: _Outgoing) -> None:
-        log.debug("a result was not delivered", reply_topic=outgoing.reply.reply_topic)
-        self._metrics.result_undelivered()
+        reply, error = outgoing.reply, outgoing.error
+        self._limited_log.warning(
+            "a result was not delivered",
+            error.code() if error is not None else None,
+            gateway_id=reply.gateway_id,
+            reply_topic=reply.reply_topic,
+            reply_partition=reply.reply_partition,
+            cause=why_undelivered(error) if error is not None else "the queue of results was full",
+        )
+        self._metrics.undelivered.inc()
         if outgoing.trace is not None:
             outgoing.trace.delivered(_reply_place(outgoing.reply), "not_delivered")
         self.finish(outgoing.token)
@@ -409,12 +376,13 @@ def timings_of(work: RankingWork, now_us: int) -> StageTimings:
     ready_us = work.ready_us if work.ready_us is not None else now_us
     looked_up_us = work.looked_up_us if work.looked_up_us is not None else now_us
     return StageTimings(
-        queue_us=max(0, started_us - work.received.received_us),
+        queue_us=max(0, started_us - work.received.received_us - work.history_wait_us),
         wait_us=max(0, ready_us - looked_up_us - work.pre_infer_us),
         pre_infer_us=work.pre_infer_us,
         reload_us=work.reload_us,
         rank_us=work.rank_us,
         total_us=max(0, now_us - work.received.received_us),
+        history_wait_us=work.history_wait_us or None,
     )
 
 

@@ -28,11 +28,9 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.codec import make_codec
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
 from relaygr.worker.measuring import bind_own_arena
-from relaygr.worker.model.checkpoint import load_checkpoint
-from relaygr.worker.model.config import ModelConfig, read_config
-from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.description import Description
+from relaygr.worker.model.engine import build_engine, load_model
 from relaygr.worker.model.inference import FullRequest, full_inference
-from relaygr.worker.model.inputs.known import known_items
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
 
@@ -41,6 +39,8 @@ MADE_USERS = 16
 _HALVINGS = 3
 MADE_BEHAVIOURS = 1024
 MADE_CANDIDATES = 100
+_SAMPLED_ITEMS = 4096
+"""The whole vocabulary of a large model would take much memory."""
 LEAST_SPREAD = 2.0**-16
 """A spread of a smaller share of the largest score is rounding: float32 has 24 bits."""
 _LONGEST_STEP_MS = 30 * 86_400_000
@@ -66,7 +66,7 @@ class SampleUser:
 
 @dataclass(frozen=True, slots=True)
 class ScoreError:
-    """Score errors relative to the spread of the scores of the same user and task (`_scales`), and the mean share of
+    """Score errors relative to the spread of the scores of the same user and task (`scales`), and the mean share of
     the TOP_K candidates of each user and task that stays in the TOP_K.
     """
 
@@ -132,7 +132,7 @@ def _own_arena(
 def _error_of(pairs: Iterable[tuple[Scores, Scores]], candidates: NDArray[np.int64]) -> ScoreError:
     """The error of the second scores of each user."""
     exact, inexact = (np.stack(scores).astype(np.float64) for scores in zip(*pairs, strict=True))
-    errors = np.abs(inexact - exact) / _scales(exact)
+    errors = np.abs(inexact - exact) / scales(exact)
     overlaps = [
         kept_share(exact[user, :, task], inexact[user, :, task])
         for user in range(exact.shape[0])
@@ -147,7 +147,7 @@ def _error_of(pairs: Iterable[tuple[Scores, Scores]], candidates: NDArray[np.int
     )
 
 
-def _scales(exact: NDArray[np.float64]) -> NDArray[np.float64]:
+def scales(exact: NDArray[np.float64]) -> NDArray[np.float64]:
     """The measure of errors, [users, 1, tasks], for scores [users, candidates, tasks].
 
     It is the spread of the user's scores of the task; without one, the spread over all users; without one, the largest
@@ -166,37 +166,43 @@ def exact_kv(compute_dtype: ComputeDtype) -> KvDtype:
 
 
 def other_engine(
-    engine: Engine, model: Path, kv_dtype: KvDtype, compute_dtype: ComputeDtype, device_table_bytes: int
+    engine: Engine,
+    model: Path,
+    kv_dtype: KvDtype,
+    compute_dtype: ComputeDtype,
+    device_table_bytes: int,
+    ranker_modules: Sequence[str] = (),
 ) -> Engine:
     """An engine of the same checkpoint on the same device, with other element types.
 
     Raises RelayError if the folder holds another checkpoint by now.
     """
-    checkpoint = load_checkpoint(model)
-    if checkpoint.revision != engine.revision:
-        raise RelayError(f"{model} was replaced by revision {checkpoint.revision} while it was loaded: load it again.")
+    found = load_model(model)
+    if found.revision != engine.revision:
+        raise RelayError(f"{model} was replaced by revision {found.revision} while it was loaded: load it again.")
     return build_engine(
-        checkpoint,
+        found,
         engine.device,
         kv_dtype,
         engine.geometry.page_tokens,
         compute_dtype,
         device_table_bytes=device_table_bytes,
+        ranker_modules=ranker_modules,
     )
 
 
-def made_sample(model: Path, users: int = MADE_USERS, seed: int = 0) -> tuple[list[SampleUser], NDArray[np.int64]]:
-    """Random users for the model in a checkpoint folder, and candidates for them."""
-    config = read_config(model)
-    return made_users(config, known_items(model, config), users, seed)
+def made_sample(engine: Engine, users: int = MADE_USERS, seed: int = 0) -> tuple[list[SampleUser], NDArray[np.int64]]:
+    """Random users of the engine's model, and candidates for them."""
+    items = np.unique(engine.known_items(_SAMPLED_ITEMS, np.random.default_rng(seed)))
+    return made_users(engine.description, items, users, seed)
 
 
 def made_users(
-    config: ModelConfig, items: NDArray[np.int64], users: int = MADE_USERS, seed: int = 0
+    described: Description, items: NDArray[np.int64], users: int = MADE_USERS, seed: int = 0
 ) -> tuple[list[SampleUser], NDArray[np.int64]]:
     """Random users of a model with these items, and candidates for them."""
     random = np.random.default_rng(seed)
-    longest = min(config.max_prefix_behaviours, MADE_BEHAVIOURS)
+    longest = min(described.limits.max_prefix_behaviours, MADE_BEHAVIOURS)
     made = []
     for index in range(users):
         # From the longest down to short histories, which have fewer terms over which an error averages out. Most are
@@ -206,28 +212,20 @@ def made_users(
         # The next values of the features: a value beyond the last one is unknown to the model, as is the last action.
         features = [
             np.arange(index * each.tokens, (index + 1) * each.tokens) % (each.cardinality + 1)
-            for each in config.contextual_features
+            for each in described.features
         ]
         made.append(
             SampleUser(
                 np.concatenate([np.empty(0, np.int64), *features]).astype(np.int64),
                 Behaviours(
                     np.resize(random.choice(items, min(count, items.size), replace=False), count),
-                    random.permutation(np.resize(_actions(config), count)).astype(np.uint16),
+                    random.permutation(np.resize(described.actions, count)).astype(np.uint16),
                     _BEGIN_MS + np.cumsum(steps_ms.astype(np.int64)),
                 ),
             )
         )
-    candidates = random.choice(items, min(MADE_CANDIDATES, config.max_candidates, items.size), replace=False)
+    candidates = random.choice(items, min(MADE_CANDIDATES, described.limits.max_candidates, items.size), replace=False)
     return made, candidates
-
-
-def _actions(config: ModelConfig) -> list[int]:
-    """Every action, and one that the model does not know. For bits of kinds of actions: none, each, and all."""
-    if config.dlrm_inputs is not None:
-        weights = config.dlrm_inputs.action_weights
-        return [0, *weights, sum(weights)]
-    return list(range(config.num_actions + 1))
 
 
 def _through_dram(arena: torch.Tensor, geometry: DramGeometry) -> None:

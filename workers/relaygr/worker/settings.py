@@ -12,13 +12,14 @@ from pydantic import ByteSize, Field
 
 from relaygr.admission.scenarios import ONLY_DEFAULT, Scenarios
 from relaygr.admission.settings import AdmissionSettings
+from relaygr.cluster.rights import Role
 from relaygr.consumer.settings import ConsumerSettings
-from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.direct_http import http_address
 from relaygr.runtime.settings import Section
 from relaygr.schemas.limits import MAX_BUDGET_MS, MAX_MESSAGE_BYTES
 from relaygr.schemas.topics import Topic
-from relaygr.tracing.settings import TracingSettings
+from relaygr.tracing import TracingSettings
 from relaygr.worker.cache.policies import DEFAULT_POLICY, PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.options import ComputeDtype
@@ -57,6 +58,11 @@ class WorkerSettings(Section):
         description="group.instance.id: unique, static, zero-padded",
     )
     model: Path = Field(Path("model"), description="checkpoint folder with config.json and model.safetensors")
+    ranker_modules: tuple[str, ...] = Field(
+        (),
+        description="modules, or entry points of relaygr.rankers, whose rankers may run: the folder of a ranker names "
+        "its code, which never runs without being listed here",
+    )
     device: str | None = Field(
         None, description="cpu, cuda, cuda:1 or npu; none: the machine's accelerator, or cpu without one"
     )
@@ -212,8 +218,12 @@ class WorkerSettings(Section):
 
     history_wait_ms: Annotated[
         int,
-        Field(ge=0, description="longest time that a request or job waits for a version of its history"),
-    ] = 2000
+        Field(
+            ge=0,
+            description="longest time that a request or job waits for a version of its history, from the request's "
+            "sending; a request waits for a quarter of its budget at most",
+        ),
+    ] = 500
     max_deadline_ms: Annotated[
         int,
         Field(
@@ -371,7 +381,7 @@ class WorkerSettings(Section):
     def metrics_url_at(self, port: int) -> str:
         """The address of the page `/metrics` that is served on `port`."""
         host = socket.gethostname() if self.http_host in ("0.0.0.0", "::", "") else self.http_host
-        return self.metrics_url or f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+        return self.metrics_url or f"{http_address(host, port)}/metrics"
 
     def mixes_chunks(self, on_cpu: bool) -> bool:
         """Whether pre-infer chunks and ranking requests share forwards on this kind of device."""

@@ -43,9 +43,6 @@ from relaygr.worker.model.attention.spec import AttentionSpec
 
 PAGE_TOKENS = 64
 BASE = "plain torch"
-_PEAK_SIZE = 8192
-"""On a CPU a product of this size takes a minute, and a smaller one reaches the peak, too."""
-_CPU_PEAK_SIZE = 2048
 _COPY_BYTES = 512 << 20
 _TYPES = {"float32": (torch.float32, KvDtype.FLOAT32), "bfloat16": (torch.bfloat16, KvDtype.BFLOAT16)}
 META = "generative_recommenders.ops.triton.triton_hstu_attention"
@@ -229,7 +226,7 @@ class Row:
 
 def measured_peaks(dtype: torch.dtype, device: Device) -> Peaks:
     """Measures a large matrix product, and a large copy within the device's memory."""
-    gflops = matrix_peak_gflops(dtype, device, _CPU_PEAK_SIZE if device.is_cpu else _PEAK_SIZE)
+    gflops = matrix_peak_gflops(dtype, device)
     source, target = device.empty_bytes(_COPY_BYTES).zero_(), device.empty_bytes(_COPY_BYTES)
     copy_us = median_us(lambda: target.copy_(source), 10, device)
     return Peaks(gflops, 2 * _COPY_BYTES / copy_us / 1e3)

@@ -21,6 +21,7 @@ from relaygr.worker.measuring import EngineMeter, bind_own_arena, matrix_peak_gf
 from relaygr.worker.model.attention.spec import torch_dtype
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.description import description_of
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
@@ -189,7 +190,8 @@ class SideBySide:
     def errors(self) -> dict[str, ScoreError]:
         """The score error of each variant against the first, on generated users. Binds the engines to new arenas."""
         (_, exact), *others = self._engines.items()
-        users, candidates = made_users(self.config, np.arange(self.config.vocabulary_size, dtype=np.int64))
+        items = np.arange(self.config.vocabulary_size, dtype=np.int64)
+        users, candidates = made_users(description_of(self.config), items)
         return {name: measure_engine_error(engine, exact, users, candidates) for name, engine in others}
 
     def figures(self) -> list[Figure]:

@@ -25,10 +25,10 @@ from relaygr.bench.events.figures import DEVICE_S, EventRow, HandOver, Happened,
 from relaygr.bench.events.judge import BOUNDS, Account, Ends, Growth, Judged, Sample, accounts, growths
 from relaygr.bench.events.stack import VOCABULARY, Stack, settings_of
 from relaygr.bench.rows import machine, now
+from relaygr.cluster.admin import create_topics, delete_topics
 from relaygr.demo.pool import local_pool, require_pool
 from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, local_broker
 from relaygr.devbroker.kafka import KafkaCluster
-from relaygr.kafka.admin import create_topics, delete_topics
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic

@@ -278,7 +278,8 @@ def figures_of(
     measured = sorted((each for each in records if each.number >= first), key=lambda each: each.number)
     halves = [_hit_share(half) for half in (measured[: len(measured) // 2], measured[len(measured) // 2 :])]
     ratios = [
-        (each.timings.total_us - each.timings.queue_us) / engine_us(each.prefix_tokens)
+        (each.timings.total_us - each.timings.queue_us - (each.timings.history_wait_us or 0))
+        / engine_us(each.prefix_tokens)
         for each in measured
         if each.path == RankingPath.FULL and each.timings is not None
     ]

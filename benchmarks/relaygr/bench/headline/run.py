@@ -45,7 +45,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
-from relaygr.simulate.case import case_of_load, is_cpu, shape_of_config
+from relaygr.simulate.case import case_of_load, is_cpu, shape_of
 from relaygr.simulate.demand import COLD_SHARE, Demand
 from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
@@ -56,6 +56,7 @@ from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.calibration import QUICK_BUDGET_S, Calibration, calibrate, load_calibration, save_calibration
 from relaygr.worker.measuring import EngineMeter, bind_own_arena
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.description import description_of
 from relaygr.worker.model.engine import load_engine
 
 ROUNDS = 5
@@ -290,7 +291,7 @@ def play_virtually(on: Machine, effort: Effort, point: Point) -> RunRow:
     case = case_of_load(
         Demand(settings.traffic, PARTITIONS, point.seed),
         settings,
-        shape_of_config(model_of(plan.history), settings, on.predicted),
+        shape_of(description_of(model_of(plan.history)), settings, on.predicted),
         predicted,
         load_times(on.times_path(effort)),
         on_cpu=is_cpu(on.predicted),

@@ -9,10 +9,11 @@ either, and displacement never pauses.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -25,7 +26,9 @@ from rich.progress import Progress
 from rich.table import Table
 from scipy.special import stdtrit
 
-from relaygr.admission.latency import LatencyModel
+from relaygr.admission import buckets, corrector
+from relaygr.admission.corrector import Corrector
+from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.admission.risk import RiskFeedback
 from relaygr.bench.rows import append_rows, machine, now
 from relaygr.schemas.messages import LatencyCoefficients
@@ -34,13 +37,34 @@ from relaygr.simulate.case import Case, System, case_of, shape_of_tokens
 from relaygr.simulate.figures import RANKED
 from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.times import MeasuredTimes
-from relaygr.worker.executor import backlog, context, measured, order, requests
+from relaygr.worker.executor import (
+    backlog,
+    batches,
+    capacity,
+    chunks,
+    impressions,
+    look_up,
+    measured,
+    order,
+    prefixes,
+    serving,
+)
+from relaygr.worker.executor.job_admission import JobAdmission
+from relaygr.worker.executor.reloads import Reloads
+from relaygr.worker.executor.work import JobWork
+from relaygr.worker.settings import WorkerSettings
 
 _NOISE: Final = tuple(float(each) for each in np.exp(0.25 * np.linspace(-2.3, 2.6, 101)))
 """Device times against their prediction: as on a machine that is shared."""
 
 _NONE: Final = ""
 """No rule is left out."""
+
+
+def _admit(_self: JobAdmission, work: JobWork, *_: object) -> None:
+    """In the place of `JobAdmission.refuse`."""
+    work.is_charged = True
+
 
 Patches = Sequence[tuple[object, str, Any]]
 RULES: Final[dict[str, Patches]] = {
@@ -50,17 +74,32 @@ RULES: Final[dict[str, Patches]] = {
     "reservation for ready requests": [(backlog, "_MOST_RESERVED", 0.0)],
     "long work is displaced": [(backlog, "_DISPLACES_FROM", 2.0)],
     "short work first": [(order, "_overtakes", lambda _short, _longer, _spare_us: False)],
-    "wait for a copy that ends soon": [(requests, "WAITED_PART", 0.0)],
-    "no small part of a history behind others": [(requests, "LEAST_KEPT_BEHIND_OTHERS", 0.0)],
+    "wait for a copy that ends soon": [(look_up, "WAITED_PART", 0.0)],
+    "no small part of a history behind others": [(serving, "LEAST_KEPT_BEHIND_OTHERS", 0.0)],
     "chunks by the next arrival": [
         (
-            context.ExecutorContext,
+            capacity.Capacity,
             "next_chunking",
-            lambda self, _work, _now_us: self.chunking.within(self.parts.settings.chunk_ms * 1000),
+            lambda self, _work, _now_us: self.chunking.within(self._settings.chunk_ms * 1000),
         )
     ],
     "feedback of the risk": [(RiskFeedback, "_adjust", lambda _self, _bucket, _now_us: None)],
-    "a short tail stays in the suffix": [(context.ExecutorContext, "tail_stays_in_suffix", lambda *_: False)],
+    "a short tail stays in the suffix": [(prefixes.Prefixes, "tail_stays_in_suffix", lambda *_: False)],
+    "guaranteed share of pre-infer": [(order.ShareAccount, "preinfer_is_owed", lambda _self: False)],
+    "least value of a job": [(buckets.ValueGate, "threshold", lambda _self, _fill: 0.0)],
+    "two bursts of jobs": [(buckets, "LOAD_BURSTS", 1)],
+    "the worker admits jobs again": [(JobAdmission, "refuse", _admit)],
+    "a batch has to pay": [(batches.BatchPlan, "_pays", lambda *_: True)],
+    "chunks beside ranking": [(WorkerSettings, "mixes_chunks", lambda _self, _is_cpu: False)],
+    "rest restores the limit of the wait": [(measured, "_WAIT_LIMIT_PER_IDLE_S", 0.0)],
+    "a displaced request keeps a part": [(serving, "KEPT_PART", 0.0)],
+    "early arrivals are learnt": [(impressions, "_EARLY_STEP", 0.0)],
+    "longer chunks while many wait": [(chunks, "MOST_COUNTED", 1)],
+    "least length of a chunk": [(chunks, "LEAST_CHUNK_CUTS", 0)],
+    "chunks by the rate of other requests": [(chunks, "DELAYED_SHARE", math.inf)],
+    "a reload waits for room": [(Reloads, "wait_for_room", lambda *_: None)],
+    "correction by measured times": [(Corrector, "observe", lambda *_, **__: None)],
+    "correction by length": [(corrector, "MOST_LENGTH_RATIO", 1.0)],
 }
 """How trigger and executor are made to do without each rule."""
 
@@ -100,6 +139,8 @@ class Load:
     load: float
     new_users: bool
     """Whether most requests are of users without a cached prefix."""
+    slower: float = 1.0
+    """The device takes this many times its calibrated time."""
 
 
 LOADS: Final = (
@@ -107,6 +148,7 @@ LOADS: Final = (
     Load("CPU, new users, at capacity", CPU, 1.2, True),
     Load("CPU, returning users, above capacity", CPU, 2.4, False),
     Load("CPU, new users, twice capacity", CPU, 2.4, True),
+    Load("CPU slower than calibrated, new users, at capacity", CPU, 0.8, True, slower=1.5),
     Load("GPU, new users, at capacity", GPU, 0.3, True),
     Load("GPU, returning users, above capacity", GPU, 0.8, False),
 )
@@ -209,7 +251,9 @@ def _case(load: Load, seed: int) -> Case:
     settings = settings.model_copy(update={"traffic": traffic, "worker": worker, "partitions": 8})
     times = MeasuredTimes(hit_noise=_NOISE, pre_noise=_NOISE)
     shape, latency = shape_of_tokens(host.token_bytes, settings), LatencyModel(host.latency)
-    return case_of(settings, shape, latency, times, on_cpu=host.is_cpu, system=System.RELAY)
+    case = case_of(settings, shape, latency, times, on_cpu=host.is_cpu, system=System.RELAY)
+    device = latency.scaled_by([load.slower] * len(Stage), [0.0] * len(Stage))
+    return replace(case, model=replace(case.model, device=device))
 
 
 def _table(rows: Sequence[RuleRow]) -> Table:

@@ -24,7 +24,7 @@ from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Outcome
+from relaygr.schemas.ended import Ended
 from relaygr.settings import Settings
 from relaygr.traffic.population import FIRST_SHARE
 from relaygr.traffic.records import ImpressionRecord, is_whole, read_records
@@ -160,12 +160,12 @@ def row_of(
     used: Used,
 ) -> OverloadRow:
     """The figures of a burst of `seconds`, and of the calm load after it."""
-    ranked = [each for each in burst if each.status == Outcome.RANKED]
+    ranked = [each for each in burst if each.status == Ended.RANKED]
     punctual = [each for each in ranked if not each.late]
-    others = [each for each in burst if each.status in (Outcome.FAILED, Outcome.EXPIRED)]
+    others = [each for each in burst if each.status in (Ended.FAILED, Ended.EXPIRED)]
     not_ranked = len(burst) - len(punctual)
-    late = [each for each in (*burst, *calm) if each.status == Outcome.RANKED and each.late]
-    calm_in_time = sum(each.status == Outcome.RANKED and not each.late for each in calm)
+    late = [each for each in (*burst, *calm) if each.status == Ended.RANKED and each.late]
+    calm_in_time = sum(each.status == Ended.RANKED and not each.late for each in calm)
     lag_ms = _percentile_ms([each.send_lag_us for each in (*burst, *calm)], 99)
     parts = [_parts_us(each) for each in ranked]
     return OverloadRow(
@@ -175,8 +175,8 @@ def row_of(
         whole_in_time_per_s=sum(is_whole(each) and not each.history_stale for each in punctual) / seconds,
         told_in_time_share=sum(not each.late for each in others) / not_ranked if not_ranked else 1.0,
         wasted_device_share=sum(_device_us(each) for each in late) / 1e6 / used.device_s if used.device_s else 0.0,
-        refused=sum(each.status == Outcome.FAILED for each in others),
-        expired=sum(each.status == Outcome.EXPIRED for each in others),
+        refused=sum(each.status == Ended.FAILED for each in others),
+        expired=sum(each.status == Ended.EXPIRED for each in others),
         late=len(ranked) - len(punctual),
         unanswered=len(burst) - len(ranked) - len(others),
         latency_p50_ms=_percentile_ms([each.latency_us or 0 for each in punctual], 50),

@@ -4,10 +4,9 @@ One worker with a null model, the trigger and `relaygr traffic` run as processes
 this machine. A made-up calibration makes full inference slow, so every impression sends four messages: a retrieval
 event, a pre-infer job, a ranking request and a result.
 
-The floor is an echo of the same four messages by bare confluent-kafka clients (`relaygr.bench.pipeline.echo`). With
-`--http` the same impressions also go through `relaygr gateway`. The systems run in turns, in rounds, after a warm-up at
-half the rate. Absolute figures depend on the machine and its other work: look at the ratios of pipeline to echo in the
-same round, and at the cores that other processes used meanwhile.
+The floor is an echo of the same four messages by bare confluent-kafka clients (`relaygr.bench.pipeline.echo`). The two
+run in turns, in rounds, after a warm-up at half the rate. Absolute figures depend on the machine and its other work:
+look at the ratios of pipeline to echo in the same round, and at the cores that other processes used meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Runs of pipeline and echo at each rate.")] = 3,
     warm_up: Annotated[float, typer.Option(min=1, help="Seconds of warm-up of each before the first round.")] = 15.0,
     broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
-    http: Annotated[bool, typer.Option("--http", help="Measure the HTTP gateway, too.")] = False,
     out: Annotated[Path, typer.Option(help="CSV to append the medians to.")] = Path(
         "benchmarks/results/pipeline/ratios.csv"
     ),
@@ -36,7 +34,7 @@ def main(
     """Measure the latency and CPU time of the pipeline without a model, beside a bare echo of its messages."""
     from relaygr.bench.pipeline.run import Plan, measure_rates
 
-    measure_rates(_numbers(rates), Plan(seconds, rounds, warm_up, http), broker, out, json)
+    measure_rates(_numbers(rates), Plan(seconds, rounds, warm_up), broker, out, json)
 
 
 def _numbers(rates: str) -> list[float]:

@@ -27,15 +27,9 @@ from relaygr.kafka.message_headers import headers_of
 from relaygr.processes import CommandProcess, Processes, write_config
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.schemas.codec import encode
+from relaygr.schemas.ended import Ended
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
-from relaygr.schemas.messages import (
-    HistoryVersion,
-    Outcome,
-    RankingRequest,
-    RankingResult,
-    RetrievalEvent,
-    StageTimings,
-)
+from relaygr.schemas.messages import HistoryVersion, RankingRequest, RankingResult, RetrievalEvent, StageTimings
 from relaygr.schemas.messages import Path as RankingPath
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings, load_settings
@@ -233,7 +227,7 @@ def _result(traffic: TrafficSettings) -> RankingResult:
     return RankingResult(
         request_id="gateway-00.00000000.000000",
         worker_id="worker-00",
-        outcome=Outcome.RANKED,
+        outcome=Ended.RANKED,
         request_sent_at_us=now_us,
         received_at_us=now_us,
         sent_at_us=now_us,

@@ -7,7 +7,6 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from rich.table import Table
 
 from relaygr.bench.null_model import null_settings
 from relaygr.bench.pipeline.echo import Echo, read_run, schedule_of
-from relaygr.bench.pipeline.http import Http
 from relaygr.bench.rows import append_rows, machine, now, refuse_other_columns
 from relaygr.bench.window import SAMPLE_S, MeasuredWindow
 from relaygr.demo.stack import DemoStack
@@ -27,7 +25,7 @@ from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.processes import CommandProcess
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Outcome
+from relaygr.schemas.ended import Ended
 from relaygr.traffic.records import read_records
 from relaygr.traffic.settings import TrafficSettings
 
@@ -36,12 +34,11 @@ TABLE_WIDTH = 150
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long each run takes, how many there are, how long each warm-up is, and whether HTTP is measured, too."""
+    """How long each run takes, how many there are, and how long each warm-up is."""
 
     seconds: float
     rounds: int
     warm_up_s: float
-    http: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +62,15 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class RoundFigures:
-    """The systems at one rate, one after the other."""
+    """Pipeline and echo at one rate, one after the other."""
 
     pipeline: RunFigures
     echo: RunFigures
-    http: RunFigures | None = None
 
-    def row(self) -> dict[str, float | None]:
-        """The row of this round, without its rate. Without HTTP its columns are empty."""
+    def row(self) -> dict[str, float]:
+        """The row of this round, without its rate."""
         pipeline, echo = self.pipeline, self.echo
-        row: dict[str, float | None] = {
+        return {
             "p50_ratio": pipeline.p50_ms / echo.p50_ms,
             "p99_ratio": pipeline.p99_ms / echo.p99_ms,
             "python_cpu_ratio": pipeline.python_cpu / echo.python_cpu if echo.python_cpu else float("nan"),
@@ -89,13 +85,6 @@ class RoundFigures:
             "echo_answered_share": echo.answered_share,
             "pipeline_foreign_cpu": pipeline.foreign_cpu,
             "echo_foreign_cpu": echo.foreign_cpu,
-        }
-        http = self.http
-        return row | {
-            "http_p50_ms": http.p50_ms if http else None,
-            "http_p99_ms": http.p99_ms if http else None,
-            "http_cpu": http.python_cpu if http else None,
-            "http_answered_share": http.answered_share if http else None,
         }
 
 
@@ -115,7 +104,7 @@ def measure_rates(rates: Sequence[float], plan: Plan, broker: str, out: Path, js
             lag_ms = float(np.median([each.pipeline.generator_lag_p99_ms for each in rounds]))
             console.print(f"{rate:.0f}/s: the gateway sent at most {lag_ms:.1f} ms late (P99, median of the rounds)")
         described = {"measured_at": now(), "machine": machine(), "broker": started.what.split(" at ")[0]}
-    _print(console, rows, plan.http)
+    _print(console, rows)
     if json_out is not None:
         json_out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     append_rows(out, [described | {"seconds": plan.seconds} | row for row in rows])
@@ -127,8 +116,7 @@ def medians(rate: float, rounds: Sequence[RoundFigures]) -> dict[str, Any]:
     rows = [each.row() for each in rounds]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     return {"rate": rate, "rounds": len(rows)} | {
-        name: None if None in values else round(float(np.median(values)), 4)  # type: ignore[arg-type]
-        for name, values in columns.items()
+        name: round(float(np.median(values)), 4) for name, values in columns.items()
     }
 
 
@@ -145,33 +133,21 @@ def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: flo
     with (
         DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack,
         Echo(folder, broker, settings) as echo,
-        Http(folder, folder / settings.topic_prefix / "settings.yaml") if plan.http else nullcontext() as http,
     ):
         with console.status(f"warm-up at {rate_per_s / 2:.0f}/s"):
             _run_pipeline(stack, folder / "warm-up.jsonl", warm)
             _run_echo(echo, folder / "warm-up-echo.json", warm)
-            if http is not None:
-                _run_http(http, stack, folder / "warm-up-http.jsonl", warm)
         for number in range(plan.rounds):
             with console.status(f"{rate_per_s:.0f}/s, round {number + 1} of {plan.rounds}"):
                 relay = _run_pipeline(stack, folder / f"round-{number}.jsonl", settings.traffic)
-                over_http = None
-                if http is not None:
-                    over_http = _run_http(http, stack, folder / f"http-{number}.jsonl", settings.traffic)
                 bare = _run_echo(echo, folder / f"echo-{number}.json", settings.traffic)
-            rounds.append(RoundFigures(relay, bare, over_http))
+            rounds.append(RoundFigures(relay, bare))
     return rounds
 
 
 def _run_pipeline(stack: DemoStack, records: Path, traffic: TrafficSettings) -> RunFigures:
     window = MeasuredWindow(records, stack.roles)
     stack.play_unobserved(records, window.sample, schedule_of(traffic))
-    return _recorded(records, window)
-
-
-def _run_http(http: Http, stack: DemoStack, records: Path, traffic: TrafficSettings) -> RunFigures:
-    window = MeasuredWindow(records, lambda: stack.roles() | http.roles())
-    _watch(http.start_run(records, traffic), window)
     return _recorded(records, window)
 
 
@@ -194,7 +170,7 @@ def _watch(sender: CommandProcess, window: MeasuredWindow) -> None:
 def _recorded(records: Path, window: MeasuredWindow) -> RunFigures:
     """The figures of a run of the player."""
     ended = list(read_records(records))
-    latencies = np.array([record.latency_us for record in ended if record.status == Outcome.RANKED]) / 1000
+    latencies = np.array([record.latency_us for record in ended if record.status == Ended.RANKED]) / 1000
     lags = np.array([record.send_lag_us for record in ended]) / 1000
     return replace(_figures(latencies, len(ended), window), generator_lag_p99_ms=percentile(lags, 99))
 
@@ -211,12 +187,12 @@ def _figures(latencies_ms: NDArray[np.float64], offered: int, window: MeasuredWi
     )
 
 
-def _print(console: Console, rows: Sequence[Mapping[str, Any]], http: bool) -> None:
+def _print(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title="Medians of the rounds; CPU of the Python processes in cores")
     for name in ("rate/s", "system", "P50", "P99", "CPU", "answered", "P50 / echo's", "P99 / echo's", "CPU / echo's"):
         table.add_column(name, justify="right")
     for row in rows:
-        for system in ("pipeline", *(("http",) if http else ()), "echo"):
+        for system in ("pipeline", "echo"):
             p50_ms, p99_ms, cpu = (row[f"{system}_{name}"] for name in ("p50_ms", "p99_ms", "cpu"))
             table.add_row(
                 f"{row['rate']:.0f}",

@@ -1,6 +1,6 @@
 """Offers pre-infer workers more than they can compute: `python -m benchmarks.prepool`.
 
-Two workers, a Kafka broker and Mooncake Store run on the cores of this machine. Capacity is the rate at which they end
+Two workers, a Kafka broker and a pool's store run on the cores of this machine. Capacity is the rate at which they end
 a backlog of jobs that have much time. Then each load, a multiple of it, is offered for `--seconds`, to workers that
 forward (a share group: a job is taken only with a free slot and enough time) and to workers that queue (an ordinary
 group: each takes all jobs of its partitions in order). Both get the same arrivals; each job is of another user.

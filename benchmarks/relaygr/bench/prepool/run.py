@@ -33,8 +33,8 @@ from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.pool.mooncake import connect
 from relaygr.worker.pool.settings import PoolSettings
+from relaygr.worker.pool.stores import STORES
 
 LOADS: Final = (1, 2, 4, 5)
 WORKERS: Final = 2
@@ -145,7 +145,7 @@ class Fleet:
 
 
 def run(seconds: float, lead_ms: int, out: Path) -> None:
-    """Prints and appends a row for each mode and load. Raises RelayError without Mooncake or a real Kafka."""
+    """Prints and appends a row for each mode and load. Raises RelayError without a store or a real Kafka."""
     require_pool()
     refuse_other_columns(out, Row.__dataclass_fields__)
     rows: list[Row] = []
@@ -160,7 +160,7 @@ def run(seconds: float, lead_ms: int, out: Path) -> None:
             with _fleet(Path(name) / mode, broker, pool, model, mode) as fleet:
                 capacity_per_s = capacity_per_s or _capacity(fleet)
                 for load in LOADS:
-                    connect(str(pool.address), "tcp").forget("^")
+                    _empty(pool, fleet.kafka.topic_prefix)
                     rows.append(_measure(fleet, mode, load, capacity_per_s, seconds, lead_ms))
                     _print(rows[-1], seconds)
     append_rows(out, [asdict(row) for row in rows])
@@ -169,7 +169,7 @@ def run(seconds: float, lead_ms: int, out: Path) -> None:
 def follow(users: int) -> None:
     """Prints what the histories of so many users cost a pre-infer worker, and the size of a job that brings one along.
 
-    Raises RelayError without Mooncake or a real Kafka.
+    Raises RelayError without a store or a real Kafka.
     """
     require_pool()
     with (
@@ -196,6 +196,11 @@ def follow(users: int) -> None:
         job = _job(history, 1000)
         with_history = replace(job, history_version=None, history=history)
         typer.echo(f"a job: {len(encode(job))} bytes, with its history {len(encode(with_history))}")
+
+
+def _empty(pool: PoolSettings, prefix: str) -> None:
+    assert pool.url is not None
+    STORES[pool.url.scheme].open_store(pool.url, prefix, ()).forget(None)
 
 
 def _publish(client: RelayClient, history: History) -> None:

@@ -30,8 +30,9 @@ def main(
     from relaygr.cli.texts import figures_table, plain_console, stdout_console
     from relaygr.progress import progress_bars
     from relaygr.training.logs import usable
+    from relaygr.training.options import Protocol
     from relaygr.training.ranking import chosen_users
-    from relaygr.training.splits import Protocol, split_log
+    from relaygr.training.splits import split_log
     from relaygr.training_progress import read_training_log
 
     split = split_log(usable(read_training_log(logs, 100, plain_console(stderr=True))), Protocol.TIME)

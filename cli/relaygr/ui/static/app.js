@@ -6,8 +6,7 @@ const $ = (id) => document.getElementById(id);
 const OWNERS = 8;
 const STAGE_NAMES = { retrieval: "Retrieval events", preinfer: "Pre-infer jobs", ranking: "Ranking requests", results: "Results" };
 const ADMITTED = new Set(["admitted", "no_status_threshold"]);
-const KINDS = ["hbm", "dram", "pending", "full", "truncated", "expired", "failed", "unanswered", "other"];
-let last = null, paused = false, heard = 0, ended = false;
+let last = null, paused = false, heard = 0, ended = "";
 let query = "", found = [];
 
 // -- words ---------------------------------------------------------------------------------------
@@ -90,14 +89,14 @@ function showLatency(live) {
   ];
   if (live.lost !== null) figures.push(["lost, by the gateways", whole(live.lost), live.lost ? "bad" : ""]);
   $("latency-figures").replaceChildren(...figures.map(([name, value, tone]) => node("div", {}, node("dt", {}, name), node("dd", { class: tone }, value))));
-  charts.latency($("latency"), view, live.kinds, live.observed_s < 60 ? 60 : 120, `Latency of the last two minutes: P50 ${ms(view.p50_ms)}, P99 ${ms(view.p99_ms)}, deadline ${ms(view.budget_ms, 0)}`);
+  charts.latency($("latency"), view, live.kinds, live.observed_s < 60 ? 60 : 120, `Latency of the last two minutes. In the last minute: P50 ${ms(view.p50_ms)}, P99 ${ms(view.p99_ms)}; deadline ${ms(view.budget_ms, 0)}`);
 }
 
 function showPaths(live) {
   charts.stacked($("paths-bars"), live.kinds, "Requests by path over the last two minutes");
   const rows = live.kinds.filter((kind) => kind.kind !== "other" || kind.count).map((kind) =>
     node("tr", { class: kind.count ? null : "none" },
-      node("td", {}, swatch(`var(--${kind.kind})`), kind.kind),
+      node("td", {}, swatch(charts.colour(kind.kind)), kind.kind),
       node("td", { class: "num" }, kind.count ? share(kind.share) : "–"),
       node("td", { class: "num" }, whole(kind.count))));
   $("paths").tBodies[0].replaceChildren(...rows);
@@ -211,7 +210,7 @@ function showLate(live) {
     let row = known.get(late.request);
     if (!row) {
       row = node("details", { "data-request": late.request },
-        node("summary", {}, node("span", { class: "small age" }), node("span", {}, swatch(`var(--${late.kind})`), late.reason ? `${late.kind}: ${plain(late.reason)}` : late.kind),
+        node("summary", {}, node("span", { class: "small age" }), node("span", {}, swatch(charts.colour(late.kind)), late.reason ? `${late.kind}: ${plain(late.reason)}` : late.kind),
           node("span", { class: late.latency_ms > late.budget_ms ? "over" : "", title: "latency" }, late.latency_ms === null ? "–" : ms(late.latency_ms)),
           node("span", {}, late.worker_id || "–"), node("span", { class: "small" }, `user ${late.user || "?"}`), node("span", { class: "fall" })),
         details(late));
@@ -240,7 +239,7 @@ function details(late) {
 }
 
 function showComparison(state) {
-  const runs = state.runs, box = $("comparison");
+  const runs = state.runs, kinds = state.live?.kinds.map((each) => each.kind) ?? [], box = $("comparison");
   box.hidden = !runs.length;
   if (!runs.length) return;
   const [on, off] = runs, both = off !== undefined;
@@ -258,8 +257,8 @@ function showComparison(state) {
     return node("div", { class: "tile" }, node("div", { class: "label" }, label), node("div", { class: `on${/^\d/.test(shown) ? "" : " words"}${both ? tone : ""}` }, shown), node("div", { class: "off" }, both ? `${off.title}: ${words(off, of(off))}` : on.title));
   }));
   charts.distribution($("plot-distribution"), runs, state.deadline_ms, `Share of all offered requests by latency. ${runs.map((run) => `${run.title}: P50 ${ms(run.p50_ms)}, P99 ${ms(run.p99_ms)}`).join("; ")}`);
-  charts.endings($("plot-endings"), runs, KINDS, runs.map((run) => `${run.title}: ${Object.entries(run.endings).map(([name, count]) => `${name} ${count}`).join(", ")}`).join("; "));
-  charts.schedule($("plot-dots"), runs, state.deadline_ms, KINDS, `Latency of each request in the order of the schedule, for ${runs.map((run) => run.title).join(" and ")}`);
+  charts.endings($("plot-endings"), runs, kinds, runs.map((run) => `${run.title}: ${Object.entries(run.endings).map(([name, count]) => `${name} ${count}`).join(", ")}`).join("; "));
+  charts.schedule($("plot-dots"), runs, state.deadline_ms, kinds, `Latency of each request in the order of the schedule, for ${runs.map((run) => run.title).join(" and ")}`);
   $("gates").replaceChildren(...state.gates.map((gate) => node("li", { class: `pill ${!gate.judged ? "" : gate.passed ? "good" : "bad"}`, title: gate.found }, `${gate.name}${gate.judged ? "" : " (not judged)"}`)));
 }
 
@@ -292,9 +291,15 @@ function isIdle(state) {
   return Boolean(state?.live) && !state.ended && state.live.stages.every((stage) => stage.series.every((each) => !each));
 }
 
+/** The beginning of a problem's sentence, which is whole in the list of problems. */
+function brief(problem) {
+  const begin = problem.split(/[,:;(]/)[0].trim();
+  return begin.length > 44 ? `${begin.slice(0, 43)}…` : begin;
+}
+
 function showLink() {
   const silent = performance.now() - heard > 5000;
-  const [words, tone] = ended ? ["ended; the last figures stay", ""] : !heard ? ["connecting", ""] : silent ? ["no answer; trying again", "bad"] : paused ? ["paused", "warn"] : isIdle(last) ? ["live, no traffic", ""] : last?.ended ? [last.gates.length ? "finished" : "between two runs", ""] : ["live", last?.live?.problems.length ? "warn" : "good"];
+  const [words, tone] = ended ? [ended, ""] : !heard ? ["connecting", ""] : silent ? ["no answer; trying again", "bad"] : paused ? ["paused", "warn"] : isIdle(last) && !last.live.problems.length ? ["live, no traffic", ""] : last?.ended ? [last.gates.length ? "finished" : "between two runs", ""] : last?.live?.problems.length ? [brief(last.live.problems[0]), "warn"] : ["live", "good"];
   say("link", words);
   $("link").className = `pill ${tone}`;
 }
@@ -304,7 +309,7 @@ function showLink() {
 /** Asks for the wanted requests again, so that newer ones come and ages stay true. */
 async function find() {
   const asked = query;
-  const answer = asked ? await fetch("/search", { method: "POST", body: new URLSearchParams({ text: asked }) }).catch(() => null) : null;
+  const answer = asked ? await fetch("search", { method: "POST", body: new URLSearchParams({ text: asked }) }).catch(() => null) : null;
   if (asked !== query) return;
   found = answer?.ok ? await answer.json() : [];
   if (last?.live && !paused) showLate(last.live);
@@ -319,9 +324,11 @@ function take(state) {
 }
 
 function connect() {
-  const source = new EventSource("/events");
+  const source = new EventSource("events");
   source.onmessage = (event) => take(JSON.parse(event.data));
-  source.addEventListener("end", () => { ended = true; source.close(); showLink(); });
+  const end = (words) => { ended = words; source.close(); showLink(); };
+  source.addEventListener("end", () => end("ended; the last figures stay"));
+  source.addEventListener("taken", () => end("another browser took this place; reload to watch"));
   source.onerror = () => { if (source.readyState === EventSource.CLOSED) setTimeout(connect, 3000); };
 }
 

@@ -21,7 +21,8 @@ function canvas(container, label) {
   return { root, width, height };
 }
 
-const colour = (kind) => `var(--${kind})`;
+/** The colour of an end; a new one needs none of its own. */
+export const colour = (kind) => `var(--${kind}, var(--unanswered))`;
 
 /** Round steps of an axis that ends at or above `largest`. */
 export function steps(largest, wanted = 4) {
@@ -96,11 +97,37 @@ function dot(x, y, isAbove, fill) {
   return isAbove ? svg("path", { d: above, fill }) : svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 2.1, fill, opacity: 0.72 });
 }
 
-function deadline(root, y, left, right, ms) {
-  root.append(
-    svg("line", { x1: left, x2: right, y1: y, y2: y, class: "deadline" }),
-    text(right, y - 5, `deadline ${Math.round(ms)} ms`, { "text-anchor": "end", class: "deadline-text" }),
-  );
+/** Whether a box has a part of a line through these points; null: a gap of the line. */
+function crosses(points, box) {
+  return points.some((point, place) => {
+    const before = points[place - 1] ?? point;
+    if (!point || !before) return false;
+    const [low, high] = [Math.min(point[1], before[1]), Math.max(point[1], before[1])];
+    return Math.max(point[0], before[0]) >= box.left && Math.min(point[0], before[0]) <= box.right && high >= box.top && low <= box.bottom;
+  });
+}
+
+/** A text at the first place where it lies in the area and covers no line and no label; else at the first that is in it. */
+function addLabel(root, area, content, places, attributes = {}) {
+  const node = text(0, 0, content, attributes);
+  root.append(node);
+  const own = node.getBBox();
+  const box = ([x, y]) => ({ left: x, right: x + own.width, top: y + own.y, bottom: y + own.y + own.height });
+  const inside = places.filter((place) => { const each = box(place); return each.left >= area.left && each.right <= area.right && each.top >= area.top && each.bottom <= area.bottom; });
+  const isFree = (each) => !area.lines.some((line) => crosses(line, each)) && !area.labels.some((other) => each.left < other.right && other.left < each.right && each.top < other.bottom && other.top < each.bottom);
+  const [x, y] = inside.find((place) => isFree(box(place))) ?? inside[0] ?? places[0];
+  node.setAttribute("x", x);
+  node.setAttribute("y", y);
+  area.labels.push(box([x, y]));
+}
+
+function deadline(root, area, y, ms) {
+  const words = `deadline ${Math.round(ms)} ms`;
+  root.append(svg("line", { x1: area.left, x2: area.right, y1: y, y2: y, class: "deadline" }));
+  area.lines.push([[area.left, y], [area.right, y]]);
+  // As far to the right as it can be; above the line, or else below.
+  const across = Array.from({ length: 24 }, (_, place) => area.right - 6.6 * words.length - place * 28);
+  addLabel(root, area, words, [...across.map((from) => [from, y - 5]), ...across.map((from) => [from, y + 14])], { class: "deadline-text" });
 }
 
 export function latency(container, view, kinds, span, label) {
@@ -123,21 +150,23 @@ export function latency(container, view, kinds, span, label) {
     root.append(dot(x(age), y(ms), ms > largest, colour(kinds[kind].kind)));
   }
   const age = (series) => (place) => x(series.length - place - 0.5);
+  const points = (series) => series.map((value, place) => (value === null || series.length - place > span ? null : [age(series)(place), y(value)]));
+  const p50 = points(view.p50_series), p99 = points(view.p99_series);
   root.append(svg("path", { d: path(view.p50_series, age(view.p50_series), y), class: "p50" }));
   root.append(svg("path", { d: path(view.p99_series, age(view.p99_series), y), class: "p99" }));
-  const first = view.p99_series.findIndex((each, place) => each !== null && view.p99_series.length - place <= span);
-  if (first >= 0) {
-    const from = Math.max(left + 2, age(view.p99_series)(first) + 2), high = y(view.p99_series[first]), low = y(view.p50_series[first]);
-    root.append(text(from, high - 6, "P99", { "font-weight": 650 }), text(from, low - high < 20 ? low + 15 : low - 6, "P50"));
-  }
-  if (view.budget_ms) deadline(root, y(view.budget_ms), left, width, view.budget_ms);
+  const area = { left, right: width, top, bottom, lines: [p99, p50], labels: [] };
+  if (view.budget_ms) deadline(root, area, y(view.budget_ms), view.budget_ms);
+  // As near to its line as it can be, and then to the beginning of it.
+  const beside = (line) => [8, 16, 26, 40, 60].flatMap((off) => line.filter(Boolean).filter((_, place) => place % 4 === 0).flatMap(([from, at]) => [[from + 2, at - off + 2], [from + 2, at + off + 7]]));
+  addLabel(root, area, `P99 over ${view.point_s} s`, beside(p99), { "font-weight": 650 });
+  addLabel(root, area, `P50 over ${view.point_s} s`, beside(p50));
 }
 
 /** What is shown of the stages of a request at its worker, in the order of time. */
 export const STAGES = [
   ["way", "to the worker", "var(--other)"],
   ["queue", "queue", "var(--truncated)"],
-  ["wait", "waits for its prefix", "var(--pending)"],
+  ["wait", "waits for its history or prefix", "var(--pending)"],
   ["reload", "reload", "var(--dram)"],
   ["pre_infer", "pre-infer", "var(--full)"],
   ["rank", "ranking", "var(--hbm)"],
@@ -278,6 +307,6 @@ export function schedule(container, runs, deadline_ms, known, label) {
       const tone = colour(known.find((name) => kind.startsWith(name)) ?? "other");
       root.append(dot(start + 3 + (number / last) * (wide - 6), y(ms), ms > largest, tone));
     }
-    if (deadline_ms) deadline(root, y(deadline_ms), start, start + wide, deadline_ms);
+    if (deadline_ms) deadline(root, { left: start, right: start + wide, top: high, bottom: low, lines: [], labels: [] }, y(deadline_ms), deadline_ms);
   });
 }

@@ -67,12 +67,12 @@ worker trigger{{ if .Values.preInfer.replicas }} pre-infer{{ end }}{{ range $rol
 {{- end -}}
 {{- if .Values.pool.enabled -}}
 {{- if not .Values.pool.secret }}{{ fail "pool.secret is empty: name the Secret whose key `secret` has at least 16 random bytes" }}{{ end -}}
-{{- range $key := list "address" "secret_file" -}}
-{{- if hasKey ($settings.worker.pool | default dict) $key }}{{ fail (printf "settings.worker.pool.%s is set by the chart with pool.enabled: remove one of them" $key) }}{{ end -}}
+{{- range $key := list "store" "address" "protocol" "secret_file" -}}
+{{- if hasKey ($settings.worker.pool | default dict) $key }}{{ fail (printf "settings.worker.pool.%s is set by the chart with pool.enabled: remove one of them (a protocol is the value pool.protocol)" $key) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- if .Values.preInfer.replicas -}}
-{{- if not (or .Values.pool.enabled (dig "pool" "address" "" $settings.worker)) }}{{ fail "preInfer.replicas is set, but there is no pool for the prefixes: set pool.enabled to true, or settings.worker.pool.address" }}{{ end -}}
+{{- if not (or .Values.pool.enabled (dig "pool" "store" "" $settings.worker) (dig "pool" "address" "" $settings.worker)) }}{{ fail "preInfer.replicas is set, but there is no pool for the prefixes: set pool.enabled to true, or settings.worker.pool.store" }}{{ end -}}
 {{- if not (include "relaygr.usesPool" .) }}{{ fail "preInfer.replicas is set, but every scenario of this release has `pre_infer: owner`, so pre-infer workers would get no jobs: set settings.scenarios.NAME.pre_infer to pool, or preInfer.replicas to 0" }}{{ end -}}
 {{- end -}}
 {{- if and (eq ($settings.affinity | default "range") "consumer_protocol") (or .Values.worker.standby .Values.worker.leaveOnStop) }}{{ fail "settings.affinity is consumer_protocol: set worker.standby and worker.leaveOnStop to false, or use another affinity" }}{{ end -}}
@@ -171,9 +171,11 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
+  {{- with .root.Values.user }}
+  runAsUser: {{ int64 . }}
+  runAsGroup: {{ int64 . }}
+  fsGroup: {{ int64 . }}
+  {{- end }}
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
   {{- if and (has .role (list "worker" "pre-infer")) .root.Values.worker.supplementalGroups }}
@@ -207,7 +209,7 @@ securityContext:
 - {name: HOME, value: /tmp}
 {{- if ne .role "topics" }}
 {{- $section := eq .role "pre-infer" | ternary "worker" .role | upper }}
-- {name: RELAYGR_{{ $section }}__HTTP_HOST, value: 0.0.0.0}
+- {name: RELAYGR_{{ $section }}__HTTP_HOST, value: "::"}
 - {name: RELAYGR_{{ $section }}__HTTP_PORT, value: "8080"}
 {{- end }}
 {{- if has .role (list "gateway" "ui") }}
@@ -215,7 +217,7 @@ securityContext:
   valueFrom: {secretKeyRef: {name: {{ (get .root.Values .role).tokenSecret }}, key: token}}
 {{- end }}
 {{- if and (has .role (list "worker" "pre-infer")) .root.Values.pool.enabled }}
-- {name: RELAYGR_WORKER__POOL__ADDRESS, value: "{{ include "relaygr.poolAddress" .root }}"}
+- {name: RELAYGR_WORKER__POOL__STORE, value: "mooncake://{{ include "relaygr.poolAddress" .root }}?protocol={{ .root.Values.pool.protocol }}"}
 - {name: RELAYGR_WORKER__POOL__SECRET_FILE, value: /etc/relaygr/pool/secret}
 {{- end }}
 {{- with include "relaygr.username" . }}
@@ -338,7 +340,7 @@ spec:
               valueFrom: {fieldRef: {fieldPath: metadata.name}}
             {{- end }}
             {{- if eq .role "gateway" }}
-            - {name: RELAYGR_GATEWAY__LISTEN_HOST, value: 0.0.0.0}
+            - {name: RELAYGR_GATEWAY__LISTEN_HOST, value: "::"}
             - {name: RELAYGR_GATEWAY__LISTEN_PORT, value: "8088"}
             {{- else if eq .role "ui" }}
             # A Service's name leads to each of its processes. Workers name their pages in their statuses.

@@ -1,11 +1,8 @@
 """Test vectors of the wire form, for producers and consumers in other languages.
 
-    python -m relaygr.schemas.vectors                      check this package against wire.json
     python -m relaygr.schemas.vectors --against FILE       check another implementation's file
-    python -m relaygr.schemas.vectors --write              add new entries to wire.json
 
-Deployed programs send the bytes of `wire.json`, so `--write` refuses to change an entry. The file lies
-beside this one and needs no Python to be read:
+`wire.json` lies beside this file and needs no Python to be read:
 
 * `messages`: for each message its `fields` as JSON (arrays as lists, digests in hexadecimal digits) and its `wire`
   bytes in hexadecimal digits. A writer may order the fields of a map in another way; a reader must get the same fields.
@@ -21,20 +18,15 @@ those that identify it (`name`, `user_id`) and those to be checked.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from relaygr.schemas.codec import SCHEMA_VERSION, DecodeError, decode, encode
-from relaygr.schemas.digest import BLOCK, digest_chain
+from relaygr.schemas import messages
+from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.json_messages import to_json
-from relaygr.schemas.messages import History
-from relaygr.schemas.partitioner import murmur2, partition_for
-from relaygr.schemas.vectors.samples import HEADERS, HISTORIES, MESSAGES, PARTITION_COUNTS, REFUSED, USER_IDS
 
 FILE = "wire.json"
-_BY_KIND = {type(message).__name__: type(message) for message in MESSAGES.values()}
 
 
 def wire_file() -> Any:
@@ -42,29 +34,8 @@ def wire_file() -> Any:
     return json.loads(resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
 
 
-def vectors() -> dict[str, Any]:
-    """The vectors that this package computes."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "messages": [
-            {"name": name, "kind": type(message).__name__, "fields": to_json(message), "wire": encode(message).hex()}
-            for name, message in MESSAGES.items()
-        ],
-        "refused": [
-            {"name": name, "kind": kind.__name__, "wire": data.hex(), "reason": _reason(kind, data)}
-            for name, (kind, data) in REFUSED.items()
-        ],
-        "headers": [
-            {"name": name, "headers": [[key, value.decode()] for key, value in headers.encode()]}
-            for name, headers in HEADERS.items()
-        ],
-        "digests": [_digests(name, history) for name, history in HISTORIES.items()],
-        "routing": [_route(user_id) for user_id in USER_IDS],
-    }
-
-
 def differences(theirs: Any, ours: Any) -> Iterator[str]:
-    """Where another implementation's vectors differ from ours: one sentence for each.
+    """Where another implementation's vectors differ from the shipped ones: one sentence for each.
 
     The bytes of a message are compared by what they decode to, since the order of fields is free.
     """
@@ -99,7 +70,7 @@ def _compare(section: str, entry: Any, known: dict[str, Any]) -> Iterator[str]:
 
 def _compare_wire(where: str, wire: Any, expected: dict[str, Any]) -> Iterator[str]:
     try:
-        fields = to_json(decode(_BY_KIND[expected["kind"]], bytes.fromhex(wire)))
+        fields = to_json(decode(getattr(messages, expected["kind"]), bytes.fromhex(wire)))
     except (DecodeError, ValueError, TypeError) as error:
         yield f"{where}: the bytes cannot be read: {error}"
         return
@@ -110,34 +81,3 @@ def _compare_wire(where: str, wire: Any, expected: dict[str, Any]) -> Iterator[s
 
 def _identity(entry: Any) -> str:
     return str(entry.get("name", entry.get("user_id"))) if isinstance(entry, dict) else repr(entry)
-
-
-def _reason(kind: type[Any], data: bytes) -> str:
-    try:
-        decode(kind, data)
-    except DecodeError as error:
-        return error.reason.value
-    raise AssertionError(f"{kind.__name__} {data.hex()} can be decoded")
-
-
-def _digests(name: str, history: History) -> dict[str, Any]:
-    chain = digest_chain(history.features, history.behaviours)
-    features = history.features.astype("<i8").tobytes()
-    hashed = [b"relaygr.history.1" + struct.pack("<I", history.features.size) + features]
-    blocks = chain.blocks
-    for number in range(len(blocks)):
-        block = history.behaviours[number * BLOCK : (number + 1) * BLOCK]
-        before = chain.after(number)
-        arrays = (block.items.astype("<i8"), block.actions.astype("<u2"), block.timestamps_ms.astype("<i8"))
-        hashed.append(before + b"".join(array.tobytes() for array in arrays))
-    steps = [
-        {"hashed": data.hex(), "digest": digest.hex()}
-        for data, digest in zip(hashed, (chain.seed, *blocks), strict=True)
-    ]
-    return {"name": name, "history": to_json(history), "steps": steps, "digest": chain.digest.hex()}
-
-
-def _route(user_id: str) -> dict[str, Any]:
-    key = user_id.encode()
-    partitions = {str(count): partition_for(key, count) for count in PARTITION_COUNTS}
-    return {"user_id": user_id, "key": key.hex(), "murmur2": murmur2(key), "partitions": partitions}

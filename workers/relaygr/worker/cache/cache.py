@@ -8,6 +8,7 @@ and the mover after it has left the lock. No call waits for free pages: if all p
 |---|---|---|
 | `peek`, `dram_behaviours`, `room` | Presence, a number, Room | none |
 | `acquire` | Hit, PendingPrefix, Miss | a hit is pinned until `release` |
+| `count_look_up` | Tier, None | counts the look-up of a request that waits for work it knows |
 | `reserve`, `extend` | Fill, NoRoom, PendingPrefix | the caller computes, then calls `Fill.publish` or `Fill.abort` |
 | `transfers.start_reload` | PendingPrefix, NoRoom, Declined | copies DRAM to HBM; call `acquire` after PUBLISHED |
 | `transfers.spill` | SpillOutcome | copies HBM to DRAM |
@@ -40,6 +41,7 @@ from relaygr.worker.cache.metadata import TierMetadata, TierShape
 from relaygr.worker.cache.policies import TierPolicies, make_policy
 from relaygr.worker.cache.results import (
     Miss,
+    MissReason,
     NoRoom,
     NoRoomReason,
     PageArray,
@@ -208,16 +210,45 @@ class PrefixCache:
             counters.joins[work.kind] += counted
             return ledger.pending[work]
         if found is not None:
-            hbm.touch(found.entry, now_us)
-            if purpose is not Purpose.PRE_INFER:
-                found.entry.unused_pre_infer = False
-            handle = self._handle_of(found.entry, covered, key)
-            counters.hits += counted
-            counters.partial_hits += counted and not handle.complete
-            return Hit(handle)
+            self._count_found(found.entry, covered, key, now_us, purpose)
+            return Hit(self._handle_of(found.entry, covered, key))
         miss = ledger.miss(key)
         counters.misses[miss.reason] += counted
         return miss
+
+    def count_look_up(self, key: PrefixKey, now_us: int) -> Tier | None:
+        """Counts a look-up for RANKING, as `acquire` does, for a caller who knows what he waits for: pins nothing.
+
+        Returns where the prefix, or its beginning, was found ready.
+        """
+        ledger, hbm = self.ledger, self._hbm
+        counters = ledger.counters
+        with ledger.lock:
+            ledger.pass_time(now_us)
+            refusal = ledger.refusal(key)
+            if refusal is not None:
+                counters.misses[refusal] += 1
+                return None
+            found, coming = hbm.index.find(key), hbm.index.find_work(key)
+            covered = found.behaviours if found else 0
+            if coming is not None and coming.behaviours > covered:
+                counters.joins[coming.work.kind] += 1
+                return None
+            if found is not None:
+                self._count_found(found.entry, covered, key, now_us, Purpose.RANKING)
+                return Tier.HBM
+            miss = ledger.miss(key)
+            counters.misses[miss.reason] += 1
+            return Tier.DRAM if miss.reason is MissReason.IN_DRAM else None
+
+    def _count_found(self, entry: CacheEntry, covered: int, key: PrefixKey, now_us: int, purpose: Purpose) -> None:
+        """A look-up found the prefix, or its first `covered` behaviours, ready in HBM."""
+        self._hbm.touch(entry, now_us)
+        if purpose is not Purpose.PRE_INFER:
+            entry.unused_pre_infer = False
+        counted = purpose is Purpose.RANKING
+        self.ledger.counters.hits += counted
+        self.ledger.counters.partial_hits += counted and covered < key.length
 
     def release(self, handle: Handle) -> None:
         """Unpins. Raises ValueError the second time. For a revoked handle it only counts a late release."""

@@ -99,9 +99,8 @@ class Counters:
             "relaygr_cache_forced_aborts", "Fills revoked because they were neither published nor aborted"
         ),
     )
-    late_releases: int = field(
-        default=0, metadata=_metric("relaygr_cache_late_releases", "Releases of pins that had been revoked before")
-    )
+    late_releases: int = 0
+    """Releases of pins that had been revoked before."""
 
 
 @dataclass(frozen=True, slots=True)

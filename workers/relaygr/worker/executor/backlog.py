@@ -48,8 +48,6 @@ class Backlog:
         """Requests that the poll thread has put into the mailbox. Only that thread writes it."""
         self.looked_up = 0
         """Requests that the device thread has taken out of the mailbox."""
-        self.looking_up_since_us = 0
-        """When the first request of this step was looked up; 0 if none was."""
         self._displaceable: int | None = None
         """The `id` of the longest queued work that may be displaced by shorter work."""
         self.computes_until_us = 0
@@ -59,6 +57,18 @@ class Backlog:
         self._demands: dict[int, Demand] = {}
         self._chunk: tuple[int, float] | None = None
         """The work of the chunk that the device computes, by its `id`, and the chunk's part of its demand."""
+
+    def hand_over(self) -> None:
+        """The poll thread puts a request into the mailbox."""
+        self.handed_over += 1
+
+    def take_over(self) -> None:
+        """The device thread takes a request out of the mailbox."""
+        self.looked_up += 1
+
+    def share_with_preinfer(self, share: float) -> None:
+        """This part of the device time is guaranteed to pre-infer from now on."""
+        self.preinfer_share = share
 
     def put(self, work: SchedulableWork, latest_start_us: int) -> None:
         """Adds the work with its present demand; work that is there already is moved."""
@@ -216,7 +226,7 @@ class Backlog:
     @property
     def is_busy(self) -> bool:
         """Whether a new request may have to wait, or would be refused. For any thread."""
-        return self.total_us > 0 or self.handed_over > self.looked_up or self.measured.wait_limit < 1.0
+        return self.has_others or self.measured.wait_limit < 1.0
 
     @property
     def predicted_us(self) -> int:
@@ -250,6 +260,11 @@ class Backlog:
             displacing=self.displaces,
         )
         return room_us <= 0 or room_us < self.measured.own_us[Path.HBM]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other work is admitted, or waits in the mailbox."""
+        return self.total_us > 0 or self.handed_over > self.looked_up
 
     @property
     def displaces(self) -> bool:

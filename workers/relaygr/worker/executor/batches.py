@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import structlog
 
-from relaygr.admission.latency import Stage
 from relaygr.schemas.record import record
-from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.capacity import Capacity
 from relaygr.worker.executor.events import SENT, DeviceFailed, NoTimeLeft, Ranked
-from relaygr.worker.executor.measured import SLOWDOWN_SAMPLE_US
+from relaygr.worker.executor.order import Scheduler
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.prefixes import Chunk, Prefixes
 from relaygr.worker.executor.requests import Requests
-from relaygr.worker.executor.schedulable import WorkClass
+from relaygr.worker.executor.resolver import PrefixResolver
 from relaygr.worker.executor.work import PrefixWork, RankingWork, RequestState
 from relaygr.worker.model.interface import RankOutputs
 
@@ -86,12 +86,23 @@ class _Batch:
 class Batches:
     """Belongs to the device thread."""
 
-    def __init__(self, context: ExecutorContext, prefixes: Prefixes, requests: Requests) -> None:
-        self._context = context
-        self._parts = context.parts
+    def __init__(
+        self,
+        parts: ExecutorParts,
+        resolver: PrefixResolver,
+        capacity: Capacity,
+        scheduler: Scheduler[PrefixWork | RankingWork],
+        prefixes: Prefixes,
+        requests: Requests,
+    ) -> None:
+        """`resolver` names the engine."""
+        self._results, self._clock, self._settings = parts.results, parts.clock, parts.settings
+        self._resolver = resolver
+        self._capacity = capacity
+        self._queue = scheduler.ranking
         self._prefixes = prefixes
         self._requests = requests
-        self._mixes = context.parts.settings.mixes_chunks(context.engine.device.is_cpu)
+        self._mixes = parts.settings.mixes_chunks(resolver.engine.device.is_cpu)
 
     def rank(self, now_us: int, first: RankingWork | None = None) -> PrefixWork | None:
         """Ranks `first`, if given, and the ready requests that fit beside it. Returns a prefix whose chunk has to run
@@ -102,7 +113,7 @@ class Batches:
 
     def can_rank_beside_chunk(self) -> bool:
         """Whether a ready request could be ranked in the forward of the next pre-infer chunk."""
-        return self._mixes and isinstance(self._context.scheduler.ranking.peek(), RankingWork)
+        return self._mixes and isinstance(self._queue.peek(), RankingWork)
 
     def rank_beside_chunk(self, now_us: int) -> tuple[bool, PrefixWork | None]:
         """Ranks ready requests in the forward of the next pre-infer chunk, whose turn it is. They end no later than
@@ -116,7 +127,7 @@ class Batches:
     def _rank(self, batch: _Batch, slack_us: float) -> PrefixWork | None:
         works = batch.works
         # Read again: rejecting late requests took time, which is not device time.
-        now_us = self._parts.clock.monotonic_us()
+        now_us = self._clock.monotonic_us()
         for work in works:
             work.started_us = work.started_us or now_us
         chunk = self._prefixes.chunk_within(slack_us, now_us) if self._mixes and slack_us > 0 else None
@@ -124,7 +135,7 @@ class Batches:
         is_mixed = outputs is not None
         if outputs is None:
             outputs = self._forward(works)
-        ended_us = self._parts.clock.monotonic_us()
+        ended_us = self._clock.monotonic_us()
         ranked: list[RankingWork] = []
         for work, output in zip(works, outputs, strict=True):
             work.rank_us, work.ranked_us = ended_us - now_us, ended_us
@@ -133,25 +144,15 @@ class Batches:
                 if work.state is RequestState.ANSWERED:
                     ranked.append(work)
         # Results leave before the rest of the work for their requests, which would delay them.
-        self._parts.results.send()
-        answered_us, backlog = self._parts.clock.monotonic_us(), self._context.scheduler.backlog
+        self._results.send()
+        answered_us = self._clock.monotonic_us()
         if not is_mixed:
-            # The requests of a batch may differ in length.
-            tokens = works[0].ranked_prefix_tokens if len(works) == 1 else None
-            self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us, tokens)
-            self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
+            self._capacity.pass_took(works, ended_us - now_us, ended_us)
         for work in ranked:
             work.answered_us = answered_us
             self._requests.advance(work, SENT)
         if ranked:
-            now_us = self._parts.clock.monotonic_us()
-            answer_us = (now_us - ended_us) / len(ranked)
-            for work in ranked:
-                backlog.measured.observe(work.path, work.remaining_us, answer_us, answered_us <= work.answer_by_us)
-            # The first request of a batch had the fixed part of the pass.
-            backlog.measured.done_us += max(0.0, works[0].predicted_us - works[0].remaining_us)
-            if backlog.measured.done_us >= SLOWDOWN_SAMPLE_US:
-                backlog.measured.observe_slowdown(now_us)
+            self._capacity.answered(ranked, works[0], ended_us, self._clock.monotonic_us())
         for work, output in zip(works, outputs, strict=True):
             if not isinstance(output, RankOutputs):
                 self._requests.advance(work, DeviceFailed(output))
@@ -159,9 +160,7 @@ class Batches:
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
         """Takes the requests of the next forward out of the queue."""
-        settings, queue = self._parts.settings, self._context.scheduler.ranking
-        backlog = self._context.scheduler.backlog
-        answer_us = backlog.measured.answer_us
+        settings, queue, capacity = self._settings, self._queue, self._capacity
         works: list[RankingWork] = []
         plan: BatchPlan | None = None
         must_end_us = float("inf")
@@ -177,21 +176,16 @@ class Batches:
                 passed_over.append(work)
                 must_end_us = min(must_end_us, work.latest_start_us)
                 continue
-            # The last request in the queue delays no other, so it needs no margin.
-            margin = backlog.measured.margin if backlog.total_us else 1.0
-            if now_us + work.predicted_us * margin + answer_us > work.answer_by_us:
+            alone_us = capacity.pass_us(work)
+            if now_us + alone_us > work.answer_by_us:
                 self._requests.advance(work, NoTimeLeft())
                 continue
-            # Results are written one after the other.
-            alone_us = work.predicted_us * margin + answer_us
             if plan is None:
                 first_must_end_us = min(must_end_us, work.answer_by_us)
                 plan = BatchPlan(now_us + alone_us, first_must_end_us, work.scored_tokens, settings.max_batch_rows)
             else:
                 # Only here, because a request that is ranked alone needs no latency model of its length.
-                latency = self._parts.corrector.model_at(work.ranked_prefix_tokens)
-                must_pay = latency.shared_us is not None and backlog.measured.wait_limit >= 1.0
-                further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * margin + answer_us
+                further_us, must_pay = capacity.further_us(work)
                 plan.end_before(must_end_us)
                 request = BatchRequest(alone_us, further_us, work.scored_tokens, work.answer_by_us)
                 if not plan.take(request, len(queue), must_pay=must_pay):
@@ -211,10 +205,8 @@ class Batches:
         self, batch: list[RankingWork], chunk: Chunk, started_us: int
     ) -> list[RankOutputs | Exception] | None:
         """Requests and chunk in one forward; None if it failed, and the chunk is not computed."""
-        engine = self._context.engine
-        calibrated = self._parts.corrector.calibrated
-        rank_us, chunk_us = self._calibrated_us(batch), chunk.predicted_us(calibrated)
-        self._parts.results.send()
+        engine = self._resolver.engine
+        self._results.send()
         try:
             outputs = engine.forward([chunk.inputs], [work.inputs for work in batch if work.inputs is not None])
             # A prefix must be written before it is published.
@@ -224,27 +216,22 @@ class Batches:
             engine.device.settle()
             log.warning("a mixed batch failed", requests=len(batch), error=repr(error))
             return None
-        ended_us = self._parts.clock.monotonic_us()
+        ended_us = self._clock.monotonic_us()
         duration_us = ended_us - started_us
-        share = rank_us / (rank_us + chunk_us) if rank_us + chunk_us else 0.5
-        self._parts.metrics.mixed_pass()
-        self._context.charge(WorkClass.RANKING, round(duration_us * share), ended_us)
-        self._prefixes.count(chunk, round(duration_us * (1 - share)), ended_us)
+        chunk_us = self._capacity.mixed_pass_took(
+            batch, chunk.work.done_tokens, chunk.end_tokens, duration_us, ended_us
+        )
+        self._prefixes.count(chunk, chunk_us, ended_us)
         return list(outputs)
 
     def _forward(self, batch: list[RankingWork]) -> list[RankOutputs | Exception]:
         """One forward. If it fails, each request is ranked alone, so that one request cannot fail the others."""
-        if self._parts.results.unsent:
-            self._parts.results.send()
+        if self._results.unsent:
+            self._results.send()
         try:
-            return list(self._context.engine.rank([work.inputs for work in batch if work.inputs is not None]))
+            return list(self._resolver.engine.rank([work.inputs for work in batch if work.inputs is not None]))
         except Exception as error:
             log.warning("a ranking batch failed", requests=len(batch), error=repr(error))
             if len(batch) == 1:
                 return [error]
         return [output for work in batch for output in self._forward([work])]
-
-    def _calibrated_us(self, batch: list[RankingWork]) -> float:
-        """The calibrated time of one forward of these requests."""
-        sizes = [(work.ranked_prefix_tokens, work.scored_tokens) for work in batch]
-        return self._parts.corrector.calibrated.batch_us(sizes)

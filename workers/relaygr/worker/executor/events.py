@@ -26,11 +26,6 @@ class HistoryChanged:
 
 
 @record(frozen=True, slots=True)
-class HistoryMissing:
-    """The awaited version did not come in time. For jobs; a request is served without it."""
-
-
-@record(frozen=True, slots=True)
 class ModelChanged:
     """Another model serves now."""
 
@@ -141,13 +136,12 @@ RequestEvent = (
     | NoTimeLeft
     | PrefixEvent
 )
-JobEvent = Taken | HistoryMissing | PrefixReloaded | PrefixEvent
+JobEvent = Taken | PrefixReloaded | PrefixEvent
 """A job is told only of PrefixLeft and PrefixComputed: it has no deadline of its own, and ends if its prefix fails."""
 
 
 TAKEN = Taken()
 HISTORY_CHANGED = HistoryChanged()
-HISTORY_MISSING = HistoryMissing()
 SENT = Sent()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from relaygr.admission.corrector import PredictionQuality
 from relaygr.admission.latency import LatencyModel, Stage
@@ -15,27 +15,35 @@ from relaygr.admission.lead import LeadQuantiles
 from relaygr.schemas.messages import FullPathReport, LeadTimeReport, LengthRatios
 from relaygr.worker.cache import Tier
 from relaygr.worker.executor.batches import Batches
-from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
+from relaygr.worker.executor.capacity import Capacity
 from relaygr.worker.executor.events import TAKEN, ModelChanged, PrefixComputed
+from relaygr.worker.executor.impressions import ExpectedArrivals, Impressions
 from relaygr.worker.executor.jobs import Jobs
+from relaygr.worker.executor.order import Scheduler
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.prefixes import ChunkReadiness, Prefixes
 from relaygr.worker.executor.reloads import ROOM_INTERVAL_US
 from relaygr.worker.executor.requests import Requests
-from relaygr.worker.executor.schedulable import IDLE_CLASSES, WorkClass
+from relaygr.worker.executor.resolver import Deletions, PrefixResolver
+from relaygr.worker.executor.schedulable import WorkClass
+from relaygr.worker.executor.waits import FailedWaits, HistoryWaits, Timers
 from relaygr.worker.executor.warm_up import Follows, WarmUps
-from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
+from relaygr.worker.executor.work import HeldMemory, JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine
 
+if TYPE_CHECKING:
+    # The simulation runs the executor without torch.
+    from relaygr.worker.device import Device, Event
+
 CACHE_UPKEEP_US = 100_000
-"""Time between two rounds of upkeep of the cache."""
-LOOK_UPS_MEASURED = 8
-"""Look-ups are measured in groups of this many, since a single one takes as long as the measurement."""
+"""Time between two rounds of upkeep of the cache: a lease ends at most this late, and a round costs next to nothing."""
 CLEANED_BYTES = 2 * 1024 * 1024
 """Bytes of free pages of each tier that are zeroed every CACHE_UPKEEP_US: a fraction of a millisecond."""
 POSTED_TO_WAKE: Final = 8
-"""With more messages in the mailbox the device thread begins before the poll thread has read all of them."""
+"""With more messages in the mailbox the device thread begins before the poll thread has read all of them. Fewer take
+the poll thread no longer than the change of threads."""
 LONG_US: Final = 1_000.0
-"""On a CPU, requests that take less on average are left to the poll thread."""
+"""On a CPU, requests that take less on average are left to the poll thread (`thread.SHORT_US`)."""
 POSTED_PER_STEP: Final = 32
 """Most look-ups between two pieces of device work. Without a bound, requests that arrive without a pause would keep
 ready requests from being ranked."""
@@ -43,8 +51,50 @@ WORK_TOO_LONG: Final = -1
 """`step` did not begin a piece of device work, because it would take too long."""
 
 
+class DeviceCompletion:
+    """One device event. `poll` calls back once the event is complete."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+        self._callbacks: list[Callable[[], None]] = []
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Calls `callback()` at once if the event is complete, else at the `poll` that finds it complete."""
+        if self._event.done():
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def poll(self) -> bool:
+        """Calls back if the event is complete. Returns whether no callback is left."""
+        if self._callbacks and self._event.done():
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback()
+        return not self._callbacks
+
+
+class DeviceCompletions:
+    """The events of one device that the cache waits for. The device thread records and polls them; nothing blocks."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._waiting: list[DeviceCompletion] = []
+
+    def after_work(self) -> DeviceCompletion:
+        """An event that completes after all work that the calling thread has enqueued on its current stream."""
+        self.poll()
+        completion = DeviceCompletion(self._device.current_stream().record())
+        self._waiting.append(completion)
+        return completion
+
+    def poll(self) -> None:
+        """Calls back for every event that is complete by now."""
+        self._waiting = [each for each in self._waiting if not each.poll()]
+
+
 class Executor:
-    """One worker's device work. Both poll threads call `take_ranking`, `is_hopeless` and `note_refused`; the poll
+    """One worker's device work. Both poll threads call `take_ranking`, `is_hopeless` and `note_no_time`; the poll
     thread of jobs calls `take_job`. A poll thread then runs or wakes the executor (`DeviceThread.run_short_work`,
     `work_arrived`). Any thread may call `post` and the properties. Only the thread that runs the executor calls the
     other methods.
@@ -54,16 +104,46 @@ class Executor:
         self._mailbox: deque[Callable[[], None]] = deque()
         self.work_arrived = threading.Event()
         self._parts = parts
-        self._context = ExecutorContext(engine, parts, self.post)
-        self.backlog = self._context.scheduler.backlog
+        settings, clock = parts.settings, parts.clock
+        timers = self._timers = Timers()
+        scheduler = self._scheduler = Scheduler[PrefixWork | RankingWork](
+            parts.admission_settings.preinfer_share, int(settings.chunk_ms * 1000), settings.warm_up_share
+        )
+        self.backlog = scheduler.backlog
         """The admitted ranking work. Any thread may ask it."""
-        self._look_ups = self._look_ups_us = 0
-        self._prefixes = Prefixes(self._context)
-        self._requests = Requests(self._context, self._prefixes)
-        self._batches = Batches(self._context, self._prefixes, self._requests)
-        self._jobs = Jobs(self._context, self._prefixes)
-        self._warm_ups = WarmUps(self._context, self._prefixes)
-        self._follows = Follows(self._context, self._prefixes)
+        arrivals = ExpectedArrivals()
+        impressions = self._impressions = Impressions()
+        failed_waits = FailedWaits()
+        waits = self._waits = HistoryWaits(timers, failed_waits, clock, settings.parked_jobs_max)
+        for_requests = self._held_by_requests = HeldMemory(int(settings.ranking_queue_bytes))
+        for_jobs = self._held_by_jobs = HeldMemory(int(settings.preinfer_queue_bytes))
+        resolver = self._resolver = PrefixResolver(
+            parts.histories, engine, settings.anchor_behaviours, Deletions(), failed_waits
+        )
+        capacity = self._capacity = Capacity(
+            engine, settings, parts.corrector, scheduler, arrivals, parts.admission, parts.metrics, clock
+        )
+        prefixes = self._prefixes = Prefixes(parts, resolver, capacity, scheduler, for_requests, for_jobs, self.post)
+        self._requests = Requests(
+            parts,
+            resolver,
+            capacity,
+            scheduler,
+            impressions,
+            arrivals,
+            waits,
+            timers,
+            prefixes,
+            for_requests,
+            self.post,
+        )
+        self._batches = Batches(parts, resolver, capacity, scheduler, prefixes, self._requests)
+        self._jobs = Jobs(
+            parts, resolver, capacity, scheduler, impressions, arrivals, waits, timers, prefixes, for_jobs,
+            self.post,
+        )  # fmt: skip
+        self._warm_ups = WarmUps(parts, resolver, capacity, scheduler, prefixes, self.post)
+        self._follows = Follows(parts, resolver, capacity, scheduler, prefixes)
         self._completions = DeviceCompletions(engine.device)
         self._cleans_scratch = False
         self._taking = threading.Lock()
@@ -77,9 +157,9 @@ class Executor:
         """
         request = work.request
         with self._taking:
-            if not self._context.held_by_requests.post(work, request.candidates.size + request.suffix.items.size):
+            if not self._held_by_requests.post(work, request.candidates.size + request.suffix.items.size):
                 return False
-            self.backlog.handed_over += 1
+            self.backlog.hand_over()
             self._mailbox.append(partial(self._requests.advance, work, TAKEN))
         self._wake_early()
         return True
@@ -89,16 +169,16 @@ class Executor:
         have to wait for too long. A request whose prefix a job has prepared may wait longer, because that device time
         is already spent.
         """
-        is_new = (user_id, request_id) not in self._context.leased
-        return self.backlog.is_hopeless(must_end_us, now_us, sent_us if is_new else None)
+        is_prepared = self._impressions.is_leased(user_id, request_id)
+        return self.backlog.is_hopeless(must_end_us, now_us, None if is_prepared else sent_us)
 
-    def note_refused(self, user_id: str, request_id: str) -> None:
-        """Notes, at the next step, that a ranking request was answered without work."""
-        self._mailbox.append(partial(self._requests.refused, user_id, request_id))
+    def note_no_time(self, user_id: str, request_id: str) -> None:
+        """Notes, at the next step, that a ranking request was answered without work, since there was no time for it."""
+        self._mailbox.append(partial(self._requests.ends.no_time, user_id, request_id))
 
     def take_job(self, work: JobWork) -> bool:
         """Takes a pre-infer job; its outcome goes to the result writer. False as for `take_ranking`."""
-        if not self._context.held_by_jobs.post(work):
+        if not self._held_by_jobs.post(work):
             return False
         self._mailbox.append(partial(self._jobs.advance, work, TAKEN))
         self._wake_early()
@@ -106,8 +186,10 @@ class Executor:
 
     def _wake_early(self) -> None:
         """Wakes the device thread while the poll thread still reads. On a CPU, short work stays on the poll thread."""
-        is_short = self._context.is_cpu and self.backlog.measured.expected_us <= LONG_US
-        if len(self._mailbox) > POSTED_TO_WAKE and not is_short:
+        if len(self._mailbox) <= POSTED_TO_WAKE:
+            return
+        is_short = self.engine.device.is_cpu and self.backlog.measured.expected_us <= LONG_US
+        if not is_short:
             self.work_arrived.set()
 
     def post(self, call: Callable[[], None]) -> None:
@@ -118,22 +200,24 @@ class Executor:
     @property
     def last_progress_us(self) -> int:
         """Monotonic time of the loop's last progress."""
-        return self._context.last_progress_us
+        return self._capacity.last_progress_us
 
     @property
     def engine(self) -> Engine:
         """The model that serves now."""
-        return self._context.engine
+        return self._resolver.engine
 
     @property
     def ranking_outstanding(self) -> int:
         """Ranking requests that were taken and have no result yet."""
-        return self._requests.outstanding
+        # In this order, so that another thread never sees less than none.
+        ended = self._requests.ends.ended
+        return self.backlog.looked_up - ended
 
     @property
     def ranking_outstanding_bytes(self) -> int:
         """The memory of these requests and of those in the mailbox."""
-        return self._context.held_by_requests.outstanding_bytes
+        return self._held_by_requests.outstanding_bytes
 
     @property
     def preinfer_backlog_us(self) -> int:
@@ -143,13 +227,13 @@ class Executor:
     @property
     def latency_of_prefixes(self) -> LatencyModel:
         """The present latency model for the trigger, which predicts whole prefixes and no chunks."""
-        engine = self._context.engine
+        engine = self.engine
         longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
-        return self._context.chunking.for_whole_prefixes(self._parts.corrector.model, longest)
+        return self._capacity.chunking.for_whole_prefixes(self._capacity.latency, longest)
 
     def full_path_report(self, latency: LatencyModel) -> FullPathReport:
         """How full inference ends here, with predictions of `latency`. For one thread, which sends it to triggers."""
-        report = self._context.full_path.report(latency, self._parts.clock.monotonic_us())
+        report = self._requests.ends.full_path.report(latency, self._parts.clock.monotonic_us())
         self._parts.metrics.set_needless(sum(report.needless))
         self._parts.metrics.set_full_path_ratios(report.ratios)
         return report
@@ -165,11 +249,11 @@ class Executor:
 
     def lead_time_report(self) -> LeadTimeReport | None:
         """The lead times of recent jobs. For the thread that sends it to triggers."""
-        return self._context.lead_times.report(self._parts.clock.monotonic_us())
+        return self._requests.lead_times.report(self._parts.clock.monotonic_us())
 
     def lead_times(self) -> Mapping[str, LeadQuantiles]:
         """The lead times of the last report, by scenario. From any thread."""
-        return self._context.lead_times.latest
+        return self._requests.lead_times.latest
 
     # -- the device thread ---------------------------------------------------------------------------
 
@@ -179,11 +263,11 @@ class Executor:
         WORK_TOO_LONG: the next piece of device work may take longer than `longest_us`, and was not begun.
         """
         now_us = self._run_what_is_due()
-        work = self._context.scheduler.pick(now_us)
+        work = self._scheduler.pick(now_us)
         if work is None:
             if self._mailbox:
                 return 0
-            self.backlog.measured.rest(now_us)
+            self._capacity.rest(now_us)
             if self._warm_ups.begin_next(now_us):
                 return 0
             return self._follow(longest_us, now_us)
@@ -194,13 +278,11 @@ class Executor:
 
     def _run_what_is_due(self) -> int:
         """Posted calls, timers, the changes of prefixes, and the results of all these. Returns the time."""
-        context, prefixes, backlog = self._context, self._prefixes, self.backlog
-        if backlog.measured.idle_since_us is not None:
-            backlog.measured.wake(self._parts.clock.monotonic_us())
+        prefixes = self._prefixes
         taken = self._run_posted_and_measure()
-        now_us = context.last_progress_us
-        if now_us >= context.timers.next_at_us:
-            context.timers.run_due(now_us)
+        now_us = self._capacity.last_progress_us
+        if now_us >= self._timers.next_at_us:
+            self._timers.run_due(now_us)
         if prefixes.reloads.waits and prefixes.reloads.find_room():
             self.run_posted()
         if prefixes.changes:
@@ -218,16 +300,10 @@ class Executor:
 
     def _run_posted_and_measure(self) -> int:
         """Runs the posted calls, and measures the time of the look-ups among them. Returns how many calls ran."""
-        backlog = self.backlog
-        backlog.looking_up_since_us, looked_up = 0, backlog.looked_up
+        self._capacity.begins_step()
+        before = self.backlog.looked_up
         taken = self.run_posted()
-        now_us = self._context.last_progress_us = self._parts.clock.monotonic_us()
-        if backlog.looking_up_since_us:
-            self._look_ups += backlog.looked_up - looked_up
-            self._look_ups_us += now_us - backlog.looking_up_since_us
-            if self._look_ups >= LOOK_UPS_MEASURED:
-                backlog.measured.observe_look_ups(self._look_ups_us, self._look_ups)
-                self._look_ups = self._look_ups_us = 0
+        self._capacity.looked_up(self.backlog.looked_up - before, self._parts.clock.monotonic_us())
         return taken
 
     def _follow(self, longest_us: float, now_us: int) -> int | None:
@@ -247,16 +323,11 @@ class Executor:
         if not isinstance(work, RankingWork):
             return work.remaining_us
         # The pass may include other requests of the queue.
-        return work.predicted_us * min(len(self._context.scheduler.ranking), self._parts.settings.max_batch_requests)
+        return work.predicted_us * min(len(self._scheduler.ranking), self._parts.settings.max_batch_requests)
 
     def _run_piece(self, work: PrefixWork | RankingWork, now_us: int) -> None:
         """Runs a batch with this request, or the next chunk of this prefix."""
-        backlog = self.backlog
-        if work.work_class in IDLE_CLASSES:
-            # The device counts as idle, since this work delays nobody.
-            backlog.measured.rest(now_us)
-        elif backlog.measured.busy_since_us is None:
-            backlog.measured.busy_since_us = now_us
+        self._capacity.begins(work, now_us)
         if isinstance(work, RankingWork):
             self._rank(now_us, work)
             if self._parts.results.unsent:
@@ -267,7 +338,7 @@ class Executor:
     def _idle_us(self, now_us: int) -> int | None:
         """Time until the next timer, work of an idle device or search for room; None without any."""
         waits_us = [
-            self._context.timers.next_in_us(now_us),
+            self._timers.next_in_us(now_us),
             self._warm_ups.next_in_us(now_us),
             self._follows.next_in_us(now_us),
             ROOM_INTERVAL_US if self._prefixes.reloads.waits else None,
@@ -291,15 +362,19 @@ class Executor:
 
     def histories_changed(self, user_ids: Iterable[str]) -> None:
         """Wakes the work that waits for these users' histories, and may append what is new to cached prefixes."""
-        self._context.histories_changed(user_ids)
+        self._waits.histories_changed(user_ids)
         self._follows.changed(user_ids)
+
+    def partitions_read(self, partitions: Collection[int]) -> None:
+        """Wakes the work that waits for these partitions: their store was opened, or has caught up."""
+        self._waits.partitions_read(partitions)
 
     def user_deleted(self, user_id: str) -> None:
         """Handles a tombstone: removes the user's cached prefixes, whose pages are zeroed soon. None that was resolved
         before is cached from now on: its requests are ranked without the cache, and its jobs end.
         """
-        self._context.deletions.add(user_id)
-        self._context.resolved.forget(user_id)
+        self._resolver.forget(user_id)
+        self._impressions.forget_prefix(user_id)
         self._cleans_scratch = True
         self._parts.cache.invalidate_user(user_id)
         self._prefixes.forget_user(user_id)
@@ -310,16 +385,17 @@ class Executor:
         All work in flight starts over, so that no result mixes two models. The latency model stays, and is corrected
         as before. Raises ValueError for a model whose K,V do not fit the pages and the tiers' ledgers.
         """
-        context, now = self._context, self._context.engine
+        now, scheduler = self.engine, self._scheduler
         if (engine.geometry, engine.layout) != (now.geometry, now.layout):
             raise ValueError("the new model's K,V have another shape than the arena's pages")
         self._prefixes.settle()
         self._hand_on_changes()
-        context.use(engine)
+        self._resolver.use(engine)
+        self._capacity.use(engine)
         self._parts.cache.admit_only(engine.namespace)
-        for work in [*context.scheduler.ranking, *context.scheduler.preinfer, *context.scheduler.warm_up]:
+        for work in [*scheduler.ranking, *scheduler.preinfer, *scheduler.warm_up]:
             if isinstance(work, RankingWork):
-                context.scheduler.remove(work)
+                scheduler.remove(work)
                 self._requests.advance(work, ModelChanged())
                 continue
             self._prefixes.discard(work)
@@ -396,7 +472,7 @@ class Executor:
         if self._cleans_scratch and self._prefixes.scratch_user is None:
             self._cleans_scratch = False
             self._parts.zero_pages(Tier.HBM, self._parts.scratch_pages)
-        self._context.timers.at(now_us + CACHE_UPKEEP_US, self._keep_cache)
+        self._timers.at(now_us + CACHE_UPKEEP_US, self._keep_cache)
 
     def _clean(self, tier: Tier) -> None:
         """Zeroes some free pages of removed prefixes, so that the bytes of a deleted user do not stay."""

@@ -17,6 +17,9 @@ from relaygr.schemas.messages import DEFAULT_SCENARIO
 from relaygr.worker.executor.work import JobOutcome, JobWork, ResolvedPrefix
 from relaygr.worker.kv import KvGeometry
 
+MAX_UNCOUNTED_PASSES = 1024
+"""Ranking passes that wait to be counted: a worker without jobs must not keep all of them."""
+
 _OUTCOMES = {
     Refusal.FOOTPRINT: JobOutcome.OVER_FOOTPRINT,
     Refusal.LOAD: JobOutcome.OVER_LOAD,
@@ -41,6 +44,8 @@ class JobAdmission:
         self._geometry = geometry
         self._lease_margin_us = settings.lease_margin_ms * 1000
         self._clock = clock
+        self._uncounted: list[tuple[int, int]] = []
+        """Device time and end of ranking passes. Many are counted at once, since few requests have jobs to admit."""
 
     def refuse(
         self,
@@ -56,6 +61,7 @@ class JobAdmission:
         `scored_tokens`: suffix tokens and candidates of the expected request. `prepare_us`: device time of the tokens
         that are not cached.
         """
+        self.count_rankings()
         if work.is_charged:
             return None
         now_us = self._clock.monotonic_us()
@@ -76,15 +82,26 @@ class JobAdmission:
 
     def charge_reload(self, work: JobWork, tokens: int, latency: LatencyModel) -> None:
         """Charges the copy of `tokens` tokens from DRAM that has begun for the job."""
+        self.count_rankings()
         now_us = self._clock.monotonic_us()
         size_bytes = tokens * self._geometry.bytes_per_token
         footprint_byte_us = float(size_bytes) * self._alive_us(work, now_us)
         scenario = work.job.scenario or DEFAULT_SCENARIO
         self._buckets.charge(footprint_byte_us, latency.reload_us(size_bytes), now_us, scenario)
 
-    def count_ranking(self, device_us: float, at_us: int) -> None:
-        """Counts the device time of a ranking pass that ended at `at_us`. Pre-infer gets a part of the rest."""
-        self._buckets.count_ranking(device_us, at_us)
+    def ranked(self, device_us: int, at_us: int) -> None:
+        """A ranking pass ended at `at_us`, and is counted before the next decision. Pre-infer gets a part of the rest
+        of the device time.
+        """
+        self._uncounted.append((device_us, at_us))
+        if len(self._uncounted) >= MAX_UNCOUNTED_PASSES:
+            self.count_rankings()
+
+    def count_rankings(self) -> None:
+        """Counts the ranking passes that were not counted yet."""
+        for device_us, at_us in self._uncounted:
+            self._buckets.count_ranking(device_us, at_us)
+        self._uncounted.clear()
 
     def _alive_us(self, work: JobWork, now_us: int) -> int:
         """How long the job's pages stay taken: until its request, and the margin of the lease."""

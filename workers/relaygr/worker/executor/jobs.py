@@ -1,7 +1,7 @@
 """Pre-infer jobs, from their receipt to their outcome.
 
 received -> refused: disabled | overtaken | expired | not_usable | undecodable | no_history
-         -> waits for a version of its history
+         -> waits for its history; without it, goes on with the newest
          -> already_cached
          -> waits for the pool to bring it into DRAM
          -> reloaded from DRAM
@@ -10,27 +10,30 @@ received -> refused: disabled | overtaken | expired | not_usable | undecodable |
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import structlog
 
 from relaygr.admission.policy import MAX_JOB_LIFETIME_US
 from relaygr.worker.cache import Handle, Hit, Miss, PendingPrefix, Purpose, WasteReason
-from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.capacity import Capacity
 from relaygr.worker.executor.events import (
-    HISTORY_MISSING,
     TAKEN,
-    HistoryMissing,
     JobEvent,
     PrefixComputed,
     PrefixLeft,
     PrefixReloaded,
     Taken,
 )
+from relaygr.worker.executor.impressions import ExpectedArrivals, Impressions
+from relaygr.worker.executor.order import Scheduler
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.prefixes import Prefixes
-from relaygr.worker.executor.resolver import Scored
-from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, ResolvedPrefix
-from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
+from relaygr.worker.executor.resolver import PrefixResolver, Scored
+from relaygr.worker.executor.waits import HistoryWaits, Timers
+from relaygr.worker.executor.work import HeldMemory, JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
+from relaygr.worker.history.resolve import HistoryMismatchError, chosen_at_ms, wanted_by
 
 log = structlog.get_logger()
 
@@ -38,11 +41,35 @@ log = structlog.get_logger()
 class Jobs:
     """Belongs to the device thread."""
 
-    def __init__(self, context: ExecutorContext, prefixes: Prefixes) -> None:
-        self._context = context
-        self._parts = context.parts
+    def __init__(
+        self,
+        parts: ExecutorParts,
+        resolver: PrefixResolver,
+        capacity: Capacity,
+        scheduler: Scheduler[PrefixWork | RankingWork],
+        impressions: Impressions,
+        arrivals: ExpectedArrivals,
+        waits: HistoryWaits,
+        timers: Timers,
+        prefixes: Prefixes,
+        held: HeldMemory,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`held`: the memory of jobs."""
+        self._cache, self._clock, self._settings = parts.cache, parts.clock, parts.settings
+        self._admission = parts.admission
+        self._lease_margin_us = parts.admission_settings.lease_margin_ms * 1000
+        self._longest_wait_us = parts.settings.history_wait_ms * 1000
+        self._resolver = resolver
+        self._capacity = capacity
+        self._scheduler = scheduler
+        self._impressions = impressions
+        self._arrivals = arrivals
+        self._waits = waits
+        self._timers = timers
         self._prefixes = prefixes
-        self._longest_wait_us = context.parts.settings.history_wait_ms * 1000
+        self._held = held
+        self._post = post
 
     def advance(self, work: JobWork, event: JobEvent) -> None:
         """Takes the job to its next state. Its outcome goes to the result writer.
@@ -53,8 +80,6 @@ class Jobs:
             match event:
                 case Taken():
                     self._take(work)
-                case HistoryMissing():
-                    self._end(work, JobOutcome.NO_HISTORY)
                 case PrefixLeft(prefix):
                     self._look_up(work, prefix)
                 case PrefixReloaded(prefix):
@@ -63,53 +88,58 @@ class Jobs:
                     self._computed(work, computation)
         except Exception as error:
             log.error("a pre-infer job failed", request_id=work.job.request_id, exc_info=error)
-            self._end(work, JobOutcome.FAILED)
+            self._prefixes.end_job(work, JobOutcome.FAILED)
 
     # -- looking up ----------------------------------------------------------------------------------
 
     def _take(self, work: JobWork) -> None:
-        now_us = self._parts.clock.monotonic_us()
-        job, resolver = work.job, self._context.resolver
+        now_us = self._clock.monotonic_us()
+        job, resolver = work.job, self._resolver
         work.expires_us = min(work.expires_us, work.received.received_us + MAX_JOB_LIFETIME_US)
-        if not self._parts.settings.reuse_prefixes:
-            return self._end(work, JobOutcome.DISABLED)
-        if work.impression in self._context.answered:
-            return self._end(work, JobOutcome.OVERTAKEN)
+        if not self._settings.reuse_prefixes:
+            return self._prefixes.end_job(work, JobOutcome.DISABLED)
+        impression = work.impression = self._impressions.of(job.user_id, job.request_id, now_us)
+        if impression.is_answered:
+            return self._prefixes.end_job(work, JobOutcome.OVERTAKEN)
         if now_us > work.expires_us:
-            return self._end(work, JobOutcome.EXPIRED)
-        impression = work.impression
-        self._context.with_job.add(impression, now_us)
+            return self._prefixes.end_job(work, JobOutcome.EXPIRED)
+        impression.has_job = True
         stated = job.retrieval_at_us, job.expected_ranking_at_us
-        self._context.arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us, stated)
-        if job.expected_suffix and not self._context.engine.rules.grows:
-            return self._end(work, JobOutcome.NOT_USABLE)
+        self._arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us, stated)
+        if job.expected_suffix and not self._resolver.engine.rules.grows:
+            return self._prefixes.end_job(work, JobOutcome.NOT_USABLE)
         try:
-            history = resolver.history(job.user_id, wanted_by(job), job.history, work.received.partition)
+            history = resolver.history(
+                job.user_id, wanted_by(job), job.history, work.received.partition, chosen_at_ms(job)
+            )
         except HistoryMismatchError:
-            return self._end(work, JobOutcome.UNDECODABLE)
-        if history.may_arrive:
-            again, in_vain = partial(self.advance, work, TAKEN), partial(self.advance, work, HISTORY_MISSING)
-            until_us = min(work.expires_us, work.received.received_us + self._longest_wait_us)
-            if not self._context.wait_for_history(job.user_id, until_us, again, in_vain):
-                in_vain()
-            return None
+            return self._prefixes.end_job(work, JobOutcome.UNDECODABLE)
+        if history.may_arrive or history.is_settling:
+            # The request itself waits for what is not there when it comes.
+            until_us = work.expected_ranking_us
+            if not history.is_settling:
+                until_us = min(until_us, work.received.received_us + self._longest_wait_us)
+            wanted, partition, is_settling = wanted_by(job), work.received.partition, history.is_settling
+            again = partial(self.advance, work, TAKEN)
+            if self._waits.wait(job.user_id, partition, wanted, until_us, again, is_settling=is_settling):
+                return None
         if history.history is None:
-            return self._end(work, JobOutcome.NO_HISTORY)
+            return self._prefixes.end_job(work, JobOutcome.NO_HISTORY)
         expected = Scored(job.expected_suffix, job.expected_candidates)
         prefix = resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected)
-        if not self._context.held_by_jobs.keep(work, prefix):
-            return self._end(work, JobOutcome.SHED)
+        if not self._held.keep(work, prefix):
+            return self._prefixes.end_job(work, JobOutcome.SHED)
         if job.history is None and resolver.serves_all_that_name(prefix, job.history_version):
-            self._context.resolved.keep(impression, prefix)
+            self._impressions.keep_prefix(impression, prefix)
         return self._look_up(work, prefix)
 
     def _look_up(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         """Finds, reloads or queues the prefix; or ends the job."""
         if self._is_outdated(work, prefix):
             return None
-        now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
+        now_us, cache = self._clock.monotonic_us(), self._cache
         if prefix.tokens == 0:
-            return self._end(work, JobOutcome.ALREADY_CACHED)
+            return self._prefixes.end_job(work, JobOutcome.ALREADY_CACHED)
         coming = self._prefixes.by_user.get(prefix.key.user_id)
         if coming is not None and coming.prefix.key.chain.digest == prefix.key.chain.digest:
             return self._join(work, coming)
@@ -121,7 +151,7 @@ class Jobs:
             self._prefixes.begin_job(work)
             self._lease(work, prefix)
             cache.release(handle)
-            return self._end(work, JobOutcome.ALREADY_CACHED)
+            return self._prefixes.end_job(work, JobOutcome.ALREADY_CACHED)
         if self._fetch(work, prefix, found):
             if handle is not None:
                 cache.release(handle)
@@ -131,9 +161,8 @@ class Jobs:
         if not isinstance(pending, PendingPrefix):
             return self._queue(work, prefix, now_us, handle)
         in_hbm = handle.tokens if handle is not None else 0
-        copied = self._context.engine.layout.tokens(pending.behaviours) - in_hbm
-        self._context.count_ranking_passes()
-        self._parts.admission.charge_reload(work, copied, self._parts.corrector.model)
+        copied = self._resolver.engine.layout.tokens(pending.behaviours) - in_hbm
+        self._admission.charge_reload(work, copied, self._capacity.latency)
         if handle is not None:
             cache.release(handle)
         return self._wait_for_reload(work, prefix, pending)
@@ -142,30 +171,30 @@ class Jobs:
         """Whether the prefix is not to be computed any more: its user was deleted, and the job ends; or another model
         serves now, and the job is taken anew.
         """
-        if self._context.deletions.cover(prefix):
-            self._end(work, JobOutcome.NO_HISTORY)
+        if self._resolver.is_forgotten(prefix):
+            self._prefixes.end_job(work, JobOutcome.NO_HISTORY)
             return True
-        if prefix.revision != self._context.engine.revision:
+        if prefix.revision != self._resolver.engine.revision:
             self._take(work)
             return True
         return False
 
     def _is_ready(self, work: JobWork, prefix: ResolvedPrefix, handle: Handle) -> bool:
         """Whether the request can be ranked on `handle` as it is: on the whole prefix, or with its tail as suffix."""
-        return handle.complete or self._context.tail_stays_in_suffix(
+        return handle.complete or self._prefixes.tail_stays_in_suffix(
             prefix, handle, work.job.expected_suffix, self._scored_tokens(work)
         )
 
     def _scored_tokens(self, work: JobWork) -> int:
         """Suffix tokens and candidates of the expected request."""
-        return self._context.resolver.scored_tokens(work.job.expected_suffix, work.job.expected_candidates)
+        return self._resolver.scored_tokens(work.job.expected_suffix, work.job.expected_candidates)
 
     # -- waiting -------------------------------------------------------------------------------------
 
     def _wait_for_reload(self, work: JobWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
         self._prefixes.begin_job(work)
         reloaded = partial(self.advance, work, PrefixReloaded(prefix))
-        pending.add_done_callback(lambda _: self._context.post(reloaded))
+        pending.add_done_callback(lambda _: self._post(reloaded))
 
     def _fetch(self, work: JobWork, prefix: ResolvedPrefix, found: Hit | Miss) -> bool:
         """Waits for the prefix from the pool, until it is time to compute it. Then the job is looked up again."""
@@ -179,27 +208,27 @@ class Jobs:
             if goes_on:
                 goes_on.pop()()
 
-        timer = self._context.timers.at(min(fetch.until_us, work.expires_us), go_on)
-        fetch.pending.add_done_callback(lambda _: self._context.post(go_on))
+        timer = self._timers.at(min(fetch.until_us, work.expires_us), go_on)
+        fetch.pending.add_done_callback(lambda _: self._post(go_on))
         return True
 
     def _after_reload(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         if self._is_outdated(work, prefix):
             return None
-        now_us = self._parts.clock.monotonic_us()
-        found = self._parts.cache.acquire(prefix.key, now_us, purpose=Purpose.PRE_INFER)
+        now_us = self._clock.monotonic_us()
+        found = self._cache.acquire(prefix.key, now_us, purpose=Purpose.PRE_INFER)
         if not isinstance(found, Hit):
             return self._queue(work, prefix, now_us, None)
         if not self._is_ready(work, prefix, found.handle):
             return self._queue(work, prefix, now_us, found.handle)
         self._lease(work, prefix)
-        self._parts.cache.release(found.handle)
-        return self._end(work, JobOutcome.RELOADED)
+        self._cache.release(found.handle)
+        return self._prefixes.end_job(work, JobOutcome.RELOADED)
 
     def _join(self, work: JobWork, coming: PrefixWork) -> None:
-        self._context.held_by_jobs.keep(work, None)
+        self._held.keep(work, None)
         coming.jobs.append(work)
-        self._context.scheduler.push(coming)
+        self._scheduler.push(coming)
 
     # -- computing -----------------------------------------------------------------------------------
 
@@ -209,17 +238,16 @@ class Jobs:
         if coming is not None:
             # Another version of this user's prefix is being computed. The job waits, and begins from that result.
             if base is not None:
-                self._parts.cache.release(base)
+                self._cache.release(base)
             coming.then.append(partial(self.advance, work, PrefixLeft(prefix)))
             return None
         done_tokens = base.tokens if base is not None else 0
-        latency = self._parts.corrector.model_at(prefix.tokens)
-        prepare_us = self._context.chunking.duration_us(done_tokens, prefix.tokens, latency)
+        prepare_us = self._capacity.compute_us(done_tokens, prefix.tokens)
         refusal = self._refusal(work, prefix, now_us, done_tokens, prepare_us)
         if refusal is not None:
             if base is not None:
-                self._parts.cache.release(base)
-            return self._end(work, refusal)
+                self._cache.release(base)
+            return self._prefixes.end_job(work, refusal)
         self._prefixes.compute(prefix, base, prepare_us, job=work)
         return self._shed()
 
@@ -227,20 +255,19 @@ class Jobs:
         self, work: JobWork, prefix: ResolvedPrefix, now_us: int, done_tokens: int, prepare_us: float
     ) -> JobOutcome | None:
         """Why the job is not admitted, or None. `prepare_us`: device time of the tokens after `done_tokens`."""
-        if work.impression in self._context.answered:
+        if work.impression.is_answered:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
             return JobOutcome.EXPIRED
-        latency = self._parts.corrector.model_at(prefix.tokens)
-        self._context.count_ranking_passes()
-        return self._parts.admission.refuse(work, prefix, done_tokens, self._scored_tokens(work), prepare_us, latency)
+        latency = self._capacity.latency_at(prefix.tokens)
+        return self._admission.refuse(work, prefix, done_tokens, self._scored_tokens(work), prepare_us, latency)
 
     def _shed(self) -> None:
         """If the pre-infer queue is full, drops expired jobs, then the job that saves the least time."""
-        queue = self._context.scheduler.preinfer
-        if len(queue) <= self._parts.settings.preinfer_queue_max:
+        queue = self._scheduler.preinfer
+        if len(queue) <= self._settings.preinfer_queue_max:
             return
-        now_us = self._parts.clock.monotonic_us()
+        now_us = self._clock.monotonic_us()
         waiting = [work for work in queue if isinstance(work, PrefixWork) and not work.started]
         if not waiting:
             return
@@ -254,21 +281,18 @@ class Jobs:
 
     def _lease(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         """Leases the prefix until its request is answered or overdue."""
-        cache, (user_id, request_id) = self._parts.cache, work.impression
+        cache, impression = self._cache, work.impression
         work.prepared = prefix.key
-        until_us = work.expires_us + self._parts.admission_settings.lease_margin_ms * 1000
-        leased = cache.lease(prefix.key, request_id, until_us)
-        if leased:
-            self._context.leased.add(work.impression, self._parts.clock.monotonic_us())
-        if leased and work.impression in self._context.answered:
+        until_us = work.expires_us + self._lease_margin_us
+        if not cache.lease(prefix.key, impression.request_id, until_us):
+            return
+        impression.is_leased = True
+        if impression.is_answered:
             # The request was ranked without the prefix. Unless another request uses it, the pre-infer was wasted.
-            cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN)
+            cache.end_lease(impression.user_id, impression.request_id, WasteReason.OVERTAKEN)
 
     def _computed(self, work: JobWork, computation: PrefixWork) -> None:
         if computation.ran_ahead:
-            self._context.computed.add(work.impression, self._parts.clock.monotonic_us())
+            work.impression.is_computed = True
         self._lease(work, computation.prefix)
-        self._end(work, JobOutcome.COMPUTED if computation.ran_ahead else JobOutcome.JOINED)
-
-    def _end(self, work: JobWork, outcome: JobOutcome) -> None:
-        self._context.end_job(work, outcome)
+        self._prefixes.end_job(work, JobOutcome.COMPUTED if computation.ran_ahead else JobOutcome.JOINED)

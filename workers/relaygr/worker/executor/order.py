@@ -34,6 +34,7 @@ def _overtakes(short: SchedulableWork, longer: SchedulableWork, spare_us: float)
 
 
 _SHARE_HALF_LIFE_US = 1_000_000
+"""A budget or two: what pre-infer was owed longer ago helps no request of now."""
 IDLE_CHUNKS = 4
 """The device is idle when it ran no other work for the time of this many chunks."""
 
@@ -169,14 +170,14 @@ class Scheduler(Generic[W]):
             if other is not mine:
                 other.remove(work)
         mine.push(work)
-        self.backlog.preinfer_share = self._preinfer_share if len(self.preinfer) else 0.0
+        self.backlog.share_with_preinfer(self._preinfer_share if len(self.preinfer) else 0.0)
 
     def remove(self, work: W) -> None:
         """Removes the work from its queue."""
         self.ranking.remove(work)
         self.preinfer.remove(work)
         self.warm_up.remove(work)
-        self.backlog.preinfer_share = self._preinfer_share if len(self.preinfer) else 0.0
+        self.backlog.share_with_preinfer(self._preinfer_share if len(self.preinfer) else 0.0)
 
     def pick(self, now_us: int) -> W | None:
         """The work to run next, which stays in its queue; None if there is none.
@@ -210,7 +211,7 @@ class Scheduler(Generic[W]):
         else:
             pause_us = IDLE_CHUNKS * self._chunk_us
         if work_class is WorkClass.PREINFER:
-            self.backlog.measured.preinfer_us += duration_us
+            self.backlog.measured.did_preinfer(duration_us)
         self._warm_up_from_us = max(self._warm_up_from_us, now_us + pause_us)
         self._share.charge(work_class, duration_us, now_us, preinfer_waits=len(self.preinfer) > 0)
 

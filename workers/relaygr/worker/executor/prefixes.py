@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
 
-from relaygr.admission.latency import LatencyModel, Stage
+from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import Path, PrefixSource
 from relaygr.schemas.record import record
 from relaygr.worker.cache import (
@@ -34,8 +35,8 @@ from relaygr.worker.cache import (
     Purpose,
 )
 from relaygr.worker.cache.identity import common_behaviours
+from relaygr.worker.executor.capacity import Capacity
 from relaygr.worker.executor.chunks import Chunking
-from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.events import (
     Change,
     ComputedTooLate,
@@ -45,10 +46,12 @@ from relaygr.worker.executor.events import (
     PrefixComputed,
     PrefixLeft,
 )
+from relaygr.worker.executor.order import Scheduler
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.reloads import Reloads
+from relaygr.worker.executor.resolver import PrefixResolver
 from relaygr.worker.executor.schedulable import IDLE_CLASSES, WorkClass
-from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
-from relaygr.worker.metrics import DiscardedWork
+from relaygr.worker.executor.work import HeldMemory, JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.model.interface import PrefixChunk
 
 if TYPE_CHECKING:
@@ -99,11 +102,27 @@ class _Running:
 class Prefixes:
     """The prefixes under computation, at most one of each user in the cache. Belongs to the device thread."""
 
-    def __init__(self, context: ExecutorContext) -> None:
-        self._context = context
-        self._parts = context.parts
-        self._chunk_us = context.parts.settings.chunk_ms * 1000
-        self.reloads = Reloads(context)
+    def __init__(
+        self,
+        parts: ExecutorParts,
+        resolver: PrefixResolver,
+        capacity: Capacity,
+        scheduler: Scheduler[PrefixWork | RankingWork],
+        held_by_requests: HeldMemory,
+        held_by_jobs: HeldMemory,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._cache, self._scratch_pages, self._copy_page = parts.cache, parts.scratch_pages, parts.copy_page
+        self._results, self._metrics, self._clock = parts.results, parts.metrics, parts.clock
+        self._chunk_us = parts.settings.chunk_ms * 1000
+        self._longest_tail = parts.settings.longest_tail
+        self._resolver = resolver
+        self._capacity = capacity
+        self._scheduler = scheduler
+        self._held_by_requests = held_by_requests
+        self._held_by_jobs = held_by_jobs
+        self._post = post
+        self.reloads = Reloads(parts, resolver, capacity)
         self.changes: deque[Change] = deque()
         self.by_user: dict[str, PrefixWork] = {}
         """Computations into cache pages, queued or under way."""
@@ -144,44 +163,60 @@ class Prefixes:
         Passes on the engine's error if it cannot look the prefix up, and releases `base`.
         """
         try:
-            inputs = self._context.engine.prefix_inputs(
+            inputs = self._resolver.engine.prefix_inputs(
                 prefix.features, prefix.behaviours, query_time_ms=prefix.query_time_ms
             )
         except Exception:
             self._release(base)
             raise
-        self._parts.metrics.looked_up(inputs.unknown_items)
+        if inputs.unknown_items:
+            # Items of a prefix count once, here, and not for each later hit.
+            self._metrics.unknown_items.inc(inputs.unknown_items)
         work = PrefixWork(prefix, inputs, prefix.tokens, base.tokens if base is not None else 0, base=base)
         work.on_scratch, work.remaining_us = on_scratch, predicted_us
         work.idle_class = idle_class
         if request is not None:
             work.waiters.append(request)
-            self._context.held_by_requests.keep(work, prefix)
+            self._held_by_requests.keep(work, prefix)
         if job is not None:
             work.jobs.append(job)
-            self._context.held_by_jobs.keep(work, prefix)
+            self._held_by_jobs.keep(work, prefix)
         user_id = prefix.key.user_id
-        if not on_scratch and (user_id in self.by_user or self._context.deletions.cover(prefix)):
+        if not on_scratch and (user_id in self.by_user or self._resolver.is_forgotten(prefix)):
             # Another version of this user's prefix is being computed, or the user was deleted. This one is not shared.
             self._begin_anew_on_scratch(work)
         elif not on_scratch:
             self.by_user[user_id] = work
-        self._context.scheduler.push(work)
+        self._scheduler.push(work)
+
+    def tail_stays_in_suffix(
+        self, prefix: ResolvedPrefix, cached: Handle, suffix_behaviours: int, scored_tokens: int
+    ) -> bool:
+        """Whether a request with this suffix is ranked on the `cached` part, with the rest of the prefix in the suffix,
+        although there is time to append it.
+        """
+        tail = len(prefix.behaviours) - cached.behaviours
+        if tail > self._longest_tail:
+            return False
+        if not self._resolver.tail_may_be_suffix(prefix, cached.behaviours, suffix_behaviours):
+            return False
+        latency = self._capacity.latency_at(prefix.tokens)
+        return latency.tail_stays_in_suffix(cached.tokens, prefix.tokens - cached.tokens, scored_tokens)
 
     def displace(self, work: PrefixWork, now_us: int) -> None:
         """Takes its request away from a computation, which goes on for its jobs, or ends."""
         (request,) = work.waiters
         self.changes.append(Change([request], [], Displaced(now_us)))
-        self._context.scheduler.backlog.drop(request)
+        self._capacity.drop(request)
         work.waiters.clear()
         if work.jobs:
-            self._context.scheduler.push(work)
+            self._scheduler.push(work)
         else:
             self.discard(work)
 
     def longest(self) -> PrefixWork | None:
         """The longest computation that may be displaced, if no chunk of it runs."""
-        work = self._context.scheduler.ranking.longest()
+        work = self._scheduler.ranking.longest()
         is_running = self.running is not None and self.running.chunk.work is work
         return work if isinstance(work, PrefixWork) and not is_running else None
 
@@ -193,23 +228,23 @@ class Prefixes:
             return self._prepare(work, now_us)
         except Exception as error:
             # The failure of one prefix must not end the process and the requests of all others.
-            self._context.engine.device.settle()
+            self._resolver.engine.device.settle()
             self._fail(work, error)
             return ChunkReadiness.DROPPED
 
     def run(self, work: PrefixWork, now_us: int) -> None:
         """Starts the next chunk of a prefix that is READY."""
-        engine = self._context.engine
+        engine = self._resolver.engine
         try:
-            chunking = self._context.chunking
+            chunking = self._capacity.chunking
             if work.remaining_us > self._chunk_us:
-                chunking = self._context.next_chunking(work, now_us)
-            latency = self._parts.corrector.model_at(work.total_tokens)
+                chunking = self._capacity.next_chunking(work, now_us)
+            latency = self._capacity.latency_at(work.total_tokens)
             chunk = self._next_chunk(work, chunking, latency)
-            self._parts.results.send()
-            self._context.scheduler.backlog.begin_chunk(work, chunk.predicted_us(latency), now_us)
+            self._results.send()
+            self._capacity.chunk_begins(work, chunk.predicted_us(latency), now_us)
             engine.pre_infer(chunk.inputs)
-            if not self._context.is_cpu:
+            if not engine.device.is_cpu:
                 self.running = _Running(chunk, now_us, engine.device.current_stream().record())
                 return None
         except Exception as error:
@@ -231,25 +266,22 @@ class Prefixes:
             return self._fail(chunk.work, error)
         if is_timed:
             return self._observe(chunk, running.started_us)
-        ended_us = self._parts.clock.monotonic_us()
+        ended_us = self._clock.monotonic_us()
         return self.count(chunk, ended_us - running.started_us, ended_us)
 
     def _observe(self, chunk: Chunk, started_us: int) -> None:
         """The chunk ended now: counts it, and corrects the predictions by its time, that of the counting included."""
-        corrector = self._parts.corrector
-        calibrated_us = chunk.predicted_us(corrector.calibrated)
-        ended_us = self._parts.clock.monotonic_us()
+        work, begun_tokens, ended_us = chunk.work, chunk.work.done_tokens, self._clock.monotonic_us()
         self.count(chunk, ended_us - started_us, ended_us)
-        corrector.observe(
-            Stage.PRE, calibrated_us, self._parts.clock.monotonic_us() - started_us, chunk.work.total_tokens
-        )
+        took_us = self._clock.monotonic_us() - started_us
+        self._capacity.observe_chunk(begun_tokens, chunk.end_tokens, work.total_tokens, took_us)
 
     def chunk_within(self, slack_us: float, now_us: int) -> Chunk | None:
         """The next chunk of the most urgent pre-infer work that is predicted to fit into `slack_us`, with its pages."""
-        work = self._context.scheduler.preinfer.peek()
+        work = self._scheduler.preinfer.peek()
         if not isinstance(work, PrefixWork):
             return None
-        latency, chunking = self._parts.corrector.model_at(work.total_tokens), self._context.chunking
+        latency, chunking = self._capacity.latency_at(work.total_tokens), self._capacity.chunking
         chunking = chunking.within(min(self._chunk_us, slack_us))
         if self._next_chunk(work, chunking, latency).predicted_us(latency) > slack_us:
             return None
@@ -261,14 +293,8 @@ class Prefixes:
     def count(self, chunk: Chunk, duration_us: int, now_us: int) -> None:
         """The chunk is written and took `duration_us`: queues the next chunk, or publishes the prefix."""
         work = chunk.work
-        had_job = any(waiter.was_announced for waiter in work.waiters)
-        backlog = self._context.scheduler.backlog
-        backlog.end_chunk(now_us)
-        self._context.charge(work.work_class, duration_us, now_us, had_job=had_job)
-        if work.waiters:
-            backlog.measured.done_us += duration_us
-        else:
-            work.ran_ahead = True
+        self._capacity.chunk_took(work, duration_us, now_us)
+        work.ran_ahead = work.ran_ahead or not work.waiters
         for waiter in work.waiters:
             waiter.pre_infer_us += duration_us
         work.spent_us += duration_us
@@ -277,7 +303,7 @@ class Prefixes:
             work.fill.progress(work.done_tokens)
         if work.done_tokens < work.total_tokens:
             self._predict(work)
-            self._context.scheduler.push(work)
+            self._scheduler.push(work)
         else:
             self._complete(work, now_us)
 
@@ -298,7 +324,7 @@ class Prefixes:
             return ChunkReadiness.DROPPED
         if len(work.waiters) < waiting:
             # Without these requests the work may be pre-infer, which demands less.
-            self._context.scheduler.push(work)
+            self._scheduler.push(work)
         if not work.started:
             if len(work.waiters) < waiting:
                 return ChunkReadiness.REQUESTS_LEFT
@@ -321,31 +347,36 @@ class Prefixes:
             return None
         if all(job.expires_us < now_us for job in work.jobs):
             return JobOutcome.EXPIRED
-        scheduler, answered = self._context.scheduler, self._context.answered
-        others_wait = len(scheduler.ranking) + len(scheduler.preinfer) > 1
+        others_wait = len(self._scheduler.ranking) + len(self._scheduler.preinfer) > 1
         if (
             not work.started
             and others_wait
-            and all(job.expires_us < now_us or (job.job.user_id, job.job.request_id) in answered for job in work.jobs)
+            and all(job.expires_us < now_us or job.impression.is_answered for job in work.jobs)
         ):
             return JobOutcome.OVERTAKEN
         return None
 
+    def end_job(self, job: JobWork, outcome: JobOutcome) -> None:
+        """Ends the job: its memory is free, and its offset is finished."""
+        self._held_by_jobs.end(job)
+        self._results.job_done(job.received, outcome, job)
+
     def begin_job(self, job: JobWork) -> None:
         """Counts, once, that the job's prefix is computed, reloaded, or was found ready."""
         if not job.begun_wall_us:
-            job.begun_wall_us = self._parts.clock.wall_us()
-            self._parts.metrics.job_started(job.begun_wall_us - job.job.retrieval_at_us)
+            job.begun_wall_us = self._clock.wall_us()
+            waited_us = job.begun_wall_us - job.job.retrieval_at_us
+            self._metrics.job_start_seconds.observe(max(0, waited_us) / 1e6)
 
     def _drop_late(self, work: PrefixWork, now_us: int) -> None:
         """Removes the requests for which the prefix would be complete too late."""
-        kept, answer_us = [], self._context.scheduler.backlog.measured.answer_us
+        kept = []
         for waiter in work.waiters:
-            if now_us + work.remaining_us + waiter.predicted_us + answer_us <= waiter.answer_by_us:
-                kept.append(waiter)
-            else:
+            if self._capacity.is_too_late(waiter, now_us + work.remaining_us):
                 self.free_scratch(work)
                 self.changes.append(Change([waiter], [], ComputedTooLate(now_us)))
+            else:
+                kept.append(waiter)
         work.waiters[:] = kept
 
     def _take_pages(self, work: PrefixWork, now_us: int) -> ChunkReadiness:
@@ -359,7 +390,7 @@ class Prefixes:
             if isinstance(reserved, Fill):
                 work.fill, work.pages, work.done_tokens = reserved, reserved.pages, reserved.start_tokens
                 if reserved.copy_page is not None:
-                    self._parts.copy_page(reserved.copy_page)
+                    self._copy_page(reserved.copy_page)
                 return ChunkReadiness.READY
             if isinstance(reserved, PendingPrefix):
                 # The prefix is cached meanwhile, or another fill or reload brings it.
@@ -372,7 +403,7 @@ class Prefixes:
                 return ChunkReadiness.DROPPED
             self._leave_cache(work)
         if self.scratch_user is not None:
-            self._context.scheduler.push(work)
+            self._scheduler.push(work)
             return ChunkReadiness.SCRATCH_BUSY
         # A request that joined may have a longer prefix. From the cache it would take this part and compute the rest.
         work.waiters.sort(key=lambda waiter: _is_longer(waiter, work))
@@ -385,14 +416,14 @@ class Prefixes:
             self.changes.append(Change(work.waiters[1:], [], PrefixLeft(work.prefix)))
             del work.waiters[1:]
         self.scratch_user = work
-        work.pages = self._parts.scratch_pages[: self._context.engine.geometry.pages_for(work.total_tokens)]
+        work.pages = self._scratch_pages[: self._resolver.engine.geometry.pages_for(work.total_tokens)]
         return ChunkReadiness.READY
 
     def _reloads_instead(self, work: PrefixWork) -> bool:
         """Starts a reload of a prefix that DRAM holds by now, or for which HBM had no room when it was queued."""
         if work.base is not None or not (work.waiters or work.jobs):
             return False
-        in_dram = self._parts.cache.dram_behaviours(work.prefix.key)
+        in_dram = self._cache.dram_behaviours(work.prefix.key)
         if not in_dram:
             return False
         deadline_us = min(
@@ -406,8 +437,8 @@ class Prefixes:
         if work.work_class is WorkClass.FOLLOW:
             purpose = Purpose.FOLLOW
         if work.base is not None:
-            return self._parts.cache.extend(work.base, work.prefix.key, now_us, purpose)
-        return self._parts.cache.reserve(work.prefix.key, now_us, purpose)
+            return self._cache.extend(work.base, work.prefix.key, now_us, purpose)
+        return self._cache.reserve(work.prefix.key, now_us, purpose)
 
     def _rank_on_cached_part(self, work: PrefixWork, now_us: int) -> None:
         """Without room to append, requests whose tail may be a suffix are ranked on the cached part."""
@@ -416,11 +447,11 @@ class Prefixes:
         kept = []
         for waiter in work.waiters:
             assert waiter.prefix is not None
-            found = self._parts.cache.acquire(waiter.prefix.key, now_us, join=False, purpose=Purpose.AGAIN)
+            found = self._cache.acquire(waiter.prefix.key, now_us, join=False, purpose=Purpose.AGAIN)
             if not isinstance(found, Hit):
                 kept.append(waiter)
-            elif self._context.resolver.tail_as_suffix(waiter.prefix, found.handle.behaviours) is None:
-                self._parts.cache.release(found.handle)
+            elif self._resolver.tail_as_suffix(waiter.prefix, found.handle.behaviours) is None:
+                self._cache.release(found.handle)
                 kept.append(waiter)
             else:
                 self.changes.append(Change([waiter], [], NoRoomToAppend(found.handle)))
@@ -429,7 +460,7 @@ class Prefixes:
     def _leave_cache(self, work: PrefixWork) -> None:
         self._forget(work)
         for job in work.jobs:
-            self._context.end_job(job, JobOutcome.NO_ROOM)
+            self.end_job(job, JobOutcome.NO_ROOM)
         work.jobs.clear()
         self._begin_anew_on_scratch(work)
 
@@ -450,9 +481,9 @@ class Prefixes:
     # -- ends --------------------------------------------------------------------------------------
 
     def _complete(self, work: PrefixWork, now_us: int) -> None:
-        self._context.scheduler.remove(work)
+        self._scheduler.remove(work)
         self._forget(work)
-        self._context.held_by_requests.end(work)
+        self._held_by_requests.end(work)
         if work.on_scratch:
             (self.scratch_user,) = work.waiters
             self.changes.append(Change(work.waiters, work.jobs, PrefixComputed(work, None, now_us)))
@@ -461,7 +492,6 @@ class Prefixes:
         handle = work.fill.publish(now_us)
         if handle is None:
             return self._lose(work)
-        work.spent_us = 0
         if work.base is not None:
             self._release(work.base)
             work.base = None
@@ -476,7 +506,7 @@ class Prefixes:
 
     def _fail(self, work: PrefixWork, error: Exception) -> None:
         log.warning("pre-infer failed", tokens=work.total_tokens, error=repr(error))
-        self._context.scheduler.backlog.end_chunk(self._parts.clock.monotonic_us())
+        self._capacity.chunk_failed(self._clock.monotonic_us())
         self._end(work, JobOutcome.FAILED)
         self.changes.append(Change(work.waiters, [], DeviceFailed(error)))
 
@@ -491,20 +521,17 @@ class Prefixes:
             return
         if work.waiters:
             self._leave_cache(work)
-            self._context.scheduler.push(work)
+            self._scheduler.push(work)
         else:
             self.abandon(work, JobOutcome.NO_HISTORY)
 
     def discard(self, work: PrefixWork, outcome: JobOutcome = JobOutcome.OVERTAKEN) -> None:
         """Gives back all that the computation holds. The caller answers its requests and jobs."""
         if work.work_class is WorkClass.FOLLOW:
-            self._parts.metrics.follows.labels(outcome.value).inc()
-        if work.spent_us:
-            self._parts.metrics.discarded(DiscardedWork.PREFIX, work.spent_us)
-            work.spent_us = 0
-        self._context.scheduler.remove(work)
+            self._metrics.follows.labels(outcome.value).inc()
+        self._scheduler.remove(work)
         self._forget(work)
-        self._context.held_by_requests.end(work)
+        self._held_by_requests.end(work)
         if work.fill is not None:
             work.fill.abort()
         self._release(work.base)
@@ -518,22 +545,21 @@ class Prefixes:
     def _end(self, work: PrefixWork, outcome: JobOutcome) -> None:
         self.discard(work, outcome)
         for job in work.jobs:
-            self._context.end_job(job, outcome)
+            self.end_job(job, outcome)
 
     def _forget(self, work: PrefixWork) -> None:
         if self.by_user.get(work.prefix.key.user_id) is work:
             del self.by_user[work.prefix.key.user_id]
             for call in work.then:
-                self._context.post(call)
+                self._post(call)
             work.then.clear()
 
     def _release(self, handle: Handle | None) -> None:
         if handle is not None:
-            self._parts.cache.release(handle)
+            self._cache.release(handle)
 
     def _predict(self, work: PrefixWork) -> None:
-        latency = self._parts.corrector.model_at(work.total_tokens)
-        work.remaining_us = self._context.chunking.duration_us(work.done_tokens, work.total_tokens, latency)
+        work.remaining_us = self._capacity.compute_us(work.done_tokens, work.total_tokens)
 
 
 def _is_longer(waiter: RankingWork, work: PrefixWork) -> bool:

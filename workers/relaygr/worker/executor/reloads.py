@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from relaygr.schemas.record import record
 from relaygr.worker.cache import Declined, Hit, Miss, NoRoom, PendingKind, PendingOutcome, PendingPrefix
-from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.capacity import Capacity
+from relaygr.worker.executor.parts import ExecutorParts
+from relaygr.worker.executor.resolver import PrefixResolver
 from relaygr.worker.executor.work import JobWork, RankingWork, ResolvedPrefix
 
 if TYPE_CHECKING:
@@ -34,9 +36,10 @@ class RoomWait:
 class Reloads:
     """Belongs to the device thread."""
 
-    def __init__(self, context: ExecutorContext) -> None:
-        self._context = context
-        self._parts = context.parts
+    def __init__(self, parts: ExecutorParts, resolver: PrefixResolver, capacity: Capacity) -> None:
+        self._cache, self._pool, self._clock = parts.cache, parts.pool, parts.clock
+        self._resolver = resolver
+        self._capacity = capacity
         self.waits: list[RoomWait] = []
         """Waits for room in HBM, the earliest latest start first."""
         self.awaited = 0
@@ -53,12 +56,12 @@ class Reloads:
         in_hbm, in_dram = self._cached(prefix, found)
         if in_dram <= in_hbm:
             return None
-        saved_us, now_us = self._computing_us(in_hbm, in_dram), self._parts.clock.monotonic_us()
-        return self._parts.cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
+        saved_us, now_us = self._computing_us(in_hbm, in_dram), self._clock.monotonic_us()
+        return self._cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
 
     def fetch(self, work: JobWork | RankingWork, prefix: ResolvedPrefix, found: Hit | Miss, at_us: int) -> Fetch | None:
         """As `fetch_missing`, once for each job and request."""
-        if self._parts.pool is None or work.asked_pool:
+        if self._pool is None or work.asked_pool:
             return None
         fetch = self.fetch_missing(prefix, max(self._cached(prefix, found)), at_us)
         work.asked_pool = fetch is not None
@@ -71,28 +74,39 @@ class Reloads:
         `saved_us`: by default the time of computing what follows its first `cached` behaviours. It is needed at
         `at_us`. None without a pool.
         """
-        pool = self._parts.pool
-        if pool is None or prefix.for_one_impression or self._context.deletions.cover(prefix):
+        pool = self._pool
+        if pool is None or prefix.for_one_impression or self._resolver.is_forgotten(prefix):
             return None
         covered = pool.covered(prefix.key)
         if covered <= cached:
             return None
         saved_us = self._computing_us(cached, covered) if saved_us is None else saved_us
-        return pool.fetch(prefix.key, cached, at_us, saved_us, self._parts.clock.monotonic_us())
+        return pool.fetch(prefix.key, cached, at_us, saved_us, self._clock.monotonic_us())
 
     def _cached(self, prefix: ResolvedPrefix, found: Hit | Miss) -> tuple[int, int]:
         """The prefix's behaviours in HBM, and in DRAM."""
         if isinstance(found, Hit):
-            return found.handle.behaviours, self._parts.cache.dram_behaviours(prefix.key)
+            return found.handle.behaviours, self._cache.dram_behaviours(prefix.key)
         return 0, found.dram_behaviours
 
     def _computing_us(self, cached: int, wanted: int) -> float:
         """Time until the behaviours after the first `cached` are computed, behind the ranking work on the device."""
-        layout = self._context.engine.layout
-        tokens = layout.tokens(wanted)
-        latency = self._parts.corrector.model_at(tokens)
-        computing_us = self._context.chunking.duration_us(layout.tokens(cached) if cached else 0, tokens, latency)
-        return computing_us + self._context.scheduler.backlog.predicted_us
+        layout = self._resolver.engine.layout
+        return self._capacity.computed_in_us(layout.tokens(cached) if cached else 0, layout.tokens(wanted))
+
+    def lease(self, work: RankingWork, prefix: ResolvedPrefix) -> bool:
+        """Leases the prefix that a reload brings, for a request that waits for it. False if there is no such entry."""
+        has_lease = self._cache.lease(prefix.key, work.request.request_id, work.deadline_us)
+        self.awaited += has_lease
+        return has_lease
+
+    def end_wait(self, work: RankingWork) -> None:
+        """The request waits for no copy any more, if it did. Its lease ends with the request."""
+        wait, work.wait = work.wait, None
+        if wait is not None:
+            self.awaited -= wait.has_lease
+            if wait.timer is not None:
+                wait.timer.cancel()
 
     def has_more_urgent(self, latest_start_us: int) -> bool:
         """Whether more urgent requests wait for room."""
@@ -103,9 +117,9 @@ class Reloads:
         ranked and give their pages back. Without this wait most prefixes of a backlog would be computed although DRAM
         has them. None if no more urgent request waits, and no ranking request holds pages that it will give back.
         """
-        engine = self._context.engine
+        engine = self._resolver.engine
         pages = engine.geometry.pages_for(engine.layout.tokens(dram_behaviours))
-        if not (self.has_more_urgent(work.latest_start_us) or self.awaited or self._parts.cache.room().held_pages):
+        if not (self.has_more_urgent(work.latest_start_us) or self.awaited or self._cache.room().held_pages):
             return None
         # The request loses no prefix by this wait.
         work.lookups = max(1, work.lookups - 1)
@@ -116,7 +130,7 @@ class Reloads:
 
     def find_room(self) -> bool:
         """Ends the waits that may go on: there is room, or room can not come. Returns whether a wait ended."""
-        room = self._parts.cache.room()
+        room = self._cache.room()
         free_pages, reloads, is_open = room.free_pages, room.reloads, True
         may_come = room.held_pages > 0 or self.awaited > 0
         if may_come and (reloads >= MOST_RELOADS or self.waits[0].pages > free_pages):

@@ -9,6 +9,7 @@ behaviours that a cached prefix lacks may be ranked before the request's suffix.
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final, Protocol
@@ -20,13 +21,16 @@ from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, exte
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion, RankingRequest
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
-from relaygr.worker.executor.accounts import BYTES_PER_TOKEN, Deletions
-from relaygr.worker.executor.work import ResolvedPrefix
+from relaygr.worker.executor.waits import FailedWaits
+from relaygr.worker.executor.work import BYTES_PER_TOKEN, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, Wanted, resolve, window
 from relaygr.worker.model.interface import Engine, EngineLimits
 
 _NO_SUFFIX = Behaviours.empty()
 _SPARE_BYTES: Final = 4096
+"""A window may keep a quarter more alive than it shows, and this: below, a copy costs more than it frees."""
+REMEMBERED_DELETIONS: Final = 65_536
+"""Users: far more than are deleted while a piece of work is alive."""
 
 
 class HistoryReader(Protocol):
@@ -38,6 +42,12 @@ class HistoryReader(Protocol):
     def is_loading(self, partition: int) -> bool:
         """Whether the store has not caught up with the partition yet."""
 
+    def is_settling(self, partition: int) -> bool:
+        """Whether the store has not caught up with the partition, which the worker has had for a moment only."""
+
+    def deleted_at_ms(self, user_id: str) -> int:
+        """When the user was last deleted, as far as the store knows; ms since the epoch; 0: never."""
+
 
 @record(frozen=True, slots=True)
 class Scored:
@@ -47,8 +57,37 @@ class Scored:
     candidates: int
 
 
+class Deletions:
+    """The users that were deleted lately, so that work which resolved a prefix before does not cache it.
+
+    It remembers the newest `capacity` of them. Whatever was resolved before an older deletion counts as deleted, too:
+    it is computed for its own request alone, which is always right.
+    """
+
+    def __init__(self, capacity: int = REMEMBERED_DELETIONS) -> None:
+        self.count = 0
+        """All deletions so far."""
+        self._capacity = capacity
+        self._last: OrderedDict[str, int] = OrderedDict()
+        """Which deletion was the last of each user."""
+        self._dropped = 0
+        """The newest deletion that is no longer in `_last`."""
+
+    def add(self, user_id: str) -> None:
+        """The user was deleted."""
+        self.count += 1
+        self._last[user_id] = self.count
+        self._last.move_to_end(user_id)
+        if len(self._last) > self._capacity:
+            self._dropped = self._last.popitem(last=False)[1]
+
+    def cover(self, prefix: ResolvedPrefix) -> bool:
+        """Whether the user of this prefix was deleted after it was resolved."""
+        return self._last.get(prefix.key.user_id, self._dropped) > prefix.deletions
+
+
 class PrefixResolver:
-    """Resolves histories and prefixes for one engine."""
+    """Resolves histories and prefixes for the model that serves now. Belongs to the device thread."""
 
     def __init__(
         self,
@@ -56,19 +95,36 @@ class PrefixResolver:
         engine: Engine,
         anchor_behaviours: int,
         deletions: Deletions,
+        failed_waits: FailedWaits,
     ) -> None:
         self._histories = histories
         self._deletions = deletions
-        self._engine = engine
-        self._anchor_behaviours = longest_anchor(anchor_behaviours, engine.limits)
+        self._failed_waits = failed_waits
+        self._longest_anchor = anchor_behaviours
+        self.use(engine)
 
-    def history(self, user_id: str, wanted: Wanted, inline: History | None, partition: int) -> ResolvedHistory:
-        """The history to use. Raises HistoryMismatchError if the inline history is not the version that is named."""
-        if inline is not None:
-            return resolve(None, wanted, inline, loading=False)
-        # Asked first: the store may catch up between the two calls.
-        loading = self._histories.is_loading(partition)
-        return resolve(self._histories.get(user_id), wanted, None, loading)
+    def use(self, engine: Engine) -> None:
+        """Resolves for this model from now on."""
+        self.engine = engine
+        self._anchor_behaviours = longest_anchor(self._longest_anchor, engine.limits)
+
+    def forget(self, user_id: str) -> None:
+        """The user was deleted. What was resolved before is not cached from now on: see `is_forgotten`."""
+        self._deletions.add(user_id)
+
+    def is_forgotten(self, prefix: ResolvedPrefix) -> bool:
+        """Whether the user of this prefix was deleted after it was resolved."""
+        return self._deletions.cover(prefix)
+
+    def history(
+        self, user_id: str, wanted: Wanted, inline: History | None, partition: int, chosen_ms: int = 0
+    ) -> ResolvedHistory:
+        """As `read_history`. Nothing arrives for which the user's work has waited in vain."""
+        found = read_history(self._histories, user_id, wanted, inline, partition, chosen_ms)
+        if wanted is None or not found.may_arrive or found.is_settling:
+            return found
+        is_in_vain = self._failed_waits.cover(user_id, wanted, self._histories.get(user_id))
+        return replace(found, may_arrive=False) if is_in_vain else found
 
     def prefix(
         self,
@@ -87,7 +143,7 @@ class PrefixResolver:
         if history is None or chain is None:
             history = History(user_id, 0, np.empty(0, "<i8"), _NO_SUFFIX)
             chain = digest_chain(history.features, history.behaviours)
-        engine, rules = self._engine, self._engine.rules
+        engine, rules = self.engine, self.engine.rules
         unknown_features = engine.unknown_features(history.features)
         shown = engine.shown_features(history.features, chain.length + scored.suffix_behaviours, scored.candidates)
         hides_features = shown is not history.features
@@ -118,7 +174,8 @@ class PrefixResolver:
             scored_tokens=followed_by * engine.layout.tokens_per_behaviour + scored.candidates,
             version=resolved.version,
             # `is_stale`, without a call for each request.
-            stale=resolved.status is HistoryStatus.STALE or resolved.has_gap,
+            stale=resolved.stale is not None,
+            stale_cause=resolved.stale,
             loading=resolved.loading,
             revision=engine.revision,
             deletions=self._deletions.count,
@@ -142,7 +199,7 @@ class PrefixResolver:
 
         The version that both name stands for the content, so the history need not be read again.
         """
-        engine, version = self._engine, request.history_version
+        engine, version = self.engine, request.history_version
         if known.revision != engine.revision or request.history is not None or request.diverted is not None:
             return None
         if version is None or not self.serves_all_that_name(known, version):
@@ -162,7 +219,7 @@ class PrefixResolver:
 
     def shortened(self, prefix: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:
         """The newest behaviours that fit into `prefix_tokens`. It is never cached: its key identifies no prefix."""
-        layout = self._engine.layout
+        layout = self.engine.layout
         kept = max(0, prefix_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour
         newest = prefix.behaviours[len(prefix.behaviours) - kept :]
         features, behaviours, held_bytes = _detached(prefix.features, newest)
@@ -171,7 +228,7 @@ class PrefixResolver:
             key=PrefixKey(prefix.key.user_id, b"", DigestChain(prefix.key.chain.seed, b"", 0)),
             features=features,
             behaviours=behaviours,
-            unknown_actions=self._engine.unknown_actions(behaviours),
+            unknown_actions=self.engine.unknown_actions(behaviours),
             tokens=layout.tokens(kept),
             for_one_impression=True,
             held_bytes=held_bytes + BYTES_PER_TOKEN * layout.tokens(kept),
@@ -186,18 +243,38 @@ class PrefixResolver:
     def tail_may_be_suffix(self, prefix: ResolvedPrefix, cached_behaviours: int, suffix_behaviours: int) -> bool:
         """Whether the model takes the behaviours after the first `cached_behaviours` before a suffix of this length."""
         tail = len(prefix.behaviours) - cached_behaviours
-        limits, rules = self._engine.limits, self._engine.rules
+        limits, rules = self.engine.limits, self.engine.rules
         return rules.grows and cached_behaviours > 0 and tail + suffix_behaviours <= limits.max_suffix_behaviours
 
     def scored_tokens(self, suffix_behaviours: int, candidates: int) -> int:
         """The tokens of a ranking pass, as the latency model counts them."""
-        behaviours = suffix_behaviours if self._engine.rules.grows else 0
-        return behaviours * self._engine.layout.tokens_per_behaviour + candidates
+        behaviours = suffix_behaviours if self.engine.rules.grows else 0
+        return behaviours * self.engine.layout.tokens_per_behaviour + candidates
 
-    def expected_tokens(self, wanted: Wanted) -> int:
-        """Prefix tokens of a history that is not known yet."""
-        length = wanted.length if wanted is not None else 0
-        return self._engine.layout.tokens(min(length, self._engine.limits.max_prefix_behaviours))
+    def expected_tokens(self, wanted: Wanted, known: int) -> int:
+        """Prefix tokens of a history that is not known yet, or of the one of this length that is."""
+        length = max(known, wanted.length if wanted is not None else 0)
+        return self.engine.layout.tokens(min(length, self.engine.limits.max_prefix_behaviours))
+
+
+def read_history(
+    histories: HistoryReader, user_id: str, wanted: Wanted, inline: History | None, partition: int, chosen_ms: int
+) -> ResolvedHistory:
+    """The history to use. `chosen_ms`: when `wanted` was chosen, ms since the epoch. Raises HistoryMismatchError if the
+    inline history is not the version that is named.
+    """
+    if inline is not None:
+        return resolve(None, wanted, inline, loading=False)
+    # Asked first: the store may catch up between the calls.
+    loading = histories.is_loading(partition)
+    is_settling = loading and histories.is_settling(partition)
+    stored = histories.get(user_id)
+    found = resolve(stored, wanted, None, loading)
+    if found.stale is not None and wanted is not None:
+        found = resolve(stored, wanted, None, loading, is_deleted=histories.deleted_at_ms(user_id) > chosen_ms)
+    # What is stored may be old, or of a user who was deleted since, unless the request proves to know the content.
+    may_change = stored is None or found.may_arrive or not isinstance(wanted, HistoryVersion)
+    return replace(found, is_settling=True) if is_settling and may_change else found
 
 
 def longest_anchor(anchor_behaviours: int, limits: EngineLimits) -> int:

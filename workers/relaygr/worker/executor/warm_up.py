@@ -21,18 +21,21 @@ sense only for models whose prefixes serve later requests, and that compute a pr
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
 import structlog
 
 from relaygr.worker.cache import Handle, PendingOutcome, PendingPrefix
-from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.capacity import Capacity
+from relaygr.worker.executor.order import Scheduler
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.prefixes import Prefixes
-from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.resolver import PrefixResolver, Scored
 from relaygr.worker.executor.schedulable import WorkClass
-from relaygr.worker.executor.work import PrefixWork, ResolvedPrefix
+from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
+from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.settings import FollowBehaviours
 
 log = structlog.get_logger()
@@ -48,20 +51,31 @@ MOST_FOLLOWED: Final = 4096
 """Most users whose new behaviours wait for an idle device."""
 
 
-def _serves_later(context: ExecutorContext) -> bool:
+def _serves_later(rules: PrefixRules) -> bool:
     """Whether prefixes serve later requests, and are computed in chunks."""
-    rules = context.engine.rules
-    usable = rules.grows and rules.chunks and not rules.uses_query_time
-    return context.parts.settings.reuse_prefixes and usable
+    return rules.grows and rules.chunks and not rules.uses_query_time
 
 
 class WarmUps:
     """Belongs to the device thread."""
 
-    def __init__(self, context: ExecutorContext, prefixes: Prefixes) -> None:
-        self._context = context
-        self._parts = context.parts
+    def __init__(
+        self,
+        parts: ExecutorParts,
+        resolver: PrefixResolver,
+        capacity: Capacity,
+        scheduler: Scheduler[PrefixWork | RankingWork],
+        prefixes: Prefixes,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._cache, self._pool, self._metrics, self._clock = parts.cache, parts.pool, parts.metrics, parts.clock
+        self._settings = parts.settings
+        self._reserved_bytes = parts.admission_settings.footprint_reserve * parts.settings.hbm_bytes
+        self._resolver = resolver
+        self._capacity = capacity
+        self._scheduler = scheduler
         self._prefixes = prefixes
+        self._post = post
         self._users: deque[str] = deque()
         self._tried: set[str] = set()
         self._is_full = False
@@ -79,13 +93,13 @@ class WarmUps:
 
     def offer(self, user_ids: Sequence[str]) -> None:
         """The users to warm up, the most likely first. They replace those that were offered before."""
-        usable = _serves_later(self._context) and not self._is_full
-        self._users = deque(user_ids) if usable else deque()
+        serves_later = self._settings.reuse_prefixes and _serves_later(self._resolver.engine.rules)
+        self._users = deque(user_ids) if serves_later and not self._is_full else deque()
 
     def next_in_us(self, now_us: int) -> int | None:
         """Time until the next piece of warm-up may begin; None if nothing is left."""
-        idle_in_us = self._context.scheduler.warm_up_in_us(now_us)
-        if len(self._context.scheduler.warm_up):
+        idle_in_us = self._scheduler.warm_up_in_us(now_us)
+        if len(self._scheduler.warm_up):
             return idle_in_us
         if self._users and not self._is_fetching:
             return max(idle_in_us, self._fetch_from_us - now_us, _CONNECTING_US if self._is_connecting else 0)
@@ -93,7 +107,7 @@ class WarmUps:
 
     def begin_next(self, now_us: int) -> bool:
         """Queues the prefix of the next user if the device is idle. False if there is nothing to queue now."""
-        scheduler = self._context.scheduler
+        scheduler = self._scheduler
         if not self._users or self._is_fetching or self._is_connecting or now_us < self._fetch_from_us:
             return False
         if len(scheduler.warm_up) or scheduler.warm_up_in_us(now_us):
@@ -101,7 +115,7 @@ class WarmUps:
         user_id = self._users.popleft()
         if user_id in self._tried:
             return True
-        if len(self._tried) >= self._parts.settings.warm_up_users:
+        if len(self._tried) >= self._settings.warm_up_users:
             self._users.clear()
             return False
         self._tried.add(user_id)
@@ -112,27 +126,27 @@ class WarmUps:
             log.warning("a warm-up failed", error=repr(error))
             outcome = "failed"
         if outcome is not None:
-            self._parts.metrics.warm_ups.labels(outcome).inc()
+            self._metrics.warm_ups.labels(outcome).inc()
         return True
 
     @property
     def _is_connecting(self) -> bool:
-        return self._parts.pool is not None and self._parts.pool.is_connecting
+        return self._pool is not None and self._pool.is_connecting
 
     def computed(self, handle: Handle) -> None:
         """The prefix was published. Its copy in DRAM stays when HBM needs the pages."""
-        self._parts.metrics.warm_ups.labels("computed").inc()
-        if self._parts.settings.dram_bytes:
-            self._parts.cache.transfers.spill(handle)
+        self._metrics.warm_ups.labels("computed").inc()
+        if self._settings.dram_bytes:
+            self._cache.transfers.spill(handle)
 
     def _begin(self, user_id: str) -> str | None:
         """Queues the user's prefix; or returns why not."""
-        context = self._context
-        history = context.resolver.history(user_id, None, None, 0)
+        resolver = self._resolver
+        history = resolver.history(user_id, None, None, 0)
         if history.history is None or user_id in self._prefixes.by_user:
             return "skipped"
-        prefix = context.resolver.prefix(user_id, history, self._parts.clock.wall_us() // 1000, _NOTHING)
-        presence = self._parts.cache.peek(prefix.key)
+        prefix = resolver.prefix(user_id, history, self._clock.wall_us() // 1000, _NOTHING)
+        presence = self._cache.peek(prefix.key)
         if prefix.tokens == 0 or prefix.for_one_impression or presence.hbm_behaviours or presence.dram_behaviours:
             return "skipped"
         if self._fetch(prefix):
@@ -141,8 +155,7 @@ class WarmUps:
             self._is_full = True
             self._users.clear()
             return "no_room"
-        latency = self._parts.corrector.model_at(prefix.tokens)
-        prepare_us = context.chunking.duration_us(0, prefix.tokens, latency)
+        prepare_us = self._capacity.compute_us(0, prefix.tokens)
         self._prefixes.compute(prefix, None, prepare_us, idle_class=WorkClass.WARM_UP)
         return None
 
@@ -150,10 +163,10 @@ class WarmUps:
         """Begins to bring a prefix from the pool into free pages of DRAM, behind what jobs and requests ask for. False
         if there is none.
         """
-        user_id, now_us = prefix.key.user_id, self._parts.clock.monotonic_us()
-        if self._parts.pool is None or user_id in self._not_fetched:
+        user_id, now_us = prefix.key.user_id, self._clock.monotonic_us()
+        if self._pool is None or user_id in self._not_fetched:
             return False
-        pages, stats = self._context.engine.geometry.pages_for(prefix.tokens), self._parts.cache.stats()
+        pages, stats = self._resolver.engine.geometry.pages_for(prefix.tokens), self._cache.stats()
         if pages > stats.dram.free:
             return False
         # Nobody waits for it, and it takes no device time: what the pool has is fetched, even if that takes longer than
@@ -163,16 +176,16 @@ class WarmUps:
         if fetch is None:
             return False
         self._is_fetching = True
-        bytes_per_us = int(self._parts.settings.pool.bytes_per_s) / 1e6
+        bytes_per_us = int(self._settings.pool.bytes_per_s) / 1e6
         self._fetch_from_us = now_us + int(pages * stats.dram_page_bytes / bytes_per_us)
         fetched = partial(self._fetched, user_id, fetch.pending)
-        fetch.pending.add_done_callback(lambda _: self._context.post(fetched))
+        fetch.pending.add_done_callback(lambda _: self._post(fetched))
         return True
 
     def _fetched(self, user_id: str, pending: PendingPrefix) -> None:
         self._is_fetching = False
         if pending.outcome is PendingOutcome.PUBLISHED:
-            self._parts.metrics.warm_ups.labels("fetched").inc()
+            self._metrics.warm_ups.labels("fetched").inc()
             return
         # Next it is computed.
         self._fetch_from_us = 0
@@ -182,43 +195,51 @@ class WarmUps:
 
     def _has_room(self, tokens: int) -> bool:
         """Whether free pages suffice, and leave the reserve of the admission free."""
-        geometry, stats = self._context.engine.geometry, self._parts.cache.stats()
-        reserve = self._parts.admission_settings.footprint_reserve * self._parts.settings.hbm_bytes
-        return (stats.hbm.free - geometry.pages_for(tokens)) * stats.hbm_page_bytes >= reserve
+        geometry, stats = self._resolver.engine.geometry, self._cache.stats()
+        return (stats.hbm.free - geometry.pages_for(tokens)) * stats.hbm_page_bytes >= self._reserved_bytes
 
 
 class Follows:
     """Behaviours that are appended to cached prefixes before anyone asks. Belongs to the device thread."""
 
-    def __init__(self, context: ExecutorContext, prefixes: Prefixes) -> None:
-        self._context = context
-        self._parts = context.parts
+    def __init__(
+        self,
+        parts: ExecutorParts,
+        resolver: PrefixResolver,
+        capacity: Capacity,
+        scheduler: Scheduler[PrefixWork | RankingWork],
+        prefixes: Prefixes,
+    ) -> None:
+        self._cache, self._metrics, self._clock = parts.cache, parts.metrics, parts.clock
+        self._resolver = resolver
+        self._capacity = capacity
+        self._scheduler = scheduler
         self._prefixes = prefixes
-        self._is_on = self._parts.settings.follow_behaviours is not FollowBehaviours.OFF
+        self._is_on = parts.settings.follow_behaviours is not FollowBehaviours.OFF and parts.settings.reuse_prefixes
         self._users: OrderedDict[str, None] = OrderedDict()
         """Those that wait, the longest first."""
 
     def changed(self, user_ids: Iterable[str]) -> None:
         """The histories of these users changed."""
-        if not self._is_on or not _serves_later(self._context):
+        if not self._is_on or not _serves_later(self._resolver.engine.rules):
             return
-        self._users.update(dict.fromkeys(self._parts.cache.in_hbm(user_ids)))
+        self._users.update(dict.fromkeys(self._cache.in_hbm(user_ids)))
         while len(self._users) > MOST_FOLLOWED:
             self._users.popitem(last=False)
             self.count("dropped")
 
     def next_in_us(self, now_us: int) -> int | None:
         """Time until the next user's behaviours may be appended; None if no user waits."""
-        return self._context.scheduler.warm_up_in_us(now_us) if self._users else None
+        return self._scheduler.warm_up_in_us(now_us) if self._users else None
 
     def is_due(self, now_us: int) -> bool:
         """Whether a user waits and work of an idle device may begin."""
-        scheduler = self._context.scheduler
+        scheduler = self._scheduler
         return bool(self._users) and not len(scheduler.warm_up) and not scheduler.warm_up_in_us(now_us)
 
     def begin_next(self) -> PrefixWork | None:
         """Queues the new behaviours of the next user, who waits. None if there is nothing to compute for this one."""
-        clock, (user_id, _) = self._parts.clock, self._users.popitem(last=False)
+        clock, (user_id, _) = self._clock, self._users.popitem(last=False)
         begun_us = clock.monotonic_us()
         try:
             outcome = self._begin(user_id)
@@ -228,7 +249,7 @@ class Follows:
             outcome = "failed"
         # To look a history up takes the device thread's time, too, and counts in its share.
         ended_us = clock.monotonic_us()
-        self._context.scheduler.charge(WorkClass.FOLLOW, ended_us - begun_us, ended_us)
+        self._scheduler.charge(WorkClass.FOLLOW, ended_us - begun_us, ended_us)
         if outcome is None:
             return self._prefixes.by_user[user_id]
         self.count(outcome)
@@ -236,7 +257,7 @@ class Follows:
 
     def count(self, outcome: str) -> None:
         """What became of one user."""
-        self._parts.metrics.follows.labels(outcome).inc()
+        self._metrics.follows.labels(outcome).inc()
 
     def _begin(self, user_id: str) -> str | None:
         """Queues the behaviours that the user's prefix in HBM lacks; or returns why not.
@@ -246,22 +267,22 @@ class Follows:
         """
         if user_id in self._prefixes.by_user:
             return "under_way"
-        context = self._context
-        history = context.resolver.history(user_id, None, None, 0)
+        resolver = self._resolver
+        history = resolver.history(user_id, None, None, 0)
         if history.history is None:
             return "not_cached"
-        prefix = context.resolver.prefix(user_id, history, self._parts.clock.wall_us() // 1000, _NOTHING)
-        cached = self._parts.cache.peek(prefix.key).hbm_behaviours
+        prefix = resolver.prefix(user_id, history, self._clock.wall_us() // 1000, _NOTHING)
+        cached = self._cache.peek(prefix.key).hbm_behaviours
         if not cached:
             return "not_cached"
-        engine, latency = context.engine, self._parts.corrector.model_at(prefix.tokens)
+        engine, latency = resolver.engine, self._capacity.latency_at(prefix.tokens)
         cached_tokens = engine.layout.tokens(cached)
         tail = prefix.tokens - cached_tokens
         if tail <= 0 or latency.append_us(cached_tokens, tail) < FIXED_PARTS * latency.cut_us(cached_tokens):
             return "few"
         pages_for = engine.geometry.pages_for
-        if pages_for(prefix.tokens) - pages_for(cached_tokens) > self._parts.cache.stats().hbm.free:
+        if pages_for(prefix.tokens) - pages_for(cached_tokens) > self._cache.stats().hbm.free:
             return "no_room"
-        append_us = context.chunking.duration_us(cached_tokens, prefix.tokens, latency)
+        append_us = self._capacity.compute_us(cached_tokens, prefix.tokens)
         self._prefixes.compute(prefix, None, append_us, idle_class=WorkClass.FOLLOW)
         return None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.admission.policy import LATE_PART
 from relaygr.consumer.interface import Received
+from relaygr.schemas.ended import Ended, Reason
+from relaygr.schemas.fields import Other
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
     MAX_BUDGET_MS,
@@ -21,14 +23,18 @@ from relaygr.schemas.messages import (
     PrefixSource,
     PreInferJob,
     RankingRequest,
+    StaleCause,
 )
 from relaygr.worker.cache import Fill, Handle, PendingPrefix, PrefixKey
-from relaygr.worker.executor.arrivals import Impression
 from relaygr.worker.executor.schedulable import WorkClass
-from relaygr.worker.executor.timers import Timer
+from relaygr.worker.executor.waits import Timer
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
 
 NO_PAGES: NDArray[np.int32] = np.empty(0, np.int32)
+WORK_BYTES: Final = 2048
+"""Memory of the objects of one piece of work."""
+BYTES_PER_TOKEN: Final = 48
+"""Memory of a looked-up token (5 numbers of 8 bytes) and of its time."""
 LONGEST_TRANSIT_US: Final = MAX_BUDGET_MS * 1000
 """The largest `max_deadline_ms`: a request that took longer to arrive would have expired on its way."""
 
@@ -64,6 +70,41 @@ SPENT_PART: Final = 1 / 3
 """A computation may be displaced while its spent device time is at most this part of what is left."""
 
 
+class Announcement(NamedTuple):
+    """When a request may arrive, or go on if it waits. Times are on the worker's monotonic clock."""
+
+    announced_us: int
+    expected_us: int
+    until_us: int
+    """Later it is not expected any more."""
+    stated_us: tuple[int, int] | None = None
+    """By the gateway's clock, when its retrieval began and when the gateway expected to send it; None for a request
+    that arrived and waits."""
+
+
+@dataclass(slots=True, eq=False)
+class Impression:
+    """One pass of the cascade at this worker, from its job or its request on, whichever comes first. Either may be
+    missing. The device thread writes it.
+    """
+
+    user_id: str
+    request_id: str
+    seen_us: int = 0
+    """When its job or its request was received last."""
+    announced: Announcement | None = None
+    """None: nothing says when its request may arrive (`ExpectedArrivals`)."""
+    has_job: bool = False
+    is_computed: bool = False
+    """Its job has computed the prefix or its tail."""
+    is_leased: bool = False
+    """Its job has prepared the prefix. The poll thread reads it."""
+    is_answered: bool = False
+    """Its request was answered, so a job for it is dropped."""
+    prefix: ResolvedPrefix | None = None
+    """What its job resolved, for its request (`Impressions`)."""
+
+
 @dataclass(slots=True, eq=False)
 class JobWork:
     """A pre-infer job. Its times are on the worker's monotonic clock."""
@@ -72,6 +113,8 @@ class JobWork:
     received: Received
     expected_ranking_us: int
     expires_us: int
+    impression: Impression = field(init=False)
+    """Of a job that was taken."""
     begun_wall_us: int = 0
     """When its prefix was first computed, reloaded or found ready, by the wall clock; 0 before."""
     asked_pool: bool = False
@@ -84,19 +127,9 @@ class JobWork:
     """The prefix that it leaves in HBM; None: none yet."""
 
     @property
-    def impression(self) -> Impression:
-        return self.job.user_id, self.job.request_id
-
-    @property
     def due_us(self) -> int:
         """By this time jobs are ordered: see `LATE_PART`."""
         return self.expected_ranking_us + int(LATE_PART * (self.expires_us - self.expected_ranking_us))
-
-
-class PrefixAccount(Protocol):
-    """Counts the memory of prefixes (`accounts.HeldMemory`)."""
-
-    prefix_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +154,8 @@ class ResolvedPrefix:
     """How many deletions of users were handled when it was resolved."""
     for_one_impression: bool
     """The K,V are of no use to later requests of the user."""
+    stale_cause: StaleCause | Other | None = None
+    """Why it is `stale`; None too if another worker, which diverted the request, did not say it."""
     unknown_actions: int = 0
     unknown_features: int = 0
     """Of the history, those included that the model hides from a sequence of this length."""
@@ -129,8 +164,28 @@ class ResolvedPrefix:
     held_bytes: int = 0
     """Memory of the history, its digests and its rows in the model's tables. A message's own arrays do not count."""
     holders: int = field(default=0, init=False)
-    held_in: PrefixAccount | None = field(default=None, init=False)
+    held_in: HeldMemory | None = field(default=None, init=False)
     """The account that counts `held_bytes` while the prefix has holders."""
+
+
+class Unranked(Exception):  # noqa: N818 - it is an end, and in most cases no error
+    """A ranking request ends without scores. A check of `WorkerHandler` or a step of `Requests.advance` raises it, and
+    `ResultWriter.unranked` writes the result; also of scores that are not finite, and of a request that could not be
+    passed on, for which nothing is raised.
+    """
+
+    def __init__(self, ended: Ended, reason: Reason | None = None, detail: str | None = None) -> None:
+        """`ended`: EXPIRED, or FAILED with its reason."""
+        super().__init__(detail)
+        self.ended = ended
+        self.reason = reason
+        self.detail = detail
+        self.backlog_us: int | None = None
+        """The hint of overload in the result of a request that the executor never got."""
+
+
+class PassedOn(Exception):  # noqa: N818 - it is an end, and no error
+    """A ranking request ends here because another worker answers it."""
 
 
 def transit_us(sent_wall_us: int, received_wall_us: int) -> int | None:
@@ -185,6 +240,8 @@ class RankingWork:
     """The time of grace (`worker.grace_ms`) included."""
     answer_by_us: int
     """When the result should be sent: the deadline less the time to reach the gateway."""
+    impression: Impression = field(init=False)
+    """Of a request that was taken."""
     state: RequestState = RequestState.TAKEN
     wait: CopyWait | None = None
     """The present wait, in the state WAITS_FOR_COPY."""
@@ -212,6 +269,11 @@ class RankingWork:
     unknown_items: int = 0
     unknown_actions: int = 0
     started_us: int | None = None
+    waits_since_us: int | None = None
+    """Since when it is in the state WAITS_FOR_HISTORY."""
+    history_wait_us: int = 0
+    """How long it was in that state, until `history_waited_us`."""
+    history_waited_us: int = 0
     looked_up_us: int | None = None
     ready_us: int | None = None
     pre_infer_us: int = 0
@@ -243,10 +305,6 @@ class RankingWork:
         return False
 
     @property
-    def impression(self) -> Impression:
-        return self.request.user_id, self.request.request_id
-
-    @property
     def has_ended(self) -> bool:
         return self.state is RequestState.ENDED
 
@@ -265,6 +323,11 @@ class RankingWork:
     def sent_us(self) -> int:
         """When the gateway sent it; when it was received, if the request has a wrong time of sending."""
         return self.received.received_us - (self.transit_us or 0)
+
+    @property
+    def queued_since_us(self) -> int:
+        """When it was sent, as if it had not waited for its history: that wait says nothing about the worker's load."""
+        return self.sent_us + self.history_wait_us
 
 
 @dataclass(slots=True, eq=False)
@@ -331,3 +394,58 @@ class PrefixWork:
 
 HoldsMemory = JobWork | RankingWork | PrefixWork
 """Work with `held_bytes`, the memory that it alone holds, and `held_prefix`, which others may hold too."""
+
+
+class HeldMemory:
+    """The memory that pieces of work keep alive, at most `max_bytes`: messages, histories and looked-up rows. A history
+    counts once, even if several pieces of work share it. Work that is alone may exceed the bound.
+
+    One poll thread at a time calls `post`, the device thread all else. Any thread may read `outstanding_bytes`.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.prefix_bytes = 0
+        # Two counters, since each is written by one thread only.
+        self._posted_bytes = 0
+        self._ended_bytes = 0
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """The messages of all work that has not ended, those in the mailbox included, and the prefixes."""
+        return self.prefix_bytes + self._posted_bytes - self._ended_bytes
+
+    def post(self, work: JobWork | RankingWork, rows: int = 0) -> bool:
+        """Counts the work's message, and the rows of its candidates. False, without counting, if there is no room."""
+        size_bytes = 2 * len(work.received.value or b"") + WORK_BYTES + BYTES_PER_TOKEN * rows
+        outstanding_bytes = self.outstanding_bytes
+        if outstanding_bytes > 0 and outstanding_bytes + size_bytes > self.max_bytes:
+            return False
+        work.held_bytes = size_bytes
+        self._posted_bytes += size_bytes
+        return True
+
+    def keep(self, work: HoldsMemory, prefix: ResolvedPrefix | None) -> bool:
+        """The work holds this prefix from now on, in place of its previous one. False if there is no room for it."""
+        before, work.held_prefix = work.held_prefix, None
+        if before is not None:
+            before.holders -= 1
+            if before.holders == 0 and before.held_in is not None:
+                before.held_in.prefix_bytes -= before.held_bytes
+        if prefix is None:
+            return True
+        if prefix.holders == 0:
+            outstanding_bytes = self.outstanding_bytes
+            if outstanding_bytes + prefix.held_bytes > self.max_bytes and outstanding_bytes > work.held_bytes:
+                return False
+            prefix.held_in = self
+            self.prefix_bytes += prefix.held_bytes
+        prefix.holders += 1
+        work.held_prefix = prefix
+        return True
+
+    def end(self, work: HoldsMemory) -> None:
+        """The work holds nothing any more."""
+        self.keep(work, None)
+        self._ended_bytes += work.held_bytes
+        work.held_bytes = 0

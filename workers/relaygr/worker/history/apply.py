@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from relaygr.kafka.log_reader import LastRecord
 from relaygr.schemas.messages import History
 from relaygr.schemas.record import record
 from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryBatch, HistoryRecord
@@ -86,6 +87,8 @@ class Application:
             next_offset=max(batch.next_offset, state.next_offset),
             next_event=max(batch.next_event, state.next_event),
             refused=state.refused + refused,
+            last=_later(state.last, batch.last),
+            last_event=_later(state.last_event, batch.last_event),
         )
         if after != state:
             self._tables.put_state(batch.partition, after)
@@ -233,6 +236,10 @@ class Application:
         if named is None or not is_ours or (named.topic_id and known_id and named.topic_id != known_id):
             return Coverage(before_ms=entry.written_at_ms, cut_ms=history.cut_ms)
         return Coverage(offset=named.offset)
+
+
+def _later(*records: LastRecord | None) -> LastRecord | None:
+    return max((each for each in records if each is not None), key=lambda each: each.offset, default=None)
 
 
 def _is_older(number: int, written_at_ms: int, stored: Head) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
+from relaygr.kafka.log_reader import LastRecord
 from relaygr.schemas.headers import RepeatedTombstone
 from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.record import record
@@ -47,6 +48,10 @@ class HistoryBatch:
     next_offset: int
     events: tuple[EventRecord, ...] = ()
     next_event: int = 0
+    last: LastRecord | None = None
+    """The last record that was read of the history topic, as `last_event` of the other; None: none since the last
+    batch."""
+    last_event: LastRecord | None = None
 
 
 @dataclass(slots=True)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Final
 
 import structlog
-from confluent_kafka import OFFSET_END, Consumer, KafkaException, TopicPartition
+from confluent_kafka import KafkaException
 
+from relaygr.kafka.log_reader import LogReader
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.topics import CATALOGUE, Topic
 from relaygr.worker.history.partitions import FollowedPartition, LogEnds
@@ -32,13 +33,12 @@ _EXPIRY_US: Final = 24 * 3600 * 1_000_000
 class CurrentMarks:
     """Belongs to the follower's thread."""
 
-    def __init__(self, store: HistoryStore, history_topic: str, behaviours_topic: str, clock: Clock) -> None:
+    def __init__(self, store: HistoryStore, clock: Clock) -> None:
         self._store = store
-        self._topics = history_topic, behaviours_topic
         self._clock = clock
         self._asked_at_us = clock.monotonic_us()
 
-    def turn(self, consumer: Consumer, followed: Mapping[int, FollowedPartition]) -> None:
+    def turn(self, reader: LogReader, followed: Mapping[int, FollowedPartition]) -> None:
         """Asks for ends when it is time, and marks the partitions that are stored up to their ends, as of the time when
         these were asked for.
 
@@ -48,7 +48,7 @@ class CurrentMarks:
         if now_us - self._asked_at_us >= _INTERVAL_US:
             self._asked_at_us = now_us
             asked_ms = self._clock.wall_us() // 1000
-            self._ask_ends(consumer, followed, asked_ms)
+            self._ask_ends(reader, followed, asked_ms)
             self._store.expire(asked_ms - DELETED_KEPT_MS, _INTERVAL_US / _EXPIRY_US)
         current: dict[int, list[int]] = {}
         for number, partition in followed.items():
@@ -58,21 +58,17 @@ class CurrentMarks:
         for asked_ms, partitions in current.items():
             self._store.mark_current(partitions, asked_ms)
 
-    def _ask_ends(self, consumer: Consumer, followed: Mapping[int, FollowedPartition], asked_ms: int) -> None:
+    def _ask_ends(self, reader: LogReader, followed: Mapping[int, FollowedPartition], asked_ms: int) -> None:
         """Asks the broker for the ends of both logs, of partitions that are stored up to their earlier ends."""
         # A partition keeps its ends until it is stored up to them. With new ends at each interval, a partition that is
         # further behind than an interval would never be marked.
-        asked = [number for number, partition in followed.items() if partition.ends is None]
-        wanted = [TopicPartition(topic, number, OFFSET_END) for number in asked for topic in self._topics]
-        ends: dict[tuple[str, int], int] = {}
+        asked = [partition for partition in followed.values() if partition.ends is None]
         try:
-            # One request for all partitions: each one waits for the fetch before it.
-            for found in consumer.offsets_for_times(wanted, timeout=METADATA_S) if wanted else []:
-                if found.error is None and found.offset >= 0:
-                    ends[found.topic, found.partition] = found.offset
+            ends = reader.ends([each for partition in asked for each in partition.logs], METADATA_S)
         except KafkaException as error:
             log.info("ends of the history logs not known", cause=error.args[0].str())
-        for number in asked:
-            history, behaviours = (ends.get((topic, number)) for topic in self._topics)
+            return
+        for partition in asked:
+            history, behaviours = (ends.get(each) for each in partition.logs)
             if history is not None and behaviours is not None:
-                followed[number].ends = LogEnds(asked_ms, history, behaviours)
+                partition.ends = LogEnds(asked_ms, history, behaviours)

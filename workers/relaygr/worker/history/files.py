@@ -26,7 +26,7 @@ import lmdb
 
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import sync_folder
-from relaygr.runtime.private_files import make_private, open_private, private_folder
+from relaygr.runtime.private_files import make_private, open_private, private_folder, rewrite
 
 REMEDY: Final = "Stop the workers that use it and delete the folder: a worker reads the topic again"
 ORIGIN: Final = b"origin"
@@ -272,7 +272,7 @@ def claim(folder: Path, worker_id: str) -> int:
     try:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(file, os.pwrite(file, worker_id.encode(), 0))
+            rewrite(file, worker_id)
         # Waits only while another process writes its id.
         fcntl.flock(file, fcntl.LOCK_SH)
         owner = os.pread(file, _OWNER_BYTES, 0).decode(errors="replace")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
+from relaygr.kafka.log_reader import Loss
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history.batches import ApplyOutcome
+from relaygr.worker.history.partitions import Restart
 from relaygr.worker.history.store import HistoryStore
 
 _RECORDS = Counter(
@@ -29,6 +31,13 @@ _AHEAD = Counter(
 )
 _FAILURES = Counter(
     "relaygr_history_failures_total", "Failures after which the follower read again from the stored offsets"
+)
+_RESTARTS = Counter(
+    "relaygr_history_restarts_total",
+    "Partitions that were deleted from the history store and read from the beginning again, by reason: log_replaced "
+    "(the log came back shorter, and may have grown again), offset_out_of_range (records were gone before they were "
+    "read), deletions_may_be_missing (the store was not read for too long), refused_before (the store had no room)",
+    ["reason"],
 )
 _PARTITIONS = Gauge("relaygr_history_partitions", "Followed history partitions by state", ["state"])
 _USERS = Gauge("relaygr_history_users", "Users in the history store")
@@ -69,6 +78,10 @@ def count_rejected(topic: Topic) -> None:
 
 def count_failure() -> None:
     _FAILURES.inc()
+
+
+def count_restart(reason: Restart | Loss) -> None:
+    _RESTARTS.labels(reason.value).inc()
 
 
 def show_store(store: HistoryStore, clock: Clock) -> None:

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from confluent_kafka import Message
+
+from relaygr.kafka.log_reader import LastRecord, Log
 from relaygr.worker.history.batches import EventRecord, HistoryBatch, HistoryRecord
+from relaygr.worker.history.tables import PartitionState
 
 
 @dataclass(slots=True)
 class FollowedLog:
-    """How far one topic of a followed partition is read."""
+    """How far one topic of a followed partition is stored."""
 
-    read_to: int
-    """The offset after the last received record."""
+    log: Log
     stored_to: int
-    end: int | None = None
-    """The end of the log when the first record arrived; records of open transactions are before it."""
-    at_end: bool = False
+    last: Message | None = None
+    """The last record that was received since; None: none, or it is stored."""
     undelivered: set[int] = field(default_factory=set)
     """The offsets of invalid records whose dead letters are not delivered."""
 
     @property
     def may_store_to(self) -> int:
         """The offset from which a restart may read."""
-        return min(self.undelivered, default=self.read_to)
+        return min(self.undelivered, default=self.log.read_to)
 
     @property
-    def reached_end(self) -> bool:
-        return self.at_end or (self.end is not None and self.read_to >= self.end)
+    def last_record(self) -> LastRecord | None:
+        return None if self.last is None else LastRecord.of(self.last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,15 @@ class LogEnds:
     asked_ms: int
     history: int
     behaviours: int
+
+
+class Restart(enum.StrEnum):
+    """Why a partition is deleted from the store and read from the beginning again, apart from a `Loss` of a log."""
+
+    DELETIONS_MAY_BE_MISSING = "deletions_may_be_missing"
+    """The store is so old that tombstones may be gone from the log."""
+    REFUSED_BEFORE = "refused_before"
+    """The store had no room for some records, and has now."""
 
 
 class Stage(enum.IntEnum):
@@ -68,17 +78,24 @@ class FollowedPartition:
     events: list[EventRecord] = field(default_factory=list)
 
     @classmethod
-    def at(cls, number: int, offset: int, event: int) -> FollowedPartition:
-        """Reading begins at these offsets of the two topics."""
-        return cls(number, FollowedLog(offset, offset), FollowedLog(event, event))
+    def at(cls, number: int, state: PartitionState, history_topic: str, behaviours_topic: str) -> FollowedPartition:
+        """Reading goes on where it is stored."""
+        history = Log(history_topic, number, state.next_offset, state.last, is_compacted=True)
+        behaviours = Log(behaviours_topic, number, state.next_event, state.last_event)
+        return cls(number, FollowedLog(history, state.next_offset), FollowedLog(behaviours, state.next_event))
 
     @property
     def reads_behaviours(self) -> bool:
         return self.stage >= Stage.BOTH
 
     @property
-    def logs(self) -> Iterator[FollowedLog]:
-        return iter((self.history, self.behaviours))
+    def logs(self) -> tuple[Log, Log]:
+        return self.history.log, self.behaviours.log
+
+    @property
+    def undelivered(self) -> int:
+        """Invalid records whose dead letters are not delivered."""
+        return len(self.history.undelivered) + len(self.behaviours.undelivered)
 
     @property
     def stored_to(self) -> tuple[int, int]:
@@ -96,17 +113,19 @@ class FollowedPartition:
         offset, event = self.history.may_store_to, self.behaviours.may_store_to
         if not self.records and not self.events and (offset, event) == self.stored_to:
             return None
-        return HistoryBatch(self.number, tuple(self.records), offset, tuple(self.events), event)
+        last, last_event = self.history.last_record, self.behaviours.last_record
+        return HistoryBatch(self.number, tuple(self.records), offset, tuple(self.events), event, last, last_event)
 
     def note_stored(self, batch: HistoryBatch) -> None:
         """The batch of all received records is stored."""
         self.records.clear()
         self.events.clear()
         self.history.stored_to, self.behaviours.stored_to = batch.next_offset, batch.next_event
+        self.history.last = self.behaviours.last = None
 
     def leave(self) -> None:
         """The partition is not followed any more. A dead letter that fails now is not written again: whoever reads the
         partition again writes it.
         """
-        for log in self.logs:
-            log.undelivered.clear()
+        self.history.undelivered.clear()
+        self.behaviours.undelivered.clear()

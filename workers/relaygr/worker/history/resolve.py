@@ -4,7 +4,7 @@
 |---|---|---|---|
 | yes | any | none, or names the inline content | INLINE |
 | yes | any | names other content | `HistoryMismatchError` |
-| no | none | any | UNKNOWN |
+| no | none | any | UNKNOWN; stale if a version or a length is named |
 | no | yes | none | NEWEST |
 | no | yes | names all of the stored content | EXACT |
 | no | yes | names its first `length` behaviours | PREFIX_OF_NEWER |
@@ -13,8 +13,8 @@
 | no | yes | at least so many behaviours, and they are stored; fewer are | NEWEST; STALE |
 
 A version is compared by content (length and digest of behaviours and features), never by the version number alone. A
-length alone says nothing about the content. If the requested history is newer than the stored one and `may_arrive`, the
-caller decides whether to wait for it.
+length alone says nothing about the content. Each stale history has a cause. `may_arrive`: a record on its way may bring
+the requested history, so the caller decides whether to wait for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from __future__ import annotations
 import enum
 
 from relaygr.schemas.digest import DigestChain, digest_at, digest_chain
-from relaygr.schemas.messages import History, HistoryVersion, PreInferJob, RankingRequest
+from relaygr.schemas.messages import History, HistoryVersion, PreInferJob, RankingRequest, StaleCause
 from relaygr.schemas.record import record
+from relaygr.schemas.times import EARLIEST_MS
 
 
 @record(frozen=True, slots=True)
@@ -61,6 +62,15 @@ def wanted_by(message: PreInferJob | RankingRequest) -> Wanted:
     return message.history_version
 
 
+def chosen_at_ms(message: PreInferJob | RankingRequest) -> int:
+    """When the sender of a message chose the history that it names: at its retrieval event; ms since the epoch."""
+    if isinstance(message, PreInferJob):
+        return message.retrieval_at_us // 1000
+    sent_ms = message.sent_at_us // 1000
+    # A query time in another unit says nothing.
+    return min(sent_ms, message.query_time_ms) if message.query_time_ms >= EARLIEST_MS else sent_ms
+
+
 class HistoryMismatchError(ValueError):
     """A message carries one history and names another. The text names both."""
 
@@ -85,16 +95,20 @@ class ResolvedHistory:
     chain: DigestChain | None
     version: HistoryVersion | None
     may_arrive: bool
-    """The requested version is newer than the stored one and may still arrive."""
+    """The requested version is newer than the stored one, and a record on its way may bring it."""
     loading: bool
     """The follower had not caught up with the user's partition, or had read no history of a user who has one."""
-    has_gap: bool = False
-    """Behaviours may be missing in the chosen history, which no digest confirms."""
+    stale: StaleCause | None = None
+    """Why the chosen history is not the requested one, or incomplete; None: it is neither."""
+    is_settling: bool = False
+    """The worker has just got the partition: a missing history, or a newer record such as a deletion, may be in the
+    store, or in the part of the log that is read now.
+    """
 
     @property
     def is_stale(self) -> bool:
-        """The chosen history is not the requested one, or incomplete (`history_stale` in the result)."""
-        return self.status is HistoryStatus.STALE or self.has_gap
+        """`history_stale` in the result."""
+        return self.stale is not None
 
 
 @record(frozen=True, slots=True)
@@ -107,18 +121,26 @@ class HistoryWindow:
     """Number of oldest behaviours left out, a multiple of the anchor."""
 
 
-def resolve(stored: StoredHistory | None, wanted: Wanted, inline: History | None, loading: bool) -> ResolvedHistory:
-    """Chooses the history for a request. Raises HistoryMismatchError if `inline` is not the version `wanted`."""
+def resolve(
+    stored: StoredHistory | None, wanted: Wanted, inline: History | None, loading: bool, is_deleted: bool = False
+) -> ResolvedHistory:
+    """Chooses the history for a request. Raises HistoryMismatchError if `inline` is not the version `wanted`.
+
+    `is_deleted`: the user was deleted after `wanted` was chosen, so it does not arrive any more.
+    """
     if inline is not None:
         return _inline(inline, wanted, loading)
     if stored is None:
+        if wanted is None:
+            return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, False, loading)
+        if is_deleted:
+            return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, False, loading, StaleCause.DELETED)
         # The requester has a version that is not here, so the store is incomplete even at the end of the log.
-        may_arrive = wanted is not None
-        return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, may_arrive, loading or may_arrive)
+        return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, True, True, StaleCause.MISSING)
     if wanted is None:
         return _whole(HistoryStatus.NEWEST, stored, loading)
     if isinstance(wanted, WantedLength):
-        return _of_length(stored, wanted, loading)
+        return _of_length(stored, wanted, loading, is_deleted)
     known = stored.history
     if wanted.length == stored.chain.length and wanted.digest == stored.chain.digest:
         history = History(known.user_id, wanted.number, known.features, known.behaviours)
@@ -126,10 +148,19 @@ def resolve(stored: StoredHistory | None, wanted: Wanted, inline: History | None
     if not _begins_with(stored, wanted):
         # Of an equal number, the behaviours that are missing may be on their way.
         behind = known.number < wanted.number or (known.number == wanted.number and wanted.length > stored.chain.length)
-        return _whole(HistoryStatus.STALE, stored, loading, may_arrive=behind)
+        cause = StaleCause.BEHIND if behind else StaleCause.REPLACED
+        if is_deleted or stored.has_gap:
+            # No later behaviour brings content without the gap.
+            cause = StaleCause.DELETED if is_deleted else StaleCause.GAP
+        return _whole(HistoryStatus.STALE, stored, loading, cause, may_arrive=cause is StaleCause.BEHIND)
     history = History(known.user_id, wanted.number, known.features, known.behaviours[: wanted.length])
     chain = stored.chain.cut(wanted.length, wanted.digest)
     return ResolvedHistory(HistoryStatus.PREFIX_OF_NEWER, history, chain, wanted, False, loading)
+
+
+def still_lacks(stored: StoredHistory | None, wanted: Wanted) -> bool:
+    """Whether a store that lacked this history lacks it still, and nothing newer has taken its place."""
+    return stored is None or stored.has_gap or resolve(stored, wanted, None, loading=False).may_arrive
 
 
 def window(history: History, chain: DigestChain, max_prefix_behaviours: int, anchor_behaviours: int) -> HistoryWindow:
@@ -157,10 +188,12 @@ def window_start(length: int, max_prefix_behaviours: int, anchor_behaviours: int
     return -(-excess // anchor) * anchor if excess > 0 else 0
 
 
-def _of_length(stored: StoredHistory, wanted: WantedLength, loading: bool) -> ResolvedHistory:
+def _of_length(stored: StoredHistory, wanted: WantedLength, loading: bool, is_deleted: bool) -> ResolvedHistory:
     known, length = stored.history, stored.chain.length
     if length < wanted.length:
-        return _whole(HistoryStatus.STALE, stored, loading, may_arrive=True)
+        cause = StaleCause.DELETED if is_deleted else StaleCause.GAP if stored.has_gap else StaleCause.BEHIND
+        # Later behaviours reach a length even after a gap.
+        return _whole(HistoryStatus.STALE, stored, loading, cause, may_arrive=not is_deleted)
     if not wanted.is_exact:
         return _whole(HistoryStatus.NEWEST, stored, loading)
     if length == wanted.length:
@@ -169,9 +202,7 @@ def _of_length(stored: StoredHistory, wanted: WantedLength, loading: bool) -> Re
     version = HistoryVersion(known.number, wanted.length, digest)
     history = History(known.user_id, known.number, known.features, known.behaviours[: wanted.length])
     chain = stored.chain.cut(wanted.length, digest)
-    return ResolvedHistory(
-        HistoryStatus.PREFIX_OF_NEWER, history, chain, version, False, loading, has_gap=stored.has_gap
-    )
+    return ResolvedHistory(HistoryStatus.PREFIX_OF_NEWER, history, chain, version, False, loading, _gap_in(stored))
 
 
 def _inline(inline: History, wanted: Wanted, loading: bool) -> ResolvedHistory:
@@ -187,10 +218,20 @@ def _inline(inline: History, wanted: Wanted, loading: bool) -> ResolvedHistory:
     return ResolvedHistory(HistoryStatus.INLINE, inline, chain, wanted or version, False, loading)
 
 
-def _whole(status: HistoryStatus, stored: StoredHistory, loading: bool, may_arrive: bool = False) -> ResolvedHistory:
-    return ResolvedHistory(
-        status, stored.history, stored.chain, stored.version, may_arrive, loading, has_gap=stored.has_gap
-    )
+def _whole(
+    status: HistoryStatus,
+    stored: StoredHistory,
+    loading: bool,
+    cause: StaleCause | None = None,
+    may_arrive: bool = False,
+) -> ResolvedHistory:
+    cause = cause or _gap_in(stored)
+    return ResolvedHistory(status, stored.history, stored.chain, stored.version, may_arrive, loading, cause)
+
+
+def _gap_in(stored: StoredHistory) -> StaleCause | None:
+    """The cause by which a history that no digest confirms is stale."""
+    return StaleCause.GAP if stored.has_gap else None
 
 
 def _begins_with(stored: StoredHistory, wanted: HistoryVersion) -> bool:

@@ -16,9 +16,8 @@ from typing import Final
 from confluent_kafka import KafkaError, KafkaException, Message
 from prometheus_client import Counter, Gauge
 
-from relaygr.kafka.client_errors import LimitedLog, NoteError, no_note, why_undelivered
-from relaygr.kafka.durable import DurableProducer
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.client_errors import LimitedLog, why_undelivered
+from relaygr.kafka.session import KafkaSession
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, encode
 from relaygr.schemas.headers import Headers, RepeatedTombstone
@@ -108,21 +107,20 @@ class SnapshotWriter:
 
     def __init__(
         self,
-        kafka: KafkaSettings,
+        session: KafkaSession,
         store: HistoryStore,
         client_id: str,
         limits: SnapshotLimits,
         clock: Clock,
         is_idle: Callable[[], bool] = lambda: True,
-        note_error: NoteError = no_note,
     ) -> None:
         """`is_idle`: whether the worker has nothing urgent to do."""
         self._store = store
-        self._topic = kafka.topic(Topic.HISTORY)
+        self._topic = session.kafka.topic(Topic.HISTORY)
         self._limits = limits
         self._clock = clock
         self._is_idle = is_idle
-        self._producer = DurableProducer(kafka, f"{client_id}-snapshots", note_error=note_error)
+        self._producer = session.durable_producer(f"{client_id}-snapshots")
         self._budget = ByteBudget(limits.bytes_per_s, clock.monotonic_us())
         self._urgent: deque[tuple[int, str]] = deque()
         self._grown: deque[tuple[int, str]] = deque(maxlen=_MOST_WAITING)

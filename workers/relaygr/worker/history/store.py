@@ -39,7 +39,7 @@ from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryBat
 from relaygr.worker.history.files import Compaction, Files, claim
 from relaygr.worker.history.records import Head
 from relaygr.worker.history.resolve import StoredHistory
-from relaygr.worker.history.tables import LAYOUT, PartitionState, Table, Tables, UserHead
+from relaygr.worker.history.tables import LAYOUT, READABLE, PartitionState, Table, Tables, UserHead
 
 log = structlog.get_logger()
 
@@ -87,8 +87,8 @@ class HistoryStore:
         self._origin: StoreOrigin | None = None
         """The topics of the content; None: it is not trusted yet."""
         self._expired_to = b""
-        self._concealed: dict[str, tuple[int, int]] = {}
-        """User id -> partition and offset of a tombstone that may not be stored yet."""
+        self._concealed: dict[str, tuple[int, int, int]] = {}
+        """User id -> partition, offset and timestamp of a tombstone that may not be stored yet."""
         self._claim: int | None = None
         self._compaction: Compaction | None = None
         # Held while `_files` is written or replaced. Reads need no lock: LMDB unmaps replaced files when their last
@@ -139,7 +139,11 @@ class HistoryStore:
         """
         with self._read() as tables:
             layout, stored = tables.layout, tables.origin
-        if layout == LAYOUT and stored == origin.encode() and not anew:
+        if layout in READABLE and stored == origin.encode() and not anew:
+            if layout != LAYOUT:
+                # An older version would misread the states of partitions that this one writes.
+                with self._write() as tables:
+                    tables.put_layout()
             self._origin = origin
             return True
         if stored is not None:
@@ -169,6 +173,17 @@ class HistoryStore:
         with self._read() as tables:
             return tables.history(user_id)
 
+    def deleted_at_ms(self, user_id: str, partition: int) -> int:
+        """The timestamp of the user's last tombstone that is known; ms since the epoch; 0: none is."""
+        concealed = self._concealed.get(user_id)
+        with self._read() as tables:
+            head, deletion = tables.head(user_id), tables.deletion(partition, user_id)
+        return max(
+            0 if concealed is None else concealed[2],
+            0 if deletion is None else deletion.at_ms,
+            0 if head is None else head.deleted_before_ms - 1,
+        )
+
     def head(self, user_id: str) -> Head | None:
         """The head of a user's stored history."""
         with self._read() as tables:
@@ -194,7 +209,7 @@ class HistoryStore:
         Needs no `trust`, since it does not matter which topic they are of.
         """
         with self._read() as tables:
-            if tables.layout != LAYOUT:
+            if tables.layout not in READABLE:
                 return []
             heads, _ = tables.heads_after(b"", range(_ALL_PARTITIONS), _SCAN_RECORDS)
             shown = (each for each in heads if each.user_id not in self._concealed)
@@ -228,9 +243,11 @@ class HistoryStore:
         with self._read() as tables:
             return tables.heads_after(after, partitions, _SCAN_RECORDS)
 
-    def conceal(self, user_id: str, partition: int, offset: int) -> None:
-        """Hides a user from `get`, `recent_users` and `some_histories` until the tombstone at this offset is stored."""
-        self._concealed[user_id] = partition, offset
+    def conceal(self, user_id: str, partition: int, offset: int, at_ms: int = 0) -> None:
+        """Hides a user from `get`, `recent_users` and `some_histories` until the tombstone at this offset is stored.
+        `at_ms`: its timestamp; 0: none.
+        """
+        self._concealed[user_id] = partition, offset, min(at_ms or self._now_ms, self._now_ms)
 
     # Records of the topics.
 
@@ -299,8 +316,8 @@ class HistoryStore:
     def _reveal(self, stored_to: Mapping[int, int | None]) -> None:
         """Ends `conceal` for tombstones below these offsets of their partitions; None: for all of a partition."""
         self._concealed = {
-            user_id: (partition, offset)
-            for user_id, (partition, offset) in self._concealed.items()
+            user_id: (partition, offset, at_ms)
+            for user_id, (partition, offset, at_ms) in self._concealed.items()
             if partition not in stored_to or ((end := stored_to[partition]) is not None and offset >= end)
         }
 

@@ -20,14 +20,19 @@ from typing import Any, Final
 
 import lmdb
 
+from relaygr.kafka.log_reader import LastRecord
 from relaygr.schemas.record import record
 from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files
 from relaygr.worker.history.records import Head, assembled
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.rules import Draft
 
-LAYOUT: Final = b"relaygr.history-store.6"
+LAYOUT: Final = b"relaygr.history-store.7"
+READABLE: Final = (LAYOUT, b"relaygr.history-store.6")
+"""Layouts whose content this version reads. Number 6 has no last records in its partition states."""
 _STATE = struct.Struct("<QQQQ")
+_LAST = struct.Struct(f"<?Qiq{LastRecord.DIGEST_BYTES}s")
+_NO_LAST = bytes(_LAST.size)
 _PARTITION = struct.Struct(">I")
 _DELETION = struct.Struct("<QQ")
 # User ids have no control characters, so that no other user's key lies between a head and its chunks.
@@ -55,6 +60,32 @@ class PartitionState:
     """Records refused since the partition was last read from the beginning."""
     next_event: int = 0
     """The offset in the behaviours topic to continue from; 0: the beginning."""
+    last: LastRecord | None = None
+    """The last record that was read of the history topic; None: unknown."""
+    last_event: LastRecord | None = None
+    """The last record that was read of the behaviours topic; None: unknown."""
+
+    @classmethod
+    def unpack(cls, data: bytes) -> PartitionState:
+        """The stored state."""
+        of_history = data[_STATE.size :]
+        next_offset, current_at_ms, refused, next_event = _STATE.unpack_from(data)
+        last, last_event = _unpack_last(of_history), _unpack_last(of_history[_LAST.size :])
+        return cls(next_offset, current_at_ms, refused, next_event, last, last_event)
+
+    def pack(self) -> bytes:
+        """The form to store."""
+        numbers = _STATE.pack(self.next_offset, self.current_at_ms, self.refused, self.next_event)
+        return numbers + _pack_last(self.last) + _pack_last(self.last_event)
+
+
+def _pack_last(last: LastRecord | None) -> bytes:
+    return _NO_LAST if last is None else _LAST.pack(True, last.offset, last.leader_epoch, last.time_ms, last.digest)
+
+
+def _unpack_last(data: bytes) -> LastRecord | None:
+    is_known, *values = _LAST.unpack_from(data or _NO_LAST)
+    return LastRecord(*values) if is_known else None
 
 
 @record(frozen=True, slots=True)
@@ -114,7 +145,7 @@ class Tables:
     def state(self, partition: int) -> PartitionState | None:
         """None: the partition was never read."""
         found = self._txn.get(_PARTITION.pack(partition), db=self.files.partitions)
-        return None if found is None else PartitionState(*_STATE.unpack(found))
+        return None if found is None else PartitionState.unpack(found)
 
     def partition_of(self, user_id: str) -> int | None:
         """The partition of a stored user."""
@@ -176,12 +207,15 @@ class Tables:
         """Deletes everything. The store is a copy of `origin` from now on."""
         for table in (*self.files.tables, self.files.partitions):
             self._txn.drop(table, delete=False)
-        self._txn.put(LAYOUT_KEY, LAYOUT, db=self.files.meta)
+        self.put_layout()
         self._txn.put(ORIGIN, origin, db=self.files.meta)
 
+    def put_layout(self) -> None:
+        """The content has the layout of this version from now on."""
+        self._txn.put(LAYOUT_KEY, LAYOUT, db=self.files.meta)
+
     def put_state(self, partition: int, state: PartitionState) -> None:
-        value = _STATE.pack(state.next_offset, state.current_at_ms, state.refused, state.next_event)
-        self._txn.put(_PARTITION.pack(partition), value, db=self.files.partitions)
+        self._txn.put(_PARTITION.pack(partition), state.pack(), db=self.files.partitions)
 
     def delete_state(self, partition: int) -> None:
         self._txn.delete(_PARTITION.pack(partition), db=self.files.partitions)

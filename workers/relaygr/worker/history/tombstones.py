@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import Message
 
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.clients import READ_COMMITTED
+from relaygr.kafka.log_reader import Log, LogReader
+from relaygr.kafka.session import KafkaSession
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history.batches import HistoryRecord
 from relaygr.worker.history.decode import read_record
@@ -14,42 +17,51 @@ from relaygr.worker.history.store import HistoryStore
 
 
 class TombstoneReader:
-    """Stores nothing: when the store can be written again, the follower reads the same records."""
+    """Stores nothing: when the store can be written again, the follower reads the same records.
+
+    So it may read those of a new log, from its beginning.
+    """
 
     def __init__(
-        self, kafka: KafkaSettings, store: HistoryStore, on_tombstone: Callable[[int, HistoryRecord], None]
+        self,
+        session: KafkaSession,
+        store: HistoryStore,
+        client_id: str,
+        on_tombstone: Callable[[int, HistoryRecord], None],
     ) -> None:
         """`on_tombstone` gets the partition and the tombstone."""
-        self._topic = kafka.topic(Topic.HISTORY)
-        self._partition_count = kafka.partitions
+        self._topic = session.kafka.topic(Topic.HISTORY)
+        self._partition_count = session.kafka.partitions
         self._store = store
         self._on_tombstone = on_tombstone
+        self._reader = LogReader(session, client_id, (self._topic,), READ_COMMITTED)
+        self._logs: dict[int, Log] = {}
         self._read_to: dict[int, int] = {}
-        self._partitions: frozenset[int] = frozenset()
-        self._unread: set[int] = set()
 
     @property
-    def is_at_end(self) -> bool:
-        """Whether every partition was read to its end since `begin`."""
-        return not self._unread
+    def caught_up(self) -> bool:
+        """Whether every partition was read to its end with the present client."""
+        return all(log.caught_up for log in self._logs.values())
 
-    def begin(self) -> None:
-        """Reads with a new consumer from now on, from where the last one ended."""
-        self._partitions, self._unread = frozenset(), set()
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Has a client meanwhile, which reads from where the last one ended. Raises RelayError."""
+        self._logs.clear()
+        with self._reader:
+            yield
 
-    def assign(self, consumer: Consumer, partitions: frozenset[int]) -> None:
-        """Reads these partitions and no others."""
-        if partitions != self._partitions:
-            self._partitions, self._unread = partitions, set(partitions)
-            consumer.assign([self._position(partition) for partition in sorted(partitions)])
+    def turn(self, partitions: frozenset[int], timeout_s: float) -> None:
+        """Reads these partitions and no others: what has arrived, or arrives in this time."""
+        self._reader.leave(*(self._logs.pop(each) for each in self._logs.keys() - partitions))
+        gained = {each: Log(self._topic, each, self._start(each)) for each in sorted(partitions - self._logs.keys())}
+        self._logs |= gained
+        if gained:
+            self._reader.read(*gained.values())
+        for message in self._reader.batch(timeout_s).records:
+            self._take(message)
 
-    def receive(self, message: Message) -> None:
-        """Takes a message of the history topic, or the end of one of its partitions."""
-        error, partition, offset = message.error(), message.partition(), message.offset()
-        if error is not None:
-            if error.code() == KafkaError._PARTITION_EOF and partition is not None:
-                self._unread.discard(partition)
-            return
+    def _take(self, message: Message) -> None:
+        partition, offset = message.partition(), message.offset()
         assert partition is not None and offset is not None
         self._read_to[partition] = offset + 1
         if message.value() is None:
@@ -62,6 +74,5 @@ class TombstoneReader:
         for partition in partitions or tuple(self._read_to):
             self._read_to.pop(partition, None)
 
-    def _position(self, partition: int) -> TopicPartition:
-        read_to = max(self._store.next_offset(partition) or 0, self._read_to.get(partition, 0))
-        return TopicPartition(self._topic, partition, read_to or OFFSET_BEGINNING)
+    def _start(self, partition: int) -> int:
+        return max(self._store.next_offset(partition) or 0, self._read_to.get(partition, 0))

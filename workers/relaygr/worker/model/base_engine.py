@@ -11,35 +11,37 @@ import numpy as np
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype, KvGeometry
-from relaygr.worker.model.checkpoint import Checkpoint
-from relaygr.worker.model.config import ModelConfig, RuleError, rules_of
-from relaygr.worker.model.interface import EngineLimits, Int64Array, PrefixChunk, RankInputs, RankOutputs, TooLongError
+from relaygr.worker.model.config import RuleError
+from relaygr.worker.model.description import Description
+from relaygr.worker.model.inputs.known import Vocabulary
+from relaygr.worker.model.interface import Int64Array, PrefixChunk, RankInputs, RankOutputs, TooLongError
 from relaygr.worker.model.options import ComputeDtype
 
 
 class BaseEngine(ABC):
-    """A checkpoint on a device. A subclass adds the computation."""
+    """A model on a device. A subclass adds the computation."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        described: Description,
+        revision: str,
+        vocabulary: Vocabulary,
         device: Device,
         kv_dtype: KvDtype,
         page_tokens: int,
         compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
     ) -> None:
-        config = checkpoint.config
         self.device = device
-        self.geometry = config.geometry(page_tokens, kv_dtype)
-        self.layout = config.layout()
-        self.limits = EngineLimits(config.max_prefix_behaviours, config.max_suffix_behaviours, config.max_candidates)
-        self.revision = checkpoint.revision
-        self.namespace = kv_namespace(checkpoint.revision, config, self.geometry, compute_dtype)
-        self.rules = rules_of(config)
-        self.num_tasks = len(config.tasks)
+        self.description = described
+        self.geometry = described.geometry(page_tokens, kv_dtype)
+        self.layout = described.layout
+        self.limits = described.limits
+        self.revision = revision
+        self.namespace = kv_namespace(revision, self.geometry, compute_dtype)
+        self.rules = described.rules
+        self.num_tasks = described.num_tasks
         self.compute_dtype = compute_dtype
-        self.weights_bytes = checkpoint.weights_bytes
-        self._vocabulary = checkpoint.vocabulary()
+        self._vocabulary = vocabulary
 
     @abstractmethod
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
@@ -69,13 +71,12 @@ def _check_limit(count: int, limit: int, what: str) -> None:
         raise TooLongError(f"{count} {what}, the model takes {limit}")
 
 
-def kv_namespace(revision: str, config: ModelConfig, geometry: KvGeometry, compute_dtype: ComputeDtype) -> bytes:
-    """16 bytes that identify everything K,V depend on, except the user. The revision covers the encodings, too."""
+def kv_namespace(revision: str, geometry: KvGeometry, compute_dtype: ComputeDtype) -> bytes:
+    """16 bytes that identify everything K,V depend on, except the user. The revision covers the configuration, too."""
     g = geometry
     parts = (
-        "relaygr.kv.2",
+        "relaygr.kv.3",
         revision,
-        repr(config.normalizer),
         f"{g.num_layers}x{g.num_heads}x{g.attention_dim}+{g.hidden_dim}",
         str(g.page_tokens),
         str(g.dtype),

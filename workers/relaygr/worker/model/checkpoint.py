@@ -34,6 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import partial_of, read_regular, removed_on_failure, require_regular
 from relaygr.worker.model.config import CONFIG_FILE, WEIGHTS_FILE, ModelConfig, read_config
 from relaygr.worker.model.inputs.embedding import input_shapes
 from relaygr.worker.model.inputs.known import IDS_TENSOR, Vocabulary
@@ -48,7 +49,6 @@ _WHOLE_SUFFIX = ".rows"
 _REVISION_BYTES = 16
 _SHOWN = 8
 _STAMP_KEY = "relaygr"
-_PARTIAL_CONFIG = f".{CONFIG_FILE}.partial"
 _SECOND_NS = 10**9
 _BLOCK_ELEMENTS = 2**24
 
@@ -206,6 +206,7 @@ def resident_bytes(folder: Path, device_table_bytes: int, compute_dtype: torch.d
     total = 0
     shapes: dict[str, Sequence[int]] = {}
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 part = file.get_slice(name)
@@ -228,7 +229,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], _Stamp | None]:
     """The tensors, mapped, and the record of them; None if another tool wrote the file."""
     try:
         # safetensors says of each file that it cannot open that there is none.
-        path.open("rb").close()
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             stamp = _stamp_of(file.metadata(), path)
@@ -241,6 +242,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], _Stamp | None]:
 
 def _read_stamp(path: Path) -> _Stamp | None:
     """The record in the header; None if another tool wrote the file."""
+    require_regular(path)
     with safe_open(path, framework="pt") as file:
         return _stamp_of(file.metadata(), path)
 
@@ -253,7 +255,8 @@ def _stamp_of(header: Mapping[str, str] | None, path: Path) -> _Stamp | None:
         values = json.loads(record)
         digests = {str(name): str(digest) for name, digest in values["digests"].items()}
         stamp = _Stamp(int(values["time_s"]), digests, str(values.get("config", "")))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    # Another program may have put any JSON there: also numbers without end, and lists in lists.
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RelayError(f"{path} has a broken record of its digests: {error}.") from error
     return stamp
 
@@ -278,24 +281,13 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
         folder.mkdir(parents=True, exist_ok=True)
         # Each file gets its name only when both are complete, the weights first: `finish_save` gives the configuration
         # its name if this process ends in between.
-        partial_config = folder / _PARTIAL_CONFIG
-        partial_config.write_text(config.to_json(), encoding="utf-8")
-        if tensors:
-            partial = folder / f".{WEIGHTS_FILE}.partial"
-            partial.unlink(missing_ok=True)
-            partial.touch()
-            mode = partial.stat().st_mode & 0o777
-            # A time before the present second: whoever changes the file later gives it another time.
-            written_ns = time.time_ns() - _SECOND_NS
-            stamp = _Stamp(written_ns // _SECOND_NS, digests, _text_digest(config.to_json()))
-            record = {_STAMP_KEY: json.dumps(asdict(stamp), sort_keys=True)}
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, record)
-            # safetensors replaces the file by one of mode 0600; a worker may run as another user than the operator.
-            partial.chmod(mode)
-            os.utime(partial, ns=(written_ns, written_ns))
-            partial.replace(folder / WEIGHTS_FILE)
-        else:
-            (folder / WEIGHTS_FILE).unlink(missing_ok=True)
+        partial_config = partial_of(folder / CONFIG_FILE)
+        with removed_on_failure(partial_config):
+            partial_config.write_text(config.to_json(), encoding="utf-8")
+            if tensors:
+                _write_weights(folder / WEIGHTS_FILE, config, tensors, digests)
+            else:
+                (folder / WEIGHTS_FILE).unlink(missing_ok=True)
         # A reader may have done it.
         with contextlib.suppress(FileNotFoundError):
             partial_config.replace(folder / CONFIG_FILE)
@@ -304,14 +296,33 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
     return Checkpoint(config, tensors, _revision(config, tensors, digests))
 
 
+def _write_weights(
+    path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], digests: Mapping[str, str]
+) -> None:
+    partial = partial_of(path)
+    partial.unlink(missing_ok=True)
+    with removed_on_failure(partial):
+        partial.touch()
+        mode = partial.stat().st_mode & 0o777
+        # A time before the present second: whoever changes the file later gives it another time.
+        written_ns = time.time_ns() - _SECOND_NS
+        stamp = _Stamp(written_ns // _SECOND_NS, digests, _text_digest(config.to_json()))
+        record = {_STAMP_KEY: json.dumps(asdict(stamp), sort_keys=True)}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, record)
+        # safetensors replaces the file by one of mode 0600; a worker may run as another user than the operator.
+        partial.chmod(mode)
+        os.utime(partial, ns=(written_ns, written_ns))
+        partial.replace(path)
+
+
 def finish_save(folder: Path) -> None:
     """Ends a `save_checkpoint` that was interrupted after it had named the weights. Raises RelayError."""
-    partial = folder / _PARTIAL_CONFIG
+    partial = partial_of(folder / CONFIG_FILE)
     try:
         if not partial.exists():
             return
         stamp = _read_stamp(folder / WEIGHTS_FILE)
-        if stamp is not None and stamp.config == _text_digest(partial.read_text(encoding="utf-8")):
+        if stamp is not None and stamp.config == _text_digest(read_regular(partial).decode()):
             partial.replace(folder / CONFIG_FILE)
     except FileNotFoundError:
         # The save goes on, and has named the file itself; or it was interrupted before there were weights.

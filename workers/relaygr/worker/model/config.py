@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import read_regular
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_FEATURES, MAX_SUFFIX_BEHAVIOURS, MAX_TASKS
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.model.options import (
@@ -40,6 +41,8 @@ from relaygr.worker.model.options import (
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+"""What people should know of the model: a training writes it, and nothing reads it."""
 
 
 class ModelConfig(Part):
@@ -244,6 +247,11 @@ class ModelConfig(Part):
 
 def parse_config(text: str, origin: str) -> ModelConfig:
     """Parses a configuration. Raises RelayError that names the origin and each wrong key."""
+    if names_ranker(text):
+        raise RelayError(
+            f"{origin} is the configuration of a ranker of your own, and this needs a model of our own layers: "
+            "docs/rankers.md says which commands take one."
+        )
     try:
         return ModelConfig.model_validate_json(text)
     except ValidationError as error:
@@ -252,11 +260,34 @@ def parse_config(text: str, origin: str) -> ModelConfig:
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration in a checkpoint folder. Raises RelayError if it is missing or invalid."""
-    return read_config_file(folder / CONFIG_FILE)
+    path = folder / CONFIG_FILE
+    # `read_config_file` also reads a file that a user names, which may be a pipe.
+    if path.exists() and not path.is_file():
+        raise RelayError(f"{path} cannot be read: it is not a regular file.")
+    return read_config_file(path)
+
+
+def is_ranker(folder: Path) -> bool:
+    """Whether the folder holds a team's own ranker (`rankers.py`), not a model of our own layers."""
+    try:
+        return names_ranker(read_regular(folder / CONFIG_FILE))
+    except OSError:
+        return False
+
+
+def names_ranker(text: str | bytes) -> bool:
+    """Whether a configuration is that of a team's own ranker."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "ranker" in found
 
 
 def require_model(folder: Path) -> None:
     """Raises RelayError for a folder that is no model. Reads the configuration alone."""
+    if is_ranker(folder):
+        return
     config, weights = read_config(folder), folder / WEIGHTS_FILE
     if config.family is not Family.NULL and not weights.is_file():
         raise RelayError(f"{weights} does not exist: a model is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}.")

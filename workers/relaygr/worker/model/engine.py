@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias, cast
 
 import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
 
+from relaygr.ranker.interface import version_of
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import usable_cores
 from relaygr.schemas.messages import Behaviours
+from relaygr.schemas.record import record
 from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.spec import torch_dtype
 from relaygr.worker.model.base_engine import BaseEngine
-from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, resident_bytes
+from relaygr.worker.model.checkpoint import Checkpoint, file_identity, load_checkpoint, resident_bytes
+from relaygr.worker.model.config import WEIGHTS_FILE, PrefixRules, is_ranker
+from relaygr.worker.model.description import description_of
 from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
-from relaygr.worker.model.inputs.tokens import Column, no_tokens
 from relaygr.worker.model.interface import (
     Engine,
     Int32Array,
@@ -31,8 +35,21 @@ from relaygr.worker.model.interface import (
 )
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype, Family
 from relaygr.worker.model.paged_engine import PagedEngine
+from relaygr.worker.model.ranker_engine import RankerEngine, open_ranker
+from relaygr.worker.model.rankers import (
+    RankerFolder,
+    RankerRecord,
+    files_bytes,
+    model_files,
+    read_ranker,
+    read_ranker_config,
+)
 
 log = structlog.get_logger(__name__)
+
+
+Model: TypeAlias = Checkpoint | RankerFolder
+"""A model of our own layers, or a team's own ranker."""
 
 
 class NoMemoryForWeightsError(RelayError):
@@ -48,8 +65,9 @@ def load_engine(
     compute_dtype: ComputeDtype | None = None,
     graphs: bool = False,
     device_table_bytes: int = DEVICE_TABLE_BYTES,
+    ranker_modules: Sequence[str] = (),
 ) -> Engine:
-    """An engine for the checkpoint folder `path`, on the device that the setting names (`open_device`).
+    """An engine for the model in the folder `path`, on the device that the setting names (`open_device`).
 
     `kv_dtype`, `compute_dtype`: None is the device's default (`default_dtypes`). `threads`: CPU threads of one
     operator, process-wide; None is torch's default, within the CPU quota of the container. `device_table_bytes`: larger
@@ -73,7 +91,42 @@ def load_engine(
         _require_int8(opened)
     if opened.is_cpu:
         _require_memory(path, opened, compute, device_table_bytes)
-    return build_engine(load_checkpoint(path), opened, kv, page_tokens, compute, graphs, device_table_bytes)
+    return build_engine(load_model(path), opened, kv, page_tokens, compute, graphs, device_table_bytes, ranker_modules)
+
+
+def load_model(path: Path) -> Model:
+    """The model in a folder, without running code. Raises RelayError if it is missing or broken."""
+    return read_ranker(path) if is_ranker(path) else load_checkpoint(path)
+
+
+def weights_identity(path: Path) -> tuple[int, int, int] | None:
+    """Of the weights in a folder, or of all files of a ranker: another one after each save. None without weights."""
+    if not is_ranker(path):
+        return file_identity(path / WEIGHTS_FILE)
+    found = [identity for identity in map(file_identity, model_files(path)) if identity is not None]
+    inodes, sizes, times_ns = zip(*found, strict=True) if found else ((), (), ())
+    return sum(inodes), sum(sizes), max(times_ns, default=0)
+
+
+def engine_to_check(path: Path, device: str | None, ranker_modules: Sequence[str]) -> Engine:
+    """An engine in float32 whose rules are to be found out: a ranker of a team's own claims them all.
+
+    Raises RelayError as `load_engine` does.
+    """
+    if not is_ranker(path):
+        return load_engine(path, device, KvDtype.FLOAT32, compute_dtype=ComputeDtype.FLOAT32)
+    opened, config = open_device(device), read_ranker_config(path)
+    ranker = open_ranker(path, config, opened, ComputeDtype.FLOAT32, ranker_modules)
+    claimed = PrefixRules(grows=True, chunks=True, uses_query_time=True)
+    record = RankerRecord(config.ranker, version_of(type(ranker)), ranker.shape(), claimed)
+    return build_engine(
+        read_ranker(path, record),
+        opened,
+        KvDtype.FLOAT32,
+        DEFAULT_PAGE_TOKENS,
+        ComputeDtype.FLOAT32,
+        ranker_modules=ranker_modules,
+    )
 
 
 def default_dtypes(device: Device) -> tuple[KvDtype, ComputeDtype]:
@@ -96,7 +149,7 @@ def _require_int8(device: Device) -> None:
 
 def _require_memory(path: Path, device: Device, compute: ComputeDtype, device_table_bytes: int) -> None:
     """Raises NoMemoryForWeightsError: the kernel would kill the process while it loads."""
-    wanted = resident_bytes(path, device_table_bytes, torch_dtype(compute), device.torch_device.type)
+    wanted = memory_bytes(path, device_table_bytes, compute, device)
     free = device.memory().free_bytes
     if wanted > free:
         raise NoMemoryForWeightsError(
@@ -105,25 +158,36 @@ def _require_memory(path: Path, device: Device, compute: ComputeDtype, device_ta
         )
 
 
+def memory_bytes(path: Path, device_table_bytes: int, compute: ComputeDtype, device: Device) -> int:
+    """Memory for the weights in a folder and what products keep of them, without large tables. Reads no weights."""
+    if is_ranker(path):
+        return files_bytes(path)
+    return resident_bytes(path, device_table_bytes, torch_dtype(compute), device.torch_device.type)
+
+
 def build_engine(
-    checkpoint: Checkpoint,
+    model: Model,
     device: Device,
     kv_dtype: KvDtype,
     page_tokens: int,
     compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
     graphs: bool = False,
     device_table_bytes: int = DEVICE_TABLE_BYTES,
+    ranker_modules: Sequence[str] = (),
 ) -> Engine:
-    """An engine for a checkpoint in memory. `graphs`: run forwards from captured graphs (`graphs.py`).
+    """An engine for a model that was read. `graphs`: run forwards from captured graphs (`graphs.py`).
+    `ranker_modules`: of rankers whose code may run.
 
-    Raises RelayError if the device has no products of this type.
+    Raises RelayError if the device has no products of this type, and for a ranker that may not run or fails.
     """
+    if isinstance(model, RankerFolder):
+        return RankerEngine(model, device, kv_dtype, page_tokens, compute_dtype, ranker_modules)
     if compute_dtype is ComputeDtype.INT8:
         _require_int8(device)
-    if checkpoint.config.family is Family.NULL:
-        return NullEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
+    if model.config.family is Family.NULL:
+        return NullEngine(model, device, kv_dtype, page_tokens, compute_dtype)
     return PagedEngine(
-        checkpoint,
+        model,
         device,
         kv_dtype,
         page_tokens,
@@ -139,6 +203,11 @@ def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
     return ((mixed >> np.uint64(40)) / np.float32(2**24)).astype(np.float32)
 
 
+@record(frozen=True, slots=True, kw_only=True)
+class _NullRequest(RankInputs):
+    candidates: Int64Array
+
+
 class NullEngine(BaseEngine):
     """Computes nothing, to measure the pipeline around the model. It needs no weights.
 
@@ -148,6 +217,20 @@ class NullEngine(BaseEngine):
 
     backend = "none"
     passes_to_warm = 0
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        kv_dtype: KvDtype,
+        page_tokens: int,
+        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    ) -> None:
+        described = description_of(checkpoint.config)
+        super().__init__(
+            described, checkpoint.revision, checkpoint.vocabulary(), device, kv_dtype, page_tokens, compute_dtype
+        )
+        self.weights_bytes = checkpoint.weights_bytes
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:  # noqa: ARG002 - it holds no rows
         return 0
@@ -172,7 +255,7 @@ class NullEngine(BaseEngine):
         query_time_ms: int = 0,  # noqa: ARG002
     ) -> PrefixInputs:
         self._check_prefix(behaviours)
-        return PrefixInputs(no_tokens(self.layout.tokens(len(behaviours))), 0)
+        return PrefixInputs(tokens=self.layout.tokens(len(behaviours)), unknown_items=0)
 
     def rank_inputs(
         self,
@@ -184,12 +267,17 @@ class NullEngine(BaseEngine):
         prefix_timestamps_ms: Int64Array | None = None,  # noqa: ARG002
     ) -> RankInputs:
         self._check_request(suffix, candidates)
-        rows = no_tokens(candidates.size)
-        rows[:, Column.CONTENT] = candidates
-        return RankInputs(prefix_tokens, pages, rows, 0, int(candidates.size), 0)
+        return _NullRequest(
+            prefix_tokens=prefix_tokens,
+            pages=pages,
+            num_candidates=int(candidates.size),
+            unknown_items=0,
+            candidates=candidates,
+        )
 
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
         for chunk in chunks:
             if self.geometry.pages_for(chunk.end) > len(chunk.pages):
                 raise ValueError(f"{chunk.end} tokens do not fit into {len(chunk.pages)} pages")
-        return [RankOutputs(null_scores(request.rows[:, Column.CONTENT], self.num_tasks)) for request in requests]
+        asked = cast("Sequence[_NullRequest]", requests)
+        return [RankOutputs(null_scores(request.candidates, self.num_tasks)) for request in asked]

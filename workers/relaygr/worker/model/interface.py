@@ -26,7 +26,6 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.record import record
 from relaygr.worker.kv import KvGeometry, PrefixLayout
 from relaygr.worker.model.config import PrefixRules
-from relaygr.worker.model.inputs.tokens import Tokens
 from relaygr.worker.model.options import ComputeDtype
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from relaygr.worker.device import Device
+    from relaygr.worker.model.description import Description
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -52,18 +52,12 @@ class EngineLimits:
     max_candidates: int
 
 
-@record(frozen=True, slots=True)
+@record(frozen=True, slots=True, kw_only=True)
 class PrefixInputs:
-    """A whole prefix after look-up. `rows`: its contextual tokens, then its behaviours (`inputs/tokens.py`)."""
+    """A whole prefix after look-up. Each engine adds what its forward reads."""
 
-    rows: Tokens
+    tokens: int
     unknown_items: int
-    query_time: int = 0
-    """Seconds; 0 if the model does not use the query time."""
-
-    @property
-    def tokens(self) -> int:
-        return int(self.rows.shape[0])
 
 
 @record(frozen=True, slots=True)
@@ -76,18 +70,16 @@ class PrefixChunk:
     pages: Int32Array
 
 
-@record(frozen=True, slots=True)
+@record(frozen=True, slots=True, kw_only=True)
 class RankInputs:
-    """One request after look-up. Its suffix and its candidates read the first `prefix_tokens` tokens in `pages`."""
+    """One request after look-up. Its suffix and its candidates read the first `prefix_tokens` tokens in `pages`. Each
+    engine adds what its forward reads.
+    """
 
     prefix_tokens: int
     pages: Int32Array
-    rows: Tokens
-    suffix_tokens: int
     num_candidates: int
     unknown_items: int
-    prefix_times: Int64Array | None = None
-    """Time of each prefix token in seconds, if the model has a bias by time."""
     layer_ready: Callable[[int], None] | None = None
     """Called with the number of each layer before that layer reads the pages: a reload may still be writing them.
     The function may make the current stream wait. If it raises, `forward` raises."""
@@ -105,6 +97,10 @@ class Engine(Protocol):
 
     @property
     def device(self) -> Device: ...
+
+    @property
+    def description(self) -> Description:
+        """What the model's folder says of it."""
 
     @property
     def geometry(self) -> KvGeometry: ...

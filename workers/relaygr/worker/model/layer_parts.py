@@ -10,6 +10,8 @@ each product, and never a sum: neither torch's products nor the residual stream 
 
 A product in int8 (oneDNN, CPU) gives each row and each column of the weight a scale of its own: their largest absolute
 value is 127. The sums are whole numbers, hence exact. So the result of a row does not depend on the rows beside it.
+
+oneDNN compiles a product for each number of rows, for about 1 ms. So on the CPU rows are `padded` to few numbers.
 """
 
 from __future__ import annotations
@@ -64,6 +66,24 @@ class AddedProduct(Protocol):
 
     def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns y + rows @ weight [+ bias] as a new tensor."""
+
+
+_ROW_STEP = 16
+_STEPS_OF_A_DOUBLING = 8
+
+
+def padded_rows(count: int) -> int:
+    """The number of rows that the CPU computes for so many: at most an eighth more, or a multiple of 16."""
+    step = max(_ROW_STEP, (1 << max(0, count - 1).bit_length()) // (2 * _STEPS_OF_A_DOUBLING))
+    return -(-count // step) * step
+
+
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    """rows [M, K], on the CPU with rows of zeros behind them, which the caller cuts off the product."""
+    if rows.device.type != "cpu":
+        return rows
+    missing = padded_rows(rows.shape[0]) - rows.shape[0]
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def onednn_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -176,11 +196,11 @@ def product(weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype = torch
         return lambda rows: whole(rows, bias)
     if dtype is not torch.float32:
         narrow, narrow_bias = weight.to(dtype), bias.to(dtype)
-        return lambda rows: torch.addmm(narrow_bias, rows, narrow)
+        return lambda rows: torch.addmm(narrow_bias, padded(rows), narrow)[: rows.shape[0]]
     packed = _packed(weight)
     if packed is None:
         return lambda rows: torch.addmm(bias, rows, weight)
-    return lambda rows: onednn_product(rows, packed, bias)
+    return lambda rows: onednn_product(padded(rows), packed, bias)[: rows.shape[0]]
 
 
 LARGEST = 127.0
@@ -231,7 +251,7 @@ class Int8Weight:
             block = slice(low, low + _INT8_ROWS)
             numbers, scales = quantised(rows[block], 1, zero=_ZERO)
             sums = torch.ops.onednn.qlinear_pointwise(
-                numbers,
+                padded(numbers),
                 1.0,
                 _ZERO,
                 self._packed,
@@ -244,7 +264,7 @@ class Int8Weight:
                 "none",
                 [],
                 "",
-            )
+            )[: numbers.shape[0]]
             torch.addcmul(added if added.dim() == 1 else added[block], sums, scales, out=out[block])
         return out
 
@@ -256,7 +276,7 @@ class NarrowProduct:
         self._weight, self._dtype = weight.to(dtype), dtype
 
     def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return y + torch.mm(rows.to(self._dtype), self._weight)
+        return y + torch.mm(padded(rows.to(self._dtype)), self._weight)[: rows.shape[0]]
 
 
 def full_product(weight: torch.Tensor) -> AddedProduct:
@@ -264,7 +284,12 @@ def full_product(weight: torch.Tensor) -> AddedProduct:
     packed = _packed(weight)
     if packed is None:
         return lambda y, rows: torch.addmm(y, rows, weight)
-    return lambda y, rows: torch.ops.mkldnn._linear_pointwise.binary(rows, y, packed, None, "add")
+
+    def added(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(padded(rows), padded(y), packed, None, "add")
+        return out[: rows.shape[0]]
+
+    return added
 
 
 def int8_product(weight: torch.Tensor) -> AddedProduct:

@@ -193,6 +193,12 @@ class Task(Part):
     kind: TaskKind = TaskKind.BINARY
 
 
+def parse_task(text: str) -> dict[str, str]:
+    """The fields of a task, from NAME[:binary|:regression]."""
+    name, _, kind = text.partition(":")
+    return {"name": name, "kind": kind or TaskKind.BINARY.value}
+
+
 DEFAULT_PAGE_TOKENS = 64
 """Tokens of one page of K,V."""
 

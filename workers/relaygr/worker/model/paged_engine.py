@@ -7,11 +7,13 @@ rows, and no row is padding. Attention handles each segment by itself (`attentio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
 
 from relaygr.schemas.messages import Behaviours
+from relaygr.schemas.record import record
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.bias import relative_biases
@@ -22,17 +24,43 @@ from relaygr.worker.model.attention.spec import spec_of, torch_dtype
 from relaygr.worker.model.base_engine import BaseEngine
 from relaygr.worker.model.checkpoint import Checkpoint, copied_bytes
 from relaygr.worker.model.config import ModelConfig, RuleError, rules_of
+from relaygr.worker.model.description import description_of
 from relaygr.worker.model.graphs import layer_runner
 from relaygr.worker.model.inputs.embedding import TokenEmbedding, input_row_elements
 from relaygr.worker.model.inputs.encodings import query_seconds, seconds
 from relaygr.worker.model.inputs.known import IDS_TENSOR, KnownInputs
 from relaygr.worker.model.inputs.lookup import FeatureGates, TokenLookup
 from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES, Placement
-from relaygr.worker.model.inputs.tokens import Column
+from relaygr.worker.model.inputs.tokens import Column, Tokens
 from relaygr.worker.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs, RankOutputs
+from relaygr.worker.model.layer_parts import padded_rows
 from relaygr.worker.model.layers import LayerStack, build_layers
 from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.model.readout import Readout, readout_row_elements
+
+
+@record(frozen=True, slots=True, kw_only=True)
+class TokenPrefix(PrefixInputs):
+    """`rows`: the prefix's contextual tokens, then its behaviours (`inputs/tokens.py`)."""
+
+    rows: Tokens
+    query_time: int = 0
+    """Seconds; 0 if the model does not use the query time."""
+
+
+@record(frozen=True, slots=True, kw_only=True)
+class TokenRequest(RankInputs):
+    """`rows`: the tokens of the suffix, then of the candidates."""
+
+    rows: Tokens
+    suffix_tokens: int
+    prefix_times: Int64Array | None = None
+    """Time of each prefix token in seconds, if the model has a bias by time."""
+
+
+def _prefix_of(chunk: PrefixChunk) -> TokenPrefix:
+    """An engine is given what its own look-up returned."""
+    return cast("TokenPrefix", chunk.inputs)
 
 
 class Segmenting:
@@ -66,7 +94,8 @@ class Segmenting:
 
         Raises ValueError if the chunk is outside its prefix, RuleError if the model's rules forbid chunks.
         """
-        tokens = chunk.inputs.tokens
+        inputs = _prefix_of(chunk)
+        tokens = inputs.tokens
         if not 0 <= chunk.start < chunk.end <= tokens:
             raise ValueError(f"chunk [{chunk.start}, {chunk.end}) is not in a prefix of {tokens} tokens")
         if not self._rules.chunks and (chunk.start, chunk.end) != (0, tokens):
@@ -76,10 +105,10 @@ class Segmenting:
             )
         times = None
         if self._has_times:
-            own = chunk.inputs.rows[: chunk.end + 1, Column.TIME]
+            own = inputs.rows[: chunk.end + 1, Column.TIME]
             following = own[chunk.start + 1 :]
             if chunk.end == tokens:
-                following = np.append(following, chunk.inputs.query_time)
+                following = np.append(following, inputs.query_time)
             times = SegmentTimes(own[: chunk.end].copy(), following.copy())
         return Segment(
             pages=chunk.pages,
@@ -91,7 +120,7 @@ class Segmenting:
             times=times,
         )
 
-    def of_request(self, request: RankInputs) -> Segment:
+    def of_request(self, request: TokenRequest) -> Segment:
         """The segment of a request: its suffix and candidates."""
         times = None
         if request.prefix_times is not None:
@@ -132,15 +161,23 @@ class PagedEngine(BaseEngine):
         `graphs`: run forwards from captured graphs, if the back end can be captured (`graphs.py`).
         `device_table_bytes`: larger tables stay in host memory (`inputs/tables.py`).
         """
-        super().__init__(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
         config = checkpoint.config
+        super().__init__(
+            description_of(config),
+            checkpoint.revision,
+            checkpoint.vocabulary(),
+            device,
+            kv_dtype,
+            page_tokens,
+            compute_dtype,
+        )
         self._config = config
         self._gates = FeatureGates(config.contextual_features)
-        self._known = KnownInputs(config)
+        self._known = KnownInputs.of(config)
         self._lookup = TokenLookup(config, self._vocabulary)
         self._segmenting = Segmenting(config)
         on_host = checkpoint.large_tables(device_table_bytes)
-        self.weights_bytes -= sum(checkpoint.tensors[name].nbytes for name in on_host)
+        self.weights_bytes = checkpoint.weights_bytes - sum(checkpoint.tensors[name].nbytes for name in on_host)
         shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
         self.weights_bytes += copied_bytes(shapes, torch_dtype(compute_dtype), device.torch_device.type)
         tensors = {
@@ -176,6 +213,10 @@ class PagedEngine(BaseEngine):
         narrow = 2 * c.embedding_dim + values + max(c.projection_width, c.mlp_dim or 0) + 2 * (keys + values)
         narrow += c.output_width
         rows = max_chunk_tokens + max_batch_rows
+        if self.device.is_cpu:
+            # What a product adds to the residual stream, and the rows that it reads, copied with rows of padding.
+            rows = padded_rows(rows)
+            full += c.embedding_dim + c.output_width
         max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
         layers = rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
         if self.compute_dtype is ComputeDtype.INT8:
@@ -203,7 +244,12 @@ class PagedEngine(BaseEngine):
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
         self._check_prefix(behaviours)
         found = self._lookup.prefix(features, behaviours, query_time_ms)
-        return PrefixInputs(found.tokens, found.unknown_items, query_seconds(query_time_ms))
+        return TokenPrefix(
+            tokens=found.tokens.shape[0],
+            unknown_items=found.unknown_items,
+            rows=found.tokens,
+            query_time=query_seconds(query_time_ms),
+        )
 
     def rank_inputs(
         self,
@@ -216,7 +262,7 @@ class PagedEngine(BaseEngine):
     ) -> RankInputs:
         self._check_request(suffix, candidates)
         found = self._lookup.scored(prefix_tokens, suffix, candidates, query_time_ms)
-        return RankInputs(
+        return TokenRequest(
             prefix_tokens=prefix_tokens,
             pages=pages,
             rows=found.tokens,
@@ -232,18 +278,19 @@ class PagedEngine(BaseEngine):
             raise ValueError("the engine has no arena yet: call bind first")
         if not chunks and not requests:
             return []
+        asked = cast("Sequence[TokenRequest]", requests)
         segments: list[Segment] = [self._segmenting.of_chunk(chunk) for chunk in chunks]
-        segments += [self._segmenting.of_request(request) for request in requests]
+        segments += [self._segmenting.of_request(request) for request in asked]
         tokens = np.concatenate(
-            [chunk.inputs.rows[chunk.start : chunk.end] for chunk in chunks] + [request.rows for request in requests]
+            [_prefix_of(chunk).rows[chunk.start : chunk.end] for chunk in chunks] + [request.rows for request in asked]
         )
         before = [request.layer_ready for request in requests if request.layer_ready is not None]
         sent = self.device.sent(torch.from_numpy(tokens))
         rows = self._layers(self._kv, segments, self._embedding(tokens, sent), before)
-        return self._scores(rows, sent, sum(chunk.end - chunk.start for chunk in chunks), requests) if requests else []
+        return self._scores(rows, sent, sum(chunk.end - chunk.start for chunk in chunks), asked) if asked else []
 
     def _scores(
-        self, rows: torch.Tensor, tokens: torch.Tensor, start: int, requests: Sequence[RankInputs]
+        self, rows: torch.Tensor, tokens: torch.Tensor, start: int, requests: Sequence[TokenRequest]
     ) -> list[RankOutputs]:
         """The scores of the requests. Their rows and tokens begin at `start`."""
         ends = np.cumsum([request.rows.shape[0] for request in requests]) + start

@@ -1,7 +1,6 @@
 """The pool: a third tier of the prefix cache, in a store that workers share (docs/pool.md).
 
-    store       contract of a store: has, put, get, remove, forget
-    mooncake    the store on Mooncake Store
+    stores      the stores, by the scheme of their URL, and their contract: has, put, get, remove, forget
     segments    how a prefix is cut into objects: their keys, pages and seals
     tier        reads objects into the DRAM tier, and writes them from there
     link        how long a fetch takes

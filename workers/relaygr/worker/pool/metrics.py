@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 FETCHES = Counter(
     "relaygr_pool_fetches_total",
@@ -16,11 +16,6 @@ DECLINED = Counter(
     "Prefixes that were not asked for: away (the store hangs or does not answer), slow (computing is faster), full "
     "(too many fetches wait)",
     ["reason"],
-)
-FETCH_SECONDS = Histogram(
-    "relaygr_pool_fetch_seconds",
-    "Time of a fetch that ended with its prefix in DRAM",
-    buckets=[*(each / 1000 for each in range(1, 21)), 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5],
 )
 WRITES = Counter(
     "relaygr_pool_objects_written_total",

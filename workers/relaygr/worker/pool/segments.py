@@ -1,12 +1,10 @@
 """How prefixes are cut into objects of the pool: pure functions of keys, pages and a secret.
 
 An object holds the DRAM pages that a run of `Segments.behaviours` behaviours completes, so it never changes: a history
-that grows adds objects and rewrites none. The pages of its last, incomplete run are in no object. The key is
-
-    <prefix>/<model and layout>/<keyed hash of the user>/<chain digest at the end of the run>
-
-so other weights, another layout and another history are other keys. An object begins with its seal: a keyed digest of
-its key and of the CRC-32 of each page. Whoever reads computes the seal over the pages that arrived.
+that grows adds objects and rewrites none. The pages of its last, incomplete run are in no object. The key has a digest
+of the model and layout, a keyed hash of the user, and the chain digest at the end of the run, so other weights, another
+layout and another history are other keys. An object begins with its seal: a keyed digest of its key and of the CRC-32
+of each page. Whoever reads computes the seal over the pages that arrived.
 """
 
 from __future__ import annotations
@@ -24,9 +22,11 @@ import numpy as np
 from relaygr.schemas.digest import BLOCK
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.kv import DramGeometry, PrefixLayout
-from relaygr.worker.pool.store import Memory
+from relaygr.worker.pool.stores.contract import Memory, ObjectKey
 
 SEAL_BYTES: Final = 32
+USER_PART: Final = re.compile(r"[0-9a-f]{32}")
+"""What `Segments.user_part` returns."""
 _LEAST_BYTES: Final = 256 * 1024
 """Smaller objects take longer for the same bytes: each costs a question to the master."""
 
@@ -35,7 +35,7 @@ _LEAST_BYTES: Final = 256 * 1024
 class Segment:
     """An object's key, and its pages: those from `first_page` up to `end_page` of the prefix's page table."""
 
-    key: str
+    key: ObjectKey
     first_page: int
     end_page: int
 
@@ -44,7 +44,7 @@ class Segments:
     """The cut of all prefixes with one form of pages."""
 
     def __init__(self, prefix: str, secret: bytes, geometry: DramGeometry, layout: PrefixLayout) -> None:
-        self.prefix = prefix
+        self._prefix = prefix
         self._secret = hashlib.blake2b(secret).digest()
         self._page_tokens, self._page_bytes = geometry.kv.page_tokens, geometry.page_bytes
         self._layout = layout
@@ -72,13 +72,13 @@ class Segments:
         """The objects of the first `behaviours` behaviours of `key`, in order; none if they are not known to last."""
         if not (key.is_known and key.growable):
             return []
-        head = f"{self.prefix}/{self._model(key.namespace)}/{self.user_part(key.user_id)}/"
+        model, user = self._model(key.namespace), self.user_part(key.user_id)
         segments, first_page = [], 0
         for end in range(self.behaviours, behaviours + 1, self.behaviours):
             digest, end_page = key.digest_at(end), self.pages(end)
             if digest is None:
                 break
-            segments.append(Segment(head + digest.hex(), first_page, end_page))
+            segments.append(Segment(ObjectKey(model, user, digest.hex()), first_page, end_page))
             first_page = end_page
         return segments
 
@@ -86,13 +86,9 @@ class Segments:
         """The part of a key that names the user."""
         return hashlib.blake2b(user_id.encode(), key=self._secret, digest_size=16).hexdigest()
 
-    def pattern(self, user_parts: Iterable[str]) -> str:
-        """The pattern of all keys of these users, for every model. A part may be a pattern itself."""
-        return f"^{re.escape(self.prefix)}/[0-9a-f]+/(?:{'|'.join(user_parts)})/"
-
-    def seal(self, key: str, pages: Iterable[Memory]) -> Memory:
+    def seal(self, key: ObjectKey, pages: Iterable[Memory]) -> Memory:
         """The seal of an object, uint8 [SEAL_BYTES]."""
-        digest = hashlib.blake2b(key.encode(), key=self._secret, digest_size=SEAL_BYTES)
+        digest = hashlib.blake2b(f"{self._prefix}/{key}".encode(), key=self._secret, digest_size=SEAL_BYTES)
         for page in pages:
             digest.update(zlib.crc32(page.data).to_bytes(4, "little"))
         return np.frombuffer(digest.digest(), np.uint8)

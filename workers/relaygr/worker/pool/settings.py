@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from relaygr.runtime.settings import Section
-
-
-class Transport(enum.StrEnum):
-    """How bytes travel between workers and holders."""
-
-    TCP = "tcp"
-    RDMA = "rdma"
-    ASCEND = "ascend"
+from relaygr.worker.pool.stores import forms, store_url
+from relaygr.worker.pool.stores.contract import StoreUrl
+from relaygr.worker.pool.stores.mooncake import url_text
 
 
 class PoolSettings(Section):
     """A third tier of prefixes, in memory that the workers share (docs/pool.md)."""
 
-    address: str | None = Field(
+    store: str | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$",
-        description="HOST:PORT of the Mooncake master; none: no pool. Needs `relaygr[pool]` and a DRAM tier",
+        description=f"URL of the store: {forms()}; none: no pool. Needs `relaygr[pool]` and a DRAM tier",
     )
-    protocol: Transport = Field(Transport.TCP, description="how bytes travel, the same as for the holders")
+    address: str | None = Field(
+        None, description="earlier form of `store`, read for one more release: HOST:PORT of the Mooncake master"
+    )
+    protocol: str | None = Field(None, description="earlier form of the option in `store`, with `address` only")
     prefix: str = Field(
         "relaygr",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
@@ -36,7 +32,7 @@ class PoolSettings(Section):
     secret_file: Path | None = Field(
         None,
         description="file with at least 16 bytes, the same on all workers, under which users' ids are hashed and "
-        "objects are sealed; must be set with an address",
+        "objects are sealed; must be set with a store",
     )
     visits: Annotated[
         int,
@@ -48,8 +44,23 @@ class PoolSettings(Section):
         description="rate at which a worker writes to the store, and at which its warm-ups read",
     )
 
+    @property
+    def url(self) -> StoreUrl | None:
+        """The store's, in either form; None without a pool."""
+        text = self.store if self.address is None else url_text(self.address, self.protocol)
+        return None if text is None else store_url(text)
+
+    @field_validator("store")
+    @classmethod
+    def _names_a_store(cls, text: str | None) -> str | None:
+        if text is not None:
+            store_url(text)
+        return text
+
     @model_validator(mode="after")
-    def _address_needs_a_secret(self) -> PoolSettings:
-        if self.address is not None and self.secret_file is None:
-            raise ValueError("an address needs a secret_file: without a secret, keys would tell who the users are")
+    def _one_form_and_a_secret(self) -> PoolSettings:
+        if self.store is not None and (self.address is not None or self.protocol is not None):
+            raise ValueError("address and protocol are the earlier form of store: remove them, and keep store")
+        if self.url is not None and self.secret_file is None:
+            raise ValueError("a store needs a secret_file: without a secret, keys would tell who the users are")
         return self

@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,10 +40,18 @@ from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.ledger import PendingPrefix
 from relaygr.worker.cache.results import PageArray, PendingKind, PendingOutcome
 from relaygr.worker.pool import metrics
-from relaygr.worker.pool.deletions import Deletions
+from relaygr.worker.pool.deletions import EVERYONE, Deletions
 from relaygr.worker.pool.link import GUESS_US_PER_BYTE, Link
 from relaygr.worker.pool.segments import SEAL_BYTES, Segment, Segments
-from relaygr.worker.pool.store import GetOutcome, Memory, PutOutcome, Store, StoredObject, StoreDownError
+from relaygr.worker.pool.stores.contract import (
+    GetOutcome,
+    Memory,
+    ObjectKey,
+    PutOutcome,
+    Store,
+    StoredObject,
+    StoreDownError,
+)
 
 log = structlog.get_logger()
 
@@ -109,7 +117,7 @@ class PoolTier:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connect: Callable[[Sequence[Memory]], Store],
         segments: Segments,
         cache: PrefixCache,
         memory: Memory,
@@ -123,8 +131,8 @@ class PoolTier:
         bytes_per_s: int,
         slots: int = 0,
     ) -> None:
-        """`guard`: of pages that outlive the process. `owns`: whether this worker owns a user, since only the owner
-        reads the user's deletion. `slots`: threads that call `store`.
+        """`connect`: opens the store for this memory. `guard`: of pages that outlive the process. `owns`: whether this
+        worker owns a user, since only the owner reads the user's deletion. `slots`: threads that call `store`.
         """
         self._connect = connect
         self._segments = segments
@@ -148,7 +156,7 @@ class PoolTier:
         self._retry_s = FIRST_RETRY_S
         self._is_down, self._retry_at_us = False, 0
         self._was_tried = threading.Event()
-        self._broken: OrderedDict[str, None] = OrderedDict()
+        self._broken: OrderedDict[ObjectKey, None] = OrderedDict()
         """Keys that were removed because they could not be read."""
         self._closing = False
         # Runs differ by a page, since they need not end with one.
@@ -231,8 +239,9 @@ class PoolTier:
             if key.user_id not in self._writes and len(self._writes) >= MOST_WRITES:
                 metrics.DROPPED.labels("full").inc()
                 return
-            self._writes.pop(key.user_id, None)
-            self._writes[key.user_id] = now_us + SETTLE_US, key
+            # The time of the first ranking stays: a user who comes again and again would never be written.
+            due_us, _ = self._writes.get(key.user_id, (now_us + SETTLE_US, key))
+            self._writes[key.user_id] = due_us, key
             self._changed.notify_all()
 
     def store(self, key: PrefixKey, slot: int) -> bool:
@@ -365,7 +374,6 @@ class PoolTier:
         if published:
             now_us, size_bytes = self._clock.monotonic_us(), int(work.new_pages.size) * self._memory.shape[1]
             self._link.observe(size_bytes, now_us - fetch.started_us, now_us)
-            metrics.FETCH_SECONDS.observe((now_us - fetch.started_us) / 1e6)
             metrics.BYTES.labels("read").inc(size_bytes)
         return outcome if published or outcome != "loaded" else "late"
 
@@ -394,7 +402,7 @@ class PoolTier:
             row[:] = bytes
         return bool((self._segments.seal(object.key, rows) == arrived[:SEAL_BYTES]).all())
 
-    def _remove_once(self, store: Store, key: str) -> None:
+    def _remove_once(self, store: Store, key: ObjectKey) -> None:
         """Removes an object that exists and can not be read, so that it is written anew; but not a second time."""
         with self._changed:
             if key in self._broken:
@@ -435,9 +443,7 @@ class PoolTier:
 
     def _begin(self) -> Store:
         """Connects, and measures the link."""
-        store = self._connect()
-        for memory in (self._memory, self._stages, self._seals, self._probe):
-            store.register(memory)
+        store = self._connect((self._memory, self._stages, self._seals, self._probe))
         self._measure(store)
         log.info("the pool is ready", ms_per_mib=round(self._link.us_per_byte * 2**20 / 1e3, 2))
         self._store = store
@@ -446,7 +452,7 @@ class PoolTier:
 
     def _measure(self, store: Store) -> None:
         """Measures the link with an object of its own; a full store leaves a guess."""
-        key = f"{self._segments.prefix}/probe/{uuid.uuid4().hex}"
+        key = _probe_key()
         probe, took_s = StoredObject(key, (self._probe,)), []
         if store.put(probe) is PutOutcome.STORED:
             for _ in range(_PROBES):
@@ -461,7 +467,7 @@ class PoolTier:
     def _carry_out(self, store: Store) -> None:
         """Deletions, then the prefixes that are due."""
         if self._is_down:
-            store.has([self._segments.prefix])
+            store.has([_probe_key()])
             self._answered()
         self._delete(store)
         if self._clock.monotonic_us() - self._link.measured_us >= _OLD_US:
@@ -471,9 +477,9 @@ class PoolTier:
 
     def _delete(self, store: Store) -> None:
         while parts := self._deletions.take(self._clock.monotonic_us()):
-            pattern, removed = self._segments.pattern(parts), 0
+            users, removed = None if EVERYONE in parts else parts.keys(), 0
             # An object may appear while the others are removed.
-            while (gone := store.forget(pattern)) and not self._closing:
+            while (gone := store.forget(users)) and not self._closing:
                 removed += gone
             self._deletions.passed(parts, self._clock.monotonic_us())
             metrics.REMOVED.labels("deletion").inc(removed)
@@ -541,6 +547,11 @@ class PoolTier:
     def _may_keep(self, pin: Pin) -> bool:
         """Whether the prefix was not removed, as a deletion does, and a deletion of its user would be read here."""
         return pin.entry.attached and self._owns(pin.entry.key.user_id)
+
+
+def _probe_key() -> ObjectKey:
+    """The key of an object that no user has."""
+    return ObjectKey("probe", uuid.uuid4().hex, "0")
 
 
 def _name(key: PrefixKey) -> tuple[str, bytes]:

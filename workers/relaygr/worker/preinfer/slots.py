@@ -19,10 +19,9 @@ from typing import Final
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
 from relaygr.consumer.interface import LoopState, LoopStatus, Received, Token
-from relaygr.kafka.client_errors import NoteError
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
 from relaygr.runtime.clock import Clock
@@ -49,6 +48,11 @@ _TICK_S: Final = 0.005
 _COPY_POLL_S: Final = 0.001
 _DELIVERY_S: Final = 5.0
 _FURTHEST_US: Final = 60_000_000
+_UNASSIGNED_US: Final = 15_000_000
+_UNASSIGNED: Final = (
+    "Kafka gives this pre-infer worker no partition of its share group, so it gets no jobs: `relaygr topics check` "
+    "names settings of the brokers that keep share groups from working"
+)
 
 _JOBS = Counter(
     "relaygr_preinfer_pool_jobs_total",
@@ -57,7 +61,6 @@ _JOBS = Counter(
     "told), unprepared (sent to the owner without)",
     ["event"],
 )
-_BUSY = Gauge("relaygr_preinfer_pool_busy_slots", "Slots of a pre-infer worker with a job")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,6 @@ class SlotParts:
     """Gets all partitions, whose histories the worker follows."""
     on_tick: Callable[[int], None]
     on_end: Callable[[LoopState], None]
-    note_error: NoteError
 
 
 class SlotLoop:
@@ -100,6 +102,8 @@ class SlotLoop:
         """Of the job in each busy slot."""
         self._reading: set[int] = set()
         """Slots whose source has jobs for them."""
+        self._unassigned = set(range(self._slots))
+        """Slots that Kafka has not given a partition of the share group."""
         self._accepted = self._refused = 0
         self._state = LoopState.NEW
         self._error: BaseException | None = None
@@ -152,7 +156,7 @@ class SlotLoop:
 
     def status(self) -> LoopStatus:
         return LoopStatus(
-            state=self._state, assigned=self._state is not LoopState.NEW,
+            state=self._state, assigned=len(self._unassigned) < self._slots,
             partitions=frozenset(range(self._partitions)), assignment_epoch=1, last_poll_us=self._polled_us,
             broker_reachable=True, stalled=False, in_flight=len(self._due_us), paused=0, owner_split=frozenset(),
         )  # fmt: skip
@@ -171,8 +175,16 @@ class SlotLoop:
 
     def _run(self) -> None:
         parts = self._parts
+        warn_us: int | None = parts.clock.monotonic_us() + _UNASSIGNED_US
         while any(thread.is_alive() for thread in self._threads):
             self._polled_us = parts.clock.monotonic_us()
+            if warn_us is not None and not parts.may_take():
+                # The slots do not ask Kafka meanwhile, so it gives them nothing.
+                warn_us = self._polled_us + _UNASSIGNED_US
+            elif warn_us is not None and self._polled_us >= warn_us:
+                warn_us = None
+                if len(self._unassigned) == self._slots:
+                    log.warning(_UNASSIGNED)
             if self._stopping.is_set() and self._polled_us > self._drain_until_us:
                 break
             parts.producer.poll(_TICK_S)
@@ -206,6 +218,9 @@ class SlotLoop:
         message = source.next(_POLL_S)
         with self._lock:
             (self._reading.add if source.has_jobs else self._reading.discard)(slot)
+            # Of an ordinary group some members have no partition.
+            is_unassigned = source.can_release and not source.has_jobs
+            (self._unassigned.add if is_unassigned else self._unassigned.discard)(slot)
         if message is None:
             return
         verdict = self._serve(message, slot, source.can_release)
@@ -270,7 +285,6 @@ class SlotLoop:
         with self._lock:
             self._accepted += 1
             self._due_us[slot] = work.expected_ranking_us
-            _BUSY.set(len(self._due_us))
         try:
             is_prepared = self._prepare(work, slot)
             if is_prepared and work.is_charged:
@@ -281,7 +295,6 @@ class SlotLoop:
         finally:
             with self._lock:
                 del self._due_us[slot]
-                _BUSY.set(len(self._due_us))
 
     def _prepare(self, work: JobWork, slot: int) -> bool:
         """Whether the store has the prefix now."""
@@ -309,7 +322,6 @@ class SlotLoop:
         reported, errors = threading.Event(), list[KafkaError | None]()
 
         def on_delivery(error: KafkaError | None, _: Message) -> None:
-            self._parts.note_error(self._owner_topic, error)
             errors.append(error)
             reported.set()
 

@@ -7,17 +7,19 @@ an ordinary group, for clusters without share groups, jobs wait behind each othe
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final, Protocol
 
 import structlog
-from confluent_kafka import AcknowledgeType, Consumer, KafkaError, KafkaException, Message, ShareConsumer
+from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, Message
 
-from relaygr.kafka.client_errors import NoteError
+from relaygr.kafka.session import KafkaSession
+from relaygr.schemas.topics import Topic
 from relaygr.worker.preinfer.decision import Verdict
 
 log = structlog.get_logger()
 
-LONGEST_JOB: Final[dict[str, Any]] = {"max.poll.interval.ms": 120_000}
+_LONGEST_JOB: Final[dict[str, Any]] = {"max.poll.interval.ms": 120_000}
 """Of a member of an ordinary group. A store that hangs keeps a slot for a minute. After the usual 30 s the group would
 take the partition from it; on the embedded cluster nobody got it again.
 """
@@ -49,18 +51,25 @@ class JobSource(Protocol):
 
 
 class ShareSource:
-    """A member of a share group."""
+    """A member of a share group. Kafka gives it its partition once the group works, which may be never."""
 
     can_release = True
-    has_jobs = True
+    has_jobs = False
 
-    def __init__(self, consumer: ShareConsumer, topic: str, note_error: NoteError) -> None:
-        self._consumer, self._topic, self._note_error = consumer, topic, note_error
-        consumer.subscribe([topic])
+    def __init__(self, session: KafkaSession, client_id: str) -> None:
+        self._session, self._topic = session, session.kafka.topic(Topic.PREINFER_POOL)
+        # Only its statistics have a member's assignment.
+        self._consumer = session.share_consumer(session.kafka.pool_group, client_id, self._read)
+        self._consumer.subscribe([self._topic])
+
+    def _read(self, statistics: str) -> None:
+        group = json.loads(statistics).get("cgrp", {})
+        self.has_jobs = group.get("assignment_size", 0) > 0
 
     def next(self, wait_s: float) -> Message | None:
-        jobs = [each for each in self._consumer.poll(wait_s) if not _is_error(each, self._topic, self._note_error)]
+        jobs = [each for each in self._consumer.poll(wait_s) if not _is_error(each, self._topic, self._session)]
         # Records of one batch come together. The trigger writes batches of one.
+        self.has_jobs = self.has_jobs or bool(jobs)
         for surplus in jobs[1:]:
             self._consumer.acknowledge(surplus, AcknowledgeType.RELEASE)
         return jobs[0] if jobs else None
@@ -80,9 +89,10 @@ class GroupSource:
 
     can_release = False
 
-    def __init__(self, consumer: Consumer, topic: str, note_error: NoteError) -> None:
-        self._consumer, self._topic, self._note_error = consumer, topic, note_error
-        consumer.subscribe([topic])
+    def __init__(self, session: KafkaSession, client_id: str) -> None:
+        self._session, self._topic = session, session.kafka.topic(Topic.PREINFER_POOL)
+        self._consumer = session.group_consumer(session.kafka.pool_group, client_id, self._topic, options=_LONGEST_JOB)
+        self._consumer.subscribe([self._topic])
 
     @property
     def has_jobs(self) -> bool:
@@ -90,7 +100,7 @@ class GroupSource:
 
     def next(self, wait_s: float) -> Message | None:
         job = self._consumer.poll(wait_s)
-        return None if job is None or _is_error(job, self._topic, self._note_error) else job
+        return None if job is None or _is_error(job, self._topic, self._session) else job
 
     def end(self, job: Message, verdict: Verdict) -> None:  # noqa: ARG002
         try:
@@ -104,9 +114,9 @@ class GroupSource:
         self._consumer.close()
 
 
-def _is_error(message: Message, topic: str, note_error: NoteError) -> bool:
+def _is_error(message: Message, topic: str, session: KafkaSession) -> bool:
     error = message.error()
     if error is not None and error.code() != KafkaError._PARTITION_EOF:
-        note_error(topic, error)
+        session.note(topic, error)
         log.warning("pre-infer jobs cannot be read", cause=error.str())
     return error is not None

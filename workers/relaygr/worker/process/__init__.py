@@ -14,7 +14,8 @@ docs/architecture.md describes start, end and reload.
 
 from __future__ import annotations
 
-from relaygr.kafka.admin import require_topics
+from relaygr.cluster.admin import require_topics
+from relaygr.kafka.session import KafkaSession
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.exits import Exit
 from relaygr.worker.model.config import require_model
@@ -24,17 +25,19 @@ from relaygr.worker.supervisor.link import SupervisorLink
 __all__ = ["run_worker"]
 
 
-def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: SupervisorLink | None = None) -> Exit:
+def run_worker(
+    config: WorkerConfig, session: KafkaSession, *, is_standby: bool = False, link: SupervisorLink | None = None
+) -> Exit:
     """Runs until the process is stopped. `link`: the connection to a supervisor, if there is one.
 
     Raises RelayError for a mistake that the user can correct.
     """
     # A wrong path, broker or right is told at once, whatever else the start would wait for.
     require_model(config.worker.model)
-    if config.is_pre_infer and config.worker.pool.address is None:
-        raise RelayError("A pre-infer worker writes prefixes to the pool: set worker.pool.address (docs/pool.md).")
+    if config.is_pre_infer and config.worker.pool.url is None:
+        raise RelayError("A pre-infer worker writes prefixes to the pool: set worker.pool.store (docs/pool.md).")
     require_topics(config.kafka, config.rights)
     # Imports torch, which takes seconds.
     from relaygr.worker.process.lifecycle import WorkerProcess
 
-    return WorkerProcess(config, is_standby=is_standby, link=link).run()
+    return WorkerProcess(config, session, is_standby=is_standby, link=link).run()

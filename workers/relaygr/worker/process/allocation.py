@@ -15,15 +15,17 @@ from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
 from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.kv import DramGeometry
-from relaygr.worker.memory import MemoryPlan, forward_bytes
+from relaygr.worker.memory import MemoryPlan, forward_bytes, products_bytes
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.dram_tier import ArenaShape
 
-CLIENTS = 6
-"""The consumers of messages and of histories; the producers of results, of snapshots, and of dead letters of either."""
-DIVERT_CLIENTS = 3
-"""With `worker.divert`: the consumers of diverted requests and of statuses, and a producer of dead letters."""
+CLIENTS = 5
+"""The consumers of messages and of histories; the producers of results, of snapshots, and of dead letters."""
+COMPUTING_THREADS = 2
+"""On a CPU the poll thread computes beside the device thread. The heap of each keeps what a forward freed."""
+DIVERT_CLIENTS = 2
+"""With `worker.divert`: the consumers of diverted requests and of statuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ def arena_shape(engine: Engine, settings: WorkerSettings) -> ArenaShape | None:
 def plan_memory(engine: Engine, settings: WorkerSettings, process_bytes: int, *, keeps_prefixes: bool) -> MemoryPlan:
     """Most bytes by kind, computed when only the weights are loaded.
 
-    `process_bytes`: resident memory before the weights were loaded. `keeps_prefixes`: the DRAM tier lies in shared
-    memory and has an index.
+    `process_bytes`: of interpreter and libraries (`memory.process_bytes`). `keeps_prefixes`: the DRAM tier lies in
+    shared memory and has an index.
     """
     geometry = engine.geometry
     dram = dram_geometry(engine, settings)
@@ -72,12 +74,13 @@ def plan_memory(engine: Engine, settings: WorkerSettings, process_bytes: int, *,
         weights_bytes=engine.weights_bytes,
         hbm_bytes=int(settings.hbm_bytes),
         scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes
-        + forward_bytes(engine, settings)
+        + forward_bytes(engine, settings) * (COMPUTING_THREADS if engine.device.is_cpu else 1)
         + CopyLimits().max_in_flight * coding_bytes(dram),
         dram_bytes=pinned_bytes if shape is None else int(settings.dram_bytes) + shape.index_bytes,
         queues_bytes=queues_bytes(settings),
         history_bytes=int(settings.history_max_bytes),
         process_bytes=process_bytes,
+        products_bytes=products_bytes(engine),
     )
 
 

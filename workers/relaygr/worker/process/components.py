@@ -18,26 +18,23 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from confluent_kafka import Consumer, KafkaError
+from confluent_kafka import Consumer
 
 from relaygr.admission.divert import DivertPolicy, Peers
+from relaygr.cluster.admin import has_share_groups
+from relaygr.cluster.topic_identity import TopicIdentityWatch
+from relaygr.cluster.watch import ClusterWatch
 from relaygr.consumer.finished import FinishedLog
 from relaygr.consumer.interface import Handler, Loop, LoopState, Membership, Token
 from relaygr.consumer.loop import ConsumerLoop
 from relaygr.consumer.membership import holder_of
-from relaygr.kafka.admin import has_share_groups
 from relaygr.kafka.client_errors import ErrorCallback
-from relaygr.kafka.clients import make_group_consumer, make_share_consumer
-from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import GroupProtocol
-from relaygr.kafka.statistics import kafka_statistics
-from relaygr.kafka.topic_identity import TopicIdentityWatch
-from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.probes import Check, Readiness
+from relaygr.runtime.readiness import Check, Readiness
 from relaygr.schemas.messages import MAX_OVERFLOW_PARTITIONS, WorkerState
-from relaygr.schemas.partitioner import users_in
+from relaygr.schemas.partitioner import partition_for, users_in
 from relaygr.schemas.topics import Topic
 from relaygr.tracing import Tracer
 from relaygr.tracing.worker import WorkerTraces
@@ -49,9 +46,9 @@ from relaygr.worker.cache.build import BuiltCache
 from relaygr.worker.cache.results import PageArray, Tier
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.divert import Diverter, DivertParts
-from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.job_admission import JobAdmission, SlotAdmission
+from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.thread import DeviceThread
 from relaygr.worker.handler import HandlerSettings, OverflowHandler, WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
@@ -61,7 +58,7 @@ from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
 from relaygr.worker.pool.build import build_pool
 from relaygr.worker.preinfer.slots import SlotLoop, SlotParts
-from relaygr.worker.preinfer.source import LONGEST_JOB, GroupSource, JobSource, ShareSource
+from relaygr.worker.preinfer.source import GroupSource, JobSource, ShareSource
 from relaygr.worker.process.allocation import AllocatedMemory
 from relaygr.worker.process.periodic import PeriodicWork
 from relaygr.worker.process.prepare import Prepared
@@ -99,12 +96,24 @@ class _FollowedHistories:
 
     store: HistoryStore
     follower: HistoryFollower
+    partitions: int
 
     def get(self, user_id: str) -> StoredHistory | None:
-        return self.store.get(user_id)
+        unopened = self.follower.unopened
+        # The store may have a history of a user who was deleted while another worker had the partition.
+        return None if unopened and self._partition_of(user_id) in unopened else self.store.get(user_id)
 
     def is_loading(self, partition: int) -> bool:
         return not self.follower.caught_up(partition)
+
+    def is_settling(self, partition: int) -> bool:
+        return self.follower.is_settling(partition)
+
+    def deleted_at_ms(self, user_id: str) -> int:
+        return self.store.deleted_at_ms(user_id, self._partition_of(user_id))
+
+    def _partition_of(self, user_id: str) -> int:
+        return partition_for(user_id.encode(), self.partitions)
 
 
 class Components:
@@ -127,8 +136,9 @@ class Components:
         self._on_end = on_end
         self._worker_id = settings.worker_id
         self._overflow_topic = kafka.topic(Topic.OVERFLOW)
+        self._results_topic = kafka.topic(Topic.RESULTS)
         self._prepared = prepared
-        self._note_error = prepared.refusals.note
+        self._session = session = prepared.session
         self.metrics = WorkerMetrics(scenarios=config.scenarios)
         self.cache = memory.built.cache
         self.arena = memory.built.hbm_arena
@@ -153,9 +163,8 @@ class Components:
             metrics=self.metrics,
             clock=clock,
             traces=WorkerTraces(tracer) if tracer is not None else None,
-            note_error=self._note_error,
         )
-        histories = _FollowedHistories(prepared.store, self.follower)
+        histories = _FollowedHistories(prepared.store, self.follower, kafka.partitions)
         peers = Peers(settings.worker_id, _STALE_STATUSES * settings.status_interval_ms * 1000)
         self.diverter = self._make_diverter(peers, histories) if settings.divert else None
         self.executor = self._make_executor(memory, histories)
@@ -169,15 +178,11 @@ class Components:
             shares=prepared.engine.device.is_cpu,
         )
         self.loop: Loop = self._make_slots() if config.is_pre_infer else self._make_loop()
-        self._overflow_letters: DeadLetterWriter | None = None
         self.overflow: ConsumerLoop | None = None
         self._peer_reader: FleetReader | None = None
         if self.diverter is not None:
-            letters = DeadLetterWriter(kafka, f"{config.client_id}-overflow", note_error=self._note_error)
-            self._overflow_letters = letters
-            self.overflow = self._make_overflow_loop(self.diverter, letters)
-            client_id = f"{config.client_id}-peers"
-            self._peer_reader = FleetReader(kafka, peers, clock, client_id, note_error=self._note_error)
+            self.overflow = self._make_overflow_loop(self.diverter)
+            self._peer_reader = FleetReader(session, peers, clock, f"{config.client_id}-peers")
         sources = StatusSources(
             prepared.producer,
             self.loop,
@@ -185,12 +190,12 @@ class Components:
             self.cache,
             self.results.waits,
             self._overflow_partitions,
-            self._note_error,
             self.loop.report if isinstance(self.loop, SlotLoop) else lambda: None,
         )
         self.status = StatusReport(config, sources, clock)
         self.periodic = PeriodicWork(config, sources, self.status, self.follower, prepared.store, self.metrics, clock)
         self.watch = ClusterWatch(
+            f"{config.client_id}-results",
             prepared.producer.list_topics,
             [
                 kafka.topic(topic)
@@ -198,9 +203,10 @@ class Components:
             ],
             kafka.partitions,
             clock,
+            others=() if config.is_pre_infer else (self._results_topic,),
         )
         self._identities = TopicIdentityWatch(
-            kafka, prepared.handover.identity, f"{config.client_id}-topics", self._read_anew
+            session, prepared.handover.identity, f"{config.client_id}-topics", self._read_anew
         )
         CacheCollector(self.cache.stats)
         PredictionCollector(prepared.corrector.quality, prepared.corrector.length_ratios)
@@ -214,14 +220,15 @@ class Components:
     def _make_follower(self) -> HistoryFollower:
         kafka, settings, prepared = self._config.kafka, self._config.worker, self._prepared
         return HistoryFollower(
-            kafka,
+            self._session,
             prepared.store,
-            prepared.follower_letters,
+            self._session.dead_letters,
             f"{self._config.client_id}-history",
             on_changed=lambda users: self.executor.post(lambda: self.executor.histories_changed(users)),
             on_deleted=lambda user: self.executor.post(lambda: self.executor.user_deleted(user)),
             on_deleting=self._forget_user,
             on_missed=lambda partitions: self.cache.invalidate_users(users_in(partitions, kafka.partitions)),
+            on_read=lambda partitions: self.executor.post(lambda: self.executor.partitions_read(partitions)),
             erase_within_s=settings.erase_within_s,
             # Only owners save histories.
             snapshots=None
@@ -232,7 +239,6 @@ class Components:
                 int(settings.snapshot_bytes_per_s),
             ),
             is_idle=lambda: self.executor.ranking_outstanding == 0,
-            note_error=self._note_error,
         )
 
     def _forget_user(self, user_id: str) -> None:
@@ -257,7 +263,6 @@ class Components:
             clock=self._clock,
             engine=lambda: self.executor.engine,
             backlog=lambda: self.executor.backlog,
-            note_error=self._note_error,
         )
         return Diverter(settings, divert)
 
@@ -291,7 +296,7 @@ class Components:
         kafka, settings = self._config.kafka, self._config.worker
         return HandlerSettings(
             ranking_topic=kafka.topic(Topic.RANKING),
-            results_topic=kafka.topic(Topic.RESULTS),
+            results_topic=self._results_topic,
             has_one_topic=kafka.jobs_topic is Topic.RANKING,
             partitions=kafka.partitions,
             max_clock_skew_ms=settings.max_clock_skew_ms,
@@ -309,7 +314,6 @@ class Components:
                 "This model's prefixes can not be shared, so there is nothing for a pre-infer worker to do: "
                 "leave `pre_infer` of its scenarios at owner"
             )
-        topic, name = kafka.topic(Topic.PREINFER_POOL), f"{self._config.client_id}-pool"
         shares = has_share_groups(kafka)
         if not shares:
             log.warning(
@@ -319,11 +323,7 @@ class Components:
             )
 
         def source(slot: int) -> JobSource:
-            client_id = f"{name}-{slot}"
-            if shares:
-                return ShareSource(make_share_consumer(kafka, kafka.pool_group, client_id), topic, self._note_error)
-            consumer = make_group_consumer(kafka, kafka.pool_group, client_id, options=LONGEST_JOB)
-            return GroupSource(consumer, topic, self._note_error)
+            return (ShareSource if shares else GroupSource)(self._session, f"{self._config.client_id}-pool-{slot}")
 
         parts = SlotParts(
             executor=self.executor,
@@ -331,13 +331,12 @@ class Components:
             pool=pool,
             store=prepared.store,
             producer=prepared.producer,
-            dead_letters=prepared.dead_letters,
+            dead_letters=self._session.dead_letters,
             clock=self._clock,
             may_take=lambda: not (pool.is_away or self.follower.loading or self.device.is_stuck()),
             on_start=lambda partitions: self.periodic.take_over(partitions),
             on_tick=lambda now_us: self.periodic.tick(now_us),
             on_end=self._on_end.loop,
-            note_error=self._note_error,
         )
         return SlotLoop(self._config, parts, source)
 
@@ -346,26 +345,31 @@ class Components:
             self._handling,
             self.executor,
             self.results,
-            self._prepared.dead_letters,
+            self._session.dead_letters,
             self._clock,
             on_work=self.device.run_short_work,
             on_ownership=lambda partitions: self.periodic.take_over(partitions),
             on_tick=lambda now_us: self.periodic.tick(now_us),
+            results_partitions=self._results_partitions,
             diverter=self.diverter,
         )
         kafka, finished = self._config.kafka, self._prepared.handover.finished
         return self._loop_of(kafka.workers_group, kafka.worker_topics, handler, finished_log=finished)
 
-    def _make_overflow_loop(self, diverter: Diverter, letters: DeadLetterWriter) -> ConsumerLoop:
+    def _results_partitions(self) -> int | None:
+        return self.watch.partitions_of(self._results_topic)
+
+    def _make_overflow_loop(self, diverter: Diverter) -> ConsumerLoop:
         handler = OverflowHandler(
             self._handling,
             self.executor,
             self.results,
-            letters,
+            self._session.dead_letters,
             self._clock,
             self.metrics,
             on_refused=diverter.note_short,
             on_user_partition=lambda partition: self.periodic.diverted_from.add(partition),
+            results_partitions=self._results_partitions,
         )
         return self._loop_of(self._config.kafka.overflow_group, (Topic.OVERFLOW,), handler, name="overflow")
 
@@ -383,12 +387,7 @@ class Components:
         client_id = config.client_id if group == kafka.workers_group else f"{config.client_id}-{name}"
 
         def consumer(on_error: ErrorCallback) -> Consumer:
-            def noted(error: KafkaError) -> None:
-                self._note_error(kafka.topic(topics[-1]), error)
-                on_error(error)
-
-            reporting = kafka_statistics().options(kafka.statistics_interval_ms)
-            return make_group_consumer(kafka, group, client_id, self._worker_id, noted, reporting)
+            return self._session.group_consumer(group, client_id, kafka.topic(topics[-1]), self._worker_id, on_error)
 
         return ConsumerLoop(
             consumer,
@@ -481,17 +480,14 @@ class Components:
         self.device.stop(2)
         self.status.publish()
         self.results.close(1)
-        self._prepared.dead_letters.flush(1)
-        if self._overflow_letters is not None:
-            self._overflow_letters.flush(1)
+        self._session.dead_letters.flush(1)
         self.follower.stop()
-        self._prepared.follower_letters.flush(1)
+        self._session.dead_letters.flush(1)
 
     def close(self) -> None:
         """Ends every thread but the loop's, and the cache. Safe after `flush`."""
         self.close_admin_socket()
         self.watch.stop()
-        self._prepared.refusals.close()
         self._identities.stop()
         if self._peer_reader is not None:
             self._peer_reader.stop()
@@ -508,10 +504,12 @@ class Components:
         silent_ms, _ = self.silence_ms()
         state = self.status.state
         diverged = self.results.finite_scores.is_diverged
-        refusal = self._prepared.refusals.sentence
+        refusal = self._session.refusal
+        # A pre-infer worker counts all partitions, also while its group gives it no jobs.
+        owned = f"{len(loop.partitions)} partitions" if loop.assigned else "Kafka has given it none of its group"
         return Readiness(
             (
-                Check("assigned", loop.assigned, f"{len(loop.partitions)} partitions"),
+                Check("assigned", loop.assigned, owned),
                 *(
                     [Check("pool", not self._pool.is_away)]
                     if self._pool is not None and self._config.is_pre_infer

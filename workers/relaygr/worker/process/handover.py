@@ -19,8 +19,8 @@ from pathlib import Path
 import structlog
 from confluent_kafka import KafkaException
 
+from relaygr.cluster.topic_identity import TopicIdentity, identify_topics
 from relaygr.consumer.finished import FinishedOffsets
-from relaygr.kafka.topic_identity import TopicIdentity, identify_topics
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache

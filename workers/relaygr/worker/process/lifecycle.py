@@ -17,10 +17,15 @@ from typing import NoReturn
 import structlog
 
 from relaygr.consumer.interface import Loop, LoopState
+from relaygr.kafka.session import KafkaSession
 from relaygr.runtime.clock import SystemClock
+from relaygr.runtime.direct_http import http_address
+from relaygr.runtime.errors import RelayError
 from relaygr.runtime.interpreter import tune_interpreter, without_collection
 from relaygr.runtime.logs import close_logs
-from relaygr.runtime.probes import Check, ProbeServer, Readiness
+from relaygr.runtime.probes import ProbeServer
+from relaygr.runtime.readiness import Check, Readiness
+from relaygr.runtime.service_manager import ServiceManager
 from relaygr.schemas.messages import WorkerState
 from relaygr.tracing import start_tracing
 from relaygr.worker.exits import Exit
@@ -46,18 +51,28 @@ READ_AHEAD_INTERVAL_S = 5.0
 
 WAITING = Readiness((Check("active", False, "standby: waits for the active worker's end"),))
 """The readiness of a standby."""
+WITHOUT_LOCK = Readiness((Check("active", False, "the worker's lock in worker.shared_path was removed"),))
+"""The readiness of an active process while it cannot put its lock back."""
 
 
 class WorkerProcess:
     """One worker, from its construction to its exit code."""
 
-    def __init__(self, config: WorkerConfig, *, is_standby: bool = False, link: SupervisorLink | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        session: KafkaSession,
+        *,
+        is_standby: bool = False,
+        link: SupervisorLink | None = None,
+    ) -> None:
         """Prepares. `link`: the connection to the supervisor. Raises RelayError for a mistake of the user."""
         self._config = config
         self._settings = config.worker
         self._is_standby = is_standby
         self._link = link
         self._clock = SystemClock()
+        self._manager = ServiceManager()
         self._end = threading.Event()
         self._signalled = False
         self._exit = Exit.DONE
@@ -66,11 +81,13 @@ class WorkerProcess:
         signal.signal(signal.SIGHUP, self._on_hangup)
         self._tracer = start_tracing(config.tracing, "relaygr-worker", self._settings.worker_id)
         self._folder = shared_folder(config)
-        self._lock = ArenaLock(self._folder)
+        self._lock = ArenaLock(self._folder, is_standby=is_standby)
+        self._lacks_lock = False
         if not is_standby:
             claim(self._lock, config)
         self._prepared = prepare(
             config,
+            session,
             self._folder,
             self._lock,
             is_standby=is_standby,
@@ -89,8 +106,11 @@ class WorkerProcess:
         tune_interpreter()
         self._probes.start()
         if not self._is_standby or self._await_lock():
+            # The preparation may have taken minutes.
+            self._keep_lock()
             components = self._activate()
             self._log_start(components)
+            self._manager.ready()
             self._serve(components)
             self._leave_if_fenced()
             self._stop(components)
@@ -184,15 +204,42 @@ class WorkerProcess:
                 log.critical("the device makes no progress; exiting", watchdog_s=self._settings.watchdog_s)
                 self._leave_at_once(Exit.STUCK)
             self._reload(is_active=True)
+            if self._keep_lock():
+                components.close_admin_socket()
+                components.open_admin_socket(self._folder)
+            self._manager.alive()
             self._send_heartbeat(ChildPhase.ACTIVE, self._readiness(), components.silence_ms())
             if self._end.wait(INTERVAL_S) or self._must_stop():
                 return
+
+    def _keep_lock(self) -> bool:
+        """Puts the lock back if the shared folder was emptied. Whether it did."""
+        if self._lock.is_held():
+            self._lacks_lock = False
+            return False
+        cause = "another process is the holder"
+        try:
+            shared_folder(self._config)
+            is_back = self._lock.put_back()
+        except (OSError, RelayError) as error:
+            is_back, cause = False, str(error)
+        if is_back:
+            log.error(
+                "the shared folder of a running worker was emptied: its lock is put back. systemd-logind does that at "
+                "the end of a user's last session: run the worker as a system user, or set RemoveIPC=no in logind.conf",
+                folder=str(self._folder),
+            )
+        elif not self._lacks_lock:
+            log.error("the lock of a running worker was removed", folder=str(self._folder), cause=cause)
+        self._lacks_lock = not is_back
+        return is_back
 
     def _stop(self, components: Components) -> None:
         # After a failure the device thread finishes no work, and a successor waits for the lock.
         drain_s = 0.0 if self._exit is Exit.FAILED else self._settings.drain_s
         log.info("stopping", worker_id=self._settings.worker_id, drain_s=drain_s)
         components.status.state = WorkerState.STOPPING
+        self._manager.stopping()
         for loop in components.loops:
             loop.stop(drain_s)
         # The first loop takes the delivery reports of both. When it has ended, this thread does.
@@ -212,6 +259,7 @@ class WorkerProcess:
         ends_s = time.monotonic() + self._settings.drain_s + 5
         while not loop.join(interval_s) and time.monotonic() < ends_s:
             work()
+            self._keep_lock()
             self._send_heartbeat(ChildPhase.ACTIVE, self._readiness())
 
     def _close(self) -> None:
@@ -281,7 +329,9 @@ class WorkerProcess:
 
     def _readiness(self) -> Readiness:
         components = self._components
-        return components.readiness() if components is not None and self._lock.is_held() else WAITING
+        if components is not None and self._lock.is_held():
+            return components.readiness()
+        return WITHOUT_LOCK if self._lacks_lock else WAITING
 
     def _health(self) -> Readiness:
         components = self._components
@@ -304,7 +354,7 @@ class WorkerProcess:
             device=engine.device.name,
             model_revision=engine.revision,
             group=self._config.group,
-            metrics=f"http://{self._probes.host}:{self._probes.port}/metrics",
+            metrics=f"{http_address(self._probes.host, self._probes.port)}/metrics",
             bytes_at_most=plan.total_bytes,
             **{f"{kind}_bytes": size for kind, size in plan.by_kind().items()},
         )

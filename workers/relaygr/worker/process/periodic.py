@@ -64,8 +64,8 @@ class PeriodicWork:
         self.warm_up.begin(partitions)
         now_us = self._clock.monotonic_us()
         left = self._owned - partitions
-        self._metrics.partitions_gained.inc(len(partitions - self._owned))
-        self._metrics.partitions_left.inc(len(left))
+        self._metrics.moved_partitions["gained"].inc(len(partitions - self._owned))
+        self._metrics.moved_partitions["left"].inc(len(left))
         self._owned = partitions
         self._left_us = {
             other: self._left_us.get(other, now_us) for other in range(self._partitions) if other not in partitions

@@ -20,22 +20,20 @@ from confluent_kafka import KafkaException, Producer
 
 from relaygr.admission.corrector import Corrector
 from relaygr.admission.latency import LatencyModel
-from relaygr.kafka.clients import ProducerKind, make_producer
-from relaygr.kafka.dead_letters import DeadLetterWriter
-from relaygr.kafka.refusals import Refusals
-from relaygr.kafka.statistics import kafka_statistics
+from relaygr.kafka.clients import ProducerKind
+from relaygr.kafka.session import KafkaSession
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
-from relaygr.worker.calibration import calibrate, latency_for, load_calibration, save_calibration
+from relaygr.worker.calibration import calibrate, latency_for, load_calibration, model_of, save_calibration
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.measuring import EngineMeter, bind_own_arena
-from relaygr.worker.memory import MemoryPlan, process_bytes, require_host_memory
+from relaygr.worker.memory import MemoryPlan, process_bytes, require_host_memory, resident_bytes
 from relaygr.worker.model.engine import NoMemoryForWeightsError, load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.layer_parts import use_onednn
 from relaygr.worker.process.allocation import AllocatedMemory, allocate_memory, arena_shape, plan_memory
 from relaygr.worker.process.handover import Handover, attach
-from relaygr.worker.process.trial import require_finite_scores, require_precisions
+from relaygr.worker.process.trial import require_finite_scores, require_precisions, require_rules
 from relaygr.worker.settings import StandbyMemory, WorkerConfig, WorkerSettings
 from relaygr.worker.shared.dram_tier import ArenaShape, delete_abandoned, lacks_space, make_room
 from relaygr.worker.shared.lock import ArenaLock
@@ -63,30 +61,36 @@ class Prepared:
     handover: Handover
     memory: AllocatedMemory | None
     corrector: Corrector
+    session: KafkaSession
     producer: Producer
-    dead_letters: DeadLetterWriter
-    follower_letters: DeadLetterWriter
-    refusals: Refusals
     store: HistoryStore
 
 
-def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: bool, keeps_prefixes: bool) -> Prepared:
+def prepare(
+    config: WorkerConfig,
+    session: KafkaSession,
+    folder: Path,
+    lock: ArenaLock,
+    *,
+    is_standby: bool,
+    keeps_prefixes: bool,
+) -> Prepared:
     """Prepares a worker. `folder` is its shared folder. A standby changes nothing that the active worker uses.
 
     `keeps_prefixes`: the DRAM tier outlives the process. Raises RelayError for a mistake that the user can correct.
     """
-    kafka = config.kafka
     # `worker.model` may be a link that a deploy points at another revision meanwhile.
     settings = config.worker.model_copy(update={"model": config.worker.model.resolve()})
     store = _open_files(settings)
-    own_bytes = process_bytes()
+    before_bytes = resident_bytes()
     calibrated = settings.calibration or (folder / _CALIBRATION_FILE if is_standby else None)
     if calibrated is not None:
         _compute_as_calibrated(calibrated)
     engine = _load(settings, folder, lock)
     require_finite_scores(engine, settings.model, store)
+    require_rules(engine, settings.model)
     require_precisions(engine, settings)
-    plan = plan_memory(engine, settings, own_bytes, keeps_prefixes=keeps_prefixes)
+    plan = plan_memory(engine, settings, process_bytes(before_bytes, engine), keeps_prefixes=keeps_prefixes)
     shape = arena_shape(engine, settings) if keeps_prefixes else None
     _require_memory(plan, engine.device.is_cpu, folder, shape, make_room(folder, shape, lock))
     handover = attach(config, engine, folder, lock, keeps_prefixes=keeps_prefixes)
@@ -96,11 +100,7 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     else:
         memory = allocate_memory(engine, settings, handover.dram)
     latency = _measured_latency(engine, settings, folder, is_alone=not is_standby)
-    reporting = kafka_statistics().options(kafka.statistics_interval_ms)
-    producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results", options=reporting)
-    refusals = Refusals(kafka, config.rights)
-    dead_letters = DeadLetterWriter(kafka, config.client_id, note_error=refusals.note)
-    follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history", note_error=refusals.note)
+    producer = session.producer(ProducerKind.LATENCY, f"{config.client_id}-results")
     _connect(producer, config)
     return Prepared(
         engine,
@@ -109,10 +109,8 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
         handover,
         memory,
         Corrector(latency),
+        session,
         producer,
-        dead_letters,
-        follower_letters,
-        refusals,
         store,
     )
 
@@ -128,6 +126,7 @@ def _load(settings: WorkerSettings, folder: Path, lock: ArenaLock) -> Engine:
         settings.compute_dtype,
         settings.cuda_graphs,
         int(settings.device_table_bytes),
+        settings.ranker_modules,
     )
     try:
         return load()
@@ -185,7 +184,7 @@ def _measured_latency(engine: Engine, settings: WorkerSettings, folder: Path, *,
         calibration = calibrate(engine)
         log.info("device calibrated", device=engine.device.name, **asdict(calibration.coefficients))
         save_calibration(calibration, folder / _CALIBRATION_FILE)
-        return calibration.model
+        return model_of(calibration)
     else:
         latency = _calibration_of_active(engine, folder / _CALIBRATION_FILE)
     _warm_up(engine)
@@ -216,4 +215,4 @@ def _calibration_of_active(engine: Engine, path: Path) -> LatencyModel:
         return latency_for(engine, path)
     except RelayError as error:
         log.warning("calibrated while another worker uses the device: times may be too long", cause=str(error))
-        return calibrate(engine).model
+        return model_of(calibrate(engine))

@@ -27,14 +27,13 @@ from relaygr.runtime.limits import available_memory
 from relaygr.worker.calibration import latency_for
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.memory import HEADROOM, forward_bytes, is_out_of_memory
-from relaygr.worker.model.attention.spec import torch_dtype
-from relaygr.worker.model.checkpoint import file_identity, load_checkpoint, resident_bytes
-from relaygr.worker.model.config import WEIGHTS_FILE, read_config
-from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.config import WEIGHTS_FILE, is_ranker
+from relaygr.worker.model.description import read_description
+from relaygr.worker.model.engine import build_engine, load_model, memory_bytes, weights_identity
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.process.components import Components
 from relaygr.worker.process.prepare import Prepared
-from relaygr.worker.process.trial import require_finite_scores, require_precisions
+from relaygr.worker.process.trial import require_finite_scores, require_precisions, require_rules
 from relaygr.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
@@ -127,7 +126,7 @@ class ModelReloading:
         # One thread for all reloads: each new thread would get its own arena of malloc, which keeps a model's memory.
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
-        self._file = self._loading_file = self._seen_file = file_identity(prepared.model / WEIGHTS_FILE)
+        self._file = self._loading_file = self._seen_file = weights_identity(prepared.model)
         self._poll_us = int(settings.model_poll_s * 1e6)
         self._poll_at_us = self._clock.monotonic_us() + self._poll_us
 
@@ -162,7 +161,7 @@ class ModelReloading:
             self._due_us = None
             # There was memory for two models.
             self._previous = None
-            self._loading_file = file_identity(self._settings.model / WEIGHTS_FILE)
+            self._loading_file = weights_identity(self._settings.model)
             self._warn_if_overwritten()
             self._state = ReloadState.LOADING
             self._calls.put(self._load)
@@ -175,7 +174,7 @@ class ModelReloading:
         if not self._poll_us or now_us < self._poll_at_us:
             return
         self._poll_at_us = now_us + self._poll_us
-        found = file_identity(self._settings.model / WEIGHTS_FILE)
+        found = weights_identity(self._settings.model)
         if found is not None and found != self._seen_file:
             self._seen_file = found
             self._requested = True
@@ -279,7 +278,11 @@ class ModelReloading:
         self._reloads.labels(outcome.value).inc()
 
     def _warn_if_overwritten(self) -> None:
-        """The serving weights are mapped from their file, so overwriting the file in place changes them."""
+        """The serving weights are mapped from their file, so overwriting the file in place changes them. What a ranker
+        of a team does with its files is not known.
+        """
+        if is_ranker(self._settings.model):
+            return
         now = self._loading_file
         if self._file is not None and now is not None and now[0] == self._file[0] and now[1:] != self._file[1:]:
             log.critical(
@@ -300,21 +303,23 @@ def load_beside(present: Engine, settings: WorkerSettings, store: HistoryStore |
     try:
         _require_fit(folder, present, settings)
         _require_memory_for_weights(folder, present, settings)
-        checkpoint = load_checkpoint(folder)
-        if checkpoint.revision == present.revision:
+        model = load_model(folder)
+        if model.revision == present.revision:
             return None
         present.device.bind_thread()
         engine = build_engine(
-            checkpoint,
+            model,
             present.device,
             present.geometry.dtype,
             settings.page_tokens,
             present.compute_dtype,
             settings.cuda_graphs,
             int(settings.device_table_bytes),
+            settings.ranker_modules,
         )
         _require_memory_for_forwards(folder, engine, present, settings)
         require_finite_scores(engine, folder, store)
+        require_rules(engine, folder)
         return NewModel(engine, _fitting_latency(engine, settings))
     except ReloadRefusedError:
         raise
@@ -327,15 +332,15 @@ def load_beside(present: Engine, settings: WorkerSettings, store: HistoryStore |
 
 def _require_fit(folder: Path, present: Engine, settings: WorkerSettings) -> None:
     """The pages of both tiers stay, so K,V must have the same shape and no prefix may be longer than before."""
-    config = read_config(folder)
-    geometry, layout = config.geometry(settings.page_tokens, present.geometry.dtype), config.layout()
+    described = read_description(folder)
+    geometry, layout = described.geometry(settings.page_tokens, present.geometry.dtype), described.layout
     if (geometry, layout) != (present.geometry, present.layout):
         raise ReloadRefusedError(
             ReloadOutcome.UNFIT,
             f"{folder} has K,V of another shape ({geometry}, {layout}) than the allocated pages "
             f"({present.geometry}, {present.layout}): restart the worker to use it.",
         )
-    longest, present_longest = config.max_prefix_behaviours, present.limits.max_prefix_behaviours
+    longest, present_longest = described.limits.max_prefix_behaviours, present.limits.max_prefix_behaviours
     if longest > present_longest:
         raise ReloadRefusedError(
             ReloadOutcome.UNFIT,
@@ -349,10 +354,7 @@ def _require_memory_for_weights(folder: Path, present: Engine, settings: WorkerS
     types = [present.compute_dtype]
     if present.compute_dtype is not present.compute_dtype.of_rows or present.geometry.dtype.is_scaled:
         types.append(present.compute_dtype.of_rows)
-    wanted = sum(
-        resident_bytes(folder, int(settings.device_table_bytes), torch_dtype(dtype), present.device.torch_device.type)
-        for dtype in types
-    )
+    wanted = sum(memory_bytes(folder, int(settings.device_table_bytes), dtype, present.device) for dtype in types)
     available = int(available_memory().available_bytes * HEADROOM)
     if not present.device.is_cpu:
         available = min(available, present.device.memory().free_bytes)

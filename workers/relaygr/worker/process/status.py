@@ -10,7 +10,6 @@ import structlog
 from confluent_kafka import KafkaException, Producer
 
 from relaygr.consumer.interface import Loop
-from relaygr.kafka.client_errors import NoteError, no_note
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import WORKERS_GROUP, Headers
@@ -36,7 +35,6 @@ class StatusSources:
     waits: QueueWaits
     overflow_partitions: Callable[[], tuple[int, ...] | None] = lambda: None
     """The overflow partitions on which this worker takes diverted requests; None while `worker.divert` is off."""
-    note_error: NoteError = no_note
     pre_infer: Callable[[], PreInferSlots | None] = lambda: None
     """The slots of a pre-infer worker, which owns no partition."""
 
@@ -81,12 +79,9 @@ class StatusReport:
                 encode(status),
                 status.worker_id.encode(),
                 headers=self._headers,
-                on_delivery=lambda error, _: self._sources.note_error(self._topic, error),
             )
-        except BufferError as error:
+        except (BufferError, KafkaException) as error:
             log.debug("status not sent", error=str(error))
-        except KafkaException as exception:
-            self._sources.note_error(self._topic, exception.args[0])
 
     def _read(self) -> WorkerStatus:
         sources = self._sources

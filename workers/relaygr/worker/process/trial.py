@@ -19,19 +19,20 @@ import structlog
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.history.store import HistoryStore
-from relaygr.worker.kv import DramGeometry, DramKvDtype
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
 from relaygr.worker.measuring import bind_own_arena
-from relaygr.worker.model.config import read_config
 from relaygr.worker.model.inference import full_inference
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
+from relaygr.worker.model.ranker_engine import RankerEngine
+from relaygr.worker.model.rankers import RECORD_FILE
+from relaygr.worker.model_check import TOLERANCE, ModelCheck, Rule
 from relaygr.worker.score_error import (
     TOP_K,
     SampleUser,
     ScoreError,
     exact_kv,
     made_sample,
-    made_users,
     measure_dram_error,
     measure_engine_error,
     other_engine,
@@ -42,11 +43,14 @@ log = structlog.get_logger()
 
 _STORED_USERS: Final = 4
 _MADE_USERS: Final = 2
-_SAMPLED_ITEMS: Final = 1024
-"""The whole vocabulary of a large model would take much memory."""
 _LONGEST: Final = 256
 """The most behaviours of a user. A serving model may share the device, and most of its memory is taken."""
 _CHUNK_TOKENS: Final = 128
+_CHECK_S: Final = 5.0
+_NOT_CLAIMED: Final = (Rule.CANDIDATES, Rule.QUERY_TIME)
+"""No K,V are used again because of these: to a ranker whose K,V do not depend on the time, none is given."""
+_NARROW: Final = 0.05
+"""Types of fewer bits round the K,V of each row when they are stored."""
 _UNKNOWN_BEHAVIOURS: Final = 8
 _NO_ITEM: Final = -1
 _NO_ACTION: Final = np.iinfo(np.uint16).max
@@ -61,8 +65,7 @@ def require_finite_scores(engine: Engine, model: Path, store: HistoryStore | Non
 
     Binds the engine to a new arena, so the caller must bind it again.
     """
-    items = np.unique(engine.known_items(_SAMPLED_ITEMS, np.random.default_rng(0)))
-    made, candidates = made_users(read_config(model), items, _MADE_USERS)
+    made, candidates = made_sample(engine, _MADE_USERS)
     users = [*made, _unknown_user(), *(_stored_users(store) if store is not None else ())]
     longest = min(_LONGEST, engine.limits.max_prefix_behaviours)
     arena = bind_own_arena(engine, longest_tokens=engine.layout.tokens(longest))
@@ -76,6 +79,25 @@ def require_finite_scores(engine: Engine, model: Path, store: HistoryStore | Non
                 f"The scores of {model} are not finite numbers: its training diverged, or it needs element types with "
                 "a larger range (worker.compute_dtype, worker.kv_dtype). Serve another checkpoint; `relaygr model "
                 "rollback` goes back to the previous one."
+            )
+
+
+def require_rules(engine: Engine, model: Path) -> None:
+    """Tries for a few seconds whether a team's own ranker is as `relaygr model check` found it. Raises RelayError.
+
+    Binds the engine to a new arena, so the caller must bind it again.
+    """
+    if not isinstance(engine, RankerEngine):
+        return
+    narrow = engine.geometry.dtype is not KvDtype.FLOAT32 or engine.compute_dtype is not ComputeDtype.FLOAT32
+    made, candidates = made_sample(engine, _MADE_USERS)
+    users = [SampleUser(user.features, user.behaviours[:_LONGEST]) for user in made]
+    check = ModelCheck(engine, users, candidates, _CHECK_S, _NARROW if narrow else TOLERANCE)
+    for found in check.run():
+        if found.smallest is not None and found.rule not in _NOT_CLAIMED:
+            raise RelayError(
+                f"{model} is refused. By its {RECORD_FILE} {found.rule.text}, but with {found.smallest} scores differ "
+                f"by {found.error:.1%} of their spread: run `relaygr model check {model}` again."
             )
 
 
@@ -140,9 +162,13 @@ def _kv(engine: Engine, settings: WorkerSettings) -> Measured | None:
     if not engine.geometry.dtype.is_scaled:
         return None
     dtype = exact_kv(engine.compute_dtype)
-    exact = other_engine(engine, settings.model, dtype, engine.compute_dtype, int(settings.device_table_bytes))
+    exact = other_engine(
+        engine, settings.model, dtype, engine.compute_dtype, int(settings.device_table_bytes), settings.ranker_modules
+    )
     return Measured(
-        engine.geometry.dtype.value, dtype.value, measure_engine_error(engine, exact, *made_sample(settings.model))
+        engine.geometry.dtype.value,
+        dtype.value,
+        measure_engine_error(engine, exact, *made_sample(engine)),
     )
 
 
@@ -150,9 +176,13 @@ def _products(engine: Engine, settings: WorkerSettings) -> Measured | None:
     if engine.compute_dtype is not ComputeDtype.INT8:
         return None
     dtype = ComputeDtype.FLOAT32
-    exact = other_engine(engine, settings.model, engine.geometry.dtype, dtype, int(settings.device_table_bytes))
+    exact = other_engine(
+        engine, settings.model, engine.geometry.dtype, dtype, int(settings.device_table_bytes), settings.ranker_modules
+    )
     return Measured(
-        engine.compute_dtype.value, dtype.value, measure_engine_error(engine, exact, *made_sample(settings.model))
+        engine.compute_dtype.value,
+        dtype.value,
+        measure_engine_error(engine, exact, *made_sample(engine)),
     )
 
 
@@ -161,7 +191,7 @@ def _dram_tier(engine: Engine, settings: WorkerSettings) -> Measured | None:
     if not settings.dram_bytes or DramGeometry(engine.geometry, dtype).is_exact:
         return None
     remedy = "bfloat16 or same" if dtype is DramKvDtype.INT8 else "same"
-    return Measured(dtype.value, remedy, measure_dram_error(engine, dtype, *made_sample(settings.model)))
+    return Measured(dtype.value, remedy, measure_dram_error(engine, dtype, *made_sample(engine)))
 
 
 GATES: Final = (

@@ -70,9 +70,6 @@ _PREFIXES = Counter(
     "Prefixes found in the arena at start: restored, or the reason why they were dropped",
     ["outcome"],
 )
-_INDEX_DROPPED = Counter(
-    "relaygr_arena_index_dropped_total", "Arena indexes that were dropped as a whole at start, by reason", ["reason"]
-)
 _PAGES = Counter(
     "relaygr_arena_pages_verified_total",
     "Restored pages that were compared with their checksums before their first use",
@@ -293,7 +290,6 @@ class SharedArena:
     def _drop_index(self, mismatch: IndexMismatch) -> None:
         self._index.format(self._identity)
         if mismatch.reason is not IndexFault.NEW:
-            _INDEX_DROPPED.labels(mismatch.reason.value).inc()
             log.warning("the arena's index is dropped as a whole", reason=mismatch.reason.value, fields=mismatch.fields)
 
     def _read(self) -> dict[int, _Decoded]:

@@ -11,6 +11,8 @@
 * A holder that was fenced leaves a note before it ends (`note_fenced`). Its death frees the lock; without the note, a
   waiting standby would join under the same id and fence the new owner. The note names the holder's epoch, so it
   applies to the next holder only, and not to a process that is started by hand later.
+* Something may empty the folder of a running worker, as systemd-logind does (RemoveIPC). The holder puts the lock file
+  back (`put_back`), and a standby makes none: it would take the lock of a new file beside the holder of the old one.
 
 There is one `ArenaLock` for each process and folder. `acquire` may wait in any thread; all threads may call the other
 methods.
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import open_private, private_folder, private_folders, write_private
+from relaygr.runtime.private_files import open_private, private_folder, private_folders, rewrite, write_private
 
 if TYPE_CHECKING:
     # The settings are slow to import, and the lock does not need them.
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 
 # Interval between two attempts to get the lock. Each attempt costs a system call.
 _POLL_S: Final = 0.002
+PUT_BACK_S: Final = 10.0
+"""A holder that is not dead puts the lock file back within this time: a supervisor kills one that hangs earlier."""
+_SETTING: Final = "worker.shared_path"
+_LOCK: Final = "lock"
 _FENCED_NAME: Final = "fenced"
 _TMPFS: Final = Path("/dev/shm")
 
@@ -45,15 +51,21 @@ _TMPFS: Final = Path("/dev/shm")
 class ArenaLock:
     """The writer's lock of one folder, which is created if it does not exist."""
 
-    def __init__(self, folder: Path) -> None:
-        """Does not acquire the lock. Raises RelayError if the folder cannot be written, or others could control it."""
-        self._path = folder / "lock"
+    def __init__(self, folder: Path, *, is_standby: bool = False) -> None:
+        """Does not acquire the lock. `is_standby`: there is a holder, to whom the lock file is left.
+
+        Raises RelayError if the folder cannot be written, or others could control it.
+        """
+        self._path = folder / _LOCK
         self._epoch_path = folder / "epoch"
+        self._is_standby = is_standby
+        self._missing_since_s: float | None = None
         self._file: int | None = None
         self._arena_epoch = 0
         try:
-            private_folder(folder, "worker.shared_path")
-            os.close(self._open())
+            private_folder(folder, _SETTING)
+            if not is_standby:
+                os.close(self._open())
         except OSError as error:
             raise RelayError(
                 f"The folder {folder} cannot be used ({error.strerror}): set `worker.shared_path` to a folder that "
@@ -94,8 +106,7 @@ class ArenaLock:
         try:
             epoch = self._stored_epoch() + 1
             self._store_epoch(epoch)
-            # The write comes first and the truncation last, so that a full file system cannot make either fail.
-            os.ftruncate(file, os.pwrite(file, f"{os.getpid()}\n".encode("ascii"), 0))
+            rewrite(file, f"{os.getpid()}\n")
         except OSError as error:
             os.close(file)
             raise RelayError(
@@ -128,11 +139,30 @@ class ArenaLock:
         except OSError:
             return False
 
+    def put_back(self) -> bool:
+        """Whether this process, which held the lock, holds it again, with a new lock file in place of a removed one.
+
+        False if it never held the lock, or if another process has been the holder since. The folder must be there
+        again. Only one thread calls this. Raises OSError and RelayError.
+        """
+        held = self._file
+        if held is None or self._stored_epoch() not in (0, self._arena_epoch):
+            return False
+        file = self._lock() if self._path.exists() else self._make_locked()
+        if file is None:
+            return False
+        try:
+            self._store_epoch(self._arena_epoch)
+            rewrite(file, f"{os.getpid()}\n")
+            # Other threads use the number of the open file meanwhile.
+            os.dup2(file, held, inheritable=False)
+        finally:
+            os.close(file)
+        return self.is_held()
+
     def holder(self) -> str:
         """The id of the process that last acquired the lock, for messages; empty if there was none."""
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            return self._path.read_text(encoding="ascii").strip()
-        return ""
+        return holder_of(self._path.parent)
 
     def release(self) -> None:
         """Releases the lock. Safe to call again."""
@@ -141,11 +171,35 @@ class ArenaLock:
             os.close(file)
 
     def _open(self) -> int:
+        """Raises FileNotFoundError without the folder, and for a standby without the file."""
+        if not self._is_standby:
+            return open_private(self._path, os.O_RDWR | os.O_CREAT)
+        if self._missing_since_s is None or time.monotonic() - self._missing_since_s < PUT_BACK_S:
+            return open_private(self._path, os.O_RDWR)
+        # Its holder is dead, too.
+        private_folder(self._path.parent, _SETTING)
         return open_private(self._path, os.O_RDWR | os.O_CREAT)
 
+    def _make_locked(self) -> int:
+        """A new lock file, which is locked before it has its name, so that no other process locks it first."""
+        fresh = self._path.with_suffix(".new")
+        file = open_private(fresh, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fresh.replace(self._path)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
     def _lock(self) -> int | None:
-        """The locked file; None if another process has the lock, or if the file was replaced meanwhile."""
-        file = self._open()
+        """The locked file; None if another process has the lock, or if the file was removed or replaced meanwhile."""
+        try:
+            file = self._open()
+        except FileNotFoundError:
+            self._missing_since_s = self._missing_since_s or time.monotonic()
+            return None
+        self._missing_since_s = None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file), self._path.stat()):
@@ -178,6 +232,13 @@ class ArenaLock:
             return max(0, int(self._epoch_path.read_text(encoding="ascii")))
         except (OSError, ValueError):
             return 0
+
+
+def holder_of(folder: Path) -> str:
+    """The id of the process that last acquired the lock of a folder; empty if there was none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (folder / _LOCK).read_text(encoding="ascii").strip()
+    return ""
 
 
 def note_fenced(folder: Path, lock: ArenaLock) -> None:
@@ -223,7 +284,7 @@ def shared_folder(config: WorkerConfig) -> Path:
     Raises RelayError if it cannot be created, or if another user could control a part of its path.
     """
     base, own = worker_folder(config.worker.shared_path, config.kafka.workers_group, config.worker.worker_id)
-    return private_folders(base, *own, setting="worker.shared_path")
+    return private_folders(base, *own, setting=_SETTING)
 
 
 def _user() -> str:

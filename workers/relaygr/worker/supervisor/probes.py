@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from relaygr.runtime.probes import Check, ProbeServer, Readiness
+from relaygr.runtime.probes import ProbeServer
+from relaygr.runtime.readiness import Check, Readiness
 from relaygr.worker.supervisor.heartbeat import ChildPhase
 from relaygr.worker.supervisor.policy import ChildState
 

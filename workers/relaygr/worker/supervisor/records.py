@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import open_private, write_private
+from relaygr.runtime.files import removed_on_failure
+from relaygr.runtime.private_files import open_private, rewrite, write_private
 from relaygr.runtime.private_sockets import address_of, listen_private, peer_of
 from relaygr.worker.exits import Exit
 from relaygr.worker.supervisor.heartbeat import ChildPhase
@@ -76,13 +77,13 @@ class OwnRecord:
 
     def __init__(self, folder: Path) -> None:
         own = ProcessStat.of(os.getpid())
-        self._folder = folder
+        self._path = folder / f"{_CHILD}{os.getpid()}"
         self._record = ChildRecord(os.getpid(), own.started_ticks if own is not None else 0)
         self._write()
 
     def note(self, phase: ChildPhase) -> None:
-        """The process is in this phase."""
-        if phase is not self._record.phase:
+        """The process is in this phase. A record that was removed is written again."""
+        if phase is not self._record.phase or not self._path.exists():
             self._record = replace(self._record, phase=phase)
             self._write()
 
@@ -92,11 +93,10 @@ class OwnRecord:
         self._write()
 
     def _write(self) -> None:
-        path = self._folder / f"{_CHILD}{self._record.pid}"
-        fresh = path.with_suffix(".new")
-        with contextlib.suppress(OSError):
+        fresh = self._path.with_suffix(".new")
+        with contextlib.suppress(OSError), removed_on_failure(fresh):
             write_private(fresh, json.dumps(asdict(self._record)))
-            fresh.replace(path)
+            fresh.replace(self._path)
 
 
 def read_record(folder: Path, pid: int) -> ChildRecord | None:
@@ -128,29 +128,53 @@ class SupervisorEndpoint:
 
     def __init__(self, folder: Path, worker_id: str) -> None:
         """Raises RelayError if the id has a supervisor, or if the folder cannot be written."""
+        self._folder = folder
+        self._worker_id = worker_id
+        self._lock, self.socket = self._open()
+
+    def put_back(self) -> bool:
+        """Makes lock and socket again if they were removed from the folder. Whether it did: the socket is a new one."""
         try:
-            self._lock = open_private(folder / _LOCK, os.O_RDWR | os.O_CREAT)
+            if os.path.samestat(os.fstat(self._lock), (self._folder / _LOCK).stat()):
+                return False
+        except OSError:
+            if not self._folder.is_dir():
+                # The active child makes it again.
+                return False
+        try:
+            lock, listener = self._open()
+        except (OSError, RelayError):
+            return False
+        self.close()
+        self._lock, self.socket = lock, listener
+        return True
+
+    def _open(self) -> tuple[int, socket.socket]:
+        folder = self._folder
+        try:
+            lock = open_private(folder / _LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise RelayError(f"{folder} cannot be written ({error.strerror}): check `worker.shared_path`.") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._lock)
+            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(lock)
             raise RelayError(
-                f"{worker_id} has a supervisor on this machine already, process {holder}: stop that process, or set "
-                "another `worker.worker_id`."
+                f"{self._worker_id} has a supervisor on this machine already, process {holder}: stop that process, or "
+                "set another `worker.worker_id`."
             ) from None
         with contextlib.suppress(OSError):
-            os.ftruncate(self._lock, os.pwrite(self._lock, f"{os.getpid()}\n".encode("ascii"), 0))
+            rewrite(lock, f"{os.getpid()}\n")
         try:
-            self.socket = listen_private(folder / _SOCKET, _BACKLOG)
+            listener = listen_private(folder / _SOCKET, _BACKLOG)
         except OSError as error:
-            os.close(self._lock)
+            os.close(lock)
             raise RelayError(
                 f"{folder} cannot hold a socket ({error.strerror}): check `worker.shared_path`."
             ) from error
-        self.socket.setblocking(False)
+        listener.setblocking(False)
+        return lock, listener
 
     def accept(self) -> tuple[socket.socket, int] | None:
         """The next connection and the process id of its other end, which the kernel vouches for; None without one.

@@ -16,9 +16,10 @@ from pathlib import Path
 import structlog
 
 from relaygr.runtime.clock import SystemClock
+from relaygr.runtime.service_manager import ServiceManager
 from relaygr.worker.exits import Exit
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.shared.lock import ArenaLock
+from relaygr.worker.shared.lock import holder_of
 from relaygr.worker.supervisor.children import AdoptedChild, Child, MakeCommand, StartedChild
 from relaygr.worker.supervisor.heartbeat import ChildPhase
 from relaygr.worker.supervisor.policy import PolicyState, RestartPolicy, SupervisorSettings
@@ -59,6 +60,8 @@ class Supervisor:
         self._make_command = make_command
         self._drain_s = worker.drain_s
         self._clock = SystemClock()
+        # The children do not speak to systemd: it asks for the supervisor.
+        self._manager = ServiceManager()
         self._policy = RestartPolicy(settings)
         self._children: dict[int, Child] = {}
         self._started = 0
@@ -79,6 +82,7 @@ class Supervisor:
             log.info("supervisor started", worker_id=self._worker_id, port=self._probes.port)
             try:
                 with self._woken_by_signals():
+                    self._manager.ready()
                     return self._supervise(endpoint)
             finally:
                 # After an error here the children go on, as after a kill.
@@ -91,6 +95,8 @@ class Supervisor:
             return Exit.FENCED
         while True:
             self._listen()
+            self._manager.alive()
+            self._put_back(endpoint)
             while self._signals:
                 number = self._signals.pop(0)
                 if number is not signal.SIGHUP:
@@ -105,6 +111,13 @@ class Supervisor:
             if action.start:
                 self._start()
             self._show()
+
+    def _put_back(self, endpoint: SupervisorEndpoint) -> None:
+        """Lock and socket, if the shared folder was emptied. The active child says so."""
+        before = endpoint.socket
+        if endpoint.put_back():
+            self._selector.unregister(before)
+            self._selector.register(endpoint.socket, selectors.EVENT_READ, lambda: self._accept(endpoint))
 
     def _listen(self) -> None:
         for key, _ in self._selector.select(TICK_S):
@@ -184,7 +197,7 @@ class Supervisor:
         self._selector.register(child, selectors.EVENT_READ, child)
         self._policy.note_adopted(child.number, record.phase, self._clock.monotonic_us())
         log.warning("child adopted", number=child.number, pid=child.pid, phase=record.phase.value)
-        if record.phase is ChildPhase.ACTIVE and ArenaLock(self._folder).holder() != str(child.pid):
+        if record.phase is ChildPhase.ACTIVE and holder_of(self._folder) != str(child.pid):
             # The folder was replaced meanwhile: another process may be active too.
             log.error("an active child does not hold the lock: killed", number=child.number, pid=child.pid)
             child.kill()
@@ -241,6 +254,7 @@ class Supervisor:
 
     def _stop(self, number: signal.Signals) -> Exit:
         """Stops the standby first, so that it does not take over. Returns the exit code of the active child."""
+        self._manager.stopping()
         active = self._policy.active
         log.info("supervisor stops", worker_id=self._worker_id, signal=number.name)
         code: int = Exit.DONE
@@ -258,6 +272,7 @@ class Supervisor:
         return Exit(code) if code in set(Exit) else Exit.FAILED
 
     def _end_all(self, code: Exit) -> None:
+        self._manager.stopping()
         for child in self._children.values():
             child.kill()
         for child in self._children.values():

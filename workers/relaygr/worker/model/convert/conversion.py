@@ -22,7 +22,7 @@ from relaygr.worker.model.convert.distributed import TableMemory
 from relaygr.worker.model.convert.mapping import ConversionReport, Takings
 from relaygr.worker.model.convert.meta import convert_meta
 from relaygr.worker.model.convert.nvidia import convert_nvidia
-from relaygr.worker.model.convert.options import ConvertOptions, SourceKind, as_option
+from relaygr.worker.model.convert.options import CONVERT_OPTIONS, ConvertOptions, SourceKind, as_option
 from relaygr.worker.model.convert.research import ATTENTION_MASK, convert_research
 from relaygr.worker.model.convert.state_dict import StateDict, read_state_dict
 from relaygr.worker.model.convert.torcheasyrec import PIPELINE_FILE, convert_torcheasyrec
@@ -39,28 +39,12 @@ class Converted:
     report: ConversionReport
 
 
-_FOR_ALL = frozenset(
-    {"heads", "normalizer", "eps", "alpha", "tasks", "tables", "table_rows", "items"}
-    | {"max_attn_len", "min_full_attn_len", "max_prefix", "max_suffix", "max_candidates"}
-)
-_FOR_ONE: dict[SourceKind, frozenset[str]] = {
-    SourceKind.META: frozenset({"features", "item_features", "item_values", "contextual_mask", "action_weights"}),
-    SourceKind.NVIDIA: frozenset({"features", "contextual_mask", "projection", "target_group_size", "activation"}),
-    SourceKind.RESEARCH: frozenset({"concatenated", "activation", "log_base"}),
-    SourceKind.TORCHEASYREC: frozenset({"item_features", "item_values", "pipeline"}),
-}
-"""The options of one source, beside the options of all sources."""
-
 _SOURCES: dict[SourceKind, Callable[[Takings, ConvertOptions], dict[str, Any]]] = {
     SourceKind.META: convert_meta,
     SourceKind.NVIDIA: convert_nvidia,
     SourceKind.RESEARCH: convert_research,
     SourceKind.TORCHEASYREC: convert_torcheasyrec,
 }
-_FROM_PIPELINE = frozenset(
-    {"heads", "normalizer", "eps", "alpha", "tasks", "tables", "table_rows", "max_attn_len", "min_full_attn_len"}
-)
-"""The options of other sources that TorchEasyRec's `pipeline.config` answers."""
 
 
 def convert(
@@ -79,8 +63,7 @@ def convert(
 
 def convert_state_dict(source: StateDict, kind: SourceKind, options: ConvertOptions, origin: str) -> Converted:
     """Converts tensors in memory. Raises RelayError for missing options, and for options of other sources."""
-    taken = _FOR_ALL - (_FROM_PIPELINE if kind is SourceKind.TORCHEASYREC else frozenset())
-    useless = sorted(options.model_fields_set - taken - _FOR_ONE[kind])
+    useless = sorted(name for name in options.model_fields_set if kind not in CONVERT_OPTIONS[name].sources)
     if useless:
         names = ", ".join(as_option(name) for name in useless)
         raise RelayError(f"A conversion from {kind} does not take {names}: leave it out.")

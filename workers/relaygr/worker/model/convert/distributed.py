@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.utils import _ReaderView
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import read_regular, require_regular
 from relaygr.worker.model.convert.pickles import Inert, InertUnpickler, check_claims
 
 INDEX_FILE = ".metadata"
@@ -179,6 +180,8 @@ def read_dynamic_tables(folder: Path) -> dict[str, torch.Tensor]:
 def _read_dump(keys_file: Path, table: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     rows_file = keys_file.with_name(keys_file.name.replace("_emb_keys.", "_emb_values."))
     try:
+        require_regular(keys_file)
+        require_regular(rows_file)
         if not keys_file.stat().st_size:
             return np.empty(0, np.int64), np.empty((0, 0), np.float32)
         keys = np.memmap(keys_file, np.int64, mode="c")
@@ -197,7 +200,8 @@ def _tensor(array: NDArray[Any]) -> torch.Tensor:
 def _read_index(folder: Path) -> metadata.Metadata:
     path = folder / INDEX_FILE
     try:
-        index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+        content = read_regular(path)
+        index = _IndexUnpickler(io.BytesIO(content), len(content)).load()
     # A pickle that torch did not write raises whichever error occurs first.
     except Exception as error:
         raise RelayError(f"{path} cannot be read as the index of a distributed checkpoint: {error}.") from error
@@ -220,6 +224,11 @@ def _check(folder: Path, index: metadata.Metadata, stored: dict[str, metadata.Te
         if not (folder / name).is_file():
             raise RelayError(f"{folder} lacks {name}: copy the files of all ranks.")
     wanted_bytes, file_bytes = 0, sum((folder / name).stat().st_size for name in names)
+    if any(info.transform_descriptors for info in index.storage_data.values()):
+        # torch would read what comes out, and not the bytes that were checked.
+        raise RelayError(f"{folder} is refused: its shards are compressed or changed otherwise; save them as they are.")
+    if sum(info.length for info in index.storage_data.values()) > file_bytes:
+        raise RelayError(f"{folder} is refused: its index names the same part of a file many times.")
     for name, entry in stored.items():
         if not isinstance(entry.properties.dtype, torch.dtype) or min((0, *entry.size)) < 0:
             raise ValueError(f"{name} has no type, or a negative size")

@@ -107,6 +107,17 @@ class Takings:
         self._unused = [Unused(name, (), "not a tensor") for name in source.others]
         self._looked_for: dict[str, str] = {}
         self._notes: list[str] = []
+        self._left_beside = [LeftOver(each.name, each.shape) for each in source.unread if each.is_other_weights]
+        self._unused += [
+            Unused(each.name, each.shape, "beside the model's weights")
+            for each in source.unread
+            if not each.is_other_weights
+        ]
+        if self._left_beside:
+            self._notes.append(
+                f"{origin} has other weights of the same names, such as {self._left_beside[0].source}. Those of "
+                "`state_dict`, `model_state_dict`, `dense_dict` or `model` were read: save the wanted ones alone."
+            )
 
     def names(self, suffix: str = "") -> list[str]:
         """Names of the source that end with `suffix`, in its order."""
@@ -175,7 +186,7 @@ class Takings:
             self._origin,
             tuple(self._mapped),
             tuple(self._unused),
-            tuple(LeftOver(name, tuple(self._source[name].shape)) for name in self._left),
+            (*(LeftOver(name, tuple(self._source[name].shape)) for name in self._left), *self._left_beside),
             tuple(missing),
             tuple(self._notes),
         )

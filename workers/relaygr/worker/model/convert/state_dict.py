@@ -4,7 +4,7 @@ A source is one file, or a folder whose files are read together: `.pt`, `.pth`, 
 `_ep` and a number (torch), and `.safetensors`. A distributed checkpoint (`distributed.py`) may be the folder itself, or
 its folder `sparse` or `model`. NVIDIA saves a folder with `torch_module`, which has one file for each rank, and
 `dynamicemb_module`, which has its dynamic tables. The state dict may be nested one level down, as training loops save
-it (`_NESTED`). Objects of other classes than tensors are not loaded: they are read as `Inert`, and listed by name.
+it (`_NESTED`); what is beside it is listed and not read. Objects of other classes than tensors are `Inert`.
 
 A small file can claim large tensors: compressed, or with one stored value for all elements; and its pickle can make
 other large objects (`pickles.py`). Such a file is refused before memory is taken for them. Tensors that share memory
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import open_regular, require_regular
 from relaygr.worker.model.convert.distributed import (
     INDEX_FILE,
     TableMemory,
@@ -48,9 +49,24 @@ _DYNAMIC = ("dynamicemb_module", "dynamicemb")
 _NESTED = ("state_dict", "model_state_dict", "dense_dict", "model")
 _WRAPPER = "module."
 """The prefix of every name that data-parallel wrappers add."""
+_COMPILED = "_orig_mod."
+"""What `torch.compile` adds to names, wherever the compiled module is in the model."""
+_DEEPEST = 5
+"""Levels below a value in which its tensors are listed: an optimizer has them at the third."""
+_LONGEST_KEY = 100
 _MOST_SHARED = 4
 _UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError, AssertionError)
 """The errors of torch's reader for a file that torch did not write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A tensor beside or below those of the state dict."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_other_weights: bool
+    """Whether it belongs to another set of the same weights, such as their moving average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +75,74 @@ class StateDict:
 
     tensors: Mapping[str, torch.Tensor]
     others: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()
     memory: TableMemory = field(default_factory=TableMemory)
     """For tables that are made of these tensors."""
 
 
 def read_state_dict(source: Path, strip: str = "", memory: TableMemory | None = None) -> StateDict:
-    """All tensors of a file or folder. `strip` is removed from the beginning of names.
+    """All tensors of a file or folder. `strip` is removed from the beginning of names, and `_orig_mod.` everywhere.
 
     Raises RelayError if the source is missing or broken, or names a tensor twice.
     """
     memory = TableMemory() if memory is None else memory
+    strip = strip.replace(_COMPILED, "")
     tensors = _dynamic_tables(source)
-    others: list[str] = []
+    beside = _Beside()
     for path in _files(source, needs_one=not tensors):
-        for name, value in _read(path, memory).items():
+        found = _read(path, memory)
+        pairs = _unwrapped(found.inner)
+        for name, value in pairs:
             short = name.removeprefix(_SPARSE).removeprefix(strip)
-            if short in tensors:
+            if not isinstance(value, torch.Tensor):
+                beside.add(short, value)
+            elif short in tensors:
                 raise RelayError(f"{source} names {short} twice, the second time in {path.name}.")
-            if isinstance(value, torch.Tensor):
-                tensors[short] = value.detach()
             else:
-                others.append(short)
+                tensors[short] = value.detach()
+        weights = frozenset(name for name, value in pairs if isinstance(value, torch.Tensor))
+        for name, value in found.beside.items():
+            beside.add(name, value, weights)
     if not tensors:
         raise RelayError(f"{source} holds no tensor.")
-    return StateDict(tensors, tuple(others), memory)
+    return StateDict(tensors, tuple(beside.others), tuple(beside.unread), memory)
+
+
+class _Beside:
+    """What a source has beside the tensors of its state dict. Each tensor is listed once, however often it is named."""
+
+    def __init__(self) -> None:
+        self.others: list[str] = []
+        self.unread: list[Unread] = []
+        self._seen: dict[int, object] = {}
+
+    def add(self, name: str, value: object, weights: frozenset[str] = frozenset()) -> None:
+        """Lists the tensors in a value; without any, the value.
+
+        `weights`: names of the state dict's tensors. Other tensors of such names may be the better weights.
+        """
+        before = len(self.unread)
+        self._walk(name, value, weights, 0)
+        if len(self.unread) == before:
+            self.others.append(name)
+
+    def _walk(self, name: str, value: object, weights: frozenset[str], depth: int, is_weights: bool = False) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, torch.Tensor):
+            self.unread.append(Unread(name, tuple(value.shape), is_weights))
+        elif not isinstance(value, (Mapping, list, tuple)) or depth == _DEEPEST:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Mapping):
+            named = _unwrapped(value)
+            is_weights = any(key in weights for key, part in named if isinstance(part, torch.Tensor))
+            for number, (key, part) in enumerate(value.items()):
+                below = key[:_LONGEST_KEY] if isinstance(key, str) else number
+                self._walk(f"{name}.{below}", part, weights, depth + 1, is_weights)
+        elif isinstance(value, (list, tuple)):
+            for number, part in enumerate(value):
+                self._walk(f"{name}.{number}", part, weights, depth + 1)
 
 
 def _files(source: Path, *, needs_one: bool) -> list[Path]:
@@ -106,9 +166,9 @@ def _ranks(folder: Path) -> list[Path]:
     if not files:
         return []
     memory = TableMemory()
-    first = _read(files[0], memory)
+    first = _read(files[0], memory).inner
     for path in files[1:]:
-        for name, tensor in _read(path, memory).items():
+        for name, tensor in _read(path, memory).inner.items():
             own = first.get(name)
             if isinstance(tensor, torch.Tensor) and not (isinstance(own, torch.Tensor) and torch.equal(own, tensor)):
                 raise RelayError(
@@ -129,15 +189,24 @@ def _is_state_dict(path: Path) -> bool:
     return path.suffix in _TORCH_SUFFIXES | {_SAFETENSORS} or _EPOCH.search(path.name) is not None
 
 
-def _read(path: Path, memory: TableMemory) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The content of a file: its state dict, and what is beside that."""
+
+    inner: Mapping[str, Any]
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _read(path: Path, memory: TableMemory) -> _Found:
     if path.is_dir():
-        return _unwrapped(read_distributed(path, memory))
+        return _Found(read_distributed(path, memory))
     try:
         if path.suffix == _SAFETENSORS:
-            return dict(load_file(path))
-        with path.open("rb") as file:
-            check_claims(file)
-        loaded = _load_tensors(path)
+            require_regular(path)
+            return _Found(load_file(path))
+        with open_regular(path) as file:
+            claims = check_claims(file)
+        loaded = _load_tensors(path, claims.is_archive)
     except pickle.UnpicklingError as error:
         first_line = str(error).strip().rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
         raise RelayError(
@@ -146,15 +215,19 @@ def _read(path: Path, memory: TableMemory) -> dict[str, Any]:
         ) from error
     except (OSError, SafetensorError, zipfile.BadZipFile, *_UNREADABLE) as error:
         raise RelayError(f"{path} cannot be read as a state dict: {error}.") from error
-    found = _unwrapped(_inner(loaded, path))
-    _check_sizes(path, found)
+    found = _inner(loaded)
+    if found is None:
+        held = claims.made_by if isinstance(loaded, Inert) else type(loaded).__name__
+        raise RelayError(f"{path} is not a state dict: it holds {held}, not names and tensors.")
+    _check_sizes(path, found.inner)
     return found
 
 
-def _load_tensors(path: Path) -> Any:
-    """The object in a file, with `Inert` for objects of classes that are not loaded."""
-    # Mapped: a table is read when it is converted. The format before torch 1.6 cannot be mapped.
-    is_mapped = zipfile.is_zipfile(path)
+def _load_tensors(path: Path, is_mapped: bool) -> Any:
+    """The object in a file, with `Inert` for objects of classes that are not loaded.
+
+    An archive is mapped: a table is read when it is converted. The format before torch 1.6 cannot be mapped.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError:
@@ -190,18 +263,20 @@ def _check_sizes(path: Path, found: Mapping[str, Any]) -> None:
         )
 
 
-def _inner(loaded: Any, path: Path) -> dict[str, Any]:
-    """The state dict inside an object that a training loop saved."""
-    if isinstance(loaded, Mapping):
-        for key in _NESTED:
-            if isinstance(loaded.get(key), Mapping):
-                return dict(loaded[key])
-        if all(isinstance(name, str) for name in loaded):
-            return dict(loaded)
-    raise RelayError(f"{path} is not a state dict: it holds {type(loaded).__name__}, not names and tensors.")
+def _inner(loaded: Any) -> _Found | None:
+    """The state dict inside an object that a training loop saved; None: there is none."""
+    if not isinstance(loaded, Mapping):
+        return None
+    for key in _NESTED:
+        if isinstance(loaded.get(key), Mapping):
+            beside = {str(name): value for name, value in loaded.items() if name != key}
+            return _Found(dict(loaded[key]), beside)
+    return _Found(dict(loaded)) if all(isinstance(name, str) for name in loaded) else None
 
 
-def _unwrapped(found: dict[str, Any]) -> dict[str, Any]:
-    if found and all(name.startswith(_WRAPPER) for name in found):
-        return {name.removeprefix(_WRAPPER): value for name, value in found.items()}
-    return found
+def _unwrapped(found: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Names without what `torch.compile` and data-parallel wrappers add to them, which may make two names one."""
+    pairs = [(name.replace(_COMPILED, "") if isinstance(name, str) else name, value) for name, value in found.items()]
+    if pairs and all(isinstance(name, str) and name.startswith(_WRAPPER) for name, _ in pairs):
+        return [(name.removeprefix(_WRAPPER), value) for name, value in pairs]
+    return pairs

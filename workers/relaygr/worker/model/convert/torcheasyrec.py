@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.files import read_regular
 from relaygr.worker.model.convert.mapping import AS_IS, TRANSPOSED, Takings, Transform, both
 from relaygr.worker.model.convert.meta import (
     MLP_EPS,
@@ -97,7 +98,7 @@ class Message:
 def read_pipeline(path: Path) -> Message:
     """Parses a `pipeline.config`. Raises RelayError if it is missing or not of this format."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise RelayError(f"{path} cannot be read as TorchEasyRec's pipeline.config: {error}.") from error
     tokens = _tokens(text, str(path))

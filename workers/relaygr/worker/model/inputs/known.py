@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.files import write_whole
+from relaygr.runtime.files import read_regular, require_regular, write_whole
 from relaygr.schemas.record import record
 from relaygr.worker.model.config import WEIGHTS_FILE, ModelConfig
-from relaygr.worker.model.options import InputForm
+from relaygr.worker.model.options import ContextualFeature
 
 IDS_TENSOR = "items.ids"
 ACTIONS_FILE = "actions.json"
@@ -29,21 +29,15 @@ def read_action_names(model: Path) -> dict[str, int]:
     """Event name -> action code, as a checkpoint folder keeps them; empty: it keeps none. Raises RelayError."""
     path = model / ACTIONS_FILE
     try:
-        return {str(name): int(code) for name, code in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {str(name): int(code) for name, code in json.loads(read_regular(path)).items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RelayError(f"{path} is no object of event names and codes ({error}): correct or remove it.") from error
 
 
 def write_action_names(model: Path, names: Mapping[str, int]) -> None:
     write_whole(model / ACTIONS_FILE, (json.dumps(dict(names), indent=1) + "\n").encode())
-
-
-def known_items(model: Path, config: ModelConfig) -> Int64Array:
-    """Ids of the items for which the model in a checkpoint folder has embeddings."""
-    ids = _ids(model)
-    return np.arange(config.vocabulary_size, dtype=np.int64) if ids is None else ids
 
 
 def _ids(model: Path) -> Int64Array | None:
@@ -52,6 +46,7 @@ def _ids(model: Path) -> Int64Array | None:
     if not weights.exists():
         return None
     try:
+        require_regular(weights)
         with safe_open(weights, framework="np") as tensors:
             if IDS_TENSOR in tensors.keys():  # noqa: SIM118 - not a mapping
                 return np.asarray(tensors.get_tensor(IDS_TENSOR), np.int64)
@@ -108,16 +103,24 @@ class KnownInputs:
     model without actions reads none, so it knows all.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, features: Sequence[ContextualFeature], num_actions: int, action_weights: Sequence[int] | None = None
+    ) -> None:
+        """`action_weights`: the bits that actions have, if a code is a set of bits; empty: any."""
         self._unknown_bits: int | None = None
-        self._codes = config.num_actions or _LARGEST_CODE + 1
-        if config.inputs is InputForm.DLRM:
-            weights = config.dlrm_inputs.action_weights if config.dlrm_inputs is not None else ()
-            known_bits = int(np.bitwise_or.reduce(weights)) if weights else _LARGEST_CODE
+        self._codes = num_actions or _LARGEST_CODE + 1
+        if action_weights is not None:
+            known_bits = int(np.bitwise_or.reduce(action_weights)) if action_weights else _LARGEST_CODE
             self._unknown_bits = _LARGEST_CODE & ~known_bits
         self._cardinalities = np.array(
-            [feature.cardinality for feature in config.contextual_features for _ in range(feature.tokens)], np.int64
+            [feature.cardinality for feature in features for _ in range(feature.tokens)], np.int64
         )
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> KnownInputs:
+        """Of a model of our own layers."""
+        weights = config.dlrm_inputs.action_weights if config.dlrm_inputs is not None else None
+        return cls(config.contextual_features, config.num_actions, weights)
 
     def unknown_actions(self, codes: Codes) -> NDArray[np.bool_]:
         """Whether each code is unknown."""

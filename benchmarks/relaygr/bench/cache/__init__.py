@@ -1,1 +1,0 @@
-"""Cost of the prefix cache. See `__main__`."""

@@ -1,0 +1,165 @@
+"""Asks a schema registry for Avro schemas: Confluent's, Karapace or Apicurio, which serve the same paths.
+
+    GET /schemas/ids/ID                       the schema with which a record was written
+    GET /subjects/SUBJECT/versions/VERSION    a schema to which another one refers
+
+A schema never changes, so each is asked for once. A schema that the registry does not have, or that cannot be read, is
+the fault of the records that name it; a registry that does not answer, or refuses, is an outage.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from http import HTTPStatus
+from http.client import HTTPException
+from typing import Any, Final
+
+from relaygr.ingest.settings import RegistrySettings
+from relaygr.kafka.security import read_secret
+from relaygr.runtime.direct_http import NO_PROXY, is_loopback
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.masking import masked
+from relaygr.schemas.fields import FieldError
+
+_TIMEOUT_S: Final = 10.0
+"""Of one wait for bytes."""
+_ANSWER_S: Final = 30.0
+"""Of a whole body, which may come in small parts."""
+_MAX_SCHEMA_BYTES: Final = 1 << 20
+_MAX_REFERENCES: Final = 64
+"""Of one schema and those to which it refers."""
+_PAUSES_S: Final = (0.2, 1.0)
+"""After answers that a schema is unknown: a copy of a registry may be behind the one that the producer asked."""
+_PATIENT_EVERY_S: Final = 5.0
+"""From one wait to the next: records may name any number of unknown schemas, and the bridge must not wait for each."""
+
+
+class SchemaRegistry:
+    """The caller asks for one schema at a time."""
+
+    def __init__(self, url: str, settings: RegistrySettings) -> None:
+        """User and password in `url` go before those of `settings`.
+
+        Raises RelayError if `url` is no address of HTTP, or if the file of the password cannot be read.
+        """
+        parts = _address(url)
+        if parts is None:
+            raise RelayError(f"--schema-registry is {masked(url)!r}, expected such as http://registry:8081.")
+        user, at, host = parts.netloc.rpartition("@")
+        self._url = parts._replace(netloc=host, query="", fragment="").geturl().rstrip("/")
+        login = urllib.parse.unquote(user) if at else _login(settings)
+        self._headers = {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"} if login else {}
+        # A registry may be behind the proxy of the environment; one on this machine is not.
+        direct = (NO_PROXY,) if is_loopback(parts.hostname or "") else ()
+        self._opener = urllib.request.build_opener(_SameOrigin, *direct)
+        self._patient_from_s = 0.0
+
+    def texts(self, number: int) -> list[str]:
+        """The texts of a schema and of all to which it refers: each after those that it needs, its own last.
+
+        Raises ValueError if there is no such schema, or none of Avro, and RelayError if the registry does not answer.
+        """
+        what = f"schema {number}"
+        described = self._asked(what, f"/schemas/ids/{number}")
+        if (kind := described.get("schemaType", "AVRO")) != "AVRO":
+            raise FieldError(f"{what} is {str(kind)[:40]}, and only Avro is read")
+        found: list[str] = []
+        self._collect(what, described, set(), found)
+        return found
+
+    def _collect(self, what: str, described: dict[str, Any], seen: set[tuple[str, int]], found: list[str]) -> None:
+        try:
+            places = [(str(each["subject"]), int(each["version"])) for each in described.get("references") or ()]
+            text = str(described["schema"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._refused(what, error) from error
+        for place in places:
+            if place in seen:  # Needed twice; or it refers to itself, and then the parser does not find its types.
+                continue
+            if len(seen) >= _MAX_REFERENCES:
+                raise FieldError(f"{what} needs more than {_MAX_REFERENCES} other schemas")
+            seen.add(place)
+            subject, version = place
+            path = f"/subjects/{urllib.parse.quote(subject, safe='')}/versions/{version}"
+            needed = f"version {version} of subject {subject[:80]}"
+            self._collect(needed, self._asked(needed, path), seen, found)
+        found.append(text)
+
+    def _asked(self, what: str, path: str) -> dict[str, Any]:
+        """The object at a path. Raises FieldError if there is none, or if it is too long, and RelayError."""
+        pauses = iter(_PAUSES_S if time.monotonic() >= self._patient_from_s else ())
+        request = urllib.request.Request(self._url + path, headers=self._headers)
+        while True:
+            try:
+                with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
+                    body = _body(answer)
+                if len(body) > _MAX_SCHEMA_BYTES:
+                    break
+                described = json.loads(body)
+                if not isinstance(described, dict):
+                    raise TypeError("the answer is no object of JSON")
+                return described
+            except urllib.error.HTTPError as error:
+                if error.code != HTTPStatus.NOT_FOUND:
+                    raise self._refused(what, error) from error
+            except (OSError, ValueError, TypeError, RecursionError, HTTPException) as error:
+                raise self._refused(what, error) from error
+            if (pause_s := next(pauses, None)) is None:
+                raise FieldError(f"the registry has no {what}")
+            time.sleep(pause_s)
+            self._patient_from_s = time.monotonic() + _PATIENT_EVERY_S
+        raise FieldError(f"{what} is longer than {_MAX_SCHEMA_BYTES:,} bytes")
+
+    def _refused(self, what: str, error: Exception) -> RelayError:
+        return RelayError(
+            f"the registry {self._url} did not give {what}: {masked(str(error))}. Start the bridge again when it does: "
+            "it goes on where it stopped."
+        )
+
+
+class _SameOrigin(urllib.request.HTTPRedirectHandler):
+    """A redirect elsewhere would take the password along."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        there, here = urllib.parse.urlsplit(newurl), urllib.parse.urlsplit(req.full_url)
+        if (there.scheme, there.netloc) != (here.scheme, here.netloc):
+            raise OSError(f"it redirects to {masked(f'{there.scheme}://{there.netloc}')}, which is not asked")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _login(settings: RegistrySettings) -> str:
+    """`USER:PASSWORD`; empty without them. Raises RelayError."""
+    if settings.username is None:
+        return ""
+    if settings.password_file is not None:
+        password = read_secret(settings.password_file, "schema_registry.password_file")
+    else:
+        password = settings.password.get_secret_value() if settings.password is not None else ""
+    return f"{settings.username}:{password}"
+
+
+def _address(url: str) -> urllib.parse.SplitResult | None:
+    """The parts of an address of HTTP; None for another text."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    return parts if parts.scheme in ("http", "https") and parts.hostname and port != 0 else None
+
+
+def _body(answer: Any) -> bytes:
+    """The body, or of a longer one than a schema may have the beginning. Raises TimeoutError."""
+    ends_s, body = time.monotonic() + _ANSWER_S, bytearray()
+    while len(body) <= _MAX_SCHEMA_BYTES and (part := answer.read1(_MAX_SCHEMA_BYTES)):
+        body += part
+        if time.monotonic() > ends_s:
+            raise TimeoutError(f"the answer takes more than {_ANSWER_S:.0f} s")
+    return bytes(body)

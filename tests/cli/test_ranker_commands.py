@@ -1,0 +1,141 @@
+"""Commands on the folder of a team's own ranker: each takes it, or says in a sentence why it cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pytest
+from typer.testing import CliRunner
+
+from relaygr.cli.app import app
+from relaygr.doctor import observe
+from relaygr.doctor.judge import Verdict
+from relaygr.runtime.errors import RelayError
+from relaygr.settings import load_settings
+from relaygr.worker.model.config import PrefixRules
+from relaygr.worker.model.engine import engine_to_check, load_engine
+from relaygr.worker.model.ranker_engine import RankerEngine
+from relaygr.worker.model.rankers import RECORD_FILE, read_ranker, read_record, write_record
+from tests.worlds.toy_rankers import MODULE, write_folder
+
+
+@pytest.fixture
+def ranker(tmp_path: Path) -> Path:
+    """Rows of 12 numbers of K and of V in two layers, and as many of state; it may grow, in one chunk."""
+    folder = write_folder(tmp_path / "ranker")
+    engine = engine_to_check(folder, "cpu", [MODULE])
+    assert isinstance(engine, RankerEngine)
+    write_record(folder, replace(engine.record, rules=PrefixRules(chunks=False)))
+    return folder
+
+
+def said(*words: object, code: int = 0) -> str:
+    done = CliRunner().invoke(app, [*map(str, words)], env={"COLUMNS": "300"})
+    assert done.exit_code == code, done.output
+    return " ".join(done.output.split())
+
+
+def test_show_says_what_a_ranker_takes_and_what_it_needs_and_runs_no_code(
+    ranker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relaygr.worker.model.rankers.import_module", lambda name: pytest.fail(f"{name} was imported"))
+    shown = said("model", "show", ranker)
+    # Two layers and the states: three of 24 numbers.
+    for part in (
+        f"revision {read_ranker(ranker).revision}",
+        "2 of 1 heads, k 12, v 12, 12 numbers of state",
+        "may grow, computed in one chunk, valid at any time",
+        "K,V in float32 288 bytes a behaviour, longest prefix 0.0 MiB",
+        "96 prefix and 16 suffix behaviours, 32 candidates",
+        f"worker.ranker_modules [{MODULE}], for commands --ranker-module {MODULE}",
+    ):
+        assert part in shown
+    found = json.loads(said("model", "show", ranker, "--json"))
+    assert (found["shape"]["state_dim"], found["kv_bytes_per_token"]["bfloat16"]) == (12, 144)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("model", "verify", "MODEL"),
+        ("model", "compare", "MODEL", "--requests", "requests.jsonl"),
+        ("model", "init", "OUT", "--config", "MODEL/config.json"),
+    ],
+    ids=lambda words: words[1],
+)
+def test_a_command_for_our_own_layers_says_that_it_got_a_ranker(
+    ranker: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    words = [word.replace("MODEL", str(ranker)).replace("OUT", str(tmp_path / "out")) for word in command]
+    expected = f"{ranker}/config.json is the configuration of a ranker of your own, and this needs a model of our own"
+    assert expected in said(*words, code=1)
+
+
+def test_a_ranker_is_deployed_without_its_code_and_again_with_what_was_found_since(
+    ranker: Path, tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    revision = read_ranker(ranker).revision
+    assert f"{revision} serves" in said("model", "deploy", ranker, served, "--calibrate-at-start")
+    write_record(ranker, replace(read_record(ranker), rules=PrefixRules()))
+    assert f"{revision} serves" in said("model", "deploy", ranker, served, "--calibrate-at-start")
+    assert read_record(served / "current").rules.chunks
+    assert read_ranker(served / "current").revision == revision
+
+
+def test_a_ranker_that_was_not_checked_is_not_deployed(ranker: Path, tmp_path: Path) -> None:
+    (ranker / RECORD_FILE).unlink()
+    said_then = said("model", "deploy", ranker, tmp_path / "served", "--calibrate-at-start", code=1)
+    assert f"run `relaygr model check {ranker}` first" in said_then
+    assert not (tmp_path / "served").exists()
+
+
+def test_a_ranker_in_object_storage_is_fetched_with_every_file(ranker: Path, tmp_path: Path) -> None:
+    (ranker / "tables").mkdir()
+    (ranker / "tables" / "brands.txt").write_text("7\n")
+    files = fsspec.filesystem("memory")
+    files.put(f"{ranker}/", "/rankers/ours/", recursive=True)
+    try:
+        said("model", "deploy", "memory://rankers/ours", tmp_path / "served", "--calibrate-at-start")
+    finally:
+        files.rm("/rankers", recursive=True)
+    assert read_ranker(tmp_path / "served" / "current").revision == read_ranker(ranker).revision
+    assert (tmp_path / "served" / "current" / "tables" / "brands.txt").read_text() == "7\n"
+
+
+def test_the_doctor_reads_a_ranker_and_says_if_its_code_may_not_run(ranker: Path) -> None:
+    [found] = observe.checkpoint(ranker, [MODULE])
+    assert found.verdict is Verdict.OK and read_ranker(ranker).revision in found.what
+    with pytest.raises(RelayError, match=r"runs only if worker\.ranker_modules"):
+        observe.checkpoint(ranker, ["another"])
+    shutil.rmtree(ranker)
+    [found] = observe.checkpoint(ranker, [])
+    assert found.verdict is Verdict.SKIP
+
+
+def test_a_list_of_modules_that_is_none_is_told_how_it_is_written() -> None:
+    with pytest.raises(RelayError, match=r"worker.ranker_modules = 'ours' \(--set\): .* write a list such as \[a, b\]"):
+        load_settings(overrides=["worker.ranker_modules=ours"])
+
+
+def test_a_process_that_loaded_the_code_before_it_was_replaced_refuses_a_model_of_the_new_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new file would vouch for what the old code computes."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = tmp_path / "replaced_ranker.py"
+    source.write_text("from tests.worlds.toy_rankers import Decoder\n\n\nclass Ours(Decoder):\n    pass\n")
+    folder = write_folder(tmp_path / "model")
+    (folder / "config.json").write_text('{"ranker": "replaced_ranker:Ours"}')
+    old = engine_to_check(folder, "cpu", ["replaced_ranker"])
+    assert isinstance(old, RankerEngine)
+    source.write_text(source.read_text() + "\n    places = None\n")
+    new_version = hashlib.blake2b(source.read_bytes(), digest_size=16).hexdigest()
+    write_record(folder, replace(old.record, version=new_version))
+    with pytest.raises(RelayError, match="restart processes that loaded the code before"):
+        load_engine(folder, "cpu", ranker_modules=["replaced_ranker"])

@@ -1,0 +1,118 @@
+"""`relaygr model check`: each rule that a ranker breaks is found, and only that one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from relaygr.cli.app import app
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.config import PrefixRules
+from relaygr.worker.model.engine import engine_to_check, load_engine
+from relaygr.worker.model.rankers import RECORD_FILE, read_record
+from relaygr.worker.model_check import Finding, ModelCheck, Rule, rules_found
+from relaygr.worker.score_error import made_sample
+from tests.worlds.model import small_config
+from tests.worlds.toy_rankers import MODULE, write_folder
+
+
+def findings_of(folder: Path, seconds: float = 1.0) -> list[Finding]:
+    engine = engine_to_check(folder, "cpu", [MODULE])
+    return list(ModelCheck(engine, *made_sample(engine, 4), seconds).run())
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("Decoder", set()),
+        ("WritesIntoWhatItIsGiven", set()),
+        ("SeesLaterRows", {Rule.CHUNKS, Rule.GROWS, Rule.SUFFIX}),
+        ("CountsFromTheEnd", {Rule.GROWS, Rule.SUFFIX}),
+        ("ReadsTheTime", {Rule.QUERY_TIME}),
+        ("ComparesCandidates", {Rule.CANDIDATES}),
+        ("IgnoresTheSuffix", {Rule.SUFFIX}),
+        ("IsNotFinite", None),
+        ("DrawsLots", None),
+        ("Learns", {Rule.UNCHANGED}),
+    ],
+)
+def test_each_broken_rule_is_named_with_its_smallest_case(tmp_path: Path, name: str, broken: set[Rule] | None) -> None:
+    found = {each.rule: each for each in findings_of(write_folder(tmp_path, name))}
+    assert set(found) == set(Rule)
+    assert all(each.tried for each in found.values())
+    failed = {rule for rule, each in found.items() if not each.holds}
+    if broken is None:
+        assert failed & {Rule.FINITE, Rule.DETERMINISTIC}
+        return
+    assert failed == broken, {rule: found[rule] for rule in failed}
+    for rule in broken - {Rule.UNCHANGED}:
+        smallest = found[rule].smallest
+        assert smallest is not None
+        assert int(smallest.split()[0]) <= 5
+
+
+def test_the_rules_of_our_own_layers_hold(tmp_path: Path) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    found = findings_of(tmp_path)
+    assert {each.rule for each in found} == set(Rule)
+    assert all(each.holds for each in found)
+    assert rules_found(found) == PrefixRules()
+
+
+def test_a_ranker_that_takes_no_suffix_may_grow(tmp_path: Path) -> None:
+    found = findings_of(write_folder(tmp_path, "TakesNoSuffix"))
+    assert Rule.SUFFIX not in {each.rule for each in found}
+    assert rules_found(found) == PrefixRules()
+
+
+def test_a_rule_that_is_not_claimed_is_not_tried(tmp_path: Path) -> None:
+    features = {"position_origin": "end", "num_positions": 300}
+    config = small_config(**features)
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    found = findings_of(tmp_path)
+    assert not {Rule.GROWS, Rule.SUFFIX} & {each.rule for each in found}
+    assert rules_found(found) == PrefixRules(grows=False)
+
+
+class TestCommand:
+    def check(self, folder: Path, *arguments: str) -> tuple[int, str]:
+        command = ["model", "check", str(folder), "--ranker-module", MODULE, "--minutes", "0.05", *arguments]
+        done = CliRunner().invoke(app, command)
+        return done.exit_code, " ".join(done.output.split())
+
+    def test_what_is_found_is_written_beside_the_ranker_and_served(self, tmp_path: Path) -> None:
+        write_folder(tmp_path, "CountsFromTheEnd")
+        code, said = self.check(tmp_path)
+        assert code == 0, said
+        assert "can be served; the relay computes a prefix anew for each impression" in said
+        assert read_record(tmp_path).rules == PrefixRules(grows=False)
+        assert load_engine(tmp_path, "cpu", KvDtype.FLOAT32, ranker_modules=[MODULE]).rules == PrefixRules(grows=False)
+
+    def test_a_ranker_that_can_not_be_served_has_no_record(self, tmp_path: Path) -> None:
+        write_folder(tmp_path, "DrawsLots")
+        code, said = self.check(tmp_path)
+        assert code == 1
+        assert "can not be served: it is not so that the same request has the same scores" in said
+        assert not (tmp_path / RECORD_FILE).exists()
+
+    def test_what_the_rankers_code_raises_is_one_sentence(self, tmp_path: Path) -> None:
+        write_folder(tmp_path, "HasTooFewScores")
+        code, said = self.check(tmp_path)
+        assert code == 1
+        assert "HasTooFewScores.rank returned scores" in said
+        assert "Traceback" not in said
+
+    def test_json_has_the_findings_the_rules_and_the_times(self, tmp_path: Path) -> None:
+        write_folder(tmp_path, "ReadsTheTime")
+        done = CliRunner().invoke(
+            app, ["model", "check", str(tmp_path), "--ranker-module", MODULE, "--minutes", "0.05", "--json"]
+        )
+        found = json.loads(done.stdout)
+        assert found["rules"] == {"grows": True, "chunks": True, "uses_query_time": True}
+        assert [each["rule"] for each in found["findings"] if not each["holds"]] == ["query_time"]
+        assert 0 < found["times"]["hit_ms"] < found["times"]["full_inference_ms"]

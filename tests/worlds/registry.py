@@ -1,0 +1,80 @@
+"""A schema registry on this machine, with the two paths that the bridge asks."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Registry:
+    """What it answers, and what it was asked."""
+
+    url: str = ""
+    schemas: dict[int, Any] = field(default_factory=dict)
+    """By number; a dict with the key `schema` is the whole answer."""
+    subjects: dict[str, Any] = field(default_factory=dict)
+    """The same, by `SUBJECT/versions/VERSION` as it is in the path."""
+    authorization: str | None = None
+    """The header that it demands."""
+    redirect: str | None = None
+    """Where all is that is asked without `/moved` before it."""
+    fails: bool = False
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    """Path and authorization of each request."""
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+    def answer(self, path: str, authorization: str | None) -> tuple[int, bytes]:
+        if self.authorization is not None and authorization != self.authorization:
+            return 401, b"{}"
+        found = self.subjects.get(path.removeprefix("/subjects/"))
+        if path.startswith("/schemas/ids/"):
+            found = self.schemas.get(int(path.removeprefix("/schemas/ids/")))
+        if self.fails or found is None:
+            return 500 if self.fails else 404, b'{"error_code": 40403}'
+        if isinstance(found, bytes):
+            return 200, found
+        whole = found if isinstance(found, dict) and "schema" in found else {"schema": json.dumps(found)}
+        return 200, json.dumps(whole).encode()
+
+
+@contextmanager
+def served_registry() -> Iterator[Registry]:
+    """A registry that answers until the end of the context."""
+    registry = Registry()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            authorization = self.headers.get("Authorization")
+            registry.asked.append((self.path, authorization))
+            path = self.path.removeprefix("/moved")
+            if registry.redirect is not None and path == self.path:
+                self.send_response(302)
+                self.send_header("Location", f"{registry.redirect}{path}")
+                self.end_headers()
+                return
+            status, body = registry.answer(path, authorization)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        registry.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield registry
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,217 @@
+"""Rankers of a team's own, in plain torch: one that is right, and one for each way to be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from relaygr.ranker import Computed, History, Kv, ModelFolder, Past, Ranker, Shape
+from relaygr.worker.model.config import PrefixRules
+from relaygr.worker.model.engine import engine_to_check
+from relaygr.worker.model.ranker_engine import RankerEngine
+from relaygr.worker.model.rankers import write_record
+
+MODULE = "tests.worlds.toy_rankers"
+ITEMS, DIM, LAYERS, PLACES = 60, 12, 2, 128
+
+
+def write_folder(folder: Path, name: str = "Decoder", seed: int = 0, **options: Any) -> Path:
+    """A folder that names the class, and its random weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = torch.Generator().manual_seed(seed)
+    sizes = {"items": (ITEMS + 1, DIM), "places": (PLACES, DIM)}
+    sizes |= {f"{part}{layer}": (DIM, DIM) for part in "qkv" for layer in range(LAYERS)}
+    weights = {each: torch.randn(size, generator=made) / 2 for each, size in sizes.items()}
+    save_file(weights, folder / "weights.safetensors")
+    (folder / "config.json").write_text(json.dumps({"ranker": f"{MODULE}:{name}", "options": options}))
+    return folder
+
+
+def checked(folder: Path, name: str = "Decoder", rules: PrefixRules | None = None, seed: int = 0) -> Path:
+    """A folder with the record that `model check` would write."""
+    write_folder(folder, name, seed)
+    engine = engine_to_check(folder, "cpu", [MODULE])
+    assert isinstance(engine, RankerEngine)
+    write_record(folder, replace(engine.record, rules=rules or PrefixRules()))
+    return folder
+
+
+class Decoder(Ranker):
+    """Causal soft-max attention. The score of an item is its product with the last row."""
+
+    state_dim = DIM
+    max_suffix = 16
+
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder)
+        self.weights = {
+            name: tensor.to(folder.device, folder.dtype)
+            for name, tensor in load_file(folder.path / "weights.safetensors").items()
+        }
+
+    def shape(self) -> Shape:
+        return Shape(
+            layers=LAYERS,
+            heads=1,
+            key_dim=DIM,
+            value_dim=DIM,
+            num_items=ITEMS,
+            max_history=96,
+            max_candidates=32,
+            max_suffix=self.max_suffix,
+            state_dim=self.state_dim,
+            num_actions=3,
+        )
+
+    def places(self, start: int, count: int, total: int) -> torch.Tensor:
+        return torch.arange(start, start + count)
+
+    def sees(self, rows: int, keys: int) -> torch.Tensor:
+        """Whether each row sees each key: bool [rows, keys]."""
+        return torch.ones(rows, keys).tril(keys - rows).bool()
+
+    def rows_of(self, history: History, start: int, end: int, first_place: int, total: int) -> torch.Tensor:
+        rows = self.weights["items"][history.items[start:end].clamp(0, ITEMS)]
+        return rows + self.weights["places"][self.places(first_place, end - start, total)]
+
+    def forward(self, x: torch.Tensor, past: Past) -> tuple[torch.Tensor, list[Kv]]:
+        layers = []
+        for layer, (past_k, past_v) in enumerate(past):
+            q, k, v = (x @ self.weights[f"{part}{layer}"] for part in "qkv")
+            keys, values = torch.cat((past_k[0], k)), torch.cat((past_v[0], v))
+            scores = (q @ keys.T / DIM**0.5).masked_fill(~self.sees(x.shape[0], keys.shape[0]), -torch.inf)
+            layers.append((k[None], v[None]))
+            x = x + scores.softmax(-1) @ values
+        return x, layers
+
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        x, layers = self.forward(self.rows_of(history, start, end, start, len(history)), past)
+        return Computed(layers, x)
+
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        if len(suffix):
+            count = len(suffix)
+            x, _ = self.forward(self.rows_of(suffix, 0, count, past.rows, past.rows + count), past)
+            state = x[-1]
+        if state is None:
+            state = torch.ones(DIM)
+        return (self.weights["items"][candidates.clamp(0, ITEMS)] @ state)[:, None]
+
+
+class TakesNoSuffix(Decoder):
+    max_suffix = 0
+
+
+class SeesLaterRows(Decoder):
+    """Attention in both directions within a pass."""
+
+    def sees(self, rows: int, keys: int) -> torch.Tensor:
+        return torch.ones(rows, keys).bool()
+
+
+class CountsFromTheEnd(Decoder):
+    def places(self, start: int, count: int, total: int) -> torch.Tensor:
+        return total - 1 - torch.arange(start, start + count)
+
+
+class ReadsTheTime(Decoder):
+    """Rows depend on the age of their behaviours."""
+
+    def rows_of(self, history: History, start: int, end: int, first_place: int, total: int) -> torch.Tensor:
+        ages_h = (history.query_time_ms - history.times_ms[start:end]) / 3_600_000
+        rows = super().rows_of(history, start, end, first_place, total)
+        return rows * (1 + torch.log1p(ages_h.clamp(0)))[:, None].to(rows.dtype)
+
+
+class ComparesCandidates(Decoder):
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        return super().rank(suffix, candidates, past, state).softmax(0)
+
+
+class IgnoresTheSuffix(Decoder):
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        nothing = suffix.items[:0]
+        return super().rank(History(nothing, nothing, nothing, nothing), candidates, past, state)
+
+
+class DrawsLots(Decoder):
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        scores = super().rank(suffix, candidates, past, state)
+        return scores + torch.rand(scores.shape)
+
+
+class Learns(Decoder):
+    """Changes its weights a little with each prefix, so that the same request twice is hardly another one."""
+
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        computed = super().prefix(history, start, end, past)
+        self.weights["items"] = self.weights["items"] * (1 - 2e-6)
+        self.weights["items"][:, 0] += 2e-6
+        return computed
+
+
+class WritesIntoWhatItIsGiven(Decoder):
+    """Harmless: what a ranker is given is its own."""
+
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        computed = super().prefix(history, start, end, past)
+        history.items.zero_()
+        for k, v in past:
+            k.zero_()
+            v.zero_()
+        return computed
+
+
+class IsNotFinite(Decoder):
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        return super().rank(suffix, candidates, past, state).log()
+
+
+class HasTooFewScores(Decoder):
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        return super().rank(suffix, candidates, past, state)[1:]
+
+
+class HasTooFewRows(Decoder):
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        computed = super().prefix(history, start, end, past)
+        return Computed([(k[:, 1:], v[:, 1:]) for k, v in computed.layers], computed.states)
+
+
+class LacksALayer(Decoder):
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        computed = super().prefix(history, start, end, past)
+        return Computed(computed.layers[1:], computed.states)
+
+
+class LacksStates(Decoder):
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        return Computed(super().prefix(history, start, end, past).layers)
+
+
+class HasNoRoomForStates(Decoder):
+    state_dim = 2 * DIM + 1
+
+
+class CannotBeMade(Decoder):
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder)
+        raise KeyError("embedding.weight")
+
+
+class RaisesForOneItem(Decoder):
+    """As on a message that no test had foreseen."""
+
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        if (candidates == int(os.environ.get("RELAYGR_TEST_BAD_ITEM", ITEMS + 1))).any():
+            raise ZeroDivisionError("no such item")
+        return super().rank(suffix, candidates, past, state)
+
+
+NO_RANKER = Path
