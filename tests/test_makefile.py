@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,9 @@ def test_a_python_that_is_new_enough_makes_one(tmp_path: Path) -> None:
     done = make(environment / ".made", f"VENV={environment}", f"PYTHON={python_of(tmp_path, (3, 11, 0))}")
     assert done.returncode == 0, done.stderr
     assert (environment / ".made").exists()
+
+
+def test_the_folder_of_transformers_has_the_versions_that_the_extra_allows() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    [allowed] = [each for each in extras["transformers"] if each.startswith("transformers")]
+    assert f"'{allowed}'" in (ROOT / "Makefile").read_text(encoding="utf-8")

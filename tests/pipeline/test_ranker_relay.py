@@ -1,9 +1,9 @@
-"""A team's own ranker in a worker: computed ahead, ranked, appended, reloaded, restarted; and one that raises."""
+"""A team's own ranker in a worker: computed ahead, ranked, appended, reloaded; and one that raises, kills and hangs."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path as FilePath
 
@@ -13,6 +13,7 @@ import pytest
 from relaygr.client import Ended, RankOutcome, RelayClient
 from relaygr.devbroker import LocalBroker
 from relaygr.processes import CommandProcess
+from relaygr.schemas.ended import Reason
 from relaygr.schemas.messages import Behaviours, History, Path, RankingResult
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.kv import KvDtype
@@ -30,11 +31,12 @@ ROOT = FilePath(__file__).parents[2]
 BAD_ITEM = 999
 CANDIDATES = np.array([3, 40, 11, 59, 22], np.int64)
 BUDGET_MS = 10_000
+LONGEST_BUDGET_MS = 55_000
 
 
 def model_of(folder: FilePath, seed: int) -> FilePath:
     """A checked folder with a calibration of its own."""
-    checked(folder, "RaisesForOneItem", seed=seed)
+    checked(folder, "FailsForSomeItems", seed=seed)
     engine = load_engine(folder, "cpu", KvDtype.FLOAT32, 16, 1, ranker_modules=[MODULE])
     made = Calibration(describe(engine), datetime.now(UTC).isoformat(), COEFFICIENTS, (), (), (), ())
     save_calibration(made, folder / "calibration.json")
@@ -108,22 +110,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> FilePath:
 
 
 @pytest.fixture(scope="module")
-def world(any_broker: LocalBroker, folder: FilePath) -> Iterator[World]:
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RELAYGR_TEST_BAD_ITEM")}
-    os.environ.update(PYTHONPATH=str(ROOT), RELAYGR_TEST_BAD_ITEM=str(BAD_ITEM))
+def bad_items() -> Iterator[None]:
+    """Processes find the toy rankers, which fail for BAD_ITEM and the two after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RELAYGR_TEST_BAD_ITEM", str(BAD_ITEM))
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(any_broker: LocalBroker, folder: FilePath, bad_items: None) -> Iterator[World]:
     settings = {"ranker_modules": (MODULE,), "kv_dtype": KvDtype.FLOAT32, "page_tokens": 16, "model_poll_s": 0.5}
-    try:
-        with (
-            own_topics(any_broker) as kafka,
-            Relay(kafka, folder / "relay", folder / "current", **settings) as relay,
-        ):
-            world = World(relay)
-            with owned_by_a_fixture(relay.process_ids):
-                yield world
-            world.client.close()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with (
+        own_topics(any_broker) as kafka,
+        Relay(kafka, folder / "relay", folder / "current", **settings) as relay,
+    ):
+        world = World(relay)
+        with owned_by_a_fixture(relay.process_ids):
+            yield world
+        world.client.close()
 
 
 def assert_scores(result: RankingResult, wanted: np.ndarray) -> None:
@@ -166,3 +171,33 @@ def test_new_weights_are_taken_while_it_serves_and_a_restart_keeps_them(world: W
     assert_scores(world.ranked(user, 50), after)
     world.restarted()
     assert_scores(world.ranked(user, 50), after)
+
+
+@pytest.fixture
+def pair(any_broker: LocalBroker, folder: FilePath, tmp_path: FilePath, bad_items: None) -> Iterator[Relay]:
+    """A worker with a standby."""
+    settings = {"ranker_modules": (MODULE,), "kv_dtype": KvDtype.FLOAT32, "page_tokens": 16, "watchdog_s": 2.0}
+    with own_topics(any_broker) as kafka, Relay(kafka, tmp_path, folder / "model-1", **settings) as relay:
+        relay.await_ready(relay.start_worker(command=["worker", "--standby"]))
+        yield relay
+
+
+@pytest.mark.parametrize("item", [BAD_ITEM + 1, BAD_ITEM + 2], ids=["kills", "hangs"])
+def test_a_request_that_ends_two_processes_is_answered_and_the_others_are_ranked(
+    pair: Relay, folder: FilePath, item: int
+) -> None:
+    wanted = expected(folder / "model-1", 40)
+    with pair.client() as client:
+
+        def asked(candidates: np.ndarray) -> Future[RankOutcome]:
+            history = history_of(new_user(), 40)
+            return client.submit_rank(history.user_id, candidates, budget_ms=LONGEST_BUDGET_MS, history=history)
+
+        before, bad, after = asked(CANDIDATES), asked(np.append(CANDIDATES, item)), asked(CANDIDATES)
+        failed = bad.result()
+        assert (failed.status, failed.reason) == (Ended.FAILED, Reason.DEVICE_ERROR), failed
+        assert failed.result is not None and "2 processes ended" in (failed.result.detail or "")
+        for each in (before, after, asked(CANDIDATES)):
+            outcome = each.result()
+            assert outcome.result is not None, outcome
+            assert_scores(outcome.result, wanted)

@@ -102,7 +102,7 @@ class TestScores:
             ("HasTooFewRows", r"prefix returned K \[1, 19, 12\], not \[1, 20, 12\]"),
             ("LacksALayer", "K,V of 1 layers, not of 2"),
             ("LacksStates", "no states, its shape has 12 a row"),
-            ("RaisesForOneItem", "rank raised ZeroDivisionError: no such item"),
+            ("FailsForSomeItems", "rank raised ZeroDivisionError: no such item"),
         ],
     )
     def test_what_does_not_fit_the_shape_is_one_sentence(

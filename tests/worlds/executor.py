@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,7 @@ from relaygr.simulate.device import SimulatedDevice, SimulatedEngine, SimulatedM
 from relaygr.simulate.times import Draws
 from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
+from relaygr.worker.executor.device_record import DeviceRecord
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.job_admission import JobAdmission
 from relaygr.worker.executor.parts import ExecutorParts
@@ -74,6 +76,8 @@ class FakeEngine(SimulatedEngine):
         self.fail_mixed = False
         self.fail_next: Exception | None = None
         self.fail_candidates: int | None = None
+        self.on_forward: Callable[[list[int]], None] = lambda _: None
+        """Called at each forward, with the number of candidates of each request."""
 
     def rank_inputs(self, prefix_tokens, pages, suffix, candidates, query_time_ms=0, prefix_timestamps_ms=None):
         if candidates.size > self.limits.max_candidates:
@@ -87,6 +91,7 @@ class FakeEngine(SimulatedEngine):
             raise error
         assert len(chunk.pages) * PAGE_TOKENS >= chunk.end
         assert not self.outbox.unsent, "an answer that is known waits for this chunk"
+        self.on_forward([])
         self.chunks.append((chunk.start, chunk.end))
         super().pre_infer(chunk)
 
@@ -102,6 +107,7 @@ class FakeEngine(SimulatedEngine):
         if any(request.candidates == self.fail_candidates for request in batch):
             raise RuntimeError("kernel failed")
         assert not self.outbox.unsent, "an answer that is known waits for this batch"
+        self.on_forward([request.candidates for request in batch])
         self.batches.append(len(batch))
         self.device.run(self._batch_us(batch))
         return [RankOutputs(np.zeros((request.candidates, 1), np.float32)) for request in batch]
@@ -208,6 +214,7 @@ class ExecutorWorld(DrivenExecutor):
         lease_margin_ms: int = 0,
         diverter=None,
         outbox: Outbox | None = None,
+        device_record: DeviceRecord | None = None,
         **settings,
     ):
         self.clock = ManualClock(monotonic_us=1_000_000)
@@ -239,6 +246,7 @@ class ExecutorWorld(DrivenExecutor):
                 settings=self.settings,
                 admission_settings=admission,
                 results=self.outbox,
+                device_record=device_record if device_record is not None else DeviceRecord(),
                 metrics=WorkerMetrics(self.registry),
                 clock=self.clock,
                 admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),

@@ -28,6 +28,7 @@ from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
 from relaygr.worker.cache.copies import PageGuard
 from relaygr.worker.device import CpuDevice
+from relaygr.worker.executor.device_record import DeviceRecord
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.job_admission import JobAdmission
 from relaygr.worker.executor.parts import ExecutorParts
@@ -115,6 +116,7 @@ class OverRealEngine(DrivenExecutor):
                 settings=settings,
                 admission_settings=admission,
                 results=outbox,
+                device_record=DeviceRecord(),
                 metrics=WorkerMetrics(self.registry),
                 clock=clock,
                 admission=JobAdmission(admission, capacity, engine.geometry, clock),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,12 +207,20 @@ class CannotBeMade(Decoder):
         raise KeyError("embedding.weight")
 
 
-class RaisesForOneItem(Decoder):
-    """As on a message that no test had foreseen."""
+class FailsForSomeItems(Decoder):
+    """As on messages that no test had foreseen: raises for one item, ends the process for the next, hangs for the next.
+
+    The first item is RELAYGR_TEST_BAD_ITEM.
+    """
 
     def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
-        if (candidates == int(os.environ.get("RELAYGR_TEST_BAD_ITEM", ITEMS + 1))).any():
+        bad = int(os.environ.get("RELAYGR_TEST_BAD_ITEM", ITEMS + 1))
+        if (candidates == bad).any():
             raise ZeroDivisionError("no such item")
+        if (candidates == bad + 1).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (candidates == bad + 2).any():
+            time.sleep(3600)
         return super().rank(suffix, candidates, past, state)
 
 

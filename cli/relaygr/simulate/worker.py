@@ -44,6 +44,7 @@ from relaygr.worker.cache import (
     Tier,
 )
 from relaygr.worker.cache.policies import TierPolicies
+from relaygr.worker.executor.device_record import DeviceRecord
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.job_admission import JobAdmission
 from relaygr.worker.executor.parts import ExecutorParts
@@ -206,6 +207,7 @@ class SimulatedWorker:
                 admission_settings=case.settings.admission,
                 admission=admission(case.settings.admission, int(settings.hbm_bytes), kv, clock),
                 results=results,
+                device_record=DeviceRecord(),
                 metrics=WorkerMetrics(self._registry),
                 clock=clock,
                 pool=pool,

@@ -12,8 +12,6 @@ after that only the poll thread uses the object.
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import struct
 import time
 import zlib
@@ -24,7 +22,7 @@ from typing import Final, Protocol
 from relaygr.cluster.topic_identity import TopicIdentity
 from relaygr.consumer.watermark import Progress, TopicPartition
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import open_private
+from relaygr.runtime.private_files import map_private
 
 _MAGIC: Final = b"relaygr.finish.2"
 _HEADER: Final = struct.Struct("<16sII")
@@ -95,7 +93,7 @@ class FinishedOffsets:
         }
         self._sequences = dict.fromkeys(self._slots, 0)
         self._header = _header(identity, partitions)
-        self._file = _map(path, _HEADER_BYTES + 2 * _COPY_BYTES * len(self._slots))
+        self._file = map_private(path, _HEADER_BYTES + 2 * _COPY_BYTES * len(self._slots), "worker.shared_path")
         self._predecessor: dict[TopicPartition, Progress] = {}
         self._predecessor_noted_ms = 0
 
@@ -161,19 +159,3 @@ def _header(identity: TopicIdentity, partitions: int) -> bytes:
     if len(text) > _HEADER_BYTES - _HEADER.size:
         raise RelayError("The topic names do not fit into the file of finished offsets: shorten `topic_prefix`.")
     return _HEADER.pack(_MAGIC, len(text), zlib.crc32(text)) + text
-
-
-def _map(path: Path, size_bytes: int) -> mmap.mmap:
-    try:
-        file = open_private(path, os.O_RDWR | os.O_CREAT)
-        try:
-            # Allocated in full: a write to a hole would kill the process if memory or disk space has run out.
-            os.posix_fallocate(file, 0, size_bytes)
-            return mmap.mmap(file, size_bytes)
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise RelayError(
-            f"{path} cannot be used ({error.strerror}): set `worker.shared_path` to a folder with free space that "
-            "this user can write to."
-        ) from error

@@ -17,6 +17,7 @@ and if every user may write it, it must be sticky, or the root of a mount that b
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import stat
 import tempfile
@@ -90,6 +91,26 @@ def open_private(path: Path, flags: int) -> int:
         os.close(file)
         raise
     return file
+
+
+def map_private(path: Path, size_bytes: int, setting: str) -> mmap.mmap:
+    """Maps such a file, and creates it if it is missing. `setting` names the setting that holds its folder.
+
+    Raises RelayError for a file of another user, and without space for it.
+    """
+    try:
+        file = open_private(path, os.O_RDWR | os.O_CREAT)
+        try:
+            # Allocated in full: a write to a hole would kill the process if memory or disk space has run out.
+            os.posix_fallocate(file, 0, size_bytes)
+            return mmap.mmap(file, size_bytes)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise RelayError(
+            f"{path} cannot be used ({error.strerror}): set `{setting}` to a folder with free space that this user "
+            "can write to."
+        ) from error
 
 
 def make_private(path: Path) -> None:

@@ -97,6 +97,7 @@ class Batches:
     ) -> None:
         """`resolver` names the engine."""
         self._results, self._clock, self._settings = parts.results, parts.clock, parts.settings
+        self._device_record = parts.device_record
         self._resolver = resolver
         self._capacity = capacity
         self._queue = scheduler.ranking
@@ -130,7 +131,7 @@ class Batches:
         now_us = self._clock.monotonic_us()
         for work in works:
             work.started_us = work.started_us or now_us
-        chunk = self._prefixes.chunk_within(slack_us, now_us) if self._mixes and slack_us > 0 else None
+        chunk = self._chunk_beside(works, slack_us, now_us)
         outputs = self._forward_mixed(works, chunk, now_us) if chunk is not None else None
         is_mixed = outputs is not None
         if outputs is None:
@@ -158,6 +159,16 @@ class Batches:
                 self._requests.advance(work, DeviceFailed(output))
         return chunk.work if chunk is not None and not is_mixed else None
 
+    def _chunk_beside(self, works: list[RankingWork], slack_us: float, now_us: int) -> Chunk | None:
+        """The chunk that runs in the forward of these requests."""
+        if not self._mixes or slack_us <= 0 or self._runs_alone(works[0]):
+            return None
+        chunk = self._prefixes.chunk_within(slack_us, now_us)
+        return None if chunk is None or self._device_record.has_accused(chunk.work.record_ids) else chunk
+
+    def _runs_alone(self, work: RankingWork) -> bool:
+        return self._device_record.ends(work.impression.record_id) > 0 if self._device_record.accuses else False
+
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
         """Takes the requests of the next forward out of the queue."""
         settings, queue, capacity = self._settings, self._queue, self._capacity
@@ -176,6 +187,9 @@ class Batches:
                 passed_over.append(work)
                 must_end_us = min(must_end_us, work.latest_start_us)
                 continue
+            if works and (self._runs_alone(work) or self._runs_alone(works[0])):
+                passed_over.append(work)
+                break
             alone_us = capacity.pass_us(work)
             if now_us + alone_us > work.answer_by_us:
                 self._requests.advance(work, NoTimeLeft())
@@ -207,6 +221,7 @@ class Batches:
         """Requests and chunk in one forward; None if it failed, and the chunk is not computed."""
         engine = self._resolver.engine
         self._results.send()
+        self._device_record.note([work.impression.record_id for work in batch] + chunk.work.record_ids)
         try:
             outputs = engine.forward([chunk.inputs], [work.inputs for work in batch if work.inputs is not None])
             # A prefix must be written before it is published.
@@ -216,6 +231,8 @@ class Batches:
             engine.device.settle()
             log.warning("a mixed batch failed", requests=len(batch), error=repr(error))
             return None
+        finally:
+            self._device_record.clear()
         ended_us = self._clock.monotonic_us()
         duration_us = ended_us - started_us
         chunk_us = self._capacity.mixed_pass_took(
@@ -228,10 +245,13 @@ class Batches:
         """One forward. If it fails, each request is ranked alone, so that one request cannot fail the others."""
         if self._results.unsent:
             self._results.send()
+        self._device_record.note([work.impression.record_id for work in batch])
         try:
             return list(self._resolver.engine.rank([work.inputs for work in batch if work.inputs is not None]))
         except Exception as error:
             log.warning("a ranking batch failed", requests=len(batch), error=repr(error))
             if len(batch) == 1:
                 return [error]
+        finally:
+            self._device_record.clear()
         return [output for work in batch for output in self._forward([work])]

@@ -18,6 +18,7 @@ import structlog
 from relaygr.admission.policy import MAX_JOB_LIFETIME_US
 from relaygr.worker.cache import Handle, Hit, Miss, PendingPrefix, Purpose, WasteReason
 from relaygr.worker.executor.capacity import Capacity
+from relaygr.worker.executor.device_record import MOST_ENDS
 from relaygr.worker.executor.events import (
     TAKEN,
     JobEvent,
@@ -57,7 +58,7 @@ class Jobs:
     ) -> None:
         """`held`: the memory of jobs."""
         self._cache, self._clock, self._settings = parts.cache, parts.clock, parts.settings
-        self._admission = parts.admission
+        self._admission, self._device_record = parts.admission, parts.device_record
         self._lease_margin_us = parts.admission_settings.lease_margin_ms * 1000
         self._longest_wait_us = parts.settings.history_wait_ms * 1000
         self._resolver = resolver
@@ -106,6 +107,8 @@ class Jobs:
         impression.has_job = True
         stated = job.retrieval_at_us, job.expected_ranking_at_us
         self._arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us, stated)
+        if self._device_record.ends(impression.record_id) >= MOST_ENDS:
+            return self._prefixes.end_job(work, JobOutcome.FAILED)
         if job.expected_suffix and not self._resolver.engine.rules.grows:
             return self._prefixes.end_job(work, JobOutcome.NOT_USABLE)
         try:

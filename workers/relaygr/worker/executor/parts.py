@@ -14,6 +14,7 @@ from relaygr.runtime.clock import Clock
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PageCopy, PrefixCache, Tier
 from relaygr.worker.cache.results import PageArray
+from relaygr.worker.executor.device_record import DeviceRecord
 from relaygr.worker.executor.job_admission import JobAdmission
 from relaygr.worker.executor.resolver import HistoryReader
 from relaygr.worker.metrics import WorkerMetrics
@@ -41,6 +42,7 @@ class ExecutorParts:
     settings: WorkerSettings
     admission_settings: AdmissionSettings
     admission: JobAdmission
+    device_record: DeviceRecord
     results: ResultWriter
     metrics: WorkerMetrics
     clock: Clock

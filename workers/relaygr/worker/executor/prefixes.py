@@ -114,6 +114,7 @@ class Prefixes:
     ) -> None:
         self._cache, self._scratch_pages, self._copy_page = parts.cache, parts.scratch_pages, parts.copy_page
         self._results, self._metrics, self._clock = parts.results, parts.metrics, parts.clock
+        self._device_record = parts.device_record
         self._chunk_us = parts.settings.chunk_ms * 1000
         self._longest_tail = parts.settings.longest_tail
         self._resolver = resolver
@@ -243,13 +244,19 @@ class Prefixes:
             chunk = self._next_chunk(work, chunking, latency)
             self._results.send()
             self._capacity.chunk_begins(work, chunk.predicted_us(latency), now_us)
+            ids = work.record_ids
+            self._device_record.note(ids)
             engine.pre_infer(chunk.inputs)
             if not engine.device.is_cpu:
                 self.running = _Running(chunk, now_us, engine.device.current_stream().record())
+                if self._device_record.has_accused(ids):
+                    self.settle()
                 return None
         except Exception as error:
             engine.device.settle()
+            self._device_record.clear()
             return self._fail(work, error)
+        self._device_record.clear()
         return self._observe(chunk, now_us)
 
     def settle(self) -> None:
@@ -264,6 +271,8 @@ class Prefixes:
             running.event.wait()
         except Exception as error:
             return self._fail(chunk.work, error)
+        finally:
+            self._device_record.clear()
         if is_timed:
             return self._observe(chunk, running.started_us)
         ended_us = self._clock.monotonic_us()

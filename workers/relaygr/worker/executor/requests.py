@@ -18,6 +18,7 @@ from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.messages import DEFAULT_SCENARIO, Path, PrefixSource, RankingRequest
 from relaygr.worker.cache import Handle, PendingKind
 from relaygr.worker.executor.capacity import Capacity
+from relaygr.worker.executor.device_record import MOST_ENDS
 from relaygr.worker.executor.ends import Ends
 from relaygr.worker.executor.events import (
     ComputedTooLate,
@@ -80,6 +81,7 @@ class Requests:
     ) -> None:
         """`held`: the memory of requests."""
         self._cache, self._clock, self._results = parts.cache, parts.clock, parts.results
+        self._device_record = parts.device_record
         self._resolver = resolver
         self._capacity = capacity
         self._impressions = impressions
@@ -184,6 +186,9 @@ class Requests:
         too_long = _too_long(request, self._resolver.engine.limits)
         if too_long is not None:
             raise Unranked(Ended.FAILED, Reason.TOO_LONG, too_long)
+        ends = self._device_record.ends(work.impression.record_id)
+        if ends >= MOST_ENDS:
+            raise Unranked(Ended.FAILED, Reason.DEVICE_ERROR, f"{ends} processes ended while they computed it")
         self._look_up(work)
 
     def _look_up(self, work: RankingWork) -> None:

@@ -29,6 +29,7 @@ import structlog
 
 from relaygr.worker.cache import Handle, PendingOutcome, PendingPrefix
 from relaygr.worker.executor.capacity import Capacity
+from relaygr.worker.executor.device_record import impression_id
 from relaygr.worker.executor.order import Scheduler
 from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.prefixes import Prefixes
@@ -69,7 +70,7 @@ class WarmUps:
         post: Callable[[Callable[[], None]], None],
     ) -> None:
         self._cache, self._pool, self._metrics, self._clock = parts.cache, parts.pool, parts.metrics, parts.clock
-        self._settings = parts.settings
+        self._settings, self._device_record = parts.settings, parts.device_record
         self._reserved_bytes = parts.admission_settings.footprint_reserve * parts.settings.hbm_bytes
         self._resolver = resolver
         self._capacity = capacity
@@ -142,6 +143,8 @@ class WarmUps:
     def _begin(self, user_id: str) -> str | None:
         """Queues the user's prefix; or returns why not."""
         resolver = self._resolver
+        if self._device_record.ends(impression_id(user_id)):
+            return "failed"
         history = resolver.history(user_id, None, None, 0)
         if history.history is None or user_id in self._prefixes.by_user:
             return "skipped"
@@ -211,6 +214,7 @@ class Follows:
         prefixes: Prefixes,
     ) -> None:
         self._cache, self._metrics, self._clock = parts.cache, parts.metrics, parts.clock
+        self._device_record = parts.device_record
         self._resolver = resolver
         self._capacity = capacity
         self._scheduler = scheduler
@@ -267,6 +271,8 @@ class Follows:
         """
         if user_id in self._prefixes.by_user:
             return "under_way"
+        if self._device_record.ends(impression_id(user_id)):
+            return "failed"
         resolver = self._resolver
         history = resolver.history(user_id, None, None, 0)
         if history.history is None:

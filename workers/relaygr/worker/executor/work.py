@@ -26,6 +26,7 @@ from relaygr.schemas.messages import (
     StaleCause,
 )
 from relaygr.worker.cache import Fill, Handle, PendingPrefix, PrefixKey
+from relaygr.worker.executor.device_record import impression_id
 from relaygr.worker.executor.schedulable import WorkClass
 from relaygr.worker.executor.waits import Timer
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
@@ -103,6 +104,11 @@ class Impression:
     """Its request was answered, so a job for it is dropped."""
     prefix: ResolvedPrefix | None = None
     """What its job resolved, for its request (`Impressions`)."""
+
+    @property
+    def record_id(self) -> bytes:
+        """Its id in the record of the device's work (`DeviceRecord`)."""
+        return impression_id(self.user_id, self.request_id)
 
 
 @dataclass(slots=True, eq=False)
@@ -367,6 +373,12 @@ class PrefixWork:
     def started(self) -> bool:
         """Whether the computation has its pages."""
         return self.pages.size > 0
+
+    @property
+    def record_ids(self) -> list[bytes]:
+        """The ids of its impressions in the record of the device's work; without any, that of the user's prefix."""
+        ids = [work.impression.record_id for work in (*self.jobs, *self.waiters)]
+        return ids or [impression_id(self.prefix.key.user_id)]
 
     @property
     def runs_in_chunks(self) -> bool:

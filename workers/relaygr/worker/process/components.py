@@ -283,6 +283,7 @@ class Components:
                 admission=(SlotAdmission if config.is_pre_infer else JobAdmission)(
                     config.admission, int(settings.hbm_bytes), engine.geometry, self._clock, config.scenarios
                 ),
+                device_record=self._prepared.handover.device_record,
                 results=self.results,
                 metrics=self.metrics,
                 clock=self._clock,

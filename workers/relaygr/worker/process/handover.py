@@ -3,7 +3,8 @@
     claim       a primary worker acquires the lock of the folder before it prepares
     attach      while a worker prepares, with or without the lock: maps and pins memory, changes no data
     read_ahead  while a standby waits: decodes the index, so that little is left to decode at the take-over
-    begin       with the lock, before the worker joins the group: reads the predecessor's finished offsets
+    begin       with the lock, before the worker joins the group: reads the predecessor's finished offsets, and what it
+                had on the device at its end
     restore     with the lock: puts the predecessor's prefixes into the cache, which spills none until then
 
 Finished offsets are always kept, since they are small. Prefixes are kept if `worker.shared_path` is set or a supervisor
@@ -22,9 +23,11 @@ from confluent_kafka import KafkaException
 from relaygr.cluster.topic_identity import TopicIdentity, identify_topics
 from relaygr.consumer.finished import FinishedOffsets
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import map_private
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.build import DramMemory
+from relaygr.worker.executor.device_record import RECORD_BYTES, DeviceRecord
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.process.allocation import arena_shape
 from relaygr.worker.settings import WorkerConfig
@@ -44,6 +47,7 @@ class Handover:
     identity: TopicIdentity
     """The ids of every topic that the worker reads as a log of its own."""
     finished: FinishedOffsets
+    device_record: DeviceRecord
     arena: SharedArena | None
 
     @property
@@ -60,6 +64,7 @@ class Handover:
     def begin(self) -> None:
         """Raises ValueError unless this process holds the lock."""
         self.finished.begin()
+        self.device_record.begin()
 
     def restore(self, cache: PrefixCache, namespace: bytes, now_us: int) -> None:
         """Puts the predecessor's prefixes of this model into `cache`. Raises ValueError without the lock."""
@@ -82,11 +87,12 @@ def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, 
         raise RelayError(f"Kafka at {kafka.bootstrap} does not return its topic ids: {error.args[0]}.") from error
     owned = TopicIdentity(identity.cluster_id, {name: identity.topic_ids[name] for name in topics})
     finished = FinishedOffsets(folder / "finished", owned, kafka.partitions, lock)
+    device_record = DeviceRecord(map_private(folder / "device", RECORD_BYTES, "worker.shared_path"))
     arena = None
     if keeps_prefixes and (shape := arena_shape(engine, settings)) is not None:
         arena = SharedArena.attach(folder, shape, engine.device, lock)
         arena.read_ahead()
-    return Handover(identity, finished, arena)
+    return Handover(identity, finished, device_record, arena)
 
 
 def claim(lock: ArenaLock, config: WorkerConfig) -> None:
