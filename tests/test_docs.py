@@ -475,8 +475,9 @@ def test_a_command_of_the_readme_installs_the_tested_versions_unless_it_is_told_
     environment = {name: value for name, value in os.environ.items() if name not in ("PIP_ARGS", "MAKEFLAGS")}
     command = ["make", "--dry-run", target, f"VENV={tmp_path}", *given]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    [install] = [line for line in done.stdout.splitlines() if "pip install" in line]
-    assert f"pip install {installs_with} --editable" in install
+    installs = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert f"pip install {installs_with} --editable" in installs[0]
+    assert all(f"pip install {installs_with} " in line for line in installs)
 
 
 @pytest.mark.parametrize("file", [".pre-commit-config.yaml", "mkdocs.yml", *FORMS])
