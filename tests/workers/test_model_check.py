@@ -55,6 +55,15 @@ def test_each_broken_rule_is_named_with_its_smallest_case(tmp_path: Path, name: 
         assert int(smallest.split()[0]) <= 5
 
 
+def test_whatever_the_time_each_rule_is_tried_with_some_behaviours(tmp_path: Path) -> None:
+    """A history of one behaviour has no part that could have been computed before."""
+    found = {each.rule: each for each in findings_of(write_folder(tmp_path, "CountsFromTheEnd"), seconds=0)}
+    grows, chunks = found[Rule.GROWS], found[Rule.CHUNKS]
+    assert (grows.smallest, grows.holds) == ("2 behaviours", False)
+    assert grows.case.startswith("with 2 behaviours scores differ by ")
+    assert (chunks.holds, chunks.tried, chunks.longest) == (True, 5, 8)
+
+
 def test_the_rules_of_our_own_layers_hold(tmp_path: Path) -> None:
     config = small_config()
     save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
@@ -107,12 +116,51 @@ class TestCommand:
         assert "HasTooFewScores.rank returned scores" in said
         assert "Traceback" not in said
 
-    def test_json_has_the_findings_the_rules_and_the_times(self, tmp_path: Path) -> None:
+    def test_without_a_given_type_each_is_measured_and_what_can_not_run_is_said(self, tmp_path: Path) -> None:
+        code, said = self.check(write_folder(tmp_path), "--device", "cpu", "--max-score-error", "0")
+        assert code == 0, said
+        for text in (
+            "K,V bfloat16, compared with float32 │ beyond the limits",
+            "K,V int8, compared with float32 │ beyond the limits",
+            "K,V float8, compared with float32 │ beyond the limits",
+            "K,V bfloat16 in DRAM, compared with float32 as on the device │ beyond the limits",
+            "K,V int8 in DRAM, compared with float32 as on the device │ beyond the limits",
+            "products in bfloat16, compared with float32 │ beyond the limits",
+            "products in int8, compared with float32 │ not measured: compute_dtype int8 is of our own layers",
+        ):
+            assert text in said
+        assert "can be served; the relay" in said
+
+    def test_a_given_type_that_can_not_run_fails_the_check(self, tmp_path: Path) -> None:
+        code, said = self.check(write_folder(tmp_path), "--device", "cpu", "--compute-dtype", "int8")
+        assert code == 1
+        assert "not measured: compute_dtype int8 is of our own layers" in said
+        assert "can be served, but not with worker.compute_dtype int8; the relay" in said
+
+    def test_a_model_that_is_refused_is_tried_in_no_type(self, tmp_path: Path) -> None:
+        _, said = self.check(write_folder(tmp_path, "DrawsLots"), "--kv-dtype", "int8")
+        assert "Types in fewer bits were not tried, since the model is refused." in said
+
+    def test_a_rule_that_is_not_claimed_is_said_to_be_not_tried(self, tmp_path: Path) -> None:
+        config = small_config(position_origin="end", num_positions=300)
+        save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+        code, said = self.check(tmp_path, "--device", "cpu", "--kv-dtype", "bfloat16")
+        assert code == 0, said
+        assert "a history that grew keeps its K,V │ not tried: the model does not claim it" in said
+        assert "a prefix may be computed in chunks │ holds" in said
+
+    def test_json_has_the_findings_the_rules_the_times_and_the_types(self, tmp_path: Path) -> None:
         write_folder(tmp_path, "ReadsTheTime")
-        done = CliRunner().invoke(
-            app, ["model", "check", str(tmp_path), "--ranker-module", MODULE, "--minutes", "0.05", "--json"]
-        )
+        command = ["model", "check", str(tmp_path), "--ranker-module", MODULE, "--minutes", "0.05", "--device", "cpu"]
+        done = CliRunner().invoke(app, [*command, "--kv-dtype", "int8", "--min-topk-overlap", "0.1", "--json"])
         found = json.loads(done.stdout)
         assert found["rules"] == {"grows": True, "chunks": True, "uses_query_time": True}
         assert [each["rule"] for each in found["findings"] if not each["holds"]] == ["query_time"]
+        assert all(0 < each["longest"] <= 96 for each in found["findings"])
+        assert found["not_tried"] == []
         assert 0 < found["times"]["hit_ms"] < found["times"]["full_inference_ms"]
+        [measured] = found["types"]
+        assert (measured["setting"], measured["dtype"], measured["exact"]) == ("kv_dtype", "int8", "float32")
+        assert measured["error"]["max_score_error"] > 0
+        assert measured["limits"] == {"max_score_error": 0.01, "min_topk_overlap": 0.1}
+        assert measured["within_limits"] == (measured["error"]["max_score_error"] <= 0.01)

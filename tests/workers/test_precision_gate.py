@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,19 @@ class Inexact:
     """One of the settings that make scores inexact."""
 
     part: str
-    """Of the names of its limits, and of its command."""
+    """Of the names of its limits, and of its old command."""
     setting: str
     dtype: str
     event: str
     remedy: str
     said: str
-    command: list[str] = field(default_factory=list)
     max_error: float = 0.2
     """Limits that the model of these tests meets."""
     min_overlap: float = 0.5
+
+    @property
+    def option(self) -> str:
+        return f"--{self.setting.replace('_', '-')}"
 
     def engine(self, model: Path) -> Engine:
         kv = KvDtype(self.dtype) if self.part == "kv" else KvDtype.FLOAT32
@@ -59,19 +63,20 @@ class Inexact:
 
 DRAM = Inexact(
     "dram", "dram_kv_dtype", "int8", "scores on reloaded prefixes",
-    r"int8 is too inexact for this model.*bfloat16 or same.*check-dram", "2.55 times as many prefixes",
+    r"int8 is too inexact for this model.*bfloat16 or same.*model check .* --dram-kv-dtype int8",
+    "2.55 times as many",
     max_error=0.02, min_overlap=0.8,
 )  # fmt: skip
 COMPUTE = Inexact(
     "compute", "compute_dtype", "int8", "scores by products",
-    r"compute_dtype int8 is too inexact.*to float32.*check-compute",
-    "products in int8, compared with float32; 16 users",
+    r"compute_dtype int8 is too inexact.*to float32.*model check .* --compute-dtype int8",
+    "products in int8, compared with float32",
 )  # fmt: skip
 KV = [
     Inexact(
         "kv", "kv_dtype", dtype.value, "scores on K,V",
-        rf"kv_dtype {dtype.value} is too inexact.*kv_dtype to float32.*check-kv",
-        f"K,V {dtype.value}, compared with float32", ["--kv-dtype", dtype.value],
+        rf"kv_dtype {dtype.value} is too inexact.*kv_dtype to float32.*model check .* --kv-dtype {dtype.value}",
+        f"K,V {dtype.value}, compared with float32",
     )
     for dtype in KvDtype
     if dtype.is_scaled
@@ -120,12 +125,28 @@ def test_a_reloaded_model_is_checked_too(model: Path, part: Inexact) -> None:
     assert refused.value.outcome is ReloadOutcome.UNFIT
 
 
+@pytest.mark.slow
 @each_part
 def test_the_command_tells_the_error_and_exits_with_1_beyond_the_limits(model: Path, part: Inexact) -> None:
-    arguments = ["model", f"check-{part.part}", str(model), "--device", "cpu", *part.command, "--max-score-error"]
-    within = CliRunner().invoke(app, [*arguments, str(part.max_error), "--min-topk-overlap", str(part.min_overlap)])
+    arguments = ["model", "check", str(model), "--device", "cpu", "--minutes", "0.05", part.option, part.dtype]
+    limits = ["--max-score-error", str(part.max_error), "--min-topk-overlap", str(part.min_overlap)]
+    within = CliRunner().invoke(app, [*arguments, *limits])
     assert within.exit_code == 0, within.output
-    assert part.said in within.output and f"{part.max_error:.4%} at most" in within.output
+    assert part.said in within.output and f"({part.max_error:.4%} at most)" in within.output
+    beyond = CliRunner().invoke(app, [*arguments, "--max-score-error", "0"])
+    assert beyond.exit_code == 1
+    assert f"{model} can be served, but not with worker.{part.setting} {part.dtype}" in beyond.output
+
+
+@each_part
+def test_an_old_name_measures_the_same_and_names_the_new_command(model: Path, part: Inexact) -> None:
+    own = [] if part.part == "dram" else [part.option, part.dtype]
+    arguments = ["model", f"check-{part.part}", str(model), "--device", "cpu", "--json", *own, "--max-score-error"]
+    done = CliRunner().invoke(app, [*arguments, str(part.max_error), "--min-topk-overlap", str(part.min_overlap)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found[part.setting] == part.dtype and 0 < found["max_score_error"] <= part.max_error
+    assert f"use `relaygr model check {model} {part.option} {part.dtype}`" in done.stderr
     assert CliRunner().invoke(app, [*arguments, "0"]).exit_code == 1
 
 

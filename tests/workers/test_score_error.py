@@ -25,6 +25,7 @@ from relaygr.worker.score_error import (
     made_sample,
     made_users,
     measure_dram_error,
+    measure_engine_error,
 )
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.model import small_config
@@ -139,6 +140,11 @@ class TestMeasurement:
         assert error.max_score_error == pytest.approx(0.25 / min(scale), rel=1e-3)
         assert error.mean_score_error == pytest.approx(np.mean([0.25 / each for each in scale]), rel=1e-3)
 
+    def test_after_its_time_a_measurement_is_of_one_user(self, model: Path) -> None:
+        engine = engine_of(model)
+        assert measure_dram_error(engine, DramKvDtype.INT8, *made_sample(engine, 4), seconds=0).users == 1
+        assert measure_engine_error(engine, engine_of(model), *made_sample(engine, 4), seconds=0).users == 1
+
     def test_a_measurement_without_users_is_refused(self, model: Path) -> None:
         with pytest.raises(ValueError, match="no users"):
             measure_dram_error(engine_of(model), DramKvDtype.INT8, [], np.arange(3))
@@ -194,8 +200,9 @@ class TestCommand:
         lines = [f"{user},{item % 40},1.5,{1_600_000_000 + item}" for user in range(7) for item in range(30)]
         log.write_text("userId,movieId,rating,timestamp\n" + "\n".join(lines) + "\n")
         ended = CliRunner().invoke(
-            app, ["check-dram", str(model), "--device", "cpu", "--interactions", str(log), "--users", "5",
-                  "--max-score-error", "0.5", "--min-topk-overlap", "0.1"],
+            app, ["check", str(model), "--device", "cpu", "--interactions", str(log), "--users", "5",
+                  "--minutes", "0.05", "--dram-kv-dtype", "int8", "--max-score-error", "0.5",
+                  "--min-topk-overlap", "0.1"],
         )  # fmt: skip
         assert ended.exit_code == 0, ended.output
         assert "5 users, 30 candidates" in " ".join(ended.output.split())
@@ -204,6 +211,6 @@ class TestCommand:
         """They were measured as unknown codes, so the check said nothing about the model's own."""
         log = tmp_path / "ratings.csv"
         log.write_text("userId,movieId,rating,timestamp\n1,2,4.0,1600000000\n1,3,1.0,1600000001\n")
-        ended = CliRunner().invoke(app, ["check-dram", str(model), "--device", "cpu", "--interactions", str(log)])
+        ended = CliRunner().invoke(app, ["check", str(model), "--device", "cpu", "--interactions", str(log)])
         assert ended.exit_code != 0
         assert "1 of 2 behaviours of the log have 8" in str(ended.exception)

@@ -1,7 +1,6 @@
 """`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation, `compare` checks
 its scores against those of its source, `check` finds out what one allows, `show` describes one, `verify` reads its
-weights whole, `bench` measures its times on this machine, `deploy` and `rollback` choose the revision that serves,
-`check-kv`, `check-dram` and `check-compute` the effect on its scores of K,V, a DRAM tier or products in fewer bits.
+weights whole, `bench` measures its times on this machine, `deploy` and `rollback` choose the revision that serves.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
@@ -19,11 +18,11 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from relaygr.cli.model_bench import bench_command
-from relaygr.cli.model_check import check_compute_command, check_dram_command, check_kv_command
+from relaygr.cli.model_check import check_command
+from relaygr.cli.model_check_old import check_compute_command, check_dram_command, check_kv_command
 from relaygr.cli.model_compare import compare_command
 from relaygr.cli.model_convert import convert_command
 from relaygr.cli.model_deploy import deploy_command, rollback_command
-from relaygr.cli.model_rules import check_command
 from relaygr.cli.options import JsonOption, is_given
 from relaygr.cli.texts import print_json, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
@@ -59,9 +58,9 @@ app.command("bench")(bench_command)
 app.command("deploy")(deploy_command)
 app.command("rollback")(rollback_command)
 app.command("check")(check_command)
-app.command("check-kv")(check_kv_command)
-app.command("check-dram")(check_dram_command)
-app.command("check-compute")(check_compute_command)
+app.command("check-kv", hidden=True)(check_kv_command)
+app.command("check-dram", hidden=True)(check_dram_command)
+app.command("check-compute", hidden=True)(check_compute_command)
 
 EXIT_UNVERIFIED = 1
 

@@ -1,137 +1,202 @@
-"""`relaygr model check-kv MODEL`, `check-dram` and `check-compute`: the score error of inexact settings for a model.
+"""`relaygr model check MODEL`: what a model allows, found by experiment.
 
-The commands import torch only when they run, so that `--help` answers without it.
+It tries the rules for its K,V, which are written beside a ranker of your own, and measures what types in fewer bits
+change of its scores, and whether a hit is worth it.
+
+The command imports torch only when it runs, so that `--help` answers without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
+from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.model_options import (
-    ComputeDtypeOption,
-    DeviceOption,
-    DramKvDtypeOption,
-    KvDtypeOption,
-    RankerModulesOption,
-)
+from relaygr.cli.model_options import DeviceOption, RankerModulesOption
 from relaygr.cli.options import ColumnsOption, JsonOption
 from relaygr.cli.texts import plain_console, print_json, stdout_console
 from relaygr.ingest.known import KnownModel, named_log
 from relaygr.ingest.reading import read_interactions
+from relaygr.progress import Bars, progress_bars
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
+from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from relaygr.worker.model.config import PrefixRules
     from relaygr.worker.model.interface import Engine
-    from relaygr.worker.score_error import SampleUser, ScoreError
+    from relaygr.worker.model_check import Finding, Rule
+    from relaygr.worker.score_error import SampleUser
+    from relaygr.worker.type_check import TypeFinding
 
-EXIT_ABOVE = 1
+EXIT_REFUSED = 1
 CANDIDATES = 100
-_DEFAULTS = WorkerSettings.model_fields
+_RULES_SHARE = 2 / 3
+"""Of the time. What the rules leave of it is for the types as well."""
+_ROUNDS = 5
+_LEAST_GAIN = 0.8
+"""Of the time of full inference: a hit that takes more is worth no memory."""
 
-# A link is resolved once: each command loads the model several times.
+# A link is resolved once: the command loads the model several times.
 Model = Annotated[Path, typer.Argument(help="A checkpoint folder.", resolve_path=True)]
 Interactions = Annotated[
     Path | None, typer.Option(help="Interaction log with the histories to rank.", show_default="random histories")
 ]
 Users = Annotated[int | None, typer.Option(min=1, help="Number of users.", show_default="16 random, 100 from a log")]
+MaxScoreError = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Limit for types in fewer bits.", show_default="0.01, as worker.*_max_score_error"),
+]
+MinTopkOverlap = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Limit, likewise.", show_default="0.95, as worker.*_min_topk_overlap"),
+]
+_EACH = "each in turn"
 
 
-def check_kv_command(
+def check_command(
     model: Model,
-    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of K,V on the device.")] = KvDtype.INT8,
-    compute_dtype: ComputeDtypeOption = None,
     interactions: Interactions = None,
     columns: ColumnsOption = None,
     users: Users = None,
-    device: DeviceOption = None,
-    ranker_module: RankerModulesOption = None,
-    max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.kv_max_score_error.")] = float(
-        _DEFAULTS["kv_max_score_error"].default
-    ),
-    min_topk_overlap: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.kv_min_topk_overlap.")
-    ] = float(_DEFAULTS["kv_min_topk_overlap"].default),
-    as_json: JsonOption = False,
-) -> None:
-    """Measure how much K,V in fewer bits change a model's scores. The exit code is 1 beyond the limits."""
-    from relaygr.worker.model.engine import load_engine
-    from relaygr.worker.score_error import exact_kv, measure_engine_error
-
-    allowed = ranker_module or ()
-    engine = load_engine(model, device, kv_dtype, compute_dtype=compute_dtype, ranker_modules=allowed)
-    wide = exact_kv(engine.compute_dtype)
-    exact = load_engine(model, device, wide, compute_dtype=engine.compute_dtype, ranker_modules=allowed)
-    error = measure_engine_error(engine, exact, *sample_of(model, engine, interactions, users, columns))
-    what = f"K,V {kv_dtype}, compared with {wide}: {_room(exact.geometry, engine.geometry)}"
-    _report(what, {"kv_dtype": kv_dtype}, error, max_score_error, min_topk_overlap, as_json)
-
-
-def check_dram_command(
-    model: Model,
-    dram_kv_dtype: DramKvDtypeOption = DramKvDtype.INT8,
-    interactions: Interactions = None,
-    columns: ColumnsOption = None,
-    users: Users = None,
-    kv_dtype: KvDtypeOption = None,
-    device: DeviceOption = None,
-    ranker_module: RankerModulesOption = None,
-    max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.dram_max_score_error.")] = float(
-        _DEFAULTS["dram_max_score_error"].default
-    ),
-    min_topk_overlap: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.dram_min_topk_overlap.")
-    ] = float(_DEFAULTS["dram_min_topk_overlap"].default),
-    as_json: JsonOption = False,
-) -> None:
-    """Measure how much an inexact DRAM tier changes a model's scores. The exit code is 1 beyond the limits."""
-    from relaygr.worker.model.engine import load_engine
-    from relaygr.worker.score_error import measure_dram_error
-
-    engine = load_engine(model, device, kv_dtype, ranker_modules=ranker_module or ())
-    error = measure_dram_error(engine, dram_kv_dtype, *sample_of(model, engine, interactions, users, columns))
-    room = _room(engine.geometry, DramGeometry(engine.geometry, dram_kv_dtype))
-    what = f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM: {room}"
-    _report(what, {"dram_kv_dtype": dram_kv_dtype}, error, max_score_error, min_topk_overlap, as_json)
-
-
-def check_compute_command(
-    model: Model,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Time for all comparisons.")] = 3.0,
+    kv_dtype: Annotated[
+        KvDtype | None, typer.Option(help="Type of K,V on the device that is to serve.", show_default=_EACH)
+    ] = None,
+    dram_kv_dtype: Annotated[
+        DramKvDtype | None, typer.Option(help="Type of K,V in the DRAM tier that is to serve.", show_default=_EACH)
+    ] = None,
     compute_dtype: Annotated[
-        ComputeDtype, typer.Option(help="Element type of matrix products, compared with float32.")
-    ] = ComputeDtype.INT8,
-    interactions: Interactions = None,
-    columns: ColumnsOption = None,
-    users: Users = None,
-    device: DeviceOption = None,
+        ComputeDtype | None, typer.Option(help="Type of matrix products that is to serve.", show_default=_EACH)
+    ] = None,
+    max_score_error: MaxScoreError = None,
+    min_topk_overlap: MinTopkOverlap = None,
     ranker_module: RankerModulesOption = None,
-    max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.compute_max_score_error.")] = float(
-        _DEFAULTS["compute_max_score_error"].default
-    ),
-    min_topk_overlap: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.compute_min_topk_overlap.")
-    ] = float(_DEFAULTS["compute_min_topk_overlap"].default),
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how much products in fewer bits change a model's scores. The exit code is 1 beyond the limits."""
-    from relaygr.worker.model.engine import load_engine
-    from relaygr.worker.score_error import measure_engine_error
+    """Find out by experiment what a model allows: chunks, histories that grow, later visits, types in fewer bits.
 
-    engine, exact = (
-        load_engine(model, device, compute_dtype=dtype, ranker_modules=ranker_module or ())
-        for dtype in (compute_dtype, ComputeDtype.FLOAT32)
-    )
-    error = measure_engine_error(engine, exact, *sample_of(model, engine, interactions, users, columns))
-    what = f"products in {compute_dtype}, compared with float32"
-    _report(what, {"compute_dtype": compute_dtype}, error, max_score_error, min_topk_overlap, as_json)
+    With a type for K,V, the DRAM tier or products, only the types that are given are tried. The exit code is 1 if the
+    model can not be served, or not in a type that was given.
+    """
+    from relaygr.runtime.logs import configure_logging
+    from relaygr.runtime.settings import LogLevel, LogSettings
+    from relaygr.worker.type_check import TypeCheck
+
+    configure_logging(LogSettings(level=LogLevel.WARNING))
+    until_s = time.monotonic() + 60 * minutes
+    limits = Limits(max_score_error, min_topk_overlap)
+    given = [each for each in (kv_dtype, dram_kv_dtype, compute_dtype) if each is not None]
+    checking = TypeCheck(model, device, ranker_module or (), kv_dtype, compute_dtype)
+    types = given or checking.every_type()
+    with progress_bars() as bars:
+        tried = _try_rules(model, device, ranker_module or (), interactions, columns, users, minutes, bars)
+        measured: list[TypeFinding] = []
+        if not tried.refused:
+            bars.began("types", len(types))
+            # Loading, and the times of hits, are no comparisons.
+            types_s = max(60 * minutes * (1 - _RULES_SHARE), until_s - time.monotonic())
+            for each in checking.run(types, *tried.sample, types_s):
+                measured.append(each)
+                bars.share(len(measured), each.text)
+    beyond = [each for each in measured if given and not limits.are_kept(each)]
+    if as_json:
+        print_json(_as_json(tried, measured, limits))
+    else:
+        console = stdout_console()
+        _print_rules(console, tried)
+        if measured:
+            print_types(console, measured, limits)
+        else:
+            console.print("Types in fewer bits were not tried, since the model is refused.")
+        _print_end(console, model, tried, beyond)
+    if tried.refused or beyond:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Of the longest history, on this machine."""
+
+    behaviours: int
+    candidates: int
+    hit_ms: float
+    """Candidates on K,V that are there."""
+    full_inference_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What was found in float32, and the users and candidates with which."""
+
+    sample: tuple[list[SampleUser], np.ndarray]
+    findings: list[Finding]
+    not_tried: list[Rule]
+    rules: PrefixRules
+    refused: list[Finding]
+    """Of rules without which the model can not be served."""
+    times: _Times
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of types in fewer bits; None: the default of the type's settings."""
+
+    max_score_error: float | None
+    min_topk_overlap: float | None
+
+    def of(self, found: TypeFinding) -> dict[str, float]:
+        """By name."""
+        setting = found.setting.partition("_")[0]
+        return {
+            name: float(WorkerSettings.model_fields[f"{setting}_{name}"].default) if given is None else given
+            for name, given in asdict(self).items()
+        }
+
+    def are_kept(self, found: TypeFinding) -> bool:
+        """Whether the error was measured, and is within the limits."""
+        return found.error is not None and found.error.is_within(**self.of(found))
+
+
+def _try_rules(
+    model: Path,
+    device: str | None,
+    ranker_modules: Sequence[str],
+    interactions: Path | None,
+    columns: str | None,
+    users: int | None,
+    minutes: float,
+    bars: Bars,
+) -> _Tried:
+    """Writes the rules that were found beside a team's own ranker. Raises RelayError."""
+    from relaygr.worker.model.engine import engine_to_check
+    from relaygr.worker.model.ranker_engine import RankerEngine
+    from relaygr.worker.model.rankers import write_record
+    from relaygr.worker.model_check import NEEDED, ModelCheck, Rule, rules_found
+
+    engine = engine_to_check(model, device, ranker_modules)
+    sample = sample_of(model, engine, interactions, users, columns)
+    findings: list[Finding] = []
+    bars.began("rules", len(Rule))
+    for finding in ModelCheck(engine, *sample, 60 * minutes * _RULES_SHARE).run():
+        findings.append(finding)
+        bars.share(len(findings), finding.rule.text)
+    rules = rules_found(findings)
+    refused = [each for each in findings if each.rule in NEEDED and not each.holds]
+    not_tried = [rule for rule in Rule if rule not in {each.rule for each in findings}]
+    times = _times(engine)
+    if isinstance(engine, RankerEngine) and not refused:
+        write_record(model, replace(engine.record, rules=rules))
+    return _Tried(sample, findings, not_tried, rules, refused, times)
 
 
 def sample_of(
@@ -164,34 +229,98 @@ def _read_sample(
     return [SampleUser(features, read.of(int(index))[-longest:]) for index in chosen], candidates
 
 
-def _room(exact: KvGeometry, smaller: KvGeometry | DramGeometry) -> str:
-    return f"{exact.page_bytes / smaller.page_bytes:.2f} times as many prefixes in the same memory"
+def _times(engine: Engine) -> _Times:
+    """The fastest of some rounds: others can only slow them down."""
+    from relaygr.worker.measuring import EngineMeter, bind_own_arena
+
+    bind_own_arena(engine)
+    meter = EngineMeter(engine)
+    tokens, candidates = meter.longest_tokens, min(CANDIDATES, engine.limits.max_candidates)
+    hits, prefixes = [], []
+    for _ in range(_ROUNDS):
+        prefixes.append(sum(point.duration_us for point in meter.prefix(tokens, tokens)))
+        hits.append(meter.rank(tokens, candidates).duration_us)
+    hit_ms = min(hits) / 1e3
+    return _Times(engine.limits.max_prefix_behaviours, candidates, hit_ms, hit_ms + min(prefixes) / 1e3)
 
 
-def _report(
-    what: str,
-    setting: dict[str, str],
-    error: ScoreError,
-    max_score_error: float,
-    min_topk_overlap: float,
-    as_json: bool,
-) -> None:
-    """Prints the error beside its limits. Raises typer.Exit if one of them is exceeded."""
+def _as_json(tried: _Tried, measured: Sequence[TypeFinding], limits: Limits) -> dict[str, object]:
+    return {
+        "findings": [{**asdict(each), "rule": each.rule.name.lower(), "holds": each.holds} for each in tried.findings],
+        "not_tried": [rule.name.lower() for rule in tried.not_tried],
+        "rules": asdict(tried.rules),
+        "times": asdict(tried.times),
+        "types": [
+            {
+                "setting": each.setting,
+                **asdict(each),
+                "limits": limits.of(each),
+                "within_limits": limits.are_kept(each),
+            }
+            for each in measured
+        ],
+    }
+
+
+def _print_rules(console: Console, tried: _Tried) -> None:
+    table = Table("what was tried", "result", "largest difference", "what it costs")
+    for each in tried.findings:
+        result = "holds" if each.holds else f"broken at {each.smallest}"
+        cases = f"{each.error:.0e} in {each.tried}, up to {each.longest} behaviours"
+        table.add_row(each.rule.text, result, cases, "" if each.holds else each.rule.cost)
+    for rule in tried.not_tried:
+        table.add_row(rule.text, "not tried: the model does not claim it", "", rule.cost)
+    console.print(table)
+    console.print(
+        "In float32. Differences are shares of the spread of a user's scores. What was not tried: other histories than "
+        "these."
+    )
+    times = tried.times
+    console.print(
+        f"{times.behaviours:,} behaviours, {times.candidates} candidates: a hit takes {times.hit_ms:.2f} ms, full "
+        f"inference {times.full_inference_ms:.2f} ms."
+    )
+
+
+def print_types(console: Console, measured: Sequence[TypeFinding], limits: Limits) -> None:
+    """Prints each error beside its limits."""
     from relaygr.worker.score_error import TOP_K
 
-    is_within = error.is_within(max_score_error, min_topk_overlap)
-    if as_json:
-        print_json({**asdict(error), **setting, "within_limits": is_within})
-    else:
-        console = stdout_console()
-        console.print(f"{what}; {error.users} users, {error.candidates} candidates each")
-        table = Table("", "measured", "limit")
-        table.add_row("largest change of a score", f"{error.max_score_error:.4%}", f"{max_score_error:.4%} at most")
-        table.add_row("mean change of a score", f"{error.mean_score_error:.4%}", "")
+    table = Table(
+        "types in fewer bits",
+        "result",
+        "largest change of a score",
+        f"top {TOP_K} that stay",
+        "prefixes in the same memory",
+    )
+    for each in measured:
+        if each.error is None:
+            table.add_row(each.text, f"not measured: {each.not_measured}")
+            continue
+        error, limit = each.error, limits.of(each)
+        is_kept = "within" if limits.are_kept(each) else "beyond"
         table.add_row(
-            f"share of the top {TOP_K} that stays", f"{error.topk_overlap:.2%}", f"{min_topk_overlap:.2%} at least"
+            each.text,
+            f"{is_kept} the limits, {error.users} users, {error.candidates} candidates each",
+            f"{error.max_score_error:.4%} ({limit['max_score_error']:.4%} at most)",
+            f"{error.topk_overlap:.2%} ({limit['min_topk_overlap']:.2%} at least)",
+            f"{each.room:.2f} times as many" if each.room != 1 else "",
         )
-        console.print(table)
-        console.print("Changes are relative to the spread of the scores of the same user and task.")
-    if not is_within:
-        raise typer.Exit(EXIT_ABOVE)
+    console.print(table)
+    console.print("Changes are relative to the spread of the scores of the same user and task.")
+
+
+def _print_end(console: Console, model: Path, tried: _Tried, beyond: Sequence[TypeFinding]) -> None:
+    """The last line: whether the model can be served, and what the relay is worth with it."""
+    if tried.refused:
+        broken = ", nor that ".join(each.rule.text for each in tried.refused)
+        console.print(f"{model} can not be served: it is not so that {broken}.")
+        return
+    if tried.times.hit_ms > _LEAST_GAIN * tried.times.full_inference_ms:
+        worth = "the relay does not pay: a hit takes about as long as full inference"
+    elif tried.rules.is_reusable:
+        worth = "the relay serves each visit from the K,V of the visits before"
+    else:
+        worth = "the relay computes a prefix anew for each impression, ahead of the ranking request"
+    types = ", nor with ".join(f"worker.{each.setting} {each.dtype}" for each in beyond)
+    console.print(f"{model} can be served{f', but not with {types}' if types else ''}; {worth}.")

@@ -36,6 +36,10 @@ class DramKvDtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
 
+    def keeps(self, dtype: KvDtype) -> bool:
+        """Whether a reloaded page of K,V in this type has the bits that were spilled."""
+        return self is DramKvDtype.SAME or self.value == dtype.value or dtype.is_scaled
+
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
@@ -99,8 +103,7 @@ class DramGeometry:
     @property
     def is_exact(self) -> bool:
         """Whether a reloaded page has the bits that were spilled."""
-        same = self.dtype is DramKvDtype.SAME or self.dtype.value == self.kv.dtype.value
-        return same or self.kv.dtype.is_scaled
+        return self.dtype.keeps(self.kv.dtype)
 
     @property
     def layer_bytes(self) -> int:

@@ -26,6 +26,8 @@ _LENGTHS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _SUFFIX = 16
 _EARLIER_MS = 3 * 3_600_000
 _FIRST_USERS = 4
+_ALWAYS_TRIED = 8
+"""Behaviours: up to these, each rule is tried, whatever the time."""
 
 
 class Rule(enum.Enum):
@@ -64,10 +66,19 @@ class Finding:
     """The largest difference, as a share of the spread of scores."""
     smallest: str | None = None
     """The smallest case that breaks the rule; None if none did."""
+    longest: int = 0
+    """Behaviours of the longest history that was tried."""
 
     @property
     def holds(self) -> bool:
         return self.tried > 0 and self.smallest is None
+
+    @property
+    def case(self) -> str:
+        """How the smallest case breaks the rule, as the end of a sentence."""
+        if self.error != self.error:
+            return f"with {self.smallest} scores are not finite numbers"
+        return f"with {self.smallest} scores differ by {self.error:.2%} of their spread"
 
 
 def rules_found(findings: Sequence[Finding]) -> PrefixRules:
@@ -108,17 +119,18 @@ class ModelCheck:
         tolerance: float = TOLERANCE,
     ) -> None:
         """`users`: each length takes their oldest behaviours. `seconds`: no rule gets more than its part, but each is
-        tried with the shortest histories. Raises ValueError without users or candidates.
+        tried with a few short histories. Raises ValueError without users or candidates.
         """
         if not users or not candidates.size:
             raise ValueError("nothing to check: no users, or no candidates")
         self._engine = engine
-        self._users = users
+        # The first one has all lengths.
+        self._users = sorted(users, key=lambda user: -len(user.behaviours))
         self._candidates = candidates
         self._tolerance = tolerance
         self._part_s = seconds / len(Rule)
         self._random = np.random.default_rng(0)
-        longest = min(max(len(user.behaviours) for user in users), engine.limits.max_prefix_behaviours)
+        longest = min(len(self._users[0].behaviours), engine.limits.max_prefix_behaviours)
         self._lengths = [length for length in _LENGTHS if length < longest] + [longest]
         tokens = engine.layout.tokens(longest)
         bind_own_arena(engine, 2, tokens)
@@ -146,25 +158,27 @@ class ModelCheck:
         after = [self._scores(user, _Way(length)) for user, length in self._first_cases()]
         errors = [difference(one, other) for one, other in zip(before, after, strict=True)]
         broken = None if max(errors) <= self._tolerance else "the first histories again"
-        yield Finding(Rule.UNCHANGED, len(errors), max(errors), broken)
+        yield Finding(Rule.UNCHANGED, len(errors), max(errors), broken, self._lengths[0])
 
     def _first_cases(self) -> list[tuple[SampleUser, int]]:
         return [(user, min(self._lengths[0], len(user.behaviours))) for user in self._users[:_FIRST_USERS]]
 
     def _finding(self, rule: Rule, compare: Callable[[int, int], float]) -> Finding:
-        """Compares for each length and user, from the shortest, until the rule's time is over or it is broken."""
+        """Compares all lengths of one user after the other, until the rule's time is over or it is broken."""
         until_s = time.monotonic() + self._part_s
-        tried, worst = 0, 0.0
-        for length in self._lengths:
-            for index, user in enumerate(self._users):
-                if len(user.behaviours) < length or (tried >= _FIRST_USERS and time.monotonic() > until_s):
-                    continue
+        tried, worst, longest = 0, 0.0, 0
+        for index, user in enumerate(self._users):
+            for length in self._lengths:
+                if length > len(user.behaviours):
+                    break
+                if (index or length > _ALWAYS_TRIED) and time.monotonic() > until_s:
+                    return Finding(rule, tried, worst, longest=longest)
                 error = compare(index, length)
+                tried, worst, longest = tried + 1, max(worst, error), max(longest, length)
                 # One that is not a number is a difference.
-                tried, worst = tried + 1, error if error != error else max(worst, error)
                 if not error <= self._tolerance:
-                    return Finding(rule, tried, error, f"{length} behaviours")
-        return Finding(rule, tried, worst)
+                    return Finding(rule, tried, error, f"{length} behaviour{'s' * (length > 1)}", longest)
+        return Finding(rule, tried, worst, longest=longest)
 
     def _finite(self, index: int, length: int) -> float:
         return 0.0 if np.isfinite(self._scores(self._users[index], _Way(length))).all() else float("nan")

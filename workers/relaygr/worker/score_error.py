@@ -4,10 +4,10 @@
     products in int8                      compared with    products in float32, of another engine
     K,V in 8 bits                         compared with    K,V in the type of the products, of another engine
 
-A worker with such a setting measures the error before it starts (`process.trial`). `relaygr model check-kv`,
-`check-dram` and `check-compute` measure the same on your own histories. Generated histories have random
-items of the model's vocabulary, each action and value of a small feature, and steps of time of all sizes: they exercise
-the model's inputs, but do not resemble real users.
+A worker with such a setting measures the error before it starts (`process.trial`). `relaygr model check` measures the
+same on your own histories (`type_check`). Generated histories have random items of the model's vocabulary, each action
+and value of a small feature, and steps of time of all sizes: they exercise the model's inputs, but do not resemble real
+users.
 
 The measure of an error is the spread of the exact scores of the same user and task, from the lowest to the highest: it
 decides the order of the candidates, and a constant added to all scores does not change it.
@@ -15,7 +15,8 @@ decides the order of the candidates, and a constant added to all scores does not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +83,14 @@ class ScoreError:
 
 
 def measure_dram_error(
-    engine: Engine, dtype: DramKvDtype, users: Sequence[SampleUser], candidates: NDArray[np.int64]
+    engine: Engine,
+    dtype: DramKvDtype,
+    users: Sequence[SampleUser],
+    candidates: NDArray[np.int64],
+    seconds: float = float("inf"),
 ) -> ScoreError:
-    """Ranks `candidates` for each user on exact K,V, then on encoded and decoded K,V.
+    """Ranks `candidates` for each user on exact K,V, then on encoded and decoded K,V; for one user, and for others
+    within `seconds`.
 
     Binds the engine to a new arena, so the caller must bind it again. Raises ValueError without users or candidates,
     TooLongError beyond the model's limits, RelayError without memory for the arena.
@@ -97,15 +103,19 @@ def measure_dram_error(
         (inexact,) = engine.rank([exact.ranked])
         return exact.outputs.scores, inexact.scores
 
-    return _error_of((scores(user) for user in users), candidates)
+    return _error_of((scores(user) for user in _within(users, seconds)), candidates)
 
 
 def measure_engine_error(
-    engine: Engine, exact: Engine, users: Sequence[SampleUser], candidates: NDArray[np.int64]
+    engine: Engine,
+    exact: Engine,
+    users: Sequence[SampleUser],
+    candidates: NDArray[np.int64],
+    seconds: float = float("inf"),
 ) -> ScoreError:
     """Ranks `candidates` for each user by `exact`, then by `engine`: two engines of one model.
 
-    Binds both to new arenas. Raises as `measure_dram_error` does.
+    Binds both to new arenas. `seconds` and errors are as of `measure_dram_error`.
     """
     _, pages = _own_arena(engine, users, candidates)
     _own_arena(exact, users, candidates)
@@ -115,7 +125,16 @@ def measure_engine_error(
         expected, found = (full_inference(each, request, pages).outputs.scores for each in (exact, engine))
         return expected, found
 
-    return _error_of((scores(user) for user in users), candidates)
+    return _error_of((scores(user) for user in _within(users, seconds)), candidates)
+
+
+def _within(users: Sequence[SampleUser], seconds: float) -> Iterator[SampleUser]:
+    """The first user, and others until the time is over."""
+    until_s = time.monotonic() + seconds
+    for index, user in enumerate(users):
+        if index and time.monotonic() > until_s:
+            return
+        yield user
 
 
 def _own_arena(

@@ -96,8 +96,8 @@ def require_rules(engine: Engine, model: Path) -> None:
     for found in check.run():
         if found.smallest is not None and found.rule not in _NOT_CLAIMED:
             raise RelayError(
-                f"{model} is refused. By its {RECORD_FILE} {found.rule.text}, but with {found.smallest} scores differ "
-                f"by {found.error:.1%} of their spread: run `relaygr model check {model}` again."
+                f"{model} is refused. By its {RECORD_FILE} {found.rule.text}, but {found.case}: run `relaygr model "
+                f"check {model}` again."
             )
 
 
@@ -126,8 +126,8 @@ class Measured:
 class Gate:
     """The limits of a setting that makes scores inexact.
 
-    `name`: of its limits, `worker.NAME_max_score_error` and `worker.NAME_min_topk_overlap`, and of its command,
-    `relaygr model check-NAME`. `measure` returns None if the setting is exact.
+    `name`: of its limits, `worker.NAME_max_score_error` and `worker.NAME_min_topk_overlap`. `measure` returns None if
+    the setting is exact.
     """
 
     name: str
@@ -141,13 +141,14 @@ class Gate:
         min_overlap = float(getattr(settings, f"{self.name}_min_topk_overlap"))
         error = measured.error
         if not error.is_within(max_error, min_overlap):
+            option = f"--{self.setting.replace('_', '-')} {measured.value}"
             raise RelayError(
                 f"worker.{self.setting} {measured.value} is too inexact for this model: scores change by up to "
                 f"{error.max_score_error:.2%} of their spread ({max_error:.2%} allowed), and {error.topk_overlap:.1%} "
                 f"of the top {TOP_K} stay ({min_overlap:.1%} required), for {error.users} generated users. Set "
                 f"worker.{self.setting} to {measured.remedy}. Or measure the error on your own histories with `relaygr "
-                f"model check-{self.name}`, and set worker.{self.name}_max_score_error and "
-                f"worker.{self.name}_min_topk_overlap."
+                f"model check {settings.model} {option} --interactions LOG`, and set "
+                f"worker.{self.name}_max_score_error and worker.{self.name}_min_topk_overlap."
             )
         log.info(
             self.event,
