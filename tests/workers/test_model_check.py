@@ -19,6 +19,9 @@ from relaygr.worker.score_error import made_sample
 from tests.worlds.model import small_config
 from tests.worlds.toy_rankers import MODULE, write_folder
 
+TO_THE_END = ("--minutes", "30")
+"""All comparisons with a few users, on the slowest machine, too."""
+
 
 def findings_of(folder: Path, seconds: float = 1.0) -> list[Finding]:
     engine = engine_to_check(folder, "cpu", [MODULE])
@@ -117,7 +120,8 @@ class TestCommand:
         assert "Traceback" not in said
 
     def test_without_a_given_type_each_is_measured_and_what_can_not_run_is_said(self, tmp_path: Path) -> None:
-        code, said = self.check(write_folder(tmp_path), "--device", "cpu", "--max-score-error", "0")
+        limits = ("--max-score-error", "0", "--users", "2")
+        code, said = self.check(write_folder(tmp_path), "--device", "cpu", *limits, *TO_THE_END)
         assert code == 0, said
         for text in (
             "K,V bfloat16, compared with float32 │ beyond the limits",
@@ -130,6 +134,16 @@ class TestCommand:
         ):
             assert text in said
         assert "can be served; the relay" in said
+
+    def test_histories_of_a_log_are_taken_before_anything_is_written_beside_the_ranker(self, tmp_path: Path) -> None:
+        log = tmp_path / "ratings.csv"
+        rows = [f"{user},{(7 * user + at) % 60},1.0,{1_600_000_000 + at}" for user in range(5) for at in range(20)]
+        log.write_text("\n".join(["userId,movieId,rating,timestamp", *rows]) + "\n")
+        arguments = ["--interactions", str(log), "--device", "cpu", "--kv-dtype", "bfloat16", "--max-score-error", "1"]
+        code, said = self.check(write_folder(tmp_path / "model"), *arguments, *TO_THE_END)
+        assert code == 0, said
+        assert "up to 20 behaviours" in said
+        assert "within the limits, 5 users, 32 candidates each" in said
 
     def test_a_given_type_that_can_not_run_fails_the_check(self, tmp_path: Path) -> None:
         code, said = self.check(write_folder(tmp_path), "--device", "cpu", "--compute-dtype", "int8")

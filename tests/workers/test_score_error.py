@@ -201,7 +201,7 @@ class TestCommand:
         log.write_text("userId,movieId,rating,timestamp\n" + "\n".join(lines) + "\n")
         ended = CliRunner().invoke(
             app, ["check", str(model), "--device", "cpu", "--interactions", str(log), "--users", "5",
-                  "--minutes", "0.05", "--dram-kv-dtype", "int8", "--max-score-error", "0.5",
+                  "--minutes", "30", "--dram-kv-dtype", "int8", "--max-score-error", "0.5",
                   "--min-topk-overlap", "0.1"],
         )  # fmt: skip
         assert ended.exit_code == 0, ended.output

@@ -214,12 +214,14 @@ def _read_sample(
     model: Path, path: Path, engine: Engine, users: int, columns: str | None
 ) -> tuple[list[SampleUser], np.ndarray]:
     """Random users of a log with their newest behaviours, and random items of the log as candidates."""
+    from relaygr.worker.model.ranker_engine import RankerEngine
     from relaygr.worker.score_error import SampleUser
 
+    record = engine.record if isinstance(engine, RankerEngine) else None
     read, random = read_interactions(path, log_map=named_log(columns, None, model)), np.random.default_rng(0)
     if not read.users:
         raise RelayError(f"{path} contains no interactions.")
-    for note in KnownModel(model).check_log(read):
+    for note in KnownModel(model, record).check_log(read):
         plain_console(stderr=True).print(f"Note: {note}")
     chosen = random.choice(len(read.users), min(users, len(read.users)), replace=False)
     longest = engine.limits.max_prefix_behaviours

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import numpy as np
 import typer
@@ -16,6 +16,9 @@ from relaygr.ingest.log_map import LogMap, log_map
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, History, RankingRequest, RetrievalEvent
+
+if TYPE_CHECKING:
+    from relaygr.worker.model.rankers import RankerRecord
 
 ModelOption = Annotated[
     Path | None,
@@ -64,7 +67,8 @@ def named_log(columns: str | None, actions: str | None, model: Path | None, ties
 class KnownModel:
     """What the model in a folder knows. Raises RelayError for a folder that is none."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, record: RankerRecord | None = None) -> None:
+        """`record`: of a ranker that is being checked, and so has none in its folder yet."""
         # Imported here, so that publishing without --model needs no library of the worker's.
         from relaygr.worker.model.config import is_ranker, read_config
         from relaygr.worker.model.inputs.known import KnownInputs, Vocabulary, read_vocabulary
@@ -74,7 +78,7 @@ class KnownModel:
         self._vocabulary: Vocabulary | None = None
         if is_ranker(folder):
             # Which items it knows, only its code says.
-            record = read_record(folder)
+            record = record or read_record(folder)
             self._inputs = KnownInputs(record.description().features, record.shape.num_actions)
             return
         config = read_config(folder)
