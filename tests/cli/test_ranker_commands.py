@@ -29,7 +29,7 @@ def ranker(tmp_path: Path) -> Path:
     """Rows of 12 numbers of K and of V in two layers, and as many of state; it may grow, in one chunk."""
     folder = write_folder(tmp_path / "ranker")
     engine = engine_to_check(folder, "cpu", [MODULE])
-    assert isinstance(engine, RankerEngine)
+    assert isinstance(engine, RankerEngine) and engine.record is not None
     write_record(folder, replace(engine.record, rules=PrefixRules(chunks=False)))
     return folder
 
@@ -133,7 +133,7 @@ def test_a_process_that_loaded_the_code_before_it_was_replaced_refuses_a_model_o
     folder = write_folder(tmp_path / "model")
     (folder / "config.json").write_text('{"ranker": "replaced_ranker:Ours"}')
     old = engine_to_check(folder, "cpu", ["replaced_ranker"])
-    assert isinstance(old, RankerEngine)
+    assert isinstance(old, RankerEngine) and old.record is not None
     source.write_text(source.read_text() + "\n    places = None\n")
     new_version = hashlib.blake2b(source.read_bytes(), digest_size=16).hexdigest()
     write_record(folder, replace(old.record, version=new_version))

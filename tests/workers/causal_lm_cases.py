@@ -61,7 +61,7 @@ def write_folder(folder: Path, kind: str, *, ids: bool = False, **config: Any) -
 
 def opened(folder: Path, dtype: KvDtype = KvDtype.FLOAT32) -> Engine:
     engine = engine_to_check(folder, "cpu", [MODULE])
-    assert isinstance(engine, RankerEngine)
+    assert isinstance(engine, RankerEngine) and engine.record is not None
     model = read_ranker(folder, engine.record)
     made = build_engine(model, engine.device, dtype, 16, ComputeDtype.FLOAT32, ranker_modules=[MODULE])
     bind_own_arena(made)

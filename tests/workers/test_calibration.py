@@ -37,10 +37,14 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import SUFFIX_BEHAVIOURS, EngineMeter, bind_own_arena, rest_between_requests
 from relaygr.worker.model import layer_parts
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.engine import NullEngine, build_engine
+from relaygr.worker.model.description import description_of
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.inputs.known import KnownInputs
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.model.layer_parts import onednn_is_faster
+from relaygr.worker.model.null import NullRanker
 from relaygr.worker.model.options import ComputeDtype, Family
+from relaygr.worker.model.ranker_engine import RankerEngine
 from relaygr.worker.process.prepare import _compute_as_calibrated
 from tests.workers.engine_kinds import HAS_ONEDNN
 from tests.worlds.model import make_world, small_config
@@ -51,12 +55,23 @@ KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 
 SHARED_US = 200.0
 
 
-class TimedEngine(NullEngine):
+class TimedEngine(RankerEngine):
     """Each call takes the time that a latency model predicts, on a clock of its own."""
 
     def __init__(self, max_prefix: int = 4096) -> None:
         config = small_config(family=Family.NULL, max_prefix_behaviours=max_prefix, max_candidates=512)
-        super().__init__(random_checkpoint(config, 0), CpuDevice(), KvDtype.FLOAT32, 64)
+        described = description_of(config)
+        super().__init__(
+            NullRanker(config),
+            described,
+            "revision",
+            KnownInputs.of(config),
+            0,
+            CpuDevice(),
+            described.geometry(64, KvDtype.FLOAT32),
+            ComputeDtype.FLOAT32,
+        )
+        bind_own_arena(self)
         self.now_ns = 0
         self.longest = self.rests = 0
         self.suffix = min(SUFFIX_BEHAVIOURS, self.limits.max_suffix_behaviours)

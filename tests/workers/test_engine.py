@@ -26,9 +26,10 @@ from relaygr.worker.model.attention.blocked import ONEDNN_WORK, BlockedAttention
 from relaygr.worker.model.attention.choose import attention_for
 from relaygr.worker.model.attention.spec import spec_of
 from relaygr.worker.model.checkpoint import random_checkpoint, resident_bytes, save_checkpoint
-from relaygr.worker.model.engine import NoMemoryForWeightsError, build_engine, load_engine, null_scores
+from relaygr.worker.model.engine import NoMemoryForWeightsError, build_engine, load_engine
 from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
 from relaygr.worker.model.interface import PrefixChunk, TooLongError
+from relaygr.worker.model.null import null_scores
 from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.engine_kinds import HAS_ONEDNN, KINDS
 from tests.worlds.attention import LAYER, RaggedForward, SegmentRows

@@ -26,10 +26,10 @@ from relaygr.worker.model.attention.segments import Segment
 from relaygr.worker.model.attention.spec import AttentionSpec, spec_of
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig, RuleError
+from relaygr.worker.model.engine import own_engine
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.interface import PrefixChunk, RankInputs
 from relaygr.worker.model.options import ComputeDtype, PositionOrigin
-from relaygr.worker.model.paged_engine import PagedEngine
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
 from tests.workers.engine_kinds import BACKENDS, HAS_ONEDNN, KINDS
 from tests.worlds.dense import full_inference
@@ -95,7 +95,7 @@ class ContractWorld:
         self.checkpoint: Checkpoint = random_checkpoint(self.config, seed)
         made = BACKENDS[backend]
         device = made.device()
-        self.engine = PagedEngine(
+        self.engine = own_engine(
             self.checkpoint,
             device,
             kv_dtype,

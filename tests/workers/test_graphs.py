@@ -17,11 +17,11 @@ from relaygr.worker.device import CapturedWork, CpuDevice, Device, Recorder
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.checkpoint import random_checkpoint
-from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.engine import build_engine, own_engine
 from relaygr.worker.model.graphs import LEAST, STEPS, DirectRunner, GraphRunner, bucket
 from relaygr.worker.model.interface import PrefixChunk, RankInputs
 from relaygr.worker.model.layers import LayerStack, build_layers
-from relaygr.worker.model.paged_engine import PagedEngine
+from relaygr.worker.model.ranker_engine import RankerEngine
 from relaygr.worker.model.triton.attention import TritonAttention
 from relaygr.worker.model.triton.plan import PlanShape
 from tests.worlds.attention import RaggedForward, SegmentRows
@@ -244,7 +244,7 @@ def test_pages_that_do_not_hold_the_tokens_are_refused() -> None:
 def test_an_engine_scores_the_same_with_graphs() -> None:
     checkpoint = random_checkpoint(CONFIG, 0)
     engines = [
-        PagedEngine(checkpoint, DEVICE, KvDtype.FLOAT32, 8, choose=choose_triton, graphs=graphs)
+        own_engine(checkpoint, DEVICE, KvDtype.FLOAT32, 8, choose=choose_triton, graphs=graphs)
         for graphs in (False, True)
     ]
     for engine in engines:
@@ -259,7 +259,7 @@ def test_an_engine_scores_the_same_with_graphs() -> None:
     assert [engine.backend for engine in engines] == ["triton", "triton from graphs"], "a calibration tells them apart"
 
 
-def ranked(engine: PagedEngine, history: Behaviours, items: np.ndarray, pages: np.ndarray) -> np.ndarray:
+def ranked(engine: RankerEngine, history: Behaviours, items: np.ndarray, pages: np.ndarray) -> np.ndarray:
     inputs = engine.prefix_inputs(NO_FEATURES, history)
     engine.pre_infer(PrefixChunk(inputs, 0, inputs.tokens, pages))
     request: RankInputs = engine.rank_inputs(inputs.tokens, pages, Behaviours.empty(), items)

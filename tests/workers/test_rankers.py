@@ -18,8 +18,7 @@ from relaygr.worker.model.config import PrefixRules, RuleError
 from relaygr.worker.model.engine import engine_to_check, load_engine, load_model
 from relaygr.worker.model.inference import FullRequest, full_inference
 from relaygr.worker.model.interface import Engine, PrefixChunk, TooLongError
-from relaygr.worker.model.ranker_engine import RankerError
-from relaygr.worker.model.rankers import RECORD_FILE, read_record
+from relaygr.worker.model.rankers import RECORD_FILE, RankerError, read_record
 from relaygr.worker.process.trial import require_rules
 from tests.worlds import toy_rankers
 from tests.worlds.toy_rankers import ITEMS, MODULE, Decoder, checked, write_folder
@@ -52,12 +51,13 @@ def scores(engine: Engine, asked: FullRequest, chunk_tokens: int | None = None) 
 
 
 class TestScores:
+    @pytest.mark.parametrize("name", ["Decoder", "PagedDecoder"])
     @pytest.mark.parametrize("dtype", list(KvDtype))
     @pytest.mark.parametrize("behaviours", [1, 15, 16, 17, 96])
     def test_cached_scores_are_those_of_the_whole_history(
-        self, tmp_path: Path, dtype: KvDtype, behaviours: int
+        self, tmp_path: Path, name: str, dtype: KvDtype, behaviours: int
     ) -> None:
-        engine = opened(checked(tmp_path), dtype)
+        engine = opened(checked(tmp_path, name), dtype)
         whole = scores(engine, request(behaviours))
         spread = np.ptp(whole)
         allowed = 1e-5 if dtype is KvDtype.FLOAT32 else 0.05
@@ -65,6 +65,17 @@ class TestScores:
             assert np.abs(scores(engine, request(behaviours), chunk_tokens) - whole).max() <= allowed * spread
         with_suffix = request(behaviours, min(behaviours - 1, 5))
         assert np.abs(scores(engine, with_suffix, 7) - whole).max() <= allowed * spread
+
+    def test_both_forms_of_a_ranker_give_the_same_scores(self, tmp_path: Path) -> None:
+        simple, paged = (opened(checked(tmp_path / name, name)) for name in ("Decoder", "PagedDecoder"))
+        for asked in (request(0), request(40), request(40, 6)):
+            assert np.abs(scores(simple, asked, 7) - scores(paged, asked, 7)).max() < 1e-5
+        together = [
+            full_inference(paged, request(30, seed=seed), np.arange(seed * 8, seed * 8 + 8, dtype=np.int32)).ranked
+            for seed in (0, 1)
+        ]
+        for found, seed in zip(paged.rank(together), (0, 1), strict=True):
+            assert np.abs(found.scores - scores(simple, request(30, seed=seed))).max() < 1e-5
 
     def test_a_user_without_a_history_is_ranked(self, tmp_path: Path) -> None:
         assert np.isfinite(scores(opened(checked(tmp_path)), request(0))).all()
@@ -103,6 +114,8 @@ class TestScores:
             ("LacksALayer", "K,V of 1 layers, not of 2"),
             ("LacksStates", "no states, its shape has 12 a row"),
             ("FailsForSomeItems", "rank raised ZeroDivisionError: no such item"),
+            ("HasTooFewPagedScores", r"forward returned scores of the shape \(19, 1\), not \(20, 1\)"),
+            ("RaisesInTheForward", "raised ZeroDivisionError: no such kernel"),
         ],
     )
     def test_what_does_not_fit_the_shape_is_one_sentence(

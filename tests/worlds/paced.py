@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.checkpoint import random_checkpoint
-from relaygr.worker.model.engine import NullEngine
-from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
+from relaygr.worker.model.interface import PrefixChunk, RankInputs
+from relaygr.worker.model.null import NullRanker
 from relaygr.worker.model.options import Family
 from tests.worlds.relay import model_config, save_model
 
@@ -25,18 +28,20 @@ LATENCY: Final = LatencyCoefficients(a0=6_000, a1=90, a2=0, b0=1_000, b1=80, b2=
 """512 tokens and 128 candidates: full inference takes 59 ms, a hit 17 ms alone and 12 ms more in a batch."""
 
 
-class PacedEngine(NullEngine):
+class PacedRanker(NullRanker):
     """See the module docstring."""
 
     pace_file: Path
     _model = LatencyModel(LATENCY)
 
-    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
+    def forward(
+        self, kv: PagedKv, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]
+    ) -> torch.Tensor | None:
         sizes = [(each.prefix_tokens, each.num_candidates) for each in requests]
         device_us = self._model.batch_us(sizes)
         device_us += sum(self._model.append_us(chunk.start, chunk.end - chunk.start) for chunk in chunks)
         time.sleep(device_us / 1e6 * read_pace(self.pace_file))
-        return super().forward(chunks, requests)
+        return super().forward(kv, chunks, requests)
 
 
 def make_paced_model(folder: Path) -> Path:
@@ -63,8 +68,8 @@ def main() -> None:
     from relaygr.cli.__main__ import main as run_command
     from relaygr.worker.model import engine
 
-    PacedEngine.pace_file = Path(sys.argv.pop(1))
-    engine.NullEngine = PacedEngine  # type: ignore[misc]
+    PacedRanker.pace_file = Path(sys.argv.pop(1))
+    engine.NullRanker = PacedRanker  # type: ignore[misc]
     run_command()
 
 

@@ -6,14 +6,32 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from relaygr.ranker import Computed, History, Kv, ModelFolder, Past, Ranker, Shape
+from relaygr.ranker import (
+    CandidateInputs,
+    Computed,
+    History,
+    HistoryInputs,
+    Kv,
+    ModelFolder,
+    PagedRanker,
+    Past,
+    PrefixChunk,
+    Ranker,
+    RankInputs,
+    Segment,
+    Shape,
+)
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.engine import engine_to_check
 from relaygr.worker.model.ranker_engine import RankerEngine
@@ -39,7 +57,7 @@ def checked(folder: Path, name: str = "Decoder", rules: PrefixRules | None = Non
     """A folder with the record that `model check` would write."""
     write_folder(folder, name, seed)
     engine = engine_to_check(folder, "cpu", [MODULE])
-    assert isinstance(engine, RankerEngine)
+    assert isinstance(engine, RankerEngine) and engine.record is not None
     write_record(folder, replace(engine.record, rules=rules or PrefixRules()))
     return folder
 
@@ -104,6 +122,76 @@ class Decoder(Ranker):
         if state is None:
             state = torch.ones(DIM)
         return (self.weights["items"][candidates.clamp(0, ITEMS)] @ state)[:, None]
+
+
+class PagedDecoder(PagedRanker):
+    """The same in the paged form: reads and writes the pages itself, and the states in the layer after the others."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder)
+        self.decoder = Decoder(folder)
+
+    def shape(self) -> Shape:
+        return self.decoder.shape()
+
+    def scratch_bytes(self, chunk_rows: int, ranked_rows: int) -> int:
+        return 4 * 8 * (chunk_rows + ranked_rows) * (DIM + 96)
+
+    def forward(
+        self, kv: PagedKv, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]
+    ) -> torch.Tensor | None:
+        for chunk in chunks:
+            inputs, rows = cast("HistoryInputs", chunk.inputs), chunk.end - chunk.start
+            segment = Segment(chunk.pages, chunk.start, rows, 0, stores=True, total_tokens=inputs.tokens)
+            computed = self.decoder.prefix(_history(inputs.behaviours), chunk.start, chunk.end, self._past(kv, segment))
+            assert computed.states is not None
+            slots, states = kv.slots([segment]), computed.states[:, None]
+            for layer, (k, v) in enumerate((*computed.layers, (states, torch.zeros_like(states)))):
+                is_state = layer == LAYERS
+                kv.write(layer, slots, k if is_state else k.transpose(0, 1), v if is_state else v.transpose(0, 1))
+        asked = cast("Sequence[CandidateInputs]", requests)
+        return torch.cat([self._scores(kv, each) for each in asked]) if asked else None
+
+    def _scores(self, kv: PagedKv, request: CandidateInputs) -> torch.Tensor:
+        tokens = request.prefix_tokens
+        past = self._past(kv, Segment(request.pages, tokens, 0, 0, stores=False, total_tokens=tokens), LAYERS + 1)
+        state = past[LAYERS][0][0, -1] if tokens else None
+        candidates = torch.from_numpy(request.candidates)
+        return self.decoder.rank(_history(request.suffix), candidates, Past(tokens, LAYERS, past.__getitem__), state)
+
+    def _past(self, kv: PagedKv, segment: Segment, layers: int = LAYERS) -> Past:
+        if not segment.context_tokens:
+            return Past(0, layers, lambda _: (torch.zeros(1, 0, DIM), torch.zeros(1, 0, DIM)))
+        ((span,),) = kv.spans([segment])
+
+        def read(layer: int) -> Kv:
+            k, v = kv.read(layer, span, torch.float32)
+            return k.clone(), v.clone()
+
+        return Past(segment.context_tokens, layers, read)
+
+
+def _history(behaviours: Behaviours) -> History:
+    items, actions, times_ms = (
+        torch.from_numpy(each.astype(np.int64))
+        for each in (behaviours.items, behaviours.actions, behaviours.timestamps_ms)
+    )
+    return History(items, actions, times_ms, torch.empty(0, dtype=torch.int64))
+
+
+class HasTooFewPagedScores(PagedDecoder):
+    def forward(
+        self, kv: PagedKv, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]
+    ) -> torch.Tensor | None:
+        scores = super().forward(kv, chunks, requests)
+        return None if scores is None else scores[1:]
+
+
+class RaisesInTheForward(PagedDecoder):
+    def forward(
+        self, kv: PagedKv, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]
+    ) -> torch.Tensor | None:
+        raise ZeroDivisionError("no such kernel")
 
 
 class TakesNoSuffix(Decoder):

@@ -194,7 +194,7 @@ def _try_rules(
     refused = [each for each in findings if each.rule in NEEDED and not each.holds]
     not_tried = [rule for rule in Rule if rule not in {each.rule for each in findings}]
     times = _times(engine)
-    if isinstance(engine, RankerEngine) and not refused:
+    if isinstance(engine, RankerEngine) and engine.record is not None and not refused:
         write_record(model, replace(engine.record, rules=rules))
     return _Tried(sample, findings, not_tried, rules, refused, times)
 

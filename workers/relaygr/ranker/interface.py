@@ -114,8 +114,8 @@ class Computed:
     states: torch.Tensor | None = None
 
 
-class Ranker(ABC):
-    """A model of your own. The worker makes one with `YourRanker(folder)`, and calls it from one thread."""
+class RankerBase(ABC):
+    """What both forms have. The worker makes one with `YourRanker(folder)`."""
 
     version: ClassVar[str | None] = None
     """A part of the revision: K,V of another version are never used. None: a hash of the file that defines the class,
@@ -129,6 +129,14 @@ class Ranker(ABC):
     def shape(self) -> Shape:
         """The sizes of this model."""
 
+    def known_items(self) -> Sequence[int] | None:
+        """All item ids, in ascending order; None: 0 to `num_items` - 1. Others are counted, and given to the model."""
+        return None
+
+
+class Ranker(RankerBase):
+    """A model of your own, called from one thread."""
+
     @abstractmethod
     def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
         """K,V of rows [start, end) of `history`, which has all its behaviours, from K,V of rows [0, start)."""
@@ -140,10 +148,6 @@ class Ranker(ABC):
         `suffix`: the behaviours after the prefix; its `query_time_ms` is the time of the request. `state` [state_dim]:
         of the last row of the prefix; None without states, and for a prefix without rows.
         """
-
-    def known_items(self) -> Sequence[int] | None:
-        """All item ids, in ascending order; None: 0 to `num_items` - 1. Others are counted, and given to the model."""
-        return None
 
     def scratch_bytes(self, rows: int) -> int:
         """The most memory that one call needs for `rows` rows and candidates beside weights and K,V.
@@ -158,13 +162,13 @@ class Ranker(ABC):
         )
 
 
-def version_of(ranker: type[Ranker]) -> str:
+def version_of(ranker: type[RankerBase]) -> str:
     """The version that a class gives, or a hash of the file that defines it."""
     return _source_hash(ranker) if ranker.version is None else ranker.version
 
 
 @functools.cache
-def _source_hash(ranker: type[Ranker]) -> str:
+def _source_hash(ranker: type[RankerBase]) -> str:
     """Read once, when the class is new: a file that is replaced later is not the code that runs."""
     source = inspect.getsourcefile(ranker)
     if source is None:

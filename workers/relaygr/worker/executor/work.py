@@ -377,7 +377,8 @@ class PrefixWork:
     @property
     def record_ids(self) -> list[bytes]:
         """The ids of its impressions in the record of the device's work; without any, that of the user's prefix."""
-        ids = [work.impression.record_id for work in (*self.jobs, *self.waiters)]
+        ids = [job.impression.record_id for job in self.jobs]
+        ids += [waiter.impression.record_id for waiter in self.waiters]
         return ids or [impression_id(self.prefix.key.user_id)]
 
     @property

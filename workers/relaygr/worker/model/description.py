@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from relaygr.ranker import Shape
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.model.config import ModelConfig, PrefixRules, is_ranker, read_config, rules_of
 from relaygr.worker.model.interface import EngineLimits
@@ -45,6 +46,26 @@ def description_of(config: ModelConfig) -> Description:
         len(config.tasks),
         config.contextual_features,
         _actions(config),
+    )
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """The sizes of a model of our own layers, as those of a ranker."""
+    layout = config.layout()
+    return Shape(
+        layers=config.num_layers,
+        heads=config.num_heads,
+        key_dim=config.attention_dim,
+        value_dim=config.hidden_dim,
+        num_items=config.vocabulary_size,
+        max_history=config.max_prefix_behaviours,
+        max_candidates=config.max_candidates,
+        max_suffix=config.max_suffix_behaviours,
+        tasks=tuple(task.name for task in config.tasks),
+        rows_per_behaviour=layout.tokens_per_behaviour,
+        user_rows=layout.contextual_tokens,
+        num_actions=config.num_actions,
+        feature_cardinalities=tuple(each.cardinality for each in config.contextual_features),
     )
 
 

@@ -1,48 +1,43 @@
-"""Builds the engine of a checkpoint on a device, for one element type of stored K,V; and the engine without a model."""
+"""Builds the engine of a model on a device: of our own layers, or of a team's ranker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
-import numpy as np
 import structlog
 import torch
-from numpy.typing import NDArray
 
+from relaygr.ranker import ModelFolder, PagedRanker, Ranker
 from relaygr.ranker.interface import version_of
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.limits import usable_cores
-from relaygr.schemas.messages import Behaviours
-from relaygr.schemas.record import record
 from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
 from relaygr.worker.model.attention.spec import torch_dtype
-from relaygr.worker.model.base_engine import BaseEngine
 from relaygr.worker.model.checkpoint import Checkpoint, file_identity, load_checkpoint, resident_bytes
 from relaygr.worker.model.config import WEIGHTS_FILE, PrefixRules, is_ranker
+from relaygr.worker.model.contiguous import ContiguousRanker
 from relaygr.worker.model.description import description_of
+from relaygr.worker.model.inputs.known import KnownInputs
 from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
-from relaygr.worker.model.interface import (
-    Engine,
-    Int32Array,
-    Int64Array,
-    PrefixChunk,
-    PrefixInputs,
-    RankInputs,
-    RankOutputs,
-)
+from relaygr.worker.model.interface import Engine
+from relaygr.worker.model.null import NullRanker
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype, Family
-from relaygr.worker.model.paged_engine import PagedEngine
-from relaygr.worker.model.ranker_engine import RankerEngine, open_ranker
+from relaygr.worker.model.own_layers import OwnLayers
+from relaygr.worker.model.ranker_engine import RankerEngine
 from relaygr.worker.model.rankers import (
+    RankerConfig,
     RankerFolder,
     RankerRecord,
     files_bytes,
     model_files,
+    ranker_class,
     read_ranker,
     read_ranker_config,
+    require_sizes,
 )
 
 log = structlog.get_logger(__name__)
@@ -181,12 +176,10 @@ def build_engine(
     Raises RelayError if the device has no products of this type, and for a ranker that may not run or fails.
     """
     if isinstance(model, RankerFolder):
-        return RankerEngine(model, device, kv_dtype, page_tokens, compute_dtype, ranker_modules)
+        return _team_engine(model, device, kv_dtype, page_tokens, compute_dtype, ranker_modules)
     if compute_dtype is ComputeDtype.INT8:
         _require_int8(device)
-    if model.config.family is Family.NULL:
-        return NullEngine(model, device, kv_dtype, page_tokens, compute_dtype)
-    return PagedEngine(
+    return own_engine(
         model,
         device,
         kv_dtype,
@@ -197,87 +190,87 @@ def build_engine(
     )
 
 
-def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
-    """float32 [items, num_tasks]: 24 bits of Fibonacci hashing of id + task."""
-    mixed = (items[:, None] + np.arange(num_tasks)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return ((mixed >> np.uint64(40)) / np.float32(2**24)).astype(np.float32)
+def own_engine(
+    checkpoint: Checkpoint,
+    device: Device,
+    kv_dtype: KvDtype,
+    page_tokens: int,
+    compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    choose: AttentionChooser = choose_attention,
+    graphs: bool = False,
+    device_table_bytes: int = DEVICE_TABLE_BYTES,
+) -> RankerEngine:
+    """An engine of our own layers. `choose`: selects the attention back end; tests pass their own."""
+    config = checkpoint.config
+    description = description_of(config)
+    geometry = description.geometry(page_tokens, kv_dtype)
+    ranker: PagedRanker
+    if config.family is Family.NULL:
+        ranker, weights_bytes = NullRanker(config), checkpoint.weights_bytes
+    else:
+        ranker = OwnLayers(checkpoint, device, geometry, compute_dtype, choose, graphs, device_table_bytes)
+        weights_bytes = ranker.weights_bytes
+    return RankerEngine(
+        ranker,
+        description,
+        checkpoint.revision,
+        KnownInputs.of(config),
+        weights_bytes,
+        device,
+        geometry,
+        compute_dtype,
+    )
 
 
-@record(frozen=True, slots=True, kw_only=True)
-class _NullRequest(RankInputs):
-    candidates: Int64Array
-
-
-class NullEngine(BaseEngine):
-    """Computes nothing, to measure the pipeline around the model. It needs no weights.
-
-    Prefixes take as many pages as those of a real model, but nothing is written to them. The score of a candidate is a
-    fixed function of its item id, in [0, 1), so that a test notices when two answers are exchanged.
-    """
-
-    backend = "none"
-    passes_to_warm = 0
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: Device,
-        kv_dtype: KvDtype,
-        page_tokens: int,
-        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
-    ) -> None:
-        described = description_of(checkpoint.config)
-        super().__init__(
-            described, checkpoint.revision, checkpoint.vocabulary(), device, kv_dtype, page_tokens, compute_dtype
+def _team_engine(
+    model: RankerFolder,
+    device: Device,
+    kv_dtype: KvDtype,
+    page_tokens: int,
+    compute_dtype: ComputeDtype,
+    allowed: Sequence[str],
+) -> RankerEngine:
+    """Raises RelayError as `open_ranker` does, and if code or sizes are not those that were checked."""
+    name, record = model.config.ranker, model.record
+    made = open_ranker(model.path, model.config, device, compute_dtype, allowed)
+    if (version_of(type(made)), made.shape()) != (record.version, record.shape):
+        raise RelayError(
+            f"The ranker {name} has changed since {model.path} was checked: run `relaygr model check {model.path}` "
+            "again, and restart processes that loaded the code before."
         )
-        self.weights_bytes = checkpoint.weights_bytes
-
-    def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:  # noqa: ARG002 - it holds no rows
-        return 0
-
-    def bind(self, arena: torch.Tensor) -> None:
-        if arena.shape[1:] != (self.geometry.page_bytes,):
-            raise ValueError(f"arena is {list(arena.shape)}, not [num_pages, {self.geometry.page_bytes}]")
-
-    def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:  # noqa: ARG002
-        return features
-
-    def unknown_actions(self, behaviours: Behaviours) -> int:  # noqa: ARG002
-        return 0
-
-    def unknown_features(self, features: Int64Array) -> int:  # noqa: ARG002
-        return 0
-
-    def prefix_inputs(
-        self,
-        features: Int64Array,  # noqa: ARG002
-        behaviours: Behaviours,
-        query_time_ms: int = 0,  # noqa: ARG002
-    ) -> PrefixInputs:
-        self._check_prefix(behaviours)
-        return PrefixInputs(tokens=self.layout.tokens(len(behaviours)), unknown_items=0)
-
-    def rank_inputs(
-        self,
-        prefix_tokens: int,
-        pages: Int32Array,
-        suffix: Behaviours,
-        candidates: Int64Array,
-        query_time_ms: int = 0,  # noqa: ARG002
-        prefix_timestamps_ms: Int64Array | None = None,  # noqa: ARG002
-    ) -> RankInputs:
-        self._check_request(suffix, candidates)
-        return _NullRequest(
-            prefix_tokens=prefix_tokens,
-            pages=pages,
-            num_candidates=int(candidates.size),
-            unknown_items=0,
-            candidates=candidates,
+    ranker = ContiguousRanker(made, name, device) if isinstance(made, Ranker) else made
+    description = record.description()
+    try:
+        return RankerEngine(
+            ranker,
+            description,
+            model.revision,
+            KnownInputs(description.features, record.shape.num_actions),
+            model.files_bytes,
+            device,
+            description.geometry(page_tokens, kv_dtype),
+            compute_dtype,
+            record,
         )
+    except ValueError as error:
+        raise RelayError(f"The ranker {name} has known_items that do not fit: {error}.") from error
 
-    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
-        for chunk in chunks:
-            if self.geometry.pages_for(chunk.end) > len(chunk.pages):
-                raise ValueError(f"{chunk.end} tokens do not fit into {len(chunk.pages)} pages")
-        asked = cast("Sequence[_NullRequest]", requests)
-        return [RankOutputs(null_scores(request.candidates, self.num_tasks)) for request in asked]
+
+def open_ranker(
+    path: Path, config: RankerConfig, device: Device, dtype: ComputeDtype, allowed: Sequence[str]
+) -> Ranker | PagedRanker:
+    """The ranker of a folder. Raises RelayError if its code may not run, or fails."""
+    kind = ranker_class(config.ranker, allowed)
+    if dtype is ComputeDtype.INT8:
+        raise RelayError("compute_dtype int8 is of our own layers: a ranker of your own takes float32 or bfloat16.")
+    try:
+        ranker = kind(ModelFolder(path, config.options, device.torch_device, torch_dtype(dtype)))
+        require_sizes(config.ranker, ranker.shape())
+    except RelayError:
+        raise
+    # Whatever a team's code raises, the operator is told which code it was.
+    except Exception as error:
+        raise RelayError(
+            f"The ranker {config.ranker} cannot be made from {path}: {type(error).__name__}: {error}."
+        ) from error
+    return ranker

@@ -12,6 +12,7 @@ its name, and never from the folder. The *revision* is a hash of the version and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from importlib import import_module
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from relaygr.ranker import Ranker, Shape
+from relaygr.ranker import PagedRanker, Ranker, Shape
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import read_regular, write_whole
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_FEATURES, MAX_SUFFIX_BEHAVIOURS, MAX_TASKS
@@ -36,6 +37,24 @@ RECORD_FILE = "ranker.json"
 _BESIDE = frozenset({RECORD_FILE, "calibration.json", "actions.json", "README.md"})
 _REVISION_BYTES = 16
 _BLOCK_BYTES = 1 << 24
+
+
+class RankerError(RelayError):
+    """A ranker raised, or returned what its shape does not allow. The text names its class and method."""
+
+
+@contextmanager
+def ranker_code(name: str) -> Iterator[None]:
+    """Around code of a team's own: whatever it raises, the log says which code it was."""
+    try:
+        yield
+    except RankerError:
+        raise
+    except Exception as error:
+        # Devices may have an error type of their own with this name.
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise RankerError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 class RankerConfig(Part):
@@ -190,7 +209,7 @@ def require_allowed(name: str, allowed: Sequence[str]) -> None:
         )
 
 
-def ranker_class(name: str, allowed: Sequence[str]) -> type[Ranker]:
+def ranker_class(name: str, allowed: Sequence[str]) -> type[Ranker] | type[PagedRanker]:
     """The class of a name. Raises RelayError if it is not allowed, or no ranker."""
     require_allowed(name, allowed)
     module, _, attribute = name.partition(":")
@@ -208,6 +227,6 @@ def ranker_class(name: str, allowed: Sequence[str]) -> type[Ranker]:
     # What the module does when it is imported is not ours.
     except Exception as error:
         raise RelayError(f"The ranker {name} cannot be imported: {type(error).__name__}: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, Ranker)):
-        raise RelayError(f"{name} is no subclass of relaygr.ranker.Ranker.")
+    if not (isinstance(found, type) and issubclass(found, (Ranker, PagedRanker))):
+        raise RelayError(f"{name} is no subclass of relaygr.ranker.Ranker, nor of PagedRanker.")
     return found

@@ -87,7 +87,7 @@ def require_rules(engine: Engine, model: Path) -> None:
 
     Binds the engine to a new arena, so the caller must bind it again.
     """
-    if not isinstance(engine, RankerEngine):
+    if not isinstance(engine, RankerEngine) or engine.record is None:
         return
     narrow = engine.geometry.dtype is not KvDtype.FLOAT32 or engine.compute_dtype is not ComputeDtype.FLOAT32
     made, candidates = made_sample(engine, _MADE_USERS)

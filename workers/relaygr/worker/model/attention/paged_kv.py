@@ -130,15 +130,18 @@ class PagedKv:
     def check(self, segments: Sequence[Segment]) -> None:
         """Raises ValueError if a segment has too few pages, or pages outside the arena."""
         for segment in segments:
-            needed = self.geometry.pages_for(segment.stored_tokens)
-            if needed > len(segment.pages):
-                raise ValueError(
-                    f"{segment.stored_tokens} tokens need {needed} pages of {self.geometry.page_tokens}, "
-                    f"{len(segment.pages)} were given"
-                )
-            used = segment.pages[:needed]
-            if needed and (int(used.min()) < 0 or int(used.max()) >= self._k.shape[0]):
-                raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
+            self.require(segment.pages, segment.stored_tokens)
+
+    def require(self, pages: NDArray[np.int32], tokens: int) -> None:
+        """Raises ValueError if these pages do not hold so many tokens, or lie outside the arena."""
+        needed = self.geometry.pages_for(tokens)
+        if needed > len(pages):
+            raise ValueError(
+                f"{tokens} tokens need {needed} pages of {self.geometry.page_tokens}, {len(pages)} were given"
+            )
+        used = pages[:needed]
+        if needed and (int(used.min()) < 0 or int(used.max()) >= self._k.shape[0]):
+            raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
 
     def spans(self, segments: Sequence[Segment], block: int = KEY_BLOCK) -> list[tuple[PageSpan, ...]]:
         """The context of each segment in blocks of at most `block` tokens, a multiple of KEY_BLOCK.

@@ -1,4 +1,4 @@
-"""The engine: a checkpoint's inputs, layers and read-out over K,V in pages, in torch. Contract: `interface.py`.
+"""Our own layers as a paged ranker: a checkpoint's inputs, layers and read-out over K,V in pages, in torch.
 
 One forward runs the rows of all its chunks and requests through the layers together. The matrix products cover all
 rows, and no row is padding. Attention handles each segment by itself (`attention/segments.py`).
@@ -12,27 +12,27 @@ from typing import cast
 import numpy as np
 import torch
 
+from relaygr.ranker import PagedRanker, Shape
 from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.record import record
 from relaygr.worker.device import Device
-from relaygr.worker.kv import KvDtype
+from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.bias import relative_biases
-from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
+from relaygr.worker.model.attention.choose import AttentionChooser
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment, SegmentTimes
 from relaygr.worker.model.attention.spec import spec_of, torch_dtype
-from relaygr.worker.model.base_engine import BaseEngine
 from relaygr.worker.model.checkpoint import Checkpoint, copied_bytes
-from relaygr.worker.model.config import ModelConfig, RuleError, rules_of
-from relaygr.worker.model.description import description_of
+from relaygr.worker.model.config import ModelConfig, RuleError
+from relaygr.worker.model.description import shape_of
 from relaygr.worker.model.graphs import layer_runner
 from relaygr.worker.model.inputs.embedding import TokenEmbedding, input_row_elements
 from relaygr.worker.model.inputs.encodings import query_seconds, seconds
-from relaygr.worker.model.inputs.known import IDS_TENSOR, KnownInputs
+from relaygr.worker.model.inputs.known import IDS_TENSOR
 from relaygr.worker.model.inputs.lookup import FeatureGates, TokenLookup
-from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES, Placement
+from relaygr.worker.model.inputs.tables import Placement
 from relaygr.worker.model.inputs.tokens import Column, Tokens
-from relaygr.worker.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs, RankOutputs
+from relaygr.worker.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs
 from relaygr.worker.model.layer_parts import padded_rows
 from relaygr.worker.model.layers import LayerStack, build_layers
 from relaygr.worker.model.options import ComputeDtype
@@ -68,7 +68,6 @@ class Segmenting:
 
     def __init__(self, config: ModelConfig) -> None:
         self._layout = config.layout()
-        self._rules = rules_of(config)
         self._has_times = config.relative_bias is not None and config.relative_bias.time_buckets > 0
 
     def prefix_times(self, prefix_tokens: int, timestamps_ms: Int64Array | None) -> Int64Array | None:
@@ -90,19 +89,9 @@ class Segmenting:
         )
 
     def of_chunk(self, chunk: PrefixChunk) -> Segment:
-        """The segment of a chunk.
-
-        Raises ValueError if the chunk is outside its prefix, RuleError if the model's rules forbid chunks.
-        """
+        """The segment of a chunk."""
         inputs = _prefix_of(chunk)
         tokens = inputs.tokens
-        if not 0 <= chunk.start < chunk.end <= tokens:
-            raise ValueError(f"chunk [{chunk.start}, {chunk.end}) is not in a prefix of {tokens} tokens")
-        if not self._rules.chunks and (chunk.start, chunk.end) != (0, tokens):
-            raise RuleError(
-                f"chunk [{chunk.start}, {chunk.end}) of {tokens} tokens: with a contextual mask a prefix is computed "
-                "in one chunk"
-            )
         times = None
         if self._has_times:
             own = inputs.rows[: chunk.end + 1, Column.TIME]
@@ -142,39 +131,30 @@ _FLOAT_BYTES = 4
 _TOKEN_BYTES = 8 * len(Column)
 
 
-class PagedEngine(BaseEngine):
+class OwnLayers(PagedRanker):
     """Any family of layers on any device of torch."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         device: Device,
-        kv_dtype: KvDtype,
-        page_tokens: int,
-        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
-        choose: AttentionChooser = choose_attention,
-        graphs: bool = False,
-        device_table_bytes: int = DEVICE_TABLE_BYTES,
+        geometry: KvGeometry,
+        compute_dtype: ComputeDtype,
+        choose: AttentionChooser,
+        graphs: bool,
+        device_table_bytes: int,
     ) -> None:
-        """`choose`: selects the attention back end. Benchmarks and tests pass their own.
+        """`choose`: selects the attention back end.
 
         `graphs`: run forwards from captured graphs, if the back end can be captured (`graphs.py`).
         `device_table_bytes`: larger tables stay in host memory (`inputs/tables.py`).
         """
-        config = checkpoint.config
-        super().__init__(
-            description_of(config),
-            checkpoint.revision,
-            checkpoint.vocabulary(),
-            device,
-            kv_dtype,
-            page_tokens,
-            compute_dtype,
-        )
-        self._config = config
+        config = self._config = checkpoint.config
+        self._device, self._compute_dtype = device, compute_dtype
+        ids = checkpoint.tensors.get(IDS_TENSOR)
+        self._ids = None if ids is None else ids.tolist()
         self._gates = FeatureGates(config.contextual_features)
-        self._known = KnownInputs.of(config)
-        self._lookup = TokenLookup(config, self._vocabulary)
+        self._lookup = TokenLookup(config, self.vocabulary)
         self._segmenting = Segmenting(config)
         on_host = checkpoint.large_tables(device_table_bytes)
         self.weights_bytes = checkpoint.weights_bytes - sum(checkpoint.tensors[name].nbytes for name in on_host)
@@ -187,23 +167,27 @@ class PagedEngine(BaseEngine):
         }
         placement = Placement(on_host, device.sent)
         self._embedding = TokenEmbedding(config, tensors, placement)
-        stack = LayerStack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype, device.torch_device)
-        self._attention = choose(
-            spec_of(config, compute_dtype), relative_biases(config, tensors), self.geometry, device
-        )
+        layers = build_layers(config, tensors, torch_dtype(compute_dtype))
+        stack = LayerStack(layers, geometry.dtype, device.torch_device)
+        self._attention = choose(spec_of(config, compute_dtype), relative_biases(config, tensors), geometry, device)
         self._layers = layer_runner(stack, self._attention, device, graphs)
         self._readout = Readout(config, tensors, placement)
-        self._kv: PagedKv | None = None
+
+    def shape(self) -> Shape:
+        return shape_of(self._config)
+
+    def known_items(self) -> Sequence[int] | None:
+        return self._ids
 
     @property
     def backend(self) -> str:
         return self._layers.name
 
     @property
-    def passes_to_warm(self) -> int:
+    def passes_to_warm(self) -> int:  # type: ignore[override]
         return self._layers.passes_to_warm
 
-    def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
+    def scratch_bytes(self, chunk_rows: int, ranked_rows: int) -> int:
         c = self._config
         values, keys = c.num_heads * c.hidden_dim, c.num_heads * c.attention_dim
         # float32: x before and after the layer and normalised; A, A normalised, and the rows of the output's product.
@@ -212,37 +196,27 @@ class PagedEngine(BaseEngine):
         # of its K and V.
         narrow = 2 * c.embedding_dim + values + max(c.projection_width, c.mlp_dim or 0) + 2 * (keys + values)
         narrow += c.output_width
-        rows = max_chunk_tokens + max_batch_rows
-        if self.device.is_cpu:
+        rows = chunk_rows + ranked_rows
+        if self._device.is_cpu:
             # What a product adds to the residual stream, and the rows that it reads, copied with rows of padding.
             rows = padded_rows(rows)
             full += c.embedding_dim + c.output_width
-        max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
-        layers = rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
-        if self.compute_dtype is ComputeDtype.INT8:
+        max_tokens = c.layout().tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
+        layers = rows * (full * _FLOAT_BYTES + narrow * self._compute_dtype.size_bytes)
+        if self._compute_dtype is ComputeDtype.INT8:
             # The rows of a product divided by their scales, and as int8.
             layers += rows * (_FLOAT_BYTES + 1) * max(c.embedding_dim, c.output_width, c.mlp_dim or 0)
         layers += self._attention.scratch_bytes(rows, max_tokens)
         # Embedding ends before the layers begin, and then keeps only the rows.
         layers = max(layers, rows * input_row_elements(c) * _FLOAT_BYTES)
         # The tokens stay in memory until the read-out has used those of the candidates.
-        readout = max_batch_rows * readout_row_elements(c) * _FLOAT_BYTES + rows * _TOKEN_BYTES
+        readout = ranked_rows * readout_row_elements(c) * _FLOAT_BYTES + rows * _TOKEN_BYTES
         return self._layers.scratch_bytes(layers, rows, c.embedding_dim) + readout
-
-    def bind(self, arena: torch.Tensor) -> None:
-        self._kv = PagedKv(arena, self.geometry, self.device.sent)
 
     def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
         return self._gates.shown(features, behaviours, candidates)
 
-    def unknown_actions(self, behaviours: Behaviours) -> int:
-        return int(np.count_nonzero(self._known.unknown_actions(behaviours.actions)))
-
-    def unknown_features(self, features: Int64Array) -> int:
-        return self._known.unknown_features(features)
-
-    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
-        self._check_prefix(behaviours)
+    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int) -> PrefixInputs:
         found = self._lookup.prefix(features, behaviours, query_time_ms)
         return TokenPrefix(
             tokens=found.tokens.shape[0],
@@ -257,10 +231,9 @@ class PagedEngine(BaseEngine):
         pages: Int32Array,
         suffix: Behaviours,
         candidates: Int64Array,
-        query_time_ms: int = 0,
-        prefix_timestamps_ms: Int64Array | None = None,
+        query_time_ms: int,
+        prefix_timestamps_ms: Int64Array | None,
     ) -> RankInputs:
-        self._check_request(suffix, candidates)
         found = self._lookup.scored(prefix_tokens, suffix, candidates, query_time_ms)
         return TokenRequest(
             prefix_tokens=prefix_tokens,
@@ -272,12 +245,9 @@ class PagedEngine(BaseEngine):
             prefix_times=self._segmenting.prefix_times(prefix_tokens, prefix_timestamps_ms),
         )
 
-    @torch.inference_mode()
-    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
-        if self._kv is None:
-            raise ValueError("the engine has no arena yet: call bind first")
-        if not chunks and not requests:
-            return []
+    def forward(
+        self, kv: PagedKv, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]
+    ) -> torch.Tensor | None:
         asked = cast("Sequence[TokenRequest]", requests)
         segments: list[Segment] = [self._segmenting.of_chunk(chunk) for chunk in chunks]
         segments += [self._segmenting.of_request(request) for request in asked]
@@ -285,19 +255,16 @@ class PagedEngine(BaseEngine):
             [_prefix_of(chunk).rows[chunk.start : chunk.end] for chunk in chunks] + [request.rows for request in asked]
         )
         before = [request.layer_ready for request in requests if request.layer_ready is not None]
-        sent = self.device.sent(torch.from_numpy(tokens))
-        rows = self._layers(self._kv, segments, self._embedding(tokens, sent), before)
-        return self._scores(rows, sent, sum(chunk.end - chunk.start for chunk in chunks), asked) if asked else []
+        sent = self._device.sent(torch.from_numpy(tokens))
+        rows = self._layers(kv, segments, self._embedding(tokens, sent), before)
+        return self._scores(rows, sent, sum(chunk.end - chunk.start for chunk in chunks), asked) if asked else None
 
     def _scores(
         self, rows: torch.Tensor, tokens: torch.Tensor, start: int, requests: Sequence[TokenRequest]
-    ) -> list[RankOutputs]:
+    ) -> torch.Tensor:
         """The scores of the requests. Their rows and tokens begin at `start`."""
         ends = np.cumsum([request.rows.shape[0] for request in requests]) + start
         counts = [request.num_candidates for request in requests]
         asked = [slice(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]
         candidates = np.concatenate([request.rows[request.suffix_tokens :] for request in requests])
-        scores = self._readout(
-            torch.cat([rows[of] for of in asked]), torch.cat([tokens[of] for of in asked]), candidates
-        )
-        return [RankOutputs(part) for part in np.split(scores.cpu().numpy(), np.cumsum(counts)[:-1])]
+        return self._readout(torch.cat([rows[of] for of in asked]), torch.cat([tokens[of] for of in asked]), candidates)
