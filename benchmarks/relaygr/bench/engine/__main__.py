@@ -37,6 +37,9 @@ def main(
     appends: Annotated[str, typer.Option(help="New tokens on the longest prefix.")] = "16,64,256",
     batches: Annotated[str, typer.Option(help="Requests of one forward, on the longest prefix.")] = "4",
     graphs: Annotated[bool, typer.Option(help="Measure each variant with captured graphs, too.")] = False,
+    simple: Annotated[
+        bool, typer.Option(help="Measure the same weights as a ranker in the simple form, too (CPU, float32).")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 5,
     out: Annotated[Path, typer.Option(help="CSV file to append to.")] = HERE / "results.csv",
     plots: Annotated[Path, typer.Option(help="Folder for plots.")] = HERE,
@@ -70,6 +73,10 @@ def main(
         for name in dtypes.split(",")
         for from_graphs in ((False, True) if graphs else (False,))
     ]
+    if simple:
+        if not opened.is_cpu:
+            raise RelayError("--simple is measured on a CPU: add --device cpu.")
+        variants.append(EngineVariant(ComputeDtype.FLOAT32, KvDtype.FLOAT32, simple=True))
     for shape in shapes.split(","):
         _named(SHAPES, shape)
         bench = SideBySide(shape, variants, sizes, opened)

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from relaygr.bench.engine.shapes import SHAPES, append_flops, rank_flops
+from relaygr.bench.engine.simple import simple_engine
 from relaygr.bench.rows import now
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import EngineMeter, bind_own_arena, matrix_peak_gflops, rest_between_requests
 from relaygr.worker.model.attention.spec import torch_dtype
-from relaygr.worker.model.checkpoint import random_checkpoint
+from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.description import description_of
 from relaygr.worker.model.engine import build_engine
@@ -40,10 +41,13 @@ class EngineVariant:
     kv_dtype: KvDtype
     graphs: bool = False
     """Run from captured graphs, if the back end can be captured."""
+    simple: bool = False
+    """As a team's own ranker in the simple form (`simple.py`)."""
 
     @property
     def name(self) -> str:
-        return f"{self.compute_dtype}, K,V {self.kv_dtype}" + (", graphs" if self.graphs else "")
+        forms = (", graphs" if self.graphs else "") + (", simple form" if self.simple else "")
+        return f"{self.compute_dtype}, K,V {self.kv_dtype}{forms}"
 
     @property
     def matrix_dtype(self) -> torch.dtype:
@@ -110,6 +114,12 @@ class Figure:
     """`gflops` / the rate of a large matrix product of the same element type, measured in the same run."""
 
 
+def _engine_of(variant: EngineVariant, checkpoint: Checkpoint, device: Device) -> Engine:
+    if variant.simple:
+        return simple_engine(checkpoint, device, PAGE_TOKENS)
+    return build_engine(checkpoint, device, variant.kv_dtype, PAGE_TOKENS, variant.compute_dtype, variant.graphs)
+
+
 class Times:
     """The times of each point, collected round by round."""
 
@@ -143,9 +153,7 @@ class SideBySide:
         self._engines: dict[str, Engine] = {}
         rest = rest_between_requests(device)
         for variant in variants:
-            engine = build_engine(
-                checkpoint, device, variant.kv_dtype, PAGE_TOKENS, variant.compute_dtype, variant.graphs
-            )
+            engine = _engine_of(variant, checkpoint, device)
             bind_own_arena(engine, max((1, *sizes.batches)), longest)
             self._meters[variant] = EngineMeter(engine)
             self._rested[variant] = EngineMeter(engine, rest=rest)
