@@ -102,8 +102,14 @@ class TestCommand:
         code, said = self.check(tmp_path)
         assert code == 0, said
         assert "can be served; the relay computes a prefix anew for each impression" in said
+        assert "the window slides" not in said
         assert read_record(tmp_path).rules == PrefixRules(grows=False)
         assert load_engine(tmp_path, "cpu", KvDtype.FLOAT32, ranker_modules=[MODULE]).rules == PrefixRules(grows=False)
+
+    def test_it_says_from_which_length_on_later_visits_find_nothing(self, tmp_path: Path) -> None:
+        _, said = self.check(write_folder(tmp_path))
+        assert "Past 96 behaviours the window slides: the oldest are left out 24 at a time" in said
+        assert "each time there is no reuse across visits" in said
 
     def test_a_ranker_that_can_not_be_served_has_no_record(self, tmp_path: Path) -> None:
         write_folder(tmp_path, "DrawsLots")
@@ -172,6 +178,7 @@ class TestCommand:
         assert [each["rule"] for each in found["findings"] if not each["holds"]] == ["query_time"]
         assert all(0 < each["longest"] <= 96 for each in found["findings"])
         assert found["not_tried"] == []
+        assert found["window"] == {"behaviours": 96, "step": 24}
         assert 0 < found["times"]["hit_ms"] < found["times"]["full_inference_ms"]
         [measured] = found["types"]
         assert (measured["setting"], measured["dtype"], measured["exact"]) == ("kv_dtype", "int8", "float32")

@@ -145,6 +145,8 @@ class _Tried:
     refused: list[Finding]
     """Of rules without which the model can not be served."""
     times: _Times
+    window_step: int
+    """How many of its oldest behaviours a history beyond the limit loses at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ def _try_rules(
     bars: Bars,
 ) -> _Tried:
     """Writes the rules that were found beside a team's own ranker. Raises RelayError."""
+    from relaygr.worker.executor.resolver import longest_anchor
     from relaygr.worker.model.engine import engine_to_check
     from relaygr.worker.model.ranker_engine import RankerEngine
     from relaygr.worker.model.rankers import write_record
@@ -196,7 +199,8 @@ def _try_rules(
     times = _times(engine)
     if isinstance(engine, RankerEngine) and engine.record is not None and not refused:
         write_record(model, replace(engine.record, rules=rules))
-    return _Tried(sample, findings, not_tried, rules, refused, times)
+    step = longest_anchor(WorkerSettings.model_fields["anchor_behaviours"].default, engine.limits)
+    return _Tried(sample, findings, not_tried, rules, refused, times, step)
 
 
 def sample_of(
@@ -251,6 +255,7 @@ def _as_json(tried: _Tried, measured: Sequence[TypeFinding], limits: Limits) -> 
         "findings": [{**asdict(each), "rule": each.rule.name.lower(), "holds": each.holds} for each in tried.findings],
         "not_tried": [rule.name.lower() for rule in tried.not_tried],
         "rules": asdict(tried.rules),
+        "window": {"behaviours": tried.times.behaviours, "step": tried.window_step},
         "times": asdict(tried.times),
         "types": [
             {
@@ -282,6 +287,12 @@ def _print_rules(console: Console, tried: _Tried) -> None:
         f"{times.behaviours:,} behaviours, {times.candidates} candidates: a hit takes {times.hit_ms:.2f} ms, full "
         f"inference {times.full_inference_ms:.2f} ms."
     )
+    if tried.rules.is_reusable and not tried.refused:
+        # No experiment: K,V are found by their whole window, from its first behaviour on.
+        console.print(
+            f"Past {times.behaviours:,} behaviours the window slides: the oldest are left out {tried.window_step:,} at "
+            "a time (worker.anchor_behaviours), and each time there is no reuse across visits."
+        )
 
 
 def print_types(console: Console, measured: Sequence[TypeFinding], limits: Limits) -> None:
