@@ -1,6 +1,7 @@
-"""`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation, `compare` checks
-its scores against those of its source, `check` finds out what one allows, `show` describes one, `verify` reads its
-weights whole, `bench` measures its times on this machine, `deploy` and `rollback` choose the revision that serves.
+"""`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation,
+`convert-recbole` a SASRec of RecBole, `compare` checks a checkpoint's scores against those of its source, `check` finds
+out what one allows, `show` describes one, `verify` reads its weights whole, `bench` measures its times on this machine,
+`deploy` and `rollback` choose the revision that serves.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
@@ -23,6 +24,7 @@ from relaygr.cli.model_check_old import check_compute_command, check_dram_comman
 from relaygr.cli.model_compare import compare_command
 from relaygr.cli.model_convert import convert_command
 from relaygr.cli.model_deploy import deploy_command, rollback_command
+from relaygr.cli.model_recbole import convert_recbole_command
 from relaygr.cli.options import JsonOption, is_given
 from relaygr.cli.texts import print_json, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert, show and compare checkpoints.")
 app.command("convert")(convert_command)
+app.command("convert-recbole")(convert_recbole_command)
 app.command("compare")(compare_command)
 app.command("bench")(bench_command)
 app.command("deploy")(deploy_command)

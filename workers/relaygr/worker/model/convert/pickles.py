@@ -27,7 +27,8 @@ _ARCHIVE: Final = b"PK\x03\x04"
 _LEGACY_PICKLES = 5
 """In a file before torch 1.6: a magic number, the version, facts about the machine, the object, names of storages."""
 _SHOWN = 200
-_PICKLE: Final = "data.pkl"
+PICKLE: Final = "data.pkl"
+"""The record of the object in an archive. Those of its tensors are `data/KEY`."""
 _END, _END_64, _PLACE_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 """The last records of an archive: the end of the directory, the same with 64 bits (before it), and its place (between).
 """
@@ -203,6 +204,15 @@ def check_claims(file: BinaryIO) -> Claims:
 
 def _check_archive(file: BinaryIO, file_bytes: int) -> Any:
     """The object, as `_Claims` reads it."""
+    content = open_archive(file, file_bytes).get_record(PICKLE)
+    return _Claims(io.BytesIO(content), file_bytes).load()
+
+
+def open_archive(file: BinaryIO, file_bytes: int) -> Any:
+    """torch's own reader of an archive, whose records are no larger than the file.
+
+    Raises ValueError if they are, or if another reader could find other records, and BadZipFile.
+    """
     with zipfile.ZipFile(file) as archive:
         content_bytes = sum(member.file_size for member in archive.infolist())
         directory = archive.start_dir
@@ -220,8 +230,7 @@ def _check_archive(file: BinaryIO, file_bytes: int) -> Any:
     twice = [name for name, count in spellings.items() if count > 1]
     if twice:
         raise ValueError(f"it has {twice[0]} more than once, or in different case")
-    content = reader.get_record(_PICKLE)
-    return _Claims(io.BytesIO(content), file_bytes).load()
+    return reader
 
 
 def _directory(file: BinaryIO, file_bytes: int) -> int | None:
