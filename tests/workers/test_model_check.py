@@ -17,7 +17,7 @@ from relaygr.worker.model.rankers import RECORD_FILE, read_record
 from relaygr.worker.model_check import Finding, ModelCheck, Rule, rules_found
 from relaygr.worker.score_error import made_sample
 from tests.worlds.model import small_config
-from tests.worlds.toy_rankers import MODULE, write_folder
+from tests.worlds.toy_rankers import ITEMS, MODULE, write_folder
 
 TO_THE_END = ("--minutes", "30")
 """All comparisons with a few users, on the slowest machine, too."""
@@ -110,6 +110,14 @@ class TestCommand:
         _, said = self.check(write_folder(tmp_path))
         assert "Past 96 behaviours the window slides: the oldest are left out 24 at a time" in said
         assert "each time there is no reuse across visits" in said
+
+    def test_a_new_ranker_is_checked_on_the_histories_of_a_log(self, tmp_path: Path) -> None:
+        folder, log = write_folder(tmp_path / "model"), tmp_path / "log.csv"
+        rows = [f"u{user},{(user + 7 * at) % ITEMS},{at}" for user in range(4) for at in range(20)]
+        log.write_text("\n".join(["user_id,item_id,timestamp_ms", *rows]))
+        code, said = self.check(folder, "--interactions", str(log))
+        assert code == 0, said
+        assert read_record(folder).rules == PrefixRules()
 
     def test_a_ranker_that_can_not_be_served_has_no_record(self, tmp_path: Path) -> None:
         write_folder(tmp_path, "DrawsLots")
