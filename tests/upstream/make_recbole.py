@@ -73,8 +73,13 @@ def write_log(path: Path) -> None:
         for at in range(draw.choice((2, 4, 9, 16, 22, 40))):
             item = draw.randrange(60) if draw.random() < 0.3 else (item + draw.randrange(1, 4)) % 60
             rating = draw.choice(("1", "2", "3", "4", "4.5", "5", ""))
-            lines.append([f"u{user}", names[item], rating, str(1_000_000 + 977 * at + user)])
-    lines += [["u1", "NA", "3", "2000000"], ["", names[1], "3", "2000001"], ["u2", "rare", "5", "2000002"], ["u3"]]
+            lines.append([f"u{user}", names[item], rating, str(1_600_000_000 + 977 * at + user)])
+    lines += [
+        ["u1", "NA", "3", "1700000000"],
+        ["", names[1], "3", "1700000001"],
+        ["u2", "rare", "5", "1700000002"],
+        ["u3"],
+    ]
     draw.shuffle(lines)
     text = "\n".join(
         "\t".join(f'"{each.replace(chr(34), chr(34) * 2)}"' if '"' in each else each for each in line) for line in lines
