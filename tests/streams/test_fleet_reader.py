@@ -20,11 +20,11 @@ from relaygr.kafka.log_reader import Batch, Failure, Log
 from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
-from relaygr.schemas.codec import encode
+from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.headers import WORKERS_GROUP
-from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.schemas.messages import LatencyCoefficients, PreInferSlots, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
-from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.fleet import MAX_CLAIMANTS, Fleet
 from relaygr.trigger.fleet_reader import (
     MAX_NAMED_GROUPS,
     NEW_BURST_BYTES,
@@ -295,6 +295,94 @@ def test_statuses_of_workers_that_are_not_known_pass_at_a_bounded_rate_and_those
     passed = sum(take(replace(large, worker_id=f"made-up-y{number}")) for number in range(1_500))
     assert 0 < passed <= NEW_BYTES_PER_S // 1_700
     assert take(status("later")) and take(status("real"))
+
+
+class _Raw:
+    """A status in bytes, which another made-up worker sends, too."""
+
+    def __init__(self, worker_id: str, body: bytes) -> None:
+        self._worker_id = worker_id.encode()
+        self._body = body.replace(b"made-up-0000", self._worker_id)
+
+    def key(self) -> bytes:
+        return self._worker_id
+
+    def value(self) -> bytes:
+        return self._body
+
+
+@pytest.mark.slow
+def test_thousands_of_workers_known_by_small_statuses_cost_a_bounded_time_and_real_claims_count_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once known, each of them could have claims of 12 KB decoded, as often as it wrote them."""
+    fleet, now_us, decoded = Fleet(status_stale_ms=60_000), SystemClock().wall_us(), 0
+    intake = StatusIntake(fleet.apply)
+
+    def counting(kind: type[WorkerStatus], value: bytes) -> WorkerStatus:
+        nonlocal decoded
+        decoded += len(value)
+        return decode(kind, value)
+
+    monkeypatch.setattr(relaygr.trigger.fleet_reader, "decode", counting)
+
+    def claim(name: str, *partitions: int) -> bytes:
+        return encode(replace(status(name), partitions=partitions))
+
+    def take(name: str, body: bytes) -> bool:
+        try:
+            intake.take(cast(Message, _Raw(name, body)), now_us)
+        except NoRoomError:
+            return False
+        return True
+
+    made_up, nothing = [f"made-up-{number:04}" for number in range(4_000)], claim("made-up-0000")
+    assert take("real", claim("real", *range(16)))
+    for name in made_up:
+        now_us += 1_000
+        assert take(name, nothing), "it is known from now on"
+    large, small = (claim("made-up-0000", *range(100, end)) for end in (4_096, 400))
+    of_claimants = 3 * MAX_CLAIMANTS * len(large)
+    # By a small claim each of them may grow once in vain.
+    for body, most, gained in (
+        (large, NEW_BURST_BYTES, range(90)),
+        (small, NEW_BURST_BYTES + len(made_up) * len(small), range(16, 40)),
+    ):
+        decoded = 0
+        for _ in range(3):
+            assert sum(take(name, body) for name in made_up) == MAX_CLAIMANTS
+        assert 0 < decoded <= most + of_claimants
+        now_us += 1_000
+        assert take("real", claim("real", *gained))
+        owners = [fleet.owner_of(partition, now_us) for partition in gained]
+        assert {owner.worker_id for owner in owners if owner is not None} == {"real"} and None not in owners
+
+
+@pytest.mark.slow
+def test_a_claim_that_is_refused_by_the_allowance_is_taken_when_there_is_room_and_smaller_ones_meanwhile() -> None:
+    view, now_us = _View(), 1_700_000_000_000_000
+    intake = StatusIntake(view.apply)
+
+    def take(worker_id: str, partitions: int) -> bool:
+        sent = replace(status(worker_id), partitions=tuple(range(partitions)))
+        try:
+            intake.take(cast(Message, _Delivered(sent=sent)), now_us)
+        except NoRoomError:
+            return False
+        return True
+
+    assert take("real", 10)
+    assert not all(take(f"made-up-{number}", 1_700) for number in range(1_500))
+    assert take("real", 300) and take("real", 500), "larger, but not by much"
+    assert not take("real", 4_096) and take("real", 400)
+    now_us += 1_000_000
+    assert take("real", 4_096) and take("real", 10) and take("real", 4_096)
+
+
+def test_a_pre_infer_worker_that_claims_partitions_is_refused() -> None:
+    sent = replace(status("pre-00"), pre_infer=PreInferSlots(1, 1, 0, 0))
+    with pytest.raises(ValueError, match="has no partitions"):
+        StatusIntake(_View().apply).take(cast(Message, _Delivered(sent=sent)), 0)
 
 
 @pytest.mark.slow

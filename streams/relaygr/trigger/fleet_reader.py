@@ -37,7 +37,11 @@ BATCH: Final = 500
 MAX_KNOWN: Final = 2 * MAX_WORKERS
 NEW_BURST_BYTES: Final = 2 << 20
 NEW_BYTES_PER_S: Final = 512 << 10
-"""Of workers that are not known. A status has some 500 bytes, and 3 for each partition; 1 MiB is decoded in 0.2 s."""
+"""Of workers that are not known, and of claims that are much larger than before. A status has some 500 bytes, and 3 for
+each partition; 1 MiB is decoded in 0.2 s."""
+GROWTH_BYTES: Final = 1024
+"""So much larger than before may the status of a known worker be: it then has 340 more partitions, or first reports of
+measured times."""
 MAX_NAMED_GROUPS: Final = 8
 """Other groups that are logged by name."""
 
@@ -53,14 +57,16 @@ class StatusIntake:
     """Decodes the messages of the workers topic for a view. Not thread-safe.
 
     Statuses of workers that the view does not know yet are decoded at a bounded rate; those beyond it are refused. So
-    many made-up workers do not keep the reader from the statuses of known ones.
+    many made-up workers do not keep the reader from the statuses of known ones. Nor do many that are known by small
+    statuses: one that is more than `GROWTH_BYTES` larger than the largest before counts as that of an unknown worker,
+    and a worker of whom a status was decoded in vain is not known any more.
     """
 
     def __init__(self, apply: Callable[[str, WorkerStatus | None, int], None]) -> None:
         """`apply`: of a `StatusView`."""
         self._apply = apply
-        self._known: OrderedDict[str, None] = OrderedDict()
-        """The one that was heard of longest ago comes first."""
+        self._known: OrderedDict[str, int] = OrderedDict()
+        """With the bytes of the worker's largest status. The one that was heard of longest ago comes first."""
         self._room_bytes = float(NEW_BURST_BYTES)
         self._filled_us = 0
 
@@ -68,19 +74,15 @@ class StatusIntake:
         """Raises DecodeError and ValueError for a message that cannot be used. `now_us`: wall time."""
         worker_id = bytes(message.key() or b"").decode()
         value = message.value()
-        if value and worker_id not in self._known:
+        largest = self._known.get(worker_id)
+        if value and (largest is None or len(value) > largest + GROWTH_BYTES):
             self._spend(len(value), now_us)
-        status = decode(WorkerStatus, value) if value else None
-        if status is not None and status.worker_id != worker_id:
-            raise ValueError(f"the key is {worker_id[:128]!r}, but the status is of {status.worker_id!r}")
-        if status is not None and any(partition >= MAX_PARTITIONS for partition in status.partitions):
-            raise ValueError("a partition is out of bounds")
-        if status is None:
-            self._known.pop(worker_id, None)
+        # Not known, unless the view takes the status.
+        self._known.pop(worker_id, None)
+        status = _status_of(worker_id, value) if value else None
         self._apply(worker_id, status, now_us)
-        if status is not None:
-            self._known[worker_id] = None
-            self._known.move_to_end(worker_id)
+        if value:
+            self._known[worker_id] = max(len(value), largest or 0)
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
 
@@ -89,8 +91,23 @@ class StatusIntake:
         self._filled_us = now_us
         self._room_bytes = min(NEW_BURST_BYTES, self._room_bytes + passed_us * NEW_BYTES_PER_S / 1e6)
         if self._room_bytes < size_bytes:
-            raise NoRoomError("too many workers that are not known write statuses")
+            raise NoRoomError(
+                "too many workers that are not known write statuses, or known ones claim much more than before"
+            )
         self._room_bytes -= size_bytes
+
+
+def _status_of(worker_id: str, value: bytes) -> WorkerStatus:
+    """Raises DecodeError and ValueError for a value that is no status of this worker."""
+    status = decode(WorkerStatus, value)
+    if status.worker_id != worker_id:
+        raise ValueError(f"the key is {worker_id[:128]!r}, but the status is of {status.worker_id!r}")
+    if any(partition >= MAX_PARTITIONS for partition in status.partitions):
+        raise ValueError("a partition is out of bounds")
+    if status.pre_infer is not None and status.partitions:
+        # Such a claim would have no bound: nobody compares it with those of others.
+        raise ValueError("a pre-infer worker has no partitions")
+    return status
 
 
 class FleetReader:
