@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,24 @@ from structlog.testing import capture_logs
 
 from relaygr.client import Ended
 from relaygr.cluster.admin import create_topics
+from relaygr.cluster.topic_identity import TopicIdentity
+from relaygr.consumer.finished import FinishedOffsets
+from relaygr.consumer.interface import Received
+from relaygr.consumer.loop import ConsumerLoop
+from relaygr.consumer.watermark import TopicPartition as Place
 from relaygr.devbroker.kafka import KafkaCluster
-from relaygr.kafka.clients import make_admin, make_assigned_consumer
+from relaygr.kafka.clients import (
+    ProducerKind,
+    make_admin,
+    make_assigned_consumer,
+    make_group_consumer,
+    make_producer,
+)
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.schemas.messages import BehavioursOffset
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
+from relaygr.worker.history.snapshots import SnapshotLimits
 from relaygr.worker.history.store import HistoryStore
 from tests.cli.test_bridge import T0, bridge, committed_items, source_of, write
 from tests.waiting import until
@@ -213,6 +227,105 @@ def test_a_bridge_passes_on_what_a_log_has_now_and_nothing_twice(
     assert sorted(committed_items(kafka, 27)) == sorted(2 * [*range(6), *range(10, 14)] + [*range(20, 27)])
     done = bridge(kafka)
     assert "0 records published" in done.output and "has lost records" not in done.output
+
+
+def test_behaviours_at_lost_offsets_are_in_each_workers_histories(
+    cluster: KafkaCluster, kafka: KafkaSettings, store: HistoryStore, tmp_path: Path
+) -> None:
+    """Only behaviours lose their end. The history names a later offset, so what came then counted as covered."""
+    publisher, [bob, eve] = Publisher(kafka), users_of(1, 2, "b")
+    publisher.act(bob, 2)
+    keep(cluster, tmp_path / "copy")
+    publisher.act(bob, 3, 4)
+    publisher.act(bob, 5)
+    publisher.send(replace(history(bob, number=2, length=4), covers=BehavioursOffset(1, 3)))
+    with following(kafka, store):
+        assert items(store, bob) == [2, 3, 4, 5]
+    put_back(cluster, tmp_path / "copy", f"{kafka.topic(Topic.BEHAVIOURS)}-1")
+
+    publisher, limits = Publisher(kafka), SnapshotLimits(scan_interval_s=0.05)
+    with following(kafka, store, snapshots=limits):
+        publisher.act(bob, 91)
+        publisher.act(eve, 81)
+        publisher.act(bob, 92)
+        until(lambda: items(store, bob) == [2, 3, 4, 5, 91, 92], "what came is there")
+        until(lambda: (head := store.head(bob)) is not None and not head.is_superseded, "the owner has saved it")
+        publisher.act(bob, 93)
+        until(lambda: items(store, bob) == [2, 3, 4, 5, 91, 92, 93], "what came later, too")
+    other = HistoryStore.open(tmp_path / "other", 16 * MIB)
+    with following(kafka, other):
+        assert items(other, bob) == [2, 3, 4, 5, 91, 92, 93] and items(other, eve) == [81]
+    other.close()
+
+
+class Finisher:
+    """A loop that finishes each message of the ranking topic at once, and dies without a commit."""
+
+    def __init__(self, kafka: KafkaSettings, folder: Path, arena_epoch: int) -> None:
+        self.taken: list[int] = []
+        self.arena_epoch, self._lives = arena_epoch, True
+        topic = kafka.topic(Topic.RANKING)
+        self.finished = FinishedOffsets(folder / "finished", TopicIdentity("c", {topic: "id"}), PARTITIONS, self)
+        self.finished.begin()
+        self._loop = ConsumerLoop(
+            lambda on_error: make_group_consumer(
+                kafka, f"{topic}.test", "test-loop", None, on_error, {"enable.auto.commit": False}
+            ),
+            [topic], self, finished_log=self.finished,
+        )  # fmt: skip
+
+    def is_held(self) -> bool:
+        return self._lives
+
+    def on_message(self, message: Received) -> None:
+        self.taken.append(int(message.value or b""))
+        self._loop.finish(message.token)
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+    def __enter__(self) -> Finisher:
+        self._loop.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lives = False
+        self._loop.stop(0)
+        assert self._loop.join(30)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["the whole disk", "the folder of a partition"])
+def test_what_grew_past_the_finished_offset_is_worked_on_and_nothing_twice(
+    cluster: KafkaCluster, kafka: KafkaSettings, tmp_path: Path, is_whole: bool
+) -> None:
+    """What was written within a minute of the predecessor's last note was taken for finished: nobody answered it."""
+    place = Place(kafka.topic(Topic.RANKING), 0)
+    put(kafka, place, range(4))
+    keep(cluster, tmp_path / "copy")
+    put(kafka, place, range(4, 10))
+    with Finisher(kafka, tmp_path, 1) as first:
+        until(lambda: len(first.taken) == 10, "all is worked on")
+        until(lambda: noted(kafka, tmp_path, place) == 10, "all is noted as finished")
+    put_back(cluster, tmp_path / "copy", *([] if is_whole else [f"{place.topic}-0"]))
+    put(kafka, place, range(20, 29))
+
+    with Finisher(kafka, tmp_path, 2) as second:
+        until(lambda: 28 in second.taken, "the end is worked on")
+    assert second.taken == [*range(20, 29)]
+
+
+def noted(kafka: KafkaSettings, folder: Path, place: Place) -> int:
+    """The finished offset that a successor of the first process finds."""
+    found = Finisher(kafka, folder, 2).finished.predecessor().get(place)
+    return 0 if found is None else found.finished
+
+
+def put(kafka: KafkaSettings, place: Place, numbers: Iterable[int]) -> None:
+    """Writes numbers, by a client of its own: the lost log knows the sequence of an earlier one."""
+    producer = make_producer(kafka, ProducerKind.DURABLE, "test-put")
+    for number in numbers:
+        producer.produce(place.topic, b"%d" % number, partition=place.partition)
+    assert producer.flush(30) == 0
 
 
 def expire(kafka: KafkaSettings, topic: str, before: int) -> None:

@@ -43,8 +43,9 @@ def leave(folder: Path, epoch: int = 1, finished: int = 120) -> None:
 def test_the_next_process_reads_what_the_one_before_noted(tmp_path: Path) -> None:
     log = open_log(tmp_path, 1)
     log.note({RANKING_0: Progress(100, 110), RANKING_3: Progress(7, 7)})
-    log.note({RANKING_0: Progress(100, 120)})
-    assert open_log(tmp_path, 2).predecessor() == {RANKING_0: Progress(100, 120), RANKING_3: Progress(7, 7)}
+    log.note({RANKING_0: Progress(100, 120, 2**31 - 1, 2**40)})
+    noted = {RANKING_0: Progress(100, 120, 2**31 - 1, 2**40), RANKING_3: Progress(7, 7)}
+    assert open_log(tmp_path, 2).predecessor() == noted
 
 
 def test_the_first_process_has_no_predecessor(tmp_path: Path) -> None:
@@ -158,17 +159,20 @@ def test_it_must_lie_between_commit_and_end(committed: int, end: int, expected: 
     assert is_plausible(Progress(100, 120), committed, end) is expected
 
 
-@pytest.mark.parametrize(("later", "expected"), [(None, True), (120, True), (119, False)])
-def test_a_log_whose_messages_before_it_came_after_the_predecessor_is_another_one(
-    later: int | None, expected: bool
-) -> None:
-    assert is_plausible(Progress(100, 120), 110, 200, later) is expected
+def test_a_file_of_an_earlier_version_is_no_predecessor(tmp_path: Path) -> None:
+    """It has neither a leader epoch nor the time of a message."""
+    leave(tmp_path)
+    file = tmp_path / "finished"
+    file.write_bytes(file.read_bytes().replace(b"relaygr.finish.3", b"relaygr.finish.2"))
+    assert open_log(tmp_path, 2).predecessor() == {}
+    leave(tmp_path, epoch=2)
+    assert open_log(tmp_path, 3).predecessor() == {RANKING_0: Progress(100, 120)}
 
 
 def test_offsets_assumed_finished_are_delivered_and_skipped() -> None:
     tracker = WatermarkTracker(100)
     tracker.assign({RANKING_0: 100})
-    tracker.assume_finished({RANKING_0: 103})
+    tracker.assume_finished({RANKING_0: Progress(100, 103)})
     assert [tracker.begin(RANKING_0, offset) for offset in range(100, 105)] == [Begin.FINISHED] * 3 + [Begin.NEW] * 2
     assert tracker.in_flight() == 2
 
@@ -176,9 +180,38 @@ def test_offsets_assumed_finished_are_delivered_and_skipped() -> None:
 def test_offsets_assumed_finished_are_committed_though_nothing_follows() -> None:
     tracker = WatermarkTracker(100)
     tracker.assign({RANKING_0: 100})
-    tracker.assume_finished({RANKING_0: 103})
+    tracker.assume_finished({RANKING_0: Progress(100, 103)})
     assert tracker.committable() == {RANKING_0: 103}
     assert tracker.progress([RANKING_0]) == {RANKING_0: Progress(100, 103)}
+
+
+@pytest.mark.parametrize(
+    ("leader_epoch", "time_ms", "begun"),
+    [(4, 900, Begin.FINISHED), (3, 900, Begin.FINISHED), (5, 900, Begin.NEW), (4, 901, Begin.NEW)],
+)
+def test_a_message_that_came_after_those_of_the_predecessor_is_not_finished(
+    leader_epoch: int, time_ms: int, begun: Begin
+) -> None:
+    """The log came back shorter, and grew beyond the finished offset."""
+    tracker = WatermarkTracker(100)
+    tracker.assign({RANKING_0: 100})
+    tracker.assume_finished({RANKING_0: Progress(90, 103, 4, 900)})
+    assert tracker.begin(RANKING_0, 100, 4, 900) is Begin.FINISHED
+    assert tracker.begin(RANKING_0, 101, leader_epoch, time_ms) is begun
+    assert tracker.begin(RANKING_0, 102, leader_epoch, time_ms) is begun
+    assert tracker.begin(RANKING_0, 103, 9, 999) is Begin.NEW
+    assert tracker.set_back() == ({RANKING_0: 101} if begun is Begin.NEW else {})
+
+
+def test_progress_tells_the_highest_leader_epoch_and_the_latest_time_of_the_messages() -> None:
+    """A successor's successor is told those of the predecessor, too: they may not be delivered again in between."""
+    tracker = WatermarkTracker(100)
+    tracker.assign({RANKING_0: 100, RANKING_3: 5})
+    tracker.assume_finished({RANKING_0: Progress(90, 103, 4, 900)})
+    assert tracker.progress([RANKING_0])[RANKING_0] == Progress(100, 103, 4, 900)
+    for offset, epoch, time_ms in ((5, 1, 70), (6, 2, 60)):
+        tracker.begin(RANKING_3, offset, epoch, time_ms)
+    assert tracker.progress([RANKING_3])[RANKING_3] == Progress(5, 5, 2, 70)
 
 
 def test_progress_is_the_contiguous_watermark_of_owned_partitions() -> None:

@@ -15,6 +15,7 @@ import lmdb
 import numpy as np
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, Producer, TopicPartition
+from structlog.testing import capture_logs
 
 from relaygr.cluster import topic_identity
 from relaygr.cluster.admin_process import AdminProcess
@@ -624,6 +625,25 @@ def test_a_store_built_from_nothing_equals_the_one_that_lived(
         lived = {user: items_of(store, user) for user in users}
     assert read_from(tmp_path / "fresh") == lived
     assert lived["user-5"] is not None and 103 not in lived["user-5"][:1]
+
+
+def test_behaviours_that_come_again_at_lost_offsets_are_in_the_histories_that_name_these(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    """Only the behaviours topic lost its end: what came then counted as covered, and was in no history."""
+    publisher, reported = Publisher(kafka_settings), Reported()
+    covers = BehavioursOffset(publisher.partition("ann"), 7)
+    publisher.send(replace(history("ann", length=3), covers=covers), replace(history("bob", length=2), covers=None))
+    publisher.act("ann", 50)
+    with capture_logs() as logs, following(kafka_settings, store, reported):
+        reported.changed.clear()
+        for item in range(60, 64):
+            publisher.act("ann", item)
+        until(lambda: items_of(store, "ann") == [1, 2, 3, 60, 61, 62, 63], "ann grows")
+    [said] = [each for each in logs if each["event"].startswith("histories cover behaviours that the log has lost")]
+    assert (said["partition"], said["histories"], said["covered_to"], said["end"]) == (covers.partition, 1, 7, 1)
+    head = store.head("ann")
+    assert head is not None and head.is_superseded, "its owner saves it anew"
 
 
 def test_behaviours_that_cannot_be_read_go_to_dead_letters(kafka_settings: KafkaSettings, store: HistoryStore) -> None:

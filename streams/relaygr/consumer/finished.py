@@ -2,8 +2,8 @@
 
     header   magic | length u32 | CRC-32 u32 | JSON object, in 4096 bytes
     slots    by topic, in the order of names, then partition; each has two copies, written alternately, of
-             arena_epoch u64 | sequence u64 | start u64 | finished u64 | wall clock, ms u64 | CRC-32 of these u32
-             | unused u32
+             arena_epoch u64 | sequence u64 | start u64 | finished u64 | time_ms i64 | leader_epoch i32
+             | CRC-32 of these u32
 
 A reader takes the newer copy with a correct checksum. `begin` may be called only while this process is the writer;
 after that only the poll thread uses the object.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,15 +23,14 @@ from relaygr.consumer.watermark import Progress, TopicPartition
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import map_private
 
-_MAGIC: Final = b"relaygr.finish.2"
+_MAGIC: Final = b"relaygr.finish.3"
 _HEADER: Final = struct.Struct("<16sII")
 _HEADER_BYTES: Final = 4096
-_VALUES: Final = struct.Struct("<QQQQQ")
-_COPY_BYTES: Final = _VALUES.size + 8
+_VALUES: Final = struct.Struct("<QQQQqi")
+_CRC: Final = struct.Struct("<I")
+_COPY_BYTES: Final = _VALUES.size + _CRC.size
 _NOBODY: Final = 0
-_NOTHING: Final = (_NOBODY, 0, 0, 0, 0)
-CLOCK_DIFFERENCE_MS: Final = 60_000
-"""How far the clocks of those who send messages may be ahead of the workers'."""
+_NOTHING: Final = (_NOBODY, 0, Progress(0, 0))
 
 
 class Writer(Protocol):
@@ -52,10 +50,6 @@ class FinishedLog(Protocol):
     def predecessor(self) -> Mapping[TopicPartition, Progress]:
         """The offsets that the process before this one finished. The caller checks them against Kafka."""
 
-    @property
-    def predecessor_until_ms(self) -> int:
-        """No message with this timestamp or a later one was finished by the predecessor; ms since the epoch."""
-
     def note(self, progress: Mapping[TopicPartition, Progress]) -> None:
         """Writes the progress of owned partitions."""
 
@@ -63,14 +57,12 @@ class FinishedLog(Protocol):
         """Erases partitions that this process no longer owns, because their next owner commits beyond this progress."""
 
 
-def is_plausible(progress: Progress, committed: int, end: int, later: int | None = None) -> bool:
-    """Whether a successor may treat [committed, progress.finished) as finished.
+def is_plausible(progress: Progress, committed: int, end: int) -> bool:
+    """Whether a successor may treat [committed, progress.finished) as finished, as far as offsets tell.
 
-    `later`: the offset of the first message that was written after the predecessor's end; None: there is none. If it
-    is below `finished`, the log came back shorter and grew again.
+    A log that came back shorter may have grown beyond `finished`: `WatermarkTracker.begin` looks at each message.
     """
-    is_of_this_log = later is None or progress.finished <= later
-    return progress.start <= committed <= progress.finished <= end and is_of_this_log
+    return progress.start <= committed <= progress.finished <= end
 
 
 class FinishedOffsets:
@@ -95,7 +87,6 @@ class FinishedOffsets:
         self._header = _header(identity, partitions)
         self._file = map_private(path, _HEADER_BYTES + 2 * _COPY_BYTES * len(self._slots), "worker.shared_path")
         self._predecessor: dict[TopicPartition, Progress] = {}
-        self._predecessor_noted_ms = 0
 
     def begin(self) -> None:
         """Reads the offsets of the predecessor. Raises ValueError unless this process is the writer."""
@@ -110,10 +101,6 @@ class FinishedOffsets:
     def predecessor(self) -> Mapping[TopicPartition, Progress]:
         return self._predecessor
 
-    @property
-    def predecessor_until_ms(self) -> int:
-        return self._predecessor_noted_ms + CLOCK_DIFFERENCE_MS
-
     def note(self, progress: Mapping[TopicPartition, Progress]) -> None:
         if progress and self._writer.is_held():
             for tp, found in progress.items():
@@ -127,29 +114,30 @@ class FinishedOffsets:
     def _read(self) -> None:
         for tp, at in self._slots.items():
             copies = [self._copy(at), self._copy(at + _COPY_BYTES)]
-            epoch, sequence, start, finished, noted_ms = max(copies, key=lambda copy: copy[1])
+            epoch, sequence, progress = max(copies, key=lambda copy: copy[1])
             self._sequences[tp] = sequence
             if epoch != _NOBODY and epoch == self._writer.arena_epoch - 1:
-                self._predecessor[tp] = Progress(start, finished)
-                self._predecessor_noted_ms = max(self._predecessor_noted_ms, noted_ms)
+                self._predecessor[tp] = progress
 
-    def _copy(self, at: int) -> tuple[int, int, int, int, int]:
-        """Epoch, sequence, start, finished, time; zeros if the checksum is wrong."""
+    def _copy(self, at: int) -> tuple[int, int, Progress]:
+        """Epoch, sequence and progress; zeros if the checksum is wrong."""
         values = self._file[at : at + _VALUES.size]
-        [crc] = struct.unpack_from("<I", self._file, at + _VALUES.size)
+        [crc] = _CRC.unpack_from(self._file, at + _VALUES.size)
         if zlib.crc32(values) != crc:
             return _NOTHING
-        epoch, sequence, start, finished, noted_ms = _VALUES.unpack(values)
-        return epoch, sequence, start, finished, noted_ms
+        epoch, sequence, start, finished, time_ms, leader_epoch = _VALUES.unpack(values)
+        return epoch, sequence, Progress(start, finished, leader_epoch, time_ms)
 
     def _write(self, tp: TopicPartition, epoch: int, progress: Progress) -> None:
         at = self._slots.get(tp)
         if at is None:
             return
         sequence = self._sequences[tp] = self._sequences[tp] + 1
-        values = _VALUES.pack(epoch, sequence, progress.start, progress.finished, int(time.time() * 1000))
+        values = _VALUES.pack(
+            epoch, sequence, progress.start, progress.finished, progress.time_ms, progress.leader_epoch
+        )
         at += _COPY_BYTES * (sequence % 2)
-        self._file[at : at + _COPY_BYTES] = values + struct.pack("<II", zlib.crc32(values), 0)
+        self._file[at : at + _COPY_BYTES] = values + _CRC.pack(zlib.crc32(values))
 
 
 def _header(identity: TopicIdentity, partitions: int) -> bytes:

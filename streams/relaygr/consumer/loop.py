@@ -290,7 +290,8 @@ class ConsumerLoop:
         if error is not None:
             self._tracker.reach_end(tp, offset)
             return
-        if self._tracker.begin(tp, offset) is not Begin.NEW:
+        epoch = message.leader_epoch()
+        if self._tracker.begin(tp, offset, -1 if epoch is None else epoch, message.timestamp()[1]) is not Begin.NEW:
             return
         self._pauses.note_message(tp)
         self._health.note_message()

@@ -173,23 +173,18 @@ class Offsets:
             return
         try:
             found = client.offsets_for_times([KafkaPartition(*tp, OFFSET_END) for tp in ahead], timeout=self._timeout_s)
-            # A log that came back shorter may have grown beyond the finished offset.
-            since_ms = self._finished_log.predecessor_until_ms if self._finished_log is not None else 0
-            written = client.offsets_for_times([KafkaPartition(*tp, since_ms) for tp in ahead], timeout=self._timeout_s)
         except KafkaException as error:
             # The loop then repeats about a second of work.
             self._note_error(error.args[0])
             return
-        ends, later = _offsets(found), _offsets(written)
-        # Without an answer it is not known that nothing was written later.
-        unknown = {TopicPartition(tp.topic, tp.partition) for tp in written if tp.error is not None}
+        ends = _offsets(found)
         finished = {
-            tp: progress.finished
+            tp: progress
             for tp, (position, progress) in ahead.items()
-            if tp not in unknown and is_plausible(progress, position, ends.get(tp, -1), later.get(tp))
+            if is_plausible(progress, position, ends.get(tp, -1))
         }
         self.tracker.assume_finished(finished)
-        adopted = sum(offset - ahead[tp][0] for tp, offset in finished.items())
+        adopted = sum(progress.finished - ahead[tp][0] for tp, progress in finished.items())
         _TAKEN_UP.labels(self._name).inc(adopted)
         self._log.info(
             "took over the predecessor's finished offsets",

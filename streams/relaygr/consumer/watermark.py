@@ -2,7 +2,7 @@
 
     assign(positions)       the group assigned these partitions, to be read from these offsets
     assume_finished(ends)   the predecessor finished everything before these offsets
-    begin(tp, offset)       a message was delivered: NEW, or again: IN_FLIGHT or FINISHED (skip both)
+    begin(tp, offset, ...)  a message was delivered: NEW, or again: IN_FLIGHT or FINISHED (skip both)
     reach_end(tp, end)      everything before the end of the log was delivered
     finish(tp, offset, g)   the work of the message is done; calls come in any order
     committable()           the offsets to commit now, of owned partitions
@@ -38,6 +38,11 @@ class Progress:
 
     start: int
     finished: int
+    leader_epoch: int = -1
+    """The highest of the messages that were delivered; -1: unknown. A message that is there with a higher one was
+    written later, to a log that came back shorter."""
+    time_ms: int = -1
+    """The latest timestamp of these messages, likewise; -1: none has one."""
 
 
 class Begin(enum.StrEnum):
@@ -54,8 +59,8 @@ class _Partition:
     """The state of one partition. `next_offset` follows the last offset that was begun."""
 
     __slots__ = (
-        "committed", "delivered", "generation", "group_offset", "low", "next_offset", "owned", "set_back", "suspect",
-        "unfinished",
+        "assumed", "committed", "delivered", "generation", "group_offset", "leader_epoch", "low", "next_offset",
+        "owned", "set_back", "suspect", "time_ms", "unfinished",
     )  # fmt: skip
 
     def __init__(self, generation: int) -> None:
@@ -76,6 +81,10 @@ class _Partition:
         self.group_offset = 0
         # The last offset delivered in this assignment, or the one before its position. Offsets grow from there.
         self.delivered = -1
+        # The predecessor finished all before this offset.
+        self.assumed = 0
+        # As in `Progress`.
+        self.leader_epoch = self.time_ms = -1
 
     @property
     def watermark(self) -> int:
@@ -116,15 +125,18 @@ class WatermarkTracker:
                 state.group_offset = position
                 self._placed(tp, position)
 
-    def assume_finished(self, finished: Mapping[TopicPartition, int]) -> None:
+    def assume_finished(self, finished: Mapping[TopicPartition, Progress]) -> None:
         """Marks every message before these offsets as finished by the predecessor.
 
         Only for partitions that were just assigned for the first time and whose position is known. Messages before
-        these offsets are FINISHED when they are delivered, and their offsets are committable.
+        these offsets are FINISHED when they are delivered, and their offsets are committable. If one of them was
+        written after the predecessor's messages, the log has gone back.
         """
-        for tp, offset in finished.items():
+        for tp, progress in finished.items():
             state = self._partitions[tp]
-            state.next_offset = max(state.next_offset, offset)
+            state.assumed = progress.finished
+            state.next_offset = max(state.next_offset, progress.finished)
+            state.leader_epoch, state.time_ms = progress.leader_epoch, progress.time_ms
 
     def progress(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, Progress]:
         """The finished offsets of those partitions that are owned and whose position is known."""
@@ -132,7 +144,7 @@ class WatermarkTracker:
         for tp in partitions:
             state = self._partitions.get(tp)
             if state is not None and state.owned and state.low is not None and state.committed is not None:
-                found[tp] = Progress(state.low, state.watermark)
+                found[tp] = Progress(state.low, state.watermark, state.leader_epoch, state.time_ms)
         return found
 
     def revoke(self, partitions: Iterable[TopicPartition]) -> None:
@@ -158,13 +170,16 @@ class WatermarkTracker:
                 self._forget(tp, 0).owned = False
         return [tp for tp in known if self._partitions[tp].owned]
 
-    def begin(self, tp: TopicPartition, offset: int) -> Begin:
-        """Notes the delivery of a message of an owned partition."""
+    def begin(self, tp: TopicPartition, offset: int, leader_epoch: int = -1, time_ms: int = -1) -> Begin:
+        """Notes the delivery of a message of an owned partition. -1: its leader epoch or timestamp is not known."""
         state = self._partitions[tp]
         if state.committed is None:
             self._placed_by_delivery(tp, offset)
-        if offset <= state.delivered or (state.low is not None and offset < state.low):
+        # The predecessor has not seen such a message.
+        is_new = offset < state.assumed and (leader_epoch > state.leader_epoch or time_ms > state.time_ms)
+        if is_new or offset <= state.delivered or (state.low is not None and offset < state.low):
             state = self._go_back(tp, offset)
+        state.leader_epoch, state.time_ms = max(state.leader_epoch, leader_epoch), max(state.time_ms, time_ms)
         state.delivered = offset
         if offset >= state.next_offset:
             state.unfinished[offset] = None

@@ -427,6 +427,8 @@ class HistoryFollower:
             followed.events.append(entry)
         elif isinstance(entry, HistoryRecord):
             followed.records.append(entry)
+            if entry.history is not None:
+                followed.note_named(entry.history)
         else:
             metrics.count_rejected(Topic.BEHAVIOURS if is_event else Topic.HISTORY)
             self._letters.write(read, message, offset, entry)
@@ -468,6 +470,7 @@ class HistoryFollower:
             elif followed.stage is Stage.BOTH and all(each.caught_up for each in followed.logs):
                 followed.stage = Stage.CAUGHT_UP
                 reached.append(partition)
+                self._uncover(followed)
         if reached:
             self._end_fault()
             self._publish_caught_up()
@@ -480,6 +483,25 @@ class HistoryFollower:
                 known_by_leader_epoch_alone=[
                     each for each in sorted(reached) if self._followed[each].history.log.told_by_epoch
                 ],
+            )
+
+    def _uncover(self, followed: FollowedPartition) -> None:
+        """If histories name behaviours that their log does not have, it has lost its end: what comes there now is
+        something else.
+        """
+        read = followed.behaviours.log
+        # The high watermark: a record of an open transaction may be named, and is not read yet.
+        end = read.read_to + self._reader.behind(read)
+        histories = self._store.uncover(followed.number, end) if followed.named_event > end else 0
+        if histories:
+            metrics.count_uncovered(histories)
+            log.error(
+                "histories cover behaviours that the log has lost: they take what comes from its present end on",
+                partition=followed.number,
+                histories=histories,
+                covered_to=followed.named_event,
+                end=end,
+                advice="publish these users' histories again: what came since the loss is not in them",
             )
 
     def _publish_caught_up(self) -> None:

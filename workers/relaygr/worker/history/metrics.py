@@ -39,6 +39,11 @@ _RESTARTS = Counter(
     "read), deletions_may_be_missing (the store was not read for too long), refused_before (the store had no room)",
     ["reason"],
 )
+_UNCOVERED = Counter(
+    "relaygr_history_uncovered_total",
+    "Histories that named an offset beyond the end of the behaviours topic, which has lost its end: they take what "
+    "comes from its present end on. What came between the loss and that moment is in none of them",
+)
 _PARTITIONS = Gauge("relaygr_history_partitions", "Followed history partitions by state", ["state"])
 _USERS = Gauge("relaygr_history_users", "Users in the history store")
 _BYTES = Gauge("relaygr_history_bytes", "Bytes in use in the history store")
@@ -82,6 +87,11 @@ def count_failure() -> None:
 
 def count_restart(reason: Restart | Loss) -> None:
     _RESTARTS.labels(reason.value).inc()
+
+
+def count_uncovered(histories: int) -> None:
+    """Counts histories whose coverage was ended."""
+    _UNCOVERED.inc(histories)
 
 
 def show_store(store: HistoryStore, clock: Clock) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from confluent_kafka import Message
 
 from relaygr.kafka.log_reader import LastRecord, Log
+from relaygr.schemas.messages import History
 from relaygr.worker.history.batches import EventRecord, HistoryBatch, HistoryRecord
 from relaygr.worker.history.tables import PartitionState
 
@@ -76,6 +77,8 @@ class FollowedPartition:
     records: list[HistoryRecord] = field(default_factory=list)
     """Received, and not stored yet, as `events`."""
     events: list[EventRecord] = field(default_factory=list)
+    named_event: int = 0
+    """The highest offset of the behaviours topic that a snapshot names which was read before any behaviours were."""
 
     @classmethod
     def at(cls, number: int, state: PartitionState, history_topic: str, behaviours_topic: str) -> FollowedPartition:
@@ -115,6 +118,11 @@ class FollowedPartition:
             return None
         last, last_event = self.history.last_record, self.behaviours.last_record
         return HistoryBatch(self.number, tuple(self.records), offset, tuple(self.events), event, last, last_event)
+
+    def note_named(self, history: History) -> None:
+        """A snapshot was read."""
+        if self.stage is Stage.HISTORIES and history.covers is not None:
+            self.named_event = max(self.named_event, history.covers.offset)
 
     def note_stored(self, batch: HistoryBatch) -> None:
         """The batch of all received records is stored."""

@@ -138,6 +138,16 @@ class Draft(HistoryBytes):
         self.head.next_snapshot = next_snapshot
         self.head.flags |= SUPERSEDED | (DELETED if is_deleted else 0)
 
+    def uncover(self, end: int) -> None:
+        """Covers nothing from this offset on: the log of behaviours has lost what it had there. The owner saves it so,
+        for workers that read the log when it has grown beyond.
+        """
+        head = self.head
+        head.next_event = min(head.next_event, end)
+        head.covered_offset = min(head.covered_offset, end)
+        head.missing_offset = min(head.missing_offset, end)
+        head.flags |= SUPERSEDED
+
     def _take(self, item: int, time_ms: int, offset: int, written_at_ms: int, position: int, action: int) -> Added:
         """Adds one behaviour after the base, unless it is covered, known or late, or has no room."""
         head = self.head

@@ -372,6 +372,26 @@ class HistoryStore:
                 tables.note_removal(self._now_ms)
         return users, is_done
 
+    def uncover(self, partition: int, end: int) -> int:
+        """Lets no history cover offsets from `end` on, where the partition's log of behaviours ends. Returns the number
+        of histories that did.
+        """
+        uncovered, after = 0, b""
+        is_done = False
+        while not is_done:
+            heads, following = self.heads_after(after, (partition,))
+            users = [each.user_id for each in heads if each.head.next_event > end]
+            if users:
+                with self._write() as tables:
+                    for user_id in users:
+                        draft = tables.draft(user_id)
+                        if draft is not None:
+                            draft.uncover(end)
+                            tables.put_parts(partition, user_id, draft)
+            uncovered += len(users)
+            after, is_done = following or b"", following is None
+        return uncovered
+
     def expire(self, before_ms: int, share: float = 0.0) -> int:
         """Deletes the hashes of users who were deleted before this time.
 
