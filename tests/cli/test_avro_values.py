@@ -325,6 +325,28 @@ def test_an_answer_that_no_registry_gives_is_an_outage(registry: Registry, body:
         read(registry, body, b"")
 
 
+@pytest.mark.parametrize(
+    "body", [b"default backend - 404", b"", b"[]", b'{"error_code": 404}', b'{"error_code": {}}', b"[" * 9000]
+)
+def test_a_404_without_the_error_code_of_a_registry_is_an_outage(registry: Registry, body: bytes) -> None:
+    registry.failures["/schemas/ids/7"] = 404, body
+    with pytest.raises(RelayError, match=r"404.*without the error code of a registry"):
+        read(registry, "int", b"")
+
+
+def test_a_schema_that_is_registered_later_is_found(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record of a schema that was unknown once was bad until the bridge was started again."""
+    monkeypatch.setattr("relaygr.ingest.registry._PAUSES_S", ())
+    values, content = AvroValues(SchemaRegistry(registry.url, RegistrySettings())), struct.pack(">bI", 0, 7)
+    with pytest.raises(ValueError, match="the registry has no schema 7"):
+        values.object(content, lambda _: ())
+    registry.schemas[7] = record()
+    with pytest.raises(ValueError, match="the registry has no schema 7"):
+        values.object(content, lambda _: ())
+    monkeypatch.setattr("relaygr.ingest.avro._UNKNOWN_S", 0.0)
+    assert values.object(content, lambda _: ()) == {}
+
+
 def test_unknown_schemas_are_waited_for_once_and_not_for_each_record(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from relaygr.cluster.admin import create_topics
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
 from relaygr.ingest.bridge import Bridge, Convert, Passed
 from relaygr.ingest.gather import hashed_item
-from relaygr.ingest.json_lines import parse_object
+from relaygr.ingest.json_lines import parse_log_object
 from relaygr.ingest.log_map import log_map
 from relaygr.ingest.log_objects import MappedObjects
 from relaygr.kafka.clients import (
@@ -100,12 +100,14 @@ def events(kafka: KafkaSettings, count: int) -> list[BehaviourEvent]:
 
 def test_records_become_behaviours_and_a_second_run_goes_on(kafka_settings: KafkaSettings) -> None:
     good = {"uid": "ann", "sku": "B00X", "at": "2020-09-13T12:26:40Z", "event": "buy", "price": 3}
-    bad = [b"{broken", {**good, "event": "gone"}, {"uid": "ann", "event": "buy"}, None]
+    rounded = json.dumps({**good, "at": 0}).replace('"at": 0', '"at": 1.600e+09').encode()
+    bad = [b"{broken", {**good, "event": "gone"}, {"uid": "ann", "event": "buy"}, None, rounded]
     write(kafka_settings, [good, *bad, {**good, "uid": 7, "at": T0 // 1000}])
     done = bridge(kafka_settings)
     assert done.exit_code == 0, done.output
-    assert "2 records published, 4 bad ones left out, lag 0" in done.output
+    assert "2 records published, 5 bad ones left out, lag 0" in done.output
     assert "action is 'gone', which --actions gives no code" in done.output
+    assert "timestamp '1.600e+09' has lost its last digits" in done.output
     assert "--columns item=sku: there is no such column" in done.output
     first, second = sorted(events(kafka_settings, 2), key=lambda event: event.user_id)
     assert (first.user_id, second.user_id) == ("7", "ann")
@@ -313,7 +315,7 @@ def test_a_bridge_that_the_group_has_removed_joins_again_and_counts_each_record_
 
     def convert(record: Message) -> Passed:
         time.sleep(slow.pop() if slow else 0)
-        event = mapped.event(parse_object(record.value() or b""), T0)
+        event = mapped.event(parse_log_object(record.value() or b""), T0)
         return Passed(event.user_id.encode(), encode(event), event)
 
     told: list[Passed] = []

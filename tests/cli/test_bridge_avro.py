@@ -178,18 +178,25 @@ def test_no_record_ends_the_bridge_and_each_poisonous_one_is_counted(
     assert "0 records published, 0 bad ones left out, lag 0" in done.output, done.output
 
 
+@pytest.mark.parametrize("failure", [(500, b"{}"), (404, b"default backend - 404")], ids=str)
 def test_a_registry_that_fails_ends_the_bridge_and_no_record_is_lost(
-    kafka_settings: KafkaSettings, registry: Registry
+    kafka_settings: KafkaSettings, registry: Registry, failure: tuple[int, bytes]
 ) -> None:
-    registry.fails = True
-    done = bridge(kafka_settings, "behaviours", registry, [(b"k", avro(1, event("ann")))])
+    """A proxy answers 404 while no registry is behind it. All records of the schema were passed over as bad."""
+    registry.schemas[4] = EVENT
+    registry.failures["/schemas/ids/4"] = failure
+    records = [(b"k", avro(1, event("ann"))), (b"k", avro(4, event("bob"), 1))]
+    done = bridge(kafka_settings, "behaviours", registry, records)
     said = " ".join(done.output.split())
-    assert (
-        done.exit_code == 1 and "did not give schema 1: HTTP Error 500" in said and "goes on where it stopped" in said
-    )
-    registry.fails = False
+    assert done.exit_code == 1 and "goes on where it stopped" in said
+    assert f"did not give schema 4: HTTP Error {failure[0]}" in said
+    registry.failures.clear()
     done = bridge(kafka_settings, "behaviours", registry, [])
-    assert "1 records published, 0 bad ones left out, lag 0" in done.output
+    assert done.exit_code == 0 and "0 bad ones left out, lag 0" in done.output
+    found = [
+        decode(BehaviourEvent, message.value() or b"") for message in read_topic(kafka_settings, Topic.BEHAVIOURS, 2)
+    ]
+    assert sorted(each.user_id for each in found) == ["ann", "bob"]
 
 
 @pytest.mark.parametrize("url", ["registry:8081", "ftp://registry"])

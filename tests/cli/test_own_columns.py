@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
 from relaygr.ingest.gather import Interactions, hashed_item
-from relaygr.ingest.json_lines import parse_object
+from relaygr.ingest.json_lines import parse_log_object
 from relaygr.ingest.known import named_log
 from relaygr.ingest.layouts import LayoutKind
 from relaygr.ingest.log_map import NO_MAP, log_map
@@ -266,20 +266,40 @@ def test_an_object_of_a_topic_is_read_as_the_line_of_a_log(
     lines = [json.dumps(each).replace("Infinity", "1e400") for each in (good, other)]
     (tmp_path / "log").write_text("\n".join(lines) + "\n")
     log, mapped = read(tmp_path / "log", None, None), MappedObjects(NO_MAP)
-    event = mapped.event(parse_object(lines[0].encode()), T0)
+    event = mapped.event(parse_log_object(lines[0].encode()), T0)
     assert of(log, event.user_id)[0] == (event.behaviours.items[0], event.behaviours.actions[0], T0)
     if not log.report.bad_lines:
-        event = mapped.event(parse_object(lines[1].encode()), T0)
+        event = mapped.event(parse_log_object(lines[1].encode()), T0)
         assert of(log, event.user_id)[1] == (event.behaviours.items[0], event.behaviours.actions[0], T0)
         return
     with pytest.raises(ValueError, match=r"the object has no action|expected|too large"):
-        mapped.event(parse_object(lines[1].encode()), T0)
+        mapped.event(parse_log_object(lines[1].encode()), T0)
 
 
 @pytest.mark.parametrize("time", [0, 20_000, 20261127, "20261127", "1989-12-31T23:59:59Z", 5e18])
 def test_a_time_that_no_unit_brings_into_these_years_is_bad(time: object) -> None:
     with pytest.raises(ValueError, match=r"timestamp is .*, expected"):
         MappedObjects(NO_MAP).event({"user": 1, "item": [2, 3], "time": [T0, time]}, T0)
+
+
+@pytest.mark.parametrize("field", ["user", "item", "time"])
+def test_a_number_of_json_that_has_lost_digits_is_bad(tmp_path: Path, field: str) -> None:
+    """Its float does not show it."""
+    texts = {"user": "7", "item": "3", "time": "1.512345678e+09"}
+    log = [json_of(texts | change) for change in ({}, {field: "1.700e+09"}, {"time": "1.51E9"})]
+    (tmp_path / "log").write_text("\n".join(log))
+    found = read(tmp_path / "log", None, None)
+    assert of(found, "7") == [(3, 0, 1_510_000_000_000), (3, 0, 1_512_345_678_000)]
+    assert [bad.number for bad in found.report.bad_lines] == [2]
+    assert "last digits" in found.report.bad_lines[0].reason
+    mapped = MappedObjects(NO_MAP)
+    assert mapped.event(parse_log_object(log[0].encode()), T0).behaviours.timestamps_ms.tolist() == [1_512_345_678_000]
+    with pytest.raises(ValueError, match="last digits"):
+        mapped.event(parse_log_object(log[1].encode()), T0)
+
+
+def json_of(texts: dict[str, str]) -> str:
+    return "{" + ", ".join(f'"{name}": {text}' for name, text in texts.items()) + "}"
 
 
 def test_only_the_first_objects_decide_whether_each_has_an_action() -> None:
@@ -302,6 +322,7 @@ def test_lists_of_flags_have_one_length() -> None:
         (b" 7.0", "7"),
         (b'"7"', "7"),
         (b'{"uid": 7.0, "shop": 1}', "7"),
+        (b'{"uid": 1.7e+09}', "id 1.7e\\+09 is a float, whose last digits may be lost"),
         (b'"{7}"', "{7}"),
         (b'"7", "8"', "Extra data"),
         (b'{"user_id": 7}', "no field for the user among user_id: name it by --columns user=NAME"),

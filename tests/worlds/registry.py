@@ -24,7 +24,8 @@ class Registry:
     """The header that it demands."""
     redirect: str | None = None
     """Where all is that is asked without `/moved` before it."""
-    fails: bool = False
+    failures: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    """By path: status and body of what is not an answer."""
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and authorization of each request."""
 
@@ -35,11 +36,13 @@ class Registry:
     def answer(self, path: str, authorization: str | None) -> tuple[int, bytes]:
         if self.authorization is not None and authorization != self.authorization:
             return 401, b"{}"
-        found = self.subjects.get(path.removeprefix("/subjects/"))
+        if path in self.failures:
+            return self.failures[path]
+        found, unknown = self.subjects.get(path.removeprefix("/subjects/")), b'{"error_code": 40402}'
         if path.startswith("/schemas/ids/"):
-            found = self.schemas.get(int(path.removeprefix("/schemas/ids/")))
-        if self.fails or found is None:
-            return 500 if self.fails else 404, b'{"error_code": 40403}'
+            found, unknown = self.schemas.get(int(path.removeprefix("/schemas/ids/"))), b'{"error_code": 40403}'
+        if found is None:
+            return 404, unknown
         if isinstance(found, bytes):
             return 200, found
         whole = found if isinstance(found, dict) and "schema" in found else {"schema": json.dumps(found)}

@@ -237,7 +237,10 @@ def behaviours(
 
         def publish(line: Line) -> Publish:
             now_ms = clock.wall_us() // 1000
-            event = (mapped.event if is_mapped else behaviours_from_line)(line.parse(), now_ms)
+            if is_mapped:
+                event = mapped.event(line.parse_log_object(), now_ms)
+            else:
+                event = behaviours_from_line(line.parse(), now_ms)
             inputs.take(event)
             return lambda report: publisher.publish_behaviours(event, report)
 

@@ -28,7 +28,7 @@ from relaygr.cluster.rights import Role
 from relaygr.ingest.avro import AvroValues
 from relaygr.ingest.bridge import SOURCE, Bridge, Passed, time_of
 from relaygr.ingest.gather import Interactions, Limits, ReadReport
-from relaygr.ingest.json_lines import MAX_LIST_TEXTS, parse_object
+from relaygr.ingest.json_lines import MAX_LIST_TEXTS, parse_log_object
 from relaygr.ingest.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
 from relaygr.ingest.layouts import Layout
 from relaygr.ingest.log_map import LogMap, iso_ms
@@ -228,7 +228,7 @@ def run_bridge(
         if avro is not None:
             parsed = avro.object(content or b"", mapped.used)
         else:
-            parsed = parse_object(content or b"", MAX_LIST_TEXTS)
+            parsed = parse_log_object(content or b"", MAX_LIST_TEXTS)
         made = made_of(parsed, time_of(record))
         inputs.check(made)
         return Passed(made.user_id.encode(), encode(made), made)

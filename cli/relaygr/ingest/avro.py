@@ -10,7 +10,9 @@ follow such claims in machine code, without a bound.
 from __future__ import annotations
 
 import json
+import math
 import struct
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
@@ -18,12 +20,14 @@ from decimal import Decimal
 from typing import Any, Final, NoReturn
 
 from relaygr.ingest.layouts import id_text
-from relaygr.ingest.registry import SchemaRegistry
+from relaygr.ingest.registry import SchemaRegistry, UnknownSchemaError
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.limits import MAX_BEHAVIOURS
 
 _HEADER: Final = struct.Struct(">bI")
 _KEPT_SCHEMAS: Final = 256
+_UNKNOWN_S: Final = 10.0
+"""A schema that the registry does not have is asked for again after this time: it may be registered later."""
 _LONGEST_NUMBER: Final = 10
 """Bytes of an integer of 64 bits."""
 _BROKEN: Final = (ValueError, LookupError, TypeError, AttributeError)
@@ -34,7 +38,7 @@ Used = Callable[[tuple[str, ...]], Collection[str]]
 
 
 class AvroValues:
-    """Asks for each schema once."""
+    """Asks for each schema once, and now and then for one that the registry does not have."""
 
     def __init__(self, registry: SchemaRegistry) -> None:
         # Asked for at once: a bridge without it would count every record as bad.
@@ -44,6 +48,8 @@ class AvroValues:
         self._registry = registry
         self._types: dict[int, _Type | str] = {}
         """The type of a schema, or why there is none."""
+        self._unknown_since_s: dict[int, float] = {}
+        """When the registry said that it does not have a schema."""
 
     def object(self, content: bytes, used: Used) -> dict[str, Any]:
         """The record in these bytes, in types of JSON; times are texts, and of a field that is not used None.
@@ -82,11 +88,17 @@ class AvroValues:
         return value
 
     def _type(self, number: int) -> _Type:
+        if time.monotonic() - self._unknown_since_s.get(number, math.inf) >= _UNKNOWN_S:
+            del self._types[number], self._unknown_since_s[number]
         if (kind := self._types.get(number)) is None:
             if len(self._types) >= _KEPT_SCHEMAS:
                 self._types.clear()
+                self._unknown_since_s.clear()
             try:
                 kind = self._parsed(number)
+            except UnknownSchemaError as error:
+                kind = str(error)
+                self._unknown_since_s[number] = time.monotonic()
             except ValueError as error:
                 kind = str(error)
             self._types[number] = kind

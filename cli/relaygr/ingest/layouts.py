@@ -14,9 +14,9 @@ Names are those of a `LogMap`, else those that are known, without case and under
 from `rating` (which goes first, unless the map names actions), from the third value, or for KuaiRand from the flags of
 `KUAIRAND_BITS`. In a RecBole file without `item_id`, the only other token `*_id` is the item.
 
-A file may be plain or gzipped text. A line ends with LF or CRLF; a field of CSV in quotes may have line breaks
-(`relaygr.ingest.quoted`). Reading stops at a line above `MAX_LINE_BYTES`, before
-a file without line ends fills the memory.
+A file may be plain or gzipped text. A line ends with LF or CRLF. A field of CSV in quotes may have line breaks
+(`relaygr.ingest.quoted`), as may one of RecBole, which reads its files as CSV. Reading stops at a line above
+`MAX_LINE_BYTES`, before a file without line ends fills the memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, cast
 
-from relaygr.ingest.json_lines import JsonLineError, parse_object
+from relaygr.ingest.json_lines import JsonLineError, parse_log_object, parse_object
 from relaygr.ingest.log_map import NO_MAP, LogMap
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import LOST, open_regular
@@ -215,7 +215,7 @@ class Layout:
         if isinstance(line, tuple):
             return line
         if self.keys:
-            found = parse_object(line.encode("utf-8", "surrogateescape"))
+            found = parse_log_object(line.encode("utf-8", "surrogateescape"))
             ids = (self.user, self.item)
             return [(id_text if at in ids else json_text)(found.get(key), key) for at, key in enumerate(self.keys)]
         if self.quoted and '"' in line:
@@ -388,7 +388,7 @@ def _recbole(path: Path, fields: Sequence[str], log_map: LogMap) -> Layout:
     if ignored:
         notes.append(f"columns not used: {', '.join(ignored)}")
     return Layout(
-        LayoutKind.RECBOLE, "\t", True, len(fields), user, item, time, rating,
+        LayoutKind.RECBOLE, "\t", True, len(fields), user, item, time, rating, quoted=True,
         because=f"header of tab-separated name:type, {fields[user]} and {fields[item]} among them",
         notes=(*notes, *_absent_columns(time, rating if action is None else action)), codes=action, map=log_map,
     )  # fmt: skip

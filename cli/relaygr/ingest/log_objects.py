@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from relaygr.ingest.gather import item_number, user_name
-from relaygr.ingest.json_lines import parse_object
+from relaygr.ingest.json_lines import parse_log_object
 from relaygr.ingest.layouts import (
     FLAG_VALUES,
     SAMPLE_LINES,
@@ -78,7 +78,7 @@ class MappedObjects:
         try:
             named: Any = key.decode()
             if key.lstrip().startswith(b"{"):
-                content = parse_object(key)
+                content = parse_log_object(key)
                 at = column_of("user", list(content), self._names)
                 if at is None:
                     seen = ", ".join(content)[:200]

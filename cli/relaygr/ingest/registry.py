@@ -3,8 +3,9 @@
     GET /schemas/ids/ID                       the schema with which a record was written
     GET /subjects/SUBJECT/versions/VERSION    a schema to which another one refers
 
-A schema never changes, so each is asked for once. A schema that the registry does not have, or that cannot be read, is
-the fault of the records that name it; a registry that does not answer, or refuses, is an outage.
+A schema never changes. A schema that the registry says it does not have, or that cannot be read, is the fault of the
+records that name it. A registry that does not answer, or refuses, is an outage, and so is a 404 without the registry's
+own error code: it comes from a proxy before the registry, or from an address that is none of a registry.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ _PAUSES_S: Final = (0.2, 1.0)
 """After answers that a schema is unknown: a copy of a registry may be behind the one that the producer asked."""
 _PATIENT_EVERY_S: Final = 5.0
 """From one wait to the next: records may name any number of unknown schemas, and the bridge must not wait for each."""
+_UNKNOWN_CODES: Final = (40401, 40402, 40403)
+"""The error codes of a subject, a version and a schema that the registry does not have."""
+
+
+class UnknownSchemaError(FieldError):
+    """The registry does not have the schema. It may have it later."""
 
 
 class SchemaRegistry:
@@ -62,7 +69,8 @@ class SchemaRegistry:
     def texts(self, number: int) -> list[str]:
         """The texts of a schema and of all to which it refers: each after those that it needs, its own last.
 
-        Raises ValueError if there is no such schema, or none of Avro, and RelayError if the registry does not answer.
+        Raises UnknownSchemaError, a ValueError, if there is no such schema, ValueError if it is none of Avro, and
+        RelayError if the registry does not answer.
         """
         what = f"schema {number}"
         described = self._asked(what, f"/schemas/ids/{number}")
@@ -91,7 +99,7 @@ class SchemaRegistry:
         found.append(text)
 
     def _asked(self, what: str, path: str) -> dict[str, Any]:
-        """The object at a path. Raises FieldError if there is none, or if it is too long, and RelayError."""
+        """The object at a path. Raises UnknownSchemaError, FieldError if it is too long, and RelayError."""
         pauses = iter(_PAUSES_S if time.monotonic() >= self._patient_from_s else ())
         request = urllib.request.Request(self._url + path, headers=self._headers)
         while True:
@@ -105,20 +113,23 @@ class SchemaRegistry:
                     raise TypeError("the answer is no object of JSON")
                 return described
             except urllib.error.HTTPError as error:
-                if error.code != HTTPStatus.NOT_FOUND:
+                if not _is_unknown(error):
                     raise self._refused(what, error) from error
             except (OSError, ValueError, TypeError, RecursionError, HTTPException) as error:
                 raise self._refused(what, error) from error
             if (pause_s := next(pauses, None)) is None:
-                raise FieldError(f"the registry has no {what}")
+                raise UnknownSchemaError(f"the registry has no {what}")
             time.sleep(pause_s)
             self._patient_from_s = time.monotonic() + _PATIENT_EVERY_S
         raise FieldError(f"{what} is longer than {_MAX_SCHEMA_BYTES:,} bytes")
 
     def _refused(self, what: str, error: Exception) -> RelayError:
+        cause = masked(str(error))
+        if isinstance(error, urllib.error.HTTPError) and error.code == HTTPStatus.NOT_FOUND:
+            cause += ", without the error code of a registry: it is from a proxy, or the address is wrong"
         return RelayError(
-            f"the registry {self._url} did not give {what}: {masked(str(error))}. Start the bridge again when it does: "
-            "it goes on where it stopped."
+            f"the registry {self._url} did not give {what}: {cause}. Start the bridge again when it does: it goes on "
+            "where it stopped."
         )
 
 
@@ -153,6 +164,16 @@ def _address(url: str) -> urllib.parse.SplitResult | None:
     except ValueError:
         return None
     return parts if parts.scheme in ("http", "https") and parts.hostname and port != 0 else None
+
+
+def _is_unknown(error: urllib.error.HTTPError) -> bool:
+    """Whether the registry itself says that it does not have what was asked for."""
+    if error.code != HTTPStatus.NOT_FOUND:
+        return False
+    try:
+        return json.loads(_body(error))["error_code"] in _UNKNOWN_CODES
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, HTTPException):
+        return False
 
 
 def _body(answer: Any) -> bytes:
