@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -36,3 +37,20 @@ def until(
 ) -> None:
     """Fails with `what` if it does not become so."""
     assert becomes(is_so, within_s, meanwhile), f"not within {within_s:g} s: {what}"
+
+
+def outcome(call: Callable[[], object]) -> object:
+    """What the call returns or raises; a call that waits is a failure, and its thread ends with the process."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert found, "the call does not end"
+    return found[0]

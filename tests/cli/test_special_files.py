@@ -30,7 +30,7 @@ from relaygr.worker.model.convert.torcheasyrec import read_pipeline
 from relaygr.worker.model.inputs.known import ACTIONS_FILE, read_action_names, read_vocabulary
 from relaygr.worker.model.npy import read_npy, read_npz
 from relaygr.worker.pool.build import read_secret
-from tests.waiting import PATIENCE_S
+from tests.waiting import outcome
 from tests.worlds.model import small_config
 
 CONFIG = small_config()
@@ -60,23 +60,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda path: librdkafka_security(Security.model_validate({"protocol": "SSL", "ca_file": path})),
     ),
 }
-
-
-def outcome(call: Callable[[], object]) -> object:
-    """What the call returns or raises; a call that waits is a failure, and its thread ends with the process."""
-    found: list[object] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert found, "it waits for a writer"
-    return found[0]
 
 
 @pytest.mark.parametrize("kind", READERS)

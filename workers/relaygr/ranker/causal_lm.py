@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from relaygr.ranker.interface import Computed, History, ModelFolder, Past, Ranker, Shape
+from relaygr.runtime.files import require_regular
 
 _BASE = 16
 _DIGITS = 6
 _FULL = "full_attention"
+_ITEMS = "items.safetensors"
 
 
 class CausalLM(Ranker):
@@ -32,14 +34,19 @@ class CausalLM(Ranker):
     version = "1"
 
     def __init__(self, folder: ModelFolder) -> None:
-        """Raises ValueError for a decoder whose layers forget, or whose vocabulary lacks tokens of items."""
+        """Raises OSError, and ValueError for a decoder whose layers forget, or whose vocabulary lacks tokens."""
         super().__init__(folder)
         options = folder.options
+        decoder, items = folder.path / options.get("decoder", "decoder"), folder.path / options.get("items", _ITEMS)
+        # The libraries would wait for the writer of a pipe.
+        for path in (items, *decoder.iterdir()):
+            if not path.is_dir():
+                require_regular(path)
         # They are in the log of a worker, and start a thread.
         disable_progress_bar()
         # Its own code never runs, and neither does a pickle.
         self._model = AutoModelForCausalLM.from_pretrained(
-            folder.path / options.get("decoder", "decoder"),
+            decoder,
             dtype=folder.dtype,
             attn_implementation="sdpa",
             trust_remote_code=False,
@@ -53,7 +60,7 @@ class CausalLM(Ranker):
             raise ValueError(f"it has layers of the kinds {', '.join(sorted(kinds))}: only {_FULL} keeps all K,V")
         if getattr(self._config, "use_sliding_window", False):
             raise ValueError("its layers have a sliding window, and keep only the K,V of that")
-        tables = load_file(folder.path / options.get("items", "items.safetensors"))
+        tables = load_file(items)
         self._tokens: torch.Tensor = tables["tokens"].long().to(folder.device)
         self._ids: torch.Tensor | None = tables["ids"].long().to(folder.device) if "ids" in tables else None
         largest = int(self._tokens.max())
