@@ -189,12 +189,20 @@ def test_a_pool_that_neither_takes_nor_refuses_jobs_gets_trials_only_until_it_do
         assert sent(NOW_US + number * second)
 
 
-def test_a_pre_infer_worker_that_starts_anew_gets_jobs() -> None:
-    fleet = fleet_of(pre_infer())
-    fleet.sent_to_pool(NOW_US - 9_000_000)
-    assert not fleet.pool_takes(NOW_US)
-    fleet.apply("pre-00", pre_infer(since_us=2), NOW_US)
-    assert fleet.pool_takes(NOW_US)
+def test_a_process_that_was_never_heard_opens_no_closed_pool_and_gets_trials() -> None:
+    """Each new status of a made-up worker, or start of a real one, opened the pool for jobs that nobody took."""
+    fleet, second = fleet_of(pre_infer()), 1_000_000
+    fleet.sent_to_pool(NOW_US - 9 * second)
+    for number in range(9):
+        fleet.apply(f"made-up-{number}", pre_infer(accepted=number), NOW_US)
+        fleet.apply("pre-00", pre_infer(since_us=2 + number, accepted=number), NOW_US)
+        assert not fleet.pool_takes(NOW_US)
+    fleet.apply("pre-00", pre_infer(written_at_us=NOW_US + second), NOW_US + second)
+    assert fleet.pool_takes(NOW_US + second) and fleet.pool_is_silent(NOW_US + second)
+    fleet.sent_to_pool(NOW_US + second)
+    assert not fleet.pool_takes(NOW_US + second)
+    fleet.apply("pre-00", pre_infer(written_at_us=NOW_US + second, accepted=1), NOW_US + second)
+    assert fleet.pool_takes(NOW_US + second) and not fleet.pool_is_silent(NOW_US + second)
 
 
 def test_nothing_goes_to_the_pool_while_a_worker_refuses_jobs() -> None:

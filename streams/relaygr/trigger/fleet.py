@@ -136,9 +136,11 @@ class Fleet:
     def _apply_pool(self, worker_id: str, status: WorkerStatus, slots: PreInferSlots, now_us: int) -> None:
         self._pool.make_room(worker_id, now_us)
         before = self._pool.get(worker_id)
-        same_process = before is not None and before.active_since_us == status.active_since_us
-        is_refusing = same_process and before is not None and slots.refused > before.slots.refused
-        if before is None or not same_process or _ended(slots) > _ended(before.slots):
+        if before is not None and before.active_since_us != status.active_since_us:
+            before = None
+        is_refusing = before is not None and slots.refused > before.slots.refused
+        # A process that was not heard before may be made up, or start again and again. If it works it takes a trial.
+        if before is not None and _ended(slots) > _ended(before.slots):
             self._pool_waits_us = None
         written_at_us = min(status.written_at_us, now_us)
         self._pool.put(worker_id, PoolMember(status.state, written_at_us, status.active_since_us, slots, is_refusing))
