@@ -5,6 +5,7 @@ doubles nor loses a message.
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,11 +22,14 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartiti
 
 from relaygr.cluster.admin import check_topics, create_topics
 from relaygr.devbroker.local import free_ports
-from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
+from relaygr.ingest.bridge import Bridge, Passed
+from relaygr.kafka.clients import ONE_A_BATCH, ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
 from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess, is_ready
 from relaygr.schemas.topics import Topic
+from relaygr.worker.preinfer.decision import Verdict
+from relaygr.worker.preinfer.source import ShareSource
 from tests.waiting import until
 from tests.worlds.broker_proxy import Behind, broker_behind_proxy
 from tests.worlds.relay import Relay, reading
@@ -149,7 +153,7 @@ def test_a_slow_broker_neither_doubles_nor_loses_a_message(behind: Behind) -> No
 
 @pytest.fixture
 def fresh() -> Iterator[Behind]:
-    """A broker whose connections a test may cut: the proxy's new threads are the test's own."""
+    """A broker whose connections a test may cut, or leave open: the proxy's new threads are the test's own."""
     with broker_behind_proxy("unacked") as behind:
         yield behind
 
@@ -180,6 +184,47 @@ def test_messages_whose_acknowledgements_are_lost_are_in_the_log_once(fresh: Beh
     assert producer.flush(60) == 0
     assert set(delivered) == {None}
     assert records(direct, Topic.HISTORY) == Counter(map(key_of, range(len(delivered))))
+
+
+def test_a_bridge_and_a_slot_of_a_pre_infer_worker_go_on_after_connections_that_pass_nothing(fresh: Behind) -> None:
+    kafka, direct = fresh.proxied, fresh.direct
+    assert create_topics(direct).ok
+    source, target = kafka.topic(Topic.RETRIEVAL), kafka.topic(Topic.BEHAVIOURS)
+    bridge = Bridge(
+        kafka, f"kafka:{source}", target, lambda record: Passed(b"ann", record.value()), lambda _: None, print
+    )
+    slot, stopping, taken = ShareSource(KafkaSession(kafka, "test"), "slot"), threading.Event(), set[bytes | None]()
+
+    def take() -> None:
+        if (job := slot.next(0.1)) is not None:
+            taken.add(job.value())
+            slot.end(job, Verdict.ACCEPT)
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(bridge.run, until_end=False, stopping=stopping.is_set)
+        try:
+            send(direct, Topic.RETRIEVAL, b"first")
+            until(lambda: slot.has_jobs, "the slot has its partition", meanwhile=take)
+            # A share group begins at the end of its topic.
+            until(lambda: taken, "a job", meanwhile=lambda: (send(direct, Topic.PREINFER_POOL, b"first"), take()))
+            until(lambda: bridge.report.published == 1, "a record is passed on")
+            fresh.proxy.freeze()
+            send(direct, Topic.RETRIEVAL, b"second")
+            send(direct, Topic.PREINFER_POOL, b"second")
+            until(lambda: b"second" in taken, "another job", SOON_S, meanwhile=take)
+            # A producer of durable messages waits for ten seconds, and twice: for the partition and for the group.
+            until(lambda: bridge.report.published == 2, "another record is passed on", 2 * SOON_S)
+        finally:
+            stopping.set()
+            slot.close()
+        assert running.result().published == 2
+    assert records(direct, Topic.BEHAVIOURS) == {b"ann": 2}
+
+
+def send(kafka: KafkaSettings, topic: Topic, value: bytes) -> None:
+    producer = make_producer(kafka, ProducerKind.DURABLE, "test-send", options=ONE_A_BATCH)
+    producer.produce(kafka.topic(topic), value, b"ann")
+    assert producer.flush(30) == 0
 
 
 def key_of(number: int) -> bytes:

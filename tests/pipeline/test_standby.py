@@ -23,6 +23,7 @@ from relaygr.ui.scrape import Reading
 from relaygr.worker.cache import MissReason
 from relaygr.worker.exits import Exit
 from relaygr.worker.settings import StandbyMemory
+from tests.pipeline.test_warm_restart import asked_without_a_version, histories_used, known
 from tests.waiting import until
 from tests.worlds.pair import Pair, await_pair, children
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading
@@ -255,6 +256,24 @@ def test_after_a_kill_of_all_processes_the_backlog_is_served_from_the_restored_p
     assert hit_ratio(backlog) > 0.8, "the break-even rule may choose full inference for a few"
     assert not traffic.lost
     assert relay.stop(again) == 0
+
+
+def test_a_standby_that_still_starts_ranks_what_waited_with_the_histories_in_the_workers_store(
+    relay: Relay, worker: CommandProcess
+):
+    """Such a standby was active before it had looked into the store, and ranked half of them on nothing."""
+    pair = pair_of(worker)
+    with relay.client() as client:
+        users = known(client, "returning", 40, 63)
+        os.kill(pair.standby, signal.SIGKILL)
+        until(lambda: "preparing" in children(worker.port), "another standby starts")
+        os.kill(pair.active, signal.SIGKILL)
+        answers = asked_without_a_version(client, users)
+        until(lambda: "active" in children(worker.port), "the standby is active", STANDBY_TIMEOUT_S)
+        answers += asked_without_a_version(client, users)
+        assert histories_used(answers) == [64] * 80
+    assert pair_of(worker, (pair.active, pair.standby))
+    assert relay.stop(worker) == 0
 
 
 def test_a_worker_whose_device_hangs_exits_and_its_standby_takes_over(

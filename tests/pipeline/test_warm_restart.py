@@ -198,21 +198,21 @@ def test_another_models_prefixes_are_not_served_and_freed(life: Life, tmp_path_f
     assert np.abs(after.scores - earlier).max() > TOLERANCE
 
 
-def known(life: Life, prefix: str, count: int, length: int) -> list[str]:
+def known(client: RelayClient, prefix: str, count: int, length: int) -> list[str]:
     """Users whose histories the worker has stored."""
     users = [new_user(prefix) for _ in range(count)]
     for seed, user in enumerate(users):
-        life.client.publish_history(history_of(user, length, seed))
+        client.publish_history(history_of(user, length, seed))
     for seed, user in enumerate(users):
-        outcome = life.client.rank(
+        outcome = client.rank(
             user, candidates_of(), history_version=history_of(user, length, seed).version(), budget_ms=BUDGET_MS
         )
         assert outcome.result is not None and outcome.result.prefix_tokens == length + 1
     return users
 
 
-def asked_without_a_version(life: Life, users: list[str]) -> list[Future[RankOutcome]]:
-    return [life.client.submit_rank(user, candidates_of(), budget_ms=START_BUDGET_MS) for user in users]
+def asked_without_a_version(client: RelayClient, users: list[str]) -> list[Future[RankOutcome]]:
+    return [client.submit_rank(user, candidates_of(), budget_ms=START_BUDGET_MS) for user in users]
 
 
 def histories_used(answers: list[Future[RankOutcome]]) -> list[int]:
@@ -225,27 +225,27 @@ def test_requests_that_waited_for_a_start_are_ranked_with_the_histories_in_the_w
     life: Life, ends: str
 ) -> None:
     """Half of them were ranked on nothing: the worker had its partitions before it had looked into its store."""
-    users = known(life, "returning", 40, 57)
+    users = known(life.client, "returning", 40, 57)
     if ends == "kill":
         life.relay.kill(life.worker)
     else:
         assert life.relay.stop(life.worker) == 0
-    answers = asked_without_a_version(life, users)
+    answers = asked_without_a_version(life.client, users)
     life.worker = life.start()
-    answers += asked_without_a_version(life, users[:10])
+    answers += asked_without_a_version(life.client, users[:10])
     assert histories_used(answers) == [58] * 50
 
 
 def test_requests_of_moved_partitions_wait_for_the_histories_that_their_new_owner_reads(life: Life) -> None:
-    users = known(life, "moving", 24, 61)
+    users = known(life.client, "moving", 24, 61)
     life.relay.stop(life.worker)
-    answers = asked_without_a_version(life, users)
+    answers = asked_without_a_version(life.client, users)
     life.worker = life.relay.start_worker("worker-00", store="an-empty-store")
     life.relay.await_ready(life.worker)
     other = life.relay.start_worker("worker-01")
-    until(lambda: not answers.extend(asked_without_a_version(life, users)) and owned(other), "partitions moved")
+    until(lambda: not answers.extend(asked_without_a_version(life.client, users)) and owned(other), "partitions moved")
     life.relay.await_ready(other)
-    answers += asked_without_a_version(life, users)
+    answers += asked_without_a_version(life.client, users)
     found = histories_used(answers)
     assert found == [62] * len(found)
     assert reading(other).total("relaygr_worker_ranked_total") > 0
