@@ -446,6 +446,6 @@ def test_the_null_engine_keeps_the_contract_and_scores_by_item_alone() -> None:
     assert float(scores[0].scores.min()) >= 0 and float(scores[0].scores.max()) < 1
     with pytest.raises(TooLongError):
         world.engine.rank_inputs(0, pages, Behaviours.empty(), np.arange(33))
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="need 3 pages"):
         inputs = world.engine.prefix_inputs(NO_FEATURES, random_behaviours(random, 20))
         world.engine.pre_infer(PrefixChunk(inputs, 0, 20, pages[:1]))

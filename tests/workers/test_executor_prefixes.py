@@ -17,12 +17,13 @@ from relaygr.worker.executor.job_admission import MAX_UNCOUNTED_PASSES
 from relaygr.worker.executor.prefixes import ChunkReadiness
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.waits import Timers
-from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
+from relaygr.worker.executor.work import Impression, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import StoredHistory
 from tests.worlds.executor import ExecutorWorld, history_of
 
 FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
 ORDER = (
+    "device_record",
     "schedulable",
     "measured",
     "backlog",
@@ -69,6 +70,7 @@ class PrefixWorld:
         """A request that waits for its prefix, queued."""
         now_us = self.world.clock.monotonic_us()
         work = RankingWork(None, None, None, 0, now_us + budget_us, now_us + budget_us)  # type: ignore[arg-type]
+        work.impression = Impression(user_id, "r")
         work.prefix = self.resolve(user_id, length)
         work.latest_start_us = work.answer_by_us
         self.prefixes.compute(work.prefix, None, float(length), request=work)
