@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import types
@@ -32,6 +33,7 @@ from relaygr.worker.model.ranker_engine import RankerEngine
 from relaygr.worker.model.rankers import write_record
 from relaygr.worker.model_check import ModelCheck, rules_found
 from relaygr.worker.score_error import made_sample
+from tests.waiting import outcome
 
 HERE = Path(__file__).parent / "recbole"
 MODULE = "relaygr.ranker.sasrec"
@@ -56,7 +58,7 @@ def converted(folder: Path, max_suffix: int = 4) -> Path:
     log = HERE / "recbole.inter"
     convert(HERE / "sasrec.pth", folder, "--log", log, "--max-suffix", max_suffix, "--max-candidates", 100)
     engine = engine_to_check(folder, "cpu", [MODULE])
-    assert isinstance(engine, RankerEngine)
+    assert isinstance(engine, RankerEngine) and engine.record is not None
     write_record(folder, replace(engine.record, rules=PrefixRules()))
     return folder
 
@@ -197,6 +199,13 @@ class TestRefused:
         config = read_sasrec(HERE / "sasrec.pth").config.model_copy(update=changes)
         with pytest.raises(RelayError, match=says.replace("[", r"\[")):
             items_of_log(log, config)
+
+    def test_a_pipe_in_place_of_the_weights(self, tmp_path: Path) -> None:
+        folder = converted(tmp_path)
+        (folder / "model.safetensors").unlink()
+        os.mkfifo(folder / "model.safetensors")
+        error = outcome(lambda: engine_to_check(folder, "cpu", [MODULE]))
+        assert isinstance(error, RelayError) and "not a regular file" in str(error)
 
     def test_a_checkpoint_of_an_older_recbole(self) -> None:
         values = read_sasrec(HERE / "sasrec.pth").config.model_dump(by_alias=True, exclude={"item_inter_num_interval"})

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from relaygr.ranker.interface import Computed, History, Kv, ModelFolder, Past, Ranker, Shape
+from relaygr.runtime.files import require_regular
 
 WEIGHTS_FILE: Final = "model.safetensors"
 ITEM_IDS: Final = "item_ids"
@@ -44,10 +45,12 @@ class SasRec(Ranker):
     version = "1"
 
     def __init__(self, folder: ModelFolder) -> None:
-        """Raises ValueError if options do not fit, and RuntimeError for other tensors."""
+        """Raises OSError, ValueError if options do not fit, and RuntimeError for other tensors."""
         super().__init__(folder)
         sizes = dict(folder.options)
         self._max_suffix, self._max_candidates = sizes.pop("max_suffix"), sizes.pop("max_candidates")
+        # The library would wait for the writer of a pipe.
+        require_regular(folder.path / WEIGHTS_FILE)
         tensors = load_file(folder.path / WEIGHTS_FILE)
         self._ids: Tensor = tensors.pop(ITEM_IDS).to(folder.device)
         with torch.device("meta"):
