@@ -190,7 +190,7 @@ def test_a_flood_is_held_to_the_owners_load() -> None:
     reasons = [made.decide(user.encode(), request(0, user_id=user), 0).reason for user in users]
     # 41 ms each; two bursts are a second at 0.95 of a device, less the share of ranking.
     assert 6 <= reasons.count(DecisionReason.ADMITTED) <= 22
-    assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.LOW_VALUE)
+    assert reasons[-1] is DecisionReason.LOAD
 
 
 def lasting_fleet(**changes: object) -> Fleet:
@@ -486,7 +486,7 @@ def test_a_scenario_that_floods_the_trigger_leaves_the_others_their_share() -> N
 
     reasons = [reason_of(number, "ads") for number in range(60)]
     assert reasons[0] is DecisionReason.ADMITTED
-    assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.FOOTPRINT, DecisionReason.LOW_VALUE)
+    assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.FOOTPRINT)
     assert reason_of(60, "home") is DecisionReason.ADMITTED
 
 

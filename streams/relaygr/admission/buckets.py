@@ -13,9 +13,6 @@ where the ranking load is a moving average over all impressions: T_hit for those
 computation of what is not cached. The guaranteed share is needed because an overload would otherwise refuse every job,
 which turns every ranking into full inference, which keeps the overload going.
 
-**Value.** When a bucket is more than half full, an admission must save at least a certain time per byte: a quantile of
-the recently offered values, which rises with the level of the bucket. Equal values are admitted.
-
 **Scenarios.** Each scenario has a bucket of its own within the owner's footprint and load, with its share of the drain
 and of half the burst. The *lent* bucket has the other half of the burst. It takes charges that no longer fit a
 scenario's own bucket, and while that bucket is empty, its share of the drain empties the lent bucket instead. So each
@@ -30,19 +27,14 @@ before the last one has no effect, unless it is at least `SET_BACK_US` earlier: 
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relaygr.admission.policy import Estimate, OwnerView, Refusal
 from relaygr.schemas.messages import DEFAULT_SCENARIO
 
-_SHORT_FROM = 0.5
-"""The level, as a share of the burst, above which the value threshold applies."""
-_TOP_QUANTILE = 0.95
-_VALUE_WINDOW = 256
 _RANKING_WINDOW_US = 1_000_000.0
 """Time constant of the ranking load."""
 SET_BACK_US = 1_000_000
@@ -115,18 +107,6 @@ class SharedBucket:
             if level < 0:
                 self._lent_level = max(0.0, self._lent_level + level)
 
-    def fill(self, scenario: str, now_us: int) -> float:
-        """How full the scenario's room is: 0 is empty, 1 is full. It exceeds 1 after an oversized charge or a lowered
-        rate. The room is the scenario's own bucket, or with the lent bucket if that is less full.
-        """
-        self._drain(now_us)
-        own, burst = self._levels[scenario], self._shares[scenario] * self._own_burst
-        if own == 0:
-            return 0.0
-        if not burst:
-            return math.inf
-        return min(own / burst, (own + self._lent_level) / (burst + self._lent_burst))
-
     def has_room(self, scenario: str, charge: float, now_us: int) -> bool:
         """Whether there is room for a charge of the scenario, in its own bucket and the lent one."""
         self._drain(now_us)
@@ -146,29 +126,6 @@ class SharedBucket:
 
     def _own_room(self, scenario: str) -> float:
         return max(0.0, self._shares[scenario] * self._own_burst - self._levels[scenario])
-
-
-class ValueGate:
-    """A moving quantile over the recently offered values (time saved per byte), admitted or not."""
-
-    def __init__(self, window: int = _VALUE_WINDOW) -> None:
-        self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
-        self._window = window
-
-    def observe(self, density: float) -> None:
-        """Adds an offered value and drops the oldest one beyond the window: O(log window) and a short memory move."""
-        if len(self._recent) == self._window:
-            del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
-        self._recent.append(density)
-        bisect.insort(self._sorted, density)
-
-    def threshold(self, fill: float) -> float:
-        """The least value that is admitted at the level `fill`."""
-        if fill <= _SHORT_FROM or not self._sorted:
-            return 0.0
-        quantile = min(_TOP_QUANTILE, (fill - _SHORT_FROM) / (1 - _SHORT_FROM))
-        return self._sorted[int(quantile * (len(self._sorted) - 1))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +155,6 @@ class OwnerBuckets:
         self._share = share
         self._footprint = SharedBucket(scenarios, 0.0, limits.burst_us, now_us)
         self._load = SharedBucket(scenarios, 0.0, LOAD_BURSTS * limits.burst_us, now_us)
-        self._values = {scenario: ValueGate() for scenario in scenarios}
         self._ranking_us = 0.0
         self._ranking_elapsed = _Elapsed(now_us)
         self.configure(hbm_capacity_bytes, share, now_us)
@@ -225,19 +181,12 @@ class OwnerBuckets:
     def admit(self, estimate: Estimate, now_us: int, scenario: str = DEFAULT_SCENARIO) -> Refusal | None:
         """See `policy.Buckets`. Raises KeyError for an unknown scenario."""
         self._configure_load(now_us)
-        density, value = estimate.saved_us_per_byte, self._values[scenario]
-        if estimate.new_bytes:
-            value.observe(density)
         # A prefix that is larger than the capacity never fits, whatever the burst.
         fits = estimate.new_bytes <= self._capacity_bytes
         if not (fits and self._footprint.has_room(scenario, estimate.footprint_byte_us, now_us)):
             return Refusal.FOOTPRINT
         if not self._load.has_room(scenario, estimate.prepare_us, now_us):
             return Refusal.LOAD
-        fill = max(self._footprint.fill(scenario, now_us), self._load.fill(scenario, now_us))
-        # A job that needs no bytes only renews a lease.
-        if estimate.new_bytes and density < value.threshold(fill):
-            return Refusal.LOW_VALUE
         self.charge(estimate.footprint_byte_us, estimate.prepare_us, now_us, scenario)
         return None
 

@@ -40,8 +40,6 @@ class DecisionReason(enum.StrEnum):
     """The request could not be ranked in time on the prefix, or the request comes before the job."""
     FOOTPRINT = "footprint"
     LOAD = "load"
-    LOW_VALUE = "low_value"
-    """A bucket is nearly full, and recent impressions saved more time per byte."""
     NO_HISTORY = "no_history"
     REPEATED = "repeated"
     """The user's last event had the same request id."""
@@ -264,19 +262,9 @@ class Estimate:
         return min(self.full_us, self.prepare_us + self.hit_us) if self.cached_tokens else self.full_us
 
     @property
-    def saved_us(self) -> float:
-        """Device time that the ranking request saves, at least 0."""
-        return max(0.0, self.alone_us - self.hit_us)
-
-    @property
     def footprint_byte_us(self) -> float:
         """The charge to the footprint bucket: bytes × time alive."""
         return float(self.new_bytes) * self.alive_us
-
-    @property
-    def saved_us_per_byte(self) -> float:
-        """The value by which impressions compete when a bucket is nearly full."""
-        return self.saved_us / max(1, self.new_bytes)
 
 
 class Refusal(enum.StrEnum):
@@ -284,7 +272,6 @@ class Refusal(enum.StrEnum):
 
     FOOTPRINT = "footprint"
     LOAD = "load"
-    LOW_VALUE = "low_value"
 
 
 class Buckets(Protocol):
@@ -327,7 +314,6 @@ _WITHOUT_RISK = (DecisionReason.NOT_AT_RISK, DecisionReason.NO_HISTORY)
 _REFUSED = {
     Refusal.FOOTPRINT: DecisionReason.FOOTPRINT,
     Refusal.LOAD: DecisionReason.LOAD,
-    Refusal.LOW_VALUE: DecisionReason.LOW_VALUE,
 }
 
 

@@ -86,7 +86,6 @@ RULES: Final[dict[str, Patches]] = {
     "feedback of the risk": [(RiskFeedback, "_adjust", lambda _self, _bucket, _now_us: None)],
     "a short tail stays in the suffix": [(prefixes.Prefixes, "tail_stays_in_suffix", lambda *_: False)],
     "guaranteed share of pre-infer": [(order.ShareAccount, "preinfer_is_owed", lambda _self: False)],
-    "least value of a job": [(buckets.ValueGate, "threshold", lambda _self, _fill: 0.0)],
     "two bursts of jobs": [(buckets, "LOAD_BURSTS", 1)],
     "the worker admits jobs again": [(JobAdmission, "refuse", _admit)],
     "a batch has to pay": [(batches.BatchPlan, "_pays", lambda *_: True)],

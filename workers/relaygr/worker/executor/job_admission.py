@@ -23,7 +23,6 @@ MAX_UNCOUNTED_PASSES = 1024
 _OUTCOMES = {
     Refusal.FOOTPRINT: JobOutcome.OVER_FOOTPRINT,
     Refusal.LOAD: JobOutcome.OVER_LOAD,
-    Refusal.LOW_VALUE: JobOutcome.SHED,
 }
 
 
