@@ -3,7 +3,8 @@
 A user's history is a sequence of *rows*: `Shape.user_rows` rows for the user, then `Shape.rows_per_behaviour` rows for
 each behaviour. `Ranker.prefix` computes K,V of rows [start, end) from the history and from K,V of rows [0, start). The
 worker keeps them in pages, in device memory, in host memory or in the pool, and gives them back to later calls. Then
-`Ranker.rank` scores candidates on them. All calls are made by one thread, under `torch.inference_mode`.
+`Ranker.rank` scores candidates on them. Calls come one at a time, under `torch.inference_mode`, but not always from the
+same thread.
 
 All tensors that a ranker is given are its own: it may change and keep them. What it returns is copied.
 """
@@ -135,7 +136,7 @@ class RankerBase(ABC):
 
 
 class Ranker(RankerBase):
-    """A model of your own, called from one thread."""
+    """A model of your own, which is called once at a time."""
 
     @abstractmethod
     def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:

@@ -3,7 +3,8 @@
 A `Ranker` is given contiguous copies of K,V, for one request at a time. A `PagedRanker` reads and writes the worker's
 pages itself, and takes all chunks and requests of a forward together. Our own layers have this form, too.
 
-Look-ups are made by any thread, before a forward; `forward` by one thread, under `torch.inference_mode`.
+Look-ups may be made by any thread at any time, before a forward. Forwards come one at a time, under
+`torch.inference_mode`, but not always from the same thread.
 """
 
 from __future__ import annotations
