@@ -25,9 +25,11 @@ from relaygr.traffic.population import population_of
 from relaygr.traffic.records import ImpressionRecord
 from relaygr.traffic.schedule import HISTORY_LEAD_US, impressions
 from relaygr.traffic.settings import TrafficSettings
+from relaygr.training.options import Protocol
 from relaygr.training.pipeline import Progress, train_ranker
 from relaygr.training.retrieval import ItemSearch
 from relaygr.training.runs import Run
+from relaygr.training.splits import Part, split_log
 from tests.training.made_logs import QUICK, Recorder, cyclic_log, write_inter
 
 pytestmark = pytest.mark.slow  # They train.
@@ -76,6 +78,16 @@ def test_each_test_behaviour_is_one_impression_after_the_history_before_it(
         assert [each.history_length for each in own] == list(range(first, end))
         assert [each.next_item for each in own] == population.sequence(user).items[first:].tolist()
     assert [each.number for each in played] == list(range(len(played)))
+
+
+def test_of_a_log_split_at_one_time_those_who_come_after_it_are_played() -> None:
+    split = split_log(LOG, Protocol.GLOBAL_TIME)
+    own = TrafficSettings(users=len(LOG.users), suffix=0)
+    played = HeldOutPopulation(split, LOG.times_ms, own)
+    names = [played.user_id(index) for index in range(played.size)]
+    assert sorted(names) == [LOG.users[user] for user in split.judged_users(Part.TEST)]
+    assert 0 < played.size < len(LOG.users)
+    assert all(0 < played.first_length(index) < played.sequence_length(index) for index in range(played.size))
 
 
 def test_a_user_comes_back_after_the_behaviour_before_was_published(

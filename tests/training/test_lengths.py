@@ -59,6 +59,14 @@ def test_each_point_has_the_same_users_and_the_last_one_serves_all(run: Run) -> 
     assert all_fit.loss == last.against_whole and all_fit.truncated == all_fit.relayed == 64
 
 
+def test_of_a_log_split_at_one_time_those_who_did_not_come_later_are_not_judged(run: Run) -> None:
+    split = split_log(LOG, Protocol.GLOBAL_TIME)
+    assert split.item_ids.tolist() == SPLIT.item_ids.tolist(), "the checkpoint has the rows of the other split"
+    worth = evaluate_lengths(split, run, Asked(min_behaviours=30), lambda name, steps: None, lambda: None)
+    judged = split.judged_users(Part.TEST)
+    assert worth.users == judged.size and 0 < judged.size < np.count_nonzero(LOG.lengths >= 30)
+
+
 def test_without_a_user_who_is_long_enough_the_longest_is_named(run: Run) -> None:
     with pytest.raises(RelayError, match=f"the longest has {LOG.lengths.max()}"):
         evaluate_lengths(SPLIT, run, Asked(min_behaviours=500), lambda name, steps: None, lambda: None)

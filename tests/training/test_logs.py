@@ -94,7 +94,10 @@ def test_a_note_says_that_most_behaviours_have_no_order_and_what_ordered_them() 
     assert half.ties_share() == 0.5 and half.ties_note() == "", "not most"
 
 
-@given(st.lists(st.integers(MIN_BEHAVIOURS, 60), min_size=1, max_size=8), st.sampled_from(Protocol))
+OF_EACH_USER = (Protocol.TIME, Protocol.LEAVE_ONE_OUT)
+
+
+@given(st.lists(st.integers(MIN_BEHAVIOURS, 60), min_size=1, max_size=8), st.sampled_from(OF_EACH_USER))
 def test_the_parts_of_a_user_follow_each_other_and_none_is_empty(lengths: list[int], protocol: Protocol) -> None:
     split = split_log(log_of(lengths), protocol)
     for user, length in enumerate(lengths):
@@ -106,6 +109,65 @@ def test_the_parts_of_a_user_follow_each_other_and_none_is_empty(lengths: list[i
         assert split.targets(user, Part.VALIDATION) == slice(train, validation)
         assert split.targets(user, Part.TEST) == slice(validation, end)
         assert split.history_end(user, Part.TEST) == validation
+    assert all(split.judged_users(part).tolist() == list(range(len(lengths))) for part in Part)
+
+
+def log_at(times_s: list[list[int]], items: list[int] | None = None) -> Log:
+    """A log of users with these times, each in order."""
+    log = log_of([len(own) for own in times_s], items)
+    return replace(log, times_ms=1000 * np.concatenate([np.sort(own) for own in times_s]))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 40), min_size=MIN_BEHAVIOURS, max_size=60), min_size=2, max_size=8),
+    st.integers(1, 5),
+)
+def test_at_one_time_for_all_nothing_learnt_or_in_a_history_is_as_late_as_what_judges_it(
+    times_s: list[list[int]], step: int
+) -> None:
+    log = log_at([[each // step * step for each in own] for own in times_s])
+    try:
+        split = split_log(log, Protocol.GLOBAL_TIME)
+    except RelayError:
+        return
+    users = range(len(log.users))
+    trained = log.times_ms[split.training_places()]
+    for part, cut_ms in zip(Part, split.cuts_ms or (), strict=True):
+        histories = [log.times_ms[split.starts[user] : split.history_end(user, part)] for user in users]
+        targets = np.concatenate([log.times_ms[split.targets(user, part)] for user in users])
+        assert max(trained.max(), np.concatenate(histories).max()) < cut_ms <= targets.min()
+        both = [user for user in users if histories[user].size and log.times_ms[split.targets(user, part)].size]
+        assert split.judged_users(part).tolist() == both != []
+    assert sorted(log.times_ms)[len(log.items) * 8 // 10] == split.cuts_ms[0]  # type: ignore[index]
+
+
+def test_what_is_counted_of_a_log_split_at_one_time_does_not_depend_on_later_behaviours() -> None:
+    times_s = [list(range(0, 100, 2)), list(range(1, 100, 2)), list(range(88, 98))]
+    items = list(range(50)) + list(range(25, 75)) + list(range(10))
+    log = log_at(times_s, items)
+    before = split_log(log, Protocol.GLOBAL_TIME)
+    later = log.times_ms >= before.cuts_ms[0]  # type: ignore[index]
+    other = replace(log, items=np.where(later, 999, log.items), actions=np.where(later, 2, log.actions))
+    after = split_log(other, Protocol.GLOBAL_TIME)
+    assert before.item_ids.tolist() == after.item_ids.tolist() and 999 not in after.item_ids
+    assert (before.liked_share, before.num_actions) == (after.liked_share, after.num_actions)
+    assert before.rows[before.training_places()].tolist() == after.rows[after.training_places()].tolist()
+    assert 2 not in before.judged_users(Part.VALIDATION), "who came later has no history there"
+
+
+@pytest.mark.parametrize(
+    ("times_s", "why"),
+    [
+        ([list(range(80)), list(range(80, 100))], "no user has behaviours in the validation part and before it"),
+        ([[0] * 5 + [9] * 95, list(range(1, 6))], "no user has behaviours in the validation part and before it"),
+        ([[7] * 50, [7] * 49 + [8]], "no user has two behaviours in the training part"),
+        ([list(range(90)), *([at] for at in range(90, 105))], "no user has behaviours in the test part and before it"),
+    ],
+    ids=["two generations", "coarse", "one time", "none stays"],
+)
+def test_a_log_that_no_time_splits_is_refused_with_the_protocol_that_does(times_s: list[list[int]], why: str) -> None:
+    with pytest.raises(RelayError, match=f"{why}.*use --protocol time"):
+        split_log(log_at(times_s), Protocol.GLOBAL_TIME)
 
 
 def test_items_outside_the_training_part_have_the_row_of_unknown_items() -> None:

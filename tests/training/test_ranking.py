@@ -162,7 +162,7 @@ def test_an_interval_covers_what_is_known_and_leaves_out_what_is_not() -> None:
 
 
 def test_the_chosen_users_are_the_same_for_the_same_seed() -> None:
-    assert chosen_users(SPLIT, 0, 0).tolist() == list(USERS)
-    some = chosen_users(SPLIT, 10, 1)
-    assert some.tolist() == chosen_users(SPLIT, 10, 1).tolist() == sorted(set(some.tolist()))
-    assert some.tolist() != chosen_users(SPLIT, 10, 2).tolist()
+    assert chosen_users(SPLIT, Part.TEST, 0, 0).tolist() == list(USERS)
+    some = chosen_users(SPLIT, Part.TEST, 10, 1)
+    assert some.tolist() == chosen_users(SPLIT, Part.TEST, 10, 1).tolist() == sorted(set(some.tolist()))
+    assert some.tolist() != chosen_users(SPLIT, Part.TEST, 10, 2).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import resource
@@ -25,7 +26,7 @@ from relaygr.training.ranker import Batch, candidate_logits, score_items
 from relaygr.training.ranking import NDCG
 from relaygr.training.runs import STATE_FILE, Run
 from relaygr.training.sampling import training_batches
-from relaygr.training.splits import Part, split_log
+from relaygr.training.splits import Part, Split, split_log
 from relaygr.training.trainer import RankerModel, learning_rate, train
 from relaygr.worker.device import open_device
 from relaygr.worker.model.checkpoint import load_checkpoint
@@ -281,6 +282,14 @@ def test_other_test_behaviours_change_nothing_but_the_metrics_of_the_test(tmp_pa
         ]
         assert tops[0] == tops[1], f"histories of {name} have test behaviours"
     assert one["test"]["ranker"] != other["test"]["ranker"]
+    card = (found[0].checkpoint / "README.md").read_text()
+    assert (f"and test from {split_at(split)} UTC" in card) == (protocol is Protocol.GLOBAL_TIME)
+
+
+def split_at(split: Split) -> str:
+    """When the test begins, as the card has it."""
+    at_ms = split.cuts_ms[1] if split.cuts_ms else 0
+    return datetime.datetime.fromtimestamp(at_ms // 1000, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def test_negatives_are_never_the_next_behaviour() -> None:

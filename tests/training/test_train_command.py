@@ -111,7 +111,7 @@ def test_a_log_that_cannot_be_split_is_refused(tmp_path: Path, content: str, sai
     ("words", "said"),
     [
         (["--ties", "random"], "give hash or file"),
-        (["--protocol", "random"], "give one of time, leave-one-out"),
+        (["--protocol", "random"], "give one of time, leave-one-out, global-time"),
         (["--dim", "15"], "no multiple of --heads 2"),
     ],
 )

@@ -66,7 +66,10 @@ def ranker(
     ties: TiesOption = "hash",
     protocol: Annotated[
         str,
-        typer.Option(metavar="time|leave-one-out", help="The test part: each user's last tenth, or last behaviour."),
+        typer.Option(
+            metavar="time|leave-one-out|global-time",
+            help="The test part: each user's last tenth, or last behaviour, or all users' behaviours from one time on.",
+        ),
     ] = "time",
     baselines: Annotated[
         bool, typer.Option("--baselines/--no-baselines", help="Fit iALS and item neighbours, too.")

@@ -24,7 +24,7 @@ from relaygr.traffic.settings import TrafficSettings
 from relaygr.training.logs import usable
 from relaygr.training.retrieval import GraphSearch, ItemSearch
 from relaygr.training.runs import Run
-from relaygr.training.splits import Split, split_log
+from relaygr.training.splits import Part, Split, split_log
 from relaygr.training_progress import training_log
 
 
@@ -35,7 +35,8 @@ class HeldOutPopulation(LogPopulation):
     """
 
     def __init__(self, split: Split, times_ms: NDArray[np.int64], settings: TrafficSettings) -> None:
-        users = np.argsort(-np.diff(split.starts), kind="stable")[: settings.users]
+        judged = split.judged_users(Part.TEST)
+        users = judged[np.argsort(-np.diff(split.starts)[judged], kind="stable")[: settings.users]]
         ends, first_ends = split.starts[users + 1], split.validation_ends[users]
         starts = np.maximum(split.starts[users], first_ends - settings.history_max)
         # Copies: the log has many more users than are played.

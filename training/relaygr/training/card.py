@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from relaygr.training.logs import Ties
 
 if TYPE_CHECKING:
@@ -30,9 +32,9 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revisi
         f"* Log: {log['behaviours']:,} behaviours of {log['users']:,} users, digest `{log['digest']}`; "
         f"{log['ties_share']:.0%} share their time with the user's behaviour before or after, and are ordered "
         f"{Ties(run['ties']).said}. {WEAK_ORDER}",
-        f"* Split: `{split['protocol']}`; {split['training']:,} behaviours for training, {split['validation']:,} for "
-        f"validation, {split['test']:,} for test, of which {split['test_outside_vocabulary']:,} are of items outside "
-        f"the vocabulary of {split['items']:,}.",
+        f"* Split: `{split['protocol']}`{_cuts(split)}; {split['training']:,} behaviours for training, "
+        f"{split['validation']:,} for validation, {split['test']:,} for test, of which "
+        f"{split['test_outside_vocabulary']:,} are of items outside the vocabulary of {split['items']:,}.",
         f"* Candidates: {_candidates(split)}{', but those of the history' if split['leaves_out_seen'] else ''}.",
         f"* Options: {', '.join(f'{name} {value}' for name, value in options.items())}.",
         f"* Best epoch by validation: {finished.best_epoch + 1} of {epochs}.",
@@ -69,6 +71,14 @@ def post_trained_card(about: str, options: PostTrainingOptions, test: dict[str, 
         "\nMeans over users of the test part with 95 % intervals.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _cuts(split: dict[str, Any]) -> str:
+    """The times of a split of all users."""
+    if split["cuts_ms"] is None:
+        return ""
+    first, second = (np.datetime64(cut_ms, "ms").astype("datetime64[s]") for cut_ms in split["cuts_ms"])
+    return f", with validation from {first} UTC on and test from {second} UTC on"
 
 
 def _candidates(split: dict[str, Any]) -> str:

@@ -100,11 +100,13 @@ def evaluate_lengths(
 ) -> Worth:
     """Judges a run's checkpoint at each length. Raises RelayError if no user is long enough."""
     checkpoint = load_checkpoint(run.checkpoint)
-    users = np.flatnonzero(np.diff(split.starts) >= asked.min_behaviours)
+    judged_users = split.judged_users(Part.TEST)
+    behaviours = np.diff(split.starts)[judged_users]
+    users = judged_users[behaviours >= asked.min_behaviours]
     if not users.size:
         raise RelayError(
-            f"No user of the log has {asked.min_behaviours} behaviours, the longest has "
-            f"{int(np.diff(split.starts).max())}: give a smaller --min-behaviours."
+            f"No user of the test has {asked.min_behaviours} behaviours in the log, the longest has "
+            f"{int(behaviours.max())}: give a smaller --min-behaviours."
         )
     histories = (split.validation_ends - split.starts[:-1])[users]
     lengths = lengths_up_to(min(int(histories.max()), checkpoint.config.max_prefix_behaviours))

@@ -19,10 +19,11 @@ _TEST_USERS: Final = Option("The most users of the test; 0: all.")
 
 
 class Protocol(enum.StrEnum):
-    """How a user's behaviours are split (`splits.py`)."""
+    """How the behaviours are split (`splits.py`)."""
 
     TIME = "time"
     LEAVE_ONE_OUT = "leave-one-out"
+    GLOBAL_TIME = "global-time"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def _train_and_judge(
     split = split_log(log, options.protocol)
     trained = _trained(split, options, run, progress)
     models: dict[str, Model] = {RANKER: RankerModel(split, trained.config, trained.tensors)}
-    users = chosen_users(split, options.test_users, options.seed)
+    users = chosen_users(split, Part.TEST, options.test_users, options.seed)
     folds = _add_baselines(split, options, models, progress, with_baselines)
     judged, seconds = _judge_all(split, models, users, run, progress)
     finished = Finished(
@@ -113,7 +113,7 @@ def _add_baselines(
     split: Split, options: TrainingOptions, models: dict[str, Model], progress: Progress, with_all: bool
 ) -> dict[str, Any]:
     """Adds the fitted baselines to the models. Returns their parameters and the folds of their grids."""
-    users = chosen_users(split, options.validation_users, options.seed)
+    users = chosen_users(split, Part.VALIDATION, options.validation_users, options.seed)
     progress.began("fitting baselines", folds_count() if with_all else 0)
     found = (
         fitted_baselines(split, users, options.seed, options.threads, progress.stepped)

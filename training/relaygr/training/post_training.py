@@ -79,7 +79,7 @@ class Job:
 
     def judged(self, tensors: Tensors, part: Part, name: str) -> Judged:
         most = self.options.test_users if part is Part.TEST else self.options.validation_users
-        users = chosen_users(self.split, most, self.trained_with.seed)
+        users = chosen_users(self.split, part, most, self.trained_with.seed)
         model = RankerModel(self.split, self.checkpoint.config, tensors)
         self.began(f"{name}, {part}", len(users))
         return judge(self.split, model, part, users, keeps_predictions=True, on_user=self.stepped)

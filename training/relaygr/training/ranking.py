@@ -115,12 +115,12 @@ def estimate(values: NDArray[np.float64], groups: Sequence[str] | None = None) -
     return Estimate(mean, mean - half, mean + half, count)
 
 
-def chosen_users(split: Split, most: int, seed: int) -> NDArray[np.int64]:
-    """At most so many users, the same for the same seed, ascending; 0: all."""
-    count = len(split.users)
-    if not most or most >= count:
-        return np.arange(count)
-    return np.sort(np.random.default_rng([seed, count]).permutation(count)[:most])
+def chosen_users(split: Split, part: Part, most: int, seed: int) -> NDArray[np.int64]:
+    """At most so many of the users that this part judges, the same for the same seed, ascending; 0: all."""
+    judged = split.judged_users(part)
+    if not most or most >= judged.size:
+        return judged
+    return np.sort(judged[np.random.default_rng([seed, judged.size]).permutation(judged.size)[:most]])
 
 
 def candidates_of(split: Split, user: int, part: Part) -> NDArray[np.int64]:

@@ -233,6 +233,7 @@ def describe_split(split: Split) -> dict[str, object]:
     in_test = np.arange(len(split.rows)) >= np.repeat(split.validation_ends, np.diff(split.starts))
     return {
         "protocol": split.protocol.value,
+        "cuts_ms": split.cuts_ms,
         "items": split.num_items,
         "training": training,
         "validation": validation,

@@ -4,8 +4,13 @@
 |---|---|---|---|---|---|
 | `time` | first 80 % | the 10 % after | last 10 % | training part | training and validation part |
 | `leave-one-out` | all but two | last but one | last | training part | training and validation part |
+| `global-time` | before a time | until a later one | from then on | training part | training and validation part |
 
-Each user has at least one behaviour in every part. No history contains a behaviour of the test part. All that is learnt
+The first two split each user by itself, and each user has at least one behaviour in every part. `global-time` splits
+all users at the same two times, before which 80 and 90 % of the log's behaviours are, so that nothing that is learnt is
+later than what judges it. A part judges the users who have behaviours in it and before it.
+
+No history contains a behaviour of the test part. All that is learnt
 or counted (the vocabulary, action codes, popularity, whether users come back to an item) is from the training part: an
 item that is not in it cannot be ranked, and is a miss for every model.
 """
@@ -19,6 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from relaygr.runtime.errors import RelayError
 from relaygr.training.logs import LIKED_CODE, Log
 from relaygr.training.options import Protocol
 
@@ -27,6 +33,8 @@ REPEATS_BELOW = 0.01
 LEAST_LIKED: Final = 0.001
 """With a smaller share of training behaviours that are liked, or that are not, `liked` would be a constant."""
 _LARGEST_STARS: Final = 5
+_CUTS_PERCENT: Final = (80, 90)
+"""Shares of the log's behaviours before the two times of `global-time`."""
 
 
 class Part(enum.StrEnum):
@@ -62,6 +70,8 @@ class Split:
     """The share of training behaviours that are ratings of at least 4; None: the log has no ratings."""
     repeats_share: float
     """The share of training behaviours whose item the user had before."""
+    cuts_ms: tuple[int, int] | None = None
+    """The times at which validation and test begin, for all users; None: each user has its own."""
 
     @property
     def num_items(self) -> int:
@@ -102,6 +112,14 @@ class Split:
         end = self.validation_ends[user] if part is Part.VALIDATION else self.starts[user + 1]
         return slice(self.history_end(user, part), int(end))
 
+    def judged_users(self, part: Part) -> NDArray[np.int64]:
+        """The users who have behaviours in this part and before it, ascending; all, unless the split is of all users at
+        one time.
+        """
+        begins = self.train_ends if part is Part.VALIDATION else self.validation_ends
+        ends = self.validation_ends if part is Part.VALIDATION else self.starts[1:]
+        return np.flatnonzero((begins > self.starts[:-1]) & (ends > begins))
+
     def training_places(self) -> NDArray[np.bool_]:
         """Whether each behaviour is of the training part."""
         places = np.arange(len(self.rows))
@@ -109,11 +127,17 @@ class Split:
 
 
 def split_log(log: Log, protocol: Protocol) -> Split:
-    """Splits a log that `usable` has checked."""
-    lengths = log.lengths
-    held = np.maximum(1, lengths // 10) if protocol is Protocol.TIME else np.ones_like(lengths)
-    validation_ends = log.starts[1:] - held
-    train_ends = validation_ends - held
+    """Splits a log that `usable` has checked. Raises RelayError if a part would be empty."""
+    lengths, cuts_ms = log.lengths, None
+    if protocol is Protocol.GLOBAL_TIME:
+        cuts_ms = _cuts_ms(log)
+        train_ends, validation_ends = (_ends_before(log, cut_ms) for cut_ms in cuts_ms)
+    else:
+        held = np.maximum(1, lengths // 10) if protocol is Protocol.TIME else np.ones_like(lengths)
+        validation_ends = log.starts[1:] - held
+        train_ends = validation_ends - held
+    if int((train_ends - log.starts[:-1]).max()) < 2:
+        raise _not_splittable("no user has two behaviours in the training part")
     in_training = np.arange(len(log.items)) < np.repeat(train_ends, lengths)
     item_ids = np.unique(log.items[in_training])
     places = np.searchsorted(item_ids, log.items)
@@ -122,7 +146,7 @@ def split_log(log: Log, protocol: Protocol) -> Split:
     largest = int(log.actions[in_training].max())
     owners = np.repeat(np.arange(len(log.users)), lengths)[in_training]
     pairs = np.unique(owners * np.int64(len(item_ids)) + rows[in_training]).size
-    return Split(
+    split = Split(
         protocol,
         log.users,
         log.starts,
@@ -136,4 +160,30 @@ def split_log(log: Log, protocol: Protocol) -> Split:
         largest + 1 if largest else 0,
         float((log.actions[in_training] >= LIKED_CODE).mean()) if log.has_ratings else None,
         1.0 - pairs / max(1, int(in_training.sum())),
+        cuts_ms,
+    )
+    for part in Part:
+        if not split.judged_users(part).size:
+            raise _not_splittable(f"no user has behaviours in the {part} part and before it")
+    return split
+
+
+def _cuts_ms(log: Log) -> tuple[int, int]:
+    """The times at which validation and test begin. Behaviours of one time are in one part."""
+    at = [len(log.times_ms) * percent // 100 for percent in _CUTS_PERCENT]
+    first, second = np.partition(log.times_ms, at)[at].tolist()
+    return first, second
+
+
+def _ends_before(log: Log, cut_ms: int) -> NDArray[np.int64]:
+    """[users]: the place after each user's behaviours before this time."""
+    before = np.concatenate(([0], np.cumsum(log.times_ms < cut_ms)))
+    ends: NDArray[np.int64] = log.starts[:-1] + before[log.starts[1:]] - before[log.starts[:-1]]
+    return ends
+
+
+def _not_splittable(why: str) -> RelayError:
+    return RelayError(
+        f"The log cannot be split at one time for all users: {why}. Its users come for a short time, or its times are "
+        "coarse: use --protocol time, which splits each user by itself."
     )

@@ -121,7 +121,7 @@ def train(split: Split, options: TrainingOptions, run: Run, watcher: Watcher) ->
     parameters = [tensor.requires_grad_(True) for tensor in state.tensors.values()]
     optimizer = torch.optim.Adam(parameters, lr=options.learning_rate, betas=(0.9, 0.98))
     _restore(run, state, optimizer)
-    users = chosen_users(split, options.validation_users, options.seed)
+    users = chosen_users(split, Part.VALIDATION, options.validation_users, options.seed)
     while not _is_over(state, options):
         epoch = len(state.epochs)
         started_s = time.monotonic()

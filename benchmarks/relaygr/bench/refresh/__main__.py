@@ -32,11 +32,11 @@ def main(
     from relaygr.training.logs import usable
     from relaygr.training.options import Protocol
     from relaygr.training.ranking import chosen_users
-    from relaygr.training.splits import split_log
+    from relaygr.training.splits import Part, split_log
     from relaygr.training_progress import read_training_log
 
     split = split_log(usable(read_training_log(logs, 100, plain_console(stderr=True))), Protocol.TIME)
-    chosen = chosen_users(split, users, 0)
+    chosen = chosen_users(split, Part.TEST, users, 0)
     with progress_bars() as bars:
         bars.began("ranking", 3 * len(chosen) * len(after))
         rows = [compare(split, before, each, chosen, bars.stepped) for each in after]
