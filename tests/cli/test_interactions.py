@@ -21,7 +21,9 @@ from relaygr.ingest.log_map import LogMap, recorded_map
 from relaygr.ingest.reading import joined, read_interactions, recognise
 from relaygr.runtime.errors import RelayError
 from relaygr.training import logs
-from relaygr.training.logs import Ties
+from relaygr.training.logs import Ties, usable
+from relaygr.training.options import Protocol
+from relaygr.training.splits import Part, split_log
 from relaygr.training_progress import training_log
 
 INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
@@ -155,6 +157,24 @@ def test_kuairand(write: Write) -> None:
         (3784, 1 + 4 + 64 + 128, 1_650_530_400_123),
         (98, 0, 1_650_530_400_124),
     ]
+
+
+def test_the_files_of_kuairand_as_published_are_one_log_that_is_split_at_one_time(tmp_path: Path) -> None:
+    """`log_standard_4_08_to_4_21` and `log_standard_4_22_to_5_08`."""
+    parts = []
+    for name, first_ms in (("4_08_to_4_21", 1_649_400_000_000), ("4_22_to_5_08", 1_650_600_000_000)):
+        rows = "".join(
+            f"{user},{at % 40},20220421,600,{first_ms + 60_000 * at},{at % 2},0,0,0,0,0,{at % 3 // 2},9,9,0,0,0,0,1\n"
+            for user in range(3)
+            for at in range(50)
+        )
+        path = tmp_path / f"log_standard_{name}_1k.csv"
+        path.write_text(KUAIRAND + rows)
+        parts.append(read_interactions(path))
+    log = usable(training_log(parts))
+    split = split_log(log, Protocol.GLOBAL_TIME)
+    assert log.lengths.tolist() == [100] * 3 and not log.has_ratings and not split.has_liked
+    assert split.num_actions == 66 and split.judged_users(Part.TEST).size == 3
 
 
 def test_the_name_of_the_file_decides_nothing(write: Write) -> None:

@@ -25,6 +25,8 @@ BATCH_ROWS: Final = 2048
 """Few, since each row has a copy of a text that the file has once: a small file may have long texts for all rows."""
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 _MAGIC: Final = b"PAR1"
+_BUFFER_BYTES: Final = 1 << 20
+"""Of each column that is read."""
 _INFINITY: Final = float("inf")
 _EXACT_FLOATS: Final = {"halffloat": 2**11, "float": 2**24}
 """Up to which number small floats have all whole numbers. Of larger floats the text shows it."""
@@ -49,7 +51,7 @@ def is_parquet(file: Path) -> bool:
 def recognise_parquet(path: Path, log_map: LogMap) -> Layout:
     """The layout of a Parquet file. Raises RelayError if columns are missing or of unknown types."""
     require_pyarrow(str(path))
-    with _opened(path) as file:
+    with opened(path) as file:
         schema = file.schema_arrow
         found = named_columns(path, schema.names, log_map)
         _check_types(path, schema, found)
@@ -63,7 +65,7 @@ def recognise_parquet(path: Path, log_map: LogMap) -> Layout:
 def count_rows(path: Path) -> int:
     """Raises RelayError if the file cannot be read."""
     require_pyarrow(str(path))
-    with _opened(path) as file:
+    with opened(path) as file:
         return int(file.metadata.num_rows)
 
 
@@ -83,7 +85,7 @@ class RowBlock:
 def read_rows(path: Path, names: tuple[str, ...]) -> Iterator[RowBlock]:
     """The rows of a file, with the columns of these names. Raises RelayError if it cannot be read."""
     done = 0
-    with _opened(path) as file:
+    with opened(path) as file:
         size_bytes, total = path.stat().st_size, max(1, file.metadata.num_rows)
         for batch in file.iter_batches(BATCH_ROWS, columns=list(names)):
             first, done = done + 1, done + batch.num_rows
@@ -92,14 +94,17 @@ def read_rows(path: Path, names: tuple[str, ...]) -> Iterator[RowBlock]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """The open file. Raises RelayError if it is broken, now or while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        # Old timestamps of 96 bits would overflow in nanoseconds.
-        with pq.ParquetFile(path, coerce_int96_timestamp_unit="ms") as file:
+        # Old timestamps of 96 bits would overflow in nanoseconds. Without buffers the columns of a whole row group are
+        # read at once, which may be those of the file.
+        with pq.ParquetFile(
+            path, buffer_size=_BUFFER_BYTES, pre_buffer=False, coerce_int96_timestamp_unit="ms"
+        ) as file:
             yield file
     except FileNotFoundError as error:
         raise RelayError(f"{path} is gone: the folder was changed while it was read. Read it again.") from error
@@ -118,7 +123,7 @@ def _check_types(path: Path, schema: Any, found: NamedColumns) -> None:
             kind = kind.value_type
         if _is_null(kind):
             continue  # All its values are missing.
-        fits = _is_text(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+        fits = is_text(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
         if at == found.time:
             # Floats of 32 bits have lost two minutes of the seconds of this century.
             fits = (fits and not (types.is_float16(kind) or types.is_float32(kind))) or _is_calendar(kind)
@@ -131,7 +136,7 @@ def _check_types(path: Path, schema: Any, found: NamedColumns) -> None:
             raise RelayError(f"{path}: the column {schema.names[at]} is {kind}, expected {wanted}.")
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
     import pyarrow.types as types
 
     texts = (
@@ -178,7 +183,7 @@ def _texts(column: Any) -> list[str]:
         column = column.cast(pa.int8())
     elif types.is_string_view(kind) or types.is_binary_view(kind):
         column = column.cast(pa.large_string() if types.is_string_view(kind) else pa.large_binary())
-    if not _is_text(column.type):
+    if not is_text(column.type):
         column = column.cast(pa.large_string())
     values = column.cast(pa.large_binary()).fill_null(b"").to_numpy(zero_copy_only=False)
     return [value.decode("utf-8", "surrogateescape") for value in values]

@@ -125,7 +125,7 @@ def order_in_time(
         seeds = [int.from_bytes(blake2b(names[user].encode(), digest_size=8).digest(), "big") for user in users]
         hashes = np.array(seeds, np.uint64)[place_of]
         for column in (times_ms, *others):
-            hashes = _mixed(hashes ^ column[rows].astype(np.uint64))
+            hashes = mixed(hashes ^ column[rows].astype(np.uint64))
         order[places] = rows[np.lexsort((hashes, np.cumsum(is_first[places])))]
     return order
 
@@ -140,7 +140,7 @@ def changes(*columns: NDArray[Any], order: NDArray[np.int64]) -> NDArray[np.bool
     return found
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A step of SplitMix64: every bit of a result depends on every bit of its number."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
