@@ -58,6 +58,7 @@ LONGEST = (
     "tests/pipeline/test_standby.py",
     "tests/pipeline/test_demo.py",
     "tests/pipeline/test_pool.py",
+    "tests/pipeline/test_other_rankers.py",
     "tests/pipeline/test_affinity.py",
     "tests/pipeline/test_brokers.py",
     "tests/pipeline/test_older_disk.py",
@@ -78,6 +79,7 @@ LONGEST = (
     "tests/pipeline/test_relay.py",
     "tests/cli/test_first_hour_page.py",
     "tests/streams/test_rotation.py",
+    "tests/cli/test_ranker_commands.py",
     "tests/workers/test_supervisor.py",
     "tests/cli/test_simulate.py",
 )

@@ -21,6 +21,7 @@ from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.engine import engine_to_check, load_engine
 from relaygr.worker.model.ranker_engine import RankerEngine
 from relaygr.worker.model.rankers import RECORD_FILE, read_ranker, read_record, write_record
+from tests.worlds.other_rankers import Other
 from tests.worlds.toy_rankers import MODULE, write_folder
 
 
@@ -139,3 +140,39 @@ def test_a_process_that_loaded_the_code_before_it_was_replaced_refuses_a_model_o
     write_record(folder, replace(old.record, version=new_version))
     with pytest.raises(RelayError, match="restart processes that loaded the code before"):
         load_engine(folder, "cpu", ranker_modules=["replaced_ranker"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", Other)
+def test_each_command_of_the_page_works_on_the_rankers_that_others_wrote(other: Other, tmp_path: Path) -> None:
+    model, calibration = str(tmp_path / "model"), str(tmp_path / "calibration.json")
+    code = ["--ranker-module", other.module]
+    fleet = ["--model", model, "--calibration", calibration, "--qps", "20", "--jobs", "1"]
+    traffic = ["--set", "traffic.candidates=10", "--set", "traffic.suffix=2"]
+    unchecked, checked, shown, calibrated, too_much, simulated, sized, refused, measured = other.said(
+        Path(model),
+        ["model", "show", model],
+        ["model", "check", model, *code, "--minutes", "0.05"],
+        ["model", "show", model],
+        ["calibrate", "--model", model, "--out", calibration, "--quick", *code],
+        ["simulate", "run", *fleet, "--set", "traffic.candidates=1000"],
+        ["simulate", "run", *fleet, *traffic, "--seconds", "20", "--seeds", "1"],
+        ["size", *fleet, *traffic, "--users", "1000", "--length", "10:14", "--impressions", "600"],
+        ["model", "bench", model, *code, "--candidates", "1000"],
+        ["model", "bench", model, *code, "--candidates", "10", "--repeats", "1"],
+    )
+    for (exit_code, text), expected in (
+        (unchecked, f"run `relaygr model check {model}` first"),
+        (too_much, "lower traffic.candidates or traffic.suffix"),
+        (refused, "give a smaller --length or --candidates"),
+    ):
+        assert exit_code == 1 and expected in text
+    for (exit_code, text), expected in (
+        (checked, "can be served; the relay serves each visit from the K,V of the visits before"),
+        (shown, "may grow, computed in any chunks, valid at any time"),
+        (calibrated, f"written to {calibration}"),
+        (simulated, "requests counted"),
+        (sized, "Workers for 20 impressions a second, 99 % within"),
+        (measured, "Device work of a visit"),
+    ):
+        assert exit_code == 0 and expected in text, text

@@ -35,7 +35,7 @@ KINDS = ("llama", "qwen2", "qwen3")
 VOCABULARY, TOKENS, ITEMS = 300, 3, 70
 
 
-def write_folder(folder: Path, kind: str, *, ids: bool = False, **config: Any) -> Path:
+def write_folder(folder: Path, kind: str, *, ids: bool = False, seed: int = 0, **config: Any) -> Path:
     """A small random decoder with grouped heads."""
     import transformers
 
@@ -49,7 +49,7 @@ def write_folder(folder: Path, kind: str, *, ids: bool = False, **config: Any) -
         "num_key_value_heads": 2,
         "max_position_embeddings": 300,
     }
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     made = transformers.AutoConfig.for_model(kind, **(sizes | config))
     transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder / "decoder")
     tables = {"tokens": torch.randint(0, VOCABULARY, (ITEMS, TOKENS))}
