@@ -20,6 +20,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.settings import load_settings
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from tests.worlds.toy_rankers import MODULE, checked
 
 LATENCY = LatencyModel(LatencyCoefficients(1000, 40, 0.005, 1000, 35, 0.004, 500, 20, 0.01, 20, 0.0001))
 GEOMETRY = KvGeometry(num_layers=4, num_heads=3, attention_dim=32, hidden_dim=32, page_tokens=64, dtype=KvDtype.FLOAT32)
@@ -103,3 +104,19 @@ def test_a_cluster_that_nobody_may_confirm_is_refused_before_anything_is_measure
     with pytest.raises(RelayError, match=f"Nothing was created on {embedded_broker.bootstrap}. Run with --yes"):
         run_demo(said, load_settings(None, environment={}), options)
     assert not kept.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["traffic.candidates=33", "traffic.suffix=17"])
+def test_requests_that_are_larger_than_the_model_takes_are_refused_before_anything_is_measured(
+    setting: str, embedded_broker: LocalBroker, tmp_path: Path
+) -> None:
+    """Each of them failed, and a demo on a busy machine ended with no gate that did."""
+    said, model = Console(file=io.StringIO()), checked(tmp_path / "model")
+    options = DemoOptions(embedded_broker.bootstrap, PlanOverrides(), model, None, True, False, False)
+    fits = ["traffic.candidates=32", "traffic.suffix=16", f"worker.ranker_modules=[{MODULE}]"]
+    with pytest.raises(
+        RelayError, match=r"takes 32 candidates and a suffix of 16: lower traffic\.candidates or traffic"
+    ):
+        run_demo(said, load_settings(None, overrides=[*fits, setting], environment={}), options)
+    assert "plan" not in said.file.getvalue()

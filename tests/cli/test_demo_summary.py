@@ -114,6 +114,8 @@ def test_a_run_that_shows_everything_passes_and_each_shortcoming_fails_its_own_g
     lost = record(100, status=LOST, latency_us=None, path=None)
     assert verdicts([*good, lost]).count(False) == 1
     assert verdicts([*good, *(replace(lost, status="expired") for _ in range(12))]).count(False) == 1
+    assert verdicts([*good, replace(lost, status="failed", reason="device_error")]).count(False) == 1
+    assert all(verdicts([*good, replace(lost, status="failed", reason="overloaded")])), "of the machine's speed"
     assert verdicts([replace(one, path="full") for one in good]).count(False) == 1
     assert verdicts([replace(one, prefix_source="computed") for one in good]).count(False) == 1
     assert verdicts(good, 0).count(False) == 1
@@ -132,11 +134,12 @@ def test_most_of_what_was_ranked_again_must_have_been_compared() -> None:
     assert not gate(10, 7).passed and not gate(0, 0).passed
 
 
-def test_on_a_machine_that_became_slow_only_lost_requests_and_scores_are_judged() -> None:
+def test_on_a_machine_that_became_slow_only_lost_and_failed_requests_and_scores_are_judged() -> None:
     figures = PredictionFigures({Stage.PRE: PredictionQuality(SLOW_RUN, 0.5, 1.0, 1.5)})
     run = summarise([record(number, path="truncated") for number in range(3)], 1.0, predictions=figures)
     shown = gates(run, run, compare_scores([], []))
-    assert [gate.name for gate in shown if gate.judged] == ["no request lost", "cached scores equal full scores"]
+    judged = ["no request lost", "no request failed", "cached scores equal full scores"]
+    assert [gate.name for gate in shown if gate.judged] == judged
 
 
 def test_the_verdict_is_one_sentence() -> None:
@@ -146,10 +149,11 @@ def test_the_verdict_is_one_sentence() -> None:
     assert verdict(relay, full) == said
 
 
-def test_on_a_busy_machine_only_lost_requests_and_scores_are_judged() -> None:
+def test_on_a_busy_machine_only_lost_and_failed_requests_and_scores_are_judged() -> None:
     slow = [record(number, path="truncated") for number in range(3)]
     shown = gates(summarise(slow, 1), summarise([], 0), compare_scores([], []), busy=True)
-    assert [gate.name for gate in shown if gate.judged] == ["no request lost", "cached scores equal full scores"]
+    judged = ["no request lost", "no request failed", "cached scores equal full scores"]
+    assert [gate.name for gate in shown if gate.judged] == judged
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.machine import CoreWatch
 from relaygr.progress import progress_bars
 from relaygr.settings import Settings
+from relaygr.simulate.case import require_taken
 from relaygr.traffic.population import Population
 from relaygr.worker.calibration import QUICK_BUDGET_S, calibrate, save_calibration
 from relaygr.worker.measuring import bind_own_arena
@@ -61,7 +62,7 @@ def plan_for_this_machine(
     overrides: PlanOverrides,
 ) -> DemoPlan:
     """Calibrates this machine before anything else runs, and makes the plan from the result and the free cores.
-    Writes the calibration that workers use.
+    Writes the calibration that workers use. Raises RelayError for requests that are larger than the model takes.
 
     The deadline comes from the times of the engine alone, pass after pass. Workers predict with times between which the
     caches are used for other data. Those are longer, and would make the deadline easier.
@@ -76,6 +77,7 @@ def plan_for_this_machine(
         worker.compute_dtype,
         ranker_modules=worker.ranker_modules,
     )
+    require_taken(settings.traffic, engine.limits)
     bind_own_arena(engine)
     with progress_bars(console) as bars, CoreWatch() as watch:
         bars.began("calibrating", 2)

@@ -15,7 +15,7 @@ from relaygr.admission.corrector import PredictionQuality
 from relaygr.admission.latency import Stage
 from relaygr.demo.plan import CROWDING
 from relaygr.runtime.quantiles import quantile
-from relaygr.schemas.ended import Ended
+from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.messages import Path, PrefixSource
 from relaygr.traffic.records import LOST, UNDELIVERED, ImpressionRecord, ending, in_time, is_whole
 from relaygr.ui.page import GateView, RunView
@@ -91,6 +91,12 @@ class RunSummary:
     @property
     def offered(self) -> int:
         return self.whole.offered
+
+    @property
+    def failed(self) -> int:
+        """Requests that failed for another reason than the load."""
+        reasons = (f"{Ended.FAILED}: {each}" for each in Reason if each is not Reason.OVERLOADED)
+        return sum(self.endings.get(each, 0) for each in reasons)
 
     def share(self, count: int) -> float:
         """`count` as a share of the offered requests."""
@@ -200,9 +206,11 @@ def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison, busy
     busy = busy or slowdown((relay, full)) >= SLOW_RUN
     ranked_again = comparison.compared + comparison.skipped
     least = max(1, min(LEAST_COMPARED, round(LEAST_COMPARED_SHARE * ranked_again)))
+    failed = [run.failed for run in (relay, full)]
     undelivered = [run.endings.get(UNDELIVERED, 0) for run in (relay, full)]
     return (
         Gate("no request lost", relay.lost + full.lost == 0, f"{relay.lost} with the relay, {full.lost} without"),
+        Gate("no request failed", not any(failed), f"{failed[0]} with the relay, {failed[1]} without"),
         Gate(
             "every request was delivered",
             not any(undelivered),

@@ -15,6 +15,7 @@ from relaygr.simulate.demand import Demand
 from relaygr.simulate.device import SimulatedModel
 from relaygr.simulate.times import MeasuredTimes
 from relaygr.simulate.visit import VisitTimes, predicted
+from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.calibration import Calibration
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.model.config import PrefixRules
@@ -189,16 +190,21 @@ def case_of_load(
     return case
 
 
-def _check(case: Case) -> None:
-    """Raises RelayError for a load without an end, or that no worker takes."""
-    traffic, limits, kv = case.demand.traffic, case.model.limits, case.model.geometry.kv
-    if not traffic.duration_s:
-        raise RelayError("The simulation has no end: give --seconds, or --set traffic.duration_s=SECONDS.")
+def require_taken(traffic: TrafficSettings, limits: EngineLimits) -> None:
+    """Raises RelayError for requests that are larger than the model takes."""
     if traffic.candidates > limits.max_candidates or traffic.suffix > limits.max_suffix_behaviours:
         raise RelayError(
             f"The model takes {limits.max_candidates} candidates and a suffix of {limits.max_suffix_behaviours}: lower "
             "traffic.candidates or traffic.suffix."
         )
+
+
+def _check(case: Case) -> None:
+    """Raises RelayError for a load without an end, or that no worker takes."""
+    traffic, limits, kv = case.demand.traffic, case.model.limits, case.model.geometry.kv
+    if not traffic.duration_s:
+        raise RelayError("The simulation has no end: give --seconds, or --set traffic.duration_s=SECONDS.")
+    require_taken(traffic, limits)
     longest_bytes = kv.pages_for(case.model.layout.tokens(case.longest_history)) * kv.page_bytes
     if int(case.settings.worker.hbm_bytes) < longest_bytes:
         raise RelayError(
