@@ -10,7 +10,6 @@ import pytest
 from relaygr.admission.buckets import OwnerBuckets
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.admission.policy import Estimate, Refusal
-from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.digest import digest_chain
 from relaygr.schemas.ended import Reason
 from relaygr.schemas.messages import HistoryVersion, Path, PrefixSource, RankingRequest, StaleCause
@@ -439,7 +438,7 @@ def test_a_version_is_not_waited_for_again_until_it_or_a_newer_one_is_there(stor
 
 
 def test_failed_waits_are_remembered_for_a_bounded_number_of_users():
-    waits, version = FailedWaits(ManualClock(0, 0), 2), history_of("u", 5, number=5).version()
+    waits, version = FailedWaits(2), history_of("u", 5, number=5).version()
     for user in ("a", "b", "c"):
         waits.add(user, version)
     assert [waits.cover(user, version, None) for user in ("a", "b", "c")] == [False, True, True]

@@ -7,7 +7,7 @@ from functools import partial
 
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.messages import HistoryVersion
-from relaygr.worker.executor.waits import FAILED_US, FailedWaits, HistoryWaits, Timers
+from relaygr.worker.executor.waits import FailedWaits, HistoryWaits, Timers
 from relaygr.worker.history.resolve import WantedLength
 
 
@@ -15,8 +15,7 @@ class WaitsWorld:
     """Work that waits until 100 µs, by its name."""
 
     def __init__(self, most: int) -> None:
-        self.clock, self.timers = ManualClock(0, 0), Timers()
-        self.failed = FailedWaits(self.clock)
+        self.clock, self.timers, self.failed = ManualClock(0, 0), Timers(), FailedWaits()
         self.waits = HistoryWaits(self.timers, self.failed, self.clock, most)
         self.woken: list[str] = []
 
@@ -82,7 +81,7 @@ def test_only_a_wait_that_times_out_in_a_settled_partition_is_remembered_as_in_v
 
 def test_a_wait_in_vain_for_a_false_version_ends_no_waits_for_true_ones() -> None:
     """One request with a number that no version ever reaches switched off the waits of its user for good."""
-    failed = FailedWaits(ManualClock(0, 0))
+    failed = FailedWaits()
     false = HistoryVersion(2**50, 1, b"0" * 16)
     failed.add("u", false)
     assert failed.cover("u", false, None) and failed.cover("u", HistoryVersion(2**50, 9, b"1" * 16), None)
@@ -92,18 +91,6 @@ def test_a_wait_in_vain_for_a_false_version_ends_no_waits_for_true_ones() -> Non
     assert failed.cover("u", WantedLength(2**17, is_exact=True), None)
     for wanted in (HistoryVersion(7, 2**17, b"2" * 16), WantedLength(300, is_exact=False)):
         assert not failed.cover("u", wanted, None)
-
-
-def test_a_wait_in_vain_counts_for_a_bounded_time() -> None:
-    clock = ManualClock(0, 0)
-    failed, wanted = FailedWaits(clock), HistoryVersion(7, 300, b"2" * 16)
-    failed.add("u", wanted)
-    clock.advance_us(FAILED_US - 1)
-    assert failed.cover("u", wanted, None)
-    clock.advance_us(1)
-    assert not failed.cover("u", wanted, None)
-    failed.add("u", wanted)
-    assert failed.cover("u", wanted, None), "the next wait was in vain, too"
 
 
 def test_the_work_of_partitions_that_are_read_is_woken() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from relaygr.runtime.clock import SystemClock
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.executor.resolver import Deletions, PrefixResolver, Scored
 from relaygr.worker.executor.waits import FailedWaits
@@ -36,8 +35,7 @@ def span_of(behaviours: Behaviours, scored: Scored) -> ResolvedPrefix:
     engine = make_world(small_config(contextual_features=FEATURES)).engine
     history = History("u", 1, VALUES.astype("<i8"), behaviours)
     resolved = resolve(None, None, history, loading=False)
-    failed_waits = FailedWaits(SystemClock(), 1)
-    return PrefixResolver(NoHistories(), engine, 64, Deletions(1), failed_waits).prefix("u", resolved, 0, scored)
+    return PrefixResolver(NoHistories(), engine, 64, Deletions(1), FailedWaits(1)).prefix("u", resolved, 0, scored)
 
 
 def test_a_feature_is_hidden_below_its_tokens_and_counts_from_them_on() -> None:

@@ -113,7 +113,7 @@ class Executor:
         """The admitted ranking work. Any thread may ask it."""
         arrivals = ExpectedArrivals()
         impressions = self._impressions = Impressions()
-        failed_waits = FailedWaits(clock)
+        failed_waits = FailedWaits()
         waits = self._waits = HistoryWaits(timers, failed_waits, clock, settings.parked_jobs_max)
         for_requests = self._held_by_requests = HeldMemory(int(settings.ranking_queue_bytes))
         for_jobs = self._held_by_jobs = HeldMemory(int(settings.preinfer_queue_bytes))

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from relaygr.kafka.clients import DURABLE_S
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.messages import HistoryVersion
 from relaygr.schemas.record import record
@@ -17,9 +16,6 @@ from relaygr.worker.history.resolve import StoredHistory, WantedLength, still_la
 
 FAILED_WAITS: Final = 65_536
 """Users whose histories did not come: as many as the impressions that a worker remembers."""
-FAILED_US: Final = DURABLE_S * 1_000_000
-"""How long a wait in vain counts. Publishers give up a record after so long, so a version that is named later need not
-rest on what was missing then."""
 
 
 class Timer:
@@ -69,30 +65,27 @@ class Timers:
 
 class FailedWaits:
     """The history for which each user's work last waited in vain, of the newest `capacity` users. Until it or a newer
-    one is there, but for `FAILED_US` at most, no work waits for it or for what continues it: as many behaviours or
-    more, and a version number that is not lower. So a false version with a high number ends no waits for true ones.
+    one is there, no work waits for it or for what continues it: as many behaviours or more, and a version number that
+    is not lower. So a false version with a high number ends no waits for true ones.
     """
 
-    def __init__(self, clock: Clock, capacity: int = FAILED_WAITS) -> None:
-        self._clock = clock
+    def __init__(self, capacity: int = FAILED_WAITS) -> None:
         self._capacity = capacity
-        self._failed: OrderedDict[str, tuple[HistoryVersion | WantedLength, int]] = OrderedDict()
-        """With the time until which it counts."""
+        self._failed: OrderedDict[str, HistoryVersion | WantedLength] = OrderedDict()
 
     def add(self, user_id: str, wanted: HistoryVersion | WantedLength) -> None:
         """The history did not come in time."""
-        self._failed[user_id] = wanted, self._clock.monotonic_us() + FAILED_US
+        self._failed[user_id] = wanted
         self._failed.move_to_end(user_id)
         if len(self._failed) > self._capacity:
             self._failed.popitem(last=False)
 
     def cover(self, user_id: str, wanted: HistoryVersion | WantedLength, stored: StoredHistory | None) -> bool:
         """Whether a wait for this history would be in vain again. `stored`: the user's present history."""
-        found = self._failed.get(user_id)
-        if found is None:
+        failed = self._failed.get(user_id)
+        if failed is None:
             return False
-        failed, until_us = found
-        if self._clock.monotonic_us() >= until_us or not still_lacks(stored, failed):
+        if not still_lacks(stored, failed):
             del self._failed[user_id]
             return False
         return _continues(wanted, failed)
