@@ -1,18 +1,16 @@
 """Splits each user's behaviours in training, validation and test, in the order of time.
 
-| protocol | training | validation | test | history of a validation | history of a test |
-|---|---|---|---|---|---|
-| `time` | first 80 % | the 10 % after | last 10 % | training part | training and validation part |
-| `leave-one-out` | all but two | last but one | last | training part | training and validation part |
-| `global-time` | before a time | until a later one | from then on | training part | training and validation part |
+| protocol | training | validation | test |
+|---|---|---|---|
+| `time` | first 80 % | the 10 % after | last 10 % |
+| `leave-one-out` | all but two | last but one | last |
+| `global-time` | before a time | until a later one | from then on |
 
-The first two split each user by itself, and each user has at least one behaviour in every part. `global-time` splits
-all users at the same two times, before which 80 and 90 % of the log's behaviours are, so that nothing that is learnt is
-later than what judges it. A part judges the users who have behaviours in it and before it.
-
-No history contains a behaviour of the test part. All that is learnt
-or counted (the vocabulary, action codes, popularity, whether users come back to an item) is from the training part: an
-item that is not in it cannot be ranked, and is a miss for every model.
+The history of a validation is the training part, that of a test training and validation part. The first two give each
+user at least one behaviour in every part. `global-time` splits all users at the two times before which 80 and 90 % of
+the log's behaviours are, so that nothing that is learnt is later than what judges it; a part judges the users who have
+behaviours in it and before it. All that is learnt or counted (the vocabulary, action codes, popularity, whether users
+come back to an item) is from the training part: an item that is not in it is a miss for every model.
 """
 
 from __future__ import annotations
