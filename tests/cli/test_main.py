@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -222,3 +223,14 @@ def test_without_the_command_lines_own_libraries_it_says_what_to_install() -> No
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert done.stderr == "typer is not installed: pip install 'relaygr[cli]'.\n"
+
+
+def test_a_machine_without_a_temporary_folder_is_one_sentence(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(FileNotFoundError) as found:
+        tempfile._get_default_tempdir()  # type: ignore[attr-defined]
+    done = invoke_probe(command, found.value)
+    assert done.exit_code == 1
+    assert "No usable temporary directory found in []: set TMPDIR to a folder" in done.output

@@ -613,6 +613,21 @@ def test_other_weights_in_the_file_are_left_over_and_each_tensor_of_the_training
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("prefix", ["module.", "ema_model."])
+def test_averages_that_libraries_keep_are_other_weights(tmp_path: Path, prefix: str) -> None:
+    """`AveragedModel` of torch and others name a count beside the weights, which have a prefix."""
+    average = {"n_averaged": torch.tensor(7), f"{prefix}a": torch.ones(2, 3)}
+    torch.save({"model": {"a": torch.zeros(2, 3)}, "average": average}, tmp_path / "last.pth")
+    found = read_state_dict(tmp_path)
+    assert f"average.{prefix}a" in {each.name for each in found.unread if each.is_other_weights}
+
+
+def test_the_weights_of_an_averaged_model_have_their_own_names(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    torch.save(torch.optim.swa_utils.AveragedModel(model).state_dict(), tmp_path / "average.pt")
+    assert set(read_state_dict(tmp_path).tensors) == {"weight", "bias"}
+
+
 def test_a_source_with_other_weights_is_converted_only_if_they_may_be_left_over(
     tmp_path: Path, source: Tensors
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -920,3 +921,22 @@ def test_a_day_loses_a_minute_to_its_cold_beginning_and_not_its_night():
     assert Demand(traffic, 12, 1, day_s=86_400).cold_s == 60
     assert Demand(traffic, 12, 1).cold_s == 21_600
     assert Demand(case(seconds=80).demand.traffic, 12, 1, day_s=80).cold_s == 20
+
+
+def test_a_plot_where_the_library_cannot_have_its_cache_is_one_sentence(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose file system is read-only."""
+
+    class NoCache:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.startswith("matplotlib"):
+                raise OSError("Matplotlib requires access to a writable cache directory")
+
+    for name in [each for each in sys.modules if each.startswith(("matplotlib", "relaygr.cli.plots"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [NoCache(), *sys.meta_path])
+    picture = str(tmp_path / "out.png")
+    done = CliRunner().invoke(app, ["simulate", "run", "--calibration", str(calibration), "--plot", picture])
+    assert done.exit_code == 1
+    assert "No plot can be drawn: Matplotlib requires access" in " ".join(done.output.split())

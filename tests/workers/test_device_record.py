@@ -10,6 +10,7 @@ from relaygr.runtime.private_files import map_private
 from relaygr.schemas.ended import Reason
 from relaygr.worker.executor.device_record import MOST_IDS, RECORD_BYTES, DeviceRecord, impression_id
 from relaygr.worker.executor.work import JobOutcome
+from relaygr.worker.settings import WorkerSettings
 from tests.worlds.executor import ExecutorWorld
 
 A, B = impression_id("a", "1"), impression_id("b", "1")
@@ -59,12 +60,12 @@ class TestRecord:
         record.note([B])
         assert (line.next().ends(A), line.next().ends(B)) == (1, 2)
 
-    def test_of_the_last_two_pieces_both_may_be_on_the_device(self, line: Line) -> None:
+    def test_a_piece_that_ended_is_not_accused(self, line: Line) -> None:
         record = line.next()
-        for request in "123":
-            record.note([impression_id("a", request)])
+        record.note([A])
+        record.note([B])
         found = line.next()
-        assert [found.ends(impression_id("a", request)) for request in "123"] == [0, 1, 1]
+        assert (found.ends(A), found.ends(B)) == (0, 1)
 
     def test_a_device_that_has_nothing_left_accuses_nobody(self, line: Line) -> None:
         record = line.next()
@@ -79,14 +80,19 @@ class TestRecord:
         line.next().note([A])
         assert line.next().ends(A) == 1
 
-    def test_the_newest_of_too_many_stay(self, line: Line) -> None:
-        for number in range(MOST_IDS + 8):
-            line.next().note([impression_id("a", str(number))])
+    def test_of_too_many_the_newest_are_accused(self, line: Line) -> None:
+        ids = [impression_id("a", str(number)) for number in range(2 * MOST_IDS)]
+        line.next().note(ids[:MOST_IDS])
+        line.next().note(ids[MOST_IDS : MOST_IDS + 8])
         record = line.next()
-        ends = [record.ends(impression_id("a", str(number))) for number in range(MOST_IDS + 8)]
-        assert ends == [0] * 8 + [1] * MOST_IDS
-        record.note([impression_id("a", str(number)) for number in range(2 * MOST_IDS)])
-        assert line.next().ends(impression_id("a", "0")) == 1
+        assert sum(map(record.ends, ids)) == MOST_IDS
+        assert all(record.ends(each) == 1 for each in ids[MOST_IDS : MOST_IDS + 8])
+
+    def test_the_largest_batch_has_room(self) -> None:
+        most = next(
+            each.le for each in WorkerSettings.model_fields["max_batch_requests"].metadata if hasattr(each, "le")
+        )
+        assert most <= MOST_IDS
 
 
 class TestExecutor:

@@ -114,7 +114,7 @@ class TestScores:
             ("LacksALayer", "K,V of 1 layers, not of 2"),
             ("LacksStates", "no states, its shape has 12 a row"),
             ("FailsForSomeItems", "rank raised ZeroDivisionError: no such item"),
-            ("HasTooFewPagedScores", r"forward returned scores of the shape \(19, 1\), not \(20, 1\)"),
+            ("HasTooFewPagedScores", r"forward returned scores \[19, 1\], not \[20, 1\]"),
             ("RaisesInTheForward", "raised ZeroDivisionError: no such kernel"),
         ],
     )

@@ -70,10 +70,19 @@ class LazyGroup(TyperGroup):
             _complain(f"{error.name} is not installed: pip install 'relaygr[{extras}]'.")
         except OSError as error:
             # Where a file is known, its own message says more.
-            if error.errno != errno.ENOSPC or error.filename is not None:
+            if error.filename is not None or (complaint := _of_the_machine(error)) is None:
                 raise
-            _complain("No space left on device for what this command prints or writes: make space, or write elsewhere.")
+            _complain(complaint)
         raise typer.Exit(1)
+
+
+def _of_the_machine(error: OSError) -> str | None:
+    """What is said of a fault that any command may meet; None: another one."""
+    if error.errno == errno.ENOSPC:
+        return "No space left on device for what this command prints or writes: make space, or write elsewhere."
+    if "temporary directory" in str(error):
+        return f"{error.strerror}: set TMPDIR to a folder that can be written."
+    return None
 
 
 app = typer.Typer(cls=LazyGroup, name="relaygr", pretty_exceptions_enable=False)

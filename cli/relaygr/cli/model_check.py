@@ -105,7 +105,7 @@ def check_command(
             bars.began("types", len(types))
             # Loading, and the times of hits, are no comparisons.
             types_s = max(60 * minutes * (1 - _RULES_SHARE), until_s - time.monotonic())
-            for each in checking.run(types, *tried.sample, types_s):
+            for each in checking.run(types, *tried.sample, types_s, all_of_them=bool(given)):
                 measured.append(each)
                 bars.share(len(measured), each.text)
     beyond = [each for each in measured if given and not limits.are_kept(each)]

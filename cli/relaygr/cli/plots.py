@@ -8,12 +8,16 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
-
 from relaygr.cli.options import require_writable
 from relaygr.runtime.errors import RelayError
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+except OSError as error:
+    # It refuses a file system without a place for its cache.
+    raise RelayError(f"No plot can be drawn: {error}. Set MPLCONFIGDIR to a folder that can be written.") from error
 from relaygr.simulate.figures import ENDINGS, Estimate, Figures
 from relaygr.simulate.visit import BreakEven
 

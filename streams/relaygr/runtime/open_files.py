@@ -6,6 +6,7 @@ and the history store need some, too.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from typing import Final
 
@@ -19,7 +20,9 @@ LEAST: Final = 16
 def raise_limit() -> None:
     """Raises the soft limit of this process to the hard one. Usual soft limits are 1,024, for programs of the 1990s."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # The kernel refuses more than its own `fs.nr_open`, which may be below the hard limit.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def highest_limit() -> int:

@@ -8,6 +8,7 @@ broken elsewhere: more histories and more time find more.
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,8 +158,9 @@ class ModelCheck:
         yield self._finding(Rule.QUERY_TIME, self._against(lambda n: _Way(n, computed_earlier_ms=_EARLIER_MS)))
         after = [self._scores(user, _Way(length)) for user, length in self._first_cases()]
         errors = [difference(one, other) for one, other in zip(before, after, strict=True)]
-        broken = None if max(errors) <= self._tolerance else "the first histories again"
-        yield Finding(Rule.UNCHANGED, len(errors), max(errors), broken, self._lengths[0])
+        worst = max(errors, key=lambda error: (math.isnan(error), error))
+        broken = None if worst <= self._tolerance else "the first histories again"
+        yield Finding(Rule.UNCHANGED, len(errors), worst, broken, self._lengths[0])
 
     def _first_cases(self) -> list[tuple[SampleUser, int]]:
         return [(user, min(self._lengths[0], len(user.behaviours))) for user in self._users[:_FIRST_USERS]]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -65,7 +64,7 @@ class TypeFinding:
 
 
 class TypeCheck:
-    """Loads a model in each type. At most two engines are kept, so that one that is compared twice is loaded once."""
+    """Loads a model in each type, and beside it in the type that loses nothing, which stays for the next one."""
 
     def __init__(
         self,
@@ -82,11 +81,11 @@ class TypeCheck:
         default_kv, default_compute = default_dtypes(open_device(device))
         self._kv_dtype, self._compute_dtype = kv_dtype or default_kv, compute_dtype or default_compute
 
-        @lru_cache(maxsize=2)
         def load(kv: KvDtype, compute: ComputeDtype) -> Engine:
             return load_engine(model, device, kv, compute_dtype=compute, ranker_modules=ranker_modules)
 
         self._load = load
+        self._kept: tuple[KvDtype, ComputeDtype, Engine] | None = None
 
     def every_type(self) -> list[ServedType]:
         """Each type that loses something."""
@@ -98,15 +97,22 @@ class TypeCheck:
         ]
 
     def run(
-        self, types: Sequence[ServedType], users: Sequence[SampleUser], candidates: NDArray[np.int64], seconds: float
+        self,
+        types: Sequence[ServedType],
+        users: Sequence[SampleUser],
+        candidates: NDArray[np.int64],
+        seconds: float,
+        *,
+        all_of_them: bool = False,
     ) -> Iterator[TypeFinding]:
-        """The findings, one by one. Each type has its part of the time, and is measured for one user at least. After
-        the time only the first type is measured.
+        """The findings, one by one. Each type has its part of the time, and is measured for one user at least.
+
+        `all_of_them`: also after the time. Else those that are left then are not measured, but for the first.
         """
         until_s = time.monotonic() + seconds
         for index, dtype in enumerate(types):
             exact, left_s = self._exact(dtype), until_s - time.monotonic()
-            if index and left_s <= 0:
+            if index and left_s <= 0 and not all_of_them:
                 yield TypeFinding(dtype, exact, not_measured="No time was left (--minutes).")
                 continue
             try:
@@ -131,12 +137,20 @@ class TypeCheck:
     ) -> tuple[ScoreError, float]:
         """The error, and how many times as many prefixes fit. Raises RelayError if the model can not run so."""
         if isinstance(dtype, DramKvDtype):
-            wide = self._load(self._kv_dtype, self._compute_dtype)
+            wide = self._keep(self._kv_dtype, self._compute_dtype)
             error = measure_dram_error(wide, dtype, users, candidates, seconds)
             return error, wide.geometry.page_bytes / DramGeometry(wide.geometry, dtype).page_bytes
-        engine, wide = (
-            self._load(each, self._compute_dtype) if isinstance(each, KvDtype) else self._load(self._kv_dtype, each)
+        narrow_in, wide_in = (
+            (each, self._compute_dtype) if isinstance(each, KvDtype) else (self._kv_dtype, each)
             for each in (dtype, exact)
         )
+        wide, engine = self._keep(*wide_in), self._load(*narrow_in)
         error = measure_engine_error(engine, wide, users, candidates, seconds)
         return error, wide.geometry.page_bytes / engine.geometry.page_bytes
+
+    def _keep(self, kv: KvDtype, compute: ComputeDtype) -> Engine:
+        """The engine that loses nothing. The one before it is let go first: two at a time have to fit."""
+        if self._kept is None or self._kept[:2] != (kv, compute):
+            self._kept = None
+            self._kept = kv, compute, self._load(kv, compute)
+        return self._kept[2]

@@ -114,7 +114,7 @@ class Batches:
 
     def can_rank_beside_chunk(self) -> bool:
         """Whether a ready request could be ranked in the forward of the next pre-infer chunk."""
-        return self._mixes and isinstance(self._queue.peek(), RankingWork)
+        return self._mixes and isinstance(self._queue.peek(), RankingWork) and not self._prefixes.next_runs_alone
 
     def rank_beside_chunk(self, now_us: int) -> tuple[bool, PrefixWork | None]:
         """Ranks ready requests in the forward of the next pre-infer chunk, whose turn it is. They end no later than
@@ -161,10 +161,9 @@ class Batches:
 
     def _chunk_beside(self, works: list[RankingWork], slack_us: float, now_us: int) -> Chunk | None:
         """The chunk that runs in the forward of these requests."""
-        if not self._mixes or slack_us <= 0 or self._runs_alone(works[0]):
+        if not self._mixes or slack_us <= 0 or self._runs_alone(works[0]) or self._prefixes.next_runs_alone:
             return None
-        chunk = self._prefixes.chunk_within(slack_us, now_us)
-        return None if chunk is None or self._device_record.has_accused(chunk.work.record_ids) else chunk
+        return self._prefixes.chunk_within(slack_us, now_us)
 
     def _runs_alone(self, work: RankingWork) -> bool:
         return self._device_record.ends(work.impression.record_id) > 0 if self._device_record.accuses else False
@@ -221,7 +220,7 @@ class Batches:
         """Requests and chunk in one forward; None if it failed, and the chunk is not computed."""
         engine = self._resolver.engine
         self._results.send()
-        self._device_record.note([work.impression.record_id for work in batch] + chunk.work.record_ids)
+        self._device_record.note(chunk.work.record_ids + [work.impression.record_id for work in batch])
         try:
             outputs = engine.forward([chunk.inputs], [work.inputs for work in batch if work.inputs is not None])
             # A prefix must be written before it is published.

@@ -7,9 +7,7 @@ here before each piece of device work. What the next process finds was on the de
     accused once     its work runs alone, and the process waits for its end, so that only the cause is accused again
     MOST_ENDS times  its work is not run: a request is answered `failed`, a job and a warm-up end
 
-The file has those of the last two pieces: an accelerator may still compute the one before.
-
-    magic | ids on the device, by piece: count u64, ids | the accused: id, ends u64; an id has 16 bytes, all 0 is none
+    magic | count of ids on the device u64 | these ids | the accused: id, ends u64; an id has 16 bytes, ends 0 is none
 """
 
 from __future__ import annotations
@@ -25,14 +23,16 @@ import structlog
 log = structlog.get_logger()
 
 MOST_ENDS: Final = 2
-MOST_IDS: Final = 64
-"""Most ids of a piece of work, and most of the accused. Of more, the newest stay."""
+MOST_IDS: Final = 2048
+"""Most ids of a piece of work: of the largest batch, and of those that wait for a chunk beside it. Likewise most of the
+accused, of whom the newest stay."""
 _MAGIC: Final = b"relaygr.device.1"
 _ID_BYTES: Final = 16
 _COUNT: Final = struct.Struct("<Q")
-_PIECE_BYTES: Final = _COUNT.size + MOST_IDS * _ID_BYTES
 _ACCUSED: Final = struct.Struct(f"<{_ID_BYTES}sQ")
-_ACCUSED_AT: Final = len(_MAGIC) + 2 * _PIECE_BYTES
+_COUNT_AT: Final = len(_MAGIC)
+_IDS_AT: Final = _COUNT_AT + _COUNT.size
+_ACCUSED_AT: Final = _IDS_AT + MOST_IDS * _ID_BYTES
 RECORD_BYTES: Final = _ACCUSED_AT + MOST_IDS * _ACCUSED.size
 
 
@@ -46,7 +46,6 @@ class DeviceRecord:
 
     def __init__(self, file: mmap | None = None) -> None:
         self._file = file if file is not None else bytearray(RECORD_BYTES)
-        self._pieces = 0
         self._accused: dict[bytes, int] = {}
 
     def begin(self) -> None:
@@ -57,7 +56,7 @@ class DeviceRecord:
             return
         accused = (_ACCUSED.unpack_from(file, _ACCUSED_AT + n * _ACCUSED.size) for n in range(MOST_IDS))
         self._accused = {each: ends for each, ends in accused if ends}
-        found = {each for piece in range(2) for each in self._ids(piece)}
+        found = set(self._ids())
         if not found:
             return
         for each in found:
@@ -83,23 +82,16 @@ class DeviceRecord:
     def note(self, impressions: Collection[bytes]) -> None:
         """A piece of work for these impressions begins."""
         ids = b"".join(list(impressions)[:MOST_IDS])
-        at = len(_MAGIC) + (self._pieces % 2) * _PIECE_BYTES
-        self._pieces += 1
-        self._file[at : at + _COUNT.size + len(ids)] = _COUNT.pack(len(ids) // _ID_BYTES) + ids
+        self._file[_COUNT_AT : _IDS_AT + len(ids)] = _COUNT.pack(len(ids) // _ID_BYTES) + ids
 
     def clear(self) -> None:
         """The device has nothing left to compute."""
-        for piece in range(2):
-            at = len(_MAGIC) + piece * _PIECE_BYTES
-            self._file[at : at + _COUNT.size] = _COUNT.pack(0)
+        self._file[_COUNT_AT:_IDS_AT] = _COUNT.pack(0)
 
-    def _ids(self, piece: int) -> list[bytes]:
-        at = len(_MAGIC) + piece * _PIECE_BYTES
-        [count] = _COUNT.unpack_from(self._file, at)
-        first = at + _COUNT.size
-        return [
-            bytes(self._file[first + n * _ID_BYTES : first + (n + 1) * _ID_BYTES]) for n in range(min(count, MOST_IDS))
-        ]
+    def _ids(self) -> list[bytes]:
+        [count] = _COUNT.unpack_from(self._file, _COUNT_AT)
+        ends = range(_IDS_AT + _ID_BYTES, _IDS_AT + (min(count, MOST_IDS) + 1) * _ID_BYTES, _ID_BYTES)
+        return [bytes(self._file[end - _ID_BYTES : end]) for end in ends]
 
     def _most(self, impressions: Collection[bytes]) -> int:
         return max(self._accused[each] for each in impressions)

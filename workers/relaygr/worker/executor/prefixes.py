@@ -285,6 +285,12 @@ class Prefixes:
         took_us = self._clock.monotonic_us() - started_us
         self._capacity.observe_chunk(begun_tokens, chunk.end_tokens, work.total_tokens, took_us)
 
+    @property
+    def next_runs_alone(self) -> bool:
+        """Whether the next pre-infer chunk was on the device when a process ended, so that nothing runs beside it."""
+        work = self._scheduler.preinfer.peek() if self._device_record.accuses else None
+        return isinstance(work, PrefixWork) and self._device_record.has_accused(work.record_ids)
+
     def chunk_within(self, slack_us: float, now_us: int) -> Chunk | None:
         """The next chunk of the most urgent pre-infer work that is predicted to fit into `slack_us`, with its pages."""
         work = self._scheduler.preinfer.peek()

@@ -492,14 +492,15 @@ class HistoryFollower:
         read = followed.behaviours.log
         # The high watermark: a record of an open transaction may be named, and is not read yet.
         end = read.read_to + self._reader.behind(read)
-        histories = self._store.uncover(followed.number, end) if followed.named_event > end else 0
+        named = followed.named_event
+        histories = self._store.uncover(followed.number, end) if named is None or named > end else 0
         if histories:
             metrics.count_uncovered(histories)
             log.error(
                 "histories cover behaviours that the log has lost: they take what comes from its present end on",
                 partition=followed.number,
                 histories=histories,
-                covered_to=followed.named_event,
+                covered_to=named if named is not None else "unknown",
                 end=end,
                 advice="publish these users' histories again: what came since the loss is not in them",
             )

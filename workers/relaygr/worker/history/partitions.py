@@ -77,15 +77,19 @@ class FollowedPartition:
     records: list[HistoryRecord] = field(default_factory=list)
     """Received, and not stored yet, as `events`."""
     events: list[EventRecord] = field(default_factory=list)
-    named_event: int = 0
-    """The highest offset of the behaviours topic that a snapshot names which was read before any behaviours were."""
+    named_event: int | None = 0
+    """The highest offset of the behaviours topic that a snapshot names which was read before any behaviours were; None:
+    unknown, since an earlier process read snapshots and has not caught up."""
 
     @classmethod
     def at(cls, number: int, state: PartitionState, history_topic: str, behaviours_topic: str) -> FollowedPartition:
         """Reading goes on where it is stored."""
         history = Log(history_topic, number, state.next_offset, state.last, is_compacted=True)
         behaviours = Log(behaviours_topic, number, state.next_event, state.last_event)
-        return cls(number, FollowedLog(history, state.next_offset), FollowedLog(behaviours, state.next_event))
+        followed = cls(number, FollowedLog(history, state.next_offset), FollowedLog(behaviours, state.next_event))
+        if state.next_offset and not state.current_at_ms:
+            followed.named_event = None
+        return followed
 
     @property
     def reads_behaviours(self) -> bool:
@@ -121,7 +125,7 @@ class FollowedPartition:
 
     def note_named(self, history: History) -> None:
         """A snapshot was read."""
-        if self.stage is Stage.HISTORIES and history.covers is not None:
+        if self.stage is Stage.HISTORIES and history.covers is not None and self.named_event is not None:
             self.named_event = max(self.named_event, history.covers.offset)
 
     def note_stored(self, batch: HistoryBatch) -> None:

@@ -35,6 +35,7 @@ from relaygr.worker.model.rankers import (
     files_bytes,
     model_files,
     ranker_class,
+    ranker_code,
     read_ranker,
     read_ranker_config,
     require_sizes,
@@ -240,20 +241,20 @@ def _team_engine(
         )
     ranker = ContiguousRanker(made, name, device) if isinstance(made, Ranker) else made
     description = record.description()
-    try:
-        return RankerEngine(
-            ranker,
-            description,
-            model.revision,
-            KnownInputs(description.features, record.shape.num_actions),
-            model.files_bytes,
-            device,
-            description.geometry(page_tokens, kv_dtype),
-            compute_dtype,
-            record,
-        )
-    except ValueError as error:
-        raise RelayError(f"The ranker {name} has known_items that do not fit: {error}.") from error
+    with ranker_code(f"{name}.known_items"):
+        # Made now, so that an error has its name.
+        _ = ranker.vocabulary
+    return RankerEngine(
+        ranker,
+        description,
+        model.revision,
+        KnownInputs(description.features, record.shape.num_actions),
+        model.files_bytes,
+        device,
+        description.geometry(page_tokens, kv_dtype),
+        compute_dtype,
+        record,
+    )
 
 
 def open_ranker(

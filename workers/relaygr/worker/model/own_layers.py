@@ -151,8 +151,9 @@ class OwnLayers(PagedRanker):
         """
         config = self._config = checkpoint.config
         self._device, self._compute_dtype = device, compute_dtype
-        ids = checkpoint.tensors.get(IDS_TENSOR)
-        self._ids = None if ids is None else ids.tolist()
+        # Not from `known_items`: a list of millions of ids is large.
+        self.vocabulary = checkpoint.vocabulary()
+        self._ids = checkpoint.tensors.get(IDS_TENSOR)
         self._gates = FeatureGates(config.contextual_features)
         self._lookup = TokenLookup(config, self.vocabulary)
         self._segmenting = Segmenting(config)
@@ -177,7 +178,7 @@ class OwnLayers(PagedRanker):
         return shape_of(self._config)
 
     def known_items(self) -> Sequence[int] | None:
-        return self._ids
+        return None if self._ids is None else self._ids.tolist()
 
     @property
     def backend(self) -> str:

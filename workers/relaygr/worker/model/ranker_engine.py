@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 
 import numpy as np
@@ -72,13 +72,15 @@ class RankerEngine:
         return self._ranker.passes_to_warm
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
-        return self._ranker.scratch_bytes(max_chunk_tokens, max_batch_rows)
+        with self._code("scratch_bytes"):
+            return self._ranker.scratch_bytes(max_chunk_tokens, max_batch_rows)
 
     def bind(self, arena: torch.Tensor) -> None:
         self._kv = PagedKv(arena, self.geometry, self.device.sent)
 
     def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
-        return self._ranker.shown_features(features, behaviours, candidates)
+        with self._code("shown_features"):
+            return self._ranker.shown_features(features, behaviours, candidates)
 
     def known_items(self, count: int, random: np.random.Generator) -> Int64Array:
         return self._vocabulary.sample(count, random)
@@ -91,7 +93,8 @@ class RankerEngine:
 
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
         _check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")
-        return self._ranker.prefix_inputs(features, behaviours, query_time_ms if self.rules.uses_query_time else 0)
+        with self._code("prefix_inputs"):
+            return self._ranker.prefix_inputs(features, behaviours, query_time_ms if self.rules.uses_query_time else 0)
 
     def rank_inputs(
         self,
@@ -106,7 +109,10 @@ class RankerEngine:
         _check_limit(candidates.size, self.limits.max_candidates, "candidates")
         if len(suffix) and not self.rules.grows:
             raise RuleError("this model's prefixes cannot be followed by a suffix: send all behaviours in the history")
-        return self._ranker.rank_inputs(prefix_tokens, pages, suffix, candidates, query_time_ms, prefix_timestamps_ms)
+        with self._code("rank_inputs"):
+            return self._ranker.rank_inputs(
+                prefix_tokens, pages, suffix, candidates, query_time_ms, prefix_timestamps_ms
+            )
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
@@ -122,9 +128,13 @@ class RankerEngine:
                 self._kv.require(chunk.pages, chunk.end)
             for request in requests:
                 self._kv.require(request.pages, request.prefix_tokens)
-        with ranker_code(self._ranker.backend) if self.record is not None else _OURS:
+        with self._code("forward"):
             scores = self._ranker.forward(self._kv, chunks, requests)
         return self._split(scores, [request.num_candidates for request in requests]) if requests else []
+
+    def _code(self, method: str) -> AbstractContextManager[None]:
+        """Around code of the ranker."""
+        return _OURS if self.record is None else ranker_code(f"{self.backend}.{method}")
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
         self.forward([chunk], [])
@@ -144,11 +154,11 @@ class RankerEngine:
 
     def _split(self, scores: torch.Tensor | None, candidates: Sequence[int]) -> list[RankOutputs]:
         """The scores of each request."""
-        shape = None if scores is None else tuple(scores.shape)
-        if scores is None or shape != (sum(candidates), self.num_tasks):
-            raise RankerError(
-                f"{self.backend}.forward returned scores of the shape {shape}, not {(sum(candidates), self.num_tasks)}"
-            )
+        wanted = (sum(candidates), self.num_tasks)
+        if not isinstance(scores, torch.Tensor):
+            raise RankerError(f"{self.backend}.forward returned a {type(scores).__name__} in place of scores")
+        if tuple(scores.shape) != wanted:
+            raise RankerError(f"{self.backend}.forward returned scores {list(scores.shape)}, not {list(wanted)}")
         ends = np.cumsum(candidates)[:-1]
         return [RankOutputs(part) for part in np.split(scores.float().cpu().numpy(), ends)]
 

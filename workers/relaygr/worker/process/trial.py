@@ -141,13 +141,14 @@ class Gate:
         min_overlap = float(getattr(settings, f"{self.name}_min_topk_overlap"))
         error = measured.error
         if not error.is_within(max_error, min_overlap):
-            option = f"--{self.setting.replace('_', '-')} {measured.value}"
+            options = [f"--{self.setting.replace('_', '-')} {measured.value}", "--interactions LOG"]
+            options += [f"--ranker-module {name}" for name in settings.ranker_modules]
             raise RelayError(
                 f"worker.{self.setting} {measured.value} is too inexact for this model: scores change by up to "
                 f"{error.max_score_error:.2%} of their spread ({max_error:.2%} allowed), and {error.topk_overlap:.1%} "
                 f"of the top {TOP_K} stay ({min_overlap:.1%} required), for {error.users} generated users. Set "
                 f"worker.{self.setting} to {measured.remedy}. Or measure the error on your own histories with `relaygr "
-                f"model check {settings.model} {option} --interactions LOG`, and set "
+                f"model check {settings.model} {' '.join(options)}`, and set "
                 f"worker.{self.name}_max_score_error and worker.{self.name}_min_topk_overlap."
             )
         log.info(

@@ -188,8 +188,11 @@ def _read(file: BinaryIO) -> SasRecCheckpoint:
 def _tensor(reader: Any, place: _Place) -> torch.Tensor:
     if place.stride != tuple(math.prod(place.size[at + 1 :]) for at in range(len(place.size))):
         raise ValueError(f"{place.record} is not contiguous")
-    stored = torch.frombuffer(bytearray(reader.get_record(place.record)), dtype=torch.float32)
-    return stored[place.offset : place.offset + math.prod(place.size)].view(place.size)
+    stored = bytearray(reader.get_record(place.record))
+    if place.offset or len(stored) != 4 * math.prod(place.size):
+        # Many views of one large record would each bring all of it into memory.
+        raise ValueError(f"{place.record} is not of one tensor alone")
+    return torch.frombuffer(stored, dtype=torch.float32).view(place.size)
 
 
 def write_sasrec(

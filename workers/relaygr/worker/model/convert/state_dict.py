@@ -48,6 +48,8 @@ _DYNAMIC = ("dynamicemb_module", "dynamicemb")
 """Folders of dynamic tables: of NVIDIA's recsys-examples, of TorchEasyRec."""
 _NESTED = ("state_dict", "model_state_dict", "dense_dict", "model")
 _WRAPPER = "module."
+_AVERAGED = "n_averaged"
+"""The number of averaged models, which torch's `AveragedModel` keeps beside the weights that it wraps."""
 """The prefix of every name that data-parallel wrappers add."""
 _COMPILED = "_orig_mod."
 """What `torch.compile` adds to names, wherever the compiled module is in the model."""
@@ -136,7 +138,9 @@ class _Beside:
         self._seen[id(value)] = value
         if isinstance(value, Mapping):
             named = _unwrapped(value)
-            is_weights = any(key in weights for key, part in named if isinstance(part, torch.Tensor))
+            tensors = [str(key) for key, part in named if isinstance(part, torch.Tensor)]
+            # Averages of other libraries have a prefix of one part, such as `ema_model`.
+            is_weights = any(key in weights or key.partition(".")[2] in weights for key in tensors)
             for number, (key, part) in enumerate(value.items()):
                 below = key[:_LONGEST_KEY] if isinstance(key, str) else number
                 self._walk(f"{name}.{below}", part, weights, depth + 1, is_weights)
@@ -277,6 +281,7 @@ def _inner(loaded: Any) -> _Found | None:
 def _unwrapped(found: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """Names without what `torch.compile` and data-parallel wrappers add to them, which may make two names one."""
     pairs = [(name.replace(_COMPILED, "") if isinstance(name, str) else name, value) for name, value in found.items()]
-    if pairs and all(isinstance(name, str) and name.startswith(_WRAPPER) for name, _ in pairs):
-        return [(name.removeprefix(_WRAPPER), value) for name, value in pairs]
+    wrapped = [(name, value) for name, value in pairs if name != _AVERAGED]
+    if wrapped and all(isinstance(name, str) and name.startswith(_WRAPPER) for name, _ in wrapped):
+        return [(name.removeprefix(_WRAPPER), value) for name, value in wrapped]
     return pairs
