@@ -135,6 +135,21 @@ class TestExecutor:
         assert second.engine.batches == [1, 1, 1]
         assert not second.outbox.failures
 
+    def test_a_chunk_that_was_on_the_device_runs_between_requests_that_are_ready(self, line: Line) -> None:
+        first = line.next_world()
+        first.job("b", first.store.put("b", 300))
+        line.killed(first)
+        world = line.next_world(mix_chunks=True)
+        cached = world.store.put("a", 100)
+        world.rank("a", cached, "before")
+        world.run()
+        world.job("b", world.store.put("b", 300))
+        for number in range(30):
+            world.rank("a", cached, f"request-{number}")
+            world.executor.step()
+        assert world.outbox.jobs == [JobOutcome.COMPUTED]
+        assert world.engine.mixed == []
+
     def test_a_job_that_ended_two_processes_is_not_run(self, line: Line) -> None:
         for _ in range(2):
             world = line.next_world()

@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -627,21 +627,33 @@ def test_a_store_built_from_nothing_equals_the_one_that_lived(
     assert lived["user-5"] is not None and 103 not in lived["user-5"][:1]
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
 def test_behaviours_that_come_again_at_lost_offsets_are_in_the_histories_that_name_these(
-    kafka_settings: KafkaSettings, store: HistoryStore
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
 ) -> None:
-    """Only the behaviours topic lost its end: what came then counted as covered, and was in no history."""
+    """Only the behaviours topic lost its end: what came then counted as covered, and was in no history.
+
+    `is_interrupted`: a process before this one read the snapshots, and no behaviours.
+    """
     publisher, reported = Publisher(kafka_settings), Reported()
     covers = BehavioursOffset(publisher.partition("ann"), 7)
     publisher.send(replace(history("ann", length=3), covers=covers), replace(history("bob", length=2), covers=None))
     publisher.act("ann", 50)
+    if is_interrupted:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+            patch.setattr(HistoryFollower, "_note_ends", lambda _: None)
+            patch.setattr(HistoryFollower, "loading", property(lambda _: () if items_of(store, "bob") else (0,)))
+            stack.enter_context(following(kafka_settings, store))
+            until(lambda: items_of(store, "ann") == [1, 2, 3], "the snapshots are read")
+            raise KeyboardInterrupt
     with capture_logs() as logs, following(kafka_settings, store, reported):
         reported.changed.clear()
         for item in range(60, 64):
             publisher.act("ann", item)
         until(lambda: items_of(store, "ann") == [1, 2, 3, 60, 61, 62, 63], "ann grows")
     [said] = [each for each in logs if each["event"].startswith("histories cover behaviours that the log has lost")]
-    assert (said["partition"], said["histories"], said["covered_to"], said["end"]) == (covers.partition, 1, 7, 1)
+    named = "unknown" if is_interrupted else 7
+    assert (said["partition"], said["histories"], said["covered_to"], said["end"]) == (covers.partition, 1, named, 1)
     head = store.head("ann")
     assert head is not None and head.is_superseded, "its owner saves it anew"
 

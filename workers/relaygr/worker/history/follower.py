@@ -493,7 +493,9 @@ class HistoryFollower:
         # The high watermark: a record of an open transaction may be named, and is not read yet.
         end = read.read_to + self._reader.behind(read)
         named = followed.named_event
-        histories = self._store.uncover(followed.number, end) if named is None or named > end else 0
+        # Without behaviours there is nothing to look for, and all histories are read for it.
+        may_name_more = end > 0 if named is None else named > end
+        histories = self._store.uncover(followed.number, end) if may_name_more else 0
         if histories:
             metrics.count_uncovered(histories)
             log.error(

@@ -79,7 +79,7 @@ class FollowedPartition:
     events: list[EventRecord] = field(default_factory=list)
     named_event: int | None = 0
     """The highest offset of the behaviours topic that a snapshot names which was read before any behaviours were; None:
-    unknown, since an earlier process read snapshots and has not caught up."""
+    unknown, since a process before this one read snapshots, and no behaviours."""
 
     @classmethod
     def at(cls, number: int, state: PartitionState, history_topic: str, behaviours_topic: str) -> FollowedPartition:
@@ -87,7 +87,7 @@ class FollowedPartition:
         history = Log(history_topic, number, state.next_offset, state.last, is_compacted=True)
         behaviours = Log(behaviours_topic, number, state.next_event, state.last_event)
         followed = cls(number, FollowedLog(history, state.next_offset), FollowedLog(behaviours, state.next_event))
-        if state.next_offset and not state.current_at_ms:
+        if state.next_offset and not state.next_event:
             followed.named_event = None
         return followed
 
