@@ -35,6 +35,7 @@ from relaygr.worker.history import follower as follower_module
 from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
 from relaygr.worker.history.current import MAX_STORE_AGE_MS
 from relaygr.worker.history.follower import SETTLING_US, HistoryFollower
+from relaygr.worker.history.snapshots import SnapshotLimits
 from relaygr.worker.history.store import HistoryStore
 from tests.waiting import PATIENCE_S, until
 from tests.worlds.disk import fill
@@ -656,6 +657,24 @@ def test_behaviours_that_come_again_at_lost_offsets_are_in_the_histories_that_na
     assert (said["partition"], said["histories"], said["covered_to"], said["end"]) == (covers.partition, 1, named, 1)
     head = store.head("ann")
     assert head is not None and head.is_superseded, "its owner saves it anew"
+
+
+def test_a_history_that_was_saved_after_its_log_lost_the_end_covers_no_more_for_others(
+    kafka_settings: KafkaSettings, store: HistoryStore, tmp_path: Path
+) -> None:
+    """They read the publisher's snapshot first, which covers more."""
+    publisher = Publisher(kafka_settings)
+    covers = BehavioursOffset(publisher.partition("ann"), 7)
+    publisher.send(replace(history("ann", length=3), covers=covers))
+    publisher.act("ann", 50)
+    with following(kafka_settings, store, snapshots=SnapshotLimits(scan_interval_s=0.05)):
+        until(lambda: (head := store.head("ann")) is not None and not head.is_superseded, "saved")
+        for item in range(60, 64):
+            publisher.act("ann", item)
+        until(lambda: items_of(store, "ann") == [1, 2, 3, 60, 61, 62, 63], "ann grows")
+    other = HistoryStore.open(tmp_path / "other", 16 << 20)
+    with following(kafka_settings, other):
+        assert items_of(other, "ann") == [1, 2, 3, 60, 61, 62, 63]
 
 
 def test_behaviours_that_cannot_be_read_go_to_dead_letters(kafka_settings: KafkaSettings, store: HistoryStore) -> None:

@@ -130,7 +130,7 @@ class Application:
         draft.head.next_snapshot = entry.offset + 1
         draft.head.deleted_before_ms = self._deleted_before_ms(partition, user_id, before)
         if before is not None:
-            draft.keep_after(before)
+            draft.keep_after(before, is_made_of_it=tail is not None and tail.next_offset >= read_to)
             if tail is None:
                 draft.lacks(before.head.known_ms)
         elif missing > draft.head.next_event:

@@ -92,16 +92,22 @@ class Draft(HistoryBytes):
             self.head.next_event = offset + 1
         return min(found, key=_ADDED.index)
 
-    def keep_after(self, before: Draft) -> None:
-        """Adds the previous history's behaviours that this history does not cover."""
-        head, old = self.head, before.head
+    def keep_after(self, before: Draft, *, is_made_of_it: bool = False) -> None:
+        """Adds the previous history's behaviours that this history does not cover.
+
+        `is_made_of_it`: a worker saved it that had read the previous one. If it covers less, the log has lost the rest.
+        """
+        head, old, rows = self.head, before.head, list(before.origins())
         next_event, sent_position = head.next_event, head.sent_position
         last = Added.COVERED
         # Stored behaviours have positions of the history, which may differ from those of the publisher's count.
         head.sent_position = head.next_position
-        for row in before.origins():
+        for row in rows:
             last = self._take(*row) if row[2] >= next_event else Added.COVERED
         head.sent_position = sent_position if last is Added.COVERED else old.sent_position
+        if is_made_of_it and old.covered_offset > next_event:
+            head.next_event = max([next_event, *(row[2] + 1 for row in rows)])
+            return
         head.next_event = max(next_event, old.next_event)
         # What the snapshot covers is below `next_event`; of a worker's snapshot that is more than its base covers.
         if old.missing_offset > next_event:
