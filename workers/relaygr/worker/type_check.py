@@ -140,11 +140,13 @@ class TypeCheck:
             wide = self._keep(self._kv_dtype, self._compute_dtype)
             error = measure_dram_error(wide, dtype, users, candidates, seconds)
             return error, wide.geometry.page_bytes / DramGeometry(wide.geometry, dtype).page_bytes
-        narrow_in, wide_in = (
-            (each, self._compute_dtype) if isinstance(each, KvDtype) else (self._kv_dtype, each)
-            for each in (dtype, exact)
-        )
-        wide, engine = self._keep(*wide_in), self._load(*narrow_in)
+        if isinstance(dtype, KvDtype):
+            assert isinstance(exact, KvDtype)
+            wide = self._keep(exact, self._compute_dtype)
+            engine = self._load(dtype, self._compute_dtype)
+        else:
+            assert isinstance(exact, ComputeDtype)
+            wide, engine = self._keep(self._kv_dtype, exact), self._load(self._kv_dtype, dtype)
         error = measure_engine_error(engine, wide, users, candidates, seconds)
         return error, wide.geometry.page_bytes / engine.geometry.page_bytes
 
