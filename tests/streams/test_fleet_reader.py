@@ -45,10 +45,14 @@ def status(worker_id: str) -> WorkerStatus:
     )  # fmt: skip
 
 
+def unstarted(kafka: KafkaSettings, on_bad: Callable[[], None] | None = None) -> tuple[FleetReader, Fleet]:
+    fleet = Fleet(status_stale_ms=60_000)
+    return FleetReader(KafkaSession(kafka, "test"), fleet, SystemClock(), "test-fleet", on_bad), fleet
+
+
 @contextmanager
 def reading(kafka: KafkaSettings, on_bad: Callable[[], None] | None = None) -> Iterator[tuple[FleetReader, Fleet]]:
-    fleet = Fleet(status_stale_ms=60_000)
-    reader = FleetReader(KafkaSession(kafka, "test"), fleet, SystemClock(), "test-fleet", on_bad)
+    reader, fleet = unstarted(kafka, on_bad)
     reader.start()
     try:
         yield reader, fleet
@@ -214,9 +218,7 @@ class _Delivered:
 
 def test_a_right_that_is_given_back_is_seen_in_a_fleet_that_never_stops_talking() -> None:
     """Only the end of the topic ended the refusal, and a fetch with data does not tell the end."""
-    reader = FleetReader(
-        KafkaSession(KafkaSettings(), "test"), Fleet(status_stale_ms=60_000), SystemClock(), "test-fleet"
-    )
+    reader, _ = unstarted(KafkaSettings())
     statuses = Log("relaygr.workers", 0)
     assert not reader._take(
         Batch(failures=[Failure(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), "relaygr.workers", 0)]), statuses
@@ -229,13 +231,7 @@ def test_a_right_that_is_given_back_is_seen_in_a_fleet_that_never_stops_talking(
 def test_a_few_names_of_other_groups_are_logged_once_each_and_without_control_characters() -> None:
     """Each name was kept for ever, and made a line of the log."""
     bad: list[None] = []
-    reader = FleetReader(
-        KafkaSession(KafkaSettings(), "test"),
-        Fleet(status_stale_ms=60_000),
-        SystemClock(),
-        "test-fleet",
-        lambda: bad.append(None),
-    )
+    reader, _ = unstarted(KafkaSettings(), lambda: bad.append(None))
     with structlog.testing.capture_logs() as lines:
         for _ in range(2):
             for number in range(300):
@@ -250,13 +246,7 @@ def test_a_few_names_of_other_groups_are_logged_once_each_and_without_control_ch
 
 def test_bad_statuses_are_all_counted_and_few_are_logged() -> None:
     bad: list[None] = []
-    reader = FleetReader(
-        KafkaSession(KafkaSettings(), "test"),
-        Fleet(status_stale_ms=60_000),
-        SystemClock(),
-        "test-fleet",
-        lambda: bad.append(None),
-    )
+    reader, _ = unstarted(KafkaSettings(), lambda: bad.append(None))
     wrong = replace(status("worker-00"), latency=LatencyCoefficients(300, -2, 0.001, 200, 1, 0, 250, 3, 0, 20, 0))
     with structlog.testing.capture_logs() as lines:
         for _ in range(400):

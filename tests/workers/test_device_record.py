@@ -13,7 +13,8 @@ from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.executor import ExecutorWorld
 
-A, B = impression_id("a", "1"), impression_id("b", "1")
+A, B = ("a", "1"), ("b", "1")
+"""User and request."""
 
 
 class Line:
@@ -54,39 +55,40 @@ def line(tmp_path: Path) -> Line:
 
 class TestRecord:
     def test_what_was_on_the_device_at_the_end_is_accused(self, line: Line) -> None:
-        line.next().note([A, B])
+        line.next().note([impression_id(*A), impression_id(*B)])
         record = line.next()
-        assert (record.ends(A), record.ends(B), record.ends(impression_id("a", "2"))) == (1, 1, 0)
-        record.note([B])
-        assert (line.next().ends(A), line.next().ends(B)) == (1, 2)
+        assert (record.ends(*A), record.ends(*B), record.ends("a", "2")) == (1, 1, 0)
+        record.note([impression_id(*B)])
+        assert (line.next().ends(*A), line.next().ends(*B)) == (1, 2)
 
     def test_a_piece_that_ended_is_not_accused(self, line: Line) -> None:
         record = line.next()
-        record.note([A])
-        record.note([B])
+        record.note([impression_id(*A)])
+        record.note([impression_id(*B)])
         found = line.next()
-        assert (found.ends(A), found.ends(B)) == (0, 1)
+        assert (found.ends(*A), found.ends(*B)) == (0, 1)
 
     def test_a_device_that_has_nothing_left_accuses_nobody(self, line: Line) -> None:
         record = line.next()
-        record.note([A])
+        record.note([impression_id(*A)])
         record.clear()
-        assert not line.next().accuses
+        assert not line.next().any_accused
 
     def test_a_file_of_another_version_is_as_none(self, line: Line, tmp_path: Path) -> None:
-        line.next().note([A])
+        line.next().note([impression_id(*A)])
         (tmp_path / "device").write_bytes(b"relaygr.device.0" + b"\xff" * (RECORD_BYTES - 16))
-        assert not line.next().accuses
-        line.next().note([A])
-        assert line.next().ends(A) == 1
+        assert not line.next().any_accused
+        line.next().note([impression_id(*A)])
+        assert line.next().ends(*A) == 1
 
     def test_of_too_many_the_newest_are_accused(self, line: Line) -> None:
         ids = [impression_id("a", str(number)) for number in range(2 * MOST_IDS)]
         line.next().note(ids[:MOST_IDS])
         line.next().note(ids[MOST_IDS : MOST_IDS + 8])
         record = line.next()
-        assert sum(map(record.ends, ids)) == MOST_IDS
-        assert all(record.ends(each) == 1 for each in ids[MOST_IDS : MOST_IDS + 8])
+        ends = [record.ends("a", str(number)) for number in range(2 * MOST_IDS)]
+        assert sum(ends) == MOST_IDS
+        assert ends[MOST_IDS : MOST_IDS + 8] == [1] * 8
 
     def test_the_largest_batch_has_room(self) -> None:
         most = next(

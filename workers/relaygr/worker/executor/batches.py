@@ -166,7 +166,7 @@ class Batches:
         return self._prefixes.chunk_within(slack_us, now_us)
 
     def _runs_alone(self, work: RankingWork) -> bool:
-        return self._device_record.ends(work.impression.record_id) > 0 if self._device_record.accuses else False
+        return self._device_record.ends(work.request.user_id, work.request.request_id) > 0
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
         """Takes the requests of the next forward out of the queue."""

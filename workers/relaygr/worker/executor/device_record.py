@@ -67,13 +67,13 @@ class DeviceRecord:
         self.clear()
 
     @property
-    def accuses(self) -> bool:
+    def any_accused(self) -> bool:
         """Whether any impression is accused."""
         return bool(self._accused)
 
-    def ends(self, impression: bytes) -> int:
-        """How many processes ended while this impression was on the device."""
-        return self._accused.get(impression, 0)
+    def ends(self, user_id: str, request_id: str = "") -> int:
+        """How many processes ended while this impression, or the user's work for nobody, was on the device."""
+        return self._accused.get(impression_id(user_id, request_id), 0) if self._accused else 0
 
     def has_accused(self, impressions: Collection[bytes]) -> bool:
         """Whether any of them is accused, so that their work runs alone."""

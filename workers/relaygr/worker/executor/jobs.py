@@ -107,7 +107,7 @@ class Jobs:
         impression.has_job = True
         stated = job.retrieval_at_us, job.expected_ranking_at_us
         self._arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us, stated)
-        if self._device_record.ends(impression.record_id) >= MOST_ENDS:
+        if self._device_record.ends(job.user_id, job.request_id) >= MOST_ENDS:
             return self._prefixes.end_job(work, JobOutcome.FAILED)
         if job.expected_suffix and not self._resolver.engine.rules.grows:
             return self._prefixes.end_job(work, JobOutcome.NOT_USABLE)

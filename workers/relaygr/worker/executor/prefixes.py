@@ -288,7 +288,7 @@ class Prefixes:
     @property
     def next_runs_alone(self) -> bool:
         """Whether the next pre-infer chunk was on the device when a process ended, so that nothing runs beside it."""
-        work = self._scheduler.preinfer.peek() if self._device_record.accuses else None
+        work = self._scheduler.preinfer.peek() if self._device_record.any_accused else None
         return isinstance(work, PrefixWork) and self._device_record.has_accused(work.record_ids)
 
     def chunk_within(self, slack_us: float, now_us: int) -> Chunk | None:

@@ -186,7 +186,7 @@ class Requests:
         too_long = _too_long(request, self._resolver.engine.limits)
         if too_long is not None:
             raise Unranked(Ended.FAILED, Reason.TOO_LONG, too_long)
-        ends = self._device_record.ends(work.impression.record_id)
+        ends = self._device_record.ends(request.user_id, request.request_id)
         if ends >= MOST_ENDS:
             raise Unranked(Ended.FAILED, Reason.DEVICE_ERROR, f"{ends} processes ended while they computed it")
         self._look_up(work)

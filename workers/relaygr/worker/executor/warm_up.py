@@ -29,7 +29,7 @@ import structlog
 
 from relaygr.worker.cache import Handle, PendingOutcome, PendingPrefix
 from relaygr.worker.executor.capacity import Capacity
-from relaygr.worker.executor.device_record import MOST_ENDS, impression_id
+from relaygr.worker.executor.device_record import MOST_ENDS
 from relaygr.worker.executor.order import Scheduler
 from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.prefixes import Prefixes
@@ -143,7 +143,7 @@ class WarmUps:
     def _begin(self, user_id: str) -> str | None:
         """Queues the user's prefix; or returns why not."""
         resolver = self._resolver
-        if self._device_record.ends(impression_id(user_id)) >= MOST_ENDS:
+        if self._device_record.ends(user_id) >= MOST_ENDS:
             return "failed"
         history = resolver.history(user_id, None, None, 0)
         if history.history is None or user_id in self._prefixes.by_user:
@@ -271,7 +271,7 @@ class Follows:
         """
         if user_id in self._prefixes.by_user:
             return "under_way"
-        if self._device_record.ends(impression_id(user_id)) >= MOST_ENDS:
+        if self._device_record.ends(user_id) >= MOST_ENDS:
             return "failed"
         resolver = self._resolver
         history = resolver.history(user_id, None, None, 0)
