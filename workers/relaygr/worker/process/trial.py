@@ -163,29 +163,24 @@ class Gate:
 def _kv(engine: Engine, settings: WorkerSettings) -> Measured | None:
     if not engine.geometry.dtype.is_scaled:
         return None
-    dtype = exact_kv(engine.compute_dtype)
-    exact = other_engine(
-        engine, settings.model, dtype, engine.compute_dtype, int(settings.device_table_bytes), settings.ranker_modules
-    )
-    return Measured(
-        engine.geometry.dtype.value,
-        dtype.value,
-        measure_engine_error(engine, exact, *made_sample(engine)),
-    )
+    exact = exact_kv(engine.compute_dtype)
+    error = _error_against(engine, settings, exact, engine.compute_dtype)
+    return Measured(engine.geometry.dtype.value, exact.value, error)
 
 
 def _products(engine: Engine, settings: WorkerSettings) -> Measured | None:
     if engine.compute_dtype is not ComputeDtype.INT8:
         return None
-    dtype = ComputeDtype.FLOAT32
-    exact = other_engine(
-        engine, settings.model, engine.geometry.dtype, dtype, int(settings.device_table_bytes), settings.ranker_modules
-    )
-    return Measured(
-        engine.compute_dtype.value,
-        dtype.value,
-        measure_engine_error(engine, exact, *made_sample(engine)),
-    )
+    exact = ComputeDtype.FLOAT32
+    error = _error_against(engine, settings, engine.geometry.dtype, exact)
+    return Measured(engine.compute_dtype.value, exact.value, error)
+
+
+def _error_against(engine: Engine, settings: WorkerSettings, kv: KvDtype, compute: ComputeDtype) -> ScoreError:
+    """The error of the engine against the same model in these types."""
+    tables_bytes = int(settings.device_table_bytes)
+    exact = other_engine(engine, settings.model, kv, compute, tables_bytes, settings.ranker_modules)
+    return measure_engine_error(engine, exact, *made_sample(engine))
 
 
 def _dram_tier(engine: Engine, settings: WorkerSettings) -> Measured | None:
