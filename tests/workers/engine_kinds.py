@@ -78,6 +78,14 @@ KINDS: dict[str, ModelConfig] = {
     "research, concatenated, bias by position": small_config(
         **(_RESEARCH | {"output_form": OutputForm.U_NA_UNORM}), relative_bias=RelativeBias(positions=20)
     ),
+    "research, cosine": small_config(
+        activated=Activated.UVQK,
+        output_form=OutputForm.UNORM,
+        relative_bias=RelativeBias(positions=64),
+        readout=ReadoutForm.ITEM_PRODUCT,
+        readout_norm=ReadoutNorm.L2,
+        readout_hidden=(),
+    ),
     "soft-max": small_config(family=Family.SOFTMAX, mlp_dim=24, contextual_features=_FEATURES, output_bias=True),
     "soft-max with every mask option": small_config(
         family=Family.SOFTMAX,

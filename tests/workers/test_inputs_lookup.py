@@ -131,7 +131,7 @@ def test_a_feature_of_several_tokens_takes_as_many_values() -> None:
         ({"inputs": InputForm.INTERLEAVED, "num_actions": 0}, "interleaved needs num_actions"),
         ({"inputs": InputForm.DLRM}, "dlrm_inputs is required with the inputs dlrm"),
         (dlrm(num_actions=3), "leave num_actions at 0"),
-        ({"readout": "item_product"}, "reads the tables of inputs dlrm"),
+        ({"readout": "item_product", "inputs": "interleaved", "num_actions": 5}, "inputs added and dlrm"),
         ({"num_times": 3}, "set both or neither"),
         ({"time_encoding": TimeEncoding.LOG}, "set both or neither"),
         ({"position_origin": PositionOrigin.END, "num_positions": 0}, "needs num_positions"),

@@ -105,3 +105,12 @@ def test_the_row_times_the_candidates_item_and_its_features() -> None:
     x = norm(ROWS.astype(float), w["readout.norm.weight"], w["readout.norm.bias"], 1e-6) * item_rows
     x = swish("readout.mlp.0.norm", linear(w, "readout.mlp.0", x))
     np.testing.assert_allclose(scores, answered(linear(w, "readout.mlp.1", x)), rtol=2e-5, atol=1e-5)
+
+
+def test_the_row_times_the_embedding_of_the_candidate_both_of_length_one() -> None:
+    config = small_config(readout=ReadoutForm.ITEM_PRODUCT, readout_norm=ReadoutNorm.L2, readout_hidden=())
+    scores, w = scores_of(config)
+    own = w["items.weight"][3:8].astype(float)
+    rows = ROWS / np.linalg.norm(ROWS, axis=1, keepdims=True)
+    product = rows * own / np.linalg.norm(own, axis=1, keepdims=True)
+    np.testing.assert_allclose(scores, answered(linear(w, "readout.mlp.0", product)), rtol=2e-5, atol=1e-6)

@@ -32,7 +32,10 @@ def task_logits(config: ModelConfig, tensors: Tensors, x: torch.Tensor, items: t
         x = F.normalize(x, dim=-1)
     if config.readout is ReadoutForm.ITEM_PRODUCT:
         vectors = item_vectors(config, tensors, items)
-        x = x * swish_mlp(config, tensors, "readout.item", vectors, config.readout_mlp_eps)
+        if config.dlrm_inputs is None:
+            x = x * F.normalize(vectors, dim=-1)
+        else:
+            x = x * swish_mlp(config, tensors, "readout.item", vectors, config.readout_mlp_eps)
     last = len(config.readout_hidden)
     for index in range(last + 1):
         x = x @ tensors[f"readout.mlp.{index}.weight"] + tensors[f"readout.mlp.{index}.bias"]

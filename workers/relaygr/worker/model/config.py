@@ -194,8 +194,8 @@ class ModelConfig(Part):
             raise ValueError("inputs dlrm takes dlrm_inputs.action_weights: leave num_actions at 0")
         if self.inputs is InputForm.INTERLEAVED and not self.num_actions:
             raise ValueError("inputs interleaved needs num_actions")
-        if self.readout is ReadoutForm.ITEM_PRODUCT and self.inputs is not InputForm.DLRM:
-            raise ValueError("readout item_product reads the tables of inputs dlrm")
+        if self.readout is ReadoutForm.ITEM_PRODUCT and self.inputs is InputForm.INTERLEAVED:
+            raise ValueError("readout item_product is allowed with the inputs added and dlrm")
         if self.readout_hidden_norm and self.readout_activation is ReadoutActivation.SWISH_NORM:
             raise ValueError("readout_hidden_norm: the activation swish_norm has a norm of its own")
         if (self.time_encoding is TimeEncoding.NONE) != (self.num_times == 0):

@@ -117,7 +117,7 @@ class ReadoutForm(enum.StrEnum):
     ROW = "row"
     """The candidate's last row, normalised."""
     ITEM_PRODUCT = "item_product"
-    """The normalised row times an MLP of the candidate's own embedding. Meta's DLRM-v3."""
+    """The normalised row times the candidate's own embedding: of length 1, or through an MLP (Meta's DLRM-v3)."""
 
 
 class ReadoutActivation(enum.StrEnum):

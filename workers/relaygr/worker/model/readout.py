@@ -2,10 +2,11 @@
 
     circle  = angle of floor(time / unit) mod units, as cosine and sine, one for each period
     row     = norm(row)                                      or  norm(linear([row, circles]))
-    score   = MLP(row)                                       or  MLP(row * MLP(candidate's item and its features))
+    score   = MLP(row)                                       or  MLP(row * item)
+    item    = MLP(candidate's item and its features)         or  the candidate's embedding, of length 1
 
 then sigmoid where a task is binary. Sources: NVIDIA's recsys-examples (L2 norm, MLP), Meta's generative-recommenders
-(DLRM-v3: the rest, with its time-aware post-processor).
+(DLRM-v3: the rest, with its time-aware post-processor; the cosine of its research code's retrieval).
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def readout_row_elements(config: ModelConfig) -> int:
     d, periods = config.embedding_dim, len(config.readout_periods)
     # The token; its row, the row joined with periods, mapped and normalised.
     elements = 2 * len(Column) + 4 * d + 6 * periods
-    if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
-        inputs = config.dlrm_inputs
-        elements += 2 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * config.readout_item_hidden + 3 * d
+    if config.readout is ReadoutForm.ITEM_PRODUCT:
+        elements += 3 * d
+        if (inputs := config.dlrm_inputs) is not None:
+            elements += 2 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * config.readout_item_hidden
     # A layer of the MLP: its linear map, norm and gate beside the layer before.
     return elements + 4 * max((0, *config.readout_hidden)) + sum(config.readout_hidden) + 3 * len(config.tasks)
 
@@ -147,13 +149,14 @@ class Readout:
         self._read = build_row_reader(config, tensors)
         self._head = TaskHead(config, tensors)
         # No bound method is kept: the cycle would keep the weights of a replaced model until a full garbage collection.
-        self._is_product = config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None
-        if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
-            self._items = ItemEmbeddings(
-                len(config.dlrm_inputs.item_features), tensors, Placement() if placement is None else placement
+        self._is_product = config.readout is ReadoutForm.ITEM_PRODUCT
+        if self._is_product:
+            inputs, eps = config.dlrm_inputs, config.readout_mlp_eps
+            features = 0 if inputs is None else len(inputs.item_features)
+            self._items = ItemEmbeddings(features, tensors, Placement() if placement is None else placement)
+            self._item_row: RowFunction = (
+                l2_norm if inputs is None else swish_norm_mlp(tensors, "readout.item", eps, config.swish_eps(eps))
             )
-            eps = config.readout_mlp_eps
-            self._item_mlp = swish_norm_mlp(tensors, "readout.item", eps, config.swish_eps(eps))
 
     def __call__(self, rows: torch.Tensor, tokens: torch.Tensor, on_host: Tokens | None = None) -> torch.Tensor:
         """rows [candidates, D], their tokens int64 [candidates, 5] -> scores float32 [candidates, tasks].
@@ -168,6 +171,6 @@ class Readout:
         return self._read(rows, tokens[:, Column.TIME])
 
     def item_rows(self, tokens: torch.Tensor, on_host: Tokens | None = None) -> torch.Tensor:
-        """[candidates, D]: the MLP of the candidates' items, the other factor of the product."""
+        """[candidates, D]: of the candidates' items, the other factor of the product."""
         known = None if on_host is None else on_host[:, Column.CONTENT]
-        return self._item_mlp(self._items(tokens[:, Column.CONTENT], known))
+        return self._item_row(self._items(tokens[:, Column.CONTENT], known))
