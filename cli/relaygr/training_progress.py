@@ -14,6 +14,7 @@ from relaygr.ingest.log_map import NO_MAP, LogMap
 from relaygr.ingest.reading import joined, log_bytes, read_interactions
 from relaygr.progress import Bars, progress_bars
 from relaygr.training.logs import Log, Ties
+from relaygr.training.options import Stage, TrainingOptions
 
 if TYPE_CHECKING:
     from relaygr.training.trainer import EpochRecord
@@ -69,21 +70,36 @@ def training_log(parts: Sequence[Interactions]) -> Log:
 class EpochLines:
     """The epoch's bar with its loss, and a line for each epoch."""
 
-    def __init__(self, bars: Bars, console: Console, epochs: int) -> None:
-        self._bars, self._console, self._epochs = bars, console, epochs
-        self._epoch = -1
-        self._best = 0.0
+    def __init__(self, bars: Bars, console: Console, options: TrainingOptions) -> None:
+        self._bars, self._console, self._options = bars, console, options
+        self._at: tuple[Stage, int] | None = None
+        self._best: dict[Stage, float] = {}
+        self._epoch_s: list[float] = []
+        """Of the stage."""
 
-    def step(self, epoch: int, share: float, loss: float) -> None:
-        if epoch != self._epoch:
+    def step(self, stage: Stage, epoch: int, share: float, loss: float) -> None:
+        if (stage, epoch) != self._at:
             self._bars.began("", 1)
-            self._epoch = epoch
-        best = f", best validation NDCG@10 {self._best:.4f}" if self._best else ""
-        self._bars.share(share, f"epoch {epoch + 1} of {self._epochs}, loss {loss:.3f}{best}")
+            self._epoch_s = self._epoch_s if epoch else []
+            self._at = stage, epoch
+        said = f"{stage}, epoch {epoch + 1} of {self._options.epochs_of(stage)}, loss {loss:.3f}"
+        if stage in self._best:
+            said += f", best validation NDCG@10 {self._best[stage]:.4f}"
+        self._bars.share(share, said + self._left(stage, epoch))
+
+    def _left(self, stage: Stage, epoch: int) -> str:
+        """The longest that the stage may still take, by its last epoch."""
+        if not self._epoch_s or self._options.max_minutes:
+            return ""
+        return f", at most {self._epoch_s[-1] * (self._options.epochs_of(stage) - epoch) / 60:.0f} min"
 
     def epoch_ended(self, record: EpochRecord) -> None:
-        self._best = max(self._best, record.ndcg)
+        self._best[record.stage] = max(self._best.get(record.stage, 0.0), record.ndcg)
+        self._epoch_s.append(record.seconds)
+        losses = f"retrieval {record.retrieval_loss:.4f}"
+        if record.stage is Stage.CANDIDATES:
+            losses += f"  next {record.next_loss:.4f}  liked {record.liked_loss:.4f}"
         self._console.print(
-            f"epoch {record.epoch + 1:3}  loss {record.loss:.4f}  next {record.next_loss:.4f}  "
-            f"validation NDCG@10 {record.ndcg:.4f}  {record.seconds:.0f} s"
+            f"{record.stage:10} {record.epoch + 1:3}  {losses}  validation NDCG@10 {record.ndcg:.4f}  "
+            f"{record.seconds:.0f} s"
         )

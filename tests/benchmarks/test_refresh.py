@@ -10,11 +10,11 @@ import torch
 
 from relaygr.bench.refresh.run import compare
 from relaygr.runtime.errors import RelayError
+from relaygr.training.models import RankerModel
 from relaygr.training.options import Protocol
 from relaygr.training.ranker import Size, initial_tensors, ranker_config
 from relaygr.training.ranking import NDCG, judge
 from relaygr.training.splits import Part, split_log
-from relaygr.training.trainer import RankerModel
 from relaygr.worker.model.checkpoint import save_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from tests.training.made_logs import cyclic_log

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from relaygr.training.logs import Log
-from relaygr.training.options import TrainingOptions
+from relaygr.training.options import Stage, TrainingOptions
 from relaygr.training.runs import Run
 from relaygr.training.splits import Split
 
 QUICK = TrainingOptions(
-    dim=16, epochs=3, places=8, negatives=15, dropout=0.1, validation_users=0, threads=1, max_history=64, seed=3
-)
+    dim=16, epochs=3, candidate_epochs=2, places=8, negatives=15, dropout=0.1, validation_users=0, threads=1,
+    max_history=64, seed=3,
+)  # fmt: skip
 
 
 def cyclic_log(users: int = 60, length: int = 40, items: int = 60, seed: int = 0, rated: bool = True) -> Log:
@@ -65,16 +66,16 @@ class Recorder:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
-        self.epochs: list[int] = []
+        self.epochs: list[tuple[Stage, int]] = []
         self.losses: list[float] = []
 
-    def step(self, epoch: int, share: float, loss: float) -> None:
+    def step(self, stage: Stage, epoch: int, share: float, loss: float) -> None:
         self.losses.append(loss)
         if self.stop_after is not None and len(self.epochs) >= self.stop_after and share > 0.5:
             raise KeyboardInterrupt
 
     def epoch_ended(self, record) -> None:  # type: ignore[no-untyped-def]
-        self.epochs.append(record.epoch)
+        self.epochs.append((record.stage, record.epoch))
 
 
 def revision_of(run: Run) -> str:

@@ -10,12 +10,12 @@ import pytest
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.lengths import Asked, LengthPoint, deadline_loss, evaluate_lengths, lengths_up_to
+from relaygr.training.models import RankerModel
 from relaygr.training.options import Protocol
 from relaygr.training.pipeline import Progress, train_ranker
 from relaygr.training.ranking import NDCG, Estimate, Judged, judge
 from relaygr.training.runs import Run
 from relaygr.training.splits import Part, split_log
-from relaygr.training.trainer import RankerModel
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.training.made_logs import QUICK, Recorder, cyclic_log
 

@@ -28,6 +28,7 @@ from relaygr.training.post_training import (
     _Policy,
     post_train,
 )
+from relaygr.training.ranker import Size, initial_tensors, ranker_config
 from relaygr.training.ranking import NDCG
 from relaygr.training.runs import Run
 from relaygr.training.splits import Part, split_log
@@ -120,6 +121,8 @@ def test_requests_and_rewards_are_of_the_training_part(ranker: Run) -> None:
     """Each behaviour has an item of its own, so that an item says from which part it is."""
     log = replace(LOG, items=np.arange(len(LOG.items), dtype=np.int64))
     job = job_of(ranker, log)
+    config = ranker_config(job.split, Size(dim=16, heads=1, layers=2, max_history=64))
+    job = replace(job, checkpoint=replace(job.checkpoint, config=config, tensors=initial_tensors(config, 0)))
     known = set(job.split.item_ids.tolist())
     held_out = {
         item for part in Part for user in range(len(log.users)) for item in log.items[job.split.targets(user, part)]

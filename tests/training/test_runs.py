@@ -20,14 +20,24 @@ from relaygr.compare.running import Scorer
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.training.logs import Log
-from relaygr.training.options import Protocol, TrainingOptions
+from relaygr.training.models import CASCADE, RANKER, RETRIEVAL, CascadeModel, RankerModel, RetrievalModel
+from relaygr.training.options import Protocol, Stage, TrainingOptions
 from relaygr.training.pipeline import Finished, Progress, train_ranker
-from relaygr.training.ranker import Batch, candidate_logits, score_items
+from relaygr.training.ranker import (
+    Batch,
+    Size,
+    candidate_logits,
+    initial_tensors,
+    ranker_config,
+    score_items,
+    search_row,
+)
 from relaygr.training.ranking import NDCG
 from relaygr.training.runs import STATE_FILE, Run
-from relaygr.training.sampling import training_batches
+from relaygr.training.sampling import FOUND, candidate_batches, sequence_batches, with_found_negatives
+from relaygr.training.sequence_loss import cosines
 from relaygr.training.splits import Part, Split, split_log
-from relaygr.training.trainer import RankerModel, learning_rate, train
+from relaygr.training.trainer import learning_rate, train
 from relaygr.worker.device import open_device
 from relaygr.worker.model.checkpoint import load_checkpoint
 from tests.training.made_logs import QUICK, Recorder, cyclic_log, revision_of, with_test_behaviours
@@ -59,23 +69,24 @@ def trained(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    trained(folder, options=replace(QUICK, epochs=12, learning_rate=5e-3), with_baselines=True)
+    trained(folder, options=replace(QUICK, epochs=12, candidate_epochs=4, learning_rate=5e-3), with_baselines=True)
     return Run(folder)
 
 
 def test_the_ranker_beats_popularity_where_histories_say_more(run: Run) -> None:
     found = run.read_json("metrics.json")
-    assert found["test"]["ranker"][NDCG]["mean"] > 2 * found["test"]["popularity"][NDCG]["mean"]
+    for name in (CASCADE, RETRIEVAL, RANKER):
+        assert found["test"][name][NDCG]["mean"] > 2 * found["test"]["popularity"][NDCG]["mean"], name
     assert found["gains"]["popularity"]["low"] > 0
-    assert found["test"]["ranker"]["auc"]["low"] > 0.5, "even items are liked"
+    assert found["test"][RANKER]["auc"]["low"] > 0.5, "even items are liked"
 
 
 def test_a_run_has_its_files_and_no_state_is_left(run: Run) -> None:
     found = {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file()}
     assert found == {
         "run.json", "metrics.json", "training.png", "checkpoint/config.json", "checkpoint/model.safetensors",
-        "checkpoint/README.md", "predictions/ranker.jsonl", "predictions/popularity.jsonl", "predictions/ials.jsonl",
-        "predictions/item-neighbours.jsonl",
+        "checkpoint/README.md", "predictions/cascade.jsonl", "predictions/retrieval.jsonl", "predictions/ranker.jsonl",
+        "predictions/popularity.jsonl", "predictions/ials.jsonl", "predictions/item-neighbours.jsonl",
     }  # fmt: skip
     card = (run.checkpoint / "README.md").read_text()
     assert revision_of(run) in card and "weak evidence" in card and "popularity" in card
@@ -121,7 +132,7 @@ def test_a_candidate_of_a_batch_has_the_score_that_it_has_alone(run: Run) -> Non
     checkpoint = load_checkpoint(run.checkpoint)
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     split = split_log(LOG, Protocol.TIME)
-    _, batch = next(training_batches(split, 0, 0, places=4, negatives=3, max_history=64))
+    _, batch = next(candidate_batches(split, 0, 0, places=4, negatives=3, max_history=64))
     together = candidate_logits(config, tensors, batch.inputs)
     inputs = batch.inputs
     for user in range(inputs.items.shape[0]):
@@ -131,7 +142,6 @@ def test_a_candidate_of_a_batch_has_the_score_that_it_has_alone(run: Run) -> Non
             inputs.actions[user : user + 1, :place],
             inputs.candidates[user : user + 1, :1, 1:2],
             inputs.places[user : user + 1, :1],
-            inputs.first[user : user + 1],
         )
         assert torch.allclose(candidate_logits(config, tensors, alone)[0, 0, 0], together[user, 0, 1], atol=1e-5)
 
@@ -150,7 +160,21 @@ def test_an_interrupted_run_goes_on_to_the_checkpoint_of_one_that_was_not(tmp_pa
     assert (tmp_path / "cut" / STATE_FILE).exists()
     later = Recorder()
     trained(tmp_path / "cut", recorder=later)
-    assert later.epochs == [1, 2]
+    assert later.epochs == STAGES[1:]
+    assert revision_of(Run(tmp_path / "cut")) == revision_of(Run(tmp_path / "whole"))
+
+
+STAGES = [(Stage.SEQUENCE, 0), (Stage.SEQUENCE, 1), (Stage.SEQUENCE, 2), (Stage.CANDIDATES, 0), (Stage.CANDIDATES, 1)]
+
+
+@pytest.mark.parametrize("done", [3, 4], ids=["between the stages", "among the candidates"])
+def test_a_run_that_was_killed_later_goes_on_where_it_was(tmp_path: Path, done: int) -> None:
+    trained(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "cut", recorder=Recorder(stop_after=done))
+    later = Recorder()
+    trained(tmp_path / "cut", recorder=later)
+    assert later.epochs == STAGES[done:]
     assert revision_of(Run(tmp_path / "cut")) == revision_of(Run(tmp_path / "whole"))
 
 
@@ -273,10 +297,10 @@ def test_other_test_behaviours_change_nothing_but_the_metrics_of_the_test(tmp_pa
     found = [Run(tmp_path / name) for name in ("as-it-is", "changed")]
     assert revision_of(found[0]) == revision_of(found[1])
     one, other = (run.read_json("metrics.json") for run in found)
-    for part in ("baselines", "best_epoch"):
+    for part in ("baselines", "best"):
         assert one[part] == other[part]
     assert [epoch["ndcg"] for epoch in one["epochs"]] == [epoch["ndcg"] for epoch in other["epochs"]]
-    for name in ("ranker", "popularity", "ials", "item-neighbours"):
+    for name in (CASCADE, RETRIEVAL, RANKER, "popularity", "ials", "item-neighbours"):
         tops = [
             [json.loads(line)["top"] for line in (run.folder / "predictions" / f"{name}.jsonl").open()] for run in found
         ]
@@ -292,20 +316,45 @@ def split_at(split: Split) -> str:
     return datetime.datetime.fromtimestamp(at_ms // 1000, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def test_negatives_are_never_the_next_behaviour() -> None:
-    split = split_log(LOG, Protocol.TIME)
-    for _, batch in training_batches(split, 0, 0, places=8, negatives=31, max_history=64):
-        wanted, others = batch.inputs.candidates[..., :1], batch.inputs.candidates[..., 1:]
-        assert bool((batch.is_excluded[..., 1:] | (others != wanted) | ~batch.is_target[..., None]).all())
-        assert not bool(batch.is_excluded[..., 0].any())
+def test_negatives_are_never_the_next_behaviour(run: Run) -> None:
+    split, checkpoint = split_log(LOG, Protocol.TIME), load_checkpoint(run.checkpoint)
+    for _, drawn in candidate_batches(split, 0, 0, places=8, negatives=31, max_history=64):
+        for batch in (drawn, with_found_negatives(checkpoint.config, dict(checkpoint.tensors), drawn)):
+            wanted, others = batch.inputs.candidates[..., :1], batch.inputs.candidates[..., 1:]
+            assert bool((batch.is_excluded[..., 1:] | (others != wanted)).all())
+            assert not bool(batch.is_excluded[..., 0].any())
+
+
+def test_half_of_the_negatives_are_what_retrieval_finds_there_and_nothing_that_the_user_had(run: Run) -> None:
+    items = np.concatenate([np.random.default_rng(user).permutation(600)[:40] for user in range(20)])
+    split = split_log(log_of([40] * 20, items.tolist()), Protocol.TIME)
+    assert split.leaves_out_seen and split.num_items > 3 * FOUND
+    config = ranker_config(split, Size(dim=16, heads=1, layers=2, max_history=64))
+    tensors = initial_tensors(config, 0)
+    for _, drawn in candidate_batches(split, 0, 0, places=4, negatives=20, max_history=64):
+        batch = with_found_negatives(config, tensors, drawn)
+        assert torch.equal(batch.inputs.candidates[..., 11:], drawn.inputs.candidates[..., 11:])
+        for user, place in batch.is_target.nonzero().tolist():
+            count = int(batch.inputs.places[user, place])
+            codes = batch.inputs.actions[user, :count].numpy().astype(np.uint16)
+            row = search_row(config, tensors, batch.inputs.items[user, :count].numpy().astype(np.int32), codes)
+            scores = cosines(row, tensors["items.weight"][: split.num_items])
+            scores[batch.never[user]] = -2.0
+            best = set(torch.topk(scores, FOUND).indices.tolist())
+            assert set(batch.inputs.candidates[user, place, 1:11].tolist()) <= best
+            assert not set(batch.never[user].tolist()) & best
+
+
+def each_its_own() -> Split:
+    """Each behaviour has an item of its own, which says where it stands."""
+    log = cyclic_log(users=30)
+    return split_log(replace(log, items=np.arange(len(log.items), dtype=np.int64)), Protocol.TIME)
 
 
 def test_windows_hold_training_behaviours_only_and_targets_come_after_their_history() -> None:
     """Each target is the behaviour right after its place in the window."""
-    log = cyclic_log(users=30)
-    log = replace(log, items=np.arange(len(log.items), dtype=np.int64))  # Each behaviour has an item of its own.
-    split = split_log(log, Protocol.TIME)
-    for _, batch in training_batches(split, 0, 0, places=8, negatives=3, max_history=16):
+    split = each_its_own()
+    for _, batch in candidate_batches(split, 0, 0, places=8, negatives=3, max_history=16):
         items, places, targets = batch.inputs.items, batch.inputs.places, batch.inputs.candidates[..., 0]
         assert items.shape[1] <= 16
         for user, place in batch.is_target.nonzero().tolist():
@@ -314,6 +363,32 @@ def test_windows_hold_training_behaviours_only_and_targets_come_after_their_hist
             known = before[before < split.num_items]
             assert bool((known < target).all()) and (not known.numel() or target - int(known.max()) <= 3)
             assert target < split.num_items
+
+
+def test_every_behaviour_but_the_first_of_a_window_is_searched_once_an_epoch() -> None:
+    split = each_its_own()
+    searched: list[int] = []
+    for _, batch in sequence_batches(split, 0, 0, max_history=64):
+        assert torch.equal(batch.inputs.places[0], 1 + torch.arange(batch.inputs.items.shape[1]))
+        for items, wanted in zip(batch.inputs.items, batch.wanted, strict=True):
+            searched += wanted[wanted < split.num_items].tolist()
+            known = items < split.num_items
+            assert bool((wanted[known] == items[known] + 1).all()), "it came right after"
+    assert sorted(searched) == [
+        row for user, start in enumerate(split.starts[:-1]) for row in split.rows[start + 1 : split.train_ends[user]]
+    ]
+
+
+def test_what_is_served_is_what_retrieval_finds_in_the_order_of_the_ranker(run: Run) -> None:
+    checkpoint, split = load_checkpoint(run.checkpoint), split_log(LOG, Protocol.TIME)
+    models = [kind(split, checkpoint.config, dict(checkpoint.tensors)) for kind in (RetrievalModel, RankerModel)]
+    rows = torch.arange(split.num_items)
+    found, ranked = (model.next_scores(0, Part.TEST, rows) for model in models)
+    served = CascadeModel(*models, found=10).next_scores(0, Part.TEST, rows)
+    best = torch.topk(found, 10).indices
+    assert torch.topk(served, 10).indices.tolist() == best[ranked[best].argsort(descending=True)].tolist()
+    others = torch.topk(found, len(rows)).indices[10:]
+    assert served.argsort(descending=True, stable=True)[10:].tolist() == others.tolist()
 
 
 def test_a_log_without_ratings_has_one_task(tmp_path: Path) -> None:
@@ -362,17 +437,21 @@ def test_the_time_limit_counts_the_time_before_a_restart(tmp_path: Path) -> None
 
 def test_a_time_limit_ends_training_inside_an_epoch(tmp_path: Path) -> None:
     finished = trained(tmp_path / "run", options=replace(QUICK, epochs=30, max_minutes=1e-9))
-    assert finished.best_epoch == 0
+    assert finished.best == {Stage.SEQUENCE: 0, Stage.CANDIDATES: 0}
     epochs = json.loads((tmp_path / "run" / "metrics.json").read_text())["epochs"]
-    whole = trained(tmp_path / "whole", options=replace(QUICK, epochs=1))
-    assert len(epochs) == 1 and whole.best_epoch == 0
+    trained(tmp_path / "whole", options=replace(QUICK, epochs=1))
+    assert [each["stage"] for each in epochs] == list(Stage), "each stage has its share of the time"
     one_batch = epochs[0]["loss"]
     assert one_batch != json.loads((tmp_path / "whole" / "metrics.json").read_text())["epochs"][0]["loss"]
 
 
 def test_the_learning_rate_falls_with_the_epochs_or_with_the_time() -> None:
-    options = replace(QUICK, epochs=11, learning_rate=1.0)
-    assert learning_rate(options, 0, 49, 0.0) == 0.5, "it rises first"
-    assert learning_rate(options, 5, 0, 0.0) == pytest.approx(0.525)
-    assert learning_rate(options, 5, 0, 0.9) == learning_rate(options, 9, 0, 0.0) == pytest.approx(0.145)
-    assert learning_rate(options, 10, 0, 0.0) == learning_rate(options, 1, 0, 3.0) == pytest.approx(0.05)
+    options = replace(QUICK, epochs=11, candidate_epochs=6, learning_rate=1.0)
+
+    def rate(epoch: int, step: int, used_share: float, stage: Stage = Stage.SEQUENCE) -> float:
+        return learning_rate(options, stage, epoch, step, used_share)
+
+    assert rate(0, 49, 0.0) == rate(0, 49, 0.0, Stage.CANDIDATES) == 0.5, "it rises first"
+    assert rate(5, 0, 0.0) == pytest.approx(0.525)
+    assert rate(5, 0, 0.9) == rate(9, 0, 0.0) == pytest.approx(0.145)
+    assert rate(10, 0, 0.0) == rate(1, 0, 3.0) == rate(5, 0, 0.0, Stage.CANDIDATES) == pytest.approx(0.05)

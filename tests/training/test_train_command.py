@@ -17,8 +17,8 @@ from tests.training.made_logs import cyclic_log, write_inter
 pytestmark = pytest.mark.slow  # They train.
 
 SMALL = [
-    "--dim", "16", "--epochs", "1", "--places", "4", "--negatives", "7", "--max-history", "64", "--threads", "1",
-    "--no-baselines",
+    "--dim", "16", "--epochs", "1", "--candidate-epochs", "1", "--places", "4", "--negatives", "7",
+    "--max-history", "64", "--threads", "1", "--no-baselines",
 ]  # fmt: skip
 TIMED = "user_id:token\titem_id:token\ttimestamp:float\n"
 
@@ -37,7 +37,8 @@ def run(log: Path) -> Path:
     folder = log.parent / "run"
     done = train("ranker", log, "--out", folder, *SMALL)
     assert done.exit_code == 0, done.output
-    assert "epoch   1  loss" in done.output and "popularity" in done.output
+    assert "sequence     1  retrieval" in done.output and "candidates   1  retrieval" in done.output
+    assert "NDCG@10 of the cascade less that of popularity" in done.output
     return folder
 
 
@@ -112,7 +113,7 @@ def test_a_log_that_cannot_be_split_is_refused(tmp_path: Path, content: str, sai
     [
         (["--ties", "random"], "give hash or file"),
         (["--protocol", "random"], "give one of time, leave-one-out, global-time"),
-        (["--dim", "15"], "no multiple of --heads 2"),
+        (["--dim", "15", "--heads", "2"], "no multiple of --heads 2"),
     ],
 )
 def test_options_that_make_no_model_are_refused(log: Path, tmp_path: Path, words: list[str], said: str) -> None:

@@ -99,7 +99,7 @@ def ranker(
     run.require_unfinished()
     log = read_training_log(logs, max_bad_lines, console, log_map(columns, actions, ties))
     with progress_bars() as bars:
-        progress = RunProgress(EpochLines(bars, console, options.epochs), bars.began, bars.stepped)
+        progress = RunProgress(EpochLines(bars, console, options), bars.began, bars.stepped)
         finished = train_ranker(log, logs, options, run, progress, with_baselines=baselines)
     if as_json:
         print_json(finite(asdict(finished)))
@@ -287,7 +287,7 @@ def _print_finished(finished: Finished, out: Path) -> None:
         table.add_row(model, *cells, f"{max(each.users for each in metrics.values()):,}")
     console.print(table)
     for name, gain in finished.gains.items():
-        console.print(f"NDCG@10 of the ranker less that of {name}: {gain.with_interval()}")
+        console.print(f"NDCG@10 of the cascade less that of {name}: {gain.with_interval()}")
     console.print(f"Checkpoint and card: {out / 'checkpoint'}; metrics and plot: {out}")
 
 

@@ -76,7 +76,7 @@ def trained_run(console: Console, folder: Path) -> Run:
     limit = f"at most {options.max_minutes:g} minutes" if options.max_minutes else f"{options.epochs} epochs"
     console.print(f"training   a ranker, {limit}; it is kept in {run.folder}")
     with progress_bars() as bars:
-        progress = Progress(EpochLines(bars, console, options.epochs), bars.began, bars.stepped)
+        progress = Progress(EpochLines(bars, console, options), bars.began, bars.stepped)
         finished = train_ranker(log, [log_file], options, run, progress, with_baselines=False)
     for name, metrics in finished.test.items():
         console.print(f"           {name}: NDCG@10 {metrics['ndcg@10'].with_half_width()} over all items")

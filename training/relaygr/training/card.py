@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaygr.training.logs import Ties
+from relaygr.training.models import CASCADE, RANKER, RETRIEVAL
+from relaygr.training.sampling import FOUND
 
 if TYPE_CHECKING:
     from relaygr.training.options import PostTrainingOptions
@@ -20,8 +22,8 @@ WEAK_ORDER = (
 )
 
 
-def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revision: str) -> str:
-    """Markdown, from the content of `run.json` and the result after so many epochs."""
+def checkpoint_card(run: dict[str, Any], finished: Finished, revision: str) -> str:
+    """Markdown, from the content of `run.json` and the result."""
     log, options, split = run["log"], run["options"], finished.split
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = [
@@ -37,7 +39,7 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revisi
         f"{split['test_outside_vocabulary']:,} are of items outside the vocabulary of {split['items']:,}.",
         f"* Candidates: {_candidates(split)}{', but those of the history' if split['leaves_out_seen'] else ''}.",
         f"* Options: {', '.join(f'{name} {value}' for name, value in options.items())}.",
-        f"* Best epoch by validation: {finished.best_epoch + 1} of {epochs}.",
+        f"* Best epochs by validation: {', '.join(f'{best + 1} of {stage}' for stage, best in finished.best.items())}.",
         "",
         "Scores: `next` is the logit of a soft-max over items, which orders candidates and is no probability"
         + (
@@ -52,7 +54,9 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, epochs: int, revisi
         "",
         *metrics_table(finished.test),
         "",
-        "Means over users with 95 % intervals. The ranker's NDCG@10 less a baseline's, in pairs of the same user:",
+        f"`{CASCADE}` is what is served: the {FOUND} items that retrieval finds, ordered by `next`. `{RETRIEVAL}` is "
+        f"retrieval's own order of all items, `{RANKER}` that of `next`. Means over users with 95 % intervals. NDCG@10 "
+        f"of `{CASCADE}` less that of another, in pairs of the same user:",
         "",
         *(f"* {name}: {gain.with_interval()}" for name, gain in finished.gains.items()),
         "",

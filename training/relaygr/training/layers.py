@@ -1,8 +1,8 @@
 """The parts of the ranker in plain torch, differentiable, for any leading dimensions.
 
 They compute what the worker's engine computes for the one form of `ranker.ranker_config`: a token is item and action,
-positions count from the start, SiLU is on U alone, and the output projection reads U * norm(A). A test compares them
-with the engine.
+SiLU is on U, V, Q and K, the output projection reads U * norm(A), and a score reads the product of the candidate's
+row and its item's embedding. A test compares them with the engine.
 
 Rows of tables are read by `F.embedding`: the gradient of an index adds up in another order at each run on several
 threads, and then the same seed would not give the same checkpoint.
@@ -38,26 +38,22 @@ def candidate_rows(config: ModelConfig, tensors: Tensors, items: torch.Tensor) -
     return rows + tensors["actions.weight"][config.num_actions + 1] if config.num_actions else rows
 
 
-def start_positions(config: ModelConfig, tensors: Tensors, places: torch.Tensor) -> torch.Tensor:
-    """[..., D]: the rows of places that count from the start; places beyond the table take its last row."""
-    return F.embedding(places.clamp(max=config.num_positions - 1), tensors["positions.weight"])
-
-
 def layer(config: ModelConfig, tensors: Tensors, x: torch.Tensor, attend: Attend, product: Product) -> torch.Tensor:
     """One HSTU layer; `tensors` are its own (`layer_tensors`), and `attend` decides what a row sees."""
     z = product(normalised(config, tensors, "input_norm", x), tensors["projection.weight"]) + tensors["projection.bias"]
+    z = F.silu(z)
     width, key_width = config.num_heads * config.hidden_dim, config.num_heads * config.attention_dim
     u, v, q, k = torch.split(z, [width, width, key_width, key_width], dim=-1)
     a = attend(q, k, v).flatten(-2)
-    gated = F.silu(u) * normalised(config, tensors, "output_norm", a)
+    gated = u * normalised(config, tensors, "output_norm", a)
     return x + product(gated, tensors["output.weight"])
 
 
-def task_logits(config: ModelConfig, tensors: Tensors, x: torch.Tensor) -> torch.Tensor:
-    """The candidates' last rows [..., candidates, D] -> logits [..., candidates, tasks]."""
-    return (
-        normalised(config, tensors, "readout.norm", x) @ tensors["readout.mlp.0.weight"] + tensors["readout.mlp.0.bias"]
-    )
+def task_logits(tensors: Tensors, x: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """The candidates' last rows [..., candidates, D] and their rows of the item table -> [..., candidates, tasks]."""
+    own = F.embedding(items, tensors["items.weight"])
+    product = F.normalize(x, dim=-1) * F.normalize(own, dim=-1)
+    return product @ tensors["readout.mlp.0.weight"] + tensors["readout.mlp.0.bias"]
 
 
 def normalised(config: ModelConfig, tensors: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ import numpy as np
 
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
+from relaygr.training.models import RankerModel
 from relaygr.training.ranking import NDCG, Estimate, Judged, estimate, judge
 from relaygr.training.runs import Run
 from relaygr.training.splits import Part, Split
-from relaygr.training.trainer import RankerModel
 from relaygr.worker.device import open_device, set_threads
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import EngineMeter, bind_own_arena

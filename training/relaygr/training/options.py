@@ -26,25 +26,37 @@ class Protocol(enum.StrEnum):
     GLOBAL_TIME = "global-time"
 
 
+class Stage(enum.StrEnum):
+    """What is trained (`trainer.py`)."""
+
+    SEQUENCE = "sequence"
+    CANDIDATES = "candidates"
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
     """Of a ranker. The same options, log and machine give the same checkpoint."""
 
     protocol: Protocol = Protocol.TIME
     dim: Annotated[int, Ge(2), Le(4096), Option("Width of a row.")] = 64
-    heads: Annotated[int, Ge(1), Option("Attention heads.")] = 2
+    heads: Annotated[int, Ge(1), Option("Attention heads.")] = 1
     layers: Annotated[int, Ge(1), Option("Number of layers.")] = 2
     max_history: Annotated[
         int, Ge(8), Le(8192), Option("Behaviours of the longest history that is trained and served.")
     ] = 1024
-    epochs: Annotated[int, Ge(1), Option("The most epochs.")] = 30
-    patience: Annotated[int, Ge(1), Option("Stop after so many epochs without a better validation.")] = 5
+    epochs: Annotated[int, Ge(1), Option("The most epochs on sequences, which train retrieval.")] = 40
+    candidate_epochs: Annotated[
+        int, Ge(1), Option("The most epochs on candidates, which train the tasks, after those on sequences.")
+    ] = 5
+    patience: Annotated[int, Ge(1), Option("End a stage after so many epochs without a better validation.")] = 5
     places: Annotated[
-        int, Ge(1), Option("The least trained places of a user in an epoch; long histories have more.")
+        int, Ge(1), Option("The least places of a user with candidates in an epoch; long histories have more.")
     ] = 16
     """A long window has a sixteenth of its length."""
-    negatives: Annotated[int, Ge(1), Option("Random items beside the next one at each place.")] = 31
-    learning_rate: Annotated[float, Ge(1e-7), Le(1.0), Option("Learning rate of Adam.")] = 2e-3
+    negatives: Annotated[
+        int, Ge(1), Option("Items beside the next one at each place: half are found by retrieval, half random.")
+    ] = 31
+    learning_rate: Annotated[float, Ge(1e-7), Le(1.0), Option("Learning rate of Adam.")] = 1e-3
     dropout: Annotated[float, Ge(0.0), Le(0.9), Option("Share of each product's inputs left out.")] = 0.2
     validation_users: Annotated[int, Ge(0), _VALIDATION_USERS] = 500
     test_users: Annotated[int, Ge(0), _TEST_USERS] = 0
@@ -55,6 +67,10 @@ class TrainingOptions:
     seed: Annotated[int, Ge(0), Le(10**13), Option("The same seed gives the same checkpoint on this machine.")] = 0
     """At most so large that torch takes its product with the epoch's factor (`trainer.py`)."""
     threads: Annotated[int, Ge(1), _THREADS] = 2
+
+    def epochs_of(self, stage: Stage) -> int:
+        """The most epochs of a stage."""
+        return self.epochs if stage is Stage.SEQUENCE else self.candidate_epochs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from relaygr.training.baselines import fitted_baselines, folds_count, popularity
 from relaygr.training.card import checkpoint_card
 from relaygr.training.logs import Log, usable
-from relaygr.training.options import TrainingOptions
+from relaygr.training.models import CASCADE, RANKER, RETRIEVAL, CascadeModel, RankerModel, RetrievalModel
+from relaygr.training.options import Stage, TrainingOptions
 from relaygr.training.plots import plot_training
 from relaygr.training.ranking import NDCG, Estimate, Judged, Model, chosen_users, estimate, judge, write_predictions
 from relaygr.training.runs import METRICS_FILE, Run, describe_split, write_beside, writing
 from relaygr.training.splits import Part, Split, split_log
-from relaygr.training.trainer import RankerModel, Trained, Watcher, train
+from relaygr.training.trainer import Trained, Watcher, train
 from relaygr.worker.model.checkpoint import load_checkpoint, save_checkpoint
 
-RANKER = "ranker"
 OnWork = Callable[[str, int], None]
 """(name of the work, its steps): a new piece of work begins."""
 
@@ -45,8 +45,9 @@ class Finished:
     test: dict[str, dict[str, Estimate]]
     """Model -> metric -> mean over users."""
     gains: dict[str, Estimate]
-    """Baseline -> the ranker's NDCG@10 less the baseline's, in pairs of the same user."""
-    best_epoch: int
+    """Model -> NDCG@10 of the cascade less the model's, in pairs of the same user."""
+    best: dict[Stage, int]
+    """The best epoch of each stage by validation, from 0."""
     notes: list[str]
     """Sentences about the log's times and ratings that say less than they seem to, and about a plot that is missing."""
 
@@ -56,7 +57,7 @@ def train_ranker(
 ) -> Finished:
     """Trains and judges, or goes on with the run. Raises RelayError for a log or folder that cannot be used.
 
-    Without baselines the ranker is compared with popularity alone.
+    Without baselines it is compared with popularity alone.
     """
     log = usable(log)
     with run.begun(options, log, paths):
@@ -70,7 +71,9 @@ def _train_and_judge(
 ) -> Finished:
     split = split_log(log, options.protocol)
     trained = _trained(split, options, run, progress)
-    models: dict[str, Model] = {RANKER: RankerModel(split, trained.config, trained.tensors)}
+    ranker = RankerModel(split, trained.config, trained.tensors)
+    retrieval = RetrievalModel(split, trained.config, trained.tensors)
+    models: dict[str, Model] = {CASCADE: CascadeModel(retrieval, ranker), RETRIEVAL: retrieval, RANKER: ranker}
     users = chosen_users(split, Part.TEST, options.test_users, options.seed)
     folds = _add_baselines(split, options, models, progress, with_baselines)
     judged, seconds = _judge_all(split, models, users, run, progress)
@@ -78,20 +81,26 @@ def _train_and_judge(
         describe_split(split),
         {name: each.summary() for name, each in judged.items()},
         {
-            name: estimate(judged[RANKER].values[NDCG] - each.values[NDCG])
+            name: estimate(judged[CASCADE].values[NDCG] - each.values[NDCG])
             for name, each in judged.items()
-            if name != RANKER
+            if name != CASCADE
         },
-        trained.best_epoch,
+        trained.best,
         [note for note in (log.ties_note(), split.liked_note()) if note],
     )
+    if (gain := finished.gains[RETRIEVAL]).low <= 0:
+        finished.notes.insert(
+            0,
+            "`next` is not decided to order what retrieval finds better than retrieval does: NDCG@10 of the cascade "
+            f"less that of retrieval is {gain.with_interval()}.",
+        )
     metrics: dict[str, Any] = {
         **asdict(finished),
         "epochs": [asdict(record) for record in trained.epochs],
         "baselines": folds,
         "seconds": seconds,
     }
-    card = checkpoint_card(run.described(), finished, len(trained.epochs), load_checkpoint(run.checkpoint).revision)
+    card = checkpoint_card(run.described(), finished, load_checkpoint(run.checkpoint).revision)
     write_beside(run.checkpoint, card, log)
     if undrawn := plot_training(run.folder / "training.png", trained.epochs):
         finished.notes.append(undrawn)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relaygr.runtime.errors import RelayError
+from relaygr.training.options import Stage
 from relaygr.training.runs import writing
 
 if TYPE_CHECKING:
@@ -28,15 +29,19 @@ def plot_training(path: Path, epochs: Sequence[EpochRecord]) -> str:
 
 def _training(figure: Figure, epochs: Sequence[EpochRecord]) -> None:
     left, right = figure.subplots(1, 2)
-    numbers = [record.epoch + 1 for record in epochs]
-    for name in ("next_loss", "retrieval_loss", "liked_loss"):
-        left.plot(numbers, [getattr(record, name) for record in epochs], label=name.replace("_", " "))
-    left.set_xlabel("epoch")
+    for name in ("retrieval_loss", "next_loss", "liked_loss"):
+        # Sequences train retrieval alone.
+        at = [number for number, record in enumerate(epochs, 1) if getattr(record, name)]
+        left.plot(at, [getattr(epochs[number - 1], name) for number in at], label=name.replace("_", " "))
     left.legend()
-    right.plot(numbers, [record.ndcg for record in epochs], marker="o", markersize=3)
-    right.set_xlabel("epoch")
+    for stage, said in ((Stage.SEQUENCE, "retrieval"), (Stage.CANDIDATES, "what it finds, by `next`")):
+        at = [number for number, record in enumerate(epochs, 1) if record.stage is stage]
+        right.plot(at, [epochs[number - 1].ndcg for number in at], marker="o", markersize=3, label=said)
     right.set_ylabel("validation NDCG@10")
     right.set_ylim(bottom=0)
+    right.legend()
+    for axes in (left, right):
+        axes.set_xlabel("epoch")
 
 
 def plot_lengths(path: Path, points: Sequence[LengthPoint], title: str) -> str:

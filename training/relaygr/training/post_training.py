@@ -26,14 +26,15 @@ from relaygr.training.card import post_trained_card
 from relaygr.training.group_relative import draw_slates, group_relative_loss, has_spread, slate_rewards
 from relaygr.training.layers import Tensors
 from relaygr.training.logs import Log
+from relaygr.training.models import CascadeModel, RankerModel, RetrievalModel
 from relaygr.training.options import PostTrainingOptions, TrainingOptions
 from relaygr.training.plots import plot_post_training
 from relaygr.training.ranker import candidate_logits
 from relaygr.training.ranking import NDCG, Estimate, Judged, chosen_users, estimate, judge
 from relaygr.training.runs import METRICS_FILE, Run, write_beside
-from relaygr.training.sampling import TrainingBatch, training_batches
+from relaygr.training.sampling import CandidateBatch, candidate_batches, with_found_negatives
 from relaygr.training.splits import Part, Split
-from relaygr.training.trainer import LOSS_WEIGHTS, RankerModel, supervised_losses, take_step, target_scores
+from relaygr.training.trainer import LOSS_WEIGHTS, supervised_losses, take_step, target_scores
 from relaygr.worker.model.checkpoint import Checkpoint, save_checkpoint
 from relaygr.worker.model.inputs.known import IDS_TENSOR
 
@@ -80,16 +81,20 @@ class Job:
     def judged(self, tensors: Tensors, part: Part, name: str) -> Judged:
         most = self.options.test_users if part is Part.TEST else self.options.validation_users
         users = chosen_users(self.split, part, most, self.trained_with.seed)
-        model = RankerModel(self.split, self.checkpoint.config, tensors)
+        ranker = RankerModel(self.split, self.checkpoint.config, tensors)
+        # Every arm orders what the ranker of RUN finds.
+        retrieval = RetrievalModel(self.split, self.checkpoint.config, dict(self.checkpoint.tensors))
+        model = CascadeModel(retrieval, ranker)
         self.began(f"{name}, {part}", len(users))
         return judge(self.split, model, part, users, keeps_predictions=True, on_user=self.stepped)
 
-    def batches(self, seed: int) -> Iterator[TrainingBatch]:
-        """Without end; of epochs that the ranker was not trained on."""
+    def batches(self, seed: int) -> Iterator[CandidateBatch]:
+        """Without end; of epochs that the ranker was not trained on. Negatives are found by the ranker of RUN."""
         known, negatives = self.trained_with, self.options.negatives
-        for epoch in itertools.count(known.epochs):
-            for _, batch in training_batches(self.split, seed, epoch, known.places, negatives, known.max_history):
-                yield batch
+        config, tensors = self.checkpoint.config, dict(self.checkpoint.tensors)
+        for epoch in itertools.count(known.candidate_epochs):
+            for _, batch in candidate_batches(self.split, seed, epoch, known.places, negatives, known.max_history):
+                yield with_found_negatives(config, tensors, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +230,7 @@ class _Policy:
         self.tensors = {name: each.requires_grad_(True) for name, each in _copied(self._first).items()}
         self.groups = self.without_spread = 0
 
-    def loss(self, batch: TrainingBatch, step: int) -> torch.Tensor:
+    def loss(self, batch: CandidateBatch, step: int) -> torch.Tensor:
         if self._arm is Arm.SUPERVISED:
             return self._supervised_loss(batch, None)
         if step % _RENEWED == 0:
@@ -240,12 +245,12 @@ class _Policy:
         scores, first = self._scores(self.tensors, batch), self._scores(self._first, batch)
         return group_relative_loss(scores, drawn, first, slates, rewards, self._job.options.kl_weight)
 
-    def _supervised_loss(self, batch: TrainingBatch, request_weights: torch.Tensor | None) -> torch.Tensor:
+    def _supervised_loss(self, batch: CandidateBatch, request_weights: torch.Tensor | None) -> torch.Tensor:
         config, dropout = self._job.checkpoint.config, self._job.trained_with.dropout
         losses = supervised_losses(config, self.tensors, batch, dropout, request_weights)
-        return losses @ torch.from_numpy(LOSS_WEIGHTS).float()
+        return losses @ LOSS_WEIGHTS
 
-    def _scores(self, tensors: Tensors, batch: TrainingBatch) -> torch.Tensor:
+    def _scores(self, tensors: Tensors, batch: CandidateBatch) -> torch.Tensor:
         return target_scores(candidate_logits(self._job.checkpoint.config, tensors, batch.inputs), batch)
 
 

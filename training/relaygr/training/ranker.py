@@ -1,16 +1,15 @@
 """The ranker as it is trained: on batches, with candidates as a worker sees them.
 
-A batch has a window of each user's history and some of its places. At each place a few candidates are scored: each
-attends to the window's behaviours before the place and to itself, as a candidate of a request does whose history ends
-there. All history rows of a user are computed once, and no candidate is seen by any row but itself.
+A batch has a window of each user's history and some of its places. At each place candidates are asked for: each attends
+to the window's behaviours before the place and to itself, as a candidate of a request does whose history ends there.
+The history's rows are computed once for all places, and no candidate is seen by any row but itself.
 
-Positions count from the window's start, as a worker's count from the start of the prefix that it was given. In training
-some windows begin at a later position, so that the rows of positions are trained that only the longest histories reach.
+A score is read from the product of the candidate's last row and its item's embedding. So the row of an *unknown*
+candidate, which knows the history alone, searches: the items nearest to it are what retrieval finds.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,13 +25,21 @@ from relaygr.training.layers import (
     candidate_rows,
     layer,
     layer_tensors,
-    start_positions,
     task_logits,
 )
+from relaygr.training.sequence_loss import TEMPERATURE
 from relaygr.training.splits import Split
 from relaygr.worker.model.checkpoint import expected_tensors
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.options import OutputForm, RelativeBias, Task, TaskKind
+from relaygr.worker.model.options import (
+    Activated,
+    OutputForm,
+    ReadoutForm,
+    ReadoutNorm,
+    RelativeBias,
+    Task,
+    TaskKind,
+)
 
 NEXT: Final = 0
 LIKED: Final = 1
@@ -64,7 +71,6 @@ def ranker_config(split: Split, size: Size) -> ModelConfig:
     tasks = [Task(name="next", kind=TaskKind.REGRESSION)]
     if split.has_liked:
         tasks.append(Task(name="liked"))
-    num_positions = size.max_history + SUFFIX_BEHAVIOURS + 1
     return ModelConfig(
         embedding_dim=size.dim,
         num_heads=size.heads,
@@ -74,10 +80,13 @@ def ranker_config(split: Split, size: Size) -> ModelConfig:
         normalizer=_NORMALIZER,
         vocabulary_size=split.num_items,
         num_actions=split.num_actions,
-        num_positions=num_positions,
+        activated=Activated.UVQK,
         # The sums of attention grow with the history, so that only their norm is read.
         output_form=OutputForm.UNORM,
-        relative_bias=RelativeBias(positions=num_positions),
+        # By place only: a bias by time would depend on the next behaviour, and a prefix could not grow.
+        relative_bias=RelativeBias(positions=size.max_history + SUFFIX_BEHAVIOURS + 1),
+        readout=ReadoutForm.ITEM_PRODUCT,
+        readout_norm=ReadoutNorm.L2,
         tasks=tuple(tasks),
         max_prefix_behaviours=size.max_history,
         max_suffix_behaviours=SUFFIX_BEHAVIOURS,
@@ -89,27 +98,22 @@ def initial_tensors(config: ModelConfig, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for name, shape in expected_tensors(config).items():
-        if name == "positions.weight":
-            tensors[name] = _INITIAL * _waves(*shape)
-        elif name.endswith("relative_bias.positions"):
+        if name.endswith("relative_bias.positions"):
             distances = (shape[0] // 2 - torch.arange(shape[0])).clamp(min=0)
             tensors[name] = torch.exp(-distances / _NEAR)
         elif name.endswith("norm.weight"):
             tensors[name] = torch.ones(shape)
         elif name.endswith(".bias"):
             tensors[name] = torch.zeros(shape)
+        elif name == "readout.mlp.0.weight":
+            # "next" begins as what retrieval is trained on, the cosine of row and item.
+            tensors[name] = torch.zeros(shape)
+            tensors[name][:, NEXT] = 1 / TEMPERATURE
         else:
             is_table = name.startswith(("items.", "actions."))
             scale = _INITIAL if is_table else shape[0] ** -0.5
             tensors[name] = scale * torch.randn(shape, generator=generator)
     return tensors
-
-
-def _waves(rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns]: sines and cosines ("Attention Is All You Need", arXiv 1706.03762)."""
-    rates = torch.exp(torch.arange(0, columns, 2) * (-math.log(10_000.0) / columns))
-    angles = torch.arange(rows)[:, None] * rates
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :columns].contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +128,6 @@ class Batch:
     """[users, places, candidates]: rows of the vocabulary."""
     places: torch.Tensor
     """[users, places]: the number of behaviours before the candidates."""
-    first: torch.Tensor
-    """[users]: the position of the window's first behaviour; 0 where a worker is asked."""
 
 
 class TargetAttention:
@@ -161,38 +163,27 @@ class TargetAttention:
         return F.embedding((centre - distances).clamp(0, len(self._bias) - 1), self._bias[:, None])[..., 0]
 
 
-def candidate_logits(config: ModelConfig, tensors: Tensors, batch: Batch) -> torch.Tensor:
+def candidate_logits(config: ModelConfig, tensors: Tensors, batch: Batch, dropout: float = 0.0) -> torch.Tensor:
     """[users, places, candidates, tasks], before the sigmoid of binary tasks."""
-    return forward(config, tensors, batch, 0.0, reads_history=False)[0]
+    return task_logits(tensors, candidate_states(config, tensors, batch, dropout), batch.candidates)
 
 
-def forward(
-    config: ModelConfig, tensors: Tensors, batch: Batch, dropout: float, reads_history: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [users, places, candidates, tasks], and the history's rows after the last layer [users, behaviours, D].
+def candidate_states(config: ModelConfig, tensors: Tensors, batch: Batch, dropout: float = 0.0) -> torch.Tensor:
+    """The candidates' rows after the last layer [users, places, candidates, D].
 
-    `dropout`: the share of the inputs of each product of a layer that is left out, in training. `reads_history` false:
-    the history's rows after the last layer are not computed, and mean nothing.
+    `dropout`: the share of the inputs of each product of a layer that is left out, in training.
     """
     length = batch.items.shape[1]
-    candidates = batch.candidates.flatten(1)
-    count = batch.candidates.shape[2]
     behaviours = behaviour_rows(config, tensors, batch.items, batch.actions)
-    first = batch.first[:, None]
-    behaviours = behaviours + start_positions(config, tensors, first + torch.arange(length))
-    asked = candidate_rows(config, tensors, candidates)
-    asked = asked + start_positions(config, tensors, first + batch.places.repeat_interleave(count, dim=1))
-    x = torch.cat((behaviours, asked), dim=1)
+    x = torch.cat((behaviours, candidate_rows(config, tensors, batch.candidates.flatten(1))), dim=1)
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (_dropped(rows, dropout) if dropout else rows) @ weight
 
     for index in range(config.num_layers):
-        own, is_last = layer_tensors(tensors, index), not reads_history and index == config.num_layers - 1
+        own, is_last = layer_tensors(tensors, index), index == config.num_layers - 1
         x = layer(config, own, x, TargetAttention(config, batch, own["relative_bias.positions"], is_last), product)
-    history, rows = torch.split(x, [length, candidates.shape[1]], dim=1)
-    logits = task_logits(config, tensors, rows)
-    return logits.view(*batch.candidates.shape, len(config.tasks)), history
+    return x[:, length:].view(*batch.candidates.shape, x.shape[-1])
 
 
 def _dropped(rows: torch.Tensor, share: float) -> torch.Tensor:
@@ -207,12 +198,25 @@ def score_items(
     config: ModelConfig, tensors: Tensors, items: NDArray[np.int32], actions: NDArray[np.uint16], asked: torch.Tensor
 ) -> torch.Tensor:
     """Logits [candidates, tasks] of the candidates `asked` (rows of the vocabulary) after one history, oldest first."""
-    newest = slice(-config.max_prefix_behaviours, None)
-    history = torch.from_numpy(items[newest].astype(np.int64))[None]
-    codes = torch.from_numpy(actions[newest].astype(np.int64))[None]
-    place, first = torch.tensor([[history.shape[1]]]), torch.zeros(1, dtype=torch.int64)
     parts = [
-        candidate_logits(config, tensors, Batch(history, codes, part[None, None], place, first))[0, 0]
+        candidate_logits(config, tensors, _request(config, items, actions, part))[0, 0]
         for part in torch.split(asked, _CHUNK)
     ]
     return torch.cat(parts)
+
+
+@torch.no_grad()
+def search_row(
+    config: ModelConfig, tensors: Tensors, items: NDArray[np.int32], actions: NDArray[np.uint16]
+) -> torch.Tensor:
+    """The row [D] of an unknown candidate after one history, oldest first: retrieval finds the items nearest to it."""
+    unknown = torch.tensor([config.vocabulary_size])
+    return candidate_states(config, tensors, _request(config, items, actions, unknown))[0, 0, 0]
+
+
+def _request(config: ModelConfig, items: NDArray[np.int32], actions: NDArray[np.uint16], asked: torch.Tensor) -> Batch:
+    """The newest behaviours of one history that the model may have, and candidates after them."""
+    newest = slice(-config.max_prefix_behaviours, None)
+    history = torch.from_numpy(items[newest].astype(np.int64))[None]
+    codes = torch.from_numpy(actions[newest].astype(np.int64))[None]
+    return Batch(history, codes, asked[None, None], torch.tensor([[history.shape[1]]]))

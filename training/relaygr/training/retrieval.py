@@ -1,8 +1,8 @@
 """Candidates for a user: exact search over the items of a ranker, or of `relaygr train retrieval`.
 
-The trainer's retrieval loss makes the product of a history's last row and an item's embedding large for the behaviour
-that came next (`trainer.py`). The last row is computed from the newest behaviours only: on
-MovieLens, more of them found no more of the next items.
+The trainer's retrieval loss makes the cosine of an unknown candidate's row and the embedding of the item that came next
+large (`sequence_loss.py`). The row is computed from the newest behaviours only: on MovieLens, more of them found no
+more of the next items.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -21,8 +22,7 @@ from relaygr.runtime.files import require_regular
 from relaygr.schemas.messages import Behaviours
 from relaygr.training.contrastive import Encoder, Training
 from relaygr.training.domains import mean_matrix
-from relaygr.training.layers import normalised
-from relaygr.training.ranker import Batch, forward
+from relaygr.training.ranker import search_row
 from relaygr.worker.model.checkpoint import load_checkpoint
 
 MODEL_FILE: Final = "retrieval.safetensors"
@@ -40,7 +40,7 @@ class ItemSearch:
         found = load_checkpoint(checkpoint)
         self._config, self._tensors = found.config, dict(found.tensors)
         self._ids: NDArray[np.int64] = self._tensors["items.ids"].numpy()
-        self._table = self._tensors["items.weight"][: len(self._ids)]
+        self._table = F.normalize(self._tensors["items.weight"][: len(self._ids)], dim=-1)
 
     def find(self, history: Behaviours, count: int, leave_out: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids of the `count` best items, the best first: fewer if there are fewer. `leave_out` is no longer left
@@ -48,20 +48,11 @@ class ItemSearch:
 
         `history`: the user's behaviours, oldest first; at least one.
         """
-        return _best(self._ids, self._table @ self._last_row(history[-NEWEST:]), count, leave_out)
-
-    def _last_row(self, newest: Behaviours) -> torch.Tensor:
-        """[D]"""
+        newest = history[-NEWEST:]
         rows, is_known = _rows_of(self._ids, newest.items)
-        items = torch.from_numpy(np.where(is_known, rows, self._config.vocabulary_size))[None]
-        actions = torch.from_numpy(newest.actions.astype(np.int64))[None]
-        nothing = torch.zeros(1, 1, 0, dtype=torch.int64)
-        place, first = torch.tensor([[len(newest)]]), torch.zeros(1, dtype=torch.int64)
-        with torch.inference_mode():
-            _, history = forward(
-                self._config, self._tensors, Batch(items, actions, nothing, place, first), 0.0, reads_history=True
-            )
-            return normalised(self._config, self._tensors, "readout.norm", history[0, -1])
+        items = np.where(is_known, rows, self._config.vocabulary_size).astype(np.int32)
+        row = search_row(self._config, self._tensors, items, newest.actions)
+        return _best(self._ids, self._table @ row, count, leave_out)
 
 
 class GraphSearch:

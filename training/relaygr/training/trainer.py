@@ -1,19 +1,20 @@
-"""The training loop.
+"""The training loop, in two stages.
 
-    loss = next + 0.2 liked + retrieval
-    next       soft-max over the behaviour that came next and random items, scored as candidates of a worker
-    liked      log loss of a rating of at least 4
-    retrieval  soft-max over all items (or a sample) of the product of a history's last row and the item's embedding
+    sequence      retrieval's loss at every place of a history (`sequence_loss.py`)
+    candidates    next + 0.2 liked + retrieval: `next` is a soft-max over the behaviour that came next and other items,
+                  half of which retrieval finds there; `liked` is the log loss of a rating of at least 4
 
-The retrieval loss trains all rows at once, which the item embeddings need. State is saved after each epoch. An epoch
-depends on its number and the seed alone, so that a run that goes on gives the weights of one that was not interrupted;
-with a time limit it depends on the machine, too.
+The second goes on from the best weights of the first. A place of the first costs one row, in the second as many as it
+has candidates: so a ranker learns most from sequences. State is saved after each epoch. An epoch depends on its number
+and the seed alone, so that a run that goes on gives the weights of one that was not interrupted; with a time limit it
+depends on the machine, too.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -22,29 +23,39 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
-from relaygr.training.layers import Tensors, normalised
-from relaygr.training.options import TrainingOptions
-from relaygr.training.ranker import LIKED, NEXT, Size, forward, initial_tensors, ranker_config, score_items
-from relaygr.training.ranking import NDCG, Judged, chosen_users, judge
+from relaygr.training.layers import Tensors, task_logits
+from relaygr.training.models import CascadeModel, RankerModel, RetrievalModel
+from relaygr.training.options import Stage, TrainingOptions
+from relaygr.training.ranker import LIKED, NEXT, Size, candidate_states, initial_tensors, ranker_config
+from relaygr.training.ranking import NDCG, Model, chosen_users, judge
 from relaygr.training.runs import Run
-from relaygr.training.sampling import TrainingBatch, training_batches
+from relaygr.training.sampling import (
+    CandidateBatch,
+    SequenceBatch,
+    candidate_batches,
+    sequence_batches,
+    with_found_negatives,
+)
+from relaygr.training.sequence_loss import retrieval_loss
 from relaygr.training.splits import Part, Split
 from relaygr.worker.model.config import ModelConfig
 
 LIKED_WEIGHT: Final = 0.2
-_RETRIEVED: Final = 8192
-"""Items of the retrieval soft-max; of a larger vocabulary a random sample of each batch."""
 _WARM_UP_STEPS: Final = 100
 _LAST_RATE: Final = 0.05
-"""The share of the learning rate at the end."""
+"""The share of the learning rate at the end of a stage."""
+_STAGE_SEEDS: Final = 500_000
+"""Between the seeds of the stages' epochs."""
 _LARGEST_GRADIENT: Final = 1.0
 _EXCLUDED: Final = -1e9
+_SEQUENCE_SHARE: Final = 0.7
+"""Of the time limit."""
 
 
 class Watcher(Protocol):
     """What follows a training, such as a progress bar."""
 
-    def step(self, epoch: int, share: float, loss: float) -> None:
+    def step(self, stage: Stage, epoch: int, share: float, loss: float) -> None:
         """After a batch: the share of the epoch that is done, and the mean loss of it so far."""
 
     def epoch_ended(self, record: EpochRecord) -> None:
@@ -55,14 +66,19 @@ class Watcher(Protocol):
 class EpochRecord:
     """One epoch."""
 
+    stage: Stage
     epoch: int
+    """Of its stage, from 0."""
     loss: float
     next_loss: float
+    """0 in the stage of sequences, as is `liked_loss`."""
     liked_loss: float
     retrieval_loss: float
     ndcg: float
-    """Validation NDCG@10."""
+    """Validation NDCG@10: of retrieval, or of the items that it finds as `next` orders them."""
     seconds: float
+    """With the validation, of which `cpu_s` has nothing."""
+    cpu_s: float
 
 
 @dataclass(slots=True)
@@ -72,90 +88,73 @@ class Trained:
     config: ModelConfig
     tensors: Tensors
     epochs: list[EpochRecord]
-    best_epoch: int
+    best: dict[Stage, int]
+    """The best epoch of each stage."""
 
 
 @dataclass(slots=True)
 class _State:
     tensors: Tensors
     best: Tensors
-    best_epoch: int = -1
+    """Of the stage."""
+    stage: Stage = Stage.SEQUENCE
     epochs: list[EpochRecord] = field(default_factory=list)
 
-    @property
-    def best_ndcg(self) -> float:
-        return self.epochs[self.best_epoch].ndcg if self.best_epoch >= 0 else -1.0
+    def of_stage(self, stage: Stage) -> list[EpochRecord]:
+        return [each for each in self.epochs if each.stage is stage]
 
-
-@dataclass(frozen=True, slots=True)
-class RankerModel:
-    """A ranker as a model that is judged, served at most the newest `most` behaviours; 0: all that it may have."""
-
-    split: Split
-    config: ModelConfig
-    tensors: Tensors
-    most: int = 0
-
-    def next_scores(self, user: int, part: Part, rows: torch.Tensor) -> torch.Tensor:
-        return self._logits(user, part, rows)[:, NEXT]
-
-    def liked_probabilities(self, user: int, part: Part) -> torch.Tensor | None:
-        if not self.split.has_liked:
-            return None
-        asked = torch.from_numpy(self.split.rows[self.split.targets(user, part)].astype(np.int64))
-        return torch.sigmoid(self._logits(user, part, asked)[:, LIKED])
-
-    def _logits(self, user: int, part: Part, asked: torch.Tensor) -> torch.Tensor:
-        start, end = int(self.split.starts[user]), self.split.history_end(user, part)
-        if self.most:
-            start = max(start, end - self.most)
-        return score_items(self.config, self.tensors, self.split.rows[start:end], self.split.actions[start:end], asked)
+    def best_epoch(self, stage: Stage) -> int:
+        """-1: none has ended."""
+        found = [each.ndcg for each in self.of_stage(stage)]
+        return int(np.argmax(found)) if found else -1
 
 
 def train(split: Split, options: TrainingOptions, run: Run, watcher: Watcher) -> Trained:
     """Trains, or goes on with what the run's folder has. Raises RelayError if the loss is not finite."""
     torch.set_num_threads(options.threads)
     config = ranker_config(split, Size(options.dim, options.heads, options.layers, options.max_history))
-    tensors = initial_tensors(config, options.seed)
-    state = _State(tensors, {name: tensor.clone() for name, tensor in tensors.items()})
-    parameters = [tensor.requires_grad_(True) for tensor in state.tensors.values()]
-    optimizer = torch.optim.Adam(parameters, lr=options.learning_rate, betas=(0.9, 0.98))
+    tensors = {name: tensor.requires_grad_(True) for name, tensor in initial_tensors(config, options.seed).items()}
+    state = _State(tensors, _copied(tensors))
+    optimizer = _optimizer(state, options)
     _restore(run, state, optimizer)
     users = chosen_users(split, Part.VALIDATION, options.validation_users, options.seed)
-    while not _is_over(state, options):
-        epoch = len(state.epochs)
-        started_s = time.monotonic()
-        losses = _train_epoch(split, options, config, state.tensors, optimizer, epoch, _Limit(state, options), watcher)
-        ndcg = _validated(split, config, state.tensors, users).summary()[NDCG].mean
-        of_next, of_liked, of_retrieval = losses.tolist()
-        record = EpochRecord(
-            epoch,
-            float(LOSS_WEIGHTS @ losses),
-            of_next,
-            of_liked,
-            of_retrieval,
-            ndcg,
-            round(time.monotonic() - started_s, 3),
-        )
-        if ndcg > state.best_ndcg:
-            state.best = {name: tensor.detach().clone() for name, tensor in state.tensors.items()}
-            state.best_epoch = epoch
-        state.epochs.append(record)
-        _save(run, state, optimizer)
-        watcher.epoch_ended(record)
-    return Trained(config, state.best, state.epochs, state.best_epoch)
+    while True:
+        while not _is_over(state, options):
+            record = _epoch(split, options, config, state, optimizer, users, watcher)
+            if record.ndcg > max((each.ndcg for each in state.of_stage(state.stage)), default=-1.0):
+                state.best = _copied(state.tensors)
+            state.epochs.append(record)
+            _save(run, state, optimizer)
+            watcher.epoch_ended(record)
+        if state.stage is Stage.CANDIDATES:
+            return Trained(config, state.best, state.epochs, {stage: state.best_epoch(stage) for stage in Stage})
+        _begin_candidates(state)
+        optimizer = _optimizer(state, options)
 
 
-LOSS_WEIGHTS = np.array([1.0, LIKED_WEIGHT, 1.0])
+def _begin_candidates(state: _State) -> None:
+    """Goes on from the best weights of the sequences."""
+    with torch.no_grad():
+        for name, tensor in state.tensors.items():
+            tensor.copy_(state.best[name])
+    state.stage = Stage.CANDIDATES
+
+
+def _optimizer(state: _State, options: TrainingOptions) -> torch.optim.Optimizer:
+    return torch.optim.Adam(state.tensors.values(), lr=options.learning_rate, betas=(0.9, 0.98))
+
+
+LOSS_WEIGHTS: Final = torch.tensor([1.0, LIKED_WEIGHT, 1.0])
 """Of the losses of next, liked and retrieval."""
 
 
 class _Limit:
-    """The time that training may take. The time of the epochs before a restart counts."""
+    """The time that a stage may take. The time of its epochs before a restart counts."""
 
     def __init__(self, state: _State, options: TrainingOptions) -> None:
-        self._started_s = time.monotonic() - sum(each.seconds for each in state.epochs)
-        self._limit_s = 60 * options.max_minutes
+        self._started_s = time.monotonic() - sum(each.seconds for each in state.of_stage(state.stage))
+        share = _SEQUENCE_SHARE if state.stage is Stage.SEQUENCE else 1 - _SEQUENCE_SHARE
+        self._limit_s = 60 * options.max_minutes * share
 
     @property
     def used_share(self) -> float:
@@ -164,45 +163,73 @@ class _Limit:
 
 
 def _is_over(state: _State, options: TrainingOptions) -> bool:
-    done = len(state.epochs)
+    done = len(state.of_stage(state.stage))
     is_late = done > 0 and _Limit(state, options).used_share >= 1
-    return done >= options.epochs or done - 1 - state.best_epoch >= options.patience or is_late
+    without_gain = done - 1 - state.best_epoch(state.stage)
+    return done >= options.epochs_of(state.stage) or (done > 0 and without_gain >= options.patience) or is_late
 
 
-def _train_epoch(
+def _epoch(
     split: Split,
     options: TrainingOptions,
     config: ModelConfig,
-    tensors: Tensors,
+    state: _State,
     optimizer: torch.optim.Optimizer,
-    epoch: int,
-    limit: _Limit,
+    users: NDArray[np.int64],
     watcher: Watcher,
-) -> NDArray[np.float64]:
-    """Returns the mean losses of next, liked and retrieval. Ends early when the time is over."""
-    torch.manual_seed(options.seed * 1_000_003 + epoch)
-    total = np.zeros(3)
-    for number, (share, batch) in enumerate(
-        training_batches(split, options.seed, epoch, options.places, options.negatives, options.max_history)
-    ):
+) -> EpochRecord:
+    """Trains one more epoch of the stage, which ends early when the time is over, and validates."""
+    stage, epoch, limit = state.stage, len(state.of_stage(state.stage)), _Limit(state, options)
+    torch.manual_seed(options.seed * 1_000_003 + epoch + (_STAGE_SEEDS if stage is Stage.CANDIDATES else 0))
+    total = torch.zeros(3)
+    started_s, cpu_s = time.monotonic(), -time.process_time()
+    for number, (share, losses) in enumerate(_losses(split, options, config, state, epoch)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, epoch, number, limit.used_share)
-        losses = supervised_losses(config, tensors, batch, options.dropout)
-        loss = losses @ torch.from_numpy(LOSS_WEIGHTS).float()
-        take_step(optimizer, tensors, loss, f"batch {number} of epoch {epoch}", options.learning_rate)
-        total += losses.detach().numpy()
-        watcher.step(epoch, share, float(LOSS_WEIGHTS @ total) / (number + 1))
+            group["lr"] = learning_rate(options, stage, epoch, number, limit.used_share)
+        where = f"batch {number} of epoch {epoch}"
+        take_step(optimizer, state.tensors, losses @ LOSS_WEIGHTS, where, options.learning_rate)
+        total += losses.detach()
+        watcher.step(stage, epoch, share, float(LOSS_WEIGHTS @ total) / (number + 1))
         if limit.used_share >= 1:
             break
-    return total / (number + 1)
+    cpu_s += time.process_time()
+    ndcg = judge(split, _validated(split, config, state), Part.VALIDATION, users).summary()[NDCG].mean
+    means = total / (number + 1)
+    seconds = time.monotonic() - started_s
+    of_next, of_liked, of_retrieval = means.tolist()
+    return EpochRecord(
+        stage, epoch, float(LOSS_WEIGHTS @ means), of_next, of_liked, of_retrieval, ndcg,
+        round(seconds, 3), round(cpu_s, 3),
+    )  # fmt: skip
 
 
-def learning_rate(options: TrainingOptions, epoch: int, step: int, used_share: float) -> float:
-    """Rises in the first steps of the first epoch, and falls with the epochs, or with the share of the time limit that
-    is used, whichever is more.
+def _losses(
+    split: Split, options: TrainingOptions, config: ModelConfig, state: _State, epoch: int
+) -> Iterator[tuple[float, torch.Tensor]]:
+    """The losses of each batch, computed as they are asked for, with the share of the epoch that is done after it."""
+    if state.stage is Stage.SEQUENCE:
+        for share, sequences in sequence_batches(split, options.seed, epoch, options.max_history):
+            yield share, sequence_losses(config, state.tensors, sequences, options.dropout)
+        return
+    batches = candidate_batches(split, options.seed, epoch, options.places, options.negatives, options.max_history)
+    for share, batch in batches:
+        asked = with_found_negatives(config, state.tensors, batch)
+        yield share, supervised_losses(config, state.tensors, asked, options.dropout)
+
+
+def _validated(split: Split, config: ModelConfig, state: _State) -> Model:
+    retrieval = RetrievalModel(split, config, state.tensors)
+    if state.stage is Stage.SEQUENCE:
+        return retrieval
+    return CascadeModel(retrieval, RankerModel(split, config, state.tensors))
+
+
+def learning_rate(options: TrainingOptions, stage: Stage, epoch: int, step: int, used_share: float) -> float:
+    """Rises in the first steps of a stage, and falls with its epochs, or with the share of its time that is used,
+    whichever is more.
     """
     warm = min(1.0, (step + 1) / _WARM_UP_STEPS) if epoch == 0 else 1.0
-    done = min(1.0, max(epoch / max(1, options.epochs - 1), used_share))
+    done = min(1.0, max(epoch / max(1, options.epochs_of(stage) - 1), used_share))
     return options.learning_rate * warm * (1 - (1 - _LAST_RATE) * done)
 
 
@@ -221,17 +248,26 @@ def take_step(
     optimizer.step()
 
 
+def sequence_losses(config: ModelConfig, tensors: Tensors, batch: SequenceBatch, dropout: float) -> torch.Tensor:
+    """[3], as `supervised_losses`: of retrieval alone."""
+    rows = candidate_states(config, tensors, batch.inputs, dropout)[:, :, 0]
+    return torch.stack((torch.zeros(()), torch.zeros(()), _searched(config, tensors, rows, batch.wanted)))
+
+
 def supervised_losses(
     config: ModelConfig,
     tensors: Tensors,
-    batch: TrainingBatch,
+    batch: CandidateBatch,
     dropout: float,
     request_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[3]: of next, liked and retrieval. `request_weights` [requests]: of each target in `next`, with sum 1; None: the
     same for all.
     """
-    logits, history = forward(config, tensors, batch.inputs, dropout, reads_history=True)
+    # An unknown candidate beside the others searches, so that retrieval is not unlearnt.
+    asked = F.pad(batch.inputs.candidates, (0, 1), value=config.vocabulary_size)
+    rows = candidate_states(config, tensors, replace(batch.inputs, candidates=asked), dropout)
+    logits = task_logits(tensors, rows[:, :, :-1], batch.inputs.candidates)
     scores = target_scores(logits, batch)
     each = F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64), reduction="none")
     found = each.mean() if request_weights is None else request_weights @ each
@@ -239,31 +275,22 @@ def supervised_losses(
     if len(config.tasks) > LIKED:
         of_next = logits[:, :, 0, LIKED][batch.is_target]
         liked = F.binary_cross_entropy_with_logits(of_next, batch.liked[batch.is_target])
-    return torch.stack((found, liked, _retrieval_loss(config, tensors, history, batch.inputs.items)))
+    wanted = batch.inputs.candidates[:, :, 0].masked_fill(~batch.is_target, config.vocabulary_size)
+    return torch.stack((found, liked, _searched(config, tensors, rows[:, :, -1], wanted)))
 
 
-def target_scores(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
+def target_scores(logits: torch.Tensor, batch: CandidateBatch) -> torch.Tensor:
     """Scores of `next` [requests, candidates] of the places that are trained; the first candidate came next."""
     return logits[..., NEXT].masked_fill(batch.is_excluded, _EXCLUDED)[batch.is_target]
 
 
-def _retrieval_loss(config: ModelConfig, tensors: Tensors, history: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    known = items[:, 1:] < config.vocabulary_size
-    wanted = items[:, 1:][known]
-    if not wanted.numel():
-        return torch.zeros(())
-    rows = normalised(config, tensors, "readout.norm", history[:, :-1][known])
-    table = tensors["items.weight"]
-    if config.vocabulary_size <= _RETRIEVED:
-        return F.cross_entropy(rows @ table[: config.vocabulary_size].T, wanted)
-    sampled = torch.randint(config.vocabulary_size, (_RETRIEVED,))
-    others = (rows @ F.embedding(sampled, table).T).masked_fill(sampled == wanted[:, None], _EXCLUDED)
-    own = (rows * F.embedding(wanted, table)).sum(-1, keepdim=True)
-    return F.cross_entropy(torch.cat((own, others), dim=1), torch.zeros(len(wanted), dtype=torch.int64))
+def _searched(config: ModelConfig, tensors: Tensors, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    known = wanted < config.vocabulary_size
+    return retrieval_loss(rows[known], tensors["items.weight"][: config.vocabulary_size], wanted[known])
 
 
-def _validated(split: Split, config: ModelConfig, tensors: Tensors, users: NDArray[np.int64]) -> Judged:
-    return judge(split, RankerModel(split, config, tensors), Part.VALIDATION, users)
+def _copied(tensors: Tensors) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _save(run: Run, state: _State, optimizer: torch.optim.Optimizer) -> None:
@@ -271,8 +298,8 @@ def _save(run: Run, state: _State, optimizer: torch.optim.Optimizer) -> None:
         {
             "tensors": {name: tensor.detach() for name, tensor in state.tensors.items()},
             "best": state.best,
-            "best_epoch": state.best_epoch,
-            "epochs": [asdict(record) for record in state.epochs],
+            "stage": state.stage.value,
+            "epochs": [asdict(record) | {"stage": record.stage.value} for record in state.epochs],
             "optimizer": optimizer.state_dict(),
         }
     )
@@ -285,6 +312,6 @@ def _restore(run: Run, state: _State, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         for name, tensor in state.tensors.items():
             tensor.copy_(found["tensors"][name])
-    state.best, state.best_epoch = found["best"], found["best_epoch"]
-    state.epochs = [EpochRecord(**record) for record in found["epochs"]]
+    state.best, state.stage = found["best"], Stage(found["stage"])
+    state.epochs = [EpochRecord(**{**record, "stage": Stage(record["stage"])}) for record in found["epochs"]]
     optimizer.load_state_dict(found["optimizer"])
