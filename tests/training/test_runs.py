@@ -26,6 +26,7 @@ from relaygr.training.pipeline import Finished, Progress, train_ranker
 from relaygr.training.ranker import (
     Batch,
     Size,
+    bias_by_place,
     candidate_logits,
     initial_tensors,
     ranker_config,
@@ -144,6 +145,13 @@ def test_a_candidate_of_a_batch_has_the_score_that_it_has_alone(run: Run) -> Non
             inputs.places[user : user + 1, :1],
         )
         assert torch.allclose(candidate_logits(config, tensors, alone)[0, 0, 0], together[user, 0, 1], atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+def test_the_bias_by_place_is_that_of_each_distance(length: int) -> None:
+    bias = torch.randn(17, generator=torch.Generator().manual_seed(0))
+    expected = [[bias[8 - (place - key)] for key in range(length)] for place in range(length + 1)]
+    assert torch.equal(bias_by_place(bias, length), torch.tensor(expected))
 
 
 def test_the_same_seed_gives_the_same_checkpoint_and_another_seed_another(tmp_path: Path) -> None:
